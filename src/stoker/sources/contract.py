@@ -1,0 +1,117 @@
+"""What a source is: raw files in, parts of a store out.
+
+Enters: files and options, held by a frozen, picklable object. Leaves: parts, each built on its
+own in any process, so that packing runs in parallel, resumes after a kill, and gives the same
+bytes whatever the number of workers. Costs: `prepare` may scan the files once; `build` holds
+one part in memory.
+
+A user's own source only has to meet the `Source` protocol; there is nothing to register.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from stoker.errors import Refusal
+from stoker.store.fields import ShardData
+
+Json = Any  # what json.dumps takes: dict, list, str, int, float, bool, None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One independent piece of the input; becomes one shard.
+
+    Attributes:
+        index: Position in the store; the order of samples follows it.
+        label: For people: "rows 0-49999 of train.npy".
+        num_samples: Samples expected, for progress; refusals may lower it.
+        payload: The source's own picklable description of the piece.
+    """
+
+    index: int
+    label: str
+    num_samples: int
+    payload: Any
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The outcome of looking at the files once.
+
+    Attributes:
+        parts: In store order. Must not depend on the number of workers.
+        estimated_bytes: Upper estimate of the finished store, for the disk check.
+        refused: What was refused while scanning.
+        notes: Lines for the user ("Found 300,000 compounds with MOL files").
+    """
+
+    parts: Sequence[Part]
+    estimated_bytes: int
+    refused: Sequence[Refusal] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class PartData:
+    """One built part.
+
+    Attributes:
+        fields: Field name to data; every field has the same number of samples.
+        refused: Input of this part that was not taken.
+        extra: JSON facts that `Source.finish` merges into the manifest (scalers, counts).
+    """
+
+    fields: ShardData
+    refused: Sequence[Refusal] = ()
+    extra: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PartContext:
+    """What the packer lends to `Source.build`.
+
+    Attributes:
+        scratch: A folder that lives as long as the pack job (shared by all parts).
+        guard: Call `guard(row)` before work on a row that may hang or crash the process, and
+            `guard(None)` after the last: a worker that spends longer than the source's
+            `row_limit_seconds` on one row is killed, and the part is built again without it.
+        poisoned: Rows, by the numbers given to `guard`, that killed a worker before, with the
+            reason: refuse them instead of touching them again.
+    """
+
+    scratch: Path
+    guard: Callable[[int | None], None]
+    poisoned: Mapping[int, str]
+
+
+class Source(Protocol):
+    """Raw files of one kind. Frozen and picklable: it travels to worker processes.
+
+    Attributes:
+        kind: The word after `stoker pack`.
+        version: Raised whenever the same input would give other bytes.
+        row_limit_seconds: Time limit of one guarded row, or None when nothing can hang.
+    """
+
+    kind: str
+    version: int
+    row_limit_seconds: float | None
+
+    def files(self) -> Sequence[Path]:
+        """Every input file or folder; their hashes decide whether a store is stale."""
+
+    def options(self) -> Mapping[str, Json]:
+        """Every option that changes the output, under the name the user typed."""
+
+    def prepare(self, scratch: Path) -> Preparation:
+        """Look at the files and split the work. May leave files in `scratch` for `build`."""
+
+    def build(self, part: Part, context: PartContext) -> PartData:
+        """Read one part. Runs in any process; must depend on nothing but its arguments."""
+
+    def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
+        """Merge the `extra` of all parts, in order, into the manifest's `attributes`."""

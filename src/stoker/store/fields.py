@@ -1,0 +1,201 @@
+"""The three kinds of field, as arrays in memory on their way into a shard.
+
+Enters: numpy arrays made by a source. Leaves: checked, contiguous, little-endian arrays with
+the dataset names they will have inside the HDF5 shard. Costs: one pass over the offsets; the
+values are not copied unless their layout forces it.
+
+dense    `(n, ...)`, one row per sample, dataset `/<field>`.
+ragged   `values` and `offsets`, dataset group `/<field>`; sample i owns
+         `values[offsets[i]:offsets[i + 1]]`.
+series   `rows` of a time series stored once, with the open `time` of each row, a `gap` flag and
+         per sample the exclusive `ends` of its window: sample i is `rows[ends[i] - window : ends[i]]`.
+         Windows are never stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from stoker.errors import InputError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+FieldKind = Literal["dense", "ragged", "series"]
+
+
+def _stored(values: Array, what: str) -> Array:
+    """Return `values` little-endian and C-contiguous; refuse what HDF5 cannot hold plainly."""
+    values = np.asarray(values)
+    if values.dtype.kind not in "biuf":
+        raise InputError(
+            f"{what} has dtype {values.dtype}.",
+            "bool, integers and floats",
+            "store text as a ragged uint8 field: stoker.store.Ragged.from_strings(texts)",
+        )
+    if values.dtype.kind == "b":
+        values = values.view(np.uint8) if values.dtype.itemsize == 1 else values.astype(np.uint8)
+    return np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+
+
+@dataclass(frozen=True)
+class Dense:
+    """One row per sample.
+
+    Attributes:
+        values: `(n, ...)`.
+        columns: Names of the last axis, where it has names.
+    """
+
+    values: Array
+    columns: tuple[str, ...] | None = None
+    kind: Literal["dense"] = field(default="dense", init=False)
+
+    def __post_init__(self) -> None:
+        if np.ndim(self.values) == 0:
+            raise InputError(
+                "a dense field was given a scalar.",
+                "an array of shape (n, ...)",
+                "wrap it in a list",
+            )
+        object.__setattr__(self, "values", _stored(self.values, "a dense field"))
+        _check_columns(self.columns, self.values)
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the field."""
+        return int(self.values.shape[0])
+
+    def arrays(self, name: str) -> dict[str, Array]:
+        """Datasets of the shard, by path."""
+        return {name: self.values}
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A different number of values per sample.
+
+    Attributes:
+        values: `(m, ...)`, all samples one after the other.
+        offsets: `(n + 1,)` int64, from 0 to m, never falling.
+        encoding: "utf8" when the values are text, else None.
+    """
+
+    values: Array
+    offsets: Array
+    encoding: Literal["utf8"] | None = None
+    kind: Literal["ragged"] = field(default="ragged", init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", _stored(self.values, "a ragged field"))
+        offsets = np.ascontiguousarray(self.offsets, dtype="<i8")
+        object.__setattr__(self, "offsets", offsets)
+        total = len(self.values)
+        if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != total:
+            raise InputError(
+                f"ragged offsets of shape {offsets.shape} do not span {total} values.",
+                f"n + 1 numbers from 0 to {total}",
+                "offsets = np.concatenate([[0], np.cumsum(lengths)])",
+            )
+        if len(offsets) > 1 and (np.diff(offsets) < 0).any():
+            row = int(np.argmax(np.diff(offsets) < 0))
+            raise InputError(f"ragged offsets fall after row {row}.", "offsets that never fall", "")
+
+    @classmethod
+    def from_strings(cls, texts: list[str]) -> Ragged:
+        """Store text as utf-8 bytes, one string per sample."""
+        encoded = [text.encode() for text in texts]
+        lengths = np.fromiter((len(text) for text in encoded), dtype=np.int64, count=len(encoded))
+        return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), offsets_of(lengths), "utf8")
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the field."""
+        return len(self.offsets) - 1
+
+    def arrays(self, name: str) -> dict[str, Array]:
+        """Datasets of the shard, by path."""
+        return {f"{name}/values": self.values, f"{name}/offsets": self.offsets}
+
+
+@dataclass(frozen=True)
+class Series:
+    """Windows over a series that is stored once.
+
+    Attributes:
+        rows: `(r, features)` values, in time order.
+        time: `(r,)` int64, open time of each row in nanoseconds since 1970.
+        ends: `(n,)` int64, exclusive end row of each sample's window; `ends >= window`.
+        window: Rows per window.
+        gap: `(r,)` uint8, 1 where rows are missing right before this one.
+        columns: Names of the features.
+        duration_ns: Time from a row's open to its close: a row is known at `time + duration_ns`.
+    """
+
+    rows: Array
+    time: Array
+    ends: Array
+    window: int
+    gap: Array
+    columns: tuple[str, ...]
+    duration_ns: int
+    kind: Literal["series"] = field(default="series", init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", _stored(self.rows, "a series"))
+        object.__setattr__(self, "time", np.ascontiguousarray(self.time, dtype="<i8"))
+        object.__setattr__(self, "ends", np.ascontiguousarray(self.ends, dtype="<i8"))
+        object.__setattr__(self, "gap", np.ascontiguousarray(self.gap, dtype=np.uint8))
+        num_rows = len(self.rows)
+        if self.rows.ndim != 2 or self.time.shape != (num_rows,) or self.gap.shape != (num_rows,):
+            raise InputError(
+                f"a series has rows {self.rows.shape}, time {self.time.shape}, gap {self.gap.shape}.",
+                "rows (r, features), time (r,), gap (r,)",
+            )
+        if num_rows > 1 and (np.diff(self.time) <= 0).any():
+            row = int(np.argmax(np.diff(self.time) <= 0)) + 1
+            raise InputError(
+                f"series time goes backwards or repeats at row {row}.", "strictly rising time", ""
+            )
+        if len(self.ends) and not (self.window <= self.ends.min() and self.ends.max() <= num_rows):
+            raise InputError(
+                f"window ends run from {self.ends.min()} to {self.ends.max()}.",
+                f"{self.window} (the window) to {num_rows} (the rows)",
+            )
+        _check_columns(self.columns, self.rows)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples, not rows."""
+        return len(self.ends)
+
+    def arrays(self, name: str) -> dict[str, Array]:
+        """Datasets of the shard, by path."""
+        return {
+            f"{name}/rows": self.rows,
+            f"{name}/time": self.time,
+            f"{name}/gap": self.gap,
+            f"{name}/ends": self.ends,
+        }
+
+
+FieldData = Dense | Ragged | Series
+ShardData = Mapping[str, FieldData]
+
+
+def offsets_of(lengths: Array) -> Array:
+    """Return the n + 1 offsets of n lengths."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _check_columns(columns: tuple[str, ...] | None, values: Array) -> None:
+    if columns is not None and len(columns) != values.shape[-1]:
+        raise InputError(
+            f"{len(columns)} column names for {values.shape[-1]} columns.",
+            "one name per column",
+            "",
+        )

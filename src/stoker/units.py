@@ -1,0 +1,115 @@
+"""Bytes, shares, seconds and rates: parsing what people type, printing what people read.
+
+Enters: text such as "12GB", "75%", "90s". Leaves: plain numbers whose unit is in the name.
+Costs nothing.
+
+GB is 10^9 bytes and GiB is 2^30, as the standards say. The source documents wrote GB and
+computed GiB (REQUIREMENTS S0-8, bug l); where a documented key says `_gb`, its reader says
+which of the two it means.
+"""
+
+from __future__ import annotations
+
+import re
+
+from stoker.errors import InputError
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+KB, MB, GB = 1000, 1000**2, 1000**3
+
+_BYTE_UNITS = {
+    "": 1, "b": 1,
+    "k": KB, "kb": KB, "kib": KIB,
+    "m": MB, "mb": MB, "mib": MIB,
+    "g": GB, "gb": GB, "gib": GIB,
+    "t": 10**12, "tb": 10**12, "tib": 1024**4,
+}  # fmt: skip
+_SECOND_UNITS = {
+    "": 1.0,
+    "s": 1.0,
+    "ms": 1e-3,
+    "us": 1e-6,
+    "m": 60.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z%]*)\s*")
+
+
+def _parse(text: str | float, units: dict[str, float] | dict[str, int], example: str) -> float:
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        if text < 0 or text != text:
+            raise InputError(f"{text!r} is not a size.", "zero or more", f"for example {example}")
+        return float(text)
+    match = _QUANTITY.fullmatch(str(text))
+    unit = match[2].lower() if match else None
+    if match is None or unit not in units:
+        known = ", ".join(name for name in units if name)
+        raise InputError(
+            f"cannot read {text!r} as a quantity.",
+            f"a number and one of {known}",
+            f"for example {example}",
+        )
+    return float(match[1]) * units[unit]
+
+
+def parse_bytes(text: str | float) -> int:
+    """Return bytes for "12GB", "1.5 GiB", "4096" or a number."""
+    return int(_parse(text, _BYTE_UNITS, "12GB"))
+
+
+def parse_seconds(text: str | float) -> float:
+    """Return seconds for "90s", "5min", "250ms" or a number."""
+    return _parse(text, _SECOND_UNITS, "90s")
+
+
+def parse_share(text: str | float) -> float:
+    """Return a share between 0 and 1 for "75%", "0.75" or 0.75."""
+    if isinstance(text, str) and text.strip().endswith("%"):
+        value = _parse(text.strip()[:-1], {"": 1.0}, "75%") / 100
+    else:
+        value = _parse(text, {"": 1.0}, "75%")
+    if value > 1:
+        raise InputError(
+            f"{text!r} is more than the whole.", "0 to 1, or 0% to 100%", "for example 75%"
+        )
+    return value
+
+
+def format_bytes(num_bytes: float | None) -> str:
+    """Return "12.4 GB" (decimal units); None reads "n/a"."""
+    if num_bytes is None:
+        return "n/a"
+    for unit, size in (("TB", 10**12), ("GB", GB), ("MB", MB), ("kB", KB)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.{1 if abs(num_bytes) >= 10 * size else 2}f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Return "250 ms", "1.50 s", "2 min 05 s" or "3 h 07 min"; None reads "n/a"."""
+    if seconds is None:
+        return "n/a"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_rate(num_bytes: float | None, seconds: float | None) -> str:
+    """Return "6.10 GB/s"; "n/a" when either is unknown or no time passed."""
+    if num_bytes is None or not seconds:
+        return "n/a"
+    return f"{format_bytes(num_bytes / seconds)}/s"
+
+
+def format_count(count: int | None) -> str:
+    """Return "300,000"; None reads "n/a"."""
+    return "n/a" if count is None else f"{count:,}"
