@@ -2,4 +2,70 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from stoker.config import config_schema, load_config
+    from stoker.errors import (
+        ConfigError,
+        CorruptError,
+        InputError,
+        QualityError,
+        Refusal,
+        SourceError,
+        StokerError,
+        StoreError,
+    )
+    from stoker.machine import Machine, probe
+    from stoker.pack import PackOptions, pack
+    from stoker.store.reader import Store, open_store
+
+_HOMES = {
+    "ConfigError": "stoker.errors",
+    "CorruptError": "stoker.errors",
+    "InputError": "stoker.errors",
+    "Machine": "stoker.machine",
+    "PackOptions": "stoker.pack",
+    "QualityError": "stoker.errors",
+    "Refusal": "stoker.errors",
+    "SourceError": "stoker.errors",
+    "StokerError": "stoker.errors",
+    "Store": "stoker.store.reader",
+    "StoreError": "stoker.errors",
+    "config_schema": "stoker.config",
+    "load_config": "stoker.config",
+    "open_store": "stoker.store.reader",
+    "pack": "stoker.pack",
+    "probe": "stoker.machine",
+}
+
+__all__ = [  # noqa: RUF022  spelled out for type checkers; a test pins it against _HOMES
+    "ConfigError",
+    "CorruptError",
+    "InputError",
+    "Machine",
+    "PackOptions",
+    "QualityError",
+    "Refusal",
+    "SourceError",
+    "StokerError",
+    "Store",
+    "StoreError",
+    "config_schema",
+    "load_config",
+    "open_store",
+    "pack",
+    "probe",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stoker' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

@@ -10,6 +10,7 @@ which of the two it means.
 
 from __future__ import annotations
 
+import math
 import re
 
 from stoker.errors import InputError
@@ -39,11 +40,11 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z%]*)\s*")
 
 def _parse(text: str | float, units: dict[str, float] | dict[str, int], example: str) -> float:
     if isinstance(text, int | float) and not isinstance(text, bool):
-        if text < 0 or text != text:
+        if math.isnan(text) or text < 0:
             raise InputError(f"{text!r} is not a size.", "zero or more", f"for example {example}")
         return float(text)
     match = _QUANTITY.fullmatch(str(text))
-    unit = match[2].lower() if match else None
+    unit = match[2].lower() if match else ""
     if match is None or unit not in units:
         known = ", ".join(name for name in units if name)
         raise InputError(

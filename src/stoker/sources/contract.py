@@ -30,12 +30,16 @@ class Part:
         label: For people: "rows 0-49999 of train.npy".
         num_samples: Samples expected, for progress; refusals may lower it.
         payload: The source's own picklable description of the piece.
+        file: The input file, where a part is rows of one file.
+        first_row: Number of the part's first row in that file.
     """
 
     index: int
     label: str
     num_samples: int
     payload: Any
+    file: str = ""
+    first_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,17 +93,19 @@ class PartContext:
 
 
 class Source(Protocol):
-    """Raw files of one kind. Frozen and picklable: it travels to worker processes.
+    """Raw files of one kind. Frozen and picklable: it travels to worker processes."""
 
-    Attributes:
-        kind: The word after `stoker pack`.
-        version: Raised whenever the same input would give other bytes.
-        row_limit_seconds: Time limit of one guarded row, or None when nothing can hang.
-    """
+    @property
+    def kind(self) -> str:
+        """The word after `stoker pack`."""
 
-    kind: str
-    version: int
-    row_limit_seconds: float | None
+    @property
+    def version(self) -> int:
+        """Raised whenever the same input would give other bytes."""
+
+    @property
+    def row_limit_seconds(self) -> float | None:
+        """Time limit of one guarded row, or None when nothing can hang."""
 
     def files(self) -> Sequence[Path]:
         """Every input file or folder; their hashes decide whether a store is stale."""

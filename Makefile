@@ -1,0 +1,50 @@
+# Every target sets itself up: its own virtual environment, one install, then the job. The stamp
+# file makes sure that nothing is done twice.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
+TESTS := $(BIN)/pytest -q -n 2 --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: run test lint types check campaign bench clean help
+
+run: $(STAMP) ## the main job: `stoker demo`, on data it makes itself
+	$(BIN)/stoker demo
+
+test: $(STAMP) ## the whole test suite (about 5 minutes on two cores)
+	$(TESTS)
+
+lint: $(STAMP) ## ruff, as linter and as formatter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy, strict
+	$(BIN)/mypy
+
+check: lint types test ## everything that CI checks
+
+campaign: $(STAMP) ## fuzz and fault injection: about 20 minutes
+	$(BIN)/pytest -q -m slow tests/campaign
+
+bench: $(BENCH_STAMP) ## the benchmarks, with their peers; JSON lands in benchmarks/results/
+	for script in benchmarks/[a-gi-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Always with the constraints: without them pip would take the newest torch and gigabytes of CUDA.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	touch $@

@@ -1,0 +1,115 @@
+"""`stoker config`: check a config file, show it whole, print the schema for editors.
+
+Enters: a YAML file and `--set` overrides. Leaves: a table, YAML or one JSON document on stdout.
+Costs a few milliseconds beside the imports.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from stoker.config import Problem, Settings
+
+app = typer.Typer(no_args_is_help=True, help="Check config files and show what they come to.")
+
+FileArgument = Annotated[Path, typer.Argument(help="The YAML file.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace one key, such as data.batch_size=64."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@app.command()
+def check(file: FileArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
+    """Check FILE, and say which value each setting gets, and from where."""
+    from stoker.config import check_config, resolve
+    from stoker.config.resolve import as_error
+
+    config, problems = check_config(file, overrides or ())
+    if config is None:
+        if not as_json:
+            raise as_error(problems)
+        _print_json({"ok": False, "problems": [_problem_row(problem) for problem in problems]})
+        raise typer.Exit(as_error(problems).exit_code)
+    settings = resolve(config)
+    if as_json:
+        _print_json({"ok": True, "problems": [], **settings.to_json()})
+    else:
+        _print_settings(settings)
+
+
+@app.command()
+def show(
+    file: Annotated[
+        Path | None, typer.Argument(help="The YAML file; without one, every key at its default.")
+    ] = None,
+    overrides: SetOption = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Also list the keys that are not written, as comments.")
+    ] = False,
+) -> None:
+    """Print FILE as stoker reads it: anchors and overrides worked in, YAML on stdout."""
+    from stoker.config import describe_tree, dump_config, load_config, parse_config
+
+    given = overrides or ()
+    config = parse_config("", overrides=given) if file is None else load_config(file, given)
+    text = describe_tree(config) if every or file is None else dump_config(config)
+    typer.echo(text, nl=False)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of config files, so that editors complete and check them."""
+    from stoker.config import config_schema
+
+    _print_json(config_schema())
+
+
+def _print_json(document: object) -> None:
+    import json
+
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def _problem_row(problem: Problem) -> dict[str, object]:
+    place = problem.place
+    return {
+        "file": place.file,
+        "line": place.line,
+        "column": place.column,
+        "key": problem.key,
+        "given": problem.given,
+        "allowed": problem.allowed,
+        "fix": problem.fix,
+    }
+
+
+def _print_settings(settings: Settings) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)  # a pipe has no width: do not fold paths at 80
+    table = Table("setting", "value", "from", box=None, pad_edge=False)
+    for name, value in settings.values().items():
+        table.add_row(Text(name), Text(_show(name, value)), Text(settings.reasons[name]))
+    console.print(table)
+    for note in settings.notes:
+        console.print(Text(f"note: {note}"))
+
+
+def _show(name: str, value: object) -> str:
+    from stoker.units import GIB
+
+    if value is None:
+        return {"augmentation": "off", "chunk_bytes": "the plan's choice"}.get(name, "none")
+    if name == "chunk_bytes" and isinstance(value, int):
+        return f"{value:,} ({value / GIB:g} GiB)"
+    return str(value).lower() if isinstance(value, bool) else str(value)

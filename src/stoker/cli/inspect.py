@@ -1,0 +1,148 @@
+"""`stoker inspect FILE_OR_STORE`: what is in it, and what is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stoker.report import Progress
+    from stoker.store.fields import ShardData
+    from stoker.store.inspection import Inspection
+
+_TABLES = {".csv", ".tsv", ".txt", ".parquet", ".pq"}
+_ARRAYS = {".npy", ".npz"}
+
+
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(help="Store folder, .h5, .npy, .npz, .csv or .parquet.", show_default=False),
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", help="Write a page with a histogram per column.", show_default=False
+        ),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="Target column of a table, to look for leaks.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout.")
+    ] = False,
+) -> None:
+    """Look at every value once; exit code 3 when the quality gate would refuse the data."""
+    import json
+
+    from stoker.cli.progress import Bar
+    from stoker.errors import EXIT_REFUSED
+
+    with Bar(quiet=as_json) as bar:
+        inspection, facts = _look(path, target, bar)
+    if html is not None:
+        from stoker.store.quality_page import quality_page
+
+        page = quality_page(f"stoker inspect {path}", inspection.stats, inspection.findings, facts)
+        html.write_text(page, encoding="utf-8")
+    if as_json:
+        stats = {name: stats.to_json(compact=True) for name, stats in inspection.stats.items()}
+        findings = [finding.to_json() for finding in inspection.findings]
+        refused = bool(inspection.refused)
+        typer.echo(
+            json.dumps(
+                {"path": str(path), "refused": refused, "findings": findings, "stats": stats}
+            )
+        )
+    else:
+        _print(path, inspection, facts, html)
+    if inspection.refused:
+        raise typer.Exit(EXIT_REFUSED)
+
+
+def _look(path: Path, target: str | None, bar: Progress) -> tuple[Inspection, dict[str, str]]:
+    """Inspect a store in place, or a raw file part by part as `pack` would read it."""
+    from stoker.units import format_bytes, format_count
+
+    suffixes = {suffix.lower() for suffix in path.suffixes}
+    if path.is_file() and suffixes & (_TABLES | _ARRAYS):
+        return _look_at_file(path, target, bool(suffixes & _TABLES), bar)
+    from stoker.store.inspection import inspect_store
+    from stoker.store.reader import open_store
+
+    with open_store(path) as store:
+        inspection = inspect_store(store, bar)
+        facts = {
+            "samples": format_count(store.num_samples),
+            "fields": ", ".join(f"{name} ({info.kind})" for name, info in store.fields.items()),
+            "on disk": format_bytes(store.num_bytes),
+        }
+        for number, note in enumerate(store.notes):
+            facts[f"note {number + 1}"] = note
+        for array in {
+            name: array for shard in store.shards[:1] for name, array in shard.arrays.items()
+        }.values():
+            if array.location.reason:
+                facts[f"slow: {array.location.dataset}"] = (
+                    f"read through h5py: {array.location.reason}"
+                )
+    return inspection, facts
+
+
+def _look_at_file(
+    path: Path, target: str | None, is_table: bool, bar: Progress
+) -> tuple[Inspection, dict[str, str]]:
+    import tempfile
+
+    from stoker.pack.crew import unguarded
+    from stoker.sources.arrays import ArraysSource
+    from stoker.sources.contract import PartContext, Source
+    from stoker.sources.tables import TableSource
+    from stoker.store.inspection import inspect_parts
+    from stoker.units import format_bytes, format_count
+
+    source: Source = TableSource((path,), target) if is_table else ArraysSource((path,))
+    with tempfile.TemporaryDirectory() as scratch:
+        context = PartContext(Path(scratch), unguarded, {})
+        preparation = source.prepare(context.scratch)
+        total = sum(part.num_samples for part in preparation.parts)
+        bar.start("inspecting", total, "rows")
+        refused = list(preparation.refused)
+
+        def parts() -> Iterator[ShardData]:
+            for part in preparation.parts:
+                built = source.build(part, context)
+                refused.extend(built.refused)
+                yield built.fields
+                bar.advance(part.num_samples)
+
+        inspection = inspect_parts(parts())
+    facts = {"rows": format_count(total), "on disk": format_bytes(path.stat().st_size)}
+    for number, refusal in enumerate(refused[:20]):
+        facts[f"refused {number + 1} of {len(refused)}"] = str(refusal)
+    return inspection, facts
+
+
+def _print(path: Path, inspection: Inspection, facts: dict[str, str], html: Path | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(str(path), style="bold")
+    for name, value in facts.items():
+        console.print(f"  {name}: {value}", markup=False)
+    styles = {"refuse": "bold red", "warn": "yellow", "note": "dim"}
+    shown = inspection.findings[:40]
+    for finding in shown:
+        console.print(str(finding), style=styles[finding.severity], markup=False)
+    if len(inspection.findings) > len(shown):
+        console.print(
+            f"... and {len(inspection.findings) - len(shown)} more; --json or --html shows all"
+        )
+    if not inspection.findings:
+        console.print("nothing wrong: every value is finite and of usable size")
+    if html is not None:
+        console.print(f"page written to {html}")

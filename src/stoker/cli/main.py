@@ -1,0 +1,108 @@
+"""The command `stoker`: its verbs, and what an error ends with.
+
+Importing this file loads typer and nothing heavy: every verb imports what it needs when it runs,
+so that `stoker --help` answers in well under half a second.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+import stoker
+from stoker.cli import config, demo, inspect, machine, pack, verify
+from stoker.errors import EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OURS, StokerError
+
+app = typer.Typer(
+    name="stoker",
+    help="Keeps a GPU fed: packs raw files into a compact, checked store and says what is in it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(pack.app, name="pack")
+app.add_typer(config.app, name="config")
+app.command("inspect")(inspect.inspect)
+app.command("verify")(verify.verify)
+app.command("machine")(machine.machine)
+app.command("demo")(demo.demo)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"stoker {stoker.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and end."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def run() -> NoReturn:
+    """Run the command line and end the process with the exit code of `errors.py`."""
+    try:
+        code = app(standalone_mode=False)
+    except StokerError as error:
+        _complain(str(error))
+        code = error.exit_code
+    except KeyboardInterrupt:
+        _complain("interrupted; what was finished is kept, and the same command goes on from there")
+        code = EXIT_INTERRUPTED
+    except typer.Abort:
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away: not an error, and nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception as error:  # noqa: BLE001  the last line of defence: report, do not crash
+        code = _usage(error)
+        if code is None:
+            _our_fault(error)
+            code = EXIT_OURS
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Exception) -> int | None:
+    """Print a mistake in the command's words; None when `error` is something else."""
+    if isinstance(error, typer.Exit):
+        return int(error.exit_code)
+    # Newer typers carry a click of their own, so the base class is found by its name.
+    bases = {base.__name__ for base in type(error).__mro__}
+    if "ClickException" not in bases:
+        return None
+    error.show()  # type: ignore[attr-defined]
+    return EXIT_INPUT
+
+
+def _complain(message: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    first, _, rest = message.partition("\n")
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(Text("error: ", style="bold red") + Text(first))
+    if rest:
+        console.print(Text(rest))
+
+
+def _our_fault(error: Exception) -> None:
+    if os.environ.get("STOKER_TRACEBACK"):
+        import traceback
+
+        traceback.print_exception(error)
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    _complain(
+        f"{type(error).__name__}: {error}{notes}\n"
+        "This is a fault in stoker, not in your input. STOKER_TRACEBACK=1 before the command shows where."
+    )

@@ -1,0 +1,343 @@
+"""From what the file says to what the code does: one value per question, with its reason.
+
+Enters: a `Config`. Leaves: frozen `Settings`; every value names the key and line it comes
+from, and every written key that lost is a note. Costs microseconds; pure.
+
+Who wins when several keys answer the same question (S1-7; docs/config.md has the why):
+`--set` before the file; then the most specific section:
+training.student_distill > training > data.memory_efficient_mode.ram_32gb_mode > data >
+gpu_optimization > default. Two names at one rank that disagree are an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from stoker.config.tree import Config, default_of
+from stoker.config.yaml_lines import Place, Problem
+from stoker.errors import ConfigError
+from stoker.units import GIB
+
+DISTILL, TRAIN, DATA, GPU = "training.student_distill", "training", "data", "gpu_optimization"
+LAZY = "data.memory_efficient_mode"
+RAM = "data.memory_efficient_mode.ram_32gb_mode"
+AUGMENT = "gpu_augmentation"
+
+# One row per question: the field of Settings, then its keys, most specific first. Names that
+# share a rank share a string, split by "|". The default is that of the last key.
+QUESTIONS: Mapping[str, tuple[str, ...]] = {
+    "batch_size": tuple(f"{section}.batch_size" for section in (DISTILL, TRAIN, DATA, GPU)),
+    "num_workers": tuple(f"{section}.num_workers" for section in (DISTILL, TRAIN, DATA, GPU)),
+    "accumulation_steps": (
+        f"{DISTILL}.gradient_accumulation_steps",
+        f"{TRAIN}.gradient_accumulation_steps",
+        f"{RAM}.gradient_accumulation",
+        f"{GPU}.gradient_accumulation_steps",
+    ),
+    "prefetch_factor": (f"{DATA}.prefetch_factor", f"{GPU}.prefetch_factor"),
+    "persistent_workers": (f"{DATA}.persistent_workers", f"{GPU}.persistent_workers"),
+    "pin_memory": (f"{DATA}.pin_memory", f"{GPU}.pin_memory"),
+    "drop_last": (f"{DATA}.drop_last", f"{GPU}.drop_last"),
+    "use_chunk_loader": (f"{GPU}.use_chunk_loader",),
+    "chunk_bytes": (f"{GPU}.chunk_size_gb",),
+    "use_amp": (f"{TRAIN}.use_amp", f"{GPU}.use_amp"),
+    "capture_step": (f"{TRAIN}.capture_step",),
+    "learning_rate": (f"{TRAIN}.lr|{TRAIN}.learning_rate",),
+    "init_gain": (f"{TRAIN}.init_gain",),
+    "output_bound": (f"{TRAIN}.output_bound",),
+    "output_bound_mode": (f"{TRAIN}.output_bound_mode",),
+    "augmentation": (f"{TRAIN}.use_gpu_augmentation",),
+    "memory_efficient": (f"{LAZY}.enabled",),
+    "lazy_loading": (f"{LAZY}.use_lazy_loading",),
+    "lazy_cache_dir": (f"{LAZY}.lazy_cache_dir",),
+    "precompute_graphs": (f"{LAZY}.precompute_graphs",),
+    "max_training_samples": (f"{RAM}.max_training_samples",),
+    "empty_cache_every_n_batches": (f"{RAM}.empty_cache_frequency",),
+    "empty_cache_every_n_epochs": (f"{GPU}.empty_cache_every_n_epochs",),
+    "log_gpu_stats_every_n_batches": (f"{GPU}.log_gpu_stats_every_n_batches",),
+}
+
+
+@dataclass(frozen=True)
+class AugmentationSettings:
+    """What is drawn per sample on the GPU; the meaning of each is in `tree.GpuAugmentation`."""
+
+    horizontal_flip_prob: float
+    rotation_degrees: float
+    brightness: float
+    contrast: float
+    saturation: float
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One value per question. What the code reads; a user writes a config instead.
+
+    Attributes:
+        batch_size: Samples per step and device.
+        num_workers: Loading processes; 0 means the training process loads.
+        accumulation_steps: Batches per optimizer update.
+        prefetch_factor: Batches ahead per worker; None exactly when there are no workers.
+        persistent_workers: Keep workers between epochs.
+        pin_memory: Stage through pinned memory where there is a GPU.
+        drop_last: Drop a short last batch.
+        use_chunk_loader: Load chunks to the device and cut batches there.
+        chunk_bytes: Bytes of one chunk; None leaves it to the plan, or no chunks are used.
+        use_amp: Automatic mixed precision.
+        capture_step: Replay the step as one CUDA graph where possible.
+        learning_rate: Of the optimizer.
+        init_gain: Xavier gain, or None for the model's own initialisation.
+        output_bound: Outputs stay within plus or minus this; None is unbounded.
+        output_bound_mode: "soft" (tanh) or "clamp".
+        augmentation: What to draw, or None for no augmentation on the GPU.
+        lazy_loading: Read samples from the cache on disk instead of holding them in RAM.
+        lazy_cache_dir: Folder of that cache.
+        precompute_graphs: Build molecule graphs into the cache.
+        max_training_samples: Train on the first n only; None is all.
+        empty_cache_every_n_batches: 0 is never.
+        empty_cache_every_n_epochs: 0 is never.
+        log_gpu_stats_every_n_batches: 0 is never.
+        reasons: Per field, and per "augmentation.<name>", where its value comes from.
+        notes: Written keys that have no effect, and why.
+    """
+
+    batch_size: int
+    num_workers: int
+    accumulation_steps: int
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory: bool
+    drop_last: bool
+    use_chunk_loader: bool
+    chunk_bytes: int | None
+    use_amp: bool
+    capture_step: bool
+    learning_rate: float
+    init_gain: float | None
+    output_bound: float | None
+    output_bound_mode: Literal["soft", "clamp"]
+    augmentation: AugmentationSettings | None
+    lazy_loading: bool
+    lazy_cache_dir: str
+    precompute_graphs: bool
+    max_training_samples: int | None
+    empty_cache_every_n_batches: int
+    empty_cache_every_n_epochs: int
+    log_gpu_stats_every_n_batches: int
+    reasons: Mapping[str, str] = field(compare=False, repr=False)
+    notes: tuple[str, ...] = field(compare=False)
+
+    @property
+    def samples_per_update(self) -> int:
+        """Samples behind one optimizer update on one device."""
+        return self.batch_size * self.accumulation_steps
+
+    def is_default(self, name: str) -> bool:
+        """Whether nobody wrote this; a plan or a tuner may then choose a better value."""
+        return self.reasons[name].startswith("default")
+
+    def values(self) -> dict[str, Any]:
+        """Return every value by the names used in `reasons`, augmentation flattened."""
+        flat = {name: getattr(self, name) for name in _VALUE_FIELDS}
+        if self.augmentation is not None:
+            del flat["augmentation"]
+            flat |= {f"augmentation.{k}": v for k, v in asdict(self.augmentation).items()}
+        return flat
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for a JSON document: settings with reasons, and the notes."""
+        rows = {
+            name: {"value": value, "reason": self.reasons[name]}
+            for name, value in self.values().items()
+        }
+        return {"settings": rows, "notes": list(self.notes)}
+
+
+_VALUE_FIELDS = tuple(
+    item.name for item in fields(Settings) if item.name not in ("reasons", "notes")
+)
+
+
+@dataclass
+class _Answers:
+    """The work of one resolve: written keys in; values, reasons, notes and clashes out."""
+
+    config: Config
+    written: dict[str, Any]
+    values: dict[str, Any] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    winners: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    clashes: list[tuple[frozenset[str], Problem]] = field(default_factory=list)
+
+    def say(self, key: str) -> str:
+        """Return `key: value (place)` for messages."""
+        place = self.config.place_of(key)
+        return f"{key}: {json.dumps(self.written[key])}" + (f" ({place})" if place else "")
+
+    def answer(self, question: str, keys: tuple[str, ...]) -> None:
+        """Settle one question: --set before the file, then the first rank that was written."""
+        told = [
+            (not _is_override(self.config.place_of(key)), rank, key)
+            for rank, names in enumerate(keys)
+            for key in names.split("|")
+            if key in self.written
+        ]
+        told.sort(key=lambda item: item[:2])
+        if not told:
+            self.values[question] = default_of(keys[-1].split("|")[0])
+            self.reasons[question] = "default"
+            return
+        winner = self.winners[question] = told[0][2]
+        place = self.config.place_of(winner)
+        self.values[question] = self.written[winner]
+        self.reasons[question] = f"{winner} ({place})" if place else winner
+        for typed_later, rank, key in told[1:]:
+            if self.written[key] == self.written[winner]:
+                continue
+            if (typed_later, rank) == told[0][:2]:
+                given = f"{json.dumps(self.written[key])} disagrees with {self.say(winner)}"
+                self.clash((question,), key, given, "one name or the same value", f"delete {key}")
+            else:
+                why = "typed on the command line" if typed_later != told[0][0] else "more specific"
+                self.notes.append(f"{self.say(key)} is not used; {self.say(winner)} is {why}.")
+
+    def ignore(self, prefix: str, why: str) -> None:
+        """Take back every written key under `prefix`, with a note each."""
+        for key in [key for key in self.written if key.startswith(prefix)]:
+            self.notes.append(f"{self.say(key)} has no effect: {why}.")
+            del self.written[key]
+
+    def clash(self, about: tuple[str, ...], key: str, given: str, allowed: str, fix: str) -> None:
+        """Record that written keys cannot stand together; `about` names the questions."""
+        place = self.config.place_of(key) or Place("config")
+        self.clashes.append((frozenset(about), Problem(place, key, given, allowed, fix)))
+
+
+def _is_override(place: Place | None) -> bool:
+    return place is not None and place.line is None
+
+
+def _answer_all(config: Config) -> _Answers:
+    answers = _Answers(config, config.written())
+    switch = f"{LAZY}.enabled"
+    if not answers.written.get(switch, default_of(switch)):
+        said = answers.say(switch)
+        del answers.written[switch]
+        answers.ignore(f"{LAZY}.", said)
+        answers.written[switch] = False
+    for question, keys in QUESTIONS.items():
+        answers.answer(question, keys)
+    _settle_memory(answers)
+    _settle_workers(answers)
+    _settle_augmentation(answers)
+    _check_batches(answers)
+    return answers
+
+
+def _settle_memory(answers: _Answers) -> None:
+    values, reasons = answers.values, answers.reasons
+    if not values.pop("memory_efficient"):
+        values["lazy_loading"], reasons["lazy_loading"] = False, reasons["memory_efficient"]
+    del reasons["memory_efficient"]
+    if values["chunk_bytes"] is not None:
+        # The document says GB and computes 1024**3 (S0-5, bug l): the key means GiB.
+        values["chunk_bytes"] = int(values["chunk_bytes"] * GIB)
+    if not values["use_chunk_loader"] and "chunk_bytes" in answers.winners:
+        answers.ignore(f"{GPU}.chunk_size_gb", answers.say(f"{GPU}.use_chunk_loader"))
+        values["chunk_bytes"], reasons["chunk_bytes"] = None, reasons["use_chunk_loader"]
+    if values["output_bound"] is None and "output_bound_mode" in answers.winners:
+        key = f"{TRAIN}.output_bound_mode"
+        answers.notes.append(f"{answers.say(key)} has no effect: {TRAIN}.output_bound is null.")
+
+
+def _settle_workers(answers: _Answers) -> None:
+    values, reasons = answers.values, answers.reasons
+    workers = values["num_workers"]
+    for question, with_workers, without in (
+        ("prefetch_factor", 2, None),
+        ("persistent_workers", True, False),
+    ):
+        if values[question] is None:
+            values[question] = with_workers if workers else without
+            how = "with" if workers else "without"
+            reasons[question] += f" {how} workers"
+        elif values[question] and not workers:
+            # torch's DataLoader raises ValueError here, far from the file (S0-12).
+            key = answers.winners[question]
+            says = f"{json.dumps(values[question])} needs workers, and num_workers is 0"
+            says += f" by {reasons['num_workers']}"
+            allowed = f"{question} with num_workers of 1 or more"
+            fix = f"{DATA}.num_workers: 4, or delete {key}"
+            answers.clash((question, "num_workers"), key, says, allowed, fix)
+
+
+def _settle_augmentation(answers: _Answers) -> None:
+    if not answers.values["augmentation"]:
+        answers.ignore(f"{AUGMENT}.", f"{TRAIN}.use_gpu_augmentation is false")
+        answers.values["augmentation"] = None
+        return
+    names = [item.name for item in fields(AugmentationSettings)]
+    for name in names:
+        answers.answer(f"augmentation.{name}", (f"{AUGMENT}.{name}",))
+    drawn = {name: answers.values.pop(f"augmentation.{name}") for name in names}
+    answers.values["augmentation"] = AugmentationSettings(**drawn)
+
+
+def _check_batches(answers: _Answers) -> None:
+    values = answers.values
+    samples, batch = values["max_training_samples"], values["batch_size"]
+    if values["drop_last"] and samples is not None and samples < batch:
+        key = answers.winners["max_training_samples"]
+        given = f"{samples} samples are less than one batch of {batch}"
+        given += f" by {answers.reasons['batch_size']}, and drop_last drops it: nothing is left"
+        about = ("max_training_samples", "batch_size", "drop_last")
+        answers.clash(about, key, given, f"{batch} samples or more", f"{key}: {batch}")
+
+
+def find_clashes(config: Config, unreadable: frozenset[str] = frozenset()) -> list[Problem]:
+    """Return the problems of keys that are right alone and wrong together.
+
+    Args:
+        config: What was written.
+        unreadable: Keys that were left out because they have problems of their own; a clash
+            that one of them might have settled is not reported.
+    """
+    answers = _answer_all(config)
+    unknown = {
+        question
+        for question, keys in QUESTIONS.items()
+        if unreadable & _might_win(keys, answers.winners.get(question))
+    }
+    return [problem for about, problem in answers.clashes if not about & unknown]
+
+
+def _might_win(keys: tuple[str, ...], winner: str | None) -> set[str]:
+    ordered = [key for names in keys for key in names.split("|")]
+    return set(ordered[: ordered.index(winner)] if winner else ordered)
+
+
+def resolve(config: Config) -> Settings:
+    """Return one value per question, with the reason of each.
+
+    Raises:
+        ConfigError: When written keys cannot stand together; names them and their lines.
+    """
+    answers = _answer_all(config)
+    if answers.clashes:
+        raise as_error([problem for _, problem in answers.clashes])
+    reasons, notes = answers.reasons, tuple(answers.notes)
+    return Settings(**answers.values, reasons=reasons, notes=notes)
+
+
+def as_error(problems: list[Problem]) -> ConfigError:
+    """Return one error that names every problem."""
+    if len(problems) == 1:
+        only = problems[0]
+        head = f"{only.place} {only.key}".rstrip()
+        return ConfigError(f"{head}: {only.given}", only.allowed, only.fix)
+    lines = "\n".join(str(problem) for problem in problems)
+    return ConfigError(f"{len(problems)} problems:\n{lines}")

@@ -1,0 +1,227 @@
+"""GPUs through NVML: the only file that talks to it.
+
+Enters: pynvml or a stand-in, and `CUDA_VISIBLE_DEVICES`. Leaves: frozen `Gpu` readings. Costs
+30–100 ms to start NVML, then 0.1 ms per GPU and reading (measured on an H200).
+`nvmlDeviceGetPcieThroughput` is not called: it samples for 20 ms.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+# Names of the bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h), in words.
+THROTTLE_WORDS: Mapping[int, str] = {
+    0x001: "idle",
+    0x002: "application clocks setting",
+    0x004: "power cap",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "software thermal slowdown",
+    0x040: "hardware thermal slowdown",
+    0x080: "hardware power brake",
+    0x100: "display clock setting",
+}
+_HARMFUL = frozenset(THROTTLE_WORDS.values()) - {"idle"}
+
+# Bytes/s of one lane in one direction after line coding; generation 6 in FLIT mode.
+_PCIE_LANE_BYTES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+_FAILED = object()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as NVML sees it at one moment. None: the driver did not say.
+
+    Attributes:
+        index: NVML's index, in PCI bus order.
+        uuid: NVML's identifier, as `CUDA_VISIBLE_DEVICES` accepts it.
+        name: Marketing name.
+        memory_total_bytes: Whole device memory.
+        memory_free_bytes: Free now, for all processes together.
+        compute_capability: (major, minor).
+        pcie_generation: Now; an idle GPU goes down to 1.
+        pcie_generation_max: What card and slot can do together.
+        pcie_width: Lanes now.
+        pcie_width_max: Lanes that card and slot have.
+        power_watts: Drawn, averaged over 1 s on recent GPUs.
+        power_limit_watts: Enforced limit.
+        temperature_celsius: Of the GPU die.
+        throttle_reasons: Why clocks are not at their top, in words; empty when they are.
+        utilization_percent: Share of time with at least one kernel; says nothing about how much
+            of the GPU that kernel used.
+        memory_utilization_percent: Share of time the memory was read or written.
+        visible: Whether `CUDA_VISIBLE_DEVICES` lets this process see it. Numbers in it are read
+            in PCI bus order, as with `CUDA_DEVICE_ORDER=PCI_BUS_ID`.
+    """
+
+    index: int
+    uuid: str | None = None
+    name: str | None = None
+    memory_total_bytes: int | None = None
+    memory_free_bytes: int | None = None
+    compute_capability: tuple[int, int] | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    temperature_celsius: int | None = None
+    throttle_reasons: tuple[str, ...] | None = None
+    utilization_percent: int | None = None
+    memory_utilization_percent: int | None = None
+    visible: bool | None = None
+
+    @property
+    def throttled(self) -> bool | None:
+        """Whether something but idleness holds the clocks down."""
+        if self.throttle_reasons is None:
+            return None
+        return bool(_HARMFUL & set(self.throttle_reasons))
+
+    @property
+    def pcie_bytes_per_second(self) -> float | None:
+        """Most the slot can carry in one direction, at its best generation and width."""
+        lane = _PCIE_LANE_BYTES.get(self.pcie_generation_max or 0)
+        if lane is None or self.pcie_width_max is None:
+            return None
+        return lane * self.pcie_width_max
+
+
+class GpuReader:
+    """Reads every GPU through NVML, once or again and again. Use as a context manager.
+
+    One `read()` takes 0.1 ms per GPU and starts nothing on it. Not thread-safe. What fails
+    is None in the reading and said once in `notes`; no exception leaves this class.
+
+    Attributes:
+        driver: Driver version, once entered.
+        notes: What could not be read, and why.
+    """
+
+    def __init__(self, nvml: Any = None, environ: Mapping[str, str] | None = None) -> None:
+        self._nvml = nvml
+        self._visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+        self._handles: dict[int, Any] = {}
+        self._started = False
+        self.driver: str | None = None
+        self.notes: list[str] = []
+
+    def __enter__(self) -> Self:
+        if self._nvml is None:
+            try:
+                self._nvml = importlib.import_module("pynvml")
+            except ImportError:
+                self.notes.append("no GPU readings: the package nvidia-ml-py is not installed")
+                return self
+        self._started = self._ask("start NVML", "nvmlInit") is not _FAILED
+        if not self._started:
+            return self
+        self.driver = _text(self._known("driver version", "nvmlSystemGetDriverVersion"))
+        for index in range(self._known("number of GPUs", "nvmlDeviceGetCount") or 0):
+            handle = self._known(f"GPU {index}", "nvmlDeviceGetHandleByIndex", index)
+            if handle is not None:
+                self._handles[index] = handle
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._started:
+            self._started = False
+            self._ask("stop NVML", "nvmlShutdown")
+
+    def read(self) -> tuple[Gpu, ...]:
+        """Return every GPU as it is now; empty without NVML or outside the context."""
+        if not self._started:
+            return ()
+        return tuple(self._read_one(index, handle) for index, handle in self._handles.items())
+
+    def _read_one(self, index: int, handle: Any) -> Gpu:
+        def ask(what: str, name: str, *arguments: Any) -> Any:
+            return self._known(f"GPU {index}: {what}", name, handle, *arguments)
+
+        memory = ask("memory", "nvmlDeviceGetMemoryInfo")
+        rates = ask("utilisation", "nvmlDeviceGetUtilizationRates")
+        power = ask("power", "nvmlDeviceGetPowerUsage")
+        limit = ask("power limit", "nvmlDeviceGetEnforcedPowerLimit")
+        uuid = _text(ask("uuid", "nvmlDeviceGetUUID"))
+        capability = ask("compute capability", "nvmlDeviceGetCudaComputeCapability")
+        return Gpu(
+            index=index,
+            uuid=uuid,
+            name=_text(ask("name", "nvmlDeviceGetName")),
+            memory_total_bytes=None if memory is None else int(memory.total),
+            memory_free_bytes=None if memory is None else int(memory.free),
+            compute_capability=None if capability is None else (capability[0], capability[1]),
+            pcie_generation=ask("PCIe generation", "nvmlDeviceGetCurrPcieLinkGeneration"),
+            pcie_generation_max=ask("best PCIe generation", "nvmlDeviceGetMaxPcieLinkGeneration"),
+            pcie_width=ask("PCIe width", "nvmlDeviceGetCurrPcieLinkWidth"),
+            pcie_width_max=ask("best PCIe width", "nvmlDeviceGetMaxPcieLinkWidth"),
+            power_watts=None if power is None else power / 1000,
+            power_limit_watts=None if limit is None else limit / 1000,
+            temperature_celsius=ask("temperature", "nvmlDeviceGetTemperature", 0),
+            throttle_reasons=self._throttle(index, handle),
+            utilization_percent=None if rates is None else int(rates.gpu),
+            memory_utilization_percent=None if rates is None else int(rates.memory),
+            visible=_is_visible(self._visible, index, uuid),
+        )
+
+    def _throttle(self, index: int, handle: Any) -> tuple[str, ...] | None:
+        what = f"GPU {index}: throttle reasons"
+        # Bindings before 12.535 know the older name only.
+        new, old = (
+            "nvmlDeviceGetCurrentClocksEventReasons",
+            "nvmlDeviceGetCurrentClocksThrottleReasons",
+        )
+        bits = self._known(what, new if hasattr(self._nvml, new) else old, handle)
+        if bits is None:
+            return None
+        words = [word for bit, word in THROTTLE_WORDS.items() if bits & bit]
+        unknown = bits & ~sum(THROTTLE_WORDS)
+        return tuple(words + ([f"other ({unknown:#x})"] if unknown else []))
+
+    def _known(self, what: str, name: str, *arguments: Any) -> Any:
+        answer = self._ask(what, name, *arguments)
+        return None if answer is _FAILED else answer
+
+    def _ask(self, what: str, name: str, *arguments: Any) -> Any:
+        expected = getattr(self._nvml, "NVMLError", OSError)
+        try:
+            function: Callable[..., Any] = getattr(self._nvml, name)
+            return function(*arguments)
+        except (expected, OSError, AttributeError, TypeError, ValueError) as error:
+            note = f"{what}: {error}"
+            if note not in self.notes:
+                self.notes.append(note)
+            return _FAILED
+
+
+def _text(value: str | bytes | None) -> str | None:
+    # Bindings before 11.5 return bytes.
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _is_visible(variable: str | None, index: int, uuid: str | None) -> bool | None:
+    if variable is None:
+        return True
+    for word in (part.strip() for part in variable.split(",")):
+        if word.isdigit():
+            if int(word) == index:
+                return True
+        elif word.startswith(("GPU-", "MIG-")):
+            if uuid is None:
+                return None
+            if uuid.startswith(word):
+                return True
+        else:
+            return False  # CUDA stops at the first word it cannot read
+    return False

@@ -1,0 +1,360 @@
+"""`pack(source, out)`: decide whether anything must be done, build the parts, gate, commit.
+
+Enters: a `Source`, a target folder, options. Leaves: a finished store under the target's name and
+a `PackResult`; on any failure the old store, if there was one, is untouched. Costs: the source's
+own reading, one write of the store, one pass of the quality gate at about 1 GB/s; memory for one
+part per worker.
+
+Stages, each a folder of its own, so that a kill at any moment costs at most the parts under way:
+built -> repaired (only with repairs) -> kept (only when rows were quarantined) -> committed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from stoker.errors import InputError, QualityError, Refusal, StoreError
+from stoker.pack.crew import Crew, Guard, Poison, unguarded
+from stoker.pack.gate import Stage, StagedPart, open_stage, quarantine, repair_stage
+from stoker.pack.workshop import Workshop, check_disk, check_target
+from stoker.report import Progress, Silent
+from stoker.sources.contract import Part, PartContext, Preparation, Source
+from stoker.sources.fingerprint import difference, fingerprint
+from stoker.store.inspection import Inspection, inspect_store
+from stoker.store.manifest import REFUSED_NAME, FieldInfo, Manifest, Provenance, read_manifest
+from stoker.store.repairs import parse_repair
+from stoker.store.writer import write_shard, write_text_atomically
+from stoker.units import parse_share
+
+_LISTED = 5
+_QUARANTINES = 3
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """Choices that every kind of source shares.
+
+    Attributes:
+        jobs: Worker processes; 0 means one per usable core.
+        force_recreate: Pack again even when the store is up to date.
+        on_bad: "stop" refuses the whole pack when anything is bad; "quarantine" leaves the bad
+            pieces out, lists them, and goes on within the budget.
+        bad_budget: Largest share ("1%") or number ("100") of samples that may be left out.
+        repairs: Named repairs for the features, in order ("clip", "robust", ...).
+    """
+
+    jobs: int = 0
+    force_recreate: bool = False
+    on_bad: Literal["stop", "quarantine"] = "stop"
+    bad_budget: str = "1%"
+    repairs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.jobs < 0:
+            raise InputError(f"--jobs is {self.jobs}.", "0 (all cores) or more", "--jobs 2")
+        if self.on_bad not in ("stop", "quarantine"):
+            raise InputError(
+                f"--on-bad is {self.on_bad!r}.", "stop or quarantine", "--on-bad quarantine"
+            )
+        for repair in self.repairs:
+            parse_repair(repair)
+        self.allowance(0)
+
+    def recorded(self) -> dict[str, Any]:
+        """The choices that change the store's content."""
+        return {"on_bad": self.on_bad, "repairs": list(self.repairs)}
+
+    def allowance(self, total: int) -> int:
+        """How many of `total` may be left out."""
+        if self.on_bad == "stop":
+            return 0
+        text = str(self.bad_budget).strip()
+        return int(text) if text.isdigit() and text not in "01" else int(parse_share(text) * total)
+
+
+@dataclass(frozen=True)
+class PackResult:
+    """What a pack did.
+
+    Attributes:
+        path: The store.
+        manifest: Its manifest.
+        reused: True when the store was up to date and nothing was done.
+        reason: Why it was built, or why not, in words.
+        refused: Everything that was left out.
+        inspection: The quality gate's view; None when reused.
+        seconds: Wall time.
+    """
+
+    path: Path
+    manifest: Manifest
+    reused: bool
+    reason: str
+    seconds: float
+    refused: Sequence[Refusal] = field(default=())
+    inspection: Inspection | None = None
+
+
+def pack(
+    source: Source,
+    out: str | Path,
+    options: PackOptions | None = None,
+    progress: Progress | None = None,
+) -> PackResult:
+    """Make the store `out` from `source`, or find that it is up to date.
+
+    Raises:
+        SourceError: An input cannot be read as what it was said to be.
+        QualityError: The data was refused; nothing was replaced.
+        StoreError: The disk is full, read-only, or in use by another packer.
+    """
+    options, progress, out = options or PackOptions(), progress or Silent(), Path(out)
+    began = time.perf_counter()
+    check_target(out)
+    old = _existing(out)
+    provenance = fingerprint(source, options.recorded(), old.provenance if old else None)
+    reason = _why_build(out, old, provenance, options.force_recreate)
+    if old is not None and not reason:
+        return PackResult(out, old, True, "up to date", time.perf_counter() - began)
+    progress.say(f"packing {out}: {reason}")
+    # What was built stays good when only the gate's options change.
+    with Workshop(out, provenance.model_copy(update={"options": dict(source.options())})) as shop:
+        if shop.note:
+            progress.say(shop.note)
+        made = _make(source, options, shop, provenance, progress)
+    return PackResult(
+        out,
+        made.manifest,
+        False,
+        reason,
+        time.perf_counter() - began,
+        made.refused,
+        made.inspection,
+    )
+
+
+def _existing(out: Path) -> Manifest | None:
+    try:
+        return read_manifest(out)
+    except StoreError:
+        return None
+
+
+def _why_build(out: Path, old: Manifest | None, new: Provenance, force: bool) -> str:
+    if force:
+        return "asked to recreate it"
+    if old is None:
+        return (
+            "its manifest cannot be read"
+            if (out / "store.json").exists()
+            else "it does not exist yet"
+        )
+    if old.provenance is None:
+        return "it does not say what it was made from"
+    for shard in old.shards:
+        file = out / shard.file
+        if not file.exists() or file.stat().st_size != shard.size_bytes:
+            return f"shard {shard.file} is missing or has the wrong size"
+    return difference(old.provenance, new)
+
+
+@dataclass(frozen=True)
+class _Made:
+    manifest: Manifest
+    refused: Sequence[Refusal]
+    inspection: Inspection
+
+
+def _make(
+    source: Source, options: PackOptions, shop: Workshop, provenance: Provenance, progress: Progress
+) -> _Made:
+    progress.start("reading", None, "files")
+    preparation = source.prepare(shop.scratch)
+    for line in preparation.notes:
+        progress.say(line)
+    # A repair or a quarantine writes the shards once more.
+    check_disk(
+        shop.target,
+        preparation.estimated_bytes * (2 if options.repairs or options.on_bad != "stop" else 1),
+    )
+    jobs = options.jobs or len(os.sched_getaffinity(0))
+    crew = Crew(jobs, source.row_limit_seconds, shop.journals)
+    stage = _build(source, preparation, crew, shop, progress)
+    refused = [*preparation.refused, *(refusal for part in stage.parts for refusal in part.refused)]
+    _check_budget(refused, stage.num_samples, options)
+    calm = Crew(jobs, None, shop.journals)
+    fitted: dict[str, list[dict[str, Any]]] = {}
+    if options.repairs:
+        stage, fitted = repair_stage(stage, options.repairs, calm, shop.stage("repaired"), progress)
+    inspection = _inspect(stage, progress)
+    for attempt in range(_QUARANTINES):
+        if not inspection.refused:
+            break
+        if options.on_bad == "stop":
+            raise _gate_error(inspection)
+        folder = shop.stage(f"kept-{attempt}")
+        stage, dropped = quarantine(stage, inspection, calm, folder, progress)
+        refused.extend(dropped)
+        _check_budget(refused, stage.num_samples, options)
+        # Without the worst rows the medians are others: look again at what is left.
+        inspection = _inspect(stage, progress)
+    if inspection.refused:
+        raise _gate_error(inspection)
+    manifest = _manifest(source, stage, provenance, fitted, inspection, len(refused))
+    listing = "".join(json.dumps(asdict(refusal)) + "\n" for refusal in refused)
+    shop.commit(stage.folder, manifest, {REFUSED_NAME: listing})
+    return _Made(manifest, refused, inspection)
+
+
+def _inspect(stage: Stage, progress: Progress) -> Inspection:
+    with open_stage(stage) as store:
+        return inspect_store(store, progress)
+
+
+def _build(
+    source: Source, preparation: Preparation, crew: Crew, shop: Workshop, progress: Progress
+) -> Stage:
+    folder = shop.stage("built")
+    total = sum(part.num_samples for part in preparation.parts)
+    progress.start("packing", total, "samples")
+    done = {
+        part.index: staged
+        for part in preparation.parts
+        if (staged := _load_sidecar(folder, part.index))
+    }
+    if done:
+        progress.say(f"resuming: {len(done)} of {len(preparation.parts)} parts were already built")
+    progress.advance(sum(part.num_samples for part in preparation.parts if part.index in done))
+    waiting = [part for part in preparation.parts if part.index not in done]
+    sizes = {part.index: part.num_samples for part in waiting}
+    work: Callable[[Part, Poison], StagedPart] = partial(
+        _build_part, source, crew, folder, shop.scratch
+    )
+    for index, staged in crew.run(work, waiting, {}):
+        done[index] = staged
+        progress.advance(sizes[index])
+    stage = Stage(folder, [done[index] for index in sorted(done)])
+    _check_fields(stage)
+    return stage
+
+
+def _build_part(
+    source: Source, crew: Crew, folder: Path, scratch: Path, part: Part, poison: Poison
+) -> StagedPart:
+    """Build and write one part; runs in a worker process."""
+    guard = Guard(crew.journal(part.index), crew.limit_seconds) if crew.isolated else None
+    try:
+        built = source.build(part, PartContext(scratch, guard or unguarded, poison))
+    finally:
+        if guard is not None:
+            guard.close()
+    staged = StagedPart(
+        index=part.index,
+        label=part.label,
+        file=part.file,
+        first_row=part.first_row,
+        shard=write_shard(folder / f"shard-{part.index:05d}.h5", built.fields, part.label),
+        fields={name: FieldInfo.of(data) for name, data in built.fields.items()},
+        refused=tuple(built.refused),
+        extra=dict(built.extra),
+    )
+    write_text_atomically(_sidecar(folder, part.index), staged.to_text())
+    return staged
+
+
+def _sidecar(folder: Path, index: int) -> Path:
+    return folder / f"part-{index:05d}.json"
+
+
+def _load_sidecar(folder: Path, index: int) -> StagedPart | None:
+    try:
+        staged = StagedPart.from_text(_sidecar(folder, index).read_text())
+        return (
+            staged
+            if (folder / staged.shard.file).stat().st_size == staged.shard.size_bytes
+            else None
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _check_fields(stage: Stage) -> None:
+    if not stage.parts:
+        raise InputError("the source has nothing to pack.", "at least one file or row", "")
+    first = stage.parts[0]
+    for part in stage.parts[1:]:
+        if part.fields != first.fields:
+            names = [
+                n
+                for n in {*first.fields, *part.fields}
+                if first.fields.get(n) != part.fields.get(n)
+            ]
+            raise InputError(
+                f"{part.label!r} and {first.label!r} differ in field {sorted(names)[0]!r}: "
+                f"{part.fields.get(sorted(names)[0])} against {first.fields.get(sorted(names)[0])}.",
+                "the same fields, shapes and types in every input",
+                "pack them into separate stores",
+            )
+
+
+def _check_budget(refused: Sequence[Refusal], num_samples: int, options: PackOptions) -> None:
+    total = num_samples + len(refused)
+    if len(refused) <= options.allowance(total):
+        return
+    shown = "\n".join(f"  {refusal}" for refusal in refused[:_LISTED])
+    more = f"\n  ... and {len(refused) - _LISTED:,} more" if len(refused) > _LISTED else ""
+    share = f"{math.ceil(1000 * len(refused) / total) / 10:g}%"
+    if options.on_bad == "stop":
+        fix = f"--on-bad quarantine --bad-budget {share} leaves them out and lists them in OUT/{REFUSED_NAME}"
+    else:
+        fix = f"--bad-budget {share}, or mend the input"
+    raise QualityError(
+        f"{len(refused):,} pieces of input were refused ({share} of {total:,}):\n{shown}{more}",
+        f"at most {options.allowance(total):,} (--on-bad {options.on_bad}, --bad-budget {options.bad_budget})",
+        fix,
+    )
+
+
+def _gate_error(inspection: Inspection) -> QualityError:
+    shown = "\n".join(f"  {line}" for line in inspection.lines(only_refused=True)[:12])
+    remedies = {finding.remedy for finding in inspection.refused if finding.remedy}
+    return QualityError(
+        f"the quality gate refuses the data:\n{shown}",
+        "finite values of usable size",
+        "; or ".join([*sorted(remedies)[:3], "--on-bad quarantine leaves the bad rows out"]),
+    )
+
+
+def _manifest(
+    source: Source,
+    stage: Stage,
+    provenance: Provenance,
+    repairs: Mapping[str, list[dict[str, Any]]],
+    inspection: Inspection,
+    num_refused: int,
+) -> Manifest:
+    shards = [part.shard for part in stage.parts if part.shard.num_samples] or [
+        stage.parts[0].shard
+    ]
+    listed = {shard.file for shard in shards}
+    for part in stage.parts:
+        if part.shard.file not in listed:
+            (stage.folder / part.shard.file).unlink()
+    return Manifest(
+        num_samples=stage.num_samples,
+        fields=dict(stage.parts[0].fields),
+        shards=shards,
+        provenance=provenance,
+        attributes=dict(source.finish([part.extra for part in stage.parts])),
+        repairs=dict(repairs),
+        quality=inspection.summary(),
+        num_refused=num_refused,
+    )

@@ -1,0 +1,251 @@
+"""Passes over built shards: repairs, and the removal of quarantined samples.
+
+Enters: a stage (a folder of finished shards). Leaves: another stage beside it; the first one is
+only read. Costs: one read and one write of every shard, in parallel; fitting reads at most
+200,000 rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker.errors import InputError, QualityError, Refusal
+from stoker.pack.crew import Crew, Poison
+from stoker.report import Progress
+from stoker.store.fields import Array, Dense, ShardData
+from stoker.store.inspection import Inspection
+from stoker.store.manifest import BLOCK_BYTES, FieldInfo, Manifest, ShardInfo
+from stoker.store.quality import Limits, bad_rows
+from stoker.store.reader import Store, assemble_store
+from stoker.store.repairs import FittedRepair, apply_repairs, fit_repairs, parse_repair
+from stoker.store.rewrite import (
+    keep_samples,
+    load_shard,
+    replace_values,
+    row_values,
+    samples_touching,
+)
+from stoker.store.writer import write_shard
+
+_FIT_ROWS = 200_000
+_FIT_BYTES = 256 << 20
+_TRAIN = 0
+
+
+@dataclass(frozen=True)
+class StagedPart:
+    """One part of a stage: its shard on disk and what goes with it."""
+
+    index: int
+    label: str
+    file: str
+    first_row: int
+    shard: ShardInfo
+    fields: dict[str, FieldInfo]
+    refused: tuple[Refusal, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_text(self) -> str:
+        """Serialise, for a job that is resumed."""
+        document = {
+            "index": self.index,
+            "label": self.label,
+            "file": self.file,
+            "first_row": self.first_row,
+            "shard": self.shard.model_dump(),
+            "fields": {name: info.model_dump() for name, info in self.fields.items()},
+            "refused": [asdict(refusal) for refusal in self.refused],
+            "extra": self.extra,
+        }
+        return json.dumps(document)
+
+    @classmethod
+    def from_text(cls, text: str) -> StagedPart:
+        """Read back what `to_text` wrote."""
+        document = json.loads(text)
+        return cls(
+            index=document["index"],
+            label=document["label"],
+            file=document["file"],
+            first_row=document["first_row"],
+            shard=ShardInfo.model_validate(document["shard"]),
+            fields={
+                name: FieldInfo.model_validate(info) for name, info in document["fields"].items()
+            },
+            refused=tuple(Refusal(**refusal) for refusal in document["refused"]),
+            extra=document["extra"],
+        )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A folder of finished shards on the way to a store."""
+
+    folder: Path
+    parts: Sequence[StagedPart]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all parts."""
+        return sum(part.shard.num_samples for part in self.parts)
+
+
+def open_stage(stage: Stage) -> Store:
+    """Read a stage like the store it will become."""
+    manifest = Manifest(
+        num_samples=stage.num_samples,
+        fields=dict(stage.parts[0].fields),
+        shards=[part.shard for part in stage.parts],
+        block_bytes=BLOCK_BYTES,
+    )
+    return assemble_store(stage.folder, manifest)
+
+
+def _pass(
+    stage: Stage,
+    change: Callable[[StagedPart, ShardData], tuple[ShardData, Sequence[Refusal]]],
+    crew: Crew,
+    folder: Path,
+    progress: Progress,
+    label: str,
+) -> Stage:
+    """Write a changed copy of every shard into `folder`."""
+    progress.start(label, stage.num_samples, "samples")
+    work: Callable[[StagedPart, Poison], StagedPart] = partial(_pass_part, stage, change, folder)
+    done: dict[int, StagedPart] = {}
+    for index, part in crew.run(work, stage.parts, {}):
+        done[index] = part
+        progress.advance(part.shard.num_samples)
+    return Stage(folder, [done[index] for index in sorted(done)])
+
+
+def _pass_part(
+    stage: Stage,
+    change: Callable[[StagedPart, ShardData], tuple[ShardData, Sequence[Refusal]]],
+    folder: Path,
+    part: StagedPart,
+    poison: Poison,
+) -> StagedPart:
+    del poison  # nothing here can hang
+    with open_stage(Stage(stage.folder, [part])) as store:
+        fields, refused = change(part, load_shard(store.shards[0], part.fields))
+    return replace(
+        part,
+        shard=write_shard(folder / part.shard.file, fields, part.label),
+        fields={name: FieldInfo.of(data) for name, data in fields.items()},
+        refused=(*part.refused, *refused),
+    )
+
+
+# -- repairs -------------------------------------------------------------------------------
+
+
+def repair_stage(
+    stage: Stage, repairs: Sequence[str], crew: Crew, folder: Path, progress: Progress
+) -> tuple[Stage, dict[str, list[dict[str, Any]]]]:
+    """Fit the named repairs on the training rows and apply them to every row of the features.
+
+    Returns:
+        The repaired stage, and per field the fitted repairs as the manifest records them.
+    """
+    name = "features"
+    info = stage.parts[0].fields.get(name)
+    if (
+        info is None
+        or info.kind != "dense"
+        or np.dtype(info.dtype).kind != "f"
+        or len(info.shape) != 1
+    ):
+        raise InputError(
+            f"--repair {repairs[0]} was given, but the store has no float table 'features'.",
+            "repairs on `pack table` and `pack arrays` with features of shape (rows, columns)",
+            "leave --repair out",
+        )
+    columns = info.columns or [str(number) for number in range(info.shape[0])]
+    with open_stage(stage) as store:
+        sample = store.gather(name, _training_rows(store, info))
+    fitted = fit_repairs([parse_repair(repair) for repair in repairs], sample, columns)
+    change = partial(_repair_part, name, fitted, columns)
+    repaired = _pass(stage, change, crew, folder, progress, "repairing")
+    return repaired, {name: [repair.to_json() for repair in fitted]}
+
+
+def _training_rows(store: Store, info: FieldInfo) -> Array:
+    """Evenly spaced rows of the training split; of everything when there is no split."""
+    rows = np.arange(store.num_samples)
+    if "split" in store.fields:
+        rows = np.flatnonzero(store.read_rows("split", 0, store.num_samples) == _TRAIN)
+    row_bytes = max(1, info.shape[0] * np.dtype(info.dtype).itemsize)
+    limit = max(1, min(_FIT_ROWS, _FIT_BYTES // row_bytes))
+    return (
+        rows if len(rows) <= limit else rows[np.linspace(0, len(rows) - 1, limit).astype(np.int64)]
+    )
+
+
+def _repair_part(
+    name: str,
+    fitted: Sequence[FittedRepair],
+    columns: Sequence[str],
+    part: StagedPart,
+    fields: ShardData,
+) -> tuple[ShardData, Sequence[Refusal]]:
+    del part
+    data = fields[name]
+    assert isinstance(data, Dense)
+    values = apply_repairs(data.values, fitted, columns).astype(data.values.dtype)
+    return {**fields, name: replace_values(data, values)}, ()
+
+
+# -- quarantine ----------------------------------------------------------------------------
+
+
+def quarantine(
+    stage: Stage, inspection: Inspection, crew: Crew, folder: Path, progress: Progress
+) -> tuple[Stage, list[Refusal]]:
+    """Leave out every sample that touches a refused value; list each with its reason."""
+    stuck = [finding for finding in inspection.refused if finding.field not in inspection.stats]
+    if stuck:
+        raise QualityError(f"{stuck[0]}", "rows that rise in time", stuck[0].remedy)
+    names: dict[str, set[str]] = {}
+    for finding in inspection.refused:
+        names.setdefault(finding.field, set()).add(finding.name)
+    bad = {name: (inspection.limits(name), ", ".join(sorted(what))) for name, what in names.items()}
+    change = partial(_keep_part, bad)
+    kept = _pass(stage, change, crew, folder, progress, "quarantining")
+    before = {part.index: len(part.refused) for part in stage.parts}
+    return kept, [refusal for part in kept.parts for refusal in part.refused[before[part.index] :]]
+
+
+def _keep_part(
+    bad: Mapping[str, tuple[Limits, str]], part: StagedPart, fields: ShardData
+) -> tuple[ShardData, Sequence[Refusal]]:
+    dropped = np.zeros(part.shard.num_samples, dtype=bool)
+    reasons: dict[int, str] = {}
+    for name, (limits, what) in bad.items():
+        touched = samples_touching(fields[name], bad_rows(row_values(fields[name]), limits))
+        for row in np.flatnonzero(touched & ~dropped):
+            reasons[int(row)] = f"{name}: {what}"
+        dropped |= touched
+    rows = _input_rows(part)
+    refused = [
+        Refusal(part.file or part.label, rows[row], reasons[row], "row") for row in sorted(reasons)
+    ]
+    return keep_samples(fields, ~dropped), refused
+
+
+def _input_rows(part: StagedPart) -> list[int]:
+    """Return the row of the input file that each sample of the part came from."""
+    gone = {
+        refusal.line
+        for refusal in part.refused
+        if refusal.unit == "row" and refusal.line is not None
+    }
+    total = part.shard.num_samples + len(gone)
+    return [row for row in range(part.first_row, part.first_row + total) if row not in gone]

@@ -1,0 +1,308 @@
+"""Pages for browsers: one self-contained HTML file, made of escaped text and inline SVG.
+
+Enters: titles, facts, tables, counts. Leaves: a page that needs no network, no script and no
+font, follows the reader's light or dark setting, fits a phone, and prints. Costs: string work.
+
+`Html` is text that is already markup; every other string is escaped on its way in, so that a
+column called `<script>` is shown, never run. A content policy in the page forbids scripts and
+requests as a second lock.
+"""
+
+from __future__ import annotations
+
+import html as _html
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+MAX_TEXT = 160
+# Control characters and lone surrogates have no place in HTML, and the latter not in UTF-8.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+class Html(str):
+    """Markup that is safe as it stands."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page.
+
+    Attributes:
+        key: Its anchor, unique on the page: letters, digits and dashes.
+        title: Its heading.
+        body: What it holds.
+    """
+
+    key: str
+    title: str
+    body: Html
+
+
+def escape(text: str) -> Html:
+    """Return `text` as markup; markup stays as it is."""
+    if isinstance(text, Html):
+        return text
+    return Html(_html.escape(_UNPRINTABLE.sub("\ufffd", text), quote=True))
+
+
+def shorten(text: str, limit: int = MAX_TEXT) -> str:
+    """Return `text`, or its beginning and how much was left out."""
+    if isinstance(text, Html) or len(text) <= limit:
+        return text
+    return f"{text[:limit]}… (+{len(text) - limit:,} characters)"
+
+
+def join(parts: Iterable[str]) -> Html:
+    """Return the parts one after the other, each escaped unless it is markup."""
+    return Html("".join(escape(part) for part in parts))
+
+
+def name(text: str) -> Html:
+    """Return a name from the user's data: shortened, and unable to turn the text around it."""
+    return Html(f"<bdi>{escape(shorten(text))}</bdi>")
+
+
+def code(text: str) -> Html:
+    """Return something to type."""
+    return Html(f"<code>{escape(shorten(text, 600))}</code>")
+
+
+def instruction(text: str) -> Html:
+    """Return prose in which what is to be typed, an option and its value, is set as code."""
+    text = shorten(text, 600)
+    parts = re.split(r"(--[a-z-]+ (?:'[^']*'|[^\s'])+(?<![.,;]))", text)
+    return join(code(part) if index % 2 else part for index, part in enumerate(parts))
+
+
+def paragraph(text: str, *, quiet: bool = False) -> Html:
+    """Return a paragraph; `quiet` ones are set back."""
+    return Html(f"<p{' class=quiet' if quiet else ''}>{escape(text)}</p>")
+
+
+def badge(text: str, kind: str = "plain") -> Html:
+    """Return a small label; kinds are "refuse", "warn", "note", "good" and "plain"."""
+    return Html(f'<span class="badge {escape(kind)}">{escape(text)}</span>')
+
+
+def facts(items: Mapping[str, str]) -> Html:
+    """Return names and values as a list."""
+    pairs = (
+        f"<div><dt>{escape(key)}</dt><dd>{name(value)}</dd></div>" for key, value in items.items()
+    )
+    return Html(f"<dl>{''.join(pairs)}</dl>")
+
+
+def table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    key: str,
+    numeric: Iterable[int] = (),
+    labels: Iterable[int] = (),
+    wide: Iterable[int] = (),
+) -> Html:
+    """Return a table: wide ones scroll inside their own box, prose stacks up on a phone.
+
+    Args:
+        header: Titles of the columns.
+        rows: Cells, escaped unless they are markup.
+        key: The table's id.
+        numeric: Columns to align to the right.
+        labels: Columns never to break.
+        wide: Columns of prose; a table that has some shows each row as a block on a phone.
+    """
+    classes = dict.fromkeys(numeric, "number") | dict.fromkeys(labels, "label")
+    prose = dict.fromkeys(wide, "wide")
+    classes |= prose
+    sides = [f' class="{classes[i]}"' if i in classes else "" for i in range(len(header))]
+    head = "".join(
+        f'<th scope="col"{side}>{escape(text)}</th>'
+        for side, text in zip(sides, header, strict=True)
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{side}>{escape(cell)}</td>" for side, cell in zip(sides, row, strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    style = " class=stack" if prose else ""
+    return Html(
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(header[0])} table">'
+        f'<table id="{escape(key)}"{style}><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def figure(title: Html, picture: Html, caption: Html) -> Html:
+    """Return a picture with its title above and its caption below."""
+    return Html(
+        f'<figure><div class="name">{title}</div>{picture}<figcaption>{caption}</figcaption></figure>'
+    )
+
+
+def grid(figures: Iterable[Html]) -> Html:
+    """Return figures side by side, as many as the width takes."""
+    return Html(f'<div class="grid">{"".join(figures)}</div>')
+
+
+def svg_histogram(
+    counts: Sequence[int],
+    edges: Sequence[float],
+    title: str,
+    *,
+    key: str,
+    marked: Iterable[int] = (),
+    height: int = 56,
+) -> Html:
+    """Return a histogram as inline SVG, stretched to the width of its box.
+
+    Args:
+        counts: Height of each bar.
+        edges: One more than bars; told to those who cannot see the picture.
+        title: What is counted.
+        key: The picture's id, unique on the page.
+        marked: Bars to draw in the warning colour.
+        height: In pixels.
+    """
+    top = max(max(counts, default=0), 1)
+    special = set(marked)
+    plain = [0 if index in special else count for index, count in enumerate(counts)]
+    warned = [count if index in special else 0 for index, count in enumerate(counts)]
+    total = sum(counts)
+    told = (
+        f"{total:,} values from {format_number(edges[0])} to {format_number(edges[-1])} in "
+        f"{len(counts)} bars; the highest has {top:,}."
+        if total
+        else "No values."
+    )
+    return Html(
+        f'<svg id="{escape(key)}" role="img" aria-labelledby="{escape(key)}-t {escape(key)}-d" '
+        f'viewBox="0 0 {max(len(counts), 1) * 4} {height}" preserveAspectRatio="none" '
+        f'style="height:{height}px">'
+        f'<title id="{escape(key)}-t">{escape(shorten(title))}</title>'
+        f'<desc id="{escape(key)}-d">{escape(told)}</desc>'
+        f"{_bars(plain, top, height, 'bar')}{_bars(warned, top, height, 'bar marked')}"
+        f'<path class="base" d="M0 {height - 0.5}h{max(len(counts), 1) * 4}"/></svg>'
+    )
+
+
+def _bars(counts: Sequence[int], top: int, height: int, style: str) -> str:
+    """Return all bars as one path: 32 rectangles would be seven times the bytes."""
+    steps = []
+    for index, count in enumerate(counts):
+        if count:
+            # A bar of one value beside one of a million must still be seen.
+            tall = max(1.5, count / top * (height - 2))
+            steps.append(f"M{index * 4} {height}v-{tall:.1f}h3.4v{tall:.1f}z")
+    return f'<path class="{style}" d="{"".join(steps)}"/>' if steps else ""
+
+
+def format_number(value: float | None) -> str:
+    """Return a number as people read it: "1,234", "0.0312", "4.96×10⁸"; n/a when unknown."""
+    if value is None or not math.isfinite(value):
+        return "n/a"
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1e6 or size < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        mantissa = mantissa.rstrip("0").rstrip(".")
+        return f"{mantissa}×10{str(int(exponent)).translate(_SUPERSCRIPT)}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def html(title: str, sections: Sequence[Section], *, subtitle: str = "") -> str:
+    """Return the page as text, to be written as UTF-8."""
+    links = "".join(
+        f'<a href="#{escape(section.key)}">{escape(section.title)}</a>' for section in sections
+    )
+    body = "".join(
+        f'<section id="{escape(section.key)}"><h2>{escape(section.title)}</h2>'
+        f"{section.body}</section>"
+        for section in sections
+    )
+    under = f'<p class="quiet">{escape(shorten(subtitle, 400))}</p>' if subtitle else ""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(shorten(title))}</title><style>{_STYLE}</style></head>"
+        f"<body><header><h1>{name(title)}</h1>{under}<nav>{links}</nav></header>"
+        f"<main>{body}</main></body></html>\n"
+    )
+
+
+_STYLE = """
+:root{--page:#fbfaf8;--card:#fff;--ink:#22242a;--quiet:#636873;--line:#e3e1dc;--bar:#5b7f9e;
+--refuse:#a8322a;--refuse-soft:#fbeae8;--warn:#855a00;--warn-soft:#fbf2df;--note:#45617a;
+--note-soft:#e9f0f5;--good:#2f6b45;--good-soft:#e6f2ea}
+@media (prefers-color-scheme:dark){:root{--page:#16181c;--card:#1d2025;--ink:#e6e4df;
+--quiet:#9da2ac;--line:#32363d;--bar:#7ea3c2;--refuse:#f09a91;--refuse-soft:#43231f;
+--warn:#e5bd6b;--warn-soft:#3a2f18;--note:#a5c3db;--note-soft:#22303b;--good:#93cfa8;
+--good-soft:#1e3527}}
+*{box-sizing:border-box}
+html{-webkit-text-size-adjust:100%}
+body{margin:0;background:var(--page);color:var(--ink);
+font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",sans-serif}
+header,main{max-width:1120px;margin:0 auto;padding:0 20px}
+header{padding-top:40px}
+h1{font-size:1.7rem;line-height:1.25;font-weight:650;margin:0 0 6px;overflow-wrap:anywhere}
+h2{font-size:1.15rem;font-weight:650;margin:0 0 14px}
+h3{font-size:.95rem;font-weight:650;margin:22px 0 10px;overflow-wrap:anywhere}
+p{margin:0 0 12px;max-width:72ch;overflow-wrap:anywhere}
+.quiet,figcaption,dt{color:var(--quiet)}
+nav{display:flex;flex-wrap:wrap;gap:4px 18px;padding:10px 0 14px;margin-bottom:28px;
+border-bottom:1px solid var(--line);font-size:.9rem}
+a{color:var(--note);text-underline-offset:3px;text-decoration-thickness:1px}
+section{margin:0 0 44px;scroll-margin-top:16px}
+dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,150px),1fr));
+gap:14px 24px;margin:0 0 18px}
+dt{font-size:.8rem}
+dd{margin:0;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
+.scroll{overflow-x:auto;border:1px solid var(--line);border-radius:10px;background:var(--card)}
+.scroll:focus-visible{outline:2px solid var(--note);outline-offset:2px}
+table{border-collapse:collapse;width:100%;font-size:.875rem}
+th,td{padding:8px 14px;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}
+tr:last-child td{border-bottom:0}
+th{font-weight:600;font-size:.8rem;color:var(--quiet);white-space:nowrap}
+td{min-width:8.5rem;overflow-wrap:anywhere}
+td.number,th.number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
+td.number,td.label{min-width:0;white-space:nowrap}
+td.wide{min-width:17rem}
+code{font:.85em/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
+.badge{display:inline-block;padding:0 8px;border-radius:99px;font-size:.75rem;font-weight:600;
+line-height:1.6;white-space:nowrap;background:var(--note-soft);color:var(--note)}
+.badge.refuse{background:var(--refuse-soft);color:var(--refuse)}
+.badge.warn{background:var(--warn-soft);color:var(--warn)}
+.badge.good{background:var(--good-soft);color:var(--good)}
+.badge+.badge{margin-left:4px}
+.grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,215px),1fr));gap:12px}
+figure{margin:0;padding:12px 14px;min-width:0;background:var(--card);
+border:1px solid var(--line);border-radius:10px}
+figure .name{font-size:.85rem;font-weight:600;line-height:1.35;overflow-wrap:anywhere;
+margin-bottom:8px;min-height:1.35em}
+figcaption{font-size:.75rem;line-height:1.45;font-variant-numeric:tabular-nums}
+figcaption .ends{display:flex;justify-content:space-between;gap:8px}
+figcaption p{margin:6px 0 0}
+svg{display:block;width:100%}
+.bar{fill:var(--bar)}.bar.marked{fill:var(--refuse)}
+.base{stroke:var(--line);stroke-width:1;vector-effect:non-scaling-stroke;fill:none}
+@media (max-width:520px){header,main{padding-left:14px;padding-right:14px}header{padding-top:24px}
+h1{font-size:1.35rem}th,td{padding:7px 10px}
+.stack thead{display:none}.stack,.stack tbody,.stack tr,.stack td{display:block;width:auto}
+.stack tr{padding:10px 12px;border-bottom:1px solid var(--line)}.stack tr:last-child{border:0}
+.stack td,.stack td.wide{border:0;padding:2px 0;min-width:0}}
+@media print{:root{--page:#fff;--card:#fff;--ink:#000;--quiet:#444;--line:#ccc}
+body{font-size:10pt}nav{display:none}.scroll{overflow:visible;border-radius:0}
+figure,tr{break-inside:avoid}h2,h3{break-after:avoid}
+.bar,.badge{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
+"""

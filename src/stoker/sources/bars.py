@@ -1,0 +1,445 @@
+"""Bars of several timeframes into a store: each bar once, each sample a few end indices.
+
+Enters: CSV files of bars, one or more per symbol and timeframe. Leaves: one part per symbol with
+one series per timeframe and the dense fields `time`, `label_time`, `targets`, `split` and
+`label_gap`. Costs: the read (about 0.5 s per million rows) and 150 bytes of memory per bar. With
+several symbols the files are read twice, so that all symbols share the dates of the splits.
+
+fields of a part of n samples (windows are never stored)
+    M1, M5, ...   series: scaled features per bar, open time, gap flag; `ends` per sample
+    time          (n,) int64      decision time: the close of a base bar, nanoseconds
+    label_time    (n,) int64      close of the last bar the label uses
+    targets       (n, horizon)    log return of the base close, 1 to horizon bars after `time`
+    split         (n,) uint8      0 train, 1 val, 2 test, 3 purged: never use
+    label_gap     (n,) uint8      1 where the label runs over missing bars
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from stoker.errors import InputError, SourceError
+from stoker.sources.bar_csv import Bars, merge_bars, read_bars, show_time
+from stoker.sources.bar_features import (
+    Features,
+    Scaler,
+    apply_scaler,
+    feature_names,
+    fit_scaler,
+    make_features,
+)
+from stoker.sources.bar_files import BarFile, find_files, look, shared_extras
+from stoker.sources.bar_times import parse_time
+from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
+from stoker.sources.timeframes import (
+    DEFAULT_WINDOWS,
+    SECOND_NS,
+    SPLIT_NAMES,
+    TIMEFRAMES,
+    TRAIN,
+    Samples,
+    assign_splits,
+    check_spacing,
+    clock_shift,
+    close_times,
+    find_boundaries,
+    gap_mask,
+    make_samples,
+    parse_windows,
+    pick_base,
+)
+from stoker.store.fields import Array, Dense, FieldData, Series
+
+__all__ = [
+    "DEFAULT_WINDOWS",
+    "BarFile",
+    "Bars",
+    "BarsSource",
+    "Scaler",
+    "apply_scaler",
+    "make_features",
+    "parse_windows",
+    "read_bars",
+]
+
+
+@dataclass(frozen=True)
+class BarsSource:
+    """Bars of several timeframes, aligned on their close times.
+
+    Attributes:
+        paths: Files, "SYMBOL:TIMEFRAME=file" labels, or folders.
+        windows: Bars per window, by timeframe.
+        base: Timeframe that decides and is forecast; None takes M5, else the shortest.
+        horizon: Base bars ahead that the targets cover.
+        latency_seconds: Delay after its close before a bar may be used.
+        ratios: Shares of train, val and test, in time order.
+        split_at: Last decision times of train and val ("2020-09-01"), instead of `ratios`.
+        embargo: Base bars left out after each boundary; None takes `horizon`.
+        max_label_gap: Drop samples whose label misses more base bars than this in a row.
+        day_first: How "10/11/2020" reads; None looks for proof.
+        tz: IANA zone of the files' clock; None keeps the clock as it is.
+        check_prices: Refuse bars whose prices contradict each other.
+        sort: Sort files that are in no order.
+    """
+
+    paths: tuple[str | Path, ...]
+    windows: tuple[tuple[str, int], ...] = DEFAULT_WINDOWS
+    base: str | None = None
+    horizon: int = 36
+    latency_seconds: float = 0.0
+    ratios: tuple[float, float, float] = (0.70, 0.15, 0.15)
+    split_at: tuple[str, str] | None = None
+    embargo: int | None = None
+    max_label_gap: int | None = None
+    day_first: bool | None = None
+    tz: str | None = None
+    check_prices: bool = True
+    sort: bool = False
+    kind: ClassVar[str] = "bars"
+    version: ClassVar[int] = 1
+    row_limit_seconds: ClassVar[float | None] = None
+
+    def __post_init__(self) -> None:
+        text = ",".join(f"{name}={length}" for name, length in self.windows)
+        object.__setattr__(self, "windows", parse_windows(text))
+        object.__setattr__(self, "base", pick_base(self.windows, self.base))
+        object.__setattr__(self, "embargo", self.horizon if self.embargo is None else self.embargo)
+        if self.horizon < 1 or self._embargo < 0 or self.latency_seconds < 0:
+            raise InputError(
+                f"horizon {self.horizon}, embargo {self.embargo}, latency {self.latency_seconds} s.",
+                "a horizon of at least 1, an embargo and a latency of at least 0",
+            )
+        if min(self.ratios) < 0 or abs(sum(self.ratios) - 1) > 1e-6:
+            raise InputError(
+                f"ratios {self.ratios} do not share out the samples.",
+                "three shares that sum to 1",
+                "0.70,0.15,0.15",
+            )
+        self._fixed_boundaries()
+
+    @property
+    def _base(self) -> str:
+        return str(self.base)
+
+    @property
+    def _embargo(self) -> int:
+        return int(self.embargo or 0)
+
+    def files(self) -> Sequence[Path]:
+        """Every file of bars that is used, in a stable order."""
+        return [file.path for file in self._wanted()[0]]
+
+    def options(self) -> Mapping[str, Json]:
+        """Every option that changes the output."""
+        return {
+            "windows": dict(self.windows),
+            "base": self.base,
+            "horizon": self.horizon,
+            "latency_seconds": self.latency_seconds,
+            "ratios": list(self.ratios),
+            "split_at": list(self.split_at) if self.split_at else None,
+            "embargo": self.embargo,
+            "max_label_gap": self.max_label_gap,
+            "day_first": self.day_first,
+            "tz": self.tz,
+            "check_prices": self.check_prices,
+            "sort": self.sort,
+        }
+
+    def prepare(self, scratch: Path) -> Preparation:  # noqa: ARG002 the contract lends a folder
+        """Group the files by symbol, fix the split dates, and estimate the size."""
+        wanted, notes = self._wanted()
+        symbols = sorted({file.symbol for file in wanted})
+        grouped = {symbol: self._by_timeframe(wanted, symbol) for symbol in symbols}
+        heads = {file.path: look(file.path, self.day_first) for file in wanted}
+        extras, more_notes = shared_extras(grouped, heads)
+        boundaries = self._fixed_boundaries()
+        if boundaries is None and len(symbols) > 1:
+            boundaries = self._shared_boundaries(grouped)
+        parts, size = [], 0
+        for index, symbol in enumerate(symbols):
+            rows = {
+                name: sum(heads[path].num_rows for path in paths)
+                for name, paths in grouped[symbol].items()
+            }
+            payload = {
+                "symbol": symbol,
+                "files": {
+                    name: [str(path) for path in paths] for name, paths in grouped[symbol].items()
+                },
+                "extras": extras,
+                "boundaries": boundaries,
+            }
+            parts.append(Part(index, symbol, rows[self._base], payload))
+            size += self._estimate_bytes(rows, extras)
+        return Preparation(parts, size, notes=[*notes, *more_notes])
+
+    def build(self, part: Part, context: PartContext) -> PartData:  # noqa: ARG002 nothing can hang
+        """Read one symbol and lay out its series, samples and targets."""
+        payload = part.payload
+        files = {name: [Path(path) for path in paths] for name, paths in payload["files"].items()}
+        bars = {name: self._read(paths, name) for name, paths in files.items()}
+        self._check_clocks(bars)
+        samples = self._samples(bars)
+        if not len(samples.time):
+            raise _no_samples(part.label, bars, self.windows, samples)
+        boundaries = payload["boundaries"] or find_boundaries(samples.time, self.ratios)
+        base_close = close_times(bars[self._base].time, self._base)
+        split = assign_splits(samples, base_close, boundaries, self._embargo)
+        fields: dict[str, FieldData] = {}
+        scalers, facts = {}, {}
+        for name, window in self.windows:
+            series, scaler = _make_series(
+                bars[name], name, window, samples.ends[name], boundaries[0], payload["extras"][name]
+            )
+            fields[name], scalers[name] = series, scaler.to_json()
+            facts[name] = _series_facts(bars[name], series)
+        targets = make_targets(bars[self._base].columns["close"], samples.bar, self.horizon)
+        fields |= _dense_fields(samples, targets, split)
+        refused = [refusal for each in bars.values() for refusal in each.refused]
+        extra = {
+            "symbol": payload["symbol"],
+            "timeframes": facts,
+            "scalers": scalers,
+            "dropped": samples.dropped,
+            "splits": _split_facts(samples, split, boundaries),
+            "target_scale": _target_scale(targets, split),
+            "materialised_bytes": _materialised_bytes(fields),
+            "notes": [note for each in bars.values() for note in each.notes],
+        }
+        return PartData(fields, refused, extra)
+
+    def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
+        """Merge what the parts report: facts and scalers by symbol, sizes in total."""
+        keys = ("timeframes", "dropped", "splits", "target_scale", "notes")
+        return {
+            "base": self.base,
+            "horizon": self.horizon,
+            "windows": dict(self.windows),
+            "split_names": list(SPLIT_NAMES),
+            "symbols": {extra["symbol"]: {key: extra[key] for key in keys} for extra in extras},
+            "scalers": {extra["symbol"]: extra["scalers"] for extra in extras},
+            "materialised_bytes": sum(extra["materialised_bytes"] for extra in extras),
+        }
+
+    def _wanted(self) -> tuple[list[BarFile], list[str]]:
+        """The files whose timeframe has a window, and what was passed over."""
+        found, notes = find_files(self.paths)
+        names = {name for name, _ in self.windows}
+        wanted = [file for file in found if file.timeframe in names]
+        notes += [
+            f"{file.path}: {file.timeframe} has no window and is not used"
+            for file in found
+            if file.timeframe not in names
+        ]
+        if not wanted:
+            raise SourceError(
+                f"no file of bars for {', '.join(sorted(names))} among {len(found)} files.",
+                "files named by symbol and timeframe, such as EURUSD_M5.csv.gz",
+                "name the folder that holds them, or change --windows",
+            )
+        return sorted(wanted, key=lambda file: (file.symbol, str(file.path))), notes
+
+    def _by_timeframe(self, wanted: list[BarFile], symbol: str) -> dict[str, list[Path]]:
+        own = [file for file in wanted if file.symbol == symbol]
+        grouped = {
+            name: [file.path for file in own if file.timeframe == name] for name, _ in self.windows
+        }
+        missing = [name for name, paths in grouped.items() if not paths]
+        if missing:
+            raise SourceError(
+                f"{symbol} has no file for {', '.join(missing)}.",
+                "a file per window",
+                f"add {symbol}_{missing[0]}.csv, or leave {missing[0]} out of --windows",
+            )
+        return grouped
+
+    def _read(self, paths: Sequence[Path], timeframe: str) -> Bars:
+        read = [
+            read_bars(
+                path,
+                day_first=self.day_first,
+                tz=self.tz,
+                check_prices=self.check_prices,
+                sort=self.sort,
+            )
+            for path in paths
+        ]
+        for bars in read:
+            check_spacing(bars.time, timeframe, bars.file)
+        return merge_bars(read)
+
+    def _check_clocks(self, bars: Mapping[str, Bars]) -> None:
+        """Raise where one file's clock is whole hours off: its bars would be seen too early."""
+        finest = self.windows[0][0]
+        for name, _ in self.windows[1:]:
+            hours = clock_shift(
+                (bars[finest].time, bars[finest].columns["close"], finest),
+                (bars[name].time, bars[name].columns["close"], name),
+            )
+            if hours:
+                raise SourceError(
+                    f"the clock of {bars[name].file} runs {hours:+d} h against {bars[finest].file}.",
+                    "all timeframes of a symbol on one clock",
+                    "export all timeframes again, from one broker and one terminal",
+                )
+
+    def _samples(self, bars: Mapping[str, Bars]) -> Samples:
+        return make_samples(
+            {name: each.time for name, each in bars.items()},
+            self.windows,
+            self._base,
+            self.horizon,
+            latency_ns=round(self.latency_seconds * SECOND_NS),
+            max_label_gap=self.max_label_gap,
+        )
+
+    def _fixed_boundaries(self) -> tuple[int, int] | None:
+        if self.split_at is None:
+            return None
+        ends = [parse_time(text, self.day_first) for text in self.split_at]
+        if (
+            len(ends) != 2
+            or isinstance(ends[0], str)
+            or isinstance(ends[1], str)
+            or ends[0] > ends[1]
+        ):
+            raise InputError(
+                f"split_at {self.split_at} is not two times in order.",
+                "the last decision times of train and of val",
+                "2020-09-15,2020-10-01",
+            )
+        return ends[0], ends[1]
+
+    def _shared_boundaries(
+        self, grouped: Mapping[str, Mapping[str, list[Path]]]
+    ) -> tuple[int, int]:
+        """Split dates over all symbols: one symbol's val must not be another's train."""
+        decisions = []
+        for files in grouped.values():
+            bars = {name: self._read(paths, name) for name, paths in files.items()}
+            decisions.append(self._samples(bars).time)
+        return find_boundaries(np.sort(np.concatenate(decisions)), self.ratios)
+
+    def _estimate_bytes(
+        self, rows: Mapping[str, int], extras: Mapping[str, tuple[str, ...]]
+    ) -> int:
+        series = sum(
+            count * (4 * len(feature_names(extras[name], name)) + 9) for name, count in rows.items()
+        )
+        return series + rows[self._base] * (18 + 4 * self.horizon + 8 * len(rows))
+
+
+def make_targets(close: Array, bar: Array, horizon: int) -> Array:
+    """Return `(n, horizon)` float32: log return from the close of `bar` to each of the next bars."""
+    log_close = np.log(close)
+    ahead = np.lib.stride_tricks.sliding_window_view(log_close, horizon + 1)[bar]
+    returns: Array = (ahead[:, 1:] - ahead[:, :1]).astype(np.float32)
+    return returns
+
+
+def _make_series(
+    bars: Bars,
+    timeframe: str,
+    window: int,
+    ends: Array,
+    train_end_ns: int,
+    extras: Sequence[str],
+) -> tuple[Series, Scaler]:
+    """Features of the bars that some window shows, scaled by the training span among them."""
+    features = make_features(bars.time, bars.columns, timeframe, extras)
+    first, stop = int(ends.min()) - window, int(ends.max())
+    known = int(np.searchsorted(close_times(bars.time, timeframe), train_end_ns, side="right"))
+    if known <= first:
+        raise SourceError(
+            f"{bars.file} has no bar before train ends at {show_time(train_end_ns)}.",
+            "bars in the training span, to fit the scaler on",
+            "leave the symbol out, or give a later --split-at",
+        )
+    scaler = fit_scaler(features, slice(first, known), train_end_ns)
+    used = Features(features.rows[first:stop], features.columns)
+    return (
+        Series(
+            rows=apply_scaler(used.rows, scaler),
+            time=bars.time[first:stop],
+            ends=ends - first,
+            window=window,
+            gap=gap_mask(bars.time, timeframe)[first:stop],
+            columns=used.columns,
+            duration_ns=TIMEFRAMES[timeframe],
+        ),
+        scaler,
+    )
+
+
+def _dense_fields(samples: Samples, targets: Array, split: Array) -> dict[str, FieldData]:
+    steps = tuple(f"return_{step}" for step in range(1, targets.shape[1] + 1))
+    return {
+        "time": Dense(samples.time),
+        "label_time": Dense(samples.label_time),
+        "targets": Dense(targets, columns=steps),
+        "split": Dense(split),
+        "label_gap": Dense(samples.label_gap),
+    }
+
+
+def _series_facts(bars: Bars, series: Series) -> dict[str, Any]:
+    return {
+        "file": bars.file,
+        "bars_read": len(bars),
+        "rows_stored": len(series.rows),
+        "first_ns": int(series.time[0]),
+        "last_ns": int(series.time[-1]),
+        "gaps": int(series.gap.sum()),
+        "refused": len(bars.refused),
+    }
+
+
+def _split_facts(samples: Samples, split: Array, boundaries: tuple[int, int]) -> dict[str, Any]:
+    counts = np.bincount(split, minlength=len(SPLIT_NAMES))
+    return {
+        "counts": dict(zip(SPLIT_NAMES, counts.tolist(), strict=True)),
+        "train_end_ns": boundaries[0],
+        "val_end_ns": boundaries[1],
+        "labels_over_gaps": int(samples.label_gap.sum()),
+    }
+
+
+def _target_scale(targets: Array, split: Array) -> float | None:
+    """Standard deviation of the training targets, for losses; None without training samples."""
+    train = targets[split == TRAIN]
+    return float(np.std(train, dtype=np.float64)) if len(train) else None
+
+
+def _materialised_bytes(fields: Mapping[str, FieldData]) -> int:
+    """Bytes that the windows and targets would take if each sample were written out."""
+    per_sample = 0
+    for data in fields.values():
+        if isinstance(data, Series):
+            per_sample += data.window * data.rows.shape[1] * data.rows.itemsize
+    targets = fields["targets"]
+    num_targets = targets.values.shape[1] if isinstance(targets, Dense) else 0
+    return int(targets.num_samples * (per_sample + 4 * num_targets))
+
+
+def _no_samples(
+    symbol: str, bars: Mapping[str, Bars], windows: Sequence[tuple[str, int]], samples: Samples
+) -> SourceError:
+    def spell(name: str, length: int) -> str:
+        time = bars[name].time.astype("M8[ns]").astype("M8[m]")
+        span = f"{time[0]} to {time[-1]}" if len(time) else "nothing"
+        return f"{name}: {len(time)} bars for a window of {length}, {span}"
+
+    spans = "; ".join(spell(name, length) for name, length in windows)
+    drops = ", ".join(f"{reason} {count}" for reason, count in samples.dropped.items() if count)
+    return SourceError(
+        f"{symbol} gives no sample ({drops or 'no base bars'}). {spans}.",
+        "spans of time that overlap by a whole window and horizon",
+        "give longer files, shorter windows or a shorter horizon",
+    )

@@ -1,0 +1,117 @@
+"""Is a store still what its sources would give? Hashes of inputs, and the difference in words.
+
+Enters: a source and perhaps an older `Provenance`. Leaves: the new `Provenance`, and the reason
+why the old one is stale. Costs: a stat per file; the content is hashed (at disk speed) only for
+files whose size or time changed since.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+import stoker
+from stoker.errors import SourceError
+from stoker.sources.contract import Source
+from stoker.store.manifest import Provenance, SourceFile
+
+_PIECE_BYTES = 8 << 20
+
+
+def fingerprint(
+    source: Source, extra: Mapping[str, Any], known: Provenance | None = None
+) -> Provenance:
+    """Describe what a store packed now would be made of.
+
+    Args:
+        source: The source about to be packed.
+        extra: Options of the packer itself that change the output (repairs, quarantine).
+        known: An older provenance; files with the same size and time keep its digest.
+    """
+    old = {entry.path: entry for entry in known.files} if known else {}
+    files = [_describe(Path(path), old) for path in source.files()]
+    # Through JSON and back, so that a fresh provenance equals one read from disk.
+    options = json.loads(json.dumps({**source.options(), **extra}, sort_keys=True))
+    return Provenance(
+        kind=source.kind,
+        source_version=source.version,
+        options=options,
+        files=files,
+        stoker_version=stoker.__version__,
+    )
+
+
+def difference(old: Provenance, new: Provenance) -> str:
+    """Say in words what changed, or return "" when the old store still holds."""
+    if old.kind != new.kind:
+        return f"it was packed from {old.kind}, not {new.kind}"
+    if old.source_version != new.source_version:
+        return (
+            f"the {new.kind} reader changed (version {old.source_version} to {new.source_version})"
+        )
+    for name in sorted({*old.options, *new.options}):
+        before, after = old.options.get(name), new.options.get(name)
+        if before != after:
+            return f"option {name} changed from {before!r} to {after!r}"
+    before_files = {entry.path: entry.digest for entry in old.files}
+    after_files = {entry.path: entry.digest for entry in new.files}
+    for path in sorted({*before_files, *after_files}):
+        if path not in after_files:
+            return f"source {path} is gone"
+        if path not in before_files:
+            return f"source {path} is new"
+        if before_files[path] != after_files[path]:
+            return f"source {path} changed"
+    return ""
+
+
+def _describe(path: Path, old: Mapping[str, SourceFile]) -> SourceFile:
+    if not path.exists():
+        raise SourceError(
+            f"source {str(path)!r} does not exist.",
+            "an existing file or folder",
+            f"ls {path.parent}",
+        )
+    if path.is_dir():
+        return _describe_folder(path)
+    stat = path.stat()
+    before = old.get(str(path))
+    if before and (before.size_bytes, before.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
+        return before
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return SourceFile(
+        path=str(path),
+        size_bytes=stat.st_size,
+        mtime_ns=stat.st_mtime_ns,
+        digest=digest.hexdigest(),
+    )
+
+
+def _describe_folder(folder: Path) -> SourceFile:
+    """Describe a folder by its files' names, sizes and times.
+
+    Hashing 300,000 small files would take longer than packing them.
+    """
+    digest = xxhash.xxh3_128()
+    size = newest = 0
+    for name, file in sorted(_walk(folder)):
+        stat = file.stat()
+        digest.update(
+            f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="surrogateescape")
+        )
+        size += stat.st_size
+        newest = max(newest, stat.st_mtime_ns)
+    return SourceFile(path=str(folder), size_bytes=size, mtime_ns=newest, digest=digest.hexdigest())
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, Path]]:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            yield path.relative_to(folder).as_posix(), path

@@ -1,0 +1,366 @@
+"""The fast way through a spectrum library: blocks of text, converted in bulk.
+
+Enters: a file, plain or gzipped. Leaves: blocks of whole lines that begin and end between
+records; and, per block, what `msp_text.CarefulParser` would have read there. Costs: 9 µs per
+record of 60 peaks, most of it the metadata; unzipping 5 µs more; one block in memory.
+
+The block parser takes a record only when its shape is beyond doubt: a name, plain fields, a peak
+count, and exactly that many lines of two plain numbers. All these lines of a block are converted
+by one call. Everything else goes to the careful parser.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from stoker.errors import SourceError
+from stoker.sources.msp_keys import WHITESPACE, flags_of, fold_header
+from stoker.sources.msp_text import (
+    MAX_INTENSITY,
+    NAME_LINE,
+    Array,
+    CarefulParser,
+    Parsed,
+    Record,
+)
+
+CHUNK_BYTES = 2 << 20
+MAX_LINE_BYTES = 16 << 20
+_OPEN_BYTES = 8 << 20  # a text without a certain record boundary is cut here, its record open
+_ANY_LINE_END = re.compile(rb"\r\r?\n|\r")
+_GZIP_MAGIC = b"\x1f\x8b"
+UTF8_BOM = b"\xef\xbb\xbf"
+
+
+class Block(NamedTuple):
+    """Whole lines, ended by LF. `closed`: what follows certainly begins a new record."""
+
+    text: bytes
+    closed: bool
+
+
+def read_blocks(path: Path, start_byte: int, end_byte: int | None) -> Iterator[Block]:
+    """Cut a file into blocks of about 2 MiB of text, closed ones wherever there is a choice.
+
+    Raises:
+        SourceError: A damaged gzip, UTF-16, a gzip with a range, or a line above 16 MiB.
+    """
+    carry, searched = b"", 0
+    for chunk in _chunks(path, start_byte, end_byte):
+        carry += chunk
+        cut = _last_boundary(carry, max(0, searched - 64))
+        searched = len(carry)
+        if cut:
+            yield Block(carry[:cut], closed=True)
+        elif len(carry) > _OPEN_BYTES:
+            cut = carry.rfind(b"\n") + 1
+            if cut:
+                yield Block(carry[:cut], closed=False)
+            elif len(carry) > MAX_LINE_BYTES:
+                raise overlong(path)
+        if cut:
+            carry, searched = carry[cut:], 0
+    yield Block(carry, closed=True)
+
+
+def _last_boundary(text: bytes, floor: int) -> int:
+    """Return where the last `Name:` line under an empty line begins, or 0."""
+    at = text.rfind(b"\n\n", floor)
+    while at >= 0 and not NAME_LINE.match(text, at + 2):
+        at = text.rfind(b"\n\n", floor, at + 1)
+    return at + 2 if at >= 0 else 0
+
+
+def _chunks(path: Path, start_byte: int, end_byte: int | None) -> Iterator[bytes]:
+    """Yield the text piece by piece, without byte order mark, every line ended by LF."""
+    held = b""
+    for number, raw in enumerate(_raw_chunks(path, start_byte, end_byte)):
+        if number == 0 and start_byte == 0:
+            raw = _without_bom(raw, path)
+        raw = held + raw
+        # A line end may continue in the next chunk.
+        cut = len(raw) - min(2, len(raw) - len(raw.rstrip(b"\r")))
+        held = raw[cut:]
+        yield _with_plain_line_ends(raw[:cut])
+    yield _with_plain_line_ends(held)
+
+
+def _with_plain_line_ends(raw: bytes) -> bytes:
+    """End lines with LF: from Windows, old Mac, and text-mode copies that made CR CR LF."""
+    if b"\r" not in raw:
+        return raw
+    if b"\r\r\r" in raw:
+        return _ANY_LINE_END.sub(b"\n", raw)
+    raw = raw.replace(b"\r\r\n", b"\n").replace(b"\r\n", b"\n")
+    return raw.replace(b"\r", b"\n")
+
+
+def _raw_chunks(path: Path, start_byte: int, end_byte: int | None) -> Iterator[bytes]:
+    if is_gzip(path):
+        if start_byte or end_byte is not None:
+            raise no_ranges(path)
+        yield from _unzipped(path)
+        return
+    with path.open("rb") as stream:
+        stream.seek(start_byte)
+        left = (path.stat().st_size if end_byte is None else end_byte) - start_byte
+        while left > 0 and (raw := stream.read(min(CHUNK_BYTES, left))):
+            left -= len(raw)
+            yield raw
+
+
+def _unzipped(path: Path) -> Iterator[bytes]:
+    try:
+        with gzip.open(path, "rb") as stream:
+            while raw := stream.read(CHUNK_BYTES):
+                yield raw
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise SourceError(
+            f"{str(path)!r} is a damaged gzip file: {error}",
+            "a complete gzip file",
+            f"gzip -t {path}, then copy or download it again",
+        ) from error
+
+
+def is_gzip(path: Path) -> bool:
+    """Whether the file begins like a gzip, whatever its name."""
+    with path.open("rb") as stream:
+        return stream.read(2) == _GZIP_MAGIC
+
+
+def _without_bom(raw: bytes, path: Path) -> bytes:
+    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise SourceError(
+            f"{str(path)!r} is UTF-16 text.",
+            "UTF-8 or Latin-1",
+            f"iconv -f UTF-16 -t UTF-8 {path} > utf8.msp",
+        )
+    return raw.removeprefix(UTF8_BOM)
+
+
+def no_ranges(path: Path) -> SourceError:
+    """Return the error for byte ranges of a gzip."""
+    return SourceError(
+        f"{str(path)!r} is gzipped, so it has no byte ranges.",
+        "read_msp over the whole file, or an uncompressed file",
+        f"gunzip -k {path}",
+    )
+
+
+def overlong(path: Path) -> SourceError:
+    """Return the error for a line that no spectrum library has."""
+    return SourceError(
+        f"{str(path)!r} has a line of more than {MAX_LINE_BYTES >> 20} MiB.",
+        "text with one peak, or some peaks, per line",
+        f"file {path}",
+    )
+
+
+# ----------------------------------------------------------------------------------- block parser
+
+_COUNT_LINE = re.compile(rb"\n(?:num[ _]?peaks?|number of peaks):", re.IGNORECASE)
+_PLAIN_BODY = re.compile(
+    rb"(?:[ \t]*+[0-9]++(?:\.[0-9]*+)?+[ \t]++[0-9]++(?:\.[0-9]*+)?+[ \t]*+\n)*+"
+)
+_NO_PEAKS = ("no-peaks",)
+_ONE_PER_LINE = bytes.maketrans(b"(),;", b" \n\n\n")
+
+
+class _Regular(NamedTuple):
+    """A record of the plain shape: its text side, and its peaks still as `m/z intensity` rows."""
+
+    record: Record
+    num_header_lines: int
+    num_peak_lines: int
+    rows: bytes
+    text: bytes
+
+    @property
+    def line(self) -> int:
+        """Number of its first line."""
+        return self.record.line
+
+
+class _Odd(NamedTuple):
+    """Text for the careful parser."""
+
+    text: bytes
+    line: int
+
+
+def read_block(text: bytes, first_line: int, parser: CarefulParser) -> Parsed:
+    """Read a block that begins and ends between records.
+
+    Args:
+        text: From `read_blocks`, with `closed` set.
+        first_line: Number of its first line.
+        parser: Idle; gets whatever is not regular.
+    """
+    plan = list(_plan(text, first_line))
+    numbers, odd = _convert([item for item in plan if isinstance(item, _Regular)])
+    parsed, taken = Parsed(), 0
+    for is_odd, items in groupby(plan, lambda item: item.line in odd or isinstance(item, _Odd)):
+        if is_odd:
+            for item in items:
+                parser.feed(item.text, item.line)
+                parser.close()
+            parsed.extend(parser.drain())
+        else:
+            regular = [item for item in items if isinstance(item, _Regular)]
+            taken = _take_regular(regular, numbers, taken, parsed)
+    num_lines = text.count(b"\n") + (text[-1:] not in (b"", b"\n"))
+    parsed.tally.blank += num_lines - parsed.tally.total
+    return parsed
+
+
+def _take_regular(
+    items: Iterable[_Regular], numbers: tuple[Array, Array], start: int, parsed: Parsed
+) -> int:
+    """Append consecutive records; return where their peaks end in `numbers`."""
+    stop = start
+    for item in items:
+        size = item.record.declared_peaks or 0
+        parsed.records.append(item.record)
+        parsed.sizes.append(size)
+        parsed.tally.metadata += item.num_header_lines
+        parsed.tally.peaks += item.num_peak_lines
+        stop += size
+    parsed.mz.append(numbers[0][start:stop])
+    parsed.intensity.append(numbers[1][start:stop])
+    return stop
+
+
+def _plan(text: bytes, first_line: int) -> Iterator[_Regular | _Odd]:
+    """Split a block at every `Name:` line under an empty line; say who reads each piece."""
+    paragraphs = text.split(b"\n\n")
+    starts = [i for i, paragraph in enumerate(paragraphs) if _begins_with_name(paragraph)]
+    if not starts or starts[0] != 0:
+        starts.insert(0, 0)
+    line, border = first_line, b"\nNum Peaks:"
+    for start, stop in zip(starts, [*starts[1:], len(paragraphs)], strict=True):
+        piece = paragraphs[start]
+        if stop - start > 1:
+            piece = b"\n\n".join(paragraphs[start:stop])
+        core = piece.strip(b"\n")
+        core_line = line + (piece[:1] == b"\n")
+        if border not in core:
+            match = _COUNT_LINE.search(core)
+            border = match[0] if match else border
+        if core:
+            yield _regular(core, core_line, border) or _Odd(core, core_line)
+        line += piece.count(b"\n") + 2
+
+
+def _begins_with_name(paragraph: bytes) -> bool:
+    if paragraph[:5] == b"Name:":
+        return True
+    # Two empty lines between records leave one line end in front.
+    return NAME_LINE.match(paragraph, paragraph[:1] == b"\n") is not None
+
+
+def _regular(core: bytes, line: int, border: bytes) -> _Regular | None:
+    """Return the record if its shape is beyond doubt."""
+    if not NAME_LINE.match(core):
+        return None
+    header, found, rest = core.partition(border)
+    count, _, rows = rest.partition(b"\n")
+    count = count.strip(WHITESPACE)
+    if not found or not count.isdigit() or len(count) > 18:
+        return None
+    declared = int(count)
+    num_peak_lines = num_rows = rows.count(b"\n") + bool(rows)
+    if num_rows != declared:
+        rows = _one_pair_per_line(rows)
+        num_rows = rows.count(b"\n") + bool(rows)
+    if num_rows != declared:
+        return None
+    try:
+        lines = header.decode().split("\n")
+    except UnicodeDecodeError:
+        return None
+    folded = fold_header(lines, strict=True)
+    if folded is None:
+        return None
+    meta, synonyms = folded
+    record = Record(line, meta, synonyms, declared, flags_of(meta, () if rows else _NO_PEAKS))
+    return _Regular(record, len(lines) + 1, num_peak_lines, rows, core)
+
+
+def _one_pair_per_line(rows: bytes) -> bytes:
+    """Bring `(51 5) (53 19)`, `51 5; 53 19` and `51:5 53:19` to one pair per line.
+
+    Whatever does not end as lines of exactly two numbers is left to the careful parser.
+    """
+    if b":" in rows:
+        rows = rows.replace(b" ", b"\n").replace(b":", b" ")
+    else:
+        rows = rows.translate(_ONE_PER_LINE)
+    return b"\n".join([row for row in rows.split(b"\n") if row.strip(WHITESPACE)])
+
+
+def _convert(regular: list[_Regular]) -> tuple[tuple[Array, Array], set[int]]:
+    """Convert the peaks of all records at once.
+
+    Returns:
+        m/z and intensity of all records, less those at the lines that are returned with them:
+        their peaks are not so regular after all.
+    """
+    numbers = _to_numbers([item.rows for item in regular])
+    if numbers is not None:
+        return numbers, set()
+    plain = [item for item in regular if _PLAIN_BODY.fullmatch(item.rows + b"\n")]
+    numbers = _to_numbers([item.rows for item in plain])
+    if numbers is None:
+        plain, numbers = [], (np.empty(0), np.empty(0, np.float32))
+    return numbers, {item.line for item in regular} - {item.line for item in plain}
+
+
+def _to_numbers(bodies: list[bytes]) -> tuple[Array, Array] | None:
+    """Return m/z and intensity of lines of exactly two plain numbers, or None."""
+    # pyarrow's CSV reader: 120 MB/s on one core, correctly rounded, against 20 MB/s for
+    # np.fromstring; and it refuses a line that has not two values.
+    import pyarrow as pa
+    from pyarrow import csv
+
+    text = _with_single_blanks(b"\n".join([body for body in bodies if body]))
+    if text.translate(None, b"0123456789. \n"):
+        return None
+    if not text:
+        return np.empty(0), np.empty(0, np.float32)
+    try:
+        table = csv.read_csv(
+            pa.py_buffer(text),
+            csv.ReadOptions(
+                use_threads=False, block_size=len(text) + 1, column_names=["mz", "intensity"]
+            ),
+            csv.ParseOptions(delimiter=" ", quote_char=False, ignore_empty_lines=False),
+            csv.ConvertOptions(
+                column_types={"mz": pa.float64(), "intensity": pa.float64()}, null_values=[]
+            ),
+        )
+    except pa.ArrowInvalid:
+        return None
+    mz, intensity = (column.to_numpy() for column in table.columns)
+    if len(mz) != text.count(b"\n") + 1 or not np.isfinite(mz).all():
+        return None
+    if not (intensity <= MAX_INTENSITY).all():
+        return None
+    return mz, intensity.astype(np.float32)
+
+
+def _with_single_blanks(text: bytes) -> bytes:
+    if b"\t" in text:
+        text = text.replace(b"\t", b" ")
+    while b"  " in text:
+        text = text.replace(b"  ", b" ")
+    if b" \n" in text or b"\n " in text:
+        text = text.replace(b" \n", b"\n").replace(b"\n ", b"\n")
+    return text.strip(b" ")

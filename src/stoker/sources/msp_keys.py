@@ -1,0 +1,235 @@
+"""What the metadata lines of an MSP record mean: which keys are the same, which value wins.
+
+Enters: lines `key: value`. Leaves: one dict of normalised keys with nothing lost, the synonyms,
+and flags for the identity that is missing. Costs: 0.3 µs per line; keys are looked up in a
+bounded cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+WHITESPACE = b" \t\x0b\x0c"
+_SPACES = WHITESPACE.decode()
+
+PLAIN, DECIMAL, NAME, SYNONYM, COUNT, ODD = range(6)
+
+# Canonical key: other words for it. A mere difference of case, space, `_`, `-`, `#` is no other
+# word: `PRECURSORMZ`, `Precursor m/z` and `precursor_mz` are the same spelling.
+_OTHER_WORDS = {
+    "name": ("compoundname",),
+    "inchikey": (),
+    "inchi": ("inchicode",),
+    "smiles": ("smile",),
+    "formula": ("form", "molecularformula", "molform"),
+    "mw": ("molecularweight", "nominalmass"),
+    "exact_mass": ("monoisotopicmass",),
+    "cas": ("casno", "casnumber", "casrn"),
+    "nist": ("nistno", "nistnumber"),
+    "db": ("dbno", "accession"),
+    "id": (),
+    "ri": ("retentionindex", "kovatsindex"),
+    "retention_time": ("rt", "rettime"),
+    "precursor_mz": ("selectedionmz", "pepmass"),
+    "precursor_type": ("adduct", "adducttype"),
+    "ion_mode": ("ionizationmode", "ionisationmode", "polarity"),
+    "collision_energy": ("ce",),
+    "instrument": (),
+    "instrument_type": (),
+    "spectrum_type": (),
+    "ms_level": (),
+    "comment": ("comments",),
+    "ontology": (),
+    "splash": (),
+    "charge": (),
+    "ccs": (),
+}
+_DECIMALS = {"mw", "exact_mass", "ri", "retention_time", "precursor_mz"}
+_SYNONYM_WORDS = {"synon", "synonym", "synonyms"}
+_COUNT_WORDS = {"numpeaks", "numpeak", "numberofpeaks"}
+_MISSING = {"", "None", "none", "NA", "N/A", "n/a", "null", "NULL", "nan", "NaN"}
+
+_FIELD = re.compile(rb'_{0,3}[A-Za-z\x80-\xff][^:="|;]{0,60}')
+_KEY_JOINERS = re.compile(r"[\s_#-]+")
+_HASH_KEY = re.compile(r";[ \t]*([A-Za-z]{2,8}#)[ \t]*:")
+_COMMA_DECIMAL = re.compile(r"([0-9]+),([0-9]+)")
+_QUOTED_PAIR = re.compile(r'(?<!\S)"([^"=]{1,60})=([^"]*)"(?!\S)')
+
+
+class Key(NamedTuple):
+    """How a raw key is understood: its own spelling, the key it stands for, how values act."""
+
+    spelling: str
+    canonical: str
+    kind: int
+
+
+def is_field_key(raw: bytes) -> bool:
+    """Whether the bytes before a colon can be a key, and not the prose of a comment."""
+    return _FIELD.fullmatch(raw) is not None and len(raw.split()) <= 5
+
+
+def _squeeze(text: str) -> str:
+    return re.sub(r"[\x00-/:-`{-\x7f]", "", text)
+
+
+_CANONICAL = {_squeeze(key): key for key in _OTHER_WORDS}
+_ALIAS = {word: key for key, words in _OTHER_WORDS.items() for word in words}
+
+
+@lru_cache(maxsize=4096)
+def spell(raw: str) -> Key:
+    """Normalise a key: lower case, runs of space, `_`, `-` and `#` become one `_`, ends trimmed.
+
+    Args:
+        raw: The text before the colon.
+
+    Returns:
+        Its spelling, the canonical key it stands for, and the kind of its values.
+    """
+    spelling = _KEY_JOINERS.sub("_", raw.lower()).strip("_")
+    squeezed = _squeeze(spelling)
+    if squeezed in _CANONICAL:
+        spelling = _CANONICAL[squeezed]
+    canonical = _ALIAS.get(squeezed, spelling)
+    if not is_field_key(raw.encode()) or squeezed == "ms":
+        kind = ODD
+    elif squeezed in _COUNT_WORDS:
+        kind = COUNT
+    elif squeezed in _SYNONYM_WORDS:
+        kind = SYNONYM
+    elif spelling == "name":
+        kind = NAME
+    else:
+        kind = DECIMAL if canonical in _DECIMALS else PLAIN
+    return Key(spelling, canonical, kind)
+
+
+# ---------------------------------------------------------------------------------------- header
+
+
+class _Header:
+    """Folds `key: value` lines into one dict without losing a value.
+
+    A key that repeats keeps all its different values, joined with `; `. Another word for a
+    canonical key (`Adduct` for `precursor_type`) takes that key while it is free and gives it
+    back, moving to its own spelling, when the canonical spelling arrives.
+    """
+
+    __slots__ = ("_claimed", "_repeats", "meta", "synonyms")
+
+    def __init__(self) -> None:
+        self.meta: dict[str, str] = {}
+        self.synonyms: list[str] = []
+        self._claimed: dict[str, str] = {}
+        self._repeats: dict[str, dict[str, None]] = {}
+
+    def add(self, key: Key, value: str) -> None:
+        """Take one field; `value` is already stripped."""
+        if key.kind == SYNONYM:
+            self.synonyms.extend([value] if value else ())
+            return
+        if key.kind == DECIMAL:
+            value = self._mend_number(key.canonical, value)
+        if ";" in value and key.canonical not in ("name", "comment"):
+            value = self._split_shared_line(value)
+        if value and (value not in _MISSING or key.canonical == "name"):
+            self._place(key, value)
+
+    def finish(self) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Return what was folded, with the pairs of a MoNA comment filled in."""
+        for key, values in self._repeats.items():
+            self.meta[key] = "; ".join(values)
+        comment = self.meta.get("comment")
+        if comment is not None and '"' in comment and "=" in comment:
+            self._take_quoted_pairs(comment)
+        return self.meta, tuple(self.synonyms)
+
+    def _place(self, key: Key, value: str) -> None:
+        meta, target = self.meta, key.canonical
+        if key.spelling != target:
+            if target not in meta:
+                meta[target] = value
+                self._claimed[target] = key.spelling
+                return
+            if self._claimed.get(target) != key.spelling:
+                target = key.spelling
+        elif target in self._claimed:
+            self._move(target, self._claimed.pop(target))
+        if target in meta:
+            self._repeats.setdefault(target, {meta[target]: None})[value] = None
+        else:
+            meta[target] = value
+
+    def _move(self, source: str, target: str) -> None:
+        self.meta[target] = self.meta.pop(source)
+        if source in self._repeats:
+            self._repeats[target] = self._repeats.pop(source)
+
+    def _mend_number(self, key: str, value: str) -> str:
+        """GOLM writes `MW: 321,15`; MS-DIAL writes `RETENTIONTIME: CCS: 290.1`."""
+        if key == "retention_time" and value[:4].lower() == "ccs:":
+            self.add(spell("ccs"), value[4:].strip(_SPACES))
+            return ""
+        match = _COMMA_DECIMAL.fullmatch(value)
+        return f"{match[1]}.{match[2]}" if match else value
+
+    def _split_shared_line(self, value: str) -> str:
+        """Take `NIST#: y` out of `CAS#: x;  NIST#: y`."""
+        first, *rest = _HASH_KEY.split(value)
+        for raw, part in zip(rest[::2], rest[1::2], strict=True):
+            key, part = spell(raw), part.strip(_SPACES)
+            if part and part not in _MISSING:
+                self._place(key, part)
+        return first.strip(_SPACES)
+
+    def _take_quoted_pairs(self, comment: str) -> None:
+        """MoNA: `"SMILES=CC" "computed InChI=InChI=1S/…"`; a plain field always wins."""
+        meta = self.meta
+        for raw, value in _QUOTED_PAIR.findall(comment):
+            key, value = spell(raw.strip(_SPACES)), value.strip(_SPACES)
+            if key.kind <= NAME and value not in _MISSING:
+                meta.setdefault(key.canonical, value)
+        for key_name in ("smiles", "inchi", "inchikey", "exact_mass"):
+            if key_name not in meta and f"computed_{key_name}" in meta:
+                meta[key_name] = meta[f"computed_{key_name}"]
+
+
+def fold_header(
+    lines: Iterable[str], strict: bool
+) -> tuple[dict[str, str], tuple[str, ...]] | None:
+    """Turn header lines into `meta` and `synonyms`.
+
+    Args:
+        lines: `key: value` lines, without the peak count.
+        strict: Return None unless every line is, by itself and beyond doubt, one plain field
+            and only the first is a name. The block parser asks this way.
+    """
+    header = _Header()
+    meta, named = header.meta, False
+    for line in lines:
+        raw, colon, value = line.partition(":")
+        key = spell(raw)
+        _, canonical, kind = key
+        value = value.strip(_SPACES)
+        if kind == PLAIN and canonical not in meta and value not in _MISSING and ";" not in value:
+            if key[0] == canonical:
+                meta[canonical] = value
+                continue
+        elif strict and (kind >= COUNT or not colon or (kind == NAME and named)):
+            return None
+        elif kind == NAME:
+            named = True
+        header.add(key, value)
+    return header.finish()
+
+
+def flags_of(meta: dict[str, str], odd: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the flags of a record: `odd` ones, and what identity it lacks."""
+    missing = [f"no-{key}" for key in ("name", "inchikey") if key not in meta]
+    if not ("id" in meta or "db" in meta or "nist" in meta or "cas" in meta):
+        missing.append("no-id")
+    return tuple(sorted({*odd, *missing})) if missing or odd else ()

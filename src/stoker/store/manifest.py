@@ -1,0 +1,186 @@
+"""`store.json`: what a store holds, how it was made, and whether this code may read it.
+
+Enters: JSON text from disk, or facts from the packer. Leaves: a frozen, checked `Manifest`.
+Costs: one small file; nothing of the data is touched.
+
+Policy: `format_version` rises whenever older code would misread a store. Newer code reads all
+older versions; older code refuses newer ones and says what to install.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from stoker.errors import CorruptError, StoreError, StoreVersionError
+from stoker.store.fields import FieldData, FieldKind, Ragged, Series
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "store.json"
+REFUSED_NAME = "refused.jsonl"
+BLOCK_BYTES = 1 << 20
+"""Bytes under one checksum: large enough to hash at memory speed, small enough that the first
+random row costs 0.2 ms."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FieldInfo(_Frozen):
+    """One field of a store; see `stoker.store.fields` for the three kinds."""
+
+    kind: FieldKind
+    dtype: str
+    shape: list[int] = Field(description="Shape of one row of the values, without the first axis.")
+    columns: list[str] | None = None
+    window: int | None = None
+    duration_ns: int | None = None
+    encoding: Literal["utf8"] | None = None
+
+    @classmethod
+    def of(cls, data: FieldData) -> FieldInfo:
+        """Describe a field that is about to be written."""
+        values = data.rows if isinstance(data, Series) else data.values
+        columns = None if isinstance(data, Ragged) else data.columns
+        return cls(
+            kind=data.kind,
+            dtype=values.dtype.str,
+            shape=list(values.shape[1:]),
+            columns=None if columns is None else list(columns),
+            window=data.window if isinstance(data, Series) else None,
+            duration_ns=data.duration_ns if isinstance(data, Series) else None,
+            encoding=data.encoding if isinstance(data, Ragged) else None,
+        )
+
+
+class ShardInfo(_Frozen):
+    """One HDF5 file of a store.
+
+    `checksum` is the digest of the shard's own block checksums, so a shard that was swapped,
+    renamed or left over from another pack does not pass for this one.
+    """
+
+    file: str
+    label: str
+    num_samples: int
+    size_bytes: int
+    checksum: str
+    rows: dict[str, int] = Field(description="Dataset path to length of its first axis.")
+
+
+class SourceFile(_Frozen):
+    """One input file or folder, as it was when it was packed."""
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+    digest: str
+
+
+class Provenance(_Frozen):
+    """How a store came to be; decides whether it is stale."""
+
+    kind: str
+    source_version: int
+    options: dict[str, Any]
+    files: list[SourceFile]
+    stoker_version: str
+
+
+class Manifest(_Frozen):
+    """The whole of `store.json`."""
+
+    format_version: int = FORMAT_VERSION
+    num_samples: int
+    fields: dict[str, FieldInfo]
+    shards: list[ShardInfo]
+    checksum_algorithm: Literal["xxh3-64"] = "xxh3-64"
+    block_bytes: int = BLOCK_BYTES
+    provenance: Provenance | None = None
+    attributes: dict[str, Any] = {}
+    repairs: dict[str, list[dict[str, Any]]] = {}
+    quality: dict[str, Any] = {}
+    num_refused: int = 0
+
+    def to_text(self) -> str:
+        """Serialise; the same manifest always gives the same bytes."""
+        return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check `folder/store.json`.
+
+    Raises:
+        StoreError: The folder is missing or is not a finished store.
+        StoreVersionError: It was written by newer code.
+        CorruptError: The text is not a manifest.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise _not_a_store(folder) from None
+    except UnicodeDecodeError as error:
+        raise CorruptError(
+            f"{path} is not UTF-8 text: byte {error.start}.", "a manifest", "pack again"
+        ) from error
+    try:
+        document = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CorruptError(f"{path} is not JSON: {error}.", "a manifest", "pack again") from error
+    version = document.get("format_version") if isinstance(document, dict) else None
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise StoreVersionError(
+            f"{path} has format version {version}.",
+            f"1 to {FORMAT_VERSION} with this stoker",
+            "pip install --upgrade stoker, or pack the data again",
+        )
+    try:
+        # Strict JSON mode: the tuple/list and int/float rules are JSON's, not Python's.
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "document"
+        raise CorruptError(
+            f"{path}: {where}: {first['msg']}.", "a manifest", "pack again"
+        ) from error
+    _check(manifest, path)
+    return manifest
+
+
+def _not_a_store(folder: Path) -> StoreError:
+    if not folder.exists():
+        return StoreError(
+            f"{folder} does not exist.", "a store folder or an HDF5 file", f"ls {folder.parent}"
+        )
+    return StoreError(
+        f"{folder} has no {MANIFEST_NAME}, so it is not a finished store.",
+        "a folder made by `stoker pack`, or a plain .h5 file",
+        f"stoker pack KIND ... {folder}",
+    )
+
+
+def _check(manifest: Manifest, path: Path) -> None:
+    """Check what the types cannot: counts that must agree, names that must stay inside."""
+    total = sum(shard.num_samples for shard in manifest.shards)
+    if total != manifest.num_samples or any(shard.num_samples < 0 for shard in manifest.shards):
+        raise CorruptError(
+            f"{path}: the shards hold {total} samples but num_samples is {manifest.num_samples}.",
+            "equal counts",
+            "pack again",
+        )
+    for shard in manifest.shards:
+        if Path(shard.file).name != shard.file:
+            raise CorruptError(
+                f"{path}: shard {shard.file!r} is not a file name.",
+                "a name beside the manifest",
+                "",
+            )
+    if manifest.block_bytes < 4096:
+        raise CorruptError(
+            f"{path}: block_bytes is {manifest.block_bytes}.", "4096 or more", "pack again"
+        )

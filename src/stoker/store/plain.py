@@ -1,0 +1,83 @@
+"""Any plain HDF5 file as a one-shard store, opened in place; nothing is converted.
+
+Enters: an `.h5` with arrays of equal first dimension (`features`, `targets`). Leaves: a
+`Manifest` of dense fields and notes on what was left aside. Costs: a walk over the file's
+directory; no data is read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from stoker.errors import CorruptError, StoreError
+from stoker.store.hdf5 import open_hdf5
+from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
+
+
+def describe_plain_file(path: Path) -> tuple[Manifest, tuple[str, ...]]:
+    """Return the manifest a plain file would have, and notes for the user."""
+    with open_hdf5(path) as file:
+        arrays, notes = _find_arrays(file, path)
+        if not arrays:
+            raise StoreError(
+                f"{path} holds no numeric array.",
+                "at least one dataset of numbers, for example 'features'",
+                f"h5ls -r {path}",
+            )
+        num_samples = _count(arrays)
+        fields: dict[str, FieldInfo] = {}
+        for name, (shape, dtype) in arrays.items():
+            if shape[0] == num_samples:
+                fields[name] = FieldInfo(kind="dense", dtype=dtype, shape=list(shape[1:]))
+            else:
+                notes.append(f"dataset {name!r} has {shape[0]} rows, not {num_samples}: left aside")
+        stated = file.attrs.get("num_samples")
+        if stated is not None and int(stated) != num_samples:
+            notes.append(
+                f"the attribute num_samples says {stated}, but the data has {num_samples} rows"
+            )
+    shard = ShardInfo(
+        file=path.name,
+        label=path.name,
+        num_samples=num_samples,
+        size_bytes=path.stat().st_size,
+        checksum="",
+        rows=dict.fromkeys(fields, num_samples),
+    )
+    return Manifest(num_samples=num_samples, fields=fields, shards=[shard]), tuple(notes)
+
+
+def _find_arrays(
+    file: h5py.File, path: Path
+) -> tuple[dict[str, tuple[tuple[int, ...], str]], list[str]]:
+    arrays: dict[str, tuple[tuple[int, ...], str]] = {}
+    notes: list[str] = []
+
+    def visit(name: str, node: Any) -> None:
+        if not isinstance(node, h5py.Dataset):
+            return
+        if node.shape is None or len(node.shape) == 0:
+            notes.append(f"dataset {name!r} is a single value: left aside")
+        elif node.dtype.kind not in "biuf":
+            notes.append(f"dataset {name!r} has dtype {node.dtype}: left aside")
+        else:
+            arrays[name] = (tuple(map(int, node.shape)), node.dtype.str)
+
+    try:
+        file.visititems(visit)
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        raise CorruptError(
+            f"{path}: its directory cannot be read: {error}.", "an intact HDF5 file", ""
+        ) from error
+    return arrays, notes
+
+
+def _count(arrays: dict[str, tuple[tuple[int, ...], str]]) -> int:
+    """`features` decides; without it, the length that most arrays share, the longest on a tie."""
+    if "features" in arrays:
+        return arrays["features"][0][0]
+    lengths = [shape[0] for shape, _ in arrays.values()]
+    return max(set(lengths), key=lambda length: (lengths.count(length), length))

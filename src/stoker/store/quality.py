@@ -1,0 +1,428 @@
+"""The quality gate: what is wrong with the values of a field, where, and what to do about it.
+
+Enters: statistics of a field (`TableStats.scan`) or its time axis (`scan_time`). Leaves: named
+findings with evidence and remedy, and the limits by which `bad_rows` marks the rows to set
+aside. Costs: `judge` is pure and takes milliseconds; `bad_rows` reads its values once.
+
+| finding | when | severity |
+|---|---|---|
+| nan, inf | any | refuse |
+| extreme | a magnitude a million times the column's median and above 65,504; or 1e15 in float32 | refuse |
+| overflows-fp16 | a magnitude above 65,504 | warn; refuse when stored as float16 |
+| time-backwards, time-repeats | a time not after the one before | refuse |
+| constant | one value only | warn |
+| duplicate-rows | rows equal bit for bit | warn |
+| label-leak | a correlation of 0.9999 or more with the target | warn |
+| denormal | magnitudes below the smallest normal number | note |
+
+Integers can only be extreme, constant or duplicated. "A million" is 2^20, counted from the top
+of the median's octave, so that the limit is a power of two: counts above it are exact sums of
+the exponent histogram, however the table was cut into parts.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from stoker.errors import InputError
+from stoker.store.column_stats import BIN_2_TO_16, BIN_NOT_FINITE, FP16_MAX, HUGE, as_float
+from stoker.store.fields import Array
+from stoker.store.repairs import escape_name
+from stoker.store.table_stats import TableStats, checked_values, row_chunks
+from stoker.store.time_stats import TimeStats, scan_time
+from stoker.units import format_count
+
+__all__ = [
+    "Finding",
+    "Limits",
+    "TableStats",
+    "TimeStats",
+    "bad_rows",
+    "judge",
+    "judge_time",
+    "limits_of",
+    "scan_time",
+    "sorted_findings",
+    "summarise",
+]
+
+Json = Any
+Severity = Literal["refuse", "warn", "note"]
+FindingName = Literal[
+    "nan",
+    "inf",
+    "extreme",
+    "overflows-fp16",
+    "time-backwards",
+    "time-repeats",
+    "constant",
+    "duplicate-rows",
+    "label-leak",
+    "denormal",
+]
+
+SEVERITIES: tuple[Severity, ...] = ("refuse", "warn", "note")
+LEAK_CORRELATION = 0.9999
+_LEAK_MIN_ROWS = 32
+_EXTREME_OCTAVES = 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, in one column.
+
+    Attributes:
+        name: What it is.
+        field: The field it is in.
+        column: The column's name; None when it concerns whole rows.
+        column_index: The column's position; None when it concerns whole rows.
+        count: Values (or rows) that have it; an estimate where `evidence` says "about".
+        share: `count` over all values of the column (or all rows).
+        first_rows: First rows that have it, at most five.
+        severity: "refuse" stops a pack, "warn" does not, "note" is for completeness.
+        evidence: The numbers, in words.
+        remedy: What to type.
+    """
+
+    name: FindingName
+    field: str
+    column: str | None
+    column_index: int | None
+    count: int
+    share: float
+    first_rows: tuple[int, ...]
+    severity: Severity
+    evidence: str
+    remedy: str
+
+    def to_json(self) -> Json:
+        """Return the finding as JSON."""
+        return asdict(self) | {"first_rows": list(self.first_rows)}
+
+    @classmethod
+    def from_json(cls, json: Mapping[str, Json]) -> Finding:
+        """Read what `to_json` wrote."""
+        return cls(**{**json, "first_rows": tuple(json["first_rows"])})
+
+    def __str__(self) -> str:
+        """Format as one line: severity, name, place, evidence, remedy."""
+        place = self.field if self.column is None else f"{self.field}[{_shown(self.column)}]"
+        return f"{self.severity} {self.name} {place}: {self.evidence}. Try: {self.remedy}"
+
+
+def summarise(findings: Iterable[Finding]) -> list[str]:
+    """Return one line per finding, the gravest first."""
+    return [str(finding) for finding in sorted_findings(findings)]
+
+
+def sorted_findings(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings, the gravest first, then by field and column."""
+    rank = {severity: index for index, severity in enumerate(SEVERITIES)}
+    return sorted(findings, key=lambda f: (rank[f.severity], f.field, f.column_index or 0, f.name))
+
+
+def _shown(name: str, limit: int = 80) -> str:
+    """Return a name fit for a terminal line: printable, quoted, of bounded length."""
+    return repr(name if len(name) <= limit else f"{name[: limit - 1]}…")
+
+
+@dataclass(frozen=True, eq=False)
+class Limits:
+    """The magnitudes a pack refuses, per column.
+
+    Attributes:
+        columns: Names of the columns, as scanned.
+        inner: Values of one column per row, as scanned.
+        refuse_from: `(columns,)` float64: this magnitude and above is refused; inf refuses
+            only what is not finite.
+    """
+
+    columns: tuple[str, ...]
+    inner: int
+    refuse_from: Array
+
+
+def limits_of(stats: TableStats, *, stored_dtype: str | None = None) -> Limits:
+    """Return the limits that follow from a whole field's statistics.
+
+    Args:
+        stats: Of all parts together: a median of one part may mislead.
+        stored_dtype: What the values will be stored as, when not as they were scanned.
+    """
+    dtype = np.dtype(stored_dtype or stats.dtype)
+    limits = np.full(len(stats.columns), np.inf)
+    for column in range(len(limits)):
+        first_bin = _extreme_bin(stats, column)
+        if first_bin is not None:
+            limits[column] = 2.0 ** (first_bin - 127)
+    if dtype.kind == "f" and dtype.itemsize <= 4:
+        limits = np.minimum(limits, HUGE)
+    if dtype == np.float16:
+        limits = np.minimum(limits, np.nextafter(FP16_MAX, np.inf))
+    return Limits(stats.columns, stats.inner, limits)
+
+
+def _extreme_bin(stats: TableStats, column: int) -> int | None:
+    """Return the exponent bin from which magnitudes are extreme by the column's own measure."""
+    median = stats.median_bin(column)
+    if median is None:
+        return None
+    first_bin = max(BIN_2_TO_16, median + 1 + _EXTREME_OCTAVES)
+    return first_bin if first_bin < BIN_NOT_FINITE else None
+
+
+def bad_rows(values: Array, limits: Limits) -> Array:
+    """Mark the rows that hold NaN, inf, or a magnitude at or above the column's limit.
+
+    Args:
+        values: `(n, ...)`, of the shape per row that the limits come from.
+        limits: From `limits_of`.
+
+    Returns:
+        `(n,)` bool, True where the row is to be refused.
+    """
+    values = checked_values(values)
+    width = limits.inner * len(limits.columns)
+    if values[:1].size != min(1, len(values)) * width:
+        raise InputError(
+            f"values of shape {values.shape} do not fit limits for {len(limits.columns)} columns.",
+            f"rows of {width} values",
+            "limits_of(TableStats.scan(values, columns))",
+        )
+    bad = np.zeros(len(values), dtype=bool)
+    for start, rows in row_chunks(values):
+        table = as_float(rows.reshape(len(rows), limits.inner, len(limits.columns)))
+        bound = _rounded_up(limits.refuse_from, table.dtype)
+        with np.errstate(invalid="ignore"):
+            # Written so that NaN, for which every comparison is false, is bad too.
+            bad[start : start + len(rows)] = ~(np.abs(table) < bound).all(axis=(1, 2))
+    return bad
+
+
+def _rounded_up(limits: Array, dtype: np.dtype[Any]) -> Array:
+    """Return limits in `dtype` so that `x < limit` says the same as in float64."""
+    narrow = limits.astype(dtype)
+    return np.where(narrow < limits, np.nextafter(narrow, dtype.type(np.inf)), narrow)
+
+
+def judge(
+    stats: TableStats, *, target: TableStats | None = None, stored_dtype: str | None = None
+) -> list[Finding]:
+    """Return everything that is wrong with a field, the gravest first.
+
+    Args:
+        stats: Of the whole field.
+        target: Of the field to be predicted, over the same rows: looks for label leaks, in the
+            sampled rows.
+        stored_dtype: What the values will be stored as, when not as they were scanned.
+    """
+    dtype = np.dtype(stored_dtype or stats.dtype)
+    findings: list[Finding] = []
+    for column in range(len(stats.columns)):
+        judged = _Column(stats, column)
+        findings += judged.not_finite()
+        findings += judged.extreme(dtype)
+        findings += judged.overflow(dtype)
+        findings += judged.constant()
+        findings += judged.denormal()
+    findings += _duplicates(stats)
+    if target is not None:
+        findings += _leaks(stats, target)
+    return sorted_findings(findings)
+
+
+class _Column:
+    """The findings of one column."""
+
+    def __init__(self, stats: TableStats, column: int) -> None:
+        self._stats = stats
+        self._values = stats.values
+        self._column = column
+        self._name = stats.columns[column]
+        self._is_float = np.dtype(stats.dtype).kind == "f"
+        self._drop = f"drop the column: --drop {shlex.quote(self._name)}"
+
+    def _repair(self, text: str) -> str:
+        return f"--repair {shlex.quote(f'{text}@{escape_name(self._name)}')}"
+
+    def _finding(
+        self,
+        name: FindingName,
+        severity: Severity,
+        count: int,
+        rows: tuple[int, ...],
+        what: str,
+        remedy: str,
+    ) -> Finding:
+        total = self._stats.num_values
+        evidence = f"{format_count(count)} of {format_count(total)} values {what}{_at(rows)}"
+        return Finding(
+            name, self._stats.field, self._name, self._column, count, count / total, rows,
+            severity, evidence, remedy,
+        )  # fmt: skip
+
+    def not_finite(self) -> list[Finding]:
+        found: list[Finding] = []
+        num_nan = int(self._values.num_nan[self._column])
+        num_inf = int(self._values.num_inf[self._column])
+        if num_nan:
+            rows = self._values.rows_of("nan", self._column)
+            remedy = f"{self._repair('fill:median')}, or {self._drop}"
+            found.append(self._finding("nan", "refuse", num_nan, rows, "are NaN", remedy))
+        if num_inf:
+            rows = self._values.rows_of("inf", self._column)
+            remedy = f"{self._repair('clip')}, or {self._drop}"
+            found.append(self._finding("inf", "refuse", num_inf, rows, "are infinite", remedy))
+        return found
+
+    def extreme(self, dtype: np.dtype[Any]) -> list[Finding]:
+        by_ratio = _extreme_bin(self._stats, self._column)
+        ruins = dtype.kind == "f" and dtype.itemsize <= 4
+        if by_ratio is not None and (not ruins or 2.0 ** (by_ratio - 127) <= HUGE):
+            count = self._values.count_from(by_ratio, self._column)
+            rows = self._values.rows_from(by_ratio, self._column)
+            why = f"more than a million times the usual {self._usual()}"
+        elif ruins:
+            count = int(self._values.num_huge[self._column])
+            rows = self._values.rows_of("huge", self._column)
+            why = "where float32 counts in steps of 67 million"
+        else:
+            return []
+        if count == 0:
+            return []
+        what = f"reach {self._largest():.3g}, {why}"
+        remedy = (
+            f"{self._repair('clip')}; if it is a ratio, look at its denominator: "
+            "--repair min-denominator:RATIO=NUMERATOR/DENOMINATOR,min=0.01"
+        )
+        return [self._finding("extreme", "refuse", count, rows, what, remedy)]
+
+    def overflow(self, dtype: np.dtype[Any]) -> list[Finding]:
+        count = int(self._values.num_over_fp16[self._column])
+        if count == 0 or not self._is_float:
+            return []
+        rows = self._values.rows_of("over-fp16", self._column)
+        severity: Severity = "refuse" if dtype == np.float16 else "warn"
+        what = f"are above 65,504, the largest float16 (up to {self._largest():.3g})"
+        remedy = f"{self._repair('robust')} or {self._repair('asinh')}; or train in bfloat16"
+        return [self._finding("overflows-fp16", severity, count, rows, what, remedy)]
+
+    def constant(self) -> list[Finding]:
+        finite = int(self._values.num_finite[self._column])
+        low, high = float(self._values.low[self._column]), float(self._values.high[self._column])
+        if finite < 2 or low != high:
+            return []
+        what = f"are the same, {low:.6g}"
+        return [self._finding("constant", "warn", finite, (), what, self._drop)]
+
+    def denormal(self) -> list[Finding]:
+        count = int(self._values.num_denormal[self._column])
+        if count == 0:
+            return []
+        rows = self._values.rows_of("denormal", self._column)
+        tiny = np.finfo(self._stats.dtype).tiny
+        what = f"are denormal (below {tiny:.3g})"
+        remedy = f"nothing, or scale the column: {self._repair('robust')}"
+        return [self._finding("denormal", "note", count, rows, what, remedy)]
+
+    def _largest(self) -> float:
+        low, high = self._values.low[self._column], self._values.high[self._column]
+        return max(abs(float(low)), abs(float(high)))
+
+    def _usual(self) -> str:
+        values = np.abs(self._stats.sampled(self._column))
+        values = values[values > 0]
+        return f"{np.median(values):.3g}" if len(values) else "magnitude"
+
+
+def _at(rows: tuple[int, ...]) -> str:
+    if not rows:
+        return ""
+    # No thousands separators: in a list of rows "1,348, 1,443" reads as four numbers.
+    listed = ", ".join(map(str, rows))
+    return f"; first {'row' if len(rows) == 1 else 'rows'} {listed}"
+
+
+def _duplicates(stats: TableStats) -> list[Finding]:
+    hashes = stats.hashes
+    if hashes is None or hashes.num_duplicates <= 0:
+        return []
+    count = hashes.num_duplicates
+    about = "" if hashes.level == 0 else "about "
+    how = "" if hashes.level == 0 else f" (estimated from 1 row in {2**hashes.level})"
+    evidence = (
+        f"{about}{format_count(count)} of {format_count(stats.num_rows)} rows repeat an earlier "
+        f"row{how}{_at(hashes.repeats)}"
+    )
+    remedy = "keep them only where they are real: the same row in train and test inflates the score"
+    return [
+        Finding(
+            "duplicate-rows", stats.field, None, None, count, count / stats.num_rows,
+            hashes.repeats, "warn", evidence, remedy,
+        )
+    ]  # fmt: skip
+
+
+def _leaks(stats: TableStats, target: TableStats) -> list[Finding]:
+    """Compare sampled columns with sampled targets: both fields sample the same rows."""
+    if stats.inner != 1 or target.inner != 1 or stats.field == target.field:
+        return []
+    _, mine, theirs = np.intersect1d(
+        stats.sample.rows, target.sample.rows, assume_unique=True, return_indices=True
+    )
+    values = stats.sample.values[mine, 0].astype(np.float64)
+    wanted = target.sample.values[theirs, 0].astype(np.float64)
+    findings: list[Finding] = []
+    for column, name in enumerate(stats.columns):
+        for index, label in enumerate(target.columns):
+            correlation, num_rows = _correlation(values[:, column], wanted[:, index])
+            if abs(correlation) >= LEAK_CORRELATION:
+                evidence = (
+                    f"correlates {correlation:+.6f} with {_shown(label)} of {_shown(target.field)}"
+                    f" over {format_count(num_rows)} sampled rows"
+                )
+                remedy = f"drop the column: --drop {shlex.quote(name)}, unless it is known in time"
+                findings.append(
+                    Finding(
+                        "label-leak", stats.field, name, column, num_rows, 1.0, (), "warn",
+                        evidence, remedy,
+                    )
+                )  # fmt: skip
+                break
+    return findings
+
+
+def _correlation(a: Array, b: Array) -> tuple[float, int]:
+    """Return Pearson's correlation over the finite pairs, and their number; 0 if unknown."""
+    both = np.isfinite(a) & np.isfinite(b)
+    a, b = a[both], b[both]
+    if len(a) < _LEAK_MIN_ROWS:
+        return 0.0, len(a)
+    with np.errstate(all="ignore"):
+        a, b = a - a.mean(), b - b.mean()
+        a, b = a / np.abs(a).max(), b / np.abs(b).max()
+        correlation = float((a @ b) / np.sqrt((a @ a) * (b @ b)))
+    return (correlation, len(a)) if np.isfinite(correlation) else (0.0, len(a))
+
+
+def judge_time(stats: TimeStats, *, field: str = "time") -> list[Finding]:
+    """Return what is wrong with a time axis."""
+    cases: Sequence[tuple[FindingName, int, tuple[int, ...], str]] = (
+        ("time-backwards", stats.num_backwards, stats.backwards_rows, "are earlier than"),
+        ("time-repeats", stats.num_repeated, stats.repeated_rows, "have the time of"),
+    )
+    return [
+        Finding(
+            name, field, None, None, count, count / stats.num_rows, rows, "refuse",
+            f"{format_count(count)} of {format_count(stats.num_rows)} rows {how} the row before"
+            f"{_at(rows)}",
+            "sort the file by time and drop repeated times before packing",
+        )
+        for name, count, rows, how in cases
+        if count
+    ]  # fmt: skip

@@ -1,0 +1,364 @@
+"""Opening a store and reading samples from it, by many threads at once.
+
+Enters: a store folder or any plain HDF5 file, field names, row numbers, optionally the caller's
+buffers. Leaves: rows. Costs: opening reads the manifest only (a plain file: its directory);
+shards open on first use; nothing of the data is kept but offsets and window ends.
+
+A `Store` may be shared by threads and is pickled by its path, so it crosses to worker processes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from stoker.errors import InputError, StokerError
+from stoker.store.arrays import PIECE_BYTES, StoredArray, Task, split_range
+from stoker.store.fields import Array, offsets_of
+from stoker.store.manifest import FieldInfo, Manifest, read_manifest
+from stoker.store.plain import describe_plain_file
+from stoker.store.shard import Shard
+
+_PARTS = {
+    "dense": ("",),
+    "ragged": ("/values", "/offsets"),
+    "series": ("/rows", "/time", "/gap", "/ends"),
+}
+_INLINE_BYTES = 4 << 20
+"""Reads below this run in the caller's thread: a hand-over costs more than it saves."""
+
+
+def open_store(path: str | Path, threads: int | None = None) -> Store:
+    """Open a store folder, or any plain HDF5 file with arrays of equal first dimension.
+
+    Args:
+        path: The folder or file.
+        threads: Reader threads; by default one per usable core, at most 16.
+    """
+    path = Path(path)
+    if path.is_file() and path.name != "store.json":
+        manifest, notes = describe_plain_file(path)
+        shards = [Shard(path, None, _datasets(manifest.fields), manifest.block_bytes)]
+        return Store(path, manifest, shards, threads, notes)
+    folder = path.parent if path.name == "store.json" else path
+    return assemble_store(folder, read_manifest(folder), threads)
+
+
+def assemble_store(folder: Path, manifest: Manifest, threads: int | None = None) -> Store:
+    """Make a `Store` of the shards in `folder` that `manifest` names."""
+    datasets = _datasets(manifest.fields)
+    shards = [
+        Shard(folder / info.file, info, datasets, manifest.block_bytes) for info in manifest.shards
+    ]
+    return Store(folder, manifest, shards, threads, ())
+
+
+def _datasets(fields: Mapping[str, FieldInfo]) -> list[str]:
+    return [name + part for name, info in fields.items() for part in _PARTS[info.kind]]
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `Store.verify` found. `problems` is empty for a sound store."""
+
+    num_bytes: int
+    num_blocks: int
+    problems: tuple[str, ...]
+    checksummed: bool
+
+
+class Store:
+    """Samples `0 .. num_samples - 1`, in shard order. Made by `open_store`."""
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        shards: list[Shard],
+        threads: int | None,
+        notes: Iterable[str],
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.shards = shards
+        self.notes = tuple(notes)
+        self.threads = threads or min(16, len(os.sched_getaffinity(0)))
+        self._starts = [0, *accumulate(info.num_samples for info in manifest.shards)]
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None
+
+    num_samples = property(lambda self: self.manifest.num_samples, doc="Samples in the store.")
+    fields = property(lambda self: self.manifest.fields, doc="Field name to `FieldInfo`.")
+
+    def __len__(self) -> int:
+        return self.manifest.num_samples
+
+    def __reduce__(self) -> tuple[Callable[..., Store], tuple[str, int]]:
+        return open_store, (str(self.path), self.threads)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close files and end the reader threads."""
+        if self._pool is not None and self._pool[0] == os.getpid():
+            self._pool[1].shutdown()
+        self._pool = None
+        for shard in self.shards:
+            shard.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk, of all shards."""
+        if self.path.is_file():
+            return self.path.stat().st_size
+        return sum(info.size_bytes for info in self.manifest.shards)
+
+    # -- dense -----------------------------------------------------------------------------
+
+    def read_rows(self, field: str, start: int, stop: int, out: Array | None = None) -> Array:
+        """Read rows `start` to `stop` of a dense field, with all reader threads.
+
+        Args:
+            field: A dense field.
+            start: First row.
+            stop: One past the last row.
+            out: Filled when given: this field's dtype, shape `(stop - start, ...)`, C-contiguous
+                (a pinned tensor's `.numpy()` for instance).
+        """
+        self._check_range(start, stop)
+        out = self._buffer(field, "dense", stop - start, out)
+        tasks: list[Task] = []
+        for number, low, high in self._spans(start, stop):
+            base = self._starts[number]
+            target = out[low - start : high - start]
+            tasks.extend(self.shards[number].arrays[field].tasks(low - base, high - base, target))
+        self._run(tasks, out.nbytes)
+        return out
+
+    def gather(self, field: str, indices: Array, out: Array | None = None) -> Array:
+        """Read any rows of a dense field, in the order of `indices`."""
+        wanted = self._check_indices(indices)
+        out = self._buffer(field, "dense", len(wanted), out)
+        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
+        tasks: list[Task] = []
+        for number in np.unique(numbers):
+            where = np.flatnonzero(numbers == number)
+            tasks.append(self._gather_task(int(number), field, wanted[where], where, out))
+        self._run(tasks, out.nbytes)
+        return out
+
+    def _gather_task(self, number: int, field: str, rows: Array, where: Array, out: Array) -> Task:
+        def task() -> None:
+            array = self.shards[number].arrays[field]
+            local = rows - self._starts[number]
+            if len(where) == len(out):
+                array.gather_into(local, out)
+            else:
+                part = np.empty((len(where), *array.shape[1:]), dtype=array.dtype)
+                array.gather_into(local, part)
+                out[where] = part
+
+        return task
+
+    # -- ragged ----------------------------------------------------------------------------
+
+    def read_ragged(self, field: str, start: int, stop: int) -> tuple[Array, Array]:
+        """Return `(values, offsets)` of samples `start` to `stop`; offsets begin at 0."""
+        self._check_range(start, stop)
+        info = self._field(field, "ragged")
+        pieces: list[tuple[StoredArray, int, int]] = []
+        lengths: list[Array] = []
+        for number, low, high in self._spans(start, stop):
+            shard, base = self.shards[number], self._starts[number]
+            offsets = shard.whole(f"{field}/offsets")[low - base : high - base + 1]
+            lengths.append(np.diff(offsets))
+            pieces.append((shard.arrays[f"{field}/values"], int(offsets[0]), int(offsets[-1])))
+        if len(pieces) == 1:
+            array, first, last = pieces[0]
+            return array.read(first, last), offsets_of(lengths[0])
+        total = sum(last - first for _, first, last in pieces)
+        values = np.empty((total, *info.shape), dtype=np.dtype(info.dtype).newbyteorder("="))
+        tasks: list[Task] = []
+        filled = 0
+        for array, first, last in pieces:
+            tasks.extend(array.tasks(first, last, values[filled : filled + last - first]))
+            filled += last - first
+        self._run(tasks, values.nbytes)
+        return values, offsets_of(np.concatenate(lengths) if lengths else np.empty(0, np.int64))
+
+    def read_text(self, field: str, index: int) -> str:
+        """Return one sample of a text field."""
+        if self._field(field, "ragged").encoding != "utf8":
+            raise InputError(
+                f"field {field!r} is not text.", "a ragged field with encoding utf8", "read_ragged"
+            )
+        values, _ = self.read_ragged(field, index, index + 1)
+        return bytes(values).decode()
+
+    # -- series ----------------------------------------------------------------------------
+
+    def read_window(self, field: str, index: int) -> Array:
+        """Return sample `index`'s window of a series, `(window, features)`."""
+        self._check_range(index, index + 1)
+        info = self._field(field, "series")
+        number = bisect.bisect_right(self._starts, index) - 1
+        shard = self.shards[number]
+        end = int(shard.whole(f"{field}/ends")[index - self._starts[number]])
+        assert info.window is not None
+        return shard.arrays[f"{field}/rows"].read(end - info.window, end)
+
+    def read_series(self, field: str, part: str, shard: int = 0) -> Array:
+        """Return `rows`, `time`, `gap` or `ends` of one shard's series, entirely."""
+        self._field(field, "series")
+        if f"/{part}" not in _PARTS["series"]:
+            raise InputError(f"a series has no part {part!r}.", "rows, time, gap or ends", "")
+        array = self.shards[shard].arrays[f"{field}/{part}"]
+        out = np.empty(array.shape, dtype=array.dtype)
+        self._run(list(array.tasks(0, len(array), out)), out.nbytes)
+        return out
+
+    # -- all -------------------------------------------------------------------------------
+
+    def read_sample(self, index: int) -> dict[str, Any]:
+        """Return one sample of every field: rows, values, text or windows."""
+        sample: dict[str, Any] = {}
+        for name, info in self.fields.items():
+            if info.kind == "dense":
+                sample[name] = self.read_rows(name, index, index + 1)[0]
+            elif info.kind == "series":
+                sample[name] = self.read_window(name, index)
+            elif info.encoding == "utf8":
+                sample[name] = self.read_text(name, index)
+            else:
+                sample[name] = self.read_ragged(name, index, index + 1)[0]
+        return sample
+
+    def verify(self, advance: Callable[[int], None] = lambda _: None) -> VerifyReport:
+        """Read every byte against its checksum and collect all problems instead of the first.
+
+        Args:
+            advance: Told the bytes of every piece that was read.
+        """
+        problems: list[str] = []
+        num_bytes = num_blocks = 0
+        for shard in self.shards:
+            shard.close()  # forget what was verified before: the disk may have changed since
+            try:
+                arrays = shard.arrays
+            except StokerError as error:
+                problems.append(error.given)
+                continue
+            for array in arrays.values():
+                rows = max(1, PIECE_BYTES // max(1, array.location.row_bytes))
+                for low, high in split_range(0, len(array), rows):
+                    try:
+                        piece = array.read(low, high)
+                    except StokerError as error:
+                        problems.append(error.given)
+                        continue
+                    num_bytes += piece.nbytes
+                    num_blocks += 1
+                    advance(piece.nbytes)
+        return VerifyReport(
+            num_bytes, num_blocks, tuple(dict.fromkeys(problems)), self.path.is_dir()
+        )
+
+    # -- the work --------------------------------------------------------------------------
+
+    def _spans(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Cut a row range at shard edges: `(shard, first row, last row)` in store numbers."""
+        spans = []
+        number = bisect.bisect_right(self._starts, start) - 1
+        while start < stop:
+            high = min(stop, self._starts[number + 1])
+            if high > start:
+                spans.append((number, start, high))
+            start, number = high, number + 1
+        return spans
+
+    def _run(self, tasks: list[Task], num_bytes: int) -> None:
+        """Run read tasks; the first failure is raised after all have ended."""
+        if len(tasks) < 2 or num_bytes < _INLINE_BYTES or self.threads == 1:
+            for task in tasks:
+                task()
+            return
+        futures = [self._executor().submit(task) for task in tasks]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def _executor(self) -> ThreadPoolExecutor:
+        # Threads do not survive a fork, so the pool belongs to one process.
+        if self._pool is None or self._pool[0] != os.getpid():
+            self._pool = (
+                os.getpid(),
+                ThreadPoolExecutor(self.threads, thread_name_prefix="stoker-read"),
+            )
+        return self._pool[1]
+
+    def _field(self, name: str, kind: str) -> FieldInfo:
+        info: FieldInfo | None = self.fields.get(name)
+        if info is None or info.kind != kind:
+            known = ", ".join(f"{other} ({about.kind})" for other, about in self.fields.items())
+            given = f"{self.path} has no {kind} field {name!r}."
+            raise InputError(given, known or "no fields", f"stoker inspect {self.path}")
+        return info
+
+    def _buffer(self, field: str, kind: str, rows: int, out: Array | None) -> Array:
+        info = self._field(field, kind)
+        dtype = np.dtype(info.dtype).newbyteorder("=")
+        shape = (rows, *info.shape)
+        if out is None:
+            return np.empty(shape, dtype=dtype)
+        if (
+            out.shape != shape
+            or out.dtype != dtype
+            or not out.flags.c_contiguous
+            or not out.flags.writeable
+        ):
+            raise InputError(
+                f"the buffer for field {field!r} is {out.dtype} {out.shape}.",
+                f"writable, C-contiguous {dtype} {shape}",
+                f"np.empty({shape}, np.{dtype})",
+            )
+        return out
+
+    def _check_range(self, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self.num_samples:
+            raise InputError(
+                f"samples {start} to {stop} of {self.path}.",
+                f"a range within 0 to {self.num_samples}",
+                "",
+            )
+
+    def _check_indices(self, indices: Array) -> Array:
+        wanted = np.asarray(indices)
+        if wanted.ndim != 1 or (len(wanted) and wanted.dtype.kind not in "iu"):
+            raise InputError(
+                f"indices of dtype {wanted.dtype}, shape {wanted.shape}.", "1-D integers", ""
+            )
+        wanted = wanted.astype(np.int64)
+        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < self.num_samples):
+            raise InputError(
+                f"indices from {wanted.min()} to {wanted.max()}.",
+                f"0 to {self.num_samples - 1}",
+                "",
+            )
+        return wanted

@@ -1,0 +1,381 @@
+"""Named repairs of values: parsed from what people type, fitted once, replayed for ever.
+
+Enters: texts such as "clip:0.001,0.999@Flow Bytes/s", and a sample of *training* rows. Leaves:
+fitted repairs whose numbers are in the manifest, so that the same change is made at inference,
+bit for bit. Costs: fitting sorts the sample; applying is one pass, 16 MB of temporaries.
+
+| text | what it does to x | NaN | inf |
+|---|---|---|---|
+| `clip` or `clip:0.001,0.999` | limits x to these quantiles | stays | becomes the quantile |
+| `robust` or `robust:0.25,0.75` | (x - median) / (distance of the quantiles) | stays | stays |
+| `asinh` or `asinh:scale=1` | asinh(x / scale); scale: median non-zero magnitude | stays | stays |
+| `fill:median`, `fill:0` | puts the median or the number where x is NaN | filled | stays |
+| `min-denominator:r=a/b,min=0.01` | r becomes a / b with b kept 0.01 or more from 0 | if a or b | if a |
+
+`@name,name` after any of the first four limits it to these columns; there a backslash goes before
+`,` and backslash inside a name, and in min-denominator before `@`, `/`, `:` and `=` too. Repairs
+apply in the order given, and each is fitted
+on what the one before left. Only finite values are used for fitting. No repair invents a value
+for NaN, except `fill`, whose name says so.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stoker.errors import InputError
+from stoker.store.fields import Array
+
+Json = Any
+
+REPAIRS = ("clip", "robust", "asinh", "fill", "min-denominator")
+_EXAMPLES = {
+    "clip": "clip or clip:0.001,0.999",
+    "robust": "robust or robust:0.25,0.75",
+    "asinh": "asinh or asinh:scale=1",
+    "fill": "fill:median or fill:0",
+    "min-denominator": "min-denominator:ratio=close/vwap,min=0.01",
+}
+_BLOCK_VALUES = 2**20
+
+
+def escape_name(name: str) -> str:
+    """Return a column name as it is written after `@`."""
+    return re.sub(r"([\\,])", r"\\\1", name)
+
+
+def _escape_ratio_name(name: str) -> str:
+    return re.sub(r"([\\,@/:=])", r"\\\1", name)
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL)
+
+
+def _split(text: str, mark: str, times: int = -1) -> list[str]:
+    """Split at `mark` where no backslash stands before it; keeps the backslashes."""
+    parts, start, index = [], 0, 0
+    while index < len(text):
+        if text[index] == "\\":
+            index += 1
+        elif text[index] == mark and times != 0:
+            parts.append(text[start:index])
+            start, times = index + 1, times - 1
+        index += 1
+    return [*parts, text[start:]]
+
+
+@dataclass(frozen=True)
+class RepairSpec:
+    """A repair as it was asked for. `str()` gives back a text that parses to the same.
+
+    Attributes:
+        name: One of `REPAIRS`.
+        numbers: Its numbers: two quantiles, the scale, the fill value, the least denominator.
+            Empty where they are fitted (asinh, `fill:median`).
+        columns: The columns it is for; None for all. For min-denominator the ratio, the
+            numerator and the denominator.
+    """
+
+    name: str
+    numbers: tuple[float, ...] = ()
+    columns: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        """Return the text form."""
+        numbers = ",".join(repr(number) for number in self.numbers)
+        columns = self.columns or ()
+        if self.name == "min-denominator":
+            ratio, numerator, denominator = (_escape_ratio_name(column) for column in columns)
+            ratio = f"\\{ratio}" if ratio.strip() == "min" else ratio
+            return f"{self.name}:{ratio}={numerator}/{denominator},min={numbers}"
+        if self.name == "asinh" and numbers:
+            numbers = f"scale={numbers}"
+        if self.name == "fill" and not numbers:
+            numbers = "median"
+        text = f"{self.name}:{numbers}" if numbers else self.name
+        return text if self.columns is None else f"{text}@{','.join(map(escape_name, columns))}"
+
+
+def parse_repair(text: str) -> RepairSpec:
+    """Read one repair as typed after `--repair`.
+
+    Raises:
+        InputError: With what was given, what is allowed, and an example.
+    """
+    # Names keep their spaces: the columns of CICIDS2017 begin with one.
+    body, *rest = _split(text, "@", 1)
+    head, *tail = _split(body, ":", 1)
+    name, options = head.strip(), tail[0] if tail else ""
+    if name not in REPAIRS:
+        raise InputError(
+            f"there is no repair {name!r} in {text!r}.",
+            ", ".join(REPAIRS),
+            "for example --repair clip",
+        )
+    columns = _parse_columns(text, rest[0]) if rest else None
+    if name == "min-denominator":
+        if columns is not None:
+            raise _refusal(text, "min-denominator names its columns itself; it takes no '@'.")
+        return _parse_min_denominator(text, options)
+    options = options.strip()
+    if name in ("clip", "robust"):
+        default = (0.001, 0.999) if name == "clip" else (0.25, 0.75)
+        numbers = _parse_quantiles(text, options) if options else default
+    elif name == "asinh":
+        numbers = _parse_scale(text, options) if options else ()
+    else:
+        numbers = () if options == "median" else (_parse_number(text, options),)
+    return RepairSpec(name, numbers, columns)
+
+
+def _refusal(text: str, why: str) -> InputError:
+    name = text.strip().split(":")[0].split("@")[0].strip()
+    example = _EXAMPLES.get(name, "clip")
+    return InputError(f"cannot read the repair {text!r}: {why}", example, f"--repair '{example}'")
+
+
+def _parse_columns(text: str, names: str) -> tuple[str, ...]:
+    columns = tuple(_unescape(name) for name in _split(names, ","))
+    if not all(columns):
+        raise _refusal(text, "a column name after '@' is empty.")
+    if len(set(columns)) < len(columns):
+        raise _refusal(text, "a column is named twice after '@'.")
+    return columns
+
+
+def _parse_number(text: str, number: str) -> float:
+    try:
+        value = float(number)
+    except ValueError:
+        raise _refusal(text, f"{number!r} is not a number.") from None
+    if not math.isfinite(value):
+        raise _refusal(text, f"{number!r} is not a finite number.")
+    return value
+
+
+def _parse_quantiles(text: str, options: str) -> tuple[float, ...]:
+    numbers = tuple(_parse_number(text, part) for part in options.split(","))
+    if len(numbers) != 2 or not 0 <= numbers[0] < numbers[1] <= 1:
+        raise _refusal(text, "it takes two rising quantiles between 0 and 1.")
+    return numbers
+
+
+def _parse_scale(text: str, options: str) -> tuple[float, ...]:
+    key, _, number = options.partition("=")
+    if key.strip() != "scale":
+        raise _refusal(text, f"{key.strip()!r} is not an option; 'scale' is the only one.")
+    scale = _parse_number(text, number)
+    if scale <= 0:
+        raise _refusal(text, "the scale must be above zero.")
+    return (scale,)
+
+
+def _parse_min_denominator(text: str, options: str) -> RepairSpec:
+    least: float | None = None
+    names: tuple[str, ...] = ()
+    for option in _split(options, ","):
+        key, *value = _split(option, "=", 1)
+        if not value:
+            raise _refusal(text, f"{option!r} is not of the form name=value.")
+        if key.strip() == "min":
+            least = _parse_number(text, value[0])
+            continue
+        names = tuple(_unescape(part) for part in (key, *_split(value[0], "/", 1)))
+        if len(names) != 3 or not all(names):
+            raise _refusal(text, f"{value[0]!r} is not of the form numerator/denominator.")
+    if not names or least is None or least <= 0:
+        raise _refusal(text, "it takes ratio=numerator/denominator and min=number above zero.")
+    return RepairSpec("min-denominator", (least,), names)
+
+
+@dataclass(frozen=True)
+class FittedRepair:
+    """A repair with its numbers: all that replaying it needs.
+
+    Attributes:
+        spec: What was asked for.
+        columns: The columns it changes (min-denominator: ratio, numerator, denominator).
+        low: Per column: lower bound, centre, or fill value; () where unused.
+        high: Per column: upper bound or scale; () where unused.
+        notes: What a user should know about the fit.
+    """
+
+    spec: RepairSpec
+    columns: tuple[str, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> Json:
+        """Return the repair as JSON; numbers keep every bit."""
+        return {
+            "repair": str(self.spec),
+            "columns": list(self.columns),
+            "low": list(self.low),
+            "high": list(self.high),
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_json(cls, json: Mapping[str, Json]) -> FittedRepair:
+        """Read what `to_json` wrote."""
+        return cls(
+            parse_repair(json["repair"]),
+            tuple(json["columns"]),
+            tuple(float(number) for number in json["low"]),
+            tuple(float(number) for number in json["high"]),
+            tuple(json["notes"]),
+        )
+
+
+def fit_repairs(
+    specs: Sequence[RepairSpec], sample: Array, columns: Sequence[str]
+) -> list[FittedRepair]:
+    """Fit repairs, in order, each on what the ones before leave.
+
+    Args:
+        specs: From `parse_repair`.
+        sample: `(rows, ..., columns)` floats of training rows only; anything else leaks.
+        columns: Names of the last axis.
+
+    Raises:
+        InputError: A column that is not there, or has no finite value to fit on.
+    """
+    sample = _checked(sample, columns)
+    fitted: list[FittedRepair] = []
+    for spec in specs:
+        repair = _fit(spec, sample, columns)
+        fitted.append(repair)
+        sample = apply_repairs(sample, [repair], columns)
+    return fitted
+
+
+def _checked(values: Array, columns: Sequence[str]) -> Array:
+    values = np.asarray(values)
+    if values.dtype.kind != "f":
+        raise InputError(
+            f"repairs were asked for values of dtype {values.dtype}.",
+            "float16, float32 or float64: repairs never change a dtype silently",
+            "values.astype(np.float32)",
+        )
+    if values.ndim < 2 or values.shape[-1] != len(columns):
+        raise InputError(
+            f"{len(columns)} column names for values of shape {values.shape}.",
+            "values (rows, ..., columns) with one name per column",
+        )
+    return values
+
+
+def _fit(spec: RepairSpec, sample: Array, columns: Sequence[str]) -> FittedRepair:
+    chosen = tuple(columns) if spec.columns is None else spec.columns
+    places = _places(chosen, columns, str(spec))
+    if spec.name == "min-denominator":
+        return FittedRepair(spec, chosen)
+    pairs = []
+    notes: list[str] = []
+    for name, place in zip(chosen, places, strict=True):
+        values = sample[..., place].astype(np.float64).ravel()
+        values = values[np.isfinite(values)]
+        if len(values) == 0:
+            raise InputError(
+                f"column {name!r} has no finite value to fit {str(spec)!r} on.",
+                "a column with at least one number",
+                f"drop it: --drop {name!r}",
+            )
+        pair, note = _fit_column(spec, values)
+        pairs.append(pair)
+        notes += [f"{name}: {note}"] if note else []
+    low = tuple(pair[0] for pair in pairs)
+    return FittedRepair(spec, chosen, low, tuple(pair[1] for pair in pairs), tuple(notes))
+
+
+def _fit_column(spec: RepairSpec, values: Array) -> tuple[tuple[float, float], str]:
+    """Return the two numbers of one column, and a note where the fit is poor."""
+    if spec.name == "clip":
+        # Values that occur, rounded inwards: interpolating towards 1e15 would let it in.
+        low = float(np.quantile(values, spec.numbers[0], method="higher"))
+        high = float(np.quantile(values, spec.numbers[1], method="lower"))
+        low, high = min(low, high), max(low, high)
+        flat = low == high and values.min() < values.max()
+        return (low, high), f"clip leaves one value, {low:g}; use asinh instead" if flat else ""
+    if spec.name == "robust":
+        low, high = (float(q) for q in np.quantile(values, spec.numbers, method="lower"))
+        centre = float(np.quantile(values, 0.5, method="lower"))
+        if not 0 < high - low < math.inf:
+            return (centre, 1.0), "robust found no spread between its quantiles; scale 1 is used"
+        return (centre, high - low), ""
+    if spec.name == "asinh":
+        magnitudes = np.abs(values[values != 0])
+        if spec.numbers:
+            return (0.0, spec.numbers[0]), ""
+        if len(magnitudes) == 0:
+            return (0.0, 1.0), "asinh found only zeros; scale 1 is used"
+        return (0.0, float(np.quantile(magnitudes, 0.5, method="lower"))), ""
+    fill = spec.numbers[0] if spec.numbers else float(np.quantile(values, 0.5, method="lower"))
+    return (fill, 0.0), ""
+
+
+def _places(chosen: Sequence[str], columns: Sequence[str], what: str) -> list[int]:
+    where = {name: place for place, name in enumerate(columns)}
+    missing = [name for name in chosen if name not in where]
+    if missing:
+        shown = ", ".join(repr(name) for name in columns[:8])
+        raise InputError(
+            f"the repair {what!r} names the column {missing[0]!r}, which is not there.",
+            f"{len(columns)} columns: {shown}{' …' if len(columns) > 8 else ''}",
+            r"a backslash before , @ / : = inside a name",
+        )
+    return [where[name] for name in chosen]
+
+
+def apply_repairs(values: Array, fitted: Sequence[FittedRepair], columns: Sequence[str]) -> Array:
+    """Return repaired values: a new array of the same shape and dtype.
+
+    The result of a row depends on that row alone, so that parts give what the whole gives.
+    Arithmetic is float64, rounded once per repair.
+
+    Args:
+        values: `(rows, ..., columns)` floats; never changed.
+        fitted: In the order they were fitted.
+        columns: Names of the last axis.
+    """
+    values = _checked(values, columns)
+    repaired = np.array(values, order="C", copy=True)
+    table = repaired.reshape(-1, len(columns))
+    step = max(1, _BLOCK_VALUES // max(1, len(columns)))
+    for repair in fitted:
+        places = _places(repair.columns, columns, str(repair.spec))
+        for start in range(0, len(table), step):
+            with np.errstate(all="ignore"):
+                _apply(repair, table[start : start + step], places)
+    return repaired
+
+
+def _apply(repair: FittedRepair, block: Array, places: list[int]) -> None:
+    """Repair a block of rows in place."""
+    name = repair.spec.name
+    x = block[:, places].astype(np.float64)
+    if name == "min-denominator":
+        denominator = np.maximum(np.abs(x[:, 2]), repair.spec.numbers[0])
+        denominator = np.where(x[:, 2] < 0, -denominator, denominator)
+        block[:, places[0]] = x[:, 1] / denominator
+        return
+    low, high = np.array(repair.low), np.array(repair.high)
+    if name == "clip":
+        # A bound that the dtype cannot hold would turn back into the infinity it replaces.
+        top = float(np.finfo(block.dtype).max)
+        x = np.clip(x, np.maximum(low, -top), np.minimum(high, top))
+    elif name == "robust":
+        x = (x - low) / high
+    elif name == "asinh":
+        x = np.arcsinh(x / high)
+    else:
+        x = np.where(np.isnan(x), low, x)
+    block[:, places] = x

@@ -1,0 +1,116 @@
+"""The layer rule of docs/architecture.md, the size of files, and what importing costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stoker
+
+PACKAGE = Path(stoker.__file__).parent
+LAYERS = [
+    {"errors", "units"},
+    {"config", "machine", "report", "page"},
+    {"store"},
+    {"sources"},
+    {"pack"},
+    {"plan"},
+    {"loader", "augment"},
+    {"train"},
+    {"tune", "doctor", "recipes", "monitor", "basics"},
+    {"cli", "__main__"},
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+
+def module_files() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem != "__init__")
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        rooms |= {name.split(".")[1] for name in names if name.startswith("stoker.")}
+    return {name for name in rooms if name in RANK}
+
+
+@pytest.mark.parametrize("path", module_files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down_only(path):
+    own = room(path)
+    assert own in RANK, f"{own} has no layer: add it to the rule and to docs/architecture.md"
+    higher = {name for name in imported_rooms(path) if name != own and RANK[name] >= RANK[own]}
+    assert not higher, f"{path.name} is in {own} and imports {sorted(higher)}"
+
+
+def test_the_rule_can_fail(tmp_path):
+    bad = tmp_path / "x.py"
+    bad.write_text("from stoker.cli.main import run\nimport stoker.store.fields\n")
+    assert imported_rooms(bad) == {"cli", "store"}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_file_is_too_long_and_none_is_a_drawer(path):
+    assert len(path.read_text().splitlines()) <= 800
+    assert path.stem not in {"utils", "util", "common", "helpers", "misc"}
+
+
+@pytest.mark.parametrize("path", module_files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_module_opens_by_saying_what_it_does(path):
+    assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_architecture_page_names_every_room():
+    page = (PACKAGE.parent.parent / "docs" / "architecture.md").read_text()
+    for name in {room(path) for path in module_files()} - {"__main__"}:
+        assert f"`{name}" in page, f"docs/architecture.md does not mention {name}"
+
+
+@pytest.mark.parametrize("code", ["import stoker", "import stoker.cli.main", "import stoker.pack", "import stoker.store"])
+def test_importing_loads_no_torch(code):
+    check = f"import sys; {code}; bad = {{'torch', 'rdkit', 'pandas'}} & set(sys.modules); sys.exit(f'loaded {{bad}}' if bad else 0)"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_help_loads_nothing_heavy():
+    check = (
+        "import sys\nfrom stoker.cli.main import app\n"
+        "try:\n app(['--help'])\nexcept SystemExit:\n pass\n"
+        "heavy = {'torch', 'numpy', 'h5py', 'pyarrow', 'pydantic', 'joblib'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_public_names_are_pinned():
+    assert sorted(stoker.__all__) == [
+        "ConfigError",
+        "CorruptError",
+        "InputError",
+        "Machine",
+        "PackOptions",
+        "QualityError",
+        "Refusal",
+        "SourceError",
+        "StokerError",
+        "Store",
+        "StoreError",
+        "config_schema",
+        "load_config",
+        "open_store",
+        "pack",
+        "probe",
+    ]
+    for name in stoker.__all__:
+        assert getattr(stoker, name) is not None

@@ -1,0 +1,513 @@
+"""The quality gate: what it counts, what it refuses, and that parts give what the whole gives."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.errors import InputError
+from stoker.store import column_stats, table_stats
+from stoker.store.column_stats import HUGE
+from stoker.store.quality import (
+    Finding,
+    TableStats,
+    TimeStats,
+    bad_rows,
+    judge,
+    judge_time,
+    limits_of,
+    scan_time,
+    summarise,
+)
+from stoker.store.row_sketch import RowHashes, hash_rows
+
+SPECIALS = [0.0, -0.0, 1.0, -1.0, 7.5, 65504.0, 65505.0, -65536.0, 7e4, 3e9, -1e12, 1e15, -3e30]
+ODD = [float("nan"), float("inf"), float("-inf"), 1e-40, -1e-42, 1e-38]
+DTYPES = ["float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
+
+
+def clean(num_rows=2000, num_columns=6, dtype="float32", seed=0):
+    return np.random.default_rng(seed).normal(size=(num_rows, num_columns)).astype(dtype)
+
+
+def names_of(findings):
+    return {(finding.name, finding.column_index) for finding in findings}
+
+
+@st.composite
+def tables(draw, dtypes=("float16", "float32", "float64")):
+    """Small tables of ordinary numbers in which hostile ones are planted."""
+    shape = (draw(st.integers(0, 40)), draw(st.integers(1, 5)))
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=shape) * draw(st.sampled_from([1e-3, 1.0, 1e5]))
+    share = draw(st.sampled_from([0.0, 0.05, 0.5]))
+    planted = rng.random(shape) < share
+    values[planted] = rng.choice(SPECIALS + ODD, size=int(planted.sum()))
+    if draw(st.booleans()) and shape[0] > 3:
+        values[shape[0] // 2] = values[0]
+    with np.errstate(over="ignore"):
+        return values.astype(draw(st.sampled_from(dtypes)))
+
+
+def brute(values):
+    """Count by the definitions, column by column, in plain numpy."""
+    wide = values.astype(np.float64)
+    finite = np.isfinite(wide)
+    size = np.abs(wide)
+    tiny = np.finfo(values.dtype).tiny
+    return {
+        "num_nan": np.isnan(wide).sum(0),
+        "num_inf": np.isinf(wide).sum(0),
+        "num_zero": (wide == 0).sum(0),
+        "num_denormal": (finite & (size > 0) & (size < tiny)).sum(0),
+        "num_over_fp16": (finite & (size > 65504)).sum(0),
+        "num_huge": (finite & (size >= HUGE)).sum(0),
+    }
+
+
+def same_stats(a: TableStats, b: TableStats):
+    assert (a.columns, a.dtype, a.num_rows, a.inner) == (b.columns, b.dtype, b.num_rows, b.inner)
+    for name in ("bins", *column_stats._COUNTS, "low", "high"):
+        np.testing.assert_array_equal(getattr(a.values, name), getattr(b.values, name), name)
+    assert a.values.first_rows == b.values.first_rows
+    np.testing.assert_array_equal(a.sample.rows, b.sample.rows)
+    np.testing.assert_array_equal(a.sample.values, b.sample.values)
+    with np.errstate(all="ignore"):
+        scale = np.sqrt(np.maximum(a.values.squares, b.values.squares)) + np.abs(a.values.mean)
+    # Overflowed moments (float64 near its end) are unknown, not comparable.
+    known = np.isfinite(scale) & np.isfinite(a.values.mean) & np.isfinite(b.values.mean)
+    off = np.abs(a.values.mean - b.values.mean, where=known, out=np.zeros(len(known)))
+    assert (off[known] <= 1e-9 * scale[known]).all()
+    np.testing.assert_allclose(a.values.squares[known], b.values.squares[known], rtol=1e-6)
+    assert (a.hashes is None) == (b.hashes is None)
+    if a.hashes and b.hashes:
+        assert a.hashes.num_duplicates == b.hashes.num_duplicates
+        assert a.hashes.repeats == b.hashes.repeats
+        np.testing.assert_array_equal(a.hashes.hashes, b.hashes.hashes)
+        np.testing.assert_array_equal(a.hashes.rows, b.hashes.rows)
+
+
+class TestScan:
+    @given(tables())
+    def test_counts_are_the_brute_force_counts(self, values):
+        stats = TableStats.scan(values)
+        for name, expected in brute(values).items():
+            np.testing.assert_array_equal(getattr(stats.values, name), expected, name)
+
+    @given(tables())
+    def test_first_rows_are_the_first_rows(self, values):
+        stats = TableStats.scan(values, first_row=1000)
+        wide = values.astype(np.float64)
+        for column in range(values.shape[1]):
+            rows = np.flatnonzero(np.isnan(wide[:, column]))[:5] + 1000
+            assert stats.values.rows_of("nan", column) == tuple(rows)
+            large = np.abs(wide[:, column])
+            rows = np.flatnonzero(np.isfinite(large) & (large >= 65536))[:5] + 1000
+            assert stats.values.rows_from(143, column) == tuple(rows)
+
+    @given(tables(), st.data())
+    def test_parts_give_what_the_whole_gives(self, values, data):
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=3)))
+        edges = [0, *cuts, len(values)]
+        parts = [
+            TableStats.scan(values[a:b], first_row=a)
+            for a, b in zip(edges, edges[1:], strict=False)
+        ]
+        whole = TableStats.scan(values)
+        same_stats(TableStats.merge_all(parts), whole)
+        right = parts[-1]
+        for part in reversed(parts[:-1]):
+            right = part.merge(right)
+        same_stats(right, whole)
+
+    @given(tables(), st.integers(1, 7), st.integers(1, 4))
+    def test_block_and_chunk_sizes_do_not_matter(self, values, block_rows, chunk_rows):
+        whole = TableStats.scan(values)
+        row_bytes = values.shape[1] * values.itemsize
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(column_stats, "_MIN_BLOCK_ROWS", block_rows)
+            patch.setattr(column_stats, "_BLOCK_VALUES", 1)
+            patch.setattr(table_stats, "_CHUNK_BYTES", chunk_rows * row_bytes)
+            same_stats(TableStats.scan(values), whole)
+
+    @given(tables())
+    def test_json_gives_it_back(self, values):
+        stats = TableStats.scan(values)
+        text = json.dumps(stats.to_json(), allow_nan=False)
+        back = TableStats.from_json(json.loads(text))
+        same_stats(back.merge(TableStats.scan(values[:0])), stats)
+        assert judge(back) == judge(stats)
+
+    def test_compact_json_is_small_and_judges_the_same(self):
+        values = clean(20_000, 30)
+        values[1] = values[0]
+        stats = TableStats.scan(values)
+        text = json.dumps(stats.to_json(compact=True), allow_nan=False)
+        back = TableStats.from_json(json.loads(text))
+        assert len(text) < 100_000
+        assert judge(back) == judge(stats)
+        assert judge(back)[0].name == "duplicate-rows"
+        assert back.merge(back).hashes is None
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_moments_agree_with_numpy(self, dtype):
+        values = (clean(700, 4) * 40 + 60).clip(0, 127).astype(dtype)
+        stats = TableStats.scan(values)
+        wide = values.astype(np.float64)
+        np.testing.assert_allclose(stats.values.mean, wide.mean(0), rtol=1e-9)
+        np.testing.assert_allclose(stats.std, wide.std(0), rtol=1e-9, atol=1e-12)
+        np.testing.assert_array_equal(stats.values.low, wide.min(0))
+        np.testing.assert_array_equal(stats.values.high, wide.max(0))
+        np.testing.assert_array_equal(stats.values.num_zero, (wide == 0).sum(0))
+
+    def test_moments_survive_a_large_offset(self):
+        values = clean(5000, 2, "float64") + 1.7e9
+        np.testing.assert_allclose(TableStats.scan(values).std, values.std(0), rtol=1e-9)
+
+    def test_uint8_goes_the_way_of_wider_integers(self):
+        values = np.random.default_rng(0).integers(0, 256, size=(300, 5), dtype=np.uint8)
+        a, b = TableStats.scan(values), TableStats.scan(values.astype(np.int16))
+        np.testing.assert_array_equal(a.values.bins, b.values.bins)
+        np.testing.assert_allclose(a.values.squares, b.values.squares)
+
+    def test_big_endian_and_strided_values_are_read_right(self):
+        values = clean()
+        values[3, 1] = np.nan
+        expected = TableStats.scan(np.ascontiguousarray(values[::2, ::2]))
+        same_stats(TableStats.scan(values.astype(">f4")[::2, ::2]), expected)
+
+    def test_sample_is_a_fair_sample(self):
+        values = np.arange(100_000, dtype=np.float64)[:, None]
+        stats = TableStats.scan(values)
+        assert len(stats.sample.rows) == 4096
+        quantiles = stats.quantiles([0.1, 0.5, 0.9], 0)
+        np.testing.assert_allclose(quantiles, [10_000, 50_000, 90_000], atol=3000)
+
+    def test_memory_does_not_grow_with_the_rows(self):
+        few, many = (len(json.dumps(TableStats.scan(clean(n, 3)).to_json(compact=True)))
+                     for n in (5_000, 80_000))  # fmt: skip
+        assert many < few * 1.1
+
+    def test_merging_different_fields_is_refused(self):
+        stats = TableStats.scan(clean(10, 2))
+        for other in (
+            TableStats.scan(clean(10, 3)),
+            TableStats.scan(clean(10, 2), ["a", "b"]),
+            TableStats.scan(clean(10, 2, "float64")),
+            TableStats.scan(clean(10, 2), field="targets"),
+        ):
+            with pytest.raises(InputError, match="cannot merge"):
+                stats.merge(other)
+
+    @pytest.mark.parametrize("values", [np.array(["a"]), np.array(1.0), np.array([1j])])
+    def test_what_is_not_numbers_is_refused(self, values):
+        with pytest.raises(InputError, match="cannot check values"):
+            TableStats.scan(values)
+
+    @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,), (1, 1), (5,), (2, 0, 3)])
+    def test_empty_and_tiny_tables_pass(self, shape):
+        stats = TableStats.scan(np.ones(shape, dtype=np.float32))
+        assert stats.num_rows == shape[0]
+        assert not [f for f in judge(stats) if f.severity == "refuse"]
+        assert not bad_rows(np.ones(shape, dtype=np.float32), limits_of(stats)).any()
+
+
+class TestLayout:
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "columns", "expected", "inner"),
+        [
+            ((9,), "float32", None, ("0",), 1),
+            ((9, 3), "float32", None, ("0", "1", "2"), 1),
+            ((9, 2, 2), "float32", None, ("0", "1", "2", "3"), 1),
+            ((9, 360, 16), "float32", None, tuple(map(str, range(16))), 360),
+            ((9, 5, 2), "float32", ("a", "b"), ("a", "b"), 5),
+            ((9, 2, 2), "float32", ("a", "b", "c", "d"), ("a", "b", "c", "d"), 1),
+            ((9, 28, 28), "uint8", None, ("all",), 784),
+            ((9, 3, 64, 64), "float32", None, ("all",), 12288),
+            ((9, 8, 8, 3), "uint8", ("r", "g", "b"), ("r", "g", "b"), 64),
+        ],
+    )
+    def test_columns(self, shape, dtype, columns, expected, inner):
+        stats = TableStats.scan(np.zeros(shape, dtype=dtype), columns)
+        assert (stats.columns, stats.inner) == (expected, inner)
+        assert stats.num_values == 9 * inner
+
+    def test_wrong_number_of_names_is_refused(self):
+        with pytest.raises(InputError, match="2 column names"):
+            TableStats.scan(clean(5, 3), ["a", "b"])
+
+    def test_a_value_inside_a_window_is_reported_by_sample(self):
+        values = np.random.default_rng(0).normal(size=(50, 40, 3)).astype(np.float32)
+        values[7, 5:30, 1] = np.nan
+        values[9, 1, 1] = np.nan
+        found = judge(TableStats.scan(values, ["a", "b", "c"]))
+        assert [(f.name, f.column, f.count, f.first_rows) for f in found] == [
+            ("nan", "b", 26, (7, 9))
+        ]
+
+
+class TestJudge:
+    @settings(max_examples=30)
+    @given(st.integers(0, 2**32 - 1), st.sampled_from(["float32", "float64", "float16"]))
+    def test_nothing_is_wrong_with_normal_data(self, seed, dtype):
+        values = clean(500, 5, "float64", seed) * 3 + 1
+        findings = judge(TableStats.scan(values.astype(dtype)))
+        assert [f for f in findings if f.name not in ("denormal",)] == []
+
+    def test_1e15_in_column_37_is_named_with_its_row(self):
+        values = clean(6311, 77)
+        values[4321, 37] = 1e15
+        columns = [f"feature {index}" for index in range(77)]
+        (found, overflow) = judge(TableStats.scan(values, columns))
+        assert (found.name, found.severity, found.column) == ("extreme", "refuse", "feature 37")
+        assert (found.column_index, found.count, found.first_rows) == (37, 1, (4321,))
+        assert "1e+15" in found.evidence
+        assert "row 4321" in found.evidence
+        assert "--repair 'clip@feature 37'" in found.remedy
+        assert (overflow.name, overflow.severity) == ("overflows-fp16", "warn")
+
+    @given(st.data())
+    def test_every_planted_defect_is_found_and_nothing_else(self, data):
+        values = clean(400, 6, "float32", data.draw(st.integers(0, 1000)))
+        kinds = st.sampled_from(["nan", "inf", "extreme", "overflows-fp16", "constant", "denormal"])
+        expected = set()
+        for column in range(6):
+            kind = data.draw(st.none() | kinds)
+            row = data.draw(st.integers(0, 399))
+            if kind == "constant":
+                values[:, column] = 5
+            elif kind is not None:
+                planted = {"nan": np.nan, "inf": -np.inf, "extreme": -1e12, "denormal": 1e-41}
+                values[row, column] = planted.get(kind, 70_000.0)
+            expected |= {(kind, column)} if kind else set()
+            expected |= {("overflows-fp16", column)} if kind == "extreme" else set()
+        assert names_of(judge(TableStats.scan(values))) == expected
+
+    def test_a_heavy_tailed_duration_is_not_refused(self):
+        rng = np.random.default_rng(0)
+        values = np.exp(rng.normal(np.log(3e4), 2.5, size=(20_000, 2)))
+        values[5] = 1.2e8
+        for dtype in (np.float32, np.float64, np.int64):
+            refused = [
+                f
+                for f in judge(TableStats.scan(values.astype(dtype)))
+                if f.severity == "refuse"
+            ]
+            assert refused == []
+
+    def test_1e15_everywhere_is_refused_in_float32_and_allowed_in_float64(self):
+        values = 1e15 * (1 + np.abs(clean(500, 2, "float64")))
+        assert ("extreme", 0) in names_of(judge(TableStats.scan(values.astype(np.float32))))
+        assert ("extreme", 0) not in names_of(judge(TableStats.scan(values)))
+        stored = judge(TableStats.scan(values), stored_dtype="float32")
+        assert ("extreme", 0) in names_of(stored)
+
+    def test_overflow_is_refused_where_float16_is_stored(self):
+        values = clean(500, 2)
+        values[3, 1] = 65505.0
+        (found,) = judge(TableStats.scan(values), stored_dtype="float16")
+        assert (found.name, found.severity, found.first_rows) == ("overflows-fp16", "refuse", (3,))
+        values[3, 1] = 65504.0
+        assert judge(TableStats.scan(values), stored_dtype="float16") == []
+
+    def test_integers_can_be_extreme_constant_or_duplicated_only(self):
+        values = np.random.default_rng(0).integers(1, 100, size=(300, 3))
+        values[:, 0] = 70_000 + np.arange(300)
+        values[:, 1] = 4
+        values[17, 2] = 10**12
+        assert names_of(judge(TableStats.scan(values))) == {("constant", 1), ("extreme", 2)}
+
+    def test_duplicates_are_counted_with_their_rows(self):
+        values = clean(100, 4)
+        values[[20, 50, 51]] = values[[3, 3, 7]]
+        (found,) = judge(TableStats.scan(values))
+        assert (found.name, found.count, found.first_rows) == ("duplicate-rows", 3, (20, 50, 51))
+        assert found.severity == "warn"
+        parts = [TableStats.scan(values[i : i + 10], first_row=i) for i in range(0, 100, 10)]
+        assert judge(TableStats.merge_all(parts)) == [found]
+
+    def test_a_single_column_may_repeat(self):
+        labels = np.arange(100) % 3
+        assert judge(TableStats.scan(labels)) == []
+
+    def test_label_leak(self):
+        values = clean(1000, 3)
+        target = values[:, 1] * 3 - 7
+        values[5, 1] = np.nan
+        target = TableStats.scan(target, field="targets")
+        leaks = [f for f in judge(TableStats.scan(values), target=target) if f.name == "label-leak"]
+        assert [(f.column_index, f.severity) for f in leaks] == [(1, "warn")]
+        other = TableStats.scan(clean(1000, 1, seed=9), field="targets")
+        assert "label-leak" not in {f.name for f in judge(TableStats.scan(values), target=other)}
+
+    def test_findings_are_sorted_and_travel_as_json(self):
+        values = clean(300, 4)
+        values[:, 0] = 1
+        values[2, 3] = np.nan
+        values[3, 2] = 1e-40
+        found = judge(TableStats.scan(values))
+        assert [f.severity for f in found] == ["refuse", "warn", "note"]
+        assert [Finding.from_json(json.loads(json.dumps(f.to_json()))) for f in found] == found
+
+    def test_lines_are_one_line_each_whatever_the_name(self):
+        values = clean(300, 2)
+        values[2] = np.nan
+        lines = summarise(judge(TableStats.scan(values, ["a\nb\x1b[31m", "x" * 10_000])))
+        assert len(lines) == 2
+        assert lines[0].startswith("refuse nan features['a\\nb\\x1b[31m']: 1 of 300 values")
+
+
+class TestBadRows:
+    @given(tables(), st.sampled_from([None, "float16", "float32"]))
+    def test_equals_brute_force(self, values, stored):
+        limits = limits_of(TableStats.scan(values), stored_dtype=stored)
+        wide = values.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            refused = ~np.isfinite(wide) | (np.abs(wide) >= limits.refuse_from)
+        np.testing.assert_array_equal(bad_rows(values, limits), refused.any(axis=1))
+
+    @given(tables(), st.sampled_from([None, "float16", "float32"]))
+    def test_without_the_bad_rows_nothing_is_refused_by_these_limits(self, values, stored):
+        stats = TableStats.scan(values)
+        bad = bad_rows(values, limits_of(stats, stored_dtype=stored))
+        refused = [f for f in judge(stats, stored_dtype=stored) if f.severity == "refuse"]
+        assert bool(refused) == bool(bad.any())
+        assert all(bad[list(finding.first_rows)].all() for finding in refused)
+
+    def test_limit_is_a_million_times_the_median_and_above_fp16(self):
+        values = np.abs(clean(1001, 3, "float64")) + 1
+        values *= [1e-9, 1.0, 3e4]
+        limits = limits_of(TableStats.scan(values)).refuse_from
+        assert limits[0] == 2.0**16
+        assert 1e6 <= limits[1] / np.median(values[:, 1]) <= 2.2e6
+        assert 1e6 <= limits[2] / np.median(values[:, 2]) <= 2.2e6
+
+    def test_windows(self):
+        values = np.zeros((6, 50, 3), dtype=np.float32) + 1
+        values[4, 49, 2] = np.inf
+        limits = limits_of(TableStats.scan(values, ["a", "b", "c"]))
+        assert bad_rows(values, limits).tolist() == [False] * 4 + [True, False]
+
+    def test_other_shapes_are_refused(self):
+        with pytest.raises(InputError, match="do not fit limits"):
+            bad_rows(clean(5, 4), limits_of(TableStats.scan(clean(5, 3))))
+
+
+class TestRowHashes:
+    @given(st.integers(1, 60), st.integers(0, 2**32 - 1), st.integers(1, 20))
+    def test_equal_bytes_equal_hash(self, width, seed, num_rows):
+        rng = np.random.default_rng(seed)
+        rows = rng.integers(0, 2, size=(num_rows, width), dtype=np.uint8)
+        hashes = hash_rows(rows)
+        distinct = {row.tobytes() for row in rows}
+        assert len(set(hashes.tolist())) == len(distinct)
+
+    def test_whole_floats_do_not_collide(self):
+        # Few mantissa bits set: the case in which a plain multiply-and-add hash fails.
+        grid = np.stack(np.meshgrid(np.arange(300.0), np.arange(300.0)), -1).reshape(-1, 2)
+        for dtype in (np.float32, np.float64):
+            for width in (2, 100):
+                rows = np.tile(grid.astype(dtype), (1, width // 2))
+                assert len(np.unique(hash_rows(rows))) == len(grid)
+
+    def test_above_the_cap_the_count_is_an_estimate(self):
+        rng = np.random.default_rng(0)
+        rows = rng.integers(0, 30_000, size=(60_000, 1)) * np.ones((1, 3))
+        exact = len(rows) - len(np.unique(rows[:, 0]))
+        hashes = RowHashes.take(rows[:0], 0, cap=4000)
+        for start in range(0, len(rows), 5000):
+            part = RowHashes.take(rows[start : start + 5000], start, cap=4000)
+            hashes = hashes.merge(part)
+        assert hashes.level == 3
+        assert len(hashes.hashes) <= 4000
+        assert abs(hashes.num_duplicates - exact) < exact * 0.1
+        whole = RowHashes.take(rows, 0, cap=4000)
+        assert whole.num_duplicates == hashes.num_duplicates
+
+
+class TestTime:
+    @given(st.lists(st.integers(-5, 5), max_size=30), st.integers(0, 30))
+    def test_parts_give_what_the_whole_gives(self, steps, cut):
+        time = np.cumsum(np.array(steps, dtype=np.int64))
+        cut = min(cut, len(time))
+        whole = scan_time(time)
+        parts = scan_time(time[:cut]).merge(scan_time(time[cut:], first_row=cut))
+        assert parts == whole or (len(time) == 0 and parts.num_rows == 0)
+        assert whole.num_backwards == sum(step < 0 for step in steps[1:])
+        assert whole.num_repeated == sum(step == 0 for step in steps[1:])
+
+    def test_findings(self):
+        time = np.array([10, 20, 15, 15, 30], dtype="datetime64[s]")
+        found = judge_time(scan_time(time, first_row=100), field="bars")
+        assert [(f.name, f.severity, f.count, f.first_rows) for f in found] == [
+            ("time-backwards", "refuse", 1, (102,)),
+            ("time-repeats", "refuse", 1, (103,)),
+        ]
+        assert judge_time(scan_time(np.arange(5))) == []
+
+    def test_extremes_of_int64_do_not_overflow(self):
+        time = np.array([np.iinfo(np.int64).min, np.iinfo(np.int64).max])
+        assert scan_time(time).num_backwards == 0
+        assert scan_time(time[::-1]).num_backwards == 1
+
+    def test_floats_are_refused(self):
+        with pytest.raises(InputError, match="time axis"):
+            scan_time(np.array([0.5, 1.0]))
+
+    def test_empty(self):
+        assert scan_time(np.array([], dtype=np.int64)) == TimeStats(0, 0, None, None, 0, 0, (), ())
+
+
+class TestRealData:
+    @pytest.fixture(scope="class")
+    def flows(self, shared_data):
+        path = shared_data / "tabular" / "cicids2017_sample.csv"
+        if not path.exists():
+            pytest.skip(f"{path} is not there")
+        csv = pytest.importorskip("pyarrow.csv").read_csv(path)
+        columns = csv.schema.names[:-1]
+        arrays = [csv[name].cast("float64").to_numpy(zero_copy_only=False) for name in columns]
+        return np.stack(arrays, axis=1).astype(np.float32), columns
+
+    def test_infinities_and_blanks_are_found_where_numpy_finds_them(self, flows):
+        values, columns = flows
+        found = judge(TableStats.scan(values, columns))
+        refused = {(f.name, f.column): f.count for f in found if f.severity == "refuse"}
+        expected = {}
+        for index, column in enumerate(columns):
+            for name, test in (("nan", np.isnan), ("inf", np.isinf)):
+                count = int(test(values[:, index]).sum())
+                expected |= {(name, column): count} if count else {}
+        assert refused == expected
+        assert sum(count for (name, _), count in refused.items() if name == "inf") == 24
+        assert {column for _, column in refused} == {"Flow Bytes/s", "Flow Packets/s"}
+
+    def test_everything_else_agrees_with_numpy_too(self, flows):
+        values, columns = flows
+        found = judge(TableStats.scan(values, columns))
+        finite = np.where(np.isfinite(values), values, np.nan)
+        over = {f.column_index: f.count for f in found if f.name == "overflows-fp16"}
+        counts = (np.abs(finite) > 65504).sum(0)
+        assert over == {int(i): int(counts[i]) for i in np.flatnonzero(counts)}
+        constant = {f.column_index for f in found if f.name == "constant"}
+        spread = np.nanmax(finite, 0) - np.nanmin(finite, 0)
+        assert constant == set(np.flatnonzero(spread == 0).tolist())
+        (duplicates,) = [f for f in found if f.name == "duplicate-rows"]
+        assert duplicates.count == len(values) - len({row.tobytes() for row in values})
+
+    def test_bad_rows_are_the_rows_with_infinities_or_blanks(self, flows):
+        values, columns = flows
+        bad = bad_rows(values, limits_of(TableStats.scan(values, columns)))
+        np.testing.assert_array_equal(bad, ~np.isfinite(values).all(axis=1))
+
+    def test_a_planted_1e15_is_named(self, flows):
+        values, columns = flows
+        values = values.copy()
+        values[57, 37] = 1e15
+        (found,) = [f for f in judge(TableStats.scan(values, columns)) if f.name == "extreme"]
+        assert (found.column, found.first_rows) == (columns[37], (57,))
