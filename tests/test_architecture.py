@@ -17,11 +17,11 @@ LAYERS = [
     {"config", "machine", "report", "page"},
     {"store"},
     {"sources"},
-    {"pack"},
+    {"packing"},
     {"plan"},
     {"loader", "augment"},
     {"train"},
-    {"tune", "doctor", "recipes", "monitor", "basics"},
+    {"tune", "doctor", "recipes", "monitor", "basics", "demo"},
     {"cli", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -77,7 +77,7 @@ def test_architecture_page_names_every_room():
         assert f"`{name}" in page, f"docs/architecture.md does not mention {name}"
 
 
-@pytest.mark.parametrize("code", ["import stoker", "import stoker.cli.main", "import stoker.pack", "import stoker.store"])
+@pytest.mark.parametrize("code", ["import stoker", "import stoker.cli.main", "import stoker.packing", "import stoker.store"])
 def test_importing_loads_no_torch(code):
     check = f"import sys; {code}; bad = {{'torch', 'rdkit', 'pandas'}} & set(sys.modules); sys.exit(f'loaded {{bad}}' if bad else 0)"
     subprocess.run([sys.executable, "-c", check], check=True)

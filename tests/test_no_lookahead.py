@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.sources.bar_features import fit_scaler, make_features
-from stoker.sources.bars import BarsSource, Scaler, apply_scaler, make_targets
+from stoker.sources.bar_features import Features, fit_scaler, make_features
+from stoker.sources.bars import BarsSource, Scaler, apply_scaler
 from stoker.sources.contract import PartContext
 from stoker.sources.timeframes import (
     MINUTE_NS,
@@ -353,18 +353,15 @@ def test_alignment_on_open_times_leaks_and_is_caught(plain_history):
 
 
 def test_windows_that_start_together_leak_and_are_caught(plain_history):
-    """S0's other leak: `features[i:i + w]` per timeframe ends at a different time in each."""
-    history = plain_history
-    samples = samples_of(history)
-    starts = {name: samples.ends[name] - length for name, length in WINDOWS}
-    shifted = {
-        name: np.minimum(starts["M15"] * 15 + 40, len(history.time[name])) for name in ("M1",)
-    }
+    """S0's other leak: `features[i:i + w]` per timeframe, so the longer window ends later."""
+    samples = samples_of(plain_history)
+    starts = samples.ends["M5"] - dict(WINDOWS)["M15"]
+    ends = {**samples.ends, "M5": starts + dict(WINDOWS)["M5"]}
+    ends["M5"] = np.minimum(ends["M5"], len(plain_history.time["M5"]))
     wrong = Samples(
-        samples.bar, samples.time, samples.label_time, samples.label_gap,
-        {**samples.ends, **shifted}, samples.dropped,
-    )  # fmt: skip
-    assert check_times(history, wrong) == ["M1"]
+        samples.bar, samples.time, samples.label_time, samples.label_gap, ends, samples.dropped
+    )
+    assert check_times(plain_history, wrong) == ["M5"]
 
 
 def test_a_scaler_fitted_on_everything_is_caught(plain_history):
@@ -389,10 +386,14 @@ def test_splits_without_purge_are_caught(plain_history):
     assert (VAL, TEST, "embargo") in found
 
 
-def test_a_return_that_looks_ahead_is_caught(plain_history):
-    """A centred difference instead of a backward one: the truncation check must notice."""
-    close = plain_history.columns["M5"]["close"]
-    assert make_targets(close, np.array([10]), 1)[0, 0] != 0
-    centred = np.gradient(np.log(close))
-    cut = np.gradient(np.log(close[:50]))
-    assert centred[:50].tobytes() != cut.tobytes()
+def test_a_feature_that_looks_ahead_is_caught(plain_history, monkeypatch):
+    """A centred difference in place of a backward one moves when history is cut."""
+
+    def centred(time, columns, timeframe, extras=None):
+        return Features(np.gradient(np.log(columns["close"]))[:, None], ("return",))
+
+    samples = samples_of(plain_history)
+    assert check_truncation(plain_history, samples, 20) == []
+    monkeypatch.setitem(globals(), "make_features", centred)
+    assert set(check_truncation(plain_history, samples, 20)) == set(NAMES)
+    assert set(check_perturbation(plain_history, samples, 20, 1)) == set(NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -114,10 +115,7 @@ class TestScan:
     def test_parts_give_what_the_whole_gives(self, values, data):
         cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=3)))
         edges = [0, *cuts, len(values)]
-        parts = [
-            TableStats.scan(values[a:b], first_row=a)
-            for a, b in zip(edges, edges[1:], strict=False)
-        ]
+        parts = [TableStats.scan(values[a:b], first_row=a) for a, b in pairwise(edges)]
         whole = TableStats.scan(values)
         same_stats(TableStats.merge_all(parts), whole)
         right = parts[-1]
@@ -294,9 +292,7 @@ class TestJudge:
         values[5] = 1.2e8
         for dtype in (np.float32, np.float64, np.int64):
             refused = [
-                f
-                for f in judge(TableStats.scan(values.astype(dtype)))
-                if f.severity == "refuse"
+                f for f in judge(TableStats.scan(values.astype(dtype))) if f.severity == "refuse"
             ]
             assert refused == []
 
@@ -463,17 +459,18 @@ class TestTime:
         assert scan_time(np.array([], dtype=np.int64)) == TimeStats(0, 0, None, None, 0, 0, (), ())
 
 
-class TestRealData:
-    @pytest.fixture(scope="class")
-    def flows(self, shared_data):
-        path = shared_data / "tabular" / "cicids2017_sample.csv"
-        if not path.exists():
-            pytest.skip(f"{path} is not there")
-        csv = pytest.importorskip("pyarrow.csv").read_csv(path)
-        columns = csv.schema.names[:-1]
-        arrays = [csv[name].cast("float64").to_numpy(zero_copy_only=False) for name in columns]
-        return np.stack(arrays, axis=1).astype(np.float32), columns
+@pytest.fixture(scope="module")
+def flows(shared_data):
+    path = shared_data / "tabular" / "cicids2017_sample.csv"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    csv = pytest.importorskip("pyarrow.csv").read_csv(path)
+    columns = csv.schema.names[:-1]
+    arrays = [csv[name].cast("float64").to_numpy(zero_copy_only=False) for name in columns]
+    return np.stack(arrays, axis=1).astype(np.float32), columns
 
+
+class TestRealData:
     def test_infinities_and_blanks_are_found_where_numpy_finds_them(self, flows):
         values, columns = flows
         found = judge(TableStats.scan(values, columns))

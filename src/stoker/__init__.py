@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         StoreError,
     )
     from stoker.machine import Machine, probe
-    from stoker.pack import PackOptions, pack
+    from stoker.packing import PackOptions, pack
     from stoker.store.reader import Store, open_store
 
 _HOMES = {
@@ -28,7 +28,7 @@ _HOMES = {
     "CorruptError": "stoker.errors",
     "InputError": "stoker.errors",
     "Machine": "stoker.machine",
-    "PackOptions": "stoker.pack",
+    "PackOptions": "stoker.packing",
     "QualityError": "stoker.errors",
     "Refusal": "stoker.errors",
     "SourceError": "stoker.errors",
@@ -38,7 +38,7 @@ _HOMES = {
     "config_schema": "stoker.config",
     "load_config": "stoker.config",
     "open_store": "stoker.store.reader",
-    "pack": "stoker.pack",
+    "pack": "stoker.packing",
     "probe": "stoker.machine",
 }
 

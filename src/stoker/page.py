@@ -256,13 +256,13 @@ font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",sans-s
 header,main{max-width:1120px;margin:0 auto;padding:0 20px}
 header{padding-top:40px}
 h1{font-size:1.7rem;line-height:1.25;font-weight:650;margin:0 0 6px;overflow-wrap:anywhere}
-h2{font-size:1.15rem;font-weight:650;margin:0 0 14px}
+h2{font-size:1.15rem;font-weight:650;margin:0 0 14px;overflow-wrap:anywhere}
 h3{font-size:.95rem;font-weight:650;margin:22px 0 10px;overflow-wrap:anywhere}
 p{margin:0 0 12px;max-width:72ch;overflow-wrap:anywhere}
 .quiet,figcaption,dt{color:var(--quiet)}
 nav{display:flex;flex-wrap:wrap;gap:4px 18px;padding:10px 0 14px;margin-bottom:28px;
 border-bottom:1px solid var(--line);font-size:.9rem}
-a{color:var(--note);text-underline-offset:3px;text-decoration-thickness:1px}
+a{color:var(--note);overflow-wrap:anywhere;text-underline-offset:3px;text-decoration-thickness:1px}
 section{margin:0 0 44px;scroll-margin-top:16px}
 dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,150px),1fr));
 gap:14px 24px;margin:0 0 18px}

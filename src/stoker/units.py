@@ -111,6 +111,8 @@ def format_rate(num_bytes: float | None, seconds: float | None) -> str:
     return f"{format_bytes(num_bytes / seconds)}/s"
 
 
-def format_count(count: int | None) -> str:
-    """Return "300,000"; None reads "n/a"."""
-    return "n/a" if count is None else f"{count:,}"
+def format_count(count: int | None, noun: str = "") -> str:
+    """Return "300,000", or "1 shard" and "3 shards" with a noun; None reads "n/a"."""
+    if count is None:
+        return "n/a"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}" if noun else f"{count:,}"

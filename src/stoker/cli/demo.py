@@ -1,5 +1,105 @@
-"""`stoker demo`: placeholder until bars land."""
+"""`stoker demo`: the whole story on data it makes, in under a minute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from stoker.demo import DemoResult
 
 
-def demo() -> None:
-    """Show what stoker does, on data it makes."""
+def demo(
+    folder: Annotated[
+        Path, typer.Option("--folder", help="Where the data and the store go.")
+    ] = Path("stoker-demo"),
+    weeks: Annotated[
+        int, typer.Option("--weeks", min=4, max=520, help="Weeks of one-minute bars to make.")
+    ] = 9,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout.")
+    ] = False,
+) -> None:
+    """Make bars in five timeframes, pack, inspect, and compare with materialised windows."""
+    import json
+    import time
+
+    from stoker.cli.progress import Bar
+    from stoker.demo import run_demo
+
+    began = time.perf_counter()
+    with Bar(quiet=as_json) as bar:
+        result = run_demo(folder, weeks, progress=bar)
+    seconds = time.perf_counter() - began
+    if as_json:
+        typer.echo(json.dumps(_facts(result, seconds)))
+    else:
+        _print(result, folder, seconds)
+
+
+def _facts(result: DemoResult, seconds: float) -> dict[str, object]:
+    from dataclasses import asdict
+
+    return {
+        "store": str(result.packed.path),
+        "num_samples": result.packed.manifest.num_samples,
+        "rows": {
+            name: count
+            for shard in result.packed.manifest.shards
+            for name, count in shard.rows.items()
+        },
+        "findings": [finding.to_json() for finding in result.inspection.findings],
+        "series": asdict(result.series),
+        "materialised": asdict(result.materialised),
+        "seconds": round(seconds, 2),
+    }
+
+
+def _print(result: DemoResult, folder: Path, seconds: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from stoker.cli.pack import print_result
+    from stoker.units import format_bytes, format_count, format_rate, format_seconds
+
+    print_result(result.packed)
+    console = Console(highlight=False, soft_wrap=True)
+    for line in result.inspection.lines()[:5]:
+        console.print(f"  {line}", markup=False)
+    if not result.inspection.findings:
+        console.print("quality gate: nothing wrong, every value is finite and of usable size")
+    table = Table(
+        title="one epoch of windows, batch 128, from the page cache", title_justify="left"
+    )
+    for name in ("", "materialised windows", "stoker series", "ratio"):
+        table.add_column(name, justify="left" if not name else "right")
+    old, new = result.materialised, result.series
+    table.add_row(
+        "stored", format_bytes(old.stored_bytes), format_bytes(new.stored_bytes),
+        f"{old.stored_bytes / new.stored_bytes:.0f} x smaller",
+    )  # fmt: skip
+    table.add_row(
+        "read",
+        format_seconds(old.seconds),
+        format_seconds(new.seconds),
+        f"{old.seconds / new.seconds:.1f} x faster",
+    )
+    table.add_row(
+        "window bytes",
+        format_rate(old.window_bytes, old.seconds),
+        format_rate(new.window_bytes, new.seconds),
+        "",
+    )
+    table.add_row(
+        "samples/s",
+        format_count(int(old.num_samples / old.seconds)),
+        format_count(int(new.num_samples / new.seconds)),
+        "",
+    )
+    console.print(table)
+    console.print(f"done in {format_seconds(seconds)}. Next:")
+    console.print(f"  stoker inspect {folder / 'store'} --html page.html")
+    console.print(f"  stoker verify {folder / 'store'}")
+    console.print("  stoker machine")

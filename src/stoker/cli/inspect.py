@@ -98,7 +98,7 @@ def _look_at_file(
 ) -> tuple[Inspection, dict[str, str]]:
     import tempfile
 
-    from stoker.pack.crew import unguarded
+    from stoker.packing.crew import unguarded
     from stoker.sources.arrays import ArraysSource
     from stoker.sources.contract import PartContext, Source
     from stoker.sources.tables import TableSource

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from stoker.pack import PackOptions, PackResult
+    from stoker.packing import PackOptions, PackResult
     from stoker.sources.contract import Source
 
 app = typer.Typer(
@@ -139,6 +139,137 @@ def segmentation(
     _pack(source, out, _options(jobs, force_recreate, on_bad, bad_budget), as_json)
 
 
+@app.command()
+def bars(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            help="CSV files or folders, SYMBOL:TF=file to name one, then OUT.", show_default=False
+        ),
+    ],
+    windows: Annotated[
+        str, typer.Option("--windows", help="Bars per window, by timeframe.")
+    ] = "M1=480,M5=288,M15=192,H1=96,H4=48",
+    horizon: Annotated[
+        int, typer.Option("--horizon", help="Base bars ahead that the targets cover.")
+    ] = 36,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            help="Timeframe that decides and is forecast [default: M5, else the shortest].",
+        ),
+    ] = None,
+    ratios: Annotated[
+        str, typer.Option("--split", help="Shares of train, validation, test in time order.")
+    ] = "0.70,0.15,0.15",
+    embargo: Annotated[
+        int | None,
+        typer.Option(
+            "--embargo", help="Base bars left out after each boundary [default: the horizon]."
+        ),
+    ] = None,
+    latency: Annotated[
+        float, typer.Option("--latency", help="Seconds after its close before a bar may be used.")
+    ] = 0.0,
+    day_first: Annotated[
+        bool | None,
+        typer.Option(
+            "--day-first/--month-first", help="How 10/11/2020 reads [default: found out, or asked]."
+        ),
+    ] = None,
+    time_zone: Annotated[
+        str | None, typer.Option("--tz", help="Zone of the files' clock, such as Europe/Athens.")
+    ] = None,
+    sort: Annotated[bool, typer.Option("--sort", help="Sort files that are in no order.")] = False,
+    jobs: Jobs = 0,
+    force_recreate: Force = False,
+    on_bad: OnBad = "stop",
+    bad_budget: Budget = "1%",
+    as_json: AsJson = False,
+) -> None:
+    """Pack bars of several timeframes: each bar once, each sample a few end indices, no look-ahead."""
+    from stoker.errors import InputError
+    from stoker.sources.bars import BarsSource, parse_windows
+
+    if len(files) < 2:
+        raise InputError(
+            f"only {files[0]} was given.",
+            "bar files, then the store's folder",
+            f"{files[0]} store/",
+        )
+    shares = _numbers(ratios, "--split", "0.70,0.15,0.15")
+    if len(shares) != 3:
+        raise InputError(f"--split is {ratios!r}.", "three shares", "--split 0.70,0.15,0.15")
+    source = BarsSource(
+        tuple(files[:-1]),
+        windows=parse_windows(windows),
+        base=base,
+        horizon=horizon,
+        latency_seconds=latency,
+        ratios=(shares[0], shares[1], shares[2]),
+        embargo=embargo,
+        day_first=day_first,
+        tz=time_zone,
+        sort=sort,
+    )
+    _pack(source, Path(files[-1]), _options(jobs, force_recreate, on_bad, bad_budget), as_json)
+
+
+@app.command()
+def massspec(
+    out: Out,
+    msp: Annotated[
+        Path,
+        typer.Option("--msp", help="Spectrum library, .msp, .msl or gzipped.", show_default=False),
+    ],
+    mol_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--mol-dir", help="Folder or zip of MOL files, or one SDF.", show_default=False
+        ),
+    ] = None,
+    max_mz: Annotated[
+        int, typer.Option("--max-mz", help="Highest bin: max_mz + 1 bins at read time.")
+    ] = 500,
+    max_samples: Annotated[
+        int | None, typer.Option("--max-samples", help="Stop after so many records.")
+    ] = None,
+    structures: Annotated[
+        str,
+        typer.Option(
+            "--structures",
+            help="mol: MOL files only; smiles: the record's SMILES; auto: MOL, else SMILES.",
+        ),
+    ] = "auto",
+    rounding: Annotated[
+        str,
+        typer.Option("--rounding", help="How an m/z finds its bin: nearest (halves up) or floor."),
+    ] = "nearest",
+    molecule_seconds: Annotated[
+        float, typer.Option("--molecule-seconds", help="Time limit of one molecule.")
+    ] = 10.0,
+    jobs: Jobs = 0,
+    force_recreate: Force = False,
+    on_bad: OnBad = "quarantine",
+    bad_budget: Budget = "10%",
+    as_json: AsJson = False,
+) -> None:
+    """Pack a spectrum library and its molecules: spectra, graphs, fingerprints, groups."""
+    from stoker.sources.massspec import MassSpecSource
+
+    source = MassSpecSource(
+        msp,
+        mol_dir,
+        max_mz=max_mz,
+        max_samples=max_samples,
+        structures=structures,  # type: ignore[arg-type]
+        rounding=rounding,  # type: ignore[arg-type]
+        row_limit_seconds=molecule_seconds,
+    )
+    _pack(source, out, _options(jobs, force_recreate, on_bad, bad_budget), as_json)
+
+
 def _split_out(files: list[Path]) -> tuple[tuple[Path, ...], Path]:
     """The last of the paths is the store, as with `cp`."""
     from stoker.errors import InputError
@@ -166,14 +297,14 @@ def _numbers(text: str, option: str, example: str) -> list[float]:
 def _options(
     jobs: int, force_recreate: bool, on_bad: str, bad_budget: str, repair: list[str] | None = None
 ) -> PackOptions:
-    from stoker.pack import PackOptions
+    from stoker.packing import PackOptions
 
     return PackOptions(jobs, force_recreate, on_bad, bad_budget, tuple(repair or ()))  # type: ignore[arg-type]
 
 
 def _pack(source: Source, out: Path, options: PackOptions, as_json: bool) -> None:
     from stoker.cli.progress import Bar
-    from stoker.pack import pack
+    from stoker.packing import pack
 
     with Bar(quiet=as_json) as bar:
         result = pack(source, out, options, bar)
@@ -218,10 +349,9 @@ def print_result(result: PackResult) -> None:
         highlight=False,
     )
     if result.manifest.num_refused:
-        listed = result.path / REFUSED_NAME
+        refused = format_count(result.manifest.num_refused, "piece")
         console.print(
-            f"{format_count(result.manifest.num_refused)} pieces of input were refused; see {listed}",
-            highlight=False,
+            f"{refused} of input refused; see {result.path / REFUSED_NAME}", highlight=False
         )
     if result.inspection is not None:
         for line in result.inspection.lines()[:10]:

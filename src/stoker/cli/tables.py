@@ -37,7 +37,9 @@ def store_table(store: Store) -> Table:
             about += f", windows of {info.window}"
         table.add_row(name, info.kind, format_count(rows), about, format_bytes(rows * row_bytes))
     table.add_section()
-    table.add_row("on disk", "", "", f"{len(store.shards)} shards", format_bytes(store.num_bytes))
+    table.add_row(
+        "on disk", "", "", format_count(len(store.shards), "shard"), format_bytes(store.num_bytes)
+    )
     return table
 
 

@@ -45,7 +45,7 @@ import numpy as np
 from stoker.errors import InputError, Refusal, SourceError, require_file
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.sources.functional_groups import FUNCTIONAL_GROUPS
-from stoker.sources.mol_files import MolIndex, MolPlaces, MolReader
+from stoker.sources.mol_files import NO_MOLS, MolIndex, MolPlaces, MolReader
 from stoker.sources.molecules import (
     ECFP_RADIUS,
     ECFP_SIZE,
@@ -105,7 +105,7 @@ class _Payload:
     first_record: int
     num_records: int
     is_cut: bool
-    places: MolPlaces | None
+    places: MolPlaces
     whole_mz: bool
 
 
@@ -113,8 +113,8 @@ class _Payload:
 class _Survey:
     """What one look at a stretch of the MSP showed; one entry of `rows` per record."""
 
-    rows: list[int]
-    smiles: list[bool]
+    rows: Array
+    smiles: Array
     num_peaks: int
     whole_mz: bool
     refused: list[Refusal]
@@ -193,7 +193,7 @@ class MassSpecSource:
         first_record, wanted = 0, self.max_samples
         for piece, survey in zip(ranges, surveys, strict=True):
             num_records = _records_for(survey, wanted)
-            places = index.places(survey.rows[:num_records]) if index is not None else None
+            places = index.places(survey.rows[:num_records]) if index is not None else NO_MOLS
             is_cut = num_records < len(survey.rows)
             payload = _Payload(msp, piece, first_record, num_records, is_cut, places, whole_mz)
             label = f"records {first_record}-{first_record + num_records - 1} of {self.msp.name}"
@@ -226,8 +226,7 @@ class MassSpecSource:
             end_byte=piece.end_byte,
             first_line=piece.first_line,
         )
-        places = payload.places or MolPlaces(Path(), "folder", (), np.empty((0, 4), np.int64))
-        with MolReader(places) as reader:
+        with MolReader(payload.places) as reader:
             for batch in batches:
                 building.take(batch, reader, context)
                 context.guard(None)
@@ -333,7 +332,8 @@ def _survey(msp: Path, piece: MspRange, index: MolIndex | None, structures: Stru
         whole_mz = whole_mz and _is_whole(batch.mz)
         refused += batch.refused
     # `build` reports what it reads; a stretch without records is never built.
-    return _Survey(rows, smiles, num_peaks, whole_mz, [] if rows else refused)
+    found = np.array(rows, dtype=np.int64), np.array(smiles, dtype=bool)
+    return _Survey(*found, num_peaks, whole_mz, [] if rows else refused)
 
 
 def _is_whole(mz: Array) -> bool:
@@ -341,27 +341,22 @@ def _is_whole(mz: Array) -> bool:
 
 
 def _num_structures(survey: _Survey, num_records: int) -> int:
-    pairs = zip(survey.rows[:num_records], survey.smiles[:num_records], strict=True)
-    return sum(row >= 0 or has_smiles for row, has_smiles in pairs)
+    return int(((survey.rows >= 0) | survey.smiles)[:num_records].sum())
 
 
 def _records_for(survey: _Survey, wanted: int | None) -> int:
     """Records of this stretch to take, so that at most `wanted` have a structure."""
-    if wanted is None:
+    structured = np.flatnonzero((survey.rows >= 0) | survey.smiles)
+    if wanted is None or wanted > len(structured):
         return len(survey.rows)
-    found = 0
-    for number, (row, has_smiles) in enumerate(zip(survey.rows, survey.smiles, strict=True)):
-        if found == wanted:
-            return number
-        found += row >= 0 or has_smiles
-    return len(survey.rows) if wanted else 0
+    return int(structured[wanted - 1]) + 1 if wanted else 0
 
 
 def _notes(
     source: MassSpecSource, surveys: Sequence[_Survey], index: MolIndex | None, whole_mz: bool
 ) -> list[str]:
     num_records = sum(len(survey.rows) for survey in surveys)
-    num_mol = sum(row >= 0 for survey in surveys for row in survey.rows)
+    num_mol = sum(int((survey.rows >= 0).sum()) for survey in surveys)
     num_smiles = sum(_num_structures(survey, len(survey.rows)) for survey in surveys) - num_mol
     notes = []
     if index is not None:
@@ -422,11 +417,10 @@ class _Building:
         row = self.payload.first_record + self.seen
         if row in context.poisoned:
             return "poisoned", f"refused because it ended a worker: {context.poisoned[row]}"
-        places = self.payload.places
         # A key that repeats arrives joined; the first SMILES is as good as the others.
         text, form = record.meta.get("smiles", "").partition("; ")[0], "smiles"
         try:
-            if places is not None and places.known(self.seen):
+            if reader.knows(self.seen):
                 text, form = reader.read(self.seen), "mol"
         except SourceError as error:
             return "unreadable MOL file", error.given

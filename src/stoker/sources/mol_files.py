@@ -19,7 +19,8 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -54,19 +55,18 @@ class MolPlaces:
     Attributes:
         path: The folder, zip or SDF.
         home: Which of them.
-        names: File or member names, for messages; empty where there is none.
+        names: File or member names in utf-8, each ended by a zero byte; empty where there is none.
         table: `(n, 4)` int64 for zip and SDF: position, bytes, compression, checksum; position
-            -1 where there is none. Unused in a folder.
+            -1 where there is none. In a folder only that.
     """
 
     path: Path
     home: MolHome
-    names: tuple[str, ...]
+    names: bytes
     table: Array
 
-    def known(self, record: int) -> bool:
-        """Whether this record has a MOL file."""
-        return bool(self.names[record])
+
+NO_MOLS = MolPlaces(Path(), "folder", b"", np.empty((0, 4), dtype=np.int64))
 
 
 class MolIndex:
@@ -81,18 +81,21 @@ class MolIndex:
         self.path = path
         self.home: MolHome = _home_of(path)
         self._rows: dict[str, int] = {}
-        self._names: list[str] = []
-        table: list[tuple[int, int, int, int]] = []
+        # One blob, not 300,000 strings: these would pin the 170 MB that `zipfile` used.
+        names, ends = bytearray(), array("q", [0])
+        table = array("q")  # 32 bytes per structure; a list of tuples takes 200
         for keys, name, place in _ENTRIES[self.home](path):
-            row = len(self._names)
-            self._names.append(name)
-            table.append(place)
+            row = len(ends) - 1
+            names += os.fsencode(name) + b"\0"
+            ends.append(len(names))
+            table.extend(place)
             for key in keys:
                 self._rows.setdefault(key.casefold(), row)
+        self._names, self._name_ends = bytes(names), ends
         self._table: Array = np.array(table, dtype=np.int64).reshape(-1, 4)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._table)
 
     def find(self, meta: Mapping[str, Any]) -> int:
         """Return the row of the structure that belongs to a record, or -1."""
@@ -102,12 +105,14 @@ class MolIndex:
                 return row
         return -1
 
-    def places(self, rows: Sequence[int]) -> MolPlaces:
+    def places(self, rows: Array) -> MolPlaces:
         """Return where the structures of these rows are; -1 gives an empty entry."""
-        names = tuple(self._names[row] if row >= 0 else "" for row in rows)
+        ends = self._name_ends
+        names = b"".join(
+            self._names[ends[row] : ends[row + 1]] if row >= 0 else b"\0" for row in rows.tolist()
+        )
         chosen = np.full((len(rows), 4), -1, dtype=np.int64)
-        found = np.array(rows, dtype=np.int64).reshape(-1) >= 0
-        chosen[found] = self._table[np.array(rows, dtype=np.int64)[found]]
+        chosen[rows >= 0] = self._table[rows[rows >= 0]]
         return MolPlaces(self.path, self.home, names, chosen)
 
 
@@ -116,6 +121,7 @@ class MolReader:
 
     def __init__(self, places: MolPlaces) -> None:
         self._places = places
+        self._names = places.names.split(b"\0")
         self._file: int | None = None
 
     def __enter__(self) -> Self:
@@ -133,13 +139,17 @@ class MolReader:
             os.close(self._file)
             self._file = None
 
+    def knows(self, record: int) -> bool:
+        """Whether this record has a MOL file."""
+        return record < len(self._places.table) and bool(self._places.table[record, 0] >= 0)
+
     def read(self, record: int) -> str:
         """Return the text of one structure.
 
         Raises:
             SourceError: The bytes are gone or are not what the index saw.
         """
-        name = self._places.names[record]
+        name = os.fsdecode(self._names[record])
         try:
             if self._file is None:
                 content = (self._places.path / name).read_bytes()

@@ -24,10 +24,10 @@ from stoker.sources.msp_blocks import (
     CHUNK_BYTES,
     MAX_LINE_BYTES,
     UTF8_BOM,
+    BlockParser,
     is_gzip,
     no_ranges,
     overlong,
-    read_block,
     read_blocks,
 )
 from stoker.sources.msp_keys import SYNONYM, WHITESPACE, is_field_key, spell
@@ -125,9 +125,10 @@ def read_msp(
     _require("merge", merge, ("max", "sum"))
     _require("engine", engine, ("fast", "careful"))
     parser = CarefulParser(str(path))
+    block_parser = BlockParser(parser)
     for block in read_blocks(require_file(path, "the spectrum library"), start_byte, end_byte):
         if engine == "fast" and block.closed and parser.is_idle:
-            parsed = read_block(block.text, first_line, parser)
+            parsed = block_parser.read(block.text, first_line)
         else:
             parser.feed(block.text, first_line)
             if block.closed:

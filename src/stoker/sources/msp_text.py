@@ -117,11 +117,6 @@ def read_peak_line(text: bytes) -> PeakLine | None:
     annotation new peaks need a `;` or an opening bracket in front; after an unquoted one there
     are none.
     """
-    match = _PAIR.fullmatch(text)
-    if match:
-        line = PeakLine([], [], True)
-        _take_pair(match[1], match[2], line)
-        return line
     line, plain = PeakLine([], [], False), True
     for run, delimiters, annotated in _runs(text, line.problems):
         plain = plain and not annotated
@@ -274,7 +269,9 @@ class CarefulParser:
         if not lines[-1]:
             lines.pop()
         for number, line in enumerate(lines, first_line):
-            self._take(number, line.strip(WHITESPACE))
+            pair = _PAIR.fullmatch(line)
+            if pair is None or not self._take_plain_pair(pair):
+                self._take(number, line.strip(WHITESPACE))
 
     def drain(self) -> Parsed:
         """Return what is finished, and forget it."""
@@ -433,6 +430,20 @@ class CarefulParser:
             self._parsed.tally.refused += 1
         for problem in line.problems:
             self._parsed.refused.append(Refusal(self._file, number, problem))
+        return True
+
+    def _take_plain_pair(self, pair: re.Match[bytes]) -> bool:
+        """Take the line that nine of ten lines are, sooner; False where there is any doubt."""
+        draft = self._open
+        if draft is None or self._blank_above:
+            return False
+        mz, intensity = float(pair[1]), float(pair[2])
+        if mz == math.inf or intensity > MAX_INTENSITY:
+            return False
+        draft.in_peaks = True
+        draft.mz.append(mz)
+        draft.intensity.append(intensity)
+        self._parsed.tally.peaks += 1
         return True
 
     def _take_prose(self, number: int, text: bytes) -> None:

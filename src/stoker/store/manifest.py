@@ -108,7 +108,7 @@ class Manifest(_Frozen):
 
     def to_text(self) -> str:
         """Serialise; the same manifest always gives the same bytes."""
-        return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
+        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -52,7 +52,7 @@ def quality_page(
         page.Section("findings", "Findings", _findings(findings)),
     ]
     for number, (field, table) in enumerate(stats.items()):
-        mine = [finding for finding in findings if finding.field == field]
+        mine = [finding for finding in findings if finding.field == table.field]
         label = page.shorten(field, 60)
         sections.append(
             page.Section(f"shapes-{number}", f"{label}: shapes", _shapes(table, mine, number))
@@ -158,8 +158,11 @@ def _drawn_columns(table: TableStats, by_column: Mapping[int, Sequence[Finding]]
 def _figure(table: TableStats, column: int, findings: Sequence[Finding], key: str) -> Html:
     label = table.columns[column]
     counts, edges = histogram(table, column)
-    picture = page.svg_histogram(counts.tolist(), edges.tolist(), label, key=key)
-    low, high = page.format_number(float(edges[0])), page.format_number(float(edges[-1]))
+    # A single value is drawn as one thin bar, not as a block.
+    bars = counts.tolist() if len(counts) > 1 else [0] * 15 + counts.tolist() + [0] * 16
+    picture = page.svg_histogram(bars, edges.tolist(), label, key=key)
+    one_each = len(counts) > 1 and edges[1] - edges[0] == 1 and edges[0] == round(edges[0])
+    low, high = (page.format_number(float(edges[at])) for at in (0, -2 if one_each else -1))
     caption = [_ends(low, high) if counts.sum() else page.escape("no finite value sampled")]
     bins, first_bin = magnitudes(table, column)
     if len(bins) >= _WIDE_OCTAVES:
@@ -201,11 +204,12 @@ def histogram(table: TableStats, column: int) -> tuple[Array, Array]:
     values = table.sampled(column)
     if len(values) == 0:
         return np.zeros(NUM_BARS, dtype=np.int64), np.zeros(NUM_BARS + 1)
-    low, high = np.quantile(values, (0.005, 0.995), method="lower")
-    # Halved before subtracting: the span of float64 can exceed float64.
-    if high / 2 - low / 2 < abs(low) * 1e-12 or low == high:
-        return np.array([len(values)]), np.array([low, high])
+    low = np.quantile(values, 0.005, method="lower")
+    high = np.quantile(values, 0.995, method="higher")
     inside = values[(values >= low) & (values <= high)]
+    # Halved before subtracting: the span of float64 can exceed float64.
+    if low == high or high / 2 - low / 2 < abs(low) * 1e-12:
+        return np.array([len(inside)]), np.array([low, high])
     span = high - low
     if span <= NUM_BARS and (inside == np.round(inside)).all():
         counts = np.bincount((inside - low).astype(np.int64), minlength=int(span) + 1)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from stoker.errors import InputError, QualityError, Refusal
-from stoker.pack.crew import Crew, Poison
+from stoker.packing.crew import Crew, Poison
 from stoker.report import Progress
 from stoker.store.fields import Array, Dense, ShardData
 from stoker.store.inspection import Inspection

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stoker.errors import InputError, QualityError, Refusal, StoreError
-from stoker.pack.crew import Crew, Guard, Poison, unguarded
-from stoker.pack.gate import Stage, StagedPart, open_stage, quarantine, repair_stage
-from stoker.pack.workshop import Workshop, check_disk, check_target
+from stoker.packing.crew import Crew, Guard, Poison, unguarded
+from stoker.packing.gate import Stage, StagedPart, open_stage, quarantine, repair_stage
+from stoker.packing.workshop import Workshop, check_disk, check_target
 from stoker.report import Progress, Silent
 from stoker.sources.contract import Part, PartContext, Preparation, Source
 from stoker.sources.fingerprint import difference, fingerprint
@@ -32,7 +32,7 @@ from stoker.store.inspection import Inspection, inspect_store
 from stoker.store.manifest import REFUSED_NAME, FieldInfo, Manifest, Provenance, read_manifest
 from stoker.store.repairs import parse_repair
 from stoker.store.writer import write_shard, write_text_atomically
-from stoker.units import parse_share
+from stoker.units import format_count, parse_share
 
 _LISTED = 5
 _QUARANTINES = 3
@@ -317,7 +317,7 @@ def _check_budget(refused: Sequence[Refusal], num_samples: int, options: PackOpt
     else:
         fix = f"--bad-budget {share}, or mend the input"
     raise QualityError(
-        f"{len(refused):,} pieces of input were refused ({share} of {total:,}):\n{shown}{more}",
+        f"{format_count(len(refused), 'piece')} of input refused ({share} of {total:,}):\n{shown}{more}",
         f"at most {options.allowance(total):,} (--on-bad {options.on_bad}, --bad-budget {options.bad_budget})",
         fix,
     )
