@@ -24,7 +24,9 @@ def dense_fields(draw: st.DrawFn, num_samples: int) -> Dense:
 
 @st.composite
 def ragged_fields(draw: st.DrawFn, num_samples: int) -> Ragged:
-    lengths = np.array(draw(st.lists(st.integers(0, 7), min_size=num_samples, max_size=num_samples)), np.int64)
+    lengths = np.array(
+        draw(st.lists(st.integers(0, 7), min_size=num_samples, max_size=num_samples)), np.int64
+    )
     shape = (int(lengths.sum()), *draw(st.lists(st.integers(1, 3), max_size=1)))
     return Ragged(draw(hnp.arrays(draw(DTYPES), shape)), offsets_of(lengths))
 

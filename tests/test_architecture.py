@@ -13,7 +13,8 @@ import stoker
 
 PACKAGE = Path(stoker.__file__).parent
 LAYERS = [
-    {"errors", "units"},
+    {"errors"},
+    {"units"},
     {"config", "machine", "report", "page"},
     {"store"},
     {"sources"},
@@ -22,13 +23,16 @@ LAYERS = [
     {"loader", "augment"},
     {"train"},
     {"tune", "doctor", "recipes", "monitor", "basics", "demo"},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 
 def module_files() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem != "__init__")
+    return sorted(
+        path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem != "__init__"
+    )
 
 
 def room(path: Path) -> str:
@@ -60,7 +64,9 @@ def test_the_rule_can_fail(tmp_path):
     assert imported_rooms(bad) == {"cli", "store"}
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_no_file_is_too_long_and_none_is_a_drawer(path):
     assert len(path.read_text().splitlines()) <= 800
     assert path.stem not in {"utils", "util", "common", "helpers", "misc"}
@@ -77,7 +83,10 @@ def test_architecture_page_names_every_room():
         assert f"`{name}" in page, f"docs/architecture.md does not mention {name}"
 
 
-@pytest.mark.parametrize("code", ["import stoker", "import stoker.cli.main", "import stoker.packing", "import stoker.store"])
+@pytest.mark.parametrize(
+    "code",
+    ["import stoker", "import stoker.cli.main", "import stoker.packing", "import stoker.store"],
+)
 def test_importing_loads_no_torch(code):
     check = f"import sys; {code}; bad = {{'torch', 'rdkit', 'pandas'}} & set(sys.modules); sys.exit(f'loaded {{bad}}' if bad else 0)"
     subprocess.run([sys.executable, "-c", check], check=True)

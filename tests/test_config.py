@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stoker.config import (
@@ -548,10 +548,26 @@ training:
     assert str(config.place_of("gpu_optimization.pin_memory")) == "f.yaml:3:3"
 
 
+def test_the_first_of_merged_sections_wins():
+    text = """\
+data: &a {batch_size: 1}
+gpu_optimization: &b {batch_size: 2, pin_memory: false}
+training: {student_distill: {<<: [*a], num_workers: 1}, <<: [*a, *b]}
+"""
+    with pytest.raises(ConfigError, match="pin_memory"):
+        parse_config(text)
+    config = parse_config(text.replace(", pin_memory: false", ""), "f.yaml")
+    assert config.written()["training.batch_size"] == 1
+    assert str(config.place_of("training.batch_size")) == "f.yaml:1:11"
+
+
 def test_files(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_bytes(b"\xef\xbb\xbfdata: {batch_size: 3}\r\n")
     assert resolve(load_config(file)).batch_size == 3
+    assert load_config(file).place_of("data").column == 1
+    file.write_bytes(b"\xef\xbb\xbf# only a comment")
+    assert load_config(file) == Config()
     file.write_bytes(b"data:\n  batch_size: 3 # caf\xe9\n")
     with pytest.raises(ConfigError, match=r"c\.yaml:2:22: byte 0xe9 at offset 27 is not UTF-8"):
         load_config(file)
@@ -609,7 +625,10 @@ def legal(leaf: dict) -> st.SearchStrategy:
 configs = st.fixed_dictionaries({}, optional={key: legal(leaf) for key, leaf in LEAVES.items()})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
+@example({"data.memory_efficient_mode.lazy_cache_dir": "\n"})
+@example({"data.memory_efficient_mode.lazy_cache_dir": "a\x85b\u2028"})
+@example({"data.memory_efficient_mode.lazy_cache_dir": "a: b # c" * 40})
 @given(configs)
 def test_dump_round_trips(flat):
     tree = yaml.safe_load(nested(flat)) or {}

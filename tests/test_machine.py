@@ -165,6 +165,19 @@ def test_cgroup_v2_in_a_container_shows_its_group_as_top(tmp_path):
         assert look(root).cores_usable == 3
 
 
+def test_cgroup_path_outside_the_mount_is_not_followed(tmp_path):
+    root = linux(
+        tmp_path,
+        "0::/../other\n",
+        (V2,),
+        **{
+            "sys/fs/other/cpu.max": "100000 100000",
+            "sys/fs/cgroup/cpu.max": "300000 100000",
+        },
+    )
+    assert look(root).cores_usable == 3
+
+
 @pytest.mark.parametrize(("quota", "usable"), [(-1, 16), (300000, 3)])
 def test_cgroup_v1_quota(tmp_path, quota, usable):
     root = linux(

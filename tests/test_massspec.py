@@ -26,6 +26,8 @@ from molecule_makers import (
     write_mols,
 )
 from stoker.errors import InputError, SourceError
+from stoker.packing import PackOptions
+from stoker.packing import pack as pack_store
 from stoker.sources.contract import PartContext, Source
 from stoker.sources.massspec import (
     MassSpecSource,
@@ -34,6 +36,7 @@ from stoker.sources.massspec import (
 )
 from stoker.sources.mol_files import MolIndex, MolReader
 from stoker.sources.molecules import pack_molecule, read_structure
+from stoker.store.reader import open_store
 
 
 class Packed:
@@ -157,6 +160,26 @@ def test_records_are_samples_or_refusals_whatever_the_parts(
     assert {refusal.file for refusal in packed.refused} <= {str(msp)}
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_packed_store_reads_back_what_was_built(tmp_path, pack, jobs):
+    msp, mols = write_library(tmp_path, SMILES, home="zip")
+    with msp.open("a") as file:
+        file.write(msp_record("lost"))
+    source = MassSpecSource(msp, mols, molecules_per_part=20)
+    options = PackOptions(jobs=jobs, on_bad="quarantine", bad_budget="5%")
+    result = pack_store(source, tmp_path / "store", options)
+    assert [refusal.reason[:12] for refusal in result.refused] == ["no structure"]
+    expected = pack(source)
+    with open_store(tmp_path / "store") as store:
+        assert len(store) == expected.num_samples == len(SMILES)
+        for number in (0, 19, 20, len(SMILES) - 1):
+            sample = store.read_sample(number)
+            assert sample["name"] == f"compound {number}"
+            for name in ("mz", "intensity", "atoms", "bonds", "ecfp_bits", "ecfp_counts"):
+                np.testing.assert_array_equal(sample[name], expected.ragged(name)[number])
+        assert store.manifest.attributes == expected.attributes
+
+
 # -- refusals --------------------------------------------------------------------------------
 
 
@@ -200,6 +223,22 @@ def test_rows_are_guarded_by_their_number_in_the_whole_file(tmp_path, pack):
     packed = pack(MassSpecSource(msp, molecules_per_part=3), poisoned={5: "it hung"})
     assert [row for row in packed.guarded if row is not None] == [0, 1, 2, 3, 4, 6]
     assert packed.texts("name") == ["r0", "r1", "r2", "r3", "r4", "r6"]
+
+
+@pytest.mark.slow
+def test_a_molecule_that_takes_too_long_is_refused_and_the_rest_is_packed(tmp_path):
+    """2,500 rings keep RDKit busy for half a minute, inside one call that nothing can interrupt."""
+    records = [msp_record(f"r{n}", SMILES=SMILES[n]) for n in range(12)]
+    records[7] = msp_record("endless", SMILES="C1CCCCC1" * 2500)
+    source = MassSpecSource(
+        write_msp(tmp_path, *records), molecules_per_part=5, row_limit_seconds=2.0
+    )
+    options = PackOptions(jobs=2, on_bad="quarantine", bad_budget="10%")
+    result = pack_store(source, tmp_path / "store", options)
+    assert result.manifest.num_samples == 11
+    assert [refusal.line for refusal in result.refused] == [50]
+    assert "refused because it ended a worker" in result.refused[0].reason
+    assert result.manifest.attributes["refused_records"] == {"poisoned": 1}
 
 
 # -- spectra ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import subprocess
 import sys
 
@@ -146,6 +147,15 @@ def test_charges_beyond_three_are_other():
     assert expand_atoms(pack_molecule(read("[Ti+4]")).atoms)[0, 27] == 1
 
 
+def test_what_has_no_upper_bound_stops_at_its_last_class():
+    cluster = "[U]" + "(C)" * 70
+    atoms = expand_atoms(pack_molecule(read(cluster)).atoms)
+    assert atoms[0, 12 + 7] == 1  # 70 neighbours
+    mol = read("[U]")
+    mol.GetAtomWithIdx(0).SetNumExplicitHs(99)
+    assert expand_atoms(pack_molecule(mol).atoms)[0, 33 + 5] == 1
+
+
 def test_isotopes_share_the_class_of_their_element_and_change_the_mass():
     light, heavy = pack_molecule(read("C")), pack_molecule(read("[13CH4]"))
     np.testing.assert_array_equal(light.atoms, heavy.atoms)
@@ -276,6 +286,9 @@ def test_without_rdkit_the_extra_is_named(monkeypatch):
     functional_groups._candidates.cache_clear()
     with pytest.raises(MissingExtraError, match=r"stoker\[chem\]"):
         read_structure("C", "smiles")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"stoker\[chem\]"):
+        molecules.require_rdkit()
     with pytest.raises(MissingExtraError, match=r"stoker\[chem\]"):
         find_functional_groups(Chem.Mol())
 

@@ -36,7 +36,9 @@ POSITIONAL = {"contiguous", "chunked", "gzip", "shuffle-gzip", "shuffle"}
     libver=st.sampled_from(["earliest", "latest"]),
 )
 @settings(max_examples=150)
-def test_every_layout_reads_as_h5py_reads_it(layout, shape, chunk, dtype, seed, libver, tmp_path_factory):
+def test_every_layout_reads_as_h5py_reads_it(
+    layout, shape, chunk, dtype, seed, libver, tmp_path_factory
+):
     rng = np.random.default_rng(seed)
     if layout == "scaleoffset":
         dtype = "<i4"
@@ -86,11 +88,15 @@ def test_compact_virtual_and_external_data_go_through_the_library(tmp_path):
         layout = h5py.VirtualLayout((10,), "i8")
         layout[:] = h5py.VirtualSource(str(tmp_path / "part.h5"), "d", (10,))
         file.create_virtual_dataset("virtual", layout)
-        file.create_dataset("external", (10,), "i4", external=[(str(tmp_path / "raw.bin"), 0, h5py.h5f.UNLIMITED)])
+        file.create_dataset(
+            "external", (10,), "i4", external=[(str(tmp_path / "raw.bin"), 0, h5py.h5f.UNLIMITED)]
+        )
         file["external"][:] = np.arange(10) * 2
         plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         plist.set_layout(h5py.h5d.COMPACT)
-        h5py.h5d.create(file.id, b"compact", h5py.h5t.NATIVE_INT32, h5py.h5s.create_simple((10,)), plist)
+        h5py.h5d.create(
+            file.id, b"compact", h5py.h5t.NATIVE_INT32, h5py.h5s.create_simple((10,)), plist
+        )
         file["compact"][:] = np.arange(10) * 3
     with open_store(path) as store:
         for name, factor in (("virtual", 1), ("external", 2), ("compact", 3)):
@@ -109,7 +115,12 @@ def test_other_lengths_text_and_scalars_are_left_aside_with_a_note(tmp_path):
     with open_store(path) as store:
         assert list(store.fields) == ["features"]
         notes = "\n".join(store.notes)
-    for expected in ("'names' has dtype object", "'version' is a single value", "'bins' has 11 rows, not 5", "says 6"):
+    for expected in (
+        "'names' has dtype object",
+        "'version' is a single value",
+        "'bins' has 11 rows, not 5",
+        "says 6",
+    ):
         assert expected in notes
 
 
@@ -125,7 +136,9 @@ def test_a_truncated_plain_file_is_refused(tmp_path):
 def test_a_corrupt_gzip_chunk_names_file_dataset_and_offset(tmp_path):
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
-        data = file.create_dataset("features", data=np.arange(4000.0), chunks=(1000,), compression="gzip")
+        data = file.create_dataset(
+            "features", data=np.arange(4000.0), chunks=(1000,), compression="gzip"
+        )
         infos = []
         data.id.chunk_iter(infos.append)
     with path.open("r+b") as raw:
@@ -133,7 +146,10 @@ def test_a_corrupt_gzip_chunk_names_file_dataset_and_offset(tmp_path):
         raw.write(b"\xff" * 40)
     with open_store(path) as store:
         assert (store.read_rows("features", 0, 2000) == np.arange(2000)).all()
-        with pytest.raises(CorruptError, match=rf"x\.h5: dataset 'features', chunk at \(2000,\) \(byte {infos[2].byte_offset}\)"):
+        with pytest.raises(
+            CorruptError,
+            match=rf"x\.h5: dataset 'features', chunk at \(2000,\) \(byte {infos[2].byte_offset}\)",
+        ):
             store.read_rows("features", 0, 4000)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +25,7 @@ from stoker.store.quality import (
     scan_time,
     summarise,
 )
+from stoker.store.repairs import apply_repairs, fit_repairs, parse_repair
 from stoker.store.row_sketch import RowHashes, hash_rows
 
 SPECIALS = [0.0, -0.0, 1.0, -1.0, 7.5, 65504.0, 65505.0, -65536.0, 7e4, 3e9, -1e12, 1e15, -3e30]
@@ -186,6 +188,12 @@ class TestScan:
         quantiles = stats.quantiles([0.1, 0.5, 0.9], 0)
         np.testing.assert_allclose(quantiles, [10_000, 50_000, 90_000], atol=3000)
 
+    def test_sample_of_a_pooled_field_covers_all_positions(self):
+        pixels = np.tile(np.arange(3 * 64 * 64, dtype=np.float32).reshape(3, 64, 64), (60, 1, 1, 1))
+        sampled = TableStats.scan(pixels).sampled(0)
+        assert len(sampled) == 60 * 256
+        assert len(np.unique(sampled)) > 3 * 64 * 64 * 0.5
+
     def test_memory_does_not_grow_with_the_rows(self):
         few, many = (len(json.dumps(TableStats.scan(clean(n, 3)).to_json(compact=True)))
                      for n in (5_000, 80_000))  # fmt: skip
@@ -271,7 +279,8 @@ class TestJudge:
 
     @given(st.data())
     def test_every_planted_defect_is_found_and_nothing_else(self, data):
-        values = clean(400, 6, "float32", data.draw(st.integers(0, 1000)))
+        # The seventh column stays clean, so that no two rows become equal.
+        values = clean(400, 7, "float32", data.draw(st.integers(0, 1000)))
         kinds = st.sampled_from(["nan", "inf", "extreme", "overflows-fp16", "constant", "denormal"])
         expected = set()
         for column in range(6):
@@ -508,3 +517,14 @@ class TestRealData:
         values[57, 37] = 1e15
         (found,) = [f for f in judge(TableStats.scan(values, columns)) if f.name == "extreme"]
         assert (found.column, found.first_rows) == (columns[37], (57,))
+
+    def test_the_remedies_named_are_remedies(self, flows):
+        values, columns = flows
+        found = judge(TableStats.scan(values, columns))
+        remedies = [f.remedy for f in found if f.severity == "refuse"]
+        texts = [shlex.split(remedy.split(", or")[0])[1] for remedy in remedies]
+        fitted = fit_repairs([parse_repair(text) for text in texts], values[:5000], columns)
+        repaired = apply_repairs(values, fitted, columns)
+        after = judge(TableStats.scan(repaired, columns))
+        assert len(texts) == 3
+        assert [f for f in after if f.severity == "refuse"] == []

@@ -16,19 +16,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_makers import shard_data, simple_shard, write_store
 
 from stoker.errors import CorruptError, InputError, StokerError, StoreError, StoreVersionError
 from stoker.store.fields import Dense, Ragged, Series, offsets_of
 from stoker.store.hdf5 import Location
+from stoker.store.manifest import seal
 from stoker.store.reader import open_store
 from stoker.store.rewrite import keep_samples, load_shard
 from stoker.store.writer import write_shard
+from store_makers import shard_data, simple_shard, write_store
 
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:
     """Equal bit for bit, NaN included, apart from byte order."""
-    return a.shape == b.shape and a.astype(a.dtype.newbyteorder("<")).tobytes() == b.astype(b.dtype.newbyteorder("<")).tobytes()
+    return (
+        a.shape == b.shape
+        and a.astype(a.dtype.newbyteorder("<")).tobytes()
+        == b.astype(b.dtype.newbyteorder("<")).tobytes()
+    )
 
 
 @given(data=shard_data())
@@ -51,7 +56,9 @@ def test_pack_then_read_gives_the_same_values(data, tmp_path_factory):
 
 @given(data=shard_data(), seed=st.integers(0, 9))
 @settings(max_examples=30)
-def test_a_loaded_shard_is_the_one_that_was_written_and_can_be_thinned(data, seed, tmp_path_factory):
+def test_a_loaded_shard_is_the_one_that_was_written_and_can_be_thinned(
+    data, seed, tmp_path_factory
+):
     store = write_store(tmp_path_factory.mktemp("s"), [data])
     loaded = load_shard(store.shards[0], store.fields)
     for name, field in data.items():
@@ -63,7 +70,9 @@ def test_a_loaded_shard_is_the_one_that_was_written_and_can_be_thinned(data, see
     ragged = data["ragged"]
     for new, old in enumerate(np.flatnonzero(keep)):
         a, b = kept["ragged"].offsets[new : new + 2]
-        assert same(kept["ragged"].values[a:b], ragged.values[ragged.offsets[old] : ragged.offsets[old + 1]])
+        assert same(
+            kept["ragged"].values[a:b], ragged.values[ragged.offsets[old] : ragged.offsets[old + 1]]
+        )
     assert same(kept["series"].ends, data["series"].ends[keep])
 
 
@@ -98,7 +107,10 @@ def test_many_threads_read_into_the_callers_buffers(tmp_path):
     values = rng.normal(size=(3000, 40, 41)).astype("f4")  # 20 MB: several pieces, several blocks
     store = write_store(tmp_path / "s", [{"features": Dense(values)}], block_bytes=1 << 20)
     out = [np.full((3000, 40, 41), np.nan, "f4") for _ in range(4)]
-    threads = [threading.Thread(target=store.read_rows, args=("features", 0, 3000, buffer)) for buffer in out]
+    threads = [
+        threading.Thread(target=store.read_rows, args=("features", 0, 3000, buffer))
+        for buffer in out
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -132,10 +144,13 @@ def test_somebody_without_stoker_reads_the_shard_with_h5py(tmp_path):
         f"f = h5py.File({str(tmp_path / 's' / 'shard-00000.h5')!r})\n"
         "o = f['peaks/offsets'][:]\n"
         "print(f['features'].shape, f['features'].chunks, f['M1/rows'].shape, f['M1'].attrs['window'],"
-        " f['M1'].attrs['columns'].split(), bytes(f['name/values'][f['name/offsets'][3]:f['name/offsets'][4]]).decode(),"
+        " f['M1'].attrs['columns'].split(),"
+        " bytes(f['name/values'][f['name/offsets'][3]:f['name/offsets'][4]]).decode(),"
         " int(f['features'][:].astype('f8').sum() * 1e6))\n"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     total = int(data["features"].values.astype("f8").sum() * 1e6)
     assert shown.strip() == f"(10, 7, 5) None (26, 4) 16 ['o', 'h', 'l', 'c'] sample 3 é {total}"
 
@@ -145,7 +160,9 @@ def test_h5ls_lists_a_shard(tmp_path):
         pytest.skip("h5ls is not installed (Debian: hdf5-tools)")
     write_store(tmp_path / "s", [simple_shard(np.random.default_rng(3), 10)])
     shard = tmp_path / "s" / "shard-00000.h5"
-    shown = subprocess.run(["h5ls", "-r", str(shard)], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        ["h5ls", "-r", str(shard)], capture_output=True, text=True, check=True
+    ).stdout
     assert "/features" in shown
     assert "{10, 7, 5}" in shown
 
@@ -193,7 +210,10 @@ def test_a_flipped_data_byte_is_found_at_its_block_on_first_read(store_path):
     with open_store(store_path) as store:
         good = store.read_rows("features", 0, 10)  # other blocks still read
         assert good.shape == (10, 7, 5)
-        with pytest.raises(CorruptError, match=r"shard-00000\.h5: dataset 'features' fails its checksum in block 3 \(bytes"):
+        with pytest.raises(
+            CorruptError,
+            match=r"shard-00000\.h5: dataset 'features' fails its checksum in block 3 \(bytes",
+        ):
             store.read_rows("features", 0, 300)
         with pytest.raises(CorruptError, match="block 3"):  # a small row inside the bad block
             store.gather("features", np.array([(4096 * 3 + 17) // 140]))
@@ -206,7 +226,9 @@ def test_a_missing_shard_is_named(store_path):
     (store_path / "shard-00001.h5").unlink()
     with open_store(store_path) as store:
         store.read_rows("features", 0, 300)  # the first shard is whole
-        with pytest.raises(StoreError, match=r"shard .*shard-00001\.h5 of the store cannot be found"):
+        with pytest.raises(
+            StoreError, match=r"shard .*shard-00001\.h5 of the store cannot be found"
+        ):
             store.read_rows("features", 0, 301)
         assert len(store.verify().problems) == 1
 
@@ -234,8 +256,9 @@ def test_a_manifest_newer_than_the_code_is_refused(store_path):
     ("text", "message"),
     [
         ("", "is not JSON"),
-        ("[]", "Input should be an object|valid dictionary"),
-        ('{"num_samples": 1}', "fields"),
+        ("[]", "fails its own checksum"),
+        ('{"num_samples": 1}', "fails its own checksum"),
+        (seal({"num_samples": 1}), "fields: Field required"),
         ("{" * 100_000, "is not JSON"),
     ],
 )
@@ -245,10 +268,27 @@ def test_a_damaged_manifest_is_named(store_path, text, message):
         open_store(store_path)
 
 
+def test_an_edited_manifest_is_found_out(store_path):
+    text = (store_path / "store.json").read_text()
+    (store_path / "store.json").write_text(text.replace("<f4", "<i4"))
+    with pytest.raises(CorruptError, match="fails its own checksum"):
+        open_store(store_path)
+
+
+def test_a_manifest_of_other_types_than_its_shards_is_refused(store_path):
+    manifest = json.loads((store_path / "store.json").read_text())
+    del manifest["manifest_checksum"]
+    manifest["fields"]["features"]["dtype"] = "<i4"
+    (store_path / "store.json").write_text(seal(manifest))
+    with pytest.raises(CorruptError, match=r"dataset 'features' is float32 .*\n.*<i4"):
+        read_all(store_path)
+
+
 def test_a_manifest_that_points_outside_its_folder_is_refused(store_path):
     manifest = json.loads((store_path / "store.json").read_text())
     manifest["shards"][0]["file"] = "../../etc/passwd"
-    (store_path / "store.json").write_text(json.dumps(manifest))
+    del manifest["manifest_checksum"]
+    (store_path / "store.json").write_text(seal(manifest))
     with pytest.raises(CorruptError, match="is not a file name"):
         open_store(store_path)
 
@@ -269,7 +309,9 @@ def test_a_read_only_store_reads(store_path):
 def test_a_file_on_a_read_only_disk_reads(store_path, tmp_path):
     place = tmp_path / "mounted"
     place.mkdir()
-    mounted = subprocess.run(["mount", "--bind", str(store_path), str(place)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "--bind", str(store_path), str(place)], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("cannot mount here (needs root)")
     try:
@@ -317,7 +359,9 @@ def test_rows_beyond_two_to_the_31_elements_read_from_a_sparse_file(tmp_path):
     assert path.stat().st_blocks * 512 < 50e6  # it costs no disk
     with open_store(path) as store:
         assert (store.read_rows("features", rows - 2, rows - 1)[0] == np.arange(1024) % 251).all()
-        assert (store.gather("features", np.array([0, rows - 2, 7]))[1] == np.arange(1024) % 251).all()
+        assert (
+            store.gather("features", np.array([0, rows - 2, 7]))[1] == np.arange(1024) % 251
+        ).all()
 
 
 # -- what cannot be stored ------------------------------------------------------------------
@@ -331,8 +375,18 @@ def test_rows_beyond_two_to_the_31_elements_read_from_a_sparse_file(tmp_path):
         (lambda: Dense(np.zeros((2, 2)), ("a",)), "1 column names for 2 columns"),
         (lambda: Ragged(np.zeros(3), np.array([0, 2])), "do not span 3 values"),
         (lambda: Ragged(np.zeros(3), np.array([0, 4, 3])), "fall after row 1"),
-        (lambda: Series(np.zeros((3, 1)), np.array([0, 2, 1]), np.array([3]), 1, np.zeros(3), ("a",), 1), "backwards"),
-        (lambda: Series(np.zeros((3, 1)), np.arange(3), np.array([1]), 2, np.zeros(3), ("a",), 1), "window ends run"),
+        (
+            lambda: Series(
+                np.zeros((3, 1)), np.array([0, 2, 1]), np.array([3]), 1, np.zeros(3), ("a",), 1
+            ),
+            "backwards",
+        ),
+        (
+            lambda: Series(
+                np.zeros((3, 1)), np.arange(3), np.array([1]), 2, np.zeros(3), ("a",), 1
+            ),
+            "window ends run",
+        ),
     ],
 )
 def test_impossible_fields_are_refused(make, message):
@@ -348,13 +402,21 @@ def test_names_that_would_clash_inside_the_file_are_refused(name, tmp_path):
 
 def test_fields_of_different_lengths_are_refused(tmp_path):
     with pytest.raises(InputError, match="different numbers of samples"):
-        write_shard(tmp_path / "x.h5", {"a": Dense(np.zeros(3)), "b": Ragged(np.zeros(0), offsets_of(np.zeros(2, int)))}, "x")
+        write_shard(
+            tmp_path / "x.h5",
+            {"a": Dense(np.zeros(3)), "b": Ragged(np.zeros(0), offsets_of(np.zeros(2, int)))},
+            "x",
+        )
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path):
     place = tmp_path / "small"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)],
+        capture_output=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip("cannot mount here (needs root)")
     try:

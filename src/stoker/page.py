@@ -186,18 +186,18 @@ def svg_histogram(
         f'style="height:{height}px">'
         f'<title id="{escape(key)}-t">{escape(shorten(title))}</title>'
         f'<desc id="{escape(key)}-d">{escape(told)}</desc>'
-        f"{_bars(plain, top, height, 'bar')}{_bars(warned, top, height, 'bar marked')}"
+        f"{_bars(plain, top, height, 'bar', 1.5)}{_bars(warned, top, height, 'bar marked', 8)}"
         f'<path class="base" d="M0 {height - 0.5}h{max(len(counts), 1) * 4}"/></svg>'
     )
 
 
-def _bars(counts: Sequence[int], top: int, height: int, style: str) -> str:
+def _bars(counts: Sequence[int], top: int, height: int, style: str, least: float) -> str:
     """Return all bars as one path: 32 rectangles would be seven times the bytes."""
     steps = []
     for index, count in enumerate(counts):
         if count:
-            # A bar of one value beside one of a million must still be seen.
-            tall = max(1.5, count / top * (height - 2))
+            # A bar of one value beside one of a million must still be seen, a marked one found.
+            tall = max(least, count / top * (height - 2))
             steps.append(f"M{index * 4} {height}v-{tall:.1f}h3.4v{tall:.1f}z")
     return f'<path class="{style}" d="{"".join(steps)}"/>' if steps else ""
 

@@ -56,10 +56,8 @@ def run() -> NoReturn:
     except StokerError as error:
         _complain(str(error))
         code = error.exit_code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         _complain("interrupted; what was finished is kept, and the same command goes on from there")
-        code = EXIT_INTERRUPTED
-    except typer.Abort:
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output went away: not an error, and nobody is left to tell.

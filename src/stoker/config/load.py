@@ -11,7 +11,8 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,17 @@ def check_config(
 
 def dump_config(config: Config) -> str:
     """Return YAML of what was written, defaults left out; reading it gives an equal config."""
-    tree = config.model_dump(exclude_unset=True)
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True) if tree else ""
+    return "".join(f"{line}\n" for line in _yaml_lines(config.model_dump(exclude_unset=True)))
+
+
+def _yaml_lines(tree: Mapping[str, Any], pad: str = "") -> Iterator[str]:
+    # By hand, for the sake of _yaml_word: PyYAML loses U+0085 when it writes a whole tree.
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield f"{pad}{name}:" if value else f"{pad}{name}: {{}}"
+            yield from _yaml_lines(value, f"{pad}  ")
+        else:
+            yield f"{pad}{name}: {_yaml_word(value)}"
 
 
 def describe_tree(config: Config) -> str:
@@ -101,8 +111,12 @@ def describe_tree(config: Config) -> str:
 
 
 def _yaml_word(value: Any) -> str:
-    # PyYAML ends a lone scalar with "\n...\n".
-    return yaml.safe_dump(value, allow_unicode=True, width=10_000).splitlines()[0]
+    # PyYAML ends a lone scalar with "..." and folds text; in quotes it stays on one line.
+    word = yaml.safe_dump(value, allow_unicode=True, width=sys.maxsize)
+    word = word.removesuffix("...\n").rstrip("\n")
+    if len(word.splitlines()) <= 1:
+        return word
+    return yaml.safe_dump(value, default_style='"', width=sys.maxsize).rstrip("\n")
 
 
 def _check(

@@ -6,7 +6,7 @@ one process per job (joblib's loky); with one job and nothing that can hang, no 
 Contract: an exception in a worker ends the run with that exception and the part's label. A worker
 that dies (killed, crashed inside a C library, out of memory, or longer than the limit on one row)
 does not: its part is built again, without the row that killed it. A part that keeps dying without
-naming a row ends the run after three tries. Cancelling (Ctrl-C) kills the workers; finished parts
+naming a row ends the run. Cancelling (Ctrl-C) kills the workers; finished parts
 stay on disk.
 
 The time limit cannot be a Python signal handler: C++ that hangs never returns to Python. So the
@@ -30,8 +30,8 @@ from typing import Protocol, TypeVar
 from stoker.errors import StokerError
 
 _ENTRY = struct.Struct("<qd")
-_MAX_DEATHS = 3
-_MAX_STRIKES = 2
+_MAX_DEATHS = 2
+_NOBODY = -1
 
 
 class Numbered(Protocol):
@@ -116,21 +116,25 @@ class Crew:
                 yield item.index, work(item, poison.get(item.index, {}))
             return
         waiting = {item.index: item for item in items}
-        strikes: Counter[tuple[int, int]] = Counter()
+        suspects: list[int] = []
         deaths: Counter[int] = Counter()
         while waiting:
+            alone = bool(suspects)
+            batch = [waiting[suspects.pop(0)]] if alone else list(waiting.values())
             try:
-                for index, result in self._round(work, list(waiting.values()), poison):
+                for index, result in self._round(work, batch, poison, 1 if alone else self.jobs):
                     del waiting[index]
                     yield index, result
             except BrokenExecutor as error:  # loky: a worker was killed or crashed
-                self._blame(waiting, poison, strikes, deaths, error)
+                left = [item for item in batch if item.index in waiting]
+                suspects = self._blame(left, poison, deaths, alone, error) + suspects
 
     def _round(
         self,
         work: Callable[[Item, Poison], Result],
         items: list[Item],
         poison: dict[int, dict[int, str]],
+        jobs: int,
     ) -> Iterator[tuple[int, Result]]:
         from joblib import Parallel, delayed
 
@@ -138,10 +142,10 @@ class Crew:
             self.journal(item.index).unlink(missing_ok=True)
         # At most `jobs` tasks are under way even where loky insists on two processes.
         crew = Parallel(
-            n_jobs=max(2, self.jobs),
+            n_jobs=max(2, jobs),
             backend="loky",
             return_as="generator_unordered",
-            pre_dispatch=self.jobs,
+            pre_dispatch=jobs,
             batch_size=1,
             max_nbytes=None,
         )
@@ -150,39 +154,41 @@ class Crew:
 
     def _blame(
         self,
-        waiting: Mapping[int, Numbered],
+        items: Sequence[Numbered],
         poison: dict[int, dict[int, str]],
-        strikes: Counter[tuple[int, int]],
         deaths: Counter[int],
+        alone: bool,
         error: BaseException,
-    ) -> None:
-        """Find the row that killed a worker.
+    ) -> list[int]:
+        """Find the row that killed a worker, and return the items to try again by themselves.
 
-        Innocent workers die with it, so one death that was not a time-out is only a strike.
+        The innocent die with the guilty, so a death in company only makes suspects; a row over its
+        time limit, or a death with no other item under way, is proof.
         """
-        for index, item in waiting.items():
-            noted = read_journal(self.journal(index))
+        suspects = []
+        for item in items:
+            noted = read_journal(self.journal(item.index))
             if noted is None:
                 continue
+            suspects.append(item.index)
             row, seconds = noted
-            deaths[index] += row < 0
-            strikes[index, row] += 1
             if row >= 0 and self.limit_seconds is not None and seconds >= self.limit_seconds:
-                poison.setdefault(index, {})[row] = f"took longer than {self.limit_seconds:g} s"
-            elif row >= 0 and strikes[index, row] >= _MAX_STRIKES:
-                poison.setdefault(index, {})[row] = "crashed the worker process twice"
-            if deaths[index] >= _MAX_DEATHS:
-                raise StokerError(
-                    f"the worker building {item.label!r} died {_MAX_DEATHS} times: {error}.",
-                    "workers that live",
-                    "free some memory, or use fewer workers: --jobs 1",
-                ) from error
-        if not any(self.journal(index).exists() for index in waiting):
+                poison.setdefault(item.index, {})[row] = (
+                    f"took longer than {self.limit_seconds:g} s"
+                )
+            elif row >= 0 and alone:
+                poison.setdefault(item.index, {})[row] = "crashed the worker process twice"
+            else:
+                deaths[item.index] += alone
+        deaths[_NOBODY] += not suspects
+        guilty = next((item.label for item in items if deaths[item.index] >= _MAX_DEATHS), None)
+        if guilty is not None or deaths[_NOBODY] > _MAX_DEATHS:
             raise StokerError(
-                f"worker processes die before they begin: {error}.",
-                "workers that start",
-                "--jobs 1",
+                f"the worker on {guilty or 'nothing yet'!r} died again and again: {error}.",
+                "workers that live",
+                "free some memory, or use fewer workers: --jobs 1",
             ) from error
+        return suspects
 
 
 def _call(work: Callable[[Item, Poison], Result], item: Item, poison: Poison) -> tuple[int, Result]:

@@ -31,14 +31,16 @@ DAY_NS = 86_400 * SECOND_NS
 FIRST_YEAR, LAST_YEAR = 1900, 2199
 
 _EPOCH_DAY = date(1970, 1, 1).toordinal()
-_LATEST_NS = (date(LAST_YEAR + 1, 1, 1).toordinal() - _EPOCH_DAY) * DAY_NS
+EARLIEST_NS = (date(FIRST_YEAR, 1, 1).toordinal() - _EPOCH_DAY) * DAY_NS
+LATEST_NS = (date(LAST_YEAR + 1, 1, 1).toordinal() - _EPOCH_DAY) * DAY_NS
 # Unpadded "1/5/2020 9:05" has 8 shapes; more than this many in one block is not a time column.
 _MAX_SHAPES = 48
 _LOCAL_STEP_NS = 900 * SECOND_NS  # every zone changes its clock on a quarter of an hour
 
 _CLOCK = (
-    r"(?:(?: *T *| +)(?P<hour>[0-9]{1,2}):(?P<minute>[0-9]{2})"
-    r"(?::(?P<second>[0-9]{2})(?:[.,](?P<fraction>[0-9]{1,9}))?)?"
+    r"(?:(?: *T *| +)(?P<hour>[0-9]{1,2})"
+    # Colons may be missing ("T1305"), as ISO 8601 and therefore arrow allow.
+    r"(?::?(?P<minute>[0-9]{2})(?::?(?P<second>[0-9]{2})(?:[.,](?P<fraction>[0-9]{1,9}))?)?)?"
     r"(?: *(?P<zone>Z|UTC|GMT|(?:UTC|GMT)?[+-](?P<zone_hour>[0-9]{2})"
     r"(?::?(?P<zone_minute>[0-9]{2}))?))?)?"
 )
@@ -201,7 +203,7 @@ def _shorten(text: str) -> str:
 
 def _from_epoch(digits: str) -> int | None:
     ns = int(digits) * _epoch_unit(len(digits))
-    return ns if ns < _LATEST_NS else None
+    return ns if ns < LATEST_NS else None
 
 
 @lru_cache(maxsize=8)
@@ -257,7 +259,7 @@ def _from_matrix(
     if "epoch" in spans:
         start, stop = spans["epoch"]
         ns = _digits(matrix, (start, stop)) * _epoch_unit(stop - start)
-        return ns, (ns >= 0) & (ns < _LATEST_NS)  # what overflows int64 turns negative
+        return ns, (ns >= 0) & (ns < LATEST_NS)  # what overflows int64 turns negative
     if "left" in spans:
         left, right = ("day", "month") if day_first else ("month", "day")
         spans[left], spans[right] = spans["left"], spans["right"]

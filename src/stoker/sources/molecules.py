@@ -25,6 +25,7 @@ hydrides, bridging). Isotopes share the class of their element. Salts keep all t
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 from collections.abc import Callable
@@ -112,18 +113,21 @@ def layout() -> dict[str, Any]:
     }
 
 
-# Tables from RDKit's numbers to bits already in place: a list lookup per property is what makes
-# the loop over atoms cheap. RDKit's enums are integers, so they index directly.
+# Tables from RDKit's numbers to bits already in place: one lookup per property is what makes the
+# loop over atoms cheap. RDKit's enums are integers, so they index directly; what has no upper
+# bound is a dict with a default.
 _ATOMIC_NUMBERS = {
     1: "H", 6: "C", 7: "N", 8: "O", 9: "F", 14: "Si", 15: "P", 16: "S", 17: "Cl", 35: "Br", 53: "I",
 }  # fmt: skip
 _ELEMENT = [ELEMENTS.index(_ATOMIC_NUMBERS.get(number, "other")) for number in range(128)]
 _ELEMENT_PRESENT = [PRESENCE[ELEMENTS[code]] for code in _ELEMENT]
-_DEGREE = [min(degree, 7) << 4 for degree in range(64)]
+_DEGREE = {degree: degree << 4 for degree in range(7)}
+_DEGREE_MOST = 7 << 4
 _CHARGE = {charge: (charge + 3) << 7 for charge in range(-3, 4)}
 _CHARGE_OTHER = 7 << 7
 _CHIRALITY = [min(tag, 4) << 10 for tag in range(32)]
-_HYDROGENS = [min(count, 5) << 13 for count in range(64)]
+_HYDROGENS = {count: count << 13 for count in range(5)}
+_HYDROGENS_MOST = 5 << 13
 # RDKit: UNSPECIFIED, S, SP, SP2, SP3, SP2D, SP3D, SP3D2, OTHER
 _HYBRIDISATION = [code << 16 for code in (6, 0, 1, 2, 3, 6, 4, 5, 6)]
 _AROMATIC = 1 << 19
@@ -172,18 +176,29 @@ def _toolkit() -> _Toolkit:
         from rdkit import Chem, rdBase
         from rdkit.Chem import rdFingerprintGenerator, rdMolDescriptors
     except ImportError as error:
-        raise MissingExtraError.for_package("rdkit", "chem", "reading MOL files") from error
+        raise _missing() from error
     generator = rdFingerprintGenerator.GetMorganGenerator(radius=ECFP_RADIUS, fpSize=ECFP_SIZE)
     return _Toolkit(Chem, rdBase, generator.GetCountFingerprint, rdMolDescriptors.CalcExactMolWt)
 
 
-def require_rdkit() -> str:
-    """Return RDKit's version.
+def require_rdkit() -> None:
+    """Check that RDKit is installed, without loading it (30 MB).
 
     Raises:
-        MissingExtraError: RDKit is not installed.
+        MissingExtraError: It is not.
     """
+    if importlib.util.find_spec("rdkit") is None:
+        raise _missing()
+
+
+def warm_up() -> str:
+    """Load RDKit and compile the patterns, before a clock runs; return RDKit's version."""
+    pack_molecule(read_structure("C", "smiles"))
     return str(_toolkit().base.rdkitVersion)
+
+
+def _missing() -> MissingExtraError:
+    return MissingExtraError.for_package("rdkit", "chem", "reading MOL files")
 
 
 def read_structure(
@@ -295,10 +310,10 @@ def _atom_words(mol: Mol) -> tuple[list[int], int]:
         present |= _ELEMENT_PRESENT[number]
         word = (
             _ELEMENT[number]
-            | _DEGREE[atom.GetDegree()]
+            | _DEGREE.get(atom.GetDegree(), _DEGREE_MOST)
             | _CHARGE.get(charge, _CHARGE_OTHER)
             | _CHIRALITY[atom.GetChiralTag()]
-            | _HYDROGENS[atom.GetTotalNumHs()]
+            | _HYDROGENS.get(atom.GetTotalNumHs(), _HYDROGENS_MOST)
             | _HYBRIDISATION[atom.GetHybridization()]
         )
         if charge:

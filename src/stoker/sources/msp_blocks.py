@@ -55,7 +55,7 @@ def read_blocks(path: Path, start_byte: int, end_byte: int | None) -> Iterator[B
     """
     carry, searched = b"", 0
     for chunk in _chunks(path, start_byte, end_byte):
-        carry += chunk
+        # Cut only now that there is more to come: a small file is one block.
         cut = _last_boundary(carry, max(0, searched - 64))
         searched = len(carry)
         if cut:
@@ -68,6 +68,7 @@ def read_blocks(path: Path, start_byte: int, end_byte: int | None) -> Iterator[B
                 raise overlong(path)
         if cut:
             carry, searched = carry[cut:], 0
+        carry += chunk
     yield Block(carry, closed=True)
 
 
@@ -90,7 +91,8 @@ def _chunks(path: Path, start_byte: int, end_byte: int | None) -> Iterator[bytes
         cut = len(raw) - min(2, len(raw) - len(raw.rstrip(b"\r")))
         held = raw[cut:]
         yield _with_plain_line_ends(raw[:cut])
-    yield _with_plain_line_ends(held)
+    if held:
+        yield _with_plain_line_ends(held)
 
 
 def _with_plain_line_ends(raw: bytes) -> bytes:
@@ -238,7 +240,7 @@ class BlockParser:
             if stop - start > 1:
                 piece = b"\n\n".join(paragraphs[start:stop])
             core = piece.strip(b"\n")
-            core_line = line + (piece[:1] == b"\n")
+            core_line = line + len(piece) - len(piece.lstrip(b"\n"))
             item = self._regular(core, core_line) or _Odd(core_line, core)
             line += len(piece) - len(core) + 2
             if isinstance(item, _Regular):
@@ -265,7 +267,7 @@ class BlockParser:
         num_rows, num_peak_lines = int(count), rows.count(b"\n") + bool(rows)
         if num_rows != num_peak_lines:
             rows = _one_pair_per_line(rows)
-            if rows.count(b"\n") + bool(rows) != num_rows:
+            if rows.count(b"\n") + bool(rows) != num_rows or not rows:
                 return None
         try:
             folded = self._headers.read(header.decode())
@@ -291,6 +293,8 @@ def _one_pair_per_line(rows: bytes) -> bytes:
 
     Whatever does not end as lines of exactly two numbers is left to the careful parser.
     """
+    if not all(row.strip(b" \t\x0b\x0c(),;:") for row in rows.split(b"\n")):
+        return b""  # a blank line ends the record, whatever the count says; a lone `(` is refused
     if b":" in rows:
         rows = rows.replace(b" ", b"\n").replace(b":", b" ")
     else:

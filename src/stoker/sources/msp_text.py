@@ -82,7 +82,7 @@ class LineTally:
 # ----------------------------------------------------------------------------------------- peaks
 
 NUMBER = rb"(?:[0-9]++(?:\.[0-9]*+)?+|\.[0-9]++)(?:[eE][+-]?+[0-9]++)?+"
-_PEAK_START = frozenset(b"0123456789.+-([{\"'")
+_PEAK_START = frozenset(b"0123456789.+-,;:()[]{}\"'")
 _PAIR = re.compile(rb"(%b)[ \t]++(%b)" % (NUMBER, NUMBER))
 # Possessive quantifiers: a million digits in front of a letter must not be tried a million times.
 _TOKEN = re.compile(

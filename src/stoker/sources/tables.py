@@ -12,13 +12,14 @@ silently. Text that is not a number in a numeric column is refused with its line
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from stoker.errors import InputError, Refusal, SourceError
+from stoker.errors import InputError, Refusal, SourceError, require_file
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.store.fields import Array, Dense, FieldData
 from stoker.store.rewrite import keep_samples
@@ -261,52 +262,58 @@ def _read_piece(path: Path) -> Any:
 
 
 def _header(path: Path) -> list[str]:
-    import pyarrow as pa
-    from pyarrow import csv, parquet
+    from pyarrow import parquet
 
-    try:
+    with _readable(require_file(path, "table")):
         if _is_parquet(path):
             return list(parquet.read_schema(path).names)
         with _stream(path) as stream:
-            # Read as text only: the types of a column are not what its first rows suggest.
-            return list(
-                csv.open_csv(stream, read_options=csv.ReadOptions(block_size=1 << 20)).schema.names
-            )
-    except (pa.ArrowInvalid, pa.ArrowException, OSError) as error:
+            return list(_open_csv(stream, [], str(path)).schema.names)
+
+
+def _batches(path: Path, refused: list[Refusal]) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    with _readable(path):
+        if _is_parquet(path):
+            yield from parquet.ParquetFile(path).iter_batches()
+            return
+        names = _header(path)
+        with _stream(path) as stream:
+            yield from _open_csv(stream, refused, str(path), names)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
         raise SourceError(
             f"{path} cannot be read as a table: {error}.", "CSV with a header line, or Parquet", ""
         ) from error
 
 
-def _batches(path: Path, refused: list[Refusal]) -> Iterator[Any]:
+def _open_csv(stream: Any, refused: list[Refusal], path: str, names: Sequence[str] = ()) -> Any:
+    """Open a CSV stream; the named columns as text, and lines of the wrong length set aside."""
     import pyarrow as pa
-    from pyarrow import csv, parquet
+    from pyarrow import csv
 
     def refuse(row: Any) -> str:
         given = f"{row.actual_columns} cells instead of {row.expected_columns}"
-        # The handler counts data rows from 1 and the header is line 1 of the file.
-        refused.append(Refusal(str(path), None if row.number is None else row.number, given))
+        refused.append(Refusal(path, row.number, given))
         return "skip"
 
-    try:
-        if _is_parquet(path):
-            yield from parquet.ParquetFile(path).iter_batches()
-            return
+    return csv.open_csv(
+        stream,
+        read_options=csv.ReadOptions(block_size=8 << 20, use_threads=False),
+        parse_options=csv.ParseOptions(invalid_row_handler=refuse, newlines_in_values=True),
         # Everything as text: a column's type is not what its first rows suggest.
-        convert = csv.ConvertOptions(
-            column_types={name: pa.string() for name in _header(path)}, strings_can_be_null=False
-        )
-        with _stream(path) as stream:
-            yield from csv.open_csv(
-                stream,
-                read_options=csv.ReadOptions(block_size=8 << 20),
-                parse_options=csv.ParseOptions(invalid_row_handler=refuse, newlines_in_values=True),
-                convert_options=convert,
-            )
-    except (pa.ArrowInvalid, pa.ArrowException, OSError) as error:
-        raise SourceError(
-            f"{path} cannot be read as a table: {error}.", "CSV or Parquet", ""
-        ) from error
+        convert_options=csv.ConvertOptions(
+            column_types={name: pa.string() for name in names}, strings_can_be_null=False
+        ),
+    )
 
 
 def _stream(path: Path) -> Any:

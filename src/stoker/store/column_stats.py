@@ -261,11 +261,12 @@ class BlockScan:
         if what == "inf":
             return np.isinf(values)
         if what == "denormal":
-            is_small: Array = bins < self._first_normal_bin
-            return is_small & (values != 0)
+            is_small: Array = (bins < self._first_normal_bin) & (values != 0)
+            return is_small
         large: Array = np.abs(values)
-        is_over: Array = large > FP16_MAX if what == "over-fp16" else large >= HUGE
-        return is_over & np.isfinite(large)
+        is_over = large > FP16_MAX if what == "over-fp16" else large >= HUGE
+        is_both: Array = is_over & np.isfinite(large)
+        return is_both
 
     def _note(self, what: str, column: int, hit: Array, start: int, first_row: int) -> None:
         rows = np.unique((np.flatnonzero(hit) + start) // self._inner + first_row)

@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stoker.errors import CorruptError, StoreError, StoreVersionError
@@ -21,6 +22,7 @@ from stoker.store.fields import FieldData, FieldKind, Ragged, Series
 FORMAT_VERSION = 1
 MANIFEST_NAME = "store.json"
 REFUSED_NAME = "refused.jsonl"
+_SEAL = "manifest_checksum"
 BLOCK_BYTES = 1 << 20
 """Bytes under one checksum: large enough to hash at memory speed, small enough that the first
 random row costs 0.2 ms."""
@@ -108,7 +110,16 @@ class Manifest(_Frozen):
 
     def to_text(self) -> str:
         """Serialise; the same manifest always gives the same bytes."""
-        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
+        return seal(self.model_dump(mode="json"))
+
+
+def seal(document: dict[str, Any]) -> str:
+    """Return the text of `store.json`: the document and, as its last key, its own checksum."""
+    return json.dumps({**document, _SEAL: _digest(document)}, indent=1) + "\n"
+
+
+def _digest(document: dict[str, Any]) -> str:
+    return str(xxhash.xxh3_64_hexdigest(json.dumps(document).encode()))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -139,9 +150,14 @@ def read_manifest(folder: Path) -> Manifest:
             f"1 to {FORMAT_VERSION} with this stoker",
             "pip install --upgrade stoker, or pack the data again",
         )
+    if not isinstance(document, dict) or document.pop(_SEAL, None) != _digest(document):
+        raise CorruptError(
+            f"{path} fails its own checksum: it was damaged or edited.",
+            "a manifest as it was written",
+            "pack again",
+        )
     try:
-        # Strict JSON mode: the tuple/list and int/float rules are JSON's, not Python's.
-        manifest = Manifest.model_validate_json(text)
+        manifest = Manifest.model_validate_json(json.dumps(document))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "document"

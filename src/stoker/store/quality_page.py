@@ -210,13 +210,13 @@ def histogram(table: TableStats, column: int) -> tuple[Array, Array]:
     # Halved before subtracting: the span of float64 can exceed float64.
     if low == high or high / 2 - low / 2 < abs(low) * 1e-12:
         return np.array([len(inside)]), np.array([low, high])
-    span = high - low
+    with np.errstate(over="ignore"):
+        span = high - low
     if span <= NUM_BARS and (inside == np.round(inside)).all():
         counts = np.bincount((inside - low).astype(np.int64), minlength=int(span) + 1)
         return counts, low + np.arange(len(counts) + 1, dtype=np.float64)
     # Scaled by hand: np.histogram fails where neighbouring edges round to the same number.
-    with np.errstate(over="ignore"):
-        place = (inside / 2 - low / 2) / (high / 2 - low / 2)
+    place = (inside / 2 - low / 2) / (high / 2 - low / 2)
     index = np.minimum((place * NUM_BARS).astype(np.int64), NUM_BARS - 1)
     steps = np.linspace(0, 1, NUM_BARS + 1)
     return np.bincount(index, minlength=NUM_BARS), low * (1 - steps) + high * steps

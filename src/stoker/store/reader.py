@@ -28,10 +28,10 @@ from stoker.store.manifest import FieldInfo, Manifest, read_manifest
 from stoker.store.plain import describe_plain_file
 from stoker.store.shard import Shard
 
-_PARTS = {
-    "dense": ("",),
-    "ragged": ("/values", "/offsets"),
-    "series": ("/rows", "/time", "/gap", "/ends"),
+_PARTS: dict[str, dict[str, str | None]] = {  # dataset suffix to dtype; None is the field's own
+    "dense": {"": None},
+    "ragged": {"/values": None, "/offsets": "<i8"},
+    "series": {"/rows": None, "/time": "<i8", "/gap": "|u1", "/ends": "<i8"},
 }
 _INLINE_BYTES = 4 << 20
 """Reads below this run in the caller's thread: a hand-over costs more than it saves."""
@@ -62,8 +62,13 @@ def assemble_store(folder: Path, manifest: Manifest, threads: int | None = None)
     return Store(folder, manifest, shards, threads, ())
 
 
-def _datasets(fields: Mapping[str, FieldInfo]) -> list[str]:
-    return [name + part for name, info in fields.items() for part in _PARTS[info.kind]]
+def _datasets(fields: Mapping[str, FieldInfo]) -> dict[str, tuple[str, list[int]]]:
+    """Return the datasets of a shard with the dtype and row shape each must have."""
+    return {
+        name + part: (info.dtype, info.shape) if dtype is None else (dtype, [])
+        for name, info in fields.items()
+        for part, dtype in _PARTS[info.kind].items()
+    }
 
 
 @dataclass(frozen=True)

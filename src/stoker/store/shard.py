@@ -8,6 +8,7 @@ and 0.1 ms per dataset, once.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import h5py
@@ -16,7 +17,7 @@ import numpy as np
 from stoker.errors import CorruptError, StoreError
 from stoker.store.arrays import OpenFile, StoredArray
 from stoker.store.fields import Array
-from stoker.store.hdf5 import locate, open_hdf5
+from stoker.store.hdf5 import Location, locate, open_hdf5
 from stoker.store.manifest import ShardInfo
 from stoker.store.writer import CHECKSUM_GROUP, combine_digests
 
@@ -27,12 +28,16 @@ class Shard:
     Args:
         path: The HDF5 file.
         info: Its manifest entry; None for a plain file, which then has no checksums.
-        datasets: Dataset paths to expose.
+        datasets: Dataset paths to expose, with the dtype and row shape each must have.
         block_bytes: Bytes under one checksum.
     """
 
     def __init__(
-        self, path: Path, info: ShardInfo | None, datasets: list[str], block_bytes: int
+        self,
+        path: Path,
+        info: ShardInfo | None,
+        datasets: Mapping[str, tuple[str, list[int]]],
+        block_bytes: int,
     ) -> None:
         self.path = path
         self.info = info
@@ -104,17 +109,18 @@ class Shard:
                 "pack again",
             ) from error
         if self.info is not None:
-            self._check_rows(name, location.shape)
+            self._check_rows(name, location)
         assert self._file is not None
         return StoredArray(self._file, location, digests, self._block_bytes)
 
-    def _check_rows(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check_rows(self, name: str, location: Location) -> None:
         assert self.info is not None
-        expected = self.info.rows.get(name)
-        if not shape or shape[0] != expected:
+        dtype, shape = self._datasets[name]
+        expected = (self.info.rows.get(name), *shape)
+        if location.shape != expected or location.dtype != np.dtype(dtype):
             raise CorruptError(
-                f"{self.path}: dataset {name!r} has shape {shape}.",
-                f"{expected} rows, as the manifest says",
+                f"{self.path}: dataset {name!r} is {location.dtype} {location.shape}.",
+                f"{dtype} {expected}, as the manifest says",
                 "pack again",
             )
 

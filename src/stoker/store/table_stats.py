@@ -25,6 +25,8 @@ Json = Any
 
 MAX_COLUMNS = 4096
 _CHUNK_BYTES = 2**25
+# Sorting row hashes takes 60 bytes per row: this keeps narrow tables within the 64 MB.
+_CHUNK_ROWS = 2**19
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def checked_values(values: Array) -> Array:
 def row_chunks(values: Array) -> Iterator[tuple[int, Array]]:
     """Yield `(start, rows)`: contiguous, native-endian pieces of at most 32 MB or one row."""
     row_bytes = max(1, values.nbytes // max(1, len(values)))
-    step = max(1, _CHUNK_BYTES // row_bytes)
+    step = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // row_bytes))
     for start in range(0, len(values), step):
         rows = values[start : start + step]
         yield start, np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("="))
@@ -144,8 +146,8 @@ class TableStats:
             else BlockScan(len(layout.columns), max(1, layout.inner), values.dtype)
         )
         sample = RowSample.take(layout.table(values[:0]), first_row)
-        single = layout.inner * len(layout.columns) <= 1
-        hashes = None if single else RowHashes.take(values[:0], first_row)
+        is_single = layout.inner * len(layout.columns) <= 1
+        hashes = None if is_single else RowHashes.take(values[:0], first_row)
         for start, rows in row_chunks(values):
             table = layout.table(rows)
             flat = table.reshape(len(rows) * layout.inner, len(layout.columns))

@@ -1,0 +1,238 @@
+"""The command line as a user meets it: help, exit codes, JSON, mistakes, silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+ENV = {**os.environ, "COLUMNS": "200", "PYTHONWARNINGS": "default"}
+
+
+def stoker(*args: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stoker", *map(str, args)]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**ENV, **env},
+        timeout=110,
+        check=False,
+    )
+
+
+@pytest.fixture
+def arrays(tmp_path) -> Path:
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "features.npy", rng.normal(size=(200, 4)).astype("f4"))
+    np.save(tmp_path / "targets.npy", rng.integers(0, 2, 200))
+    return tmp_path
+
+
+def test_help_names_every_verb_and_every_verb_has_help():
+    shown = stoker("--help")
+    assert shown.returncode == 0
+    verbs = ["pack", "inspect", "verify", "machine", "config", "demo"]
+    for verb in verbs:
+        assert verb in shown.stdout
+        page = stoker(verb, "--help")
+        assert page.returncode == 0
+        assert "Usage" in page.stdout
+        if verb not in ("pack", "config"):
+            assert "--json" in page.stdout
+    for kind in ("arrays", "table", "images", "segmentation", "bars", "massspec"):
+        page = stoker("pack", kind, "--help")
+        for option in ("--jobs", "--force-recreate", "--on-bad", "--bad-budget", "--json"):
+            assert option in page.stdout, (kind, option)
+    assert stoker("--version").stdout.startswith("stoker 0.")
+
+
+def test_pack_verify_inspect_and_their_json(arrays):
+    packed = stoker("pack", "arrays", "features.npy", "targets.npy", "s", "--json", cwd=arrays)
+    assert packed.returncode == 0, packed.stderr
+    facts = json.loads(packed.stdout)
+    assert facts["num_samples"] == 200
+    assert not facts["reused"]
+    assert json.loads(
+        stoker("pack", "arrays", "features.npy", "targets.npy", "s", "--json", cwd=arrays).stdout
+    )["reused"]
+    verified = stoker("verify", "s", "--json", cwd=arrays)
+    assert json.loads(verified.stdout)["ok"]
+    inspected = stoker("inspect", "s", "--json", "--html", "page.html", cwd=arrays)
+    assert json.loads(inspected.stdout)["refused"] is False
+    assert (arrays / "page.html").read_text().startswith("<!doctype html>")
+    for verb in (
+        ("verify", "s"),
+        ("inspect", "s"),
+        ("pack", "arrays", "features.npy", "targets.npy", "s"),
+    ):
+        plain = stoker(*verb, cwd=arrays)
+        assert plain.returncode == 0
+        assert (
+            "\x1b" not in plain.stdout + plain.stderr
+        )  # no colours or bars when not on a terminal
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["packk"], 2, ["No such command", "packk"]),
+        (["pack", "arrays", "nothing.npy", "s"], 2, ["does not exist", "Try:"]),
+        (
+            ["pack", "arrays", "features.npy"],
+            2,
+            ["only features.npy was given", "Try: features.npy store/"],
+        ),
+        (["pack", "arrays", "features.npy", "s", "--jobs", "-3"], 2, ["--jobs is -3", "Allowed:"]),
+        (
+            ["pack", "arrays", "features.npy", "s", "--on-bad", "hope"],
+            2,
+            ["--on-bad is 'hope'", "quarantine"],
+        ),
+        (
+            ["pack", "images", ".", "s", "--size", "big"],
+            2,
+            ["cannot read 'big' as a size", "--size 512x512"],
+        ),
+        (["pack", "bars", "x.csv", "s", "--windows", "M7=3"], 2, ["M7"]),
+        (
+            ["pack", "table", "dirty.csv", "t"],
+            3,
+            ["quality gate refuses", "nan features['b']", "--on-bad quarantine"],
+        ),
+        (["inspect", "dirty.csv"], 3, ["nan features['b']"]),
+        (["inspect", "nothing"], 2, ["nothing does not exist"]),
+        (["verify", "features.npy"], 2, ["cannot be opened as HDF5"]),
+        (["config", "check", "none.yaml"], 2, ["none.yaml"]),
+        (["demo", "--weeks", "1"], 2, ["weeks"]),
+    ],
+)
+def test_mistakes_end_with_their_code_and_what_to_type(arrays, args, code, words):
+    (arrays / "dirty.csv").write_text("a,b\n1,\n2,3\n")
+    done = stoker(*args, cwd=arrays)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stdout + done.stderr
+
+
+def test_a_corrupt_store_fails_verify_with_the_place(arrays):
+    stoker("pack", "arrays", "features.npy", "s", cwd=arrays)
+    shard = arrays / "s" / "shard-00000.h5"
+    with h5py.File(shard) as file:
+        offset = file["features"].id.get_offset()
+    data = bytearray(shard.read_bytes())
+    data[offset + 100] ^= 1
+    shard.write_bytes(data)
+    done = stoker("verify", "s", cwd=arrays)
+    assert done.returncode == 2
+    assert "dataset 'features' fails its checksum in block 0" in done.stdout
+    assert not json.loads(stoker("verify", "s", "--json", cwd=arrays).stdout)["ok"]
+
+
+def test_our_own_faults_end_with_1_and_a_hint(arrays, tmp_path):
+    code = (
+        "import sys\nfrom stoker.cli import main\nimport stoker.store.reader as reader\n"
+        "def broken(*a, **k):\n    raise RuntimeError('planted')\n"
+        "reader.open_store = broken\nsys.argv = ['stoker', 'verify', 'x']\nmain.run()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=ENV, check=False
+    )
+    assert done.returncode == 1
+    assert "RuntimeError: planted" in done.stderr
+    assert "STOKER_TRACEBACK=1" in done.stderr
+    assert "Traceback" not in done.stderr
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**ENV, "STOKER_TRACEBACK": "1"},
+        check=False,
+    )
+    assert "Traceback" in told.stderr
+
+
+def test_an_interrupt_ends_with_130(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "stoker",
+        "demo",
+        "--folder",
+        str(tmp_path / "d"),
+        "--weeks",
+        "400",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENV)
+    assert process.stderr is not None
+    assert "making 400 weeks" in process.stderr.readline()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in rest
+    assert "Traceback" not in rest
+
+
+def test_output_into_a_closed_pipe_is_no_error(arrays):
+    stoker("pack", "arrays", "features.npy", "s", cwd=arrays)
+    done = subprocess.run(
+        f"{sys.executable} -m stoker inspect s --json | head -c 10",
+        shell=True,
+        cwd=arrays,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_demo_prints_the_table_and_keeps_its_promise(tmp_path):
+    done = stoker("demo", "--json", "--weeks", "4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["findings"] == []
+    assert facts["materialised"]["stored_bytes"] > 20 * facts["series"]["stored_bytes"]
+    assert facts["series"]["window_bytes"] == facts["materialised"]["window_bytes"]
+    assert not (tmp_path / "stoker-demo" / "windows.h5").exists()
+    assert stoker("verify", "stoker-demo/store", cwd=tmp_path).returncode == 0
+
+
+def test_progress_bars_show_on_a_terminal_only_and_no_color_is_respected(arrays):
+    script = (
+        "import os, pty, sys\n"
+        "out = bytearray()\n"
+        "def read(fd):\n    data = os.read(fd, 65536)\n    out.extend(data)\n    return data\n"
+        f"code = pty.spawn([{sys.executable!r}, '-m', 'stoker', 'verify', 'features.h5'], read)\n"
+    )
+    with h5py.File(arrays / "features.h5", "w") as file:
+        file["features"] = np.zeros((1000, 100))
+    coloured = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=arrays,
+        capture_output=True,
+        text=True,
+        env={**ENV, "TERM": "xterm-256color"},
+        check=False,
+    )
+    assert "verifying" in coloured.stdout
+    plain = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=arrays,
+        capture_output=True,
+        text=True,
+        env={**ENV, "TERM": "xterm-256color", "NO_COLOR": "1"},
+        check=False,
+    )
+    assert "\x1b[38;5" not in plain.stdout
+    assert "\x1b[31m" not in plain.stdout
