@@ -15,8 +15,8 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-from harness import publish, timed
 
+from harness import publish, timed
 from stoker.store.fields import Dense
 from stoker.store.manifest import FieldInfo, Manifest
 from stoker.store.reader import open_store

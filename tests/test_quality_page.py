@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -109,7 +110,11 @@ class TestPage:
     def test_any_name_gives_a_sound_page(self, name):
         text = render({name: table_with([name, name + "2"])}, name, {name: name})
         reference = render({"n": table_with(["n", "n2"])}, "n", {"n": "n"})
-        assert Strict(text).tags == Strict(reference).tags
+        # Which words are set as code may differ; nothing else may.
+        tags, expected = (
+            [tag for tag in Strict(each).tags if tag != "code"] for each in (text, reference)
+        )
+        assert tags == expected
         text.encode("utf-8")
 
     def test_wide_tables_are_cut_with_a_note(self, monkeypatch):
@@ -173,6 +178,8 @@ class TestPictures:
         assert text == (
             "<code>--repair &#x27;clip@a b&#x27;</code>, or drop it: <code>--drop x</code>. Done"
         )
+        quoted = shlex.quote('it\'s @ "odd"')
+        assert page.instruction(f"--drop {quoted}; or") == f"{page.code(f'--drop {quoted}')}; or"
 
 
 def browse(path, width, *options):

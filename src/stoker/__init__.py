@@ -42,7 +42,7 @@ _HOMES = {
     "probe": "stoker.machine",
 }
 
-__all__ = [  # noqa: RUF022  spelled out for type checkers; a test pins it against _HOMES
+__all__ = [
     "ConfigError",
     "CorruptError",
     "InputError",

@@ -75,7 +75,7 @@ def code(text: str) -> Html:
 def instruction(text: str) -> Html:
     """Return prose in which what is to be typed, an option and its value, is set as code."""
     text = shorten(text, 600)
-    parts = re.split(r"(--[a-z-]+ (?:'[^']*'|[^\s'])+(?<![.,;]))", text)
+    parts = re.split(r"""(--[a-z-]+ (?:'[^']*'|"[^"]*"|[^\s'"])+(?<![.,;]))""", text)
     return join(code(part) if index % 2 else part for index, part in enumerate(parts))
 
 

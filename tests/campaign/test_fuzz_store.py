@@ -12,10 +12,10 @@ import time
 import h5py
 import numpy as np
 import pytest
-from store_makers import simple_shard, write_store
 
 from stoker.errors import StokerError
 from stoker.store.reader import open_store
+from store_makers import simple_shard, write_store
 
 COUNT = int(os.environ.get("STOKER_FUZZ_N", "40000"))
 

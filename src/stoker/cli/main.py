@@ -14,7 +14,7 @@ import typer
 
 import stoker
 from stoker.cli import config, demo, inspect, machine, pack, verify
-from stoker.errors import EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OURS, StokerError
+from stoker.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OURS, StokerError
 
 app = typer.Typer(
     name="stoker",
@@ -56,19 +56,20 @@ def run() -> NoReturn:
     except StokerError as error:
         _complain(str(error))
         code = error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        _complain("interrupted; what was finished is kept, and the same command goes on from there")
+    except (KeyboardInterrupt, typer.Abort):  # newer typers return 130 instead
         code = EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output went away: not an error, and nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+    except SystemExit:
+        # Without its standalone mode typer ends by itself in one case only: the reader of our
+        # output went away. That is not an error, and nobody is left to tell.
+        code = EXIT_DONE
     except Exception as error:  # noqa: BLE001  the last line of defence: report, do not crash
         code = _usage(error)
         if code is None:
             _our_fault(error)
             code = EXIT_OURS
-    sys.exit(code if isinstance(code, int) else 0)
+    if code == EXIT_INTERRUPTED:
+        _complain("interrupted; what was finished is kept, and the same command goes on from there")
+    sys.exit(code if isinstance(code, int) else EXIT_DONE)
 
 
 def _usage(error: Exception) -> int | None:

@@ -281,7 +281,7 @@ def _read_table(text: bytes, dialect: Dialect) -> tuple[pa.Table, list[int]]:
 
     Each try takes less for granted than the one before: ISO times and floats (arrow parses both
     on all cores; 0.3 s for a million rows), floats beside times as text, all text. Where a line
-    has another number of cells, all text on one core, because only then does arrow count lines.
+    has another number of cells, once more on one core, because only then does arrow count lines.
     """
     iso = len(dialect.time_cells) == 1 and not dialect.aware and dialect.day_first is None
     for typed in (_Typed(times=True), _Typed()) if iso else (_Typed(),):
@@ -291,9 +291,10 @@ def _read_table(text: bytes, dialect: Dialect) -> tuple[pa.Table, list[int]]:
         except pa.ArrowInvalid:
             continue
     else:
-        table, odd = _arrow_read(text, dialect, _Typed(floats=False))
+        typed = _Typed(floats=False)
+        table, odd = _arrow_read(text, dialect, typed)
     if odd:
-        table, odd = _arrow_read(text, dialect, _Typed(floats=False, threads=False))
+        table, odd = _arrow_read(text, dialect, replace(typed, threads=False))
     return table, [number for number in odd if number is not None]
 
 

@@ -360,7 +360,7 @@ def _make_series(
         raise SourceError(
             f"{bars.file} has no bar before train ends at {show_time(train_end_ns)}.",
             "bars in the training span, to fit the scaler on",
-            "leave the symbol out, or give a later --split-at",
+            "leave the symbol out, or give a later split_at",
         )
     scaler = fit_scaler(features, slice(first, known), train_end_ns)
     used = Features(features.rows[first:stop], features.columns)
