@@ -208,6 +208,7 @@ def _headed_layout(
     names: list[str | None] = [_clean_name(cell) for cell in header]
     if "vol" in names:
         names[names.index("vol")] = "real_volume" if "tick_volume" in names else "volume"
+    time_cells: tuple[int, ...]
     if "date" in names and "time" in names:
         time_cells = (names.index("date"), names.index("time"))
     else:

@@ -217,12 +217,13 @@ def _from_parts(found: Mapping[str, str], day_first: bool | None) -> int | None:
     if month is None or day is None:
         left, right = found["left"], found["right"]
         day, month = (left, right) if day_first else (right, left)
-    clock = [int(found.get(name, 0)) for name in ("hour", "minute", "second")]
+    hour, minute, second = (int(found.get(name, 0)) for name in ("hour", "minute", "second"))
     year = int(found["year"])
     if not FIRST_YEAR <= year <= LAST_YEAR:
         return None
     try:
-        days = datetime(year, int(month), int(day), *clock).toordinal() - _EPOCH_DAY  # noqa: DTZ001
+        days = datetime(year, int(month), int(day), hour, minute, second).toordinal()  # noqa: DTZ001
+        days -= _EPOCH_DAY
     except ValueError:
         return None
     zone_hour, zone_minute = int(found.get("zone_hour", 0)), int(found.get("zone_minute", 0))
@@ -230,7 +231,7 @@ def _from_parts(found: Mapping[str, str], day_first: bool | None) -> int | None:
         return None
     shift = zone_hour * 3600 + zone_minute * 60
     shift = -shift if "-" in found.get("zone", "") else shift
-    seconds = days * 86_400 + clock[0] * 3600 + clock[1] * 60 + clock[2] - shift
+    seconds = days * 86_400 + hour * 3600 + minute * 60 + second - shift
     return seconds * SECOND_NS + int(found.get("fraction", "").ljust(9, "0"))
 
 

@@ -134,7 +134,7 @@ def read_msp(
             if block.closed:
                 parser.close()
             parsed = parser.drain()
-        first_line += block.text.count(b"\n")
+        first_line += parsed.tally.total
         yield _to_batch(parsed, merge)
 
 
@@ -217,39 +217,45 @@ def split_msp(path: str | Path, records_per_part: int) -> list[MspRange]:
         )
     if is_gzip(path):
         raise no_ranges(path)
-    ranges: list[MspRange] = []
-    start_byte, first_line, num_records = 0, 1, 0
-    for name in _name_lines(path):
-        if num_records >= records_per_part and name.begins_record:
-            ranges.append(MspRange(start_byte, name.byte, first_line, num_records))
-            start_byte, first_line, num_records = name.byte, name.line, 0
-        num_records += 1
-    return [*ranges, MspRange(start_byte, path.stat().st_size, first_line, num_records)]
+    names = [_NameLines(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool))]
+    names += _name_lines(path)
+    starts, lines, certain = (np.concatenate(column) for column in zip(*names, strict=True))
+    cuts, first = [], 0
+    candidates = np.flatnonzero(certain)
+    while (at := np.searchsorted(candidates, first + records_per_part)) < len(candidates):
+        first = int(candidates[at])
+        cuts.append(first)
+    first_bytes = [0, *starts[cuts].tolist(), path.stat().st_size]
+    first_lines = [1, *lines[cuts].tolist()]
+    num_records = np.diff([0, *cuts, len(starts)]).tolist()
+    return [
+        MspRange(*part)
+        for part in zip(first_bytes[:-1], first_bytes[1:], first_lines, num_records, strict=True)
+    ]
 
 
-class _NameLine(NamedTuple):
-    byte: int
-    line: int
-    begins_record: bool
+class _NameLines(NamedTuple):
+    """Where `Name:` lines are, by byte and by line, and whether each surely begins a record."""
+
+    starts: Array
+    lines: Array
+    certain: Array
 
 
-def _name_lines(path: Path) -> Iterator[_NameLine]:
-    """Yield every `Name:` line, and whether it begins a record beyond doubt."""
-    first_line, last_name, last_blank = 1, 0, 0
+def _name_lines(path: Path) -> Iterator[_NameLines]:
+    num_above, last_name, last_blank = 1, 0, 0
     for base, raw in _whole_lines(path):
         starts = _line_starts(raw)
         names, blanks = _names_and_blanks(raw, starts)
-        above = np.searchsorted(blanks, names)
-        for index, num_above in zip(names.tolist(), above.tolist(), strict=True):
-            line = first_line + index
-            if num_above:
-                last_blank = first_line + int(blanks[num_above - 1])
-            certain = last_blank == line - 1 or last_name > last_blank
-            yield _NameLine(base + int(starts[index]), line, certain)
-            last_name = line
-        if len(blanks):
-            last_blank = first_line + int(blanks[-1])
-        first_line += len(starts)
+        name_lines = names + num_above
+        blank_lines = np.concatenate([[last_blank], blanks + num_above])
+        blank_above = blank_lines[np.searchsorted(blanks, names)]
+        name_above = np.concatenate([[last_name], name_lines])[:-1]
+        certain = (blank_above == name_lines - 1) | (name_above > blank_above)
+        yield _NameLines(starts[names] + base, name_lines, certain)
+        last_name = name_lines[-1] if len(names) else last_name
+        last_blank = blank_lines[-1]
+        num_above += len(starts)
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -285,21 +291,28 @@ def _line_starts(raw: bytes) -> Array:
 
 def _names_and_blanks(raw: bytes, starts: Array) -> tuple[Array, Array]:
     """Return the numbers of the `Name:` lines and of the empty lines."""
-    first = _FIRST_BYTES[np.frombuffer(raw, np.uint8)[starts]]
-    maybe_name = np.flatnonzero(first & _MAYBE_NAME)
-    names = [i for i in maybe_name.tolist() if NAME_LINE.match(raw, starts[i])]
+    codes = np.frombuffer(raw, np.uint8)
+    first = _FIRST_BYTES[codes[starts]]
+    second = _SECOND_BYTES[codes[np.minimum(starts + 1, len(raw) - 1)]]
+    maybe_name = np.flatnonzero(first & second)
+    is_name = [NAME_LINE.match(raw, at) is not None for at in starts[maybe_name].tolist()]
     blank = (first & _BLANK) != 0
-    for i in np.flatnonzero(first & _SPACE).tolist():
-        blank[i] = _BLANK_LINE.match(raw, starts[i]) is not None
-    return np.array(names, np.int64), np.flatnonzero(blank)
+    spaced = np.flatnonzero(first & _SPACE)
+    blank[spaced] = [_BLANK_LINE.match(raw, at) is not None for at in starts[spaced].tolist()]
+    return maybe_name[np.array(is_name, bool)], np.flatnonzero(blank)
 
 
-_MAYBE_NAME, _BLANK, _SPACE = 1, 2, 4
+# A look at two bytes of each line spares the regular expression 97 of 100 lines.
+_MAYBE_NAME, _MAYBE_PSI, _SPACE, _BLANK = 1, 2, 4, 8
 _BLANK_LINE = re.compile(rb"[ \t\x0b\x0c]*+(?:[\r\n]|\Z)")
 _FIRST_BYTES = np.zeros(256, np.uint8)
-_FIRST_BYTES[list(b"NnMm")] = _MAYBE_NAME
+_FIRST_BYTES[list(b"Nn")] = _MAYBE_NAME
+_FIRST_BYTES[list(b"Mm")] = _MAYBE_PSI
+_FIRST_BYTES[list(WHITESPACE)] = _SPACE
 _FIRST_BYTES[list(b"\r\n")] = _BLANK
-_FIRST_BYTES[list(WHITESPACE)] = _MAYBE_NAME | _SPACE
+_SECOND_BYTES = np.full(256, _SPACE, np.uint8)
+_SECOND_BYTES[list(b"Aa")] |= _MAYBE_NAME
+_SECOND_BYTES[list(b"Ss")] |= _MAYBE_PSI
 
 
 # ------------------------------------------------------------------------------------------ write

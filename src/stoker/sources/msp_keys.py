@@ -240,7 +240,8 @@ class _Template(NamedTuple):
         match = self.pattern.fullmatch(text)
         if match is None:
             return None
-        values, synonyms = match.groups(), ()
+        values: tuple[str, ...] = match.groups()
+        synonyms: tuple[str, ...] = ()
         if self.synonyms_at is not None:
             lines = values[self.synonyms_at].split("\n")
             synonyms = tuple([line.partition(":")[2].strip(_SPACES) for line in lines])

@@ -294,7 +294,8 @@ def _forward_max(missing: Array, horizon: int, num_bars: int) -> Array:
         widest = np.maximum(widest[:-width], widest[width:])
         width *= 2
     rest = horizon - width
-    return np.maximum(widest[:num_bars], widest[rest : rest + num_bars])
+    longest: Array = np.maximum(widest[:num_bars], widest[rest : rest + num_bars])
+    return longest
 
 
 def find_boundaries(decisions: Array, ratios: tuple[float, float, float]) -> tuple[int, int]:
