@@ -169,7 +169,7 @@ store = open_store({str(store)!r})
 opened_ms, opened = 1e3 * (time.perf_counter() - began), rss()
 rows = np.random.default_rng(1).integers(0, len(store), {READS})
 for row in rows.tolist():
-    store.read_ragged("mz", row, row + 1), store.read_ragged("intensity", row, row + 1)
+    store.read_values("mz", row), store.read_values("intensity", row)
 print(json.dumps({{"import_mb": imported, "open_mb": opened - imported, "open_ms": opened_ms,
     "after_{READS}_rows_mb": rss() - imported, "torch_loaded": "torch" in sys.modules}}))
 """
@@ -197,11 +197,11 @@ def measure_reads(store_path: Path) -> dict[str, float]:
     with open_store(store_path) as store:
 
         def spectrum(row: int):
-            mz, offsets = store.read_ragged("mz", row, row + 1)
-            return mz, store.read_ragged("intensity", row, row + 1)[0], offsets
+            return store.read_values("mz", row), store.read_values("intensity", row)
 
         def binned(row: int):
-            return bin_spectrum(*spectrum(row), max_mz=500).spectra[0]
+            mz, intensity = spectrum(row)
+            return bin_spectrum(mz, intensity, np.array([0, len(mz)]), max_mz=500).spectra[0]
 
         return {
             "spectrum_us": microseconds_per_row(spectrum, len(store)),

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import InputError, SourceError
-from stoker.sources.bar_csv import merge_bars
-from stoker.sources.bar_files import BarFile
-from stoker.sources.bar_times import parse_time, to_utc
 from stoker.sources.bars import BarsSource, make_targets, read_bars
+from stoker.sources.bars.files import BarFile
+from stoker.sources.bars.reading import merge_bars
+from stoker.sources.bars.timeframes import HOUR_NS, MINUTE_NS, TIMEFRAMES, TRAIN
+from stoker.sources.bars.times import parse_time, to_utc
 from stoker.sources.contract import PartContext
-from stoker.sources.timeframes import HOUR_NS, MINUTE_NS, TIMEFRAMES, TRAIN
 from stoker.store.fields import Series
 
 NOON = "2020-10-15 12:00"

@@ -34,8 +34,8 @@ from stoker.sources.massspec import (
     assign_splits,
     group_of,
 )
-from stoker.sources.mol_files import MolIndex, MolReader
-from stoker.sources.molecules import pack_molecule, read_structure
+from stoker.sources.molecules.files import MolIndex, MolReader
+from stoker.sources.molecules.packed import pack_molecule, read_structure
 from stoker.store.reader import open_store
 
 

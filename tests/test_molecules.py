@@ -16,15 +16,16 @@ Chem = pytest.importorskip("rdkit.Chem", reason="the extra 'chem' is not install
 
 from molecule_makers import SMILES, mol_block  # noqa: E402
 from stoker.errors import MissingExtraError, Refusal  # noqa: E402
-from stoker.sources import functional_groups, molecules  # noqa: E402
-from stoker.sources.functional_groups import (  # noqa: E402
+from stoker.sources.molecules import functional_groups  # noqa: E402
+from stoker.sources.molecules import packed as molecules  # noqa: E402
+from stoker.sources.molecules.functional_groups import (  # noqa: E402
     FUNCTIONAL_GROUPS,
     NUM_GROUPS,
     PRESENCE,
     expand_functional_groups,
     find_functional_groups,
 )
-from stoker.sources.molecules import (  # noqa: E402
+from stoker.sources.molecules.packed import (  # noqa: E402
     ATOM_FIELDS,
     BOND_FIELDS,
     MAX_ATOMS,

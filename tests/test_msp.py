@@ -598,6 +598,8 @@ def test_regular_records_take_the_fast_way_and_no_others(folder, monkeypatch):
         "(41  5) (43 9)",
         "41:5 43:9",
         " 41 5 \n43  9",
+        '41 5 "a: 1 2"\n43 9\t"b"',
+        "4.1e1 5E0\n43e-0 9",
     ]
     path = folder / "regular.msp"
     path.write_text("\n\n".join(f"Name: a\nNum Peaks: 2\n{shape}" for shape in shapes))

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.sources.bar_features import Features, fit_scaler, make_features
 from stoker.sources.bars import BarsSource, Scaler, apply_scaler
-from stoker.sources.contract import PartContext
-from stoker.sources.timeframes import (
+from stoker.sources.bars.features import Features, fit_scaler, make_features
+from stoker.sources.bars.timeframes import (
     MINUTE_NS,
     TEST,
     TRAIN,
@@ -28,6 +27,7 @@ from stoker.sources.timeframes import (
     make_samples,
     window_ends,
 )
+from stoker.sources.contract import PartContext
 
 WINDOWS = (("M1", 8), ("M5", 5), ("M15", 3))
 NAMES = tuple(name for name, _ in WINDOWS)

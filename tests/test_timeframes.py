@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import InputError, SourceError
-from stoker.sources.bar_features import (
+from stoker.sources.bars.features import (
     Features,
     Scaler,
     apply_scaler,
@@ -14,7 +14,7 @@ from stoker.sources.bar_features import (
     fit_scaler,
     make_features,
 )
-from stoker.sources.timeframes import (
+from stoker.sources.bars.timeframes import (
     HOUR_NS,
     MINUTE_NS,
     PURGED,

@@ -44,9 +44,9 @@ import numpy as np
 
 from stoker.errors import InputError, Refusal, SourceError, require_file
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
-from stoker.sources.functional_groups import FUNCTIONAL_GROUPS
-from stoker.sources.mol_files import NO_MOLS, MolIndex, MolPlaces, MolReader
-from stoker.sources.molecules import (
+from stoker.sources.molecules.files import NO_MOLS, MolIndex, MolPlaces, MolReader
+from stoker.sources.molecules.functional_groups import FUNCTIONAL_GROUPS
+from stoker.sources.molecules.packed import (
     ECFP_RADIUS,
     ECFP_SIZE,
     FEATURISER_VERSION,

@@ -26,6 +26,7 @@ from stoker.sources.msp_keys import WHITESPACE, HeaderReader, flags_of
 from stoker.sources.msp_text import (
     MAX_INTENSITY,
     NAME_LINE,
+    NUMBER,
     Array,
     CarefulParser,
     Parsed,
@@ -169,9 +170,8 @@ def overlong(path: Path) -> SourceError:
 # ----------------------------------------------------------------------------------- block parser
 
 _COUNT_LINE = re.compile(rb"\n(?:num[ _]?peaks?|number of peaks):", re.IGNORECASE)
-_PLAIN_ROWS = re.compile(
-    rb"(?:[ \t]*+[0-9]++(?:\.[0-9]*+)?+[ \t]++[0-9]++(?:\.[0-9]*+)?+[ \t]*+\n)*+"
-)
+_PLAIN_ROWS = re.compile(rb"(?:[ \t]*+%b[ \t]++%b[ \t]*+\n)*+" % (NUMBER, NUMBER))
+_ANNOTATION = re.compile(rb"[ \t]+\"[^\"\n]*+\"[ \t]*+$", re.MULTILINE)
 _NO_PEAKS = ("no-peaks",)
 _ONE_PER_LINE = bytes.maketrans(b"(),;", b" \n\n\n")
 
@@ -274,6 +274,8 @@ class BlockParser:
         if not count.isdigit() or len(count) > 18:
             return None
         num_rows, num_peak_lines = int(count), rows.count(b"\n") + bool(rows)
+        if b'"' in rows:
+            rows = _ANNOTATION.sub(b"", rows)
         if num_rows != num_peak_lines:
             rows = _one_pair_per_line(rows)
             if rows.count(b"\n") + bool(rows) != num_rows or not rows:
@@ -308,7 +310,7 @@ def _one_pair_per_line(rows: bytes) -> bytes:
         rows = rows.replace(b" ", b"\n").replace(b":", b" ")
     else:
         rows = rows.translate(_ONE_PER_LINE)
-    return b"\n".join([row for row in rows.split(b"\n") if row.strip(WHITESPACE)])
+    return b"\n".join([row for row in rows.split(b"\n") if row and not row.isspace()])
 
 
 def _take_regular(
@@ -350,14 +352,17 @@ def _to_numbers(regular: list[_Regular]) -> tuple[Array, Array] | None:
         return np.empty(0), np.empty(0, np.float32)
     if b"\t" in text:
         text = text.replace(b"\t", b" ")
-    if text.translate(None, b"0123456789. \n"):
+    if text.translate(None, b"0123456789.eE+- \n"):
         return None
     columns = _read_columns(text) or _read_columns(_with_single_blanks(text))
     if columns is None:
         return None
     mz, intensity = columns
-    num_rows = sum(item.num_rows for item in regular)
-    fits = len(mz) == num_rows and np.isfinite(mz).all() and (intensity <= MAX_INTENSITY).all()
+    fits = len(mz) == sum(item.num_rows for item in regular)
+    fits = fits and np.isfinite(mz).all() and (intensity <= MAX_INTENSITY).all()
+    if fits and b"-" in text:
+        fits = (mz >= 0).all() and (intensity >= 0).all()
+        mz, intensity = mz + 0.0, intensity + 0.0  # -0 is a zero
     return (mz, intensity.astype(np.float32)) if fits else None
 
 

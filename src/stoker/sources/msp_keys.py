@@ -55,6 +55,7 @@ _MISSING = {"", "None", "none", "NA", "N/A", "n/a", "null", "NULL", "nan", "NaN"
 _FIELD = re.compile(rb'_{0,3}[A-Za-z\x80-\xff][^:="|;]{0,60}')
 _KEY_JOINERS = re.compile(r"[\s_#-]+")
 _HASH_KEY = re.compile(r";[ \t]*([A-Za-z]{2,8}#)[ \t]*:")
+_CAS_AND_NIST = re.compile(r"(\nCAS#:[^;\n]*);[ \t]*(NIST#:)")
 _COMMA_DECIMAL = re.compile(r"([0-9]+),([0-9]+)")
 _QUOTED_PAIR = re.compile(r'(?<!\S)"([^"=]{1,60})=([^"]*)"(?!\S)')
 
@@ -271,8 +272,13 @@ class HeaderReader:
 
     def read(self, text: str) -> Folded | None:
         """Return what `fold_header(..., strict=True)` returns for these lines."""
-        if ";" in text and _HASH_KEY.search(text):
-            return fold_header(text.split("\n"), strict=True)
+        if ";" in text:
+            # NIST's own layout: one line made two, and the templates fit again.
+            shared = _CAS_AND_NIST.match(text, text.find("\nCAS#:"))
+            if shared:
+                text = f"{text[: shared.end(1)]}\n{text[shared.start(2) :]}"
+            if _HASH_KEY.search(text):
+                return fold_header(text.split("\n"), strict=True)
         for position, template in enumerate(self._templates):
             folded = template.fill(text)
             if folded is not None:

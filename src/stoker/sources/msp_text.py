@@ -83,7 +83,7 @@ class LineTally:
 
 NUMBER = rb"(?:[0-9]++(?:\.[0-9]*+)?+|\.[0-9]++)(?:[eE][+-]?+[0-9]++)?+"
 _PEAK_START = frozenset(b"0123456789.+-,;:()[]{}\"'")
-_PAIR = re.compile(rb"(%b)[ \t]++(%b)" % (NUMBER, NUMBER))
+_PAIR = re.compile(rb"(%b)[ \t]++(%b)(?:[ \t]++(\"[^\"]*+\"))?+[ \t]*+" % (NUMBER, NUMBER))
 # Possessive quantifiers: a million digits in front of a letter must not be tried a million times.
 _TOKEN = re.compile(
     rb"(?P<number>[+-]?+(?:%b|nan|inf(?:inity)?)(?=[\s,;:()\[\]{}\"]|$))"
@@ -436,6 +436,8 @@ class CarefulParser:
         """Take the line that nine of ten lines are, sooner; False where there is any doubt."""
         draft = self._open
         if draft is None or self._blank_above:
+            return False
+        if pair[3] is not None and draft.count_line is None and not draft.in_peaks:
             return False
         mz, intensity = float(pair[1]), float(pair[2])
         if mz == math.inf or intensity > MAX_INTENSITY:

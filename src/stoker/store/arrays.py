@@ -163,38 +163,44 @@ class StoredArray:
     def _read_bytes(self, begin: int, end: int, out: memoryview) -> None:
         """Read bytes `begin` to `end`, counted from the array's first byte, and verify them."""
         assert self.location.offset is not None
-        self._file.read(self.location.offset + begin, out, self.location.dataset)
-        if self._digests is not None:
-            first, last = begin // self._block_bytes, -(-end // self._block_bytes)
-            block = self._verified.find(0, first, last)
-            while block != -1:
-                self._verify_block(block, begin, end, out)
-                block = self._verified.find(0, block + 1, last)
+        first, last = begin // self._block_bytes, -(-end // self._block_bytes)
+        if self._digests is None or self._verified.find(0, first, last) == -1:
+            self._file.read(self.location.offset + begin, out, self.location.dataset)
+        else:
+            # Block by block, so that each is hashed while it is still in the cache.
+            for low, high in split_range(begin, end, self._block_bytes):
+                self._read_block(low, high, out[low - begin : high - begin])
         if self._swap:
             np.frombuffer(out, dtype=self.location.dtype).byteswap(inplace=True)
 
-    def _verify_block(self, block: int, begin: int, end: int, out: memoryview) -> None:
-        """Check one block; where the caller wants only a part of it, read the whole of it."""
+    def _read_block(self, begin: int, end: int, out: memoryview) -> None:
+        """Read bytes within one block; an unverified block is read whole and checked first."""
         assert self._digests is not None
         assert self.location.offset is not None
+        block = begin // self._block_bytes
         total = len(self) * self.location.row_bytes
         low, high = block * self._block_bytes, min((block + 1) * self._block_bytes, total)
-        if begin <= low and high <= end:
-            data = out[low - begin : high - begin]
-        else:
-            data = memoryview(bytearray(high - low))
-            self._file.read(self.location.offset + low, data, self.location.dataset)
-            inner, outer = max(low, begin), min(high, end)
-            out[inner - begin : outer - begin] = data[inner - low : outer - low]
-        if xxhash.xxh3_64_intdigest(data) != int(self._digests[block]):
-            rows = f"rows {low // self.location.row_bytes} to {-(-high // self.location.row_bytes)}"
-            raise CorruptError(
-                f"{self.location.file}: dataset {self.location.dataset!r} fails its checksum in block {block} "
-                f"(bytes {self.location.offset + low} to {self.location.offset + high}, {rows}).",
-                "the bytes that were written",
-                "pack again, or copy this file again from a good one",
-            )
-        self._verified[block] = 1
+        whole = (begin, end) == (low, high) or self._verified[block]
+        data = out if whole else memoryview(bytearray(high - low))
+        at = begin if whole else low
+        self._file.read(self.location.offset + at, data, self.location.dataset)
+        if not self._verified[block]:
+            if xxhash.xxh3_64_intdigest(data) != int(self._digests[block]):
+                raise self._bad_block(block, low, high)
+            self._verified[block] = 1
+        if not whole:
+            out[:] = data[begin - low : end - low]
+
+    def _bad_block(self, block: int, low: int, high: int) -> CorruptError:
+        assert self.location.offset is not None
+        row_bytes = self.location.row_bytes
+        return CorruptError(
+            f"{self.location.file}: dataset {self.location.dataset!r} fails its checksum in block {block} "
+            f"(bytes {self.location.offset + low} to {self.location.offset + high}, "
+            f"rows {low // row_bytes} to {-(-high // row_bytes)}).",
+            "the bytes that were written",
+            "pack again, or copy this file again from a good one",
+        )
 
     # -- chunked ---------------------------------------------------------------------------
 

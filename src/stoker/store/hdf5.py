@@ -15,6 +15,7 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,7 +63,7 @@ class Location:
     chunk_rows: Mapping[int, tuple[Chunk, ...]] = field(default_factory=dict)
     num_chunks: int = 0
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row (Python integers: no overflow at 2^31 or 2^63)."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize

@@ -188,25 +188,40 @@ class Store:
         """Return `(values, offsets)` of samples `start` to `stop`; offsets begin at 0."""
         self._check_range(start, stop)
         info = self._field(field, "ragged")
-        pieces: list[tuple[StoredArray, int, int]] = []
-        lengths: list[Array] = []
-        for number, low, high in self._spans(start, stop):
-            shard, base = self.shards[number], self._starts[number]
-            offsets = shard.whole(f"{field}/offsets")[low - base : high - base + 1]
-            lengths.append(np.diff(offsets))
-            pieces.append((shard.arrays[f"{field}/values"], int(offsets[0]), int(offsets[-1])))
+        pieces = [self._ragged_piece(field, *span) for span in self._spans(start, stop)]
         if len(pieces) == 1:
-            array, first, last = pieces[0]
-            return array.read(first, last), offsets_of(lengths[0])
-        total = sum(last - first for _, first, last in pieces)
-        values = np.empty((total, *info.shape), dtype=np.dtype(info.dtype).newbyteorder("="))
+            array, offsets = pieces[0]
+            first = int(offsets[0])
+            return array.read(first, int(offsets[-1])), offsets - first
+        lengths = [np.diff(offsets) for _, offsets in pieces]
+        joined = offsets_of(np.concatenate(lengths) if lengths else np.empty(0, np.int64))
+        values = np.empty(
+            (int(joined[-1]), *info.shape), dtype=np.dtype(info.dtype).newbyteorder("=")
+        )
         tasks: list[Task] = []
         filled = 0
-        for array, first, last in pieces:
+        for array, offsets in pieces:
+            first, last = int(offsets[0]), int(offsets[-1])
             tasks.extend(array.tasks(first, last, values[filled : filled + last - first]))
             filled += last - first
         self._run(tasks, values.nbytes)
-        return values, offsets_of(np.concatenate(lengths) if lengths else np.empty(0, np.int64))
+        return values, joined
+
+    def read_values(self, field: str, index: int) -> Array:
+        """Return the values of one sample of a ragged field: one read, no offsets."""
+        self._check_range(index, index + 1)
+        self._field(field, "ragged")
+        number = bisect.bisect_right(self._starts, index) - 1
+        array, offsets = self._ragged_piece(field, number, index, index + 1)
+        return array.read(int(offsets[0]), int(offsets[1]))
+
+    def _ragged_piece(
+        self, field: str, number: int, low: int, high: int
+    ) -> tuple[StoredArray, Array]:
+        """Return the values' array of one shard and the offsets of samples `low` to `high` in it."""
+        shard, base = self.shards[number], self._starts[number]
+        offsets = shard.whole(f"{field}/offsets")[low - base : high - base + 1]
+        return shard.arrays[f"{field}/values"], offsets
 
     def read_text(self, field: str, index: int) -> str:
         """Return one sample of a text field."""
@@ -214,8 +229,7 @@ class Store:
             raise InputError(
                 f"field {field!r} is not text.", "a ragged field with encoding utf8", "read_ragged"
             )
-        values, _ = self.read_ragged(field, index, index + 1)
-        return bytes(values).decode()
+        return bytes(self.read_values(field, index)).decode()
 
     # -- series ----------------------------------------------------------------------------
 
@@ -252,7 +266,7 @@ class Store:
             elif info.encoding == "utf8":
                 sample[name] = self.read_text(name, index)
             else:
-                sample[name] = self.read_ragged(name, index, index + 1)[0]
+                sample[name] = self.read_values(name, index)
         return sample
 
     def verify(self, advance: Callable[[int], None] = lambda _: None) -> VerifyReport:

@@ -36,7 +36,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from stoker.errors import MissingExtraError, Refusal
-from stoker.sources.functional_groups import PRESENCE, find_functional_groups
+from stoker.sources.molecules.functional_groups import PRESENCE, find_functional_groups
 from stoker.store.fields import Array
 
 # Raised whenever the same structure would give other words, flags or fingerprint bits.

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from stoker.errors import InputError
-from stoker.sources.bar_dialects import PRICES, VOLUMES
-from stoker.sources.timeframes import DAY_NS, TIMEFRAMES
+from stoker.sources.bars.dialects import PRICES, VOLUMES
+from stoker.sources.bars.timeframes import DAY_NS, TIMEFRAMES
 from stoker.store.fields import Array
 
 # A bar's range below a millionth of its price is a flat bar: wicks count against this instead.

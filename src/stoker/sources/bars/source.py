@@ -24,8 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from stoker.errors import InputError, SourceError
-from stoker.sources.bar_csv import Bars, merge_bars, read_bars, show_time
-from stoker.sources.bar_features import (
+from stoker.sources.bars.features import (
     Features,
     Scaler,
     apply_scaler,
@@ -33,10 +32,9 @@ from stoker.sources.bar_features import (
     fit_scaler,
     make_features,
 )
-from stoker.sources.bar_files import BarFile, find_files, look, shared_extras
-from stoker.sources.bar_times import parse_time
-from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
-from stoker.sources.timeframes import (
+from stoker.sources.bars.files import BarFile, find_files, look, shared_extras
+from stoker.sources.bars.reading import Bars, merge_bars, read_bars, show_time
+from stoker.sources.bars.timeframes import (
     DEFAULT_WINDOWS,
     SECOND_NS,
     SPLIT_NAMES,
@@ -53,19 +51,9 @@ from stoker.sources.timeframes import (
     parse_windows,
     pick_base,
 )
+from stoker.sources.bars.times import parse_time
+from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.store.fields import Array, Dense, FieldData, Series
-
-__all__ = [
-    "DEFAULT_WINDOWS",
-    "BarFile",
-    "Bars",
-    "BarsSource",
-    "Scaler",
-    "apply_scaler",
-    "make_features",
-    "parse_windows",
-    "read_bars",
-]
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.errors import SourceError, require_file
-from stoker.sources.bar_csv import read_head
-from stoker.sources.bar_dialects import PRICES, find_dialect
-from stoker.sources.timeframes import name_file, parse_timeframe
+from stoker.sources.bars.dialects import PRICES, find_dialect
+from stoker.sources.bars.reading import read_head
+from stoker.sources.bars.timeframes import name_file, parse_timeframe
 
 _SUFFIXES = (".csv", ".csv.gz", ".txt", ".txt.gz", ".tsv", ".tsv.gz")
 
