@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import InputError, SourceError
-from stoker.sources import msp, msp_blocks
 from stoker.sources.msp import LineTally, SpectrumBatch, bin_spectrum, read_msp, split_msp
+from stoker.sources.msp import blocks as msp_blocks
+from stoker.sources.msp import keys as msp_keys
+from stoker.sources.msp import library as msp
 
 ENGINES = ("fast", "careful")
 
@@ -581,6 +583,41 @@ def test_the_size_of_a_block_changes_nothing(folder, soup, chunk, open_bytes):
         patch.setattr(msp_blocks, "_OPEN_BYTES", open_bytes)
         assert join(read_msp(path)) == whole
         assert split_msp(path, 1) == ranges
+
+
+VALUES = ["H2", "", "None", "1,5", " x", "x ", "a;  NIST#: 7", '"a=b"', "CCS: 3", "x\x0b", "é", ":"]
+VALUES += ["v;w", "\xa0x", "NaN", "7", "NIST#: 5", "\t", "#", "a; NIST#: b; NIST#: c"]
+HEADER_KEYS = ["Name", "Formula", "MW", "CAS#", "NIST#", "Synon", "Synonym", "Comments", "Comment"]
+HEADER_KEYS += [
+    "RT",
+    "RETENTIONTIME",
+    "Adduct",
+    "Precursor_type",
+    "odd key",
+    "MS",
+    "Num Peaks",
+    "é",
+]
+
+
+@given(data=st.data())
+def test_a_header_template_gives_what_the_fold_gives(data):
+    keys = data.draw(st.lists(st.sampled_from(HEADER_KEYS), min_size=1, max_size=6))
+    reader = msp_keys.HeaderReader()
+    for _ in range(6):
+        values = data.draw(st.lists(st.sampled_from(VALUES), min_size=6, max_size=6))
+        text = "\n".join(f"{k}: {v}" for k, v in zip(keys, values, strict=False))
+        assert reader.read(text) == msp_keys.fold_header(text.split("\n"), strict=True)
+
+
+def test_a_header_template_is_used_from_the_third_time_on():
+    reader = msp_keys.HeaderReader()
+    for _ in range(2):
+        assert not reader._templates
+        reader.read("Name: a\nSynon: b\nCAS#: 1;  NIST#: 2")
+    (template,) = reader._templates
+    expected = {"name": "x", "cas": "1", "nist": "2"}, ("y", "z")
+    assert template.fill("Name: x\nSynon: y\nSynon: z\nCAS#: 1\nNIST#: 2") == expected
 
 
 def test_regular_records_take_the_fast_way_and_no_others(folder, monkeypatch):

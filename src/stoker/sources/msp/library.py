@@ -5,7 +5,7 @@ records with their peaks in flat arrays, and everything that was refused, with i
 see benchmarks/results/msp-*.json; memory for one block of text (2 MiB, or the longest record),
 whatever the size of the file.
 
-Two engines, one answer: `msp_blocks` reads regular records in bulk, `msp_text` reads anything
+Two engines, one answer: `blocks` reads regular records in bulk, `text` reads anything
 line by line and has the last word.
 """
 
@@ -20,7 +20,7 @@ from typing import IO, Literal, NamedTuple
 import numpy as np
 
 from stoker.errors import InputError, Refusal, require_file
-from stoker.sources.msp_blocks import (
+from stoker.sources.msp.blocks import (
     CHUNK_BYTES,
     MAX_LINE_BYTES,
     UTF8_BOM,
@@ -30,8 +30,8 @@ from stoker.sources.msp_blocks import (
     overlong,
     read_blocks,
 )
-from stoker.sources.msp_keys import SYNONYM, WHITESPACE, is_field_key, spell
-from stoker.sources.msp_text import (
+from stoker.sources.msp.keys import SYNONYM, WHITESPACE, is_field_key, spell
+from stoker.sources.msp.text import (
     MAX_INTENSITY,
     NAME_LINE,
     Array,

@@ -1,8 +1,8 @@
 """What the metadata lines of an MSP record mean: which keys are the same, which value wins.
 
 Enters: lines `key: value`. Leaves: one dict of normalised keys with nothing lost, the synonyms,
-and flags for the identity that is missing. Costs: 0.3 µs per line; keys are looked up in a
-bounded cache.
+and flags for the identity that is missing. Costs: 9 µs for a header of 14 lines on a slow core,
+28 for one of a new shape; caches are bounded.
 """
 
 from __future__ import annotations
@@ -274,11 +274,12 @@ class HeaderReader:
         """Return what `fold_header(..., strict=True)` returns for these lines."""
         if ";" in text:
             # NIST's own layout: one line made two, and the templates fit again.
-            shared = _CAS_AND_NIST.match(text, text.find("\nCAS#:"))
+            shared, apart = _CAS_AND_NIST.match(text, text.find("\nCAS#:")), text
             if shared:
-                text = f"{text[: shared.end(1)]}\n{text[shared.start(2) :]}"
-            if _HASH_KEY.search(text):
+                apart = f"{text[: shared.end(1)]}\n{text[shared.start(2) :]}"
+            if _HASH_KEY.search(apart):
                 return fold_header(text.split("\n"), strict=True)
+            text = apart
         for position, template in enumerate(self._templates):
             folded = template.fill(text)
             if folded is not None:

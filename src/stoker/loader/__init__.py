@@ -1,0 +1,1 @@
+"""Batches that are already on the device, from data that is stored once."""

@@ -1,0 +1,145 @@
+"""Fields as the device sees them: one long array of values, and where each sample begins in it.
+
+Enters: an open store, field names, the samples to load. Leaves: `Column`s, all alike: dense rows
+(one row a sample), windows over a series (a fixed number of rows) and ragged values (any number).
+Costs: one or two int64 per sample in host memory; no data is read but offsets and window ends.
+
+Because all three kinds are "a range of rows of one array", chunks, rings and gathers are written
+once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from stoker.errors import InputError
+from stoker.store.arrays import StoredArray
+from stoker.store.fields import Array
+from stoker.store.reader import Store
+
+
+@dataclass(frozen=True)
+class Values:
+    """One dataset over all shards, as one array.
+
+    Attributes:
+        name: Name in the batch: "features", "M5", "M5/gap", "mz".
+        num_rows: Rows over all shards.
+        shape: Of one row.
+        dtype: Native.
+        pieces: The shards' arrays and the row each begins at, opened when first read.
+    """
+
+    name: str
+    num_rows: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    pieces: Sequence[tuple[int, int, Callable[[], StoredArray]]]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def spans(self, start: int, stop: int) -> Iterator[tuple[StoredArray, int, int, int]]:
+        """Yield `(array, first row in it, last row in it, row of the range)` per shard touched."""
+        for low, high, array in self.pieces:
+            first, last = max(start, low), min(stop, high)
+            if first < last:
+                yield array(), first - low, last - low, first - start
+
+
+@dataclass(frozen=True)
+class Column:
+    """One field of a loader.
+
+    Attributes:
+        field: Its name.
+        kind: As in the store.
+        values: Its datasets; they share `starts`.
+        starts: First row of each position's range.
+        lengths: Rows of each position's range; one number when all are equal.
+    """
+
+    field: str
+    kind: Literal["dense", "ragged", "series"]
+    values: tuple[Values, ...]
+    starts: Array
+    lengths: Array | int
+
+    def extent(self, start: int, stop: int) -> tuple[int, int]:
+        """Rows that positions `start` to `stop` need: from the first to one past the last."""
+        starts = self.starts[start:stop]
+        if len(starts) == 0:
+            return 0, 0
+        ends = starts + (
+            self.lengths if isinstance(self.lengths, int) else self.lengths[start:stop]
+        )
+        return int(starts.min()), int(ends.max())
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of all its datasets."""
+        return sum(values.row_bytes for values in self.values)
+
+
+def make_columns(store: Store, fields: Sequence[str] | None, samples: Array) -> list[Column]:
+    """Return the columns of `fields` (all but text when None) for the given samples, in order."""
+    if fields is None:
+        fields = [name for name, info in store.fields.items() if info.encoding is None]
+    unknown = [name for name in fields if name not in store.fields]
+    if unknown or not fields:
+        raise InputError(
+            f"fields {unknown or 'none'} were asked of {store.path}.",
+            ", ".join(store.fields),
+            "Loader(store, ..., fields=[...]) with names from `stoker inspect`",
+        )
+    makers = {"dense": _dense, "ragged": _ragged, "series": _series}
+    return [makers[store.fields[name].kind](store, name, samples) for name in fields]
+
+
+def _values(store: Store, dataset: str, name: str, shape: Sequence[int], dtype: str) -> Values:
+    pieces, base = [], 0
+    for shard in store.shards:
+        rows = store.manifest.shards[len(pieces)].rows[dataset]
+        pieces.append((base, base + rows, lambda shard=shard: shard.arrays[dataset]))
+        base += rows
+    native = np.dtype(dtype).newbyteorder("=")
+    return Values(name, base, tuple(shape), native, pieces)
+
+
+def _dense(store: Store, name: str, samples: Array) -> Column:
+    info = store.fields[name]
+    return Column(name, "dense", (_values(store, name, name, info.shape, info.dtype),), samples, 1)
+
+
+def _ragged(store: Store, name: str, samples: Array) -> Column:
+    info = store.fields[name]
+    values = _values(store, f"{name}/values", name, info.shape, info.dtype)
+    starts = np.empty(store.num_samples, dtype=np.int64)
+    lengths = np.empty(store.num_samples, dtype=np.int64)
+    first = base = 0
+    for shard in store.shards:
+        offsets = shard.whole(f"{name}/offsets")
+        last = first + len(offsets) - 1
+        starts[first:last] = offsets[:-1] + base
+        lengths[first:last] = np.diff(offsets)
+        first, base = last, base + int(offsets[-1])
+    return Column(name, "ragged", (values,), starts[samples], lengths[samples])
+
+
+def _series(store: Store, name: str, samples: Array) -> Column:
+    info = store.fields[name]
+    rows = _values(store, f"{name}/rows", name, info.shape, info.dtype)
+    gap = _values(store, f"{name}/gap", f"{name}/gap", (), "|u1")
+    window = info.window or 0
+    ends = [
+        shard.whole(f"{name}/ends") + base
+        for shard, (base, _, _) in zip(store.shards, rows.pieces, strict=True)
+    ]
+    starts = (np.concatenate(ends) if ends else np.empty(0, np.int64)) - window
+    return Column(name, "series", (rows, gap), starts[samples], window)

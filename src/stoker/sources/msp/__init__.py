@@ -1,0 +1,34 @@
+"""MSP and MSL spectrum libraries: `library` reads, splits, writes and bins.
+
+`blocks` is the fast engine, `text` the careful one that has the last word, `keys` the names of things.
+"""
+
+from stoker.sources.msp.library import (
+    Binned,
+    Engine,
+    LineTally,
+    Merge,
+    MspRange,
+    Record,
+    Rounding,
+    SpectrumBatch,
+    bin_spectrum,
+    read_msp,
+    split_msp,
+    write_msp,
+)
+
+__all__ = [
+    "Binned",
+    "Engine",
+    "LineTally",
+    "Merge",
+    "MspRange",
+    "Record",
+    "Rounding",
+    "SpectrumBatch",
+    "bin_spectrum",
+    "read_msp",
+    "split_msp",
+    "write_msp",
+]
