@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from stoker.errors import InputError
 from stoker.store.arrays import StoredArray
 from stoker.store.fields import Array
 from stoker.store.reader import Store
+from stoker.store.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,18 @@ def make_columns(store: Store, fields: Sequence[str] | None, samples: Array) -> 
 
 
 def _values(store: Store, dataset: str, name: str, shape: Sequence[int], dtype: str) -> Values:
-    pieces, base = [], 0
+    pieces: list[tuple[int, int, Callable[[], StoredArray]]] = []
+    base = 0
     for shard in store.shards:
         rows = store.manifest.shards[len(pieces)].rows[dataset]
-        pieces.append((base, base + rows, lambda shard=shard: shard.arrays[dataset]))
+        pieces.append((base, base + rows, partial(_open_array, shard, dataset)))
         base += rows
     native = np.dtype(dtype).newbyteorder("=")
     return Values(name, base, tuple(shape), native, pieces)
+
+
+def _open_array(shard: Shard, dataset: str) -> StoredArray:
+    return shard.arrays[dataset]
 
 
 def _dense(store: Store, name: str, samples: Array) -> Column:

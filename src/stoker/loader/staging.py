@@ -106,9 +106,9 @@ class Uploader:
             done.record(self._stream)
             return done
 
-    def stop(self) -> None:
-        """Make a running upload end at its next piece, from another thread."""
-        self._stopped = True
+    def stop(self, stopped: bool = True) -> None:
+        """Make a running upload end at its next piece, from another thread; False allows new ones."""
+        self._stopped = stopped
 
     def close(self) -> None:
         """End the threads and give the pinned memory back."""
@@ -180,8 +180,10 @@ def _signed(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 class _Slab:
-    """Pinned host memory. Registering touched memory is eight times faster than `pin_memory=True`
-    (54 against 456 ms for 1 GB on an H200).
+    """Pinned host memory.
+
+    Registering touched memory is eight times faster than `pin_memory=True`: 54 against 456 ms for
+    1 GB on an H200.
     """
 
     def __init__(self, num_bytes: int) -> None:

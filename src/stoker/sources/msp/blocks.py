@@ -359,9 +359,9 @@ def _to_numbers(regular: list[_Regular]) -> tuple[Array, Array] | None:
         return None
     mz, intensity = columns
     fits = len(mz) == sum(item.num_rows for item in regular)
-    fits = fits and np.isfinite(mz).all() and (intensity <= MAX_INTENSITY).all()
+    fits = fits and bool(np.isfinite(mz).all() and (intensity <= MAX_INTENSITY).all())
     if fits and b"-" in text:
-        fits = (mz >= 0).all() and (intensity >= 0).all()
+        fits = bool((mz >= 0).all() and (intensity >= 0).all())
         mz, intensity = mz + 0.0, intensity + 0.0  # -0 is a zero
     return (mz, intensity.astype(np.float32)) if fits else None
 
