@@ -105,10 +105,14 @@ def test_help_loads_nothing_heavy():
 
 def test_the_public_names_are_pinned():
     assert sorted(stoker.__all__) == [
+        "ChunkDataLoader",
         "ConfigError",
         "CorruptError",
         "InputError",
+        "LazyMassSpecDataset",
+        "Loader",
         "Machine",
+        "NISTDataLoader",
         "PackOptions",
         "QualityError",
         "Refusal",
@@ -118,9 +122,12 @@ def test_the_public_names_are_pinned():
         "StoreError",
         "config_schema",
         "load_config",
+        "make_plan",
         "open_store",
         "pack",
+        "prefetch",
         "probe",
+        "select_samples",
     ]
     for name in stoker.__all__:
         assert getattr(stoker, name) is not None

@@ -19,11 +19,24 @@ if TYPE_CHECKING:
         StokerError,
         StoreError,
     )
+    from stoker.loader.chunk_door import ChunkDataLoader
+    from stoker.loader.loader import Loader
+    from stoker.loader.massspec_doors import LazyMassSpecDataset, NISTDataLoader
+    from stoker.loader.prefetch import prefetch
+    from stoker.loader.splits import select_samples
     from stoker.machine import Machine, probe
     from stoker.packing import PackOptions, pack
+    from stoker.plan import make_plan
     from stoker.store.reader import Store, open_store
 
 _HOMES = {
+    "ChunkDataLoader": "stoker.loader.chunk_door",
+    "LazyMassSpecDataset": "stoker.loader.massspec_doors",
+    "Loader": "stoker.loader.loader",
+    "NISTDataLoader": "stoker.loader.massspec_doors",
+    "prefetch": "stoker.loader.prefetch",
+    "make_plan": "stoker.plan",
+    "select_samples": "stoker.loader.splits",
     "ConfigError": "stoker.errors",
     "CorruptError": "stoker.errors",
     "InputError": "stoker.errors",
@@ -43,10 +56,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "ChunkDataLoader",
     "ConfigError",
     "CorruptError",
     "InputError",
+    "LazyMassSpecDataset",
+    "Loader",
     "Machine",
+    "NISTDataLoader",
     "PackOptions",
     "QualityError",
     "Refusal",
@@ -56,9 +73,12 @@ __all__ = [
     "StoreError",
     "config_schema",
     "load_config",
+    "make_plan",
     "open_store",
     "pack",
+    "prefetch",
     "probe",
+    "select_samples",
 ]
 
 

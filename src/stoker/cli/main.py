@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import stoker
-from stoker.cli import config, demo, inspect, machine, pack, verify
+from stoker.cli import config, demo, inspect, machine, pack, plan, verify
 from stoker.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OURS, StokerError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.add_typer(pack.app, name="pack")
 app.add_typer(config.app, name="config")
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
+app.command("plan")(plan.plan)
 app.command("machine")(machine.machine)
 app.command("demo")(demo.demo)
 

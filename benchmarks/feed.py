@@ -1,0 +1,192 @@
+"""HDF5 to the device: stoker's uploader against the document's recipe and the pinned copy.
+
+    python benchmarks/feed.py [--gigabytes 8]
+
+Warm: the file is in the page cache. Cold: the cache is dropped first (needs root), and the limit is
+`dd iflag=direct`. Overlap: an epoch over data four times the chunk, with compute per batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+
+from harness import publish
+from stoker.loader.loader import Loader
+
+ROW = 6250  # 25 kB rows
+
+
+def drop_caches() -> bool:
+    try:
+        subprocess.run(["sync"], check=True)
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def write_file(path: Path, gigabytes: float) -> int:
+    rows = int(gigabytes * 1e9 / (ROW * 4))
+    block = np.random.default_rng(0).normal(size=(4000, ROW)).astype("f4")
+    with h5py.File(path, "w", alignment_threshold=4096, alignment_interval=4096) as file:
+        data = file.create_dataset("features", (rows, ROW), "f4")
+        for low in range(0, rows, 4000):
+            data[low : low + 4000] = block[: min(4000, rows - low)]
+        file["targets"] = np.zeros(rows, "f4")
+    return rows
+
+
+def sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def resident_seconds(loader: Loader) -> float:
+    """Load everything once more into the same tensors, as the first epoch does."""
+    loader._feeder = None
+    sync(loader.device)
+    began = time.perf_counter()
+    next(iter(loader.index_batches()))
+    sync(loader.device)
+    loader._position = 0
+    return time.perf_counter() - began
+
+
+def document_seconds(path: Path, rows: int, device: torch.device) -> float:
+    sync(device)
+    began = time.perf_counter()
+    with h5py.File(path) as file:
+        host = torch.from_numpy(file["features"][0:rows])
+        device_copy = (
+            host.pin_memory().to(device, non_blocking=True)
+            if device.type == "cuda"
+            else host.clone()
+        )
+    sync(device)
+    del device_copy
+    return time.perf_counter() - began
+
+
+def pinned_copy_rate(device: torch.device) -> float:
+    if device.type != "cuda":
+        return float("nan")
+    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(host, device=device)
+    target.copy_(host, non_blocking=True)
+    sync(device)
+    began = time.perf_counter()
+    for _ in range(8):
+        target.copy_(host, non_blocking=True)
+    sync(device)
+    return 8 * (1 << 30) / (time.perf_counter() - began) / 1e9
+
+
+def dd_rate(path: Path) -> float | None:
+    drop_caches()
+    began = time.perf_counter()
+    done = subprocess.run(
+        ["dd", f"if={path}", "of=/dev/null", "bs=16M", "iflag=direct"],
+        capture_output=True,
+        check=False,
+    )
+    return (
+        path.stat().st_size / (time.perf_counter() - began) / 1e9 if done.returncode == 0 else None
+    )
+
+
+def overlap(path: Path, rows: int, device: torch.device, compute_ms: float) -> dict:
+    """An epoch in chunks of a quarter, alone, with compute, and compute alone."""
+    chunk_bytes = rows * ROW * 4 // 4
+    size = 4096 if device.type == "cuda" else 128
+    weight = torch.randn(size, size, device=device)
+
+    def compute() -> None:
+        for _ in range(repeats):
+            torch.mm(weight, weight)
+
+    repeats = 1
+    sync(device)
+    compute()
+    sync(device)
+    began = time.perf_counter()
+    for _ in range(50):
+        compute()
+    sync(device)
+    repeats = max(1, round(compute_ms / ((time.perf_counter() - began) / 50 * 1e3)))
+    with Loader(path, 2000, device, chunk_bytes=chunk_bytes) as loader:
+        timings = {}
+        for name, with_load, with_compute in (
+            ("warm-up", 1, 0),
+            ("read", 1, 0),
+            ("compute", 0, 1),
+            ("both", 1, 1),
+        ):
+            sync(device)
+            began = time.perf_counter()
+            for _ in loader if with_load else range(len(loader)):
+                if with_compute:
+                    compute()
+            sync(device)
+            timings[name] = time.perf_counter() - began
+    del timings["warm-up"]
+    return {
+        **timings,
+        "tier": loader.tier,
+        "num_batches": len(loader),
+        "ratio_to_slower": timings["both"] / max(timings["read"], timings["compute"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--gigabytes", type=float, default=8.0 if torch.cuda.is_available() else 1.0
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        path = Path(folder) / "features.h5"
+        rows = write_file(path, args.gigabytes)
+        gigabytes = rows * ROW * 4 / 1e9
+        with Loader(path, 1000, device, fields=["features"]) as loader:
+            times = [resident_seconds(loader) for _ in range(6)]
+            first, ours = times[0], float(np.median(times[1:]))
+            cold = None
+            if drop_caches():
+                cold = gigabytes / resident_seconds(loader)
+            threads, tier = loader.store.threads, loader.tier
+        direct = dd_rate(path)
+        document = [document_seconds(path, rows, device) for _ in range(3)]
+        result = {
+            "gigabytes": gigabytes,
+            "threads": threads,
+            "tier": tier,
+            "stoker_gb_per_second": gigabytes / ours,
+            "stoker_first_time_gb_per_second": gigabytes / first,
+            "document_gb_per_second": gigabytes / float(np.median(document[1:])),
+            "pinned_copy_gb_per_second": pinned_copy_rate(device),
+            "cold_stoker_gb_per_second": cold,
+            "cold_dd_direct_gb_per_second": direct,
+            "overlap_equal": overlap(path, rows, device, 1e3 * ours / (rows / 2000)),
+            "overlap_compute_bound": overlap(path, rows, device, 3e3 * ours / (rows / 2000)),
+        }
+    result["times_document"] = result["stoker_gb_per_second"] / result["document_gb_per_second"]
+    result["share_of_direct"] = cold / direct if cold and direct else None
+    for name, value in result.items():
+        print(f"  {name:34s} {value if not isinstance(value, float) else round(value, 3)}")
+    publish("feed", result)
+    os.sync()
+
+
+if __name__ == "__main__":
+    main()

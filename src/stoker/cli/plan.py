@@ -1,0 +1,229 @@
+"""`stoker plan [STORE]`: what would live where, and why; nothing is loaded.
+
+Enters: a store and how much memory there is; what is not said is read from the machine. Leaves: a
+table with bytes and reasons, or one JSON document. Costs about 0.2 s; no data and no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stoker.machine import Machine
+    from stoker.plan import ModelCost, Plan
+
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+
+
+def plan(
+    store: Annotated[
+        Path | None, typer.Argument(help="Store folder or HDF5 file.", show_default=False)
+    ] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu-memory",
+            help="Free GPU memory, such as 16GB, or none; by default this machine's.",
+            show_default=False,
+        ),
+    ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(
+            "--ram", help="Free RAM, such as 32GB; by default this machine's.", show_default=False
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", help="Samples per batch; by default chosen.", show_default=False),
+    ] = None,
+    parameters: Annotated[
+        str | None,
+        typer.Option("--parameters", help="Of the model, such as 1.8M.", show_default=False),
+    ] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            "--activations", help="Bytes per sample, such as 2MB; by default estimated.", show_default=False
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", help="sgd, momentum, rmsprop, adagrad, adam, adamw.")
+    ] = "adamw",
+    share: Annotated[
+        str, typer.Option("--share", help="Most of the memory that data may take; 60% is the fallback.")
+    ] = "75%",
+    table: Annotated[
+        bool, typer.Option("--table", help="Print the documents' table and counts, computed.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Say what would live on the GPU and in RAM, and why; or print the published table."""
+    from stoker.errors import InputError
+
+    if store is None and not table:
+        raise InputError(
+            "no store was given.", "a store, or --table", "stoker plan STORE --gpu-memory 16GB"
+        )
+    documents = []
+    if store is not None:
+        cost = _model(parameters, activations, optimizer)
+        made, origins = _make(store, gpu_memory, ram, batch_size, cost, share)
+        documents.append({"store": str(store), "origins": origins, **made.to_json()})
+        if not as_json:
+            _print_plan(store, made, origins)
+    if table:
+        from stoker.plan.published import published_json
+
+        documents.append({"table": published_json()})
+        if not as_json:
+            _print_table()
+    if as_json:
+        import json
+
+        typer.echo(json.dumps({key: value for part in documents for key, value in part.items()}))
+
+
+def _model(parameters: str | None, activations: str | None, optimizer: str) -> ModelCost | None:
+    from stoker.errors import InputError
+    from stoker.plan import estimate_model
+    from stoker.units import parse_bytes
+
+    if parameters is None:
+        if activations is not None:
+            raise InputError(
+                "--activations without --parameters.", "both", "--parameters 1.8M --activations 2MB"
+            )
+        return None
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmb]?)", parameters.strip().lower())
+    if match is None:
+        raise InputError(
+            f"cannot read {parameters!r} as a number of parameters.",
+            "a number, with k, M or B for thousands, millions, billions",
+            "--parameters 1.8M",
+        )
+    count = round(float(match[1]) * _COUNTS[match[2]])
+    each = None if activations is None else parse_bytes(activations)
+    return estimate_model(count, optimizer=optimizer, activation_bytes_per_sample=each)
+
+
+def _make(
+    path: Path,
+    gpu_memory: str | None,
+    ram: str | None,
+    batch_size: int | None,
+    model: ModelCost | None,
+    share: str,
+) -> tuple[Plan, list[str]]:
+    """Return the plan, and where each amount of memory comes from."""
+    from stoker.errors import InputError
+    from stoker.machine import probe
+    from stoker.plan import FALLBACK_SHARE, make_plan, store_facts
+    from stoker.store.reader import open_store
+    from stoker.units import parse_bytes, parse_share
+
+    with open_store(path) as opened:
+        facts = store_facts(opened.manifest)
+    machine = probe(path)
+    gpu_bytes, gpu_origin = _gpu_memory(gpu_memory, machine)
+    ram_bytes = machine.ram_available_bytes if ram is None else parse_bytes(ram)
+    if ram_bytes is None:
+        raise InputError("the free RAM of this machine is unknown.", "an amount", "--ram 32GB")
+    ram_origin = "RAM: free on this machine" if ram is None else "RAM: as given"
+    data_share = parse_share(share)
+    made = make_plan(
+        facts,
+        gpu_memory_bytes=gpu_bytes,
+        ram_bytes=ram_bytes,
+        batch_size=batch_size,
+        model=model,
+        gpu_share=data_share,
+        fallback_share=min(FALLBACK_SHARE, data_share),
+        threads=min(16, machine.cores_usable or 8),
+    )
+    return made, [gpu_origin, ram_origin]
+
+
+def _gpu_memory(given: str | None, machine: Machine) -> tuple[int | None, str]:
+    from stoker.units import parse_bytes
+
+    if given is not None:
+        if given.strip().lower() == "none":
+            return None, "GPU: none, as given"
+        return parse_bytes(given), "GPU: as given"
+    seen = [gpu for gpu in machine.gpus if gpu.visible is not False and gpu.memory_free_bytes]
+    if not seen:
+        return None, "GPU: none on this machine; --gpu-memory 16GB plans for another"
+    first = seen[0]
+    return first.memory_free_bytes, f"GPU: free now on GPU {first.index}, {first.name or 'unnamed'}"
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=160, highlight=False)
+
+
+def _print_plan(path: Path, made: Plan, origins: list[str]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from stoker.units import format_bytes
+
+    console = _console()
+    table = Table(title=f"{path}: {made.tier}, batch size {made.batch_size}", title_justify="left")
+    table.add_column("where")
+    table.add_column("what")
+    table.add_column("bytes", justify="right")
+    table.add_column("reason", overflow="fold")
+    caps = {"gpu": made.gpu_memory_bytes, "ram": made.ram_bytes}
+    for where, total in made.totals.items():
+        lines = [line for line in made.lines if line.where == where]
+        for line in lines:
+            size = format_bytes(line.num_bytes)
+            table.add_row(where, Text(line.what), size, Text(line.reason))
+        if lines:
+            free = f"of {format_bytes(caps[where])} free"
+            table.add_row(where, "total", format_bytes(total), free, style="bold", end_section=True)
+    console.print(table)
+    for reason in (*made.reasons, *origins):
+        console.print(Text(f"- {reason}"))
+
+
+def _print_table() -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from stoker.plan.published import describe_cards, published_cards, published_counts
+    from stoker.units import GB
+
+    console = _console()
+    cards = Table(title="GPU memory, data and batch size (S0-10)", title_justify="left")
+    for name in ("GPU memory", "data, 75 %", "data, 60 %", "batch size"):
+        cards.add_column(name, justify="right")
+    for row in published_cards():
+        sizes = (row.gpu_memory_bytes, row.data_bytes, row.fallback_bytes)
+        cards.add_row(
+            f"{sizes[0] / GB:.0f} GB", *(f"{size / GB:.1f} GB" for size in sizes[1:]), str(row.batch_size)
+        )  # fmt: skip
+    console.print(cards)
+    console.print(Text(describe_cards()))
+    counts = Table(title="samples that fit (S0-8, S0-11)", title_justify="left")
+    counts.add_column("sample")
+    for name in ("bytes", "in", "samples"):
+        counts.add_column(name, justify="right")
+    counts.add_column("remark", overflow="fold")
+    for count in published_counts():
+        counts.add_row(
+            count.what, f"{count.sample_bytes:,.0f}", count.budget, f"{count.num_samples:,}", count.remark
+        )  # fmt: skip
+    console.print(counts)

@@ -1,0 +1,125 @@
+"""A thread that works ahead of its consumer, and ends when it should.
+
+Enters: a function that makes the next result. Leaves: its results, in order, made before they are
+asked for. Costs: one thread and `ahead` results in memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from stoker.errors import StokerError
+
+_POLL_SECONDS = 1.0
+
+T = TypeVar("T")
+
+_running: weakref.WeakSet[Background[Any]] = weakref.WeakSet()
+
+
+class Background(Generic[T]):
+    """Calls `pull` in a thread, at most `ahead` results before they are asked for.
+
+    Success: results in order, then StopIteration. Failure: `pull`'s error behind the results before
+    it, with its traceback; nothing after. Stop: the thread ends after the `pull` under way, and lets
+    go of `pull` itself. The thread starts with the first `take`.
+    """
+
+    def __init__(
+        self,
+        pull: Callable[[], T],
+        ahead: int,
+        name: str,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self._pull: Callable[[], T] | None = pull
+        self._ahead = ahead
+        self._around = around
+        self._ready: deque[T] = deque()
+        self._error: BaseException | None = None
+        self._ended = False
+        self.stopped = False
+        self._changed = threading.Condition()  # over an RLock: a finalizer may come in between
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def take(self) -> T:
+        """Return the next result; blocks until it is there."""
+        with self._changed:
+            if self._thread.ident is None and not self.stopped:
+                _running.add(self)
+                self._thread.start()
+            while not self._ready:
+                if self._error is not None:
+                    error, self._error = self._error, None
+                    raise error
+                if self._ended or self.stopped:
+                    raise StopIteration
+                if not self._thread.is_alive():
+                    raise StokerError(
+                        f"the thread {self._thread.name!r} is gone, as after a fork.",
+                        "an iteration that stays in the process that began it",
+                        "begin a new iteration in this process",
+                    )
+                self._changed.wait(_POLL_SECONDS)
+            self._changed.notify_all()
+            return self._ready.popleft()
+
+    def stop(self) -> None:
+        """Ask the thread to end; does not wait."""
+        with self._changed:
+            self.stopped = True
+            self._ready.clear()
+            self._changed.notify_all()
+            if self._thread.ident is None:
+                self._pull = None
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the thread; True when it has ended or never began."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended, seconds)
+            if self._ended:
+                self._thread.join(_POLL_SECONDS)
+        return self._thread.ident is None or not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            with self._around():
+                while self._may_pull():
+                    assert self._pull is not None
+                    result = self._pull()
+                    with self._changed:
+                        if not self.stopped:
+                            self._ready.append(result)
+                        del result
+                        self._changed.notify_all()
+        except StopIteration:
+            pass
+        except BaseException as error:  # noqa: BLE001  the consumer raises it, whatever it is
+            self._error = error
+        finally:
+            self._pull = None
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _may_pull(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self.stopped or len(self._ready) < self._ahead)
+            return not self.stopped
+
+
+@atexit.register
+def _end_threads() -> None:
+    # A daemon thread inside CUDA while the interpreter goes down can crash it.
+    threads = list(_running)
+    for thread in threads:
+        thread.stop()
+    for thread in threads:
+        thread.join(_POLL_SECONDS)

@@ -1,0 +1,303 @@
+"""`ChunkDataLoader`: the documented chunk loader (S0-3 to S0-7), a door to `Loader`.
+
+Enters: an HDF5 file with `features` and `targets`. Leaves: `(features, targets)` on the device, batch
+after batch. Costs: at most `chunk_size_gb` on the device, whatever the file's size and however long a
+batch is held; a few pinned slabs on the host.
+
+What fits is loaded once and stays. What does not fit passes through two slots of half the budget
+each (three of a third where a slot is hardly larger than a batch), the next one loading while this one
+trains; batches run across the edges, so the division shows in nothing but the shuffle: full when all
+fits, else by slots and within them. `reason` says which it is.
+
+A training loop, complete:
+
+    loader = ChunkDataLoader("data/aligned_train.h5", batch_size=128, shuffle=False)
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        for features, targets in loader:
+            optimizer.zero_grad(set_to_none=True)
+            loss = loss_function(model(features), targets)
+            loss.backward()
+            optimizer.step()
+
+`shuffle=False` is what overlapping windows of several timeframes need. "GB" in `chunk_size_gb` is
+2^30 bytes, as in the documents' own arithmetic (12.0 holds 53,547 samples of 360 x 167 floats and 36
+targets).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from stoker.errors import InputError
+from stoker.loader.columns import make_columns
+from stoker.loader.loader import Loader
+from stoker.loader.order import Mode, Order, even_chunks
+from stoker.loader.slabs import usable_device
+from stoker.loader.staging import Copy, Uploader, restore_sign, torch_dtype
+from stoker.store.manifest import FieldInfo
+from stoker.store.reader import Store, open_store
+from stoker.units import GIB, format_bytes
+
+_FIELDS = ("features", "targets")
+
+
+class ChunkDataLoader:
+    """Iterate for `(features, targets)` that are already on the device.
+
+    Each iteration is one epoch from its first batch; the epoch number rises when one ends. After
+    `load_state_dict` the next iteration is the rest of that epoch. One iteration at a time.
+
+    Args:
+        hdf5_path: An HDF5 file (or a store) with `features (n, ...)` and `targets (n, ...)`, of any
+            type and rank.
+        batch_size: Samples per batch.
+        chunk_size_gb: Device memory for data, in GiB: all of it, both slots together.
+        device: "cuda", "cuda:1" or "cpu".
+        shuffle: A new order every epoch, from (seed, epoch) alone.
+        drop_last: Leave out the epoch's last batch if it is short.
+        seed: Of the shuffle.
+        rank: This process's number; ranks share the samples without repeats.
+        world_size: Number of processes.
+
+    Attributes:
+        num_samples: Samples in the file.
+        sequence_length: Rows of a sample's window; 1 where features have no such axis.
+        feature_count: Features per row.
+        target_length: Numbers in one sample's targets.
+        bytes_per_sample: Of features and targets together, as stored.
+        samples_per_chunk: Samples that fit into `chunk_size_gb`, at most all.
+        chunk_ranges: `[start, end)` of these chunks.
+        slot_ranges: `[start, end)` of what iterating loads at a time.
+        reason: Why it is loaded so, in words.
+    """
+
+    def __init__(
+        self,
+        hdf5_path: str | Path,
+        batch_size: int = 128,
+        chunk_size_gb: float = 12.0,
+        device: str | torch.device = "cuda",
+        shuffle: bool = False,
+        drop_last: bool = False,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.device = usable_device(device)
+        self.store = open_store(hdf5_path)
+        infos = _find_fields(self.store)
+        self.batch_size = _positive("batch_size", batch_size)
+        self.chunk_size_gb = chunk_size_gb
+        self.num_samples = self.store.num_samples
+        self.sequence_length, self.feature_count = _window(infos[0].shape)
+        self.target_length = math.prod(infos[1].shape)
+        self.bytes_per_sample = sum(sample_bytes(info) for info in infos)
+        fitting = samples_that_fit(chunk_size_gb, self.bytes_per_sample)
+        self.samples_per_chunk = max(1, min(fitting, self.num_samples))
+        self.chunk_ranges = _ranges(self.num_samples, self.samples_per_chunk)
+        mode: Mode = "shuffled" if shuffle else "sequential"
+        order = Order(self.num_samples, batch_size, mode, seed, rank, world_size, drop_last)
+        num_slots, rows = _choose_slots(fitting, order, self.bytes_per_sample)
+        self.slot_ranges = list(even_chunks(self.num_samples, rows))
+        largest = max(end - start for start, end in self.slot_ranges)
+        _check_free(num_slots * largest * self.bytes_per_sample, free_bytes(self.device))
+        self._loader = Loader(
+            self.store,
+            batch_size,
+            self.device,
+            order=mode,
+            seed=seed,
+            fields=_FIELDS,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size,
+            chunk_bytes=rows * self.bytes_per_sample,
+        )
+        self.reason = self._loader.reason
+        self._resumed = False
+        self._uploader: Uploader | None = None
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield `(features, targets)`; new tensors, not views of a chunk: hold what you like."""
+        if not self._resumed:
+            self._loader.set_epoch(self._loader.epoch)
+        self._resumed = False
+        for batch in self._loader:
+            yield batch["features"], batch["targets"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration yields."""
+        return self._loader.epoch
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of data on the device; never more than `chunk_size_gb`."""
+        return self._loader.device_bytes
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of `epoch`, from its first batch."""
+        self._loader.set_epoch(epoch)
+        self._resumed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place after the last batch, for `load_state_dict`."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a place; the next iteration yields what came after it."""
+        self._loader.load_state_dict(state)
+        self._resumed = True
+
+    def order_digest(self) -> str:
+        """Return a digest of the samples yielded so far in this epoch, in order."""
+        return self._loader.order_digest()
+
+    def close(self) -> None:
+        """End the threads and give the memory back."""
+        self._loader.close()
+        if self._uploader is not None:
+            self._uploader.close()
+            self._uploader = None
+        self.store.close()
+
+    def _load_chunk_to_gpu(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return samples `start` to `end` on the device, through pinned memory, without blocking it.
+
+        Kept as documented; iterating does not need it, and its memory comes on top of `device_bytes`.
+        The current stream waits for the copies.
+        """
+        if not 0 <= start <= end <= self.num_samples:
+            raise InputError(
+                f"samples {start} to {end}.",
+                f"a range within 0 to {self.num_samples}",
+                "loader._load_chunk_to_gpu(*loader.chunk_ranges[0])",
+            )
+        if self._uploader is None:
+            self._uploader = Uploader(self.device, self.store.threads)
+        every = np.arange(self.num_samples)
+        values = [column.values[0] for column in make_columns(self.store, _FIELDS, every)]
+        targets = [
+            torch.empty((end - start, *v.shape), dtype=torch_dtype(v.dtype), device=self.device)
+            for v in values
+        ]
+        copies = [Copy(v, start, end, t) for v, t in zip(values, targets, strict=True)]
+        done = self._uploader.upload(copies)
+        if done is not None:
+            torch.cuda.current_stream(self.device).wait_event(done)
+        features, labels = (restore_sign(t, v.dtype) for v, t in zip(values, targets, strict=True))
+        return features, labels
+
+
+def samples_that_fit(chunk_size_gb: float, bytes_per_sample: int) -> int:
+    """Return how many samples `chunk_size_gb` GiB hold: the documents' formula (S0-5)."""
+    is_number = isinstance(chunk_size_gb, int | float) and not isinstance(chunk_size_gb, bool)
+    if not is_number or not 0 < chunk_size_gb < math.inf:
+        raise InputError(
+            f"chunk_size_gb is {chunk_size_gb!r}.",
+            "a number of GiB above 0",
+            "chunk_size_gb=12.0 on a GPU of 16 GB; `stoker plan` computes it",
+        )
+    return int(chunk_size_gb * GIB / bytes_per_sample)
+
+
+def sample_bytes(info: FieldInfo) -> int:
+    """Return the bytes of one sample of a dense field, by its true type and rank."""
+    return int(math.prod(info.shape) * np.dtype(info.dtype).itemsize)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return what can still be allocated on a GPU; None on the CPU, which is not rationed here."""
+    if device.type != "cuda":
+        return None
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
+
+
+def _find_fields(store: Store) -> list[FieldInfo]:
+    missing = [
+        name for name in _FIELDS if name not in store.fields or store.fields[name].kind != "dense"
+    ]
+    if missing:
+        found = ", ".join(f"{name} ({info.kind})" for name, info in store.fields.items())
+        raise InputError(
+            f"{store.path} has no dense field {' and no '.join(map(repr, missing))}; it has {found}.",
+            "an HDF5 file with arrays 'features' and 'targets' of equal length",
+            "stoker.Loader(path, batch_size, fields=[...]) takes any names",
+        )
+    if not store.num_samples:
+        raise InputError(f"{store.path} holds no samples.", "at least one", "")
+    return [store.fields[name] for name in _FIELDS]
+
+
+def _window(shape: list[int]) -> tuple[int, int]:
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+
+
+def _choose_slots(fitting: int, order: Order, bytes_per_sample: int) -> tuple[int, int]:
+    """Return the number of slots and the samples of one, so that all of them fit.
+
+    Two are enough unless a batch can touch three chunks, which happens when chunks are hardly larger
+    than a batch.
+    """
+    if fitting >= order.num_samples:
+        return 1, order.num_samples
+    for num_slots in (2, 3, 4):
+        rows = fitting // num_slots
+        if rows < order.batch_size:
+            break
+        chunked = replace(order, chunks=even_chunks(order.num_samples, rows))
+        if chunked.most_chunks_per_batch <= num_slots:
+            return num_slots, rows
+    needed = 3 * order.batch_size * bytes_per_sample
+    raise InputError(
+        f"chunk_size_gb holds {fitting:,} of {order.num_samples:,} samples of "
+        f"{bytes_per_sample:,} bytes.",
+        f"room for all, or for three batches of {order.batch_size} ({format_bytes(needed)})",
+        f"chunk_size_gb={1.05 * needed / GIB:.2g}, or a smaller batch_size",
+    )
+
+
+def _ranges(num_samples: int, rows: int) -> list[tuple[int, int]]:
+    starts = range(0, num_samples, rows)
+    return [(start, min(start + rows, num_samples)) for start in starts]
+
+
+def _check_free(needed_bytes: int, free: int | None) -> None:
+    if free is not None and needed_bytes > free:
+        raise InputError(
+            f"the data needs {format_bytes(needed_bytes)} on the device, which has "
+            f"{format_bytes(free)} free.",
+            "what is free now, less what the model will take",
+            f"chunk_size_gb={math.floor(0.75 * free / GIB * 10) / 10:g} (75 % of what is free)",
+        )
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} is {value!r}.", "a whole number, 1 or more", f"{name}=128")
+    return value

@@ -1,0 +1,453 @@
+"""The Loader: batches that are already on the device, in an order you can repeat, resume and check.
+
+Enters: a store, a batch size, a device, an order. Leaves: `Batch`es, assembled on the device from an
+index tensor. Costs: the plan's bytes on the device and no more; per batch one gather per field and a
+slice of an index block that is uploaded for many batches at once.
+
+The contract is DESIGN's: every sample once per epoch; order from (seed, epoch) alone; a state that
+resumes at any batch; device memory within the plan while the consumer holds a batch; failures end in
+bounded time with their cause; the CPU gives the same batches as the GPU; copies that cannot corrupt
+a batch (`ring.py`, `staging.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+
+from stoker.errors import InputError
+from stoker.loader.columns import Column, make_columns
+from stoker.loader.gather import ragged_offsets, take_ranges, take_rows, take_windows
+from stoker.loader.lanes import LanePlan
+from stoker.loader.order import Mode, Order, PlannedBatch, even_chunks
+from stoker.loader.ring import Feeder, Ring
+from stoker.loader.staging import Uploader, restore_sign
+from stoker.plan import Plan, make_plan, store_facts
+from stoker.store.fields import Array
+from stoker.store.reader import Store, open_store
+
+_BLOCK_SAMPLES = 1 << 18
+"""Samples whose indices are uploaded together: 2 MB per column, for hundreds of batches."""
+
+
+class Batch(dict[str, torch.Tensor]):
+    """Tensors on the device by name, and which samples they are.
+
+    Attributes:
+        step: Number of the batch in its epoch.
+        sample_ids: Samples of the store, on the host, in row order.
+        reset: Lanes only: rows whose recurrent state must be reset, on the device.
+        valid: Lanes only: rows that hold a sample (a lane that has ended does not).
+    """
+
+    step: int = -1
+    sample_ids: Array = np.empty(0, np.int64)
+    reset: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class IndexBatch:
+    """What one batch is assembled from.
+
+    Attributes:
+        step: Number of the batch in its epoch.
+        indices: `(rows of the table, batch)` int64 on the device; see `Loader.assemble`.
+        totals: Ragged field to its number of values in the batch, known to the host.
+        planned: The batch as the order planned it.
+    """
+
+    step: int
+    indices: torch.Tensor
+    totals: Mapping[str, int]
+    planned: PlannedBatch
+
+
+class Loader:
+    """Iterate for batches on `device`; see the module's text for the contract.
+
+    Args:
+        store: An open store, a store folder or a plain HDF5 file.
+        batch_size: Samples per batch and rank.
+        device: Where batches are wanted; the first GPU by default, else the CPU.
+        order: "sequential", "shuffled", "time" or "lanes".
+        seed: Of the shuffle; the order is a function of (seed, epoch).
+        plan: From `make_plan`; made from the free memory when None.
+        fields: Fields to load; all but text by default.
+        samples: Samples to load, rising; all by default. `select_samples` gives those of a split.
+        drop_last: Leave out the epoch's last, short batch.
+        rank: This process's number.
+        world_size: Number of processes.
+        chunk_bytes: Size of a chunk, instead of the plan's.
+        lanes: From `plan_lanes`, for `order="lanes"`.
+    """
+
+    def __init__(
+        self,
+        store: Store | str | Path,
+        batch_size: int,
+        device: str | torch.device | None = None,
+        *,
+        order: Mode = "sequential",
+        seed: int = 0,
+        plan: Plan | None = None,
+        fields: Sequence[str] | None = None,
+        samples: Array | None = None,
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        chunk_bytes: int | None = None,
+        lanes: LanePlan | None = None,
+    ) -> None:
+        self.store = store if isinstance(store, Store) else open_store(store)
+        self.device = pick_device(device)
+        self.samples = check_samples(samples, self.store)
+        self.columns = make_columns(self.store, fields, self.samples)
+        self.plan = plan or self._make_plan(batch_size)
+        chunks, num_slots, self.reason = self._choose_chunks(batch_size, chunk_bytes, lanes)
+        self.tier: Literal["resident", "chunked"] = "resident" if chunks is None else "chunked"
+        self._order = Order(
+            len(self.samples), batch_size, order, seed, rank, world_size, drop_last, chunks, lanes
+        )
+        self.batch_size = batch_size
+        self._uploader = Uploader(self.device, self.store.threads)
+        whole = ((0, len(self.samples)),)
+        num_slots = max(num_slots, self._order.most_chunks_per_batch)
+        self._ring = Ring(self.columns, chunks or whole, num_slots, self.device)
+        self._feeder: Feeder | None = None
+        self._table: torch.Tensor | None = None
+        self.epoch = 0
+        self._position = 0
+
+    # -- what it is ------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of data on the device."""
+        return self._ring.num_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads and give the memory back; the loader cannot be used afterwards."""
+        if self._feeder is not None:
+            self._feeder.stop()
+            self._feeder = None
+        self._uploader.close()
+        self._ring.tensors.clear()
+
+    def _make_plan(self, batch_size: int) -> Plan:
+        from stoker.machine import probe
+
+        machine = probe(self.store.path)
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
+        return make_plan(
+            store_facts(
+                self.store.manifest, [column.field for column in self.columns], len(self.samples)
+            ),
+            gpu_memory_bytes=free,
+            ram_bytes=machine.ram_available_bytes or 8 << 30,
+            batch_size=batch_size,
+            threads=self.store.threads,
+        )
+
+    def _choose_chunks(
+        self, batch_size: int, chunk_bytes: int | None, lanes: LanePlan | None
+    ) -> tuple[tuple[tuple[int, int], ...] | None, int, str]:
+        """Return the chunks (None: all resident), the slots, and why."""
+        count = len(self.samples)
+        if lanes is not None:
+            return None, 1, "resident: lanes walk through the whole series at once"
+        if chunk_bytes is not None:
+            per_sample = self._bytes_per_sample()
+            rows = max(batch_size, int(chunk_bytes / max(1.0, per_sample)))
+            reason = f"chunks of {rows:,} samples were asked for"
+        elif self.plan.tier == "resident" or self.plan.chunk_rows is None:
+            return None, 1, self.plan.reasons[0]
+        else:
+            rows = max(batch_size, self.plan.chunk_rows)
+            reason = self.plan.reasons[0]
+        chunks = even_chunks(count, rows) if count else ()
+        if len(chunks) < 2:
+            return None, 1, f"resident: one chunk holds all {count:,} samples"
+        return chunks, max(2, self.plan.num_slots), reason
+
+    def _bytes_per_sample(self) -> float:
+        count = max(1, len(self.samples))
+        extents = ((column.extent(0, count), column.row_bytes) for column in self.columns)
+        return sum((high - low) * row_bytes for (low, high), row_bytes in extents) / count
+
+    # -- iteration -------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the rest of the current epoch; the next iteration begins the next epoch."""
+        for index in self.index_batches():
+            yield self._finish(self.assemble(index.indices, index.totals), index)
+
+    def _finish(self, batch: Batch, index: IndexBatch) -> Batch:
+        planned = index.planned
+        batch.step = index.step
+        batch.sample_ids = self.samples[np.maximum(planned.positions, 0)]
+        if planned.reset is not None:
+            batch.reset = torch.from_numpy(planned.reset).to(self.device, non_blocking=True)
+            batch.valid = torch.from_numpy(planned.positions >= 0).to(
+                self.device, non_blocking=True
+            )
+        return batch
+
+    def index_batches(self) -> Iterator[IndexBatch]:
+        """Yield the indices of the rest of the epoch, for `assemble`; moves the position.
+
+        The slots an index points into stay loaded until the next index is asked for.
+        """
+        epoch = self._order.epoch(self.epoch)
+        visits = [0] if self.tier == "resident" else list(epoch.chunk_visits(self._position))
+        feeder = self._feed(visits)
+        number = {chunk: visit for visit, chunk in enumerate(visits)}
+        for block in self._blocks(epoch.batches(self._position)):
+            chunks = (0,) if self.tier == "resident" else block[0].chunks
+            feeder.release_before(number[chunks[0]])
+            slots = {chunk: feeder.wait(number[chunk]) for chunk in chunks}
+            for index in self._index_block(block, slots):
+                self._position += 1
+                yield index
+        if self.tier == "chunked":
+            feeder.release_before(len(visits))
+        self.epoch += 1
+        self._position = 0
+
+    def _feed(self, visits: list[int]) -> Feeder:
+        """Return a feeder for the visits; what is resident is loaded once and kept."""
+        if self.tier == "resident" and self._feeder is not None and self._feeder.alive:
+            return self._feeder
+        if self._feeder is not None:
+            self._feeder.stop()
+        self._feeder = Feeder(self._ring, self._uploader, visits)
+        return self._feeder
+
+    def _blocks(self, batches: Iterator[PlannedBatch]) -> Iterator[list[PlannedBatch]]:
+        """Group batches that touch the same chunks, up to a size."""
+        block: list[PlannedBatch] = []
+        samples = 0
+        for batch in batches:
+            if block and (
+                batch.chunks != block[0].chunks or samples + len(batch.positions) > _BLOCK_SAMPLES
+            ):
+                yield block
+                block, samples = [], 0
+            block.append(batch)
+            samples += len(batch.positions)
+        if block:
+            yield block
+
+    def _index_block(
+        self, block: list[PlannedBatch], slots: Mapping[int, int]
+    ) -> Iterator[IndexBatch]:
+        """Compute the indices of many batches on the host and upload them as one."""
+        positions = np.maximum(np.concatenate([batch.positions for batch in block]), 0)
+        rows: list[Array] = []
+        lengths: dict[str, Array] = {}
+        for number, column in enumerate(self.columns):
+            rows.append(column.starts[positions] + self._shifts(number, positions, slots))
+            if not isinstance(column.lengths, int):
+                lengths[column.field] = column.lengths[positions]
+                rows.append(lengths[column.field])
+        table = torch.from_numpy(np.stack(rows))
+        if self.device.type == "cuda":
+            table = table.pin_memory().to(self.device, non_blocking=True)
+        at = 0
+        for batch in block:
+            end = at + len(batch.positions)
+            totals = {name: int(count[at:end].sum()) for name, count in lengths.items()}
+            yield IndexBatch(batch.step, table[:, at:end], totals, batch)
+            at = end
+
+    def _shifts(self, column: int, positions: Array, slots: Mapping[int, int]) -> Array | int:
+        if len(slots) == 1:
+            chunk, slot = next(iter(slots.items()))
+            return self._ring.shift(column, chunk, slot)
+        starts = np.array([start for start, _ in self._ring.chunks])
+        chunk_of = np.searchsorted(starts, positions, side="right") - 1
+        shifts = np.zeros(len(starts), dtype=np.int64)
+        for chunk, slot in slots.items():
+            shifts[chunk] = self._ring.shift(column, chunk, slot)
+        return shifts[chunk_of]
+
+    # -- assembling ------------------------------------------------------------------------
+
+    def assemble(self, indices: torch.Tensor, totals: Mapping[str, int] | None = None) -> Batch:
+        """Build a batch on the device. No host synchronisation: safe to capture in a CUDA graph.
+
+        Args:
+            indices: `(rows, batch)` from `index_batches`; or, when everything is resident, a 1-D
+                tensor of positions on the device.
+            totals: Number of values per ragged field. Without it the shapes are static: ragged
+                values are padded with zeros to the most that any batch can have.
+        """
+        if indices.dim() == 1:
+            indices = self._positions_table().index_select(1, indices)
+        batch = Batch()
+        row = 0
+        for column in self.columns:
+            starts = indices[row]
+            row += 1
+            if column.kind == "ragged":
+                self._assemble_ragged(batch, column, starts, indices[row], totals)
+                row += 1
+                continue
+            for values in column.values:
+                tensor = self._ring.tensors[values.name]
+                if column.kind == "dense":
+                    taken = take_rows(tensor, starts)
+                else:
+                    assert isinstance(column.lengths, int)
+                    taken = take_windows(tensor, starts, column.lengths)
+                batch[values.name] = restore_sign(taken, values.dtype)
+        return batch
+
+    def _assemble_ragged(
+        self,
+        batch: Batch,
+        column: Column,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        totals: Mapping[str, int] | None,
+    ) -> None:
+        values = column.values[0]
+        offsets = ragged_offsets(lengths)
+        assert not isinstance(column.lengths, int)
+        capacity = int(column.lengths.max(initial=0)) * len(starts)
+        total = capacity if totals is None else totals[column.field]
+        taken = take_ranges(
+            self._ring.tensors[values.name], starts, offsets, total, totals is not None
+        )
+        batch[column.field] = restore_sign(taken, values.dtype)
+        batch[f"{column.field}/offsets"] = offsets
+
+    def _positions_table(self) -> torch.Tensor:
+        if self.tier != "resident":
+            raise InputError(
+                f"positions were given, but the loader is {self.tier} ({self.reason}).",
+                "positions when everything is resident",
+                "use the indices of Loader.index_batches(), which know the slots",
+            )
+        if self._table is None:
+            self._feed([0]).wait(0)
+            rows: list[Array] = []
+            for number, column in enumerate(self.columns):
+                rows.append(column.starts + self._ring.shift(number, 0, 0))
+                if not isinstance(column.lengths, int):
+                    rows.append(column.lengths)
+            self._table = torch.from_numpy(np.stack(rows)).to(self.device)
+        return self._table
+
+    # -- position --------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin `epoch` at its first batch with the next iteration."""
+        if epoch < 0:
+            raise InputError(f"epoch {epoch}.", "0 or more", "loader.set_epoch(0)")
+        self.epoch, self._position = epoch, 0
+
+    def order_digest(self) -> str:
+        """Return a digest of the samples yielded so far in this epoch, in order."""
+        return self._order.epoch(self.epoch).digest(self._position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader is: enough to yield the same remaining batches elsewhere."""
+        return {
+            **self._identity(),
+            "epoch": self.epoch,
+            "batch": self._position,
+            "digest": self.order_digest(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the place of a `state_dict` of a loader like this one.
+
+        Raises:
+            InputError: The state is of another store, order or batch size; the message says which.
+        """
+        for name, own in self._identity().items():
+            if state.get(name) != own:
+                raise InputError(
+                    f"the state has {name} {state.get(name)!r}, this loader has {own!r}.",
+                    "the state of a loader with the same store, order, seed, ranks and batch size",
+                    "make the loader as it was when the state was saved",
+                )
+        digest = self._order.epoch(int(state["epoch"])).digest(int(state["batch"]))
+        if digest != state["digest"]:
+            raise InputError(
+                "the state's order digest is not this loader's: other samples came before.",
+                "the same samples in the same order",
+                "check that the store was not packed again",
+            )
+        self.epoch, self._position = int(state["epoch"]), int(state["batch"])
+
+    def _identity(self) -> dict[str, Any]:
+        order = self._order
+        chunks = None if order.chunks is None else [list(chunk) for chunk in order.chunks]
+        return {
+            "num_samples": order.num_samples,
+            "batch_size": order.batch_size,
+            "order": order.mode,
+            "seed": order.seed,
+            "rank": order.rank,
+            "world_size": order.world_size,
+            "drop_last": order.drop_last,
+            "chunks": chunks,
+        }
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """Return the device asked for; the first GPU when none is named, else the CPU."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            f"the device is {str(device)!r}, but torch sees no CUDA device here.",
+            "a machine with a GPU and a CUDA build of torch, or the CPU",
+            "device='cpu'",
+        )
+    return device
+
+
+def check_samples(samples: Array | None, store: Store) -> Array:
+    """Return the samples as rising int64; all of the store's when None."""
+    if samples is None:
+        return np.arange(store.num_samples, dtype=np.int64)
+    samples = np.asarray(samples)
+    if samples.ndim != 1 or samples.dtype.kind not in "iu":
+        raise InputError(
+            f"samples are {samples.dtype} {samples.shape}.",
+            "1-D whole numbers",
+            "np.flatnonzero(mask)",
+        )
+    samples = samples.astype(np.int64)
+    rising = len(samples) < 2 or bool((np.diff(samples) > 0).all())
+    if not rising or (len(samples) and not (samples[0] >= 0 and samples[-1] < store.num_samples)):
+        raise InputError(
+            "the samples are not rising numbers of samples of the store.",
+            f"rising, without repeats, from 0 to {store.num_samples - 1}",
+            "np.unique(samples)",
+        )
+    return samples

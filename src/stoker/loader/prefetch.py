@@ -1,0 +1,348 @@
+"""`prefetch(loader, device)`: any DataLoader, with its batches already on the device.
+
+Enters: anything that can be iterated and yields tensors, or tuples, lists, dicts, named tuples or
+dataclasses of them, nested as you like. Leaves: the same batches in the same order, their tensors on
+the device; whatever is not a tensor is left alone. Costs: one thread, at most four pinned slabs of
+16 MB, pinned once for the prefetcher's life and never per batch, and at most `depth + 2` batches on
+the device beside those you keep.
+
+Contract, and why no batch can be corrupted:
+
+- A batch is taken out of the wrapped loader's memory before the loader is asked for the next one: it
+  is either copied into a slab, or (when it was pinned already) its copy has been waited for. A loader
+  may therefore refill its own buffers.
+- A slab is filled again only after the event behind its last copy.
+- Device tensors are new ones, never a ring: hold as many batches as you like. They come from the copy
+  stream's memory and are recorded on the stream you take them on, so that memory you let go is not
+  written before your kernels are done with it. `record_stream` is needed here because the lifetime is
+  the user's, not ours (FACTS §3 avoids it where buffers are preallocated).
+- Your stream waits for the copy of the batch it is given, nobody else does. Using a batch on another
+  stream than the one that was current at `next()` needs `record_stream`, as always in torch.
+- The wrapped loader's error arrives behind the batches before it, with its own traceback. `break`,
+  `close()` and garbage collection end the thread after the batch it is fetching.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from stoker.errors import InputError, StokerError
+from stoker.loader.background import Background
+from stoker.loader.slabs import CudaEngine, Engine, Mark, Staged, Stager, usable_device
+
+_JOIN_SECONDS = 30.0
+
+
+def prefetch(
+    loader: Iterable[Any],
+    device: str | int | torch.device,
+    *,
+    depth: int = 2,
+    background: bool = True,
+) -> Prefetcher:
+    """Wrap a loader so that its batches arrive on `device`, copied while the last step computes.
+
+    Args:
+        loader: A torch DataLoader or any iterable. Leave its `pin_memory` off: pinning there costs
+            a thread and a pinned allocation per batch that this saves.
+        device: "cuda", "cuda:1" or "cpu". On the CPU batches are handed on unchanged.
+        depth: Batches on the device ahead of the one you work on.
+        background: Fetch in a thread. A dataset without worker processes then runs beside your own
+            code, and where both draw from torch's, numpy's or Python's global generator their draws
+            interleave by chance; False fetches inside `next()`, in one thread: repeatable, and the
+            copies still overlap with the device's work. A thread that copies also disturbs CUDA graph
+            capture in "global" mode: capture with `capture_error_mode="thread_local"`.
+
+    Returns:
+        An iterable with the wrapped loader's length and attributes.
+    """
+    return Prefetcher(loader, device, depth=depth, background=background)
+
+
+class Prefetcher:
+    """What `prefetch` returns. Iterate it as often as the wrapped loader allows.
+
+    Attributes of the wrapped loader (`dataset`, `sampler`, `batch_size`, ...) are found here too.
+
+    Attributes:
+        loader: The wrapped loader.
+        device: Where batches arrive.
+        depth: Batches ahead.
+        reason: What is done to a batch and why, in words.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        device: str | int | torch.device,
+        *,
+        depth: int = 2,
+        background: bool = True,
+        engine: Callable[[], Engine] | None = None,
+    ) -> None:
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            raise InputError(
+                f"prefetch was given {type(loader).__name__}, which cannot be iterated.",
+                "a torch DataLoader, or any iterable of batches",
+                "stoker.prefetch(loader, 'cuda')",
+            )
+        if hasattr(loader, "order_digest"):
+            raise InputError(
+                "prefetch was given a stoker Loader, whose batches are already on their device.",
+                "a torch DataLoader, or any iterable of host batches",
+                "iterate it directly: Loader(store, batch_size, device='cuda')",
+            )
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+            raise InputError(f"depth is {depth!r}.", "1 or more batches", "depth=2")
+        self.loader = loader
+        self.device = usable_device(device)
+        self.depth = depth
+        self.reason = _explain(self.device, depth, background)
+        self._background = background
+        self._engine = engine or _engine_for(self.device)
+        self._idle: list[Stager] = []
+        self._busy: list[tuple[_Fetcher, Stager]] = []
+        self._state: Any = None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._engine is None:
+            return iter(self.loader)
+        self._join_stopped()
+        engine = self._engine()
+        stager = self._idle.pop() if self._idle else Stager()
+        stager.engine = engine
+        # Here and not in the thread: worker processes are forked and seeds are drawn where the
+        # caller would have done it without us.
+        source = _Source(self.loader, iter(self.loader), stager, self.depth)
+        fetcher: _Fetcher
+        if self._background:
+            fetcher = Background(source.pull, self.depth, "stoker-prefetch", engine.home)
+        else:
+            fetcher = _Foreground(source.pull, self.depth)
+        self._busy.append((fetcher, stager))
+        return _Batches(self, engine, source.used, fetcher)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":  # copy and pickle look before __init__ ran
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned host memory in use, kept between epochs."""
+        return sum(stager.pinned_bytes for stager in (*self._idle, *(s for _, s in self._busy)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the wrapped loader, or else its samplers and dataset, which epoch comes next."""
+        if _tell_epoch(self.loader, epoch):
+            return
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        parts = (
+            getattr(self.loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+            getattr(self.loader, "dataset", None),
+        )
+        told: list[Any] = []
+        for part in parts:
+            if part is not None and all(part is not other for other in told):
+                told.append(part)
+                _tell_epoch(part, epoch)
+
+    def state_dict(self) -> Any:
+        """Return the wrapped loader's state after the last batch that *you* have seen.
+
+        The wrapped loader itself is up to `depth + 1` batches further; to go on after a `break`
+        without losing those, `load_state_dict(state_dict())` first.
+        """
+        return self.loader.state_dict() if self._state is None else self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Hand a state back to the wrapped loader; iterate anew afterwards."""
+        self.close()
+        self._state = None
+        self.loader.load_state_dict(state)
+
+    def close(self) -> None:
+        """End all iterations; waits for the batches that are being fetched."""
+        for fetcher, _ in self._busy:
+            fetcher.stop()
+        self._join_stopped()
+
+    def _join_stopped(self) -> None:
+        # Persistent workers serve one iterator, and a slab one thread: the last one must be over.
+        for pair in [pair for pair in self._busy if pair[0].stopped]:
+            if not pair[0].join(_JOIN_SECONDS):
+                raise StokerError(
+                    f"the last iteration is still waiting for a batch after {_JOIN_SECONDS:g} s.",
+                    f"a next() of {type(self.loader).__name__} that returns",
+                    "DataLoader(..., timeout=60) makes a stuck worker an error",
+                )
+            self._busy.remove(pair)
+            self._idle.append(pair[1])
+
+
+def _explain(device: torch.device, depth: int, background: bool) -> str:
+    if device.type == "cpu":
+        return "handed on unchanged: the device is the CPU, so there is nothing to copy"
+    how = "a thread" if background else "next()"
+    return (
+        f"copied to {device} through pinned slabs by {how}, {depth} batches ahead, on a side stream"
+    )
+
+
+def _engine_for(device: torch.device) -> Callable[[], Engine] | None:
+    if device.type == "cpu":
+        return None
+    copies = torch.cuda.Stream(device)
+    return lambda: CudaEngine(device, copies)
+
+
+def _tell_epoch(part: Any, epoch: int) -> bool:
+    tell = getattr(part, "set_epoch", None)
+    if callable(tell):
+        tell(epoch)
+    return callable(tell)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    staged: Staged
+    state: Any
+
+
+class _Fetcher(Protocol):
+    stopped: bool
+
+    def take(self) -> _Item: ...
+    def stop(self) -> None: ...
+    def join(self, seconds: float) -> bool: ...
+
+
+class _Batches(Iterator[Any]):
+    """One iteration, on the consumer's side; the fetching side does not hold it."""
+
+    def __init__(
+        self, owner: Prefetcher, engine: Engine, used: deque[Mark], fetcher: _Fetcher
+    ) -> None:
+        self._owner = owner
+        self._engine = engine
+        self._used = used
+        self._fetcher = fetcher
+        self._holding = False
+        weakref.finalize(self, fetcher.stop)
+
+    def __next__(self) -> Any:
+        if self._holding:
+            self._holding = False
+            self._used.append(self._engine.mark_user())
+        try:
+            item = self._fetcher.take()
+        except StopIteration:
+            self._owner._state = None  # from here on the loader's own state is the right one
+            self.close()
+            raise
+        except Exception:
+            self.close()
+            raise
+        self._engine.receive(item.staged.tensors, item.staged.marks)
+        self._holding = True
+        self._owner._state = item.state
+        return item.staged.batch
+
+    def close(self) -> None:
+        """End the iteration; does not wait for the thread."""
+        self._fetcher.stop()
+
+
+class _Source:
+    """Fetches and stages one batch after the other; used by one thread at a time."""
+
+    def __init__(self, loader: Any, iterator: Iterator[Any], stager: Stager, depth: int) -> None:
+        self.used: deque[Mark] = deque()
+        self._stager = stager
+        self._loader = loader
+        self._iterator = iterator
+        self._depth = depth
+        self._num_pulled = 0
+
+    def pull(self) -> _Item:
+        """Return the next batch, its copies queued.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        self._stager.settle()
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            name = type(self._loader).__name__
+            error.add_note(
+                f"raised while stoker.prefetch took batch {self._num_pulled} from {name}"
+            )
+            raise
+        state = None
+        if hasattr(self._loader, "state_dict"):
+            state = copy.deepcopy(self._loader.state_dict())
+        if self._num_pulled >= self._depth + 2:
+            # The consumer's work on that batch is done: its memory can serve this one. Otherwise a
+            # host that runs ahead of the device would allocate a batch per step it is ahead.
+            self.used.popleft().synchronize()
+        self._num_pulled += 1
+        return _Item(self._stager.stage(batch), state)
+
+
+class _Foreground:
+    """Fetches in the caller's thread, `ahead` batches early."""
+
+    def __init__(self, pull: Callable[[], _Item], ahead: int) -> None:
+        self.stopped = False
+        self._pull: Callable[[], _Item] | None = pull
+        self._ahead = ahead
+        self._ready: deque[_Item] = deque()
+        self._error: Exception | None = None
+
+    def take(self) -> _Item:
+        """Return the next batch, after fetching those behind it."""
+        while self._pull is not None and self._error is None and len(self._ready) <= self._ahead:
+            try:
+                self._ready.append(self._pull())
+            except Exception as error:  # noqa: BLE001  raised below, behind the batches before it
+                self._error = error
+        if self._ready:
+            return self._ready.popleft()
+        failure, self._error = self._error or StopIteration(), None
+        raise failure
+
+    def stop(self) -> None:
+        """Let go of the loader and of what is ready."""
+        self.stopped, self._pull = True, None
+        self._ready.clear()
+
+    def join(self, seconds: float) -> bool:  # noqa: ARG002  the thread's twin
+        """There is nothing to wait for."""
+        return True

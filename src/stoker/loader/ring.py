@@ -1,0 +1,191 @@
+"""Where the values live on the device: slots of one ring, filled ahead of the consumer.
+
+Enters: columns, chunks of positions, a number of slots. Leaves: one tensor per dataset, and for each
+chunk in a slot the shift from its rows in the store to its rows in the tensor. Costs: `num_slots`
+times the largest chunk, on the device, for the ring's life; nothing is allocated per chunk.
+
+"Everything resident" is a ring of one slot whose only chunk is never released, so there is one code
+path. Gathers copy out of the ring, so a consumer that holds its last batch holds no chunk: the
+second chunk of memory that slices of a chunk would keep alive never exists.
+
+Contract of the `Feeder`: one thread loads the visits in order, visit i into slot i modulo the slots,
+as soon as visit i - slots was released and the device is done with it. `wait` returns when a visit
+is loaded, or raises the thread's error with its traceback; `stop` ends the thread within one piece of
+a read. Nothing is dropped, nothing is loaded twice.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from stoker.errors import StokerError
+from stoker.loader.columns import Column
+from stoker.loader.staging import Copy, Uploader, torch_dtype
+from stoker.store.fields import Array
+
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Rows of one column: per chunk from `lows` to `highs`, `capacity` rows a slot."""
+
+    lows: Array
+    highs: Array
+    capacity: int
+
+
+class Ring:
+    """Slots on the device.
+
+    Args:
+        columns: What is loaded.
+        chunks: Ranges of positions.
+        num_slots: Chunks on the device at the same time.
+        device: Where.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        chunks: Sequence[tuple[int, int]],
+        num_slots: int,
+        device: torch.device,
+    ) -> None:
+        self.columns = columns
+        self.chunks = chunks
+        self.num_slots = num_slots
+        self.device = device
+        self._places = [_place(column, chunks) for column in columns]
+        self.tensors: dict[str, torch.Tensor] = {}
+        for column, place in zip(columns, self._places, strict=True):
+            for values in column.values:
+                shape = (num_slots * place.capacity, *values.shape)
+                self.tensors[values.name] = torch.empty(
+                    shape, dtype=torch_dtype(values.dtype), device=device
+                )
+        self.used: list[torch.cuda.Event | None] = [None] * num_slots
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def load(self, chunk: int, slot: int, uploader: Uploader) -> torch.cuda.Event | None:
+        """Fill a slot; blocks for the reads, not for the copies."""
+        copies: list[Copy] = []
+        for column, place in zip(self.columns, self._places, strict=True):
+            low, high = int(place.lows[chunk]), int(place.highs[chunk])
+            at = slot * place.capacity
+            copies.extend(
+                Copy(values, low, high, self.tensors[values.name][at : at + high - low])
+                for values in column.values
+            )
+        return uploader.upload(copies, self.used[slot])
+
+    def shift(self, column: int, chunk: int, slot: int) -> int:
+        """What to add to a row of the store to find it in the tensor."""
+        place = self._places[column]
+        return slot * place.capacity - int(place.lows[chunk])
+
+    def release(self, slot: int) -> None:
+        """Everything queued on the current stream is the last to read this slot."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+            self.used[slot] = event
+
+
+def _place(column: Column, chunks: Sequence[tuple[int, int]]) -> _Place:
+    extents = np.array(
+        [column.extent(start, stop) for start, stop in chunks], dtype=np.int64
+    ).reshape(-1, 2)
+    return _Place(extents[:, 0], extents[:, 1], int((extents[:, 1] - extents[:, 0]).max(initial=0)))
+
+
+class Feeder:
+    """Loads the visits of one epoch ahead of the consumer."""
+
+    def __init__(self, ring: Ring, uploader: Uploader, visits: Sequence[int]) -> None:
+        self._ring = ring
+        self._uploader = uploader
+        self._visits = visits
+        self._ready: dict[int, torch.cuda.Event | None] = {}
+        self._released = 0
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="stoker-feeder", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether everything asked for so far was, or is being, loaded."""
+        return self._error is None and (
+            self._thread.is_alive() or len(self._ready) == len(self._visits)
+        )
+
+    def wait(self, visit: int) -> int:
+        """Return the slot of a visit once it is loaded; the current stream waits for its copies."""
+        assert visit < self._released + self._ring.num_slots, (
+            "a batch touches more chunks than slots"
+        )
+        with self._changed:
+            while visit not in self._ready:
+                if self._error is not None:
+                    raise self._error
+                if not self._thread.is_alive():
+                    raise StokerError(
+                        f"the feeder thread ended before chunk {self._visits[visit]} was loaded.",
+                        "a living thread",
+                        "look for what killed it, then resume from the last state_dict",
+                    )
+                self._changed.wait(_POLL_SECONDS)
+            event = self._ready[visit]
+        if event is not None:
+            torch.cuda.current_stream(self._ring.device).wait_event(event)
+        return visit % self._ring.num_slots
+
+    def release_before(self, visit: int) -> None:
+        """Say that no later batch needs the visits before this one."""
+        with self._changed:
+            for done in range(self._released, visit):
+                self._ring.release(done % self._ring.num_slots)
+            self._released = max(self._released, visit)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End the thread; waits for it."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._uploader.stop()
+        self._thread.join()
+        self._uploader.stop(False)
+
+    def _run(self) -> None:
+        try:
+            for visit, chunk in enumerate(self._visits):
+                if not self._await_slot(visit):
+                    return
+                event = self._ring.load(chunk, visit % self._ring.num_slots, self._uploader)
+                with self._changed:
+                    self._ready[visit] = event
+                    self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001  the consumer raises it, whatever it is
+            error.add_note(f"while loading chunk {chunk} ahead of the training loop")
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _await_slot(self, visit: int) -> bool:
+        """Wait until the visit's slot is free; False when the feeder is being stopped."""
+        with self._changed:
+            while visit >= self._released + self._ring.num_slots and not self._stopping:
+                self._changed.wait(_POLL_SECONDS)
+            return not self._stopping

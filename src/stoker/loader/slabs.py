@@ -1,0 +1,395 @@
+"""Batches from pageable host memory to the device, through a few pinned slabs that are reused.
+
+Enters: a batch of any nesting. Leaves: the same batch with device tensors, and marks to wait for.
+Costs: one copy in host memory at memory speed; at most `num_slabs` slabs of pinned memory, whatever
+the size of a batch. Measured reasons for not pinning per batch: docs/loading.md.
+
+All rules of order are here and in plain Python; CUDA is behind `Engine`, so that tests can replace it
+by one that does every copy as late as it may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, Protocol
+
+import torch
+
+from stoker.errors import InputError
+
+MAX_SLAB_BYTES = 16 << 20
+NUM_SLABS = 4
+_MIN_SLAB_BYTES = 64 << 10
+_SMALL_PIECE_BYTES = 4 << 10
+_ALIGNMENT = 256
+
+
+def usable_device(device: str | int | torch.device) -> torch.device:
+    """Return a CPU or CUDA device that exists here, with its index."""
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"{device!r} is no device.", "'cuda', 'cuda:0' or 'cpu'", "device='cpu'"
+        ) from error
+    if wanted.type == "cpu":
+        return torch.device("cpu")
+    if wanted.type != "cuda":
+        raise InputError(f"device is {device!r}.", "'cuda', 'cuda:0' or 'cpu'", "device='cpu'")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index: int | None = wanted.index
+    if index is None and num_gpus:
+        index = torch.cuda.current_device()
+    if index is None or index >= num_gpus:
+        raise InputError(
+            f"device {device!r} was asked for, but torch sees {num_gpus} CUDA devices.",
+            "'cpu'" if not num_gpus else f"'cpu' or 'cuda:0' to 'cuda:{num_gpus - 1}'",
+            "device='cpu', or `stoker machine` to see what is there",
+        )
+    return torch.device("cuda", index)
+
+
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def synchronize(self) -> None:
+        """Wait, on the host, until the work before it is done."""
+
+
+class Engine(Protocol):
+    """What staging needs of a device: the only seam between the rules above and CUDA."""
+
+    def home(self) -> contextlib.AbstractContextManager[Any]:
+        """Work inside goes to the consumer's stream."""
+
+    def pin(self, num_bytes: int) -> torch.Tensor:
+        """Return pinned uint8 memory."""
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether copies from it need no staging."""
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        """Whether it is on the device already."""
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return device memory of this shape, type and layout, owned by the copy stream."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy from pinned memory on the copy stream."""
+
+    def mark_copies(self) -> Mark:
+        """Mark the end of the copies queued so far."""
+
+    def mark_user(self) -> Mark:
+        """Mark the end of the work queued so far on the calling thread's stream."""
+
+    def move(self, thing: Any) -> Any:
+        """Move what cannot be staged by its own `.to`, on the calling thread's stream."""
+
+    def receive(self, tensors: list[torch.Tensor], marks: list[Mark]) -> None:
+        """Make the calling thread's stream wait for the marks, and own the tensors too."""
+
+
+class CudaEngine:
+    """The real one."""
+
+    def __init__(self, device: torch.device, copies: torch.cuda.Stream) -> None:
+        self._device = device
+        self._copies = copies
+        self._home = torch.cuda.current_stream(device)
+
+    def home(self) -> contextlib.AbstractContextManager[Any]:
+        """See `Engine`; also makes the device the current one."""
+        return torch.cuda.stream(self._home)
+
+    def pin(self, num_bytes: int) -> torch.Tensor:
+        """See `Engine`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """See `Engine`."""
+        return tensor.is_pinned()
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        """See `Engine`."""
+        return tensor.device == self._device
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Engine`."""
+        with torch.cuda.stream(self._copies):
+            return torch.empty_like(tensor, device=self._device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Engine`."""
+        with torch.cuda.stream(self._copies):
+            target.copy_(source, non_blocking=True)
+
+    def mark_copies(self) -> Mark:
+        """See `Engine`."""
+        return self._mark(self._copies)
+
+    def mark_user(self) -> Mark:
+        """See `Engine`."""
+        return self._mark(torch.cuda.current_stream(self._device))
+
+    def move(self, thing: Any) -> Any:
+        """See `Engine`."""
+        return thing.to(self._device)
+
+    def receive(self, tensors: list[torch.Tensor], marks: list[Mark]) -> None:
+        """See `Engine`."""
+        stream = torch.cuda.current_stream(self._device)
+        for mark in marks:
+            stream.wait_event(mark)  # type: ignore[arg-type]
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    @staticmethod
+    def _mark(stream: torch.cuda.Stream) -> Mark:
+        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
+        event.record(stream)
+        return event
+
+
+@dataclasses.dataclass
+class _Slab:
+    """Pinned memory, its first `used` bytes lent; `free` is set once it is closed."""
+
+    memory: torch.Tensor
+    used: int = 0
+    free: Mark | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """A batch under way: complete for whoever waited for the marks."""
+
+    batch: Any
+    tensors: list[torch.Tensor]
+    marks: list[Mark]
+
+
+class Stager:
+    """Copies batches through a few pinned slabs. For one thread at a time.
+
+    A batch begins in a fresh slab; large ones flow through several, so that filling the next slab
+    overlaps with copying the last. Slabs have powers of two bytes (torch's host allocator rounds up
+    to one anyway) and grow with the batches up to `max_slab_bytes`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | None = None,
+        max_slab_bytes: int = MAX_SLAB_BYTES,
+        num_slabs: int = NUM_SLABS,
+    ) -> None:
+        if engine is not None:
+            self.engine = engine
+        self._max_slab_bytes = max_slab_bytes
+        self._slab_bytes = min(_MIN_SLAB_BYTES, max_slab_bytes)
+        self._slabs: list[_Slab | None] = [None] * num_slabs
+        self._current = 0
+        self._batch_bytes = 0
+        self._borrowed: list[torch.Tensor] = []
+        self._lent: Mark | None = None
+
+    engine: Engine
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.memory.nbytes for slab in self._slabs if slab is not None)
+
+    def stage(self, batch: Any) -> Staged:
+        """Queue the copies of every tensor in `batch`; afterwards its own memory may be reused.
+
+        Except memory that was pinned by its owner: call `settle` first.
+        """
+        self._grow(self._batch_bytes)
+        self._batch_bytes = 0
+        tensors: list[torch.Tensor] = []
+        at_home: list[torch.Tensor] = []
+        with torch.no_grad():
+            moved = map_batch(batch, lambda leaf: self._move(leaf, tensors, at_home))
+        marks: list[Mark] = []
+        if tensors:
+            marks.append(self.engine.mark_copies())
+            self._seal(marks[0])
+            if self._borrowed:
+                self._lent = marks[0]
+        if at_home:
+            marks.append(self.engine.mark_user())
+        return Staged(
+            moved, [*tensors, *(leaf for leaf in at_home if type(leaf) is torch.Tensor)], marks
+        )
+
+    def settle(self) -> None:
+        """Wait for the copies that read memory we do not own."""
+        if self._lent is not None:
+            self._lent.synchronize()
+            self._lent = None
+            self._borrowed.clear()
+
+    def _move(self, leaf: Any, tensors: list[torch.Tensor], at_home: list[Any]) -> Any:
+        if not _is_plain(leaf):
+            # Sparse, nested, quantised, with gradient, a subclass, or an object with its own `to`:
+            # rare, and only their own method knows how. The copy is complete before the host goes on.
+            with torch.enable_grad():
+                at_home.append(self.engine.move(leaf))
+            return at_home[-1]
+        if self.engine.is_here(leaf):
+            at_home.append(leaf)
+            return leaf
+        if leaf.device.type != "cpu":
+            at_home.append(self.engine.move(leaf))
+            return at_home[-1]
+        source = leaf.resolve_conj().resolve_neg()
+        if not _is_dense(source):
+            source = source.contiguous()
+        target = self.engine.empty_like(source)
+        tensors.append(target)
+        if source.numel():
+            self._copy(target, source)
+        return target
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target, source = _as_bytes(target), _as_bytes(source)
+        if self.engine.is_pinned(source):
+            self._borrowed.append(source)
+            self.engine.copy(target, source)
+            return
+        self._batch_bytes += source.nbytes
+        self._grow(source.nbytes)
+        low = 0
+        while low < source.nbytes:
+            piece = self._room(source.nbytes - low)
+            high = low + piece.nbytes
+            piece.copy_(source[low:high])
+            self.engine.copy(target[low:high], piece)
+            low = high
+
+    def _room(self, wanted: int) -> torch.Tensor:
+        """Lend some free bytes of the current slab, or of the next when it is full."""
+        slab = self._slabs[self._current]
+        if slab is not None and slab.free is None:
+            if slab.memory.nbytes - slab.used < min(wanted, _SMALL_PIECE_BYTES):
+                self._seal(self.engine.mark_copies())
+                slab = self._open()
+        else:
+            slab = self._open()
+        count = min(wanted, slab.memory.nbytes - slab.used)
+        piece = slab.memory[slab.used : slab.used + count]
+        slab.used = min(slab.memory.nbytes, -(-(slab.used + count) // _ALIGNMENT) * _ALIGNMENT)
+        return piece
+
+    def _open(self) -> _Slab:
+        """Make the current slab empty and large enough."""
+        slab = self._slabs[self._current]
+        if slab is not None and slab.free is not None:
+            slab.free.synchronize()
+        if slab is None or slab.memory.nbytes < self._slab_bytes:
+            slab = _Slab(self.engine.pin(self._slab_bytes))
+            self._slabs[self._current] = slab
+        slab.used, slab.free = 0, None
+        return slab
+
+    def _seal(self, mark: Mark) -> None:
+        """Close the current slab, if it was filled: it may be filled again after `mark`."""
+        slab = self._slabs[self._current]
+        if slab is not None and slab.free is None and slab.used:
+            slab.free = mark
+            self._current = (self._current + 1) % len(self._slabs)
+
+    def _grow(self, num_bytes: int) -> None:
+        if num_bytes > self._slab_bytes:
+            self._slab_bytes = min(self._max_slab_bytes, 1 << (num_bytes - 1).bit_length())
+
+
+def _is_plain(leaf: Any) -> bool:
+    return (
+        type(leaf) is torch.Tensor
+        and leaf.layout is torch.strided
+        and not (leaf.requires_grad or leaf.is_quantized or leaf.is_nested)
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one block of memory, in whatever order of axes."""
+    expected = 1
+    for stride, size in sorted(
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size != 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _as_bytes(dense: torch.Tensor) -> torch.Tensor:
+    """View a dense tensor as its bytes in memory order."""
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def map_batch(batch: Any, move: Callable[[Any], Any]) -> Any:
+    """Rebuild `batch` with `move(leaf)` for every tensor and every object that has a `to` method.
+
+    Goes into dicts, lists, tuples, named tuples and dataclasses, and keeps their types; what has
+    nothing to move comes back as the same object.
+    """
+    if isinstance(batch, torch.Tensor):
+        return move(batch)
+    if isinstance(batch, type):
+        return batch
+    if callable(getattr(batch, "to", None)):
+        return move(batch)
+    if isinstance(batch, Mapping):
+        moved = {key: map_batch(value, move) for key, value in batch.items()}
+        return batch if _all_same(moved.values(), batch.values()) else _with_items(batch, moved)
+    if isinstance(batch, list | tuple):
+        parts = [map_batch(part, move) for part in batch]
+        return batch if _all_same(parts, batch) else _with_parts(batch, parts)
+    if dataclasses.is_dataclass(batch):
+        return _with_fields(batch, move)
+    return batch
+
+
+def _all_same(these: Iterable[Any], those: Iterable[Any]) -> bool:
+    return all(this is that for this, that in zip(these, those, strict=True))
+
+
+def _with_items(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Mapping[Any, Any]:
+    if type(batch) is dict:
+        return moved
+    if isinstance(batch, MutableMapping):
+        clone = copy.copy(batch)
+        for key, value in moved.items():
+            clone[key] = value
+        return clone
+    return type(batch)(moved)  # type: ignore[call-arg]
+
+
+def _with_parts(batch: list[Any] | tuple[Any, ...], parts: list[Any]) -> Any:
+    if isinstance(batch, list):
+        if type(batch) is list:
+            return parts
+        clone = copy.copy(batch)
+        clone[:] = parts
+        return clone
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+
+def _with_fields(batch: Any, move: Callable[[Any], Any]) -> Any:
+    names = [field.name for field in dataclasses.fields(batch) if hasattr(batch, field.name)]
+    before = [getattr(batch, name) for name in names]
+    after = [map_batch(value, move) for value in before]
+    if _all_same(after, before):
+        return batch
+    clone = copy.copy(batch)
+    for name, value in zip(names, after, strict=True):
+        object.__setattr__(clone, name, value)  # frozen ones too
+    return clone

@@ -1,0 +1,55 @@
+"""What lives where, and why: one budget for GPU memory and RAM, decided before anything is loaded.
+
+Enters: facts of a store, free bytes of GPU memory and RAM, the cost of the model. Leaves: a
+frozen `Plan`: the tier, the sizes, and every byte it counts on with a reason. Costs microseconds;
+pure, without torch.
+
+Tiers, best that fits:
+resident   all data on the device, compact: windows are cut from rows that are there once.
+chunked    a ring of two or more slots; the next chunk loads while this one trains.
+streamed   batches are built in pinned host memory and copied; no data stays on the device.
+
+The caps are hard: no plan's lines add up to more than it was given. More memory never gives a
+worse tier. Without a GPU the device is the RAM, and the same rules hold there.
+
+Files: `facts.py` what is asked about, `budget.py` what a batch size would mean, `decision.py` the
+plan, `published.py` the documents' own figures, computed.
+"""
+
+from __future__ import annotations
+
+from stoker.plan.budget import MIN_CHUNK_BATCHES, TIERS, PlanLine, Tier, Where
+from stoker.plan.decision import (
+    FALLBACK_SHARE,
+    GPU_SHARE,
+    Plan,
+    make_plan,
+    recommended_batch_size,
+)
+from stoker.plan.facts import (
+    FieldFacts,
+    ModelCost,
+    StoreFacts,
+    array_facts,
+    estimate_model,
+    store_facts,
+)
+
+__all__ = [
+    "FALLBACK_SHARE",
+    "GPU_SHARE",
+    "MIN_CHUNK_BATCHES",
+    "TIERS",
+    "FieldFacts",
+    "ModelCost",
+    "Plan",
+    "PlanLine",
+    "StoreFacts",
+    "Tier",
+    "Where",
+    "array_facts",
+    "estimate_model",
+    "make_plan",
+    "recommended_batch_size",
+    "store_facts",
+]

@@ -1,0 +1,164 @@
+"""The question a plan answers, and what any batch size would mean for it.
+
+Enters: facts, caps, shares. Leaves: lines of bytes with reasons, and whether a tier fits. Pure.
+
+Every bound rises with the memory, which is why more memory never gives a worse tier: memory
+counts in whole pages, reserves grow by a sixteenth of it at most, and the shares leave a tenth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from stoker.plan.facts import ModelCost, StoreFacts
+from stoker.units import MIB, format_bytes, format_count
+
+Tier = Literal["resident", "chunked", "streamed"]
+Where = Literal["gpu", "ram"]
+TIERS: tuple[Tier, ...] = ("resident", "chunked", "streamed")
+
+MIN_CHUNK_BATCHES = 4
+"""Chunks below this many batches are no better than streaming: nothing to shuffle, nothing to hide."""
+_PAGE = 4096
+_ACTIVATION_FACTOR = 8
+_SLAB_BYTES = 32 * MIB  # 16 threads of 32 MiB fed an H200 at 40 GB/s, of 8 MiB at 21
+_STREAM_DEPTH, _LEAST_DEPTH = 4, 2
+_THREAD_BYTES = 8 * MIB  # a decoded chunk or a piece being checked
+_CONTEXT_BYTES, _PROCESS_BYTES = 512 * MIB, 1536 * MIB
+
+
+@dataclass(frozen=True)
+class PlanLine:
+    """Some bytes somewhere, and why."""
+
+    where: Where
+    what: str
+    num_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """The question, with what any batch size would mean for it."""
+
+    facts: StoreFacts
+    gpu: int | None
+    ram: int
+    model: ModelCost | None
+    share: float
+    fallback: float
+    num_slots: int
+    threads: int
+
+    @property
+    def where(self) -> Where:
+        """The device, as a place."""
+        return "ram" if self.gpu is None else "gpu"
+
+    @cached_property
+    def cap(self) -> int:
+        """Device memory in whole pages: makes every bound below rise with the memory."""
+        nominal = self.ram if self.gpu is None else self.gpu
+        return nominal - nominal % _PAGE
+
+    @property
+    def share_bytes(self) -> int:
+        """Most that data may take."""
+        return int(self.cap * self.share)
+
+    def rest(self, batch: int) -> tuple[PlanLine, ...]:
+        """What the device holds beside the data."""
+        device = (*self._model_lines(batch), self._batch_line(batch))
+        if self.gpu is None:
+            return (*device, *self.host())
+        reserve = min(_CONTEXT_BYTES, self.cap // 16)
+        why = "kernels, cuDNN and cuBLAS workspaces, fragments; estimated"
+        return (*device, PlanLine("gpu", "CUDA context", reserve, why))
+
+    def rest_bytes(self, batch: int) -> int:
+        """The sum of `rest`."""
+        return sum(line.num_bytes for line in self.rest(batch))
+
+    def _model_lines(self, batch: int) -> Iterator[PlanLine]:
+        if self.model is None:
+            return
+        model, here = self.model, self.where
+        yield PlanLine(here, "model", model.parameter_bytes, "parameters")
+        yield PlanLine(here, "gradients", model.gradient_bytes, "one per parameter")
+        yield PlanLine(here, "optimizer", model.optimizer_bytes, "its state per parameter")
+        each, why = model.activation_bytes_per_sample, "as given"
+        if each is None:
+            each = _ACTIVATION_FACTOR * self.facts.sample_bytes
+            why = f"estimated as {_ACTIVATION_FACTOR} x the sample itself; better measured"
+        count = min(batch, self.facts.num_samples)
+        text = f"{format_count(count, 'sample')} x {format_bytes(each)}, {why}"
+        yield PlanLine(here, "activations", count * each, text)
+
+    def _batch_line(self, batch: int) -> PlanLine:
+        each, count = self.facts.sample_bytes, min(batch, self.facts.num_samples)
+        why = f"one in use, one being built: 2 x {count:,} x {format_bytes(each)}"
+        return PlanLine(self.where, "batches", 2 * count * each, why)
+
+    def host(self) -> tuple[PlanLine, ...]:
+        """RAM that every tier needs, without the staging."""
+        process = min(_PROCESS_BYTES, self.ram // _PAGE * _PAGE // 16)
+        readers = f"{format_count(self.threads, 'thread')} x {format_bytes(_THREAD_BYTES)}"
+        return (
+            PlanLine("ram", "process", process, "Python, torch and its libraries; estimated"),
+            PlanLine("ram", "readers", self.threads * _THREAD_BYTES, f"{readers} to decode and check"),
+            PlanLine("ram", "indices", self.facts.index_bytes, "order, offsets and window ends"),
+        )  # fmt: skip
+
+    def staging(self, tier: Tier, batch: int) -> tuple[int, int]:
+        """Return (slabs, bytes of each), as much as helps and RAM allows; at least two."""
+        if self.gpu is None:
+            return 0, 0
+        left = self.ram - sum(line.num_bytes for line in self.host())
+        if tier == "streamed":
+            slab = _power_of_two(min(batch, self.facts.num_samples) * self.facts.sample_bytes)
+            return (_STREAM_DEPTH if _STREAM_DEPTH * slab <= left else _LEAST_DEPTH), slab
+        largest = max((field.row_bytes for field in self.facts.fields), default=1)
+        least = _power_of_two(max(largest, _PAGE))
+        count = max(2, self.threads)
+        slab = max(least, min(_SLAB_BYTES, _power_of_two(-(-self.facts.device_bytes // count))))
+        allowed = min(left, self.ram // 8)
+        while slab > least and count * slab > allowed:
+            slab //= 2
+        return (count if count * slab <= allowed else 2), slab
+
+    def budget(self, batch: int) -> int:
+        """Most that chunks may take beside the rest."""
+        rest = self.rest_bytes(batch)
+        for share in (self.share, self.fallback):
+            if rest <= self.cap - int(self.cap * share):
+                return int(self.cap * share)
+        return max(0, self.cap - rest)
+
+    def chunk_rows(self, batch: int) -> int:
+        """Samples per chunk: whole batches, as many as a slot holds."""
+        rows = self.facts.chunk_positions(self.budget(batch) // self.num_slots)
+        return rows - rows % batch
+
+    def fits(self, tier: Tier, batch: int) -> bool:
+        """Whether `tier` stays under both caps at this batch size."""
+        count, slab = self.staging(tier, batch)
+        host = sum(line.num_bytes for line in self.host()) + count * slab
+        rest = self.rest_bytes(batch)
+        if host > self.ram or rest > self.cap:
+            return False
+        if tier == "resident":
+            data = self.facts.device_bytes
+            return data <= self.share_bytes and data + rest <= self.cap
+        return tier == "streamed" or self.chunk_rows(batch) >= MIN_CHUNK_BATCHES * batch
+
+    def best(self, batch: int) -> Tier | None:
+        """The best tier at this batch size; None when nothing fits."""
+        return next((tier for tier in TIERS if self.fits(tier, batch)), None)
+
+
+def _power_of_two(num_bytes: int) -> int:
+    """Round up as torch does when it pins: 1.1 GB takes 2 GB."""
+    return 1 << max(0, num_bytes - 1).bit_length()

@@ -1,0 +1,363 @@
+"""Deciding what lives where, and writing it down line by line.
+
+Enters: facts of a store, free bytes, the cost of a model. Leaves: a frozen `Plan`. Costs
+microseconds; the same question always gives the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from typing import Any
+
+from stoker.errors import InputError
+from stoker.plan.budget import MIN_CHUNK_BATCHES, PlanLine, Question, Tier, Where
+from stoker.plan.facts import FieldFacts, ModelCost, StoreFacts
+from stoker.units import GB, format_bytes
+
+GPU_SHARE, FALLBACK_SHARE = 0.75, 0.60
+"""Of the device's memory, for data (S0-10); the second when the rest does not fit beside the first."""
+BATCH_PER_GB = 8
+CPU_BATCH = 128
+_SMALLEST_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What lives where. Made by `make_plan`.
+
+    Attributes:
+        tier: "resident", "chunked" or "streamed".
+        batch_size: Samples per batch.
+        chunk_rows: Samples per chunk, a multiple of the batch size; None unless chunked.
+        num_slots: Chunks on the device at once: 1 when resident, 0 when streamed.
+        slot_bytes: Of one slot; the loader cuts a chunk shorter where uneven data would pass it.
+        staging_bytes: Pinned host memory in all, in `num_slabs` slabs of a power of two each.
+        num_slabs: Pinned slabs; when streamed, batches on their way.
+        threads: Reader threads.
+        data_budget_bytes: Most that data may take on the device.
+        gpu_memory_bytes: The cap on the GPU; None on a machine without one.
+        ram_bytes: The cap on RAM.
+        lines: Every byte that is counted.
+        reasons: Every choice in words.
+    """
+
+    tier: Tier
+    batch_size: int
+    chunk_rows: int | None
+    num_slots: int
+    slot_bytes: int
+    staging_bytes: int
+    num_slabs: int
+    threads: int
+    data_budget_bytes: int
+    gpu_memory_bytes: int | None
+    ram_bytes: int
+    lines: tuple[PlanLine, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def totals(self) -> dict[Where, int]:
+        """Bytes by place; never above the caps."""
+        places: tuple[Where, ...] = ("gpu", "ram")
+        return {p: sum(line.num_bytes for line in self.lines if line.where == p) for p in places}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; `from_json` gives the plan back."""
+        return {**asdict(self), "totals": self.totals}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Plan:
+        """Read what `to_json` wrote."""
+        values = {name: value for name, value in document.items() if name != "totals"}
+        values["lines"] = tuple(PlanLine(**line) for line in document["lines"])
+        values["reasons"] = tuple(document["reasons"])
+        return cls(**values)
+
+
+def make_plan(
+    facts: StoreFacts,
+    *,
+    gpu_memory_bytes: int | None,
+    ram_bytes: int,
+    batch_size: int | None = None,
+    model: ModelCost | None = None,
+    gpu_share: float = GPU_SHARE,
+    fallback_share: float = FALLBACK_SHARE,
+    num_slots: int = 2,
+    threads: int = 8,
+) -> Plan:
+    """Decide what lives where.
+
+    Args:
+        facts: Of the store.
+        gpu_memory_bytes: Free bytes, not the number on the box; None on a machine without GPU.
+        ram_bytes: Free bytes of RAM.
+        batch_size: None lets the plan choose: 8 per GB of GPU memory, less where that saves the tier.
+        model: None keeps the share beside the data free for one.
+        gpu_share: Most of the device that data may take.
+        fallback_share: The same when the rest does not fit beside `gpu_share`.
+        num_slots: Ring slots of the chunked tier.
+        threads: Reader threads.
+
+    Raises:
+        InputError: An argument makes no sense, or nothing fits; the message says what to change.
+    """
+    question = Question(
+        facts, gpu_memory_bytes, ram_bytes, model, gpu_share, fallback_share, num_slots, threads
+    )
+    _check(question, batch_size)
+    tier, batch, reason = _choose(question, batch_size)
+    return _write(question, tier, batch, reason)
+
+
+def _check(question: Question, batch_size: int | None) -> None:
+    def refuse(given: str, allowed: str, fix: str) -> None:
+        raise InputError(given, allowed, fix)
+
+    if question.facts.num_samples < 1:
+        refuse("the store holds no samples.", "1 or more", "stoker inspect STORE")
+    for memory, name in ((question.gpu, "GPU memory"), (question.ram, "RAM")):
+        if memory is not None and memory < 1:
+            refuse(f"{name} of {memory} bytes.", "more than 0", "the free bytes, such as 16GB")
+    if batch_size is not None and batch_size < 1:
+        refuse(f"a batch size of {batch_size}.", "1 or more", "--batch-size 128")
+    if not 0 < question.fallback <= question.share <= 0.9:
+        refuse(
+            f"shares of {question.share} and {question.fallback} for data.",
+            "0 < fallback <= share <= 0.9: the model needs room too",
+            f"{GPU_SHARE} and {FALLBACK_SHARE}",
+        )
+    if question.num_slots < 2:
+        refuse(
+            f"{question.num_slots} ring slots.",
+            "2 or more: one trains while the next loads",
+            "num_slots=2",
+        )
+    if question.threads < 1:
+        refuse(f"{question.threads} reader threads.", "1 or more", "threads=8")
+
+
+def recommended_batch_size(gpu_memory_bytes: int | None) -> int:
+    """8 samples per GB (S0-10) in steps of 32, below 32 in powers of two; 128 on the CPU."""
+    if gpu_memory_bytes is None:
+        return CPU_BATCH
+    asked = BATCH_PER_GB * gpu_memory_bytes // GB
+    if asked >= 32:
+        return min(4096, asked - asked % 32)
+    return max(_SMALLEST_BATCH, 1 << (asked.bit_length() - 1) if asked else 0)
+
+
+def _ladder(top: int) -> list[int]:
+    """Batch sizes from `top` down to the smallest, as the documents step down (S0-23)."""
+    steps = chain(range(32, 4097, 32), (16, 8))
+    return sorted({top, *(size for size in steps if size < top)}, reverse=True)
+
+
+def _choose(question: Question, asked: int | None) -> tuple[Tier, int, str]:
+    """Return tier, batch size, and why that batch size.
+
+    The tier is what the smallest batch allows; then the batch grows as far as the tier lasts.
+    Choosing the batch first would let more memory mean a bigger batch and a worse tier.
+    """
+    if asked is not None:
+        tier = question.best(asked)
+        if tier is None:
+            raise _does_not_fit(question, asked)
+        return tier, asked, "as asked"
+    num_samples = question.facts.num_samples
+    top = min(recommended_batch_size(question.gpu), num_samples)
+    least = min(_SMALLEST_BATCH, num_samples)
+    tier = question.best(least)
+    if tier is None:
+        return "streamed", _shrink(question, least), "the most that fits: memory is very short"
+    fitting = [size for size in _ladder(top) if size >= least and question.best(size) == tier]
+    # Without a model the room beside the data is all there is for one: keep it whole.
+    share = question.share if question.model is None else question.fallback
+    roomy = [size for size in fitting if question.budget(size) >= int(question.cap * share)]
+    preferred = roomy if tier == "chunked" or question.model is None else fitting
+    batch = (preferred or fitting or [least])[0]
+    return tier, batch, _batch_reason(question, tier, batch, top)
+
+
+def _batch_reason(question: Question, tier: Tier, batch: int, top: int) -> str:
+    if batch < top:
+        return (
+            f"{top} would be usual, but leaves too little to stay {tier}; "
+            f"accumulate {-(-top // batch)} steps for the same effective size"
+        )
+    if batch == question.facts.num_samples:
+        return "all samples there are"
+    if question.gpu is None:
+        return "no GPU to size it by: the documents' recommendation"
+    if batch == _SMALLEST_BATCH:
+        return "the smallest that is chosen without being asked for"
+    return f"{BATCH_PER_GB} per GB of free GPU memory, in steps of 32"
+
+
+def _shrink(question: Question, asked: int) -> int:
+    """Return the largest batch that at least streams; raise when not even one sample does."""
+    for size in (*_ladder(asked), 4, 2, 1):
+        if size <= asked and question.fits("streamed", size):
+            return size
+    raise _does_not_fit(question, 1)
+
+
+def _does_not_fit(question: Question, batch: int) -> InputError:
+    host = question.host()
+    count, slab = question.staging("streamed", batch)
+    need_host = sum(line.num_bytes for line in host) + count * slab
+    need, cap = question.rest_bytes(batch), question.cap
+    if need > cap:
+        lines = sorted(question.rest(batch), key=lambda line: -line.num_bytes)[:3]
+        place = "GPU memory" if question.where == "gpu" else "RAM"
+    else:
+        staging = PlanLine("ram", "pinned staging", count * slab, "")
+        lines = sorted((*host, staging), key=lambda line: -line.num_bytes)[:3]
+        need, cap, place = need_host, question.ram, "RAM"
+    parts = ", ".join(f"{line.what} {format_bytes(line.num_bytes)}" for line in lines)
+    given = (
+        f"batch size {batch} needs {format_bytes(need)} of {place} before any data, and "
+        f"{format_bytes(cap)} is free ({parts})."
+    )
+    smaller = [size for size in (*_ladder(batch), 4, 2, 1) if size < batch]
+    best = next((size for size in smaller if question.best(size)), None)
+    if best is not None:
+        return InputError(given, f"at most {best} here", f"--batch-size {best}")
+    fix = "a smaller model, optimizer sgd, fewer reader threads, or close what holds the memory"
+    return InputError(given, f"what fits into {format_bytes(cap)}", fix)
+
+
+# -- writing it down -------------------------------------------------------------------------
+
+
+def _write(question: Question, tier: Tier, batch: int, batch_reason: str) -> Plan:
+    facts = question.facts
+    count, slab = question.staging(tier, batch)
+    chunk_rows = question.chunk_rows(batch) if tier == "chunked" else None
+    slot = {
+        "resident": facts.device_bytes,
+        "chunked": facts.chunk_bytes(chunk_rows or 0),
+        "streamed": 0,
+    }[tier]
+    slots = {"resident": 1, "chunked": question.num_slots, "streamed": 0}[tier]
+    budget = question.share_bytes if tier == "resident" else question.budget(batch)
+    plan = Plan(
+        tier, batch, chunk_rows, slots, slot, count * slab, count, question.threads, budget,
+        question.gpu, question.ram, (), (f"batch size {batch}: {batch_reason}",),
+    )  # fmt: skip
+    lines = [*_data_lines(question, plan), *question.rest(batch)]
+    if question.model is None:
+        lines.append(_room_line(question, budget, sum(line.num_bytes for line in lines)))
+    if question.gpu is not None:
+        lines += [*question.host(), _staging_line(tier, count, slab)]
+    plan = replace(plan, lines=tuple(lines))
+    return replace(
+        plan, reasons=(*_tier_reasons(question, plan), *plan.reasons, *_notes(plan, facts))
+    )
+
+
+def _data_lines(question: Question, plan: Plan) -> Iterator[PlanLine]:
+    here = question.where
+    if plan.tier == "resident":
+        for field in question.facts.fields:
+            yield PlanLine(here, f"data: {field.name}", field.device_bytes, _field_reason(field))
+    elif plan.tier == "chunked":
+        what = f"{plan.num_slots} slots x {format_bytes(plan.slot_bytes)}"
+        halo = " with the rows before their first windows" if _has_series(question.facts) else ""
+        why = f"{what}: {plan.chunk_rows:,} samples each{halo}; one trains, the next loads"
+        yield PlanLine(here, "ring slots", plan.num_slots * plan.slot_bytes, why)
+
+
+def _room_line(question: Question, budget: int, used: int) -> PlanLine:
+    free = question.cap - used
+    # In RAM what is left beyond the share stays with the page cache.
+    room = free if question.gpu is not None else min(free, question.cap - budget)
+    why = "no model was given: for it, its gradients, optimizer and activations"
+    return PlanLine(question.where, "room for the model", room, why)
+
+
+def _has_series(facts: StoreFacts) -> bool:
+    return any(field.kind == "series" for field in facts.fields)
+
+
+def _field_reason(field: FieldFacts) -> str:
+    rows = f"{field.num_rows:,} x {format_bytes(field.row_bytes)}"
+    if field.kind == "ragged":
+        return f"{rows} and where each sample begins"
+    if field.kind == "series":
+        return f"{rows}, each row once; windows of {field.window} are cut on the device"
+    return f"{rows}, a row per sample"
+
+
+def _staging_line(tier: Tier, count: int, slab: int) -> PlanLine:
+    what = "batches on their way" if tier == "streamed" else "slabs between disk and GPU"
+    why = f"{count} {what} x {format_bytes(slab)}, pinned once, powers of two"
+    return PlanLine("ram", "pinned staging", count * slab, why)
+
+
+def _tier_reasons(question: Question, plan: Plan) -> Iterator[str]:
+    facts, data = question.facts, format_bytes(question.facts.device_bytes)
+    device = "GPU memory" if question.where == "gpu" else "RAM"
+    free = question.ram if question.gpu is None else question.gpu
+    budget = f"{format_bytes(plan.data_budget_bytes)} of {format_bytes(free)} {device}"
+    least = MIN_CHUNK_BATCHES * plan.batch_size
+    if plan.tier == "resident":
+        yield f"resident: all data is {data}, and {budget} may hold data"
+    elif plan.tier == "chunked":
+        num_chunks = -(-facts.num_samples // (plan.chunk_rows or 1))
+        yield (
+            f"chunked: all data is {data}, more than fits beside the rest; {budget} hold "
+            f"{plan.num_slots} slots, so an epoch is {num_chunks:,} chunks"
+        )
+        if plan.data_budget_bytes < question.share_bytes:
+            yield (
+                f"data gets {plan.data_budget_bytes / question.cap:.0%} instead of "
+                f"{question.share:.0%}: the rest does not fit into {1 - question.share:.0%}"
+            )
+    else:
+        each = format_bytes(facts.chunk_bytes(least))
+        yield (
+            f"streamed: {question.num_slots} chunks of {MIN_CHUNK_BATCHES} batches ({each} each) do "
+            f"not fit into {budget}, and smaller ones are no better than batches"
+        )
+
+
+def _notes(plan: Plan, facts: StoreFacts) -> Iterator[str]:
+    if plan.gpu_memory_bytes is None:
+        yield "no GPU: the data and the model live in RAM, nothing is pinned or copied"
+    if plan.tier != "resident":
+        left = max(0, plan.ram_bytes - plan.totals["ram"])
+        share = min(1.0, left / max(1, facts.device_bytes))
+        yield (
+            f"every epoch reads the data again; the page cache can keep {share:.0%} of it in the "
+            f"{format_bytes(left)} of RAM left, and gives way to programs, so it is not counted"
+        )
+    for field in facts.fields:
+        if field.series_bytes is not None and field.series_bytes < field.device_bytes:
+            yield _materialised_note(field)
+    if _has_series(facts):
+        yield _series_note(facts)
+    if facts.left_out:
+        yield f"text stays on disk: {', '.join(facts.left_out)}"
+
+
+def _materialised_note(field: FieldFacts) -> str:
+    series = field.series_bytes or 0
+    saved = field.device_bytes - series
+    return (
+        f"{field.name!r} looks like windows written out: if they overlap, each row is there about "
+        f"{field.device_bytes / max(1, series):.0f} times; as a series it would take "
+        f"{format_bytes(series)} and save {format_bytes(saved)} (stoker pack bars)"
+    )
+
+
+def _series_note(facts: StoreFacts) -> str:
+    series = [field for field in facts.fields if field.kind == "series"]
+    written = facts.num_samples * sum(field.sample_bytes for field in series)
+    stored = sum(field.device_bytes for field in series)
+    return (
+        f"{', '.join(field.name for field in series)}: windows written out would take "
+        f"{format_bytes(written)}; as series they take {format_bytes(stored)}"
+    )

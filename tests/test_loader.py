@@ -1,0 +1,341 @@
+"""The loader's contract: once each, same everywhere, resumable, within its memory, honest failures."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.errors import CorruptError, InputError, StokerError
+from stoker.loader.loader import Loader
+from store_makers import simple_shard, write_store
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    return write_store(
+        tmp_path_factory.mktemp("s"), [simple_shard(rng, n) for n in (37, 0, 50, 13)]
+    )
+
+
+def expected(store, name: str, ids: np.ndarray) -> list[np.ndarray]:
+    kind = store.fields[name].kind
+    if kind == "dense":
+        return list(store.gather(name, ids))
+    return [
+        store.read_window(name, int(i)) if kind == "series" else store.read_values(name, int(i))
+        for i in ids
+    ]
+
+
+def check_batch(store, batch) -> None:
+    """Every value of the batch is what the store says of its samples."""
+    for name in ("features", "targets", "M1"):
+        for got, want in zip(
+            batch[name].cpu().numpy(), expected(store, name, batch.sample_ids), strict=True
+        ):
+            assert got.tobytes() == np.ascontiguousarray(want).tobytes()
+    offsets = batch["peaks/offsets"].cpu().numpy()
+    values = batch["peaks"].cpu().view(torch.int16).numpy().view(np.uint16)
+    assert offsets[-1] == len(values)
+    for row, want in enumerate(expected(store, "peaks", batch.sample_ids)):
+        assert (values[offsets[row] : offsets[row + 1]] == want).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    batch_size=st.integers(2, 40),
+    chunk_rows=st.one_of(st.none(), st.integers(1, 120)),
+    order=st.sampled_from(["sequential", "shuffled", "time"]),
+    seed=st.integers(0, 5),
+    world=st.integers(1, 3),
+    subset=st.booleans(),
+)
+@settings(max_examples=40)
+def test_every_sample_once_per_epoch_with_the_right_values(
+    store, device, batch_size, chunk_rows, order, seed, world, subset
+):
+    samples = (
+        np.flatnonzero(np.random.default_rng(seed).random(100) < 0.7) if subset else np.arange(100)
+    )
+    seen = []
+    for rank in range(world):
+        options = {
+            "order": order,
+            "seed": seed,
+            "rank": rank,
+            "world_size": world,
+            "samples": samples,
+        }
+        with Loader(
+            store, batch_size, device, chunk_bytes=chunk_rows and chunk_rows * 300, **options
+        ) as loader:
+            batches = list(loader)
+            assert len(batches) == len(loader)
+            for batch in batches:
+                check_batch(store, batch)
+                seen.extend(batch.sample_ids.tolist())
+            assert loader.epoch == 1
+    assert sorted(seen) == samples.tolist()
+    if order in ("sequential", "time"):
+        assert seen == samples.tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    batch_size=st.integers(1, 30),
+    chunked=st.booleans(),
+    order=st.sampled_from(["sequential", "shuffled"]),
+    share=st.floats(0, 1),
+)
+@settings(max_examples=25)
+def test_a_resumed_epoch_is_the_unbroken_one(store, device, batch_size, chunked, order, share):
+    def make() -> Loader:
+        return Loader(
+            store, batch_size, device, order=order, seed=3, chunk_bytes=9000 if chunked else None
+        )
+
+    with make() as loader:
+        loader.set_epoch(2)
+        whole = [batch.sample_ids.tolist() for batch in loader]
+    stop = int(share * len(whole))
+    with make() as first:
+        first.set_epoch(2)
+        iterator = iter(first)
+        begun = [next(iterator).sample_ids.tolist() for _ in range(stop)]
+        state = first.state_dict()
+        digest = first.order_digest()
+    with make() as second:
+        second.load_state_dict(state)
+        assert second.order_digest() == digest
+        rest = []
+        for batch in second:
+            check_batch(store, batch)
+            rest.append(batch.sample_ids.tolist())
+        assert second.epoch == 3
+    assert begun + rest == whole
+
+
+def test_epochs_differ_and_repeat_from_seed_and_epoch(store):
+    with Loader(store, 10, "cpu", order="shuffled", seed=1) as loader:
+        first = [batch.sample_ids.tolist() for batch in loader]
+        second = [batch.sample_ids.tolist() for batch in loader]
+        loader.set_epoch(0)
+        again = [batch.sample_ids.tolist() for batch in loader]
+    assert first == again
+    assert first != second
+
+
+def test_the_loader_agrees_with_torchs_dataloader_sample_for_sample(store):
+    values = store.read_rows("features", 0, 100)
+    dataset = torch.utils.data.TensorDataset(
+        torch.from_numpy(values), torch.from_numpy(store.read_rows("targets", 0, 100))
+    )
+    theirs = torch.utils.data.DataLoader(dataset, batch_size=32)
+    with Loader(store, 32, "cpu", fields=["features", "targets"], chunk_bytes=5000) as ours:
+        assert len(ours) == len(theirs)
+        for batch, (features, targets) in zip(ours, theirs, strict=True):
+            assert torch.equal(batch["features"], features)
+            assert torch.equal(batch["targets"], targets)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_assemble_from_positions_equals_the_iterated_batches(store, device):
+    with Loader(store, 16, device, order="shuffled") as loader:
+        for batch in loader:
+            again = loader.assemble(torch.from_numpy(batch.sample_ids).to(loader.device))
+            for name in ("features", "targets", "M1", "M1/gap"):
+                assert torch.equal(again[name], batch[name])
+            total = int(batch["peaks/offsets"][-1])
+            assert torch.equal(
+                again["peaks"].view(torch.int16)[:total], batch["peaks"].view(torch.int16)
+            )
+            assert (again["peaks"].view(torch.int16)[total:] == 0).all()
+    with (
+        Loader(store, 16, device, chunk_bytes=5000) as loader,
+        pytest.raises(InputError, match="index_batches"),
+    ):
+        loader.assemble(torch.zeros(16, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_held_batches_are_never_overwritten(store, device):
+    with Loader(store, 7, device, chunk_bytes=3000) as loader:
+        held = list(loader) + list(loader)
+        for batch in held:
+            check_batch(store, batch)
+
+
+def test_device_memory_stays_within_slots_of_chunks(store):
+    with Loader(store, 4, "cpu", fields=["features"], chunk_bytes=140 * 10) as loader:
+        assert loader.tier == "chunked"
+        list(loader)
+        assert loader.device_bytes == 2 * 10 * 140
+
+
+# -- failures ------------------------------------------------------------------------------
+
+
+def broken_store(tmp_path, at_row: int):
+    values = np.random.default_rng(0).normal(size=(2000, 50)).astype("f4")
+    from stoker.store.fields import Dense
+
+    write_store(tmp_path / "s", [{"features": Dense(values)}]).close()
+    shard = tmp_path / "s" / "shard-00000.h5"
+    with h5py.File(shard) as file:
+        offset = file["features"].id.get_offset()
+    data = bytearray(shard.read_bytes())
+    data[offset + at_row * 200] ^= 1
+    shard.write_bytes(data)
+    return tmp_path / "s"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_bad_byte_ends_the_epoch_at_its_chunk_with_its_place(tmp_path, device):
+    path = broken_store(tmp_path, 1500)
+    with Loader(path, 100, device, chunk_bytes=200 * 250) as loader:
+        good: list[int] = []
+        with pytest.raises(CorruptError, match=r"dataset 'features' fails its checksum") as caught:
+            good.extend(batch.step for batch in loader)
+        assert 8 <= len(good) <= 15
+        assert any("while loading chunk" in note for note in caught.value.__notes__)
+
+
+def test_a_shard_truncated_in_the_middle_of_an_epoch_is_named(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["features"] = np.zeros((4000, 50), "f4")
+    with Loader(tmp_path / "x.h5", 100, "cpu", chunk_bytes=200 * 200) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        os.truncate(tmp_path / "x.h5", 300_000)
+        with pytest.raises(CorruptError, match=r"dataset 'features' ends at byte"):
+            list(iterator)
+
+
+def test_a_feeder_thread_that_dies_is_noticed(store, monkeypatch):
+    from stoker.loader import ring
+
+    monkeypatch.setattr(ring.Feeder, "_run", lambda self: None)
+    with (
+        Loader(store, 10, "cpu", chunk_bytes=3000) as loader,
+        pytest.raises(StokerError, match="feeder thread ended"),
+    ):
+        next(iter(loader))
+
+
+def test_an_error_in_the_feeder_keeps_its_traceback(store, monkeypatch):
+    from stoker.loader import staging
+
+    def explode(*args):
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(staging.Uploader, "_read_into_place", explode)
+    with Loader(store, 10, "cpu") as loader:
+        began = time.monotonic()
+        with pytest.raises(MemoryError, match="planted") as caught:
+            next(iter(loader))
+        assert time.monotonic() - began < 5
+        assert "explode" in str(caught.traceback[-1])
+
+
+def test_leaving_in_the_middle_ends_the_threads(store):
+    before = threading.active_count()
+    loader = Loader(store, 5, "cpu", chunk_bytes=2000)
+    for _ in range(3):
+        for batch in loader:
+            if batch.step == 2:
+                break
+        loader.set_epoch(0)
+    loader.close()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before + store.threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name in ("stoker-feeder",)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch"),
+        ({"fields": ["nothing"]}, r"fields \['nothing'\]"),
+        ({"samples": np.array([3, 2])}, "not rising"),
+        ({"samples": np.array([0, 200])}, "not rising numbers of samples"),
+        ({"rank": 2, "world_size": 2}, "rank"),
+        ({"order": "random"}, "random"),
+    ],
+)
+def test_wrong_arguments_are_refused(store, options, message):
+    with pytest.raises(InputError, match=message):
+        Loader(store, **{"batch_size": 4, "device": "cpu", **options})
+
+
+def test_cuda_without_a_device_is_refused(store):
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    with pytest.raises(InputError, match="sees no CUDA device") as caught:
+        Loader(store, 4, "cuda")
+    assert "device='cpu'" in caught.value.fix
+
+
+def test_a_state_of_another_loader_is_refused_with_the_difference(store):
+    with Loader(store, 4, "cpu", seed=1) as loader, Loader(store, 5, "cpu", seed=1) as other:
+        with pytest.raises(InputError, match="the state has batch_size 4, this loader has 5"):
+            other.load_state_dict(loader.state_dict())
+        state = {**loader.state_dict(), "digest": "0"}
+        with pytest.raises(InputError, match="order digest"):
+            loader.load_state_dict(state)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk_bytes", [None, 20_000])
+def test_a_captured_gather_replays_with_new_indices(store, chunk_bytes):
+    with Loader(
+        store, 10, "cuda", order="shuffled", chunk_bytes=chunk_bytes, drop_last=True
+    ) as loader:
+        static = None
+        for index in loader.index_batches():
+            if static is None:
+                static = index.indices.clone()
+                loader.assemble(static)
+                graph = torch.cuda.CUDAGraph()
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    out = loader.assemble(static)
+            static.copy_(index.indices)
+            graph.replay()
+            want = loader.assemble(index.indices)
+            for name in ("features", "targets", "M1"):
+                assert torch.equal(out[name], want[name])
+            ids = loader.samples[index.planned.positions]
+            assert (out["features"].cpu().numpy() == store.gather("features", ids)).all()
+
+
+@pytest.mark.gpu
+def test_device_peak_is_the_plans_while_the_consumer_holds_the_last_batch(tmp_path):
+    from stoker.store.fields import Dense
+
+    values = np.random.default_rng(0).normal(size=(40_000, 1000)).astype("f4")
+    store = write_store(tmp_path / "s", [{"features": Dense(values)}], block_bytes=1 << 20)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    with Loader(store, 100, "cuda", chunk_bytes=20_000_000) as loader:
+        held = None
+        for batch in loader:
+            held = batch
+        peak = torch.cuda.max_memory_allocated() - start
+        batch_bytes = held["features"].nbytes
+        assert loader.device_bytes <= 2 * 20_000_000
+        assert peak <= loader.device_bytes + 3 * batch_bytes + (8 << 20)
