@@ -307,6 +307,18 @@ def test_batched_graphs_are_what_pytorch_geometric_takes(dataset):
     assert batch["functional_groups"].shape == (len(items), 48)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_batch_read_at_once_is_the_batch_of_its_items(library, cache, dataset, graphs):
+    dataset = LazyMassSpecDataset(*library, cache_dir=cache, precompute_graphs=graphs, jobs=1)
+    for chosen in ([0], [3, 3, 1], [5, -1, 2, 0, 11], list(range(len(dataset)))):
+        at_once = collate_molecules(dataset.__getitems__(chosen))
+        one_by_one = collate_molecules(list(dataset.__getitems__(chosen)))
+        assert at_once.keys() == one_by_one.keys()
+        for name, tensor in at_once.items():
+            assert tensor.dtype == one_by_one[name].dtype, name
+            assert torch.equal(tensor, one_by_one[name]), name
+
+
 def test_a_message_passing_sum_over_the_batch_is_that_of_each_graph(dataset):
     items = [dataset[number] for number in range(6, 14)]
     batch = collate_molecules(items)

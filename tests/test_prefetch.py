@@ -35,6 +35,9 @@ class LateMark:
     def __init__(self, engine, upto):
         self.engine, self.upto = engine, upto
 
+    def query(self):
+        return False
+
     def synchronize(self):
         self.engine.waits += 1
         self.engine.run(self.upto)
@@ -58,6 +61,9 @@ class LateEngine:
                 self.done += 1
 
     def home(self):
+        return contextlib.nullcontext()
+
+    def copying(self):
         return contextlib.nullcontext()
 
     def pin(self, num_bytes):
@@ -102,6 +108,7 @@ class LateEngine:
         return thing.clone() if isinstance(thing, torch.Tensor) else thing.to("cpu")
 
     def receive(self, tensors, marks):
+        assert all(tensor.layout is torch.strided for tensor in tensors), "record_stream refuses it"
         for mark in marks:
             self.run(mark.upto)
 
@@ -300,6 +307,7 @@ def test_what_cannot_be_staged_moves_by_its_own_method(make):
     odd, engine = make(), LateEngine()
     staged = Stager(engine).stage((odd, "text"))
     assert (engine.moves, engine.copies) == (1, 0)
+    engine.receive(staged.tensors, staged.marks)
     moved, text = staged.batch
     assert text == "text"
     if isinstance(odd, torch.Tensor):

@@ -36,7 +36,7 @@ import torch
 
 from stoker.errors import InputError, StokerError
 from stoker.loader.background import Background
-from stoker.loader.slabs import CudaEngine, Engine, Mark, Staged, Stager, usable_device
+from stoker.loader.slabs import CudaEngine, Engine, Mark, Staged, Stager, usable_device, wait_for
 
 _JOIN_SECONDS = 30.0
 
@@ -311,7 +311,7 @@ class _Source:
         if self._num_pulled >= self._depth + 2:
             # The consumer's work on that batch is done: its memory can serve this one. Otherwise a
             # host that runs ahead of the device would allocate a batch per step it is ahead.
-            self.used.popleft().synchronize()
+            wait_for(self.used.popleft())
         self._num_pulled += 1
         return _Item(self._stager.stage(batch), state)
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any, Literal
 import h5py
 import numpy as np
 
-from stoker.errors import CorruptError, StoreError
+from stoker.errors import CorruptError, StokerError, StoreError
 from stoker.store.fields import Array
 
 _SHUFFLE, _DEFLATE = h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE
@@ -204,5 +205,24 @@ def open_hdf5(path: Path) -> h5py.File:
         raise CorruptError(
             f"{path} cannot be opened as HDF5: {error}.",
             "a whole HDF5 file",
+            "copy or pack the file again",
+        ) from error
+
+
+@contextmanager
+def named_damage(path: Path) -> Iterator[None]:
+    """Turn whatever h5py raises on a damaged file into an error that names the file.
+
+    Fuzzing saw OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, OverflowError
+    and UnicodeDecodeError, from places that cannot be foreseen.
+    """
+    try:
+        yield
+    except StokerError:
+        raise
+    except Exception as error:
+        raise CorruptError(
+            f"{path}: its HDF5 structures cannot be read: {type(error).__name__}: {error}.",
+            "an intact HDF5 file",
             "copy or pack the file again",
         ) from error

@@ -12,15 +12,15 @@ from typing import Any
 
 import h5py
 
-from stoker.errors import CorruptError, StoreError
-from stoker.store.hdf5 import open_hdf5
+from stoker.errors import StoreError
+from stoker.store.hdf5 import named_damage, open_hdf5
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 
 
 def describe_plain_file(path: Path) -> tuple[Manifest, tuple[str, ...]]:
     """Return the manifest a plain file would have, and notes for the user."""
-    with open_hdf5(path) as file:
-        arrays, notes = _find_arrays(file, path)
+    with open_hdf5(path) as file, named_damage(path):
+        arrays, notes = _find_arrays(file)
         if not arrays:
             raise StoreError(
                 f"{path} holds no numeric array.",
@@ -50,14 +50,15 @@ def describe_plain_file(path: Path) -> tuple[Manifest, tuple[str, ...]]:
     return Manifest(num_samples=num_samples, fields=fields, shards=[shard]), tuple(notes)
 
 
-def _find_arrays(
-    file: h5py.File, path: Path
-) -> tuple[dict[str, tuple[tuple[int, ...], str]], list[str]]:
+def _find_arrays(file: h5py.File) -> tuple[dict[str, tuple[tuple[int, ...], str]], list[str]]:
     arrays: dict[str, tuple[tuple[int, ...], str]] = {}
     notes: list[str] = []
 
-    def visit(name: str, node: Any) -> None:
+    def visit(name: str | bytes, node: Any) -> None:
         if not isinstance(node, h5py.Dataset):
+            return
+        if not isinstance(name, str):  # h5py gives bytes where a name is not UTF-8
+            notes.append(f"dataset {name!r} has a name that is not text: left aside")
             return
         if node.shape is None or len(node.shape) == 0:
             notes.append(f"dataset {name!r} is a single value: left aside")
@@ -66,12 +67,7 @@ def _find_arrays(
         else:
             arrays[name] = (tuple(map(int, node.shape)), node.dtype.str)
 
-    try:
-        file.visititems(visit)
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
-        raise CorruptError(
-            f"{path}: its directory cannot be read: {error}.", "an intact HDF5 file", ""
-        ) from error
+    file.visititems(visit)
     return arrays, notes
 
 

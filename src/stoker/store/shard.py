@@ -17,7 +17,7 @@ import numpy as np
 from stoker.errors import CorruptError, StoreError
 from stoker.store.arrays import OpenFile, StoredArray
 from stoker.store.fields import Array
-from stoker.store.hdf5 import Location, locate, open_hdf5
+from stoker.store.hdf5 import Location, locate, named_damage, open_hdf5
 from stoker.store.manifest import ShardInfo
 from stoker.store.writer import CHECKSUM_GROUP, combine_digests
 
@@ -74,7 +74,7 @@ class Shard:
     def _open(self) -> dict[str, StoredArray]:
         self._check_file()
         self._file = OpenFile(self.path)
-        with open_hdf5(self.path) as file:
+        with open_hdf5(self.path) as file, named_damage(self.path):
             digests = self._read_digests(file) if self.info is not None else {}
             return {name: self._locate(file, name, digests.get(name)) for name in self._datasets}
 
@@ -97,17 +97,10 @@ class Shard:
             )
 
     def _locate(self, file: h5py.File, name: str, digests: Array | None) -> StoredArray:
-        try:
-            dataset = file[name]
-            if not isinstance(dataset, h5py.Dataset):
-                raise KeyError(name)
-            location = locate(self.path, dataset)
-        except (KeyError, RuntimeError, ValueError) as error:
-            raise CorruptError(
-                f"{self.path}: dataset {name!r} cannot be read: {error}.",
-                "the dataset the manifest names",
-                "pack again",
-            ) from error
+        dataset = file[name]
+        if not isinstance(dataset, h5py.Dataset):
+            raise KeyError(f"{name!r} is no dataset")
+        location = locate(self.path, dataset)
         if self.info is not None:
             self._check_rows(name, location)
         assert self._file is not None
@@ -126,17 +119,10 @@ class Shard:
 
     def _read_digests(self, file: h5py.File) -> dict[str, Array]:
         assert self.info is not None
-        try:
-            digests = {
-                name: np.asarray(file[f"{CHECKSUM_GROUP}/{name}"][()], dtype="<u8")
-                for name in self._datasets
-            }
-        except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
-            raise CorruptError(
-                f"{self.path}: its checksums cannot be read: {error}.",
-                "an intact shard",
-                "pack again",
-            ) from error
+        digests = {
+            name: np.asarray(file[f"{CHECKSUM_GROUP}/{name}"][()], dtype="<u8")
+            for name in self._datasets
+        }
         if combine_digests(digests) != self.info.checksum:
             raise CorruptError(
                 f"{self.path} is not the shard that the manifest describes (its checksums differ).",
