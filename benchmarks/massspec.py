@@ -32,7 +32,14 @@ import psutil
 
 from harness import publish
 
-DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "massspec"
+DATA = (
+    Path(
+        os.environ.get(
+            "STOKER_DATA", Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+        )
+    )
+    / "massspec"
+)
 DOCUMENT_ROWS = 300_000
 PEER_ROWS = 20_000
 READS = 10_000

@@ -339,3 +339,16 @@ def test_device_peak_is_the_plans_while_the_consumer_holds_the_last_batch(tmp_pa
         batch_bytes = held["features"].nbytes
         assert loader.device_bytes <= 2 * 20_000_000
         assert peak <= loader.device_bytes + 3 * batch_bytes + (8 << 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1, 4, 6, 167, 168])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8, torch.int64])
+def test_the_window_kernel_equals_torchs_gather(width, dtype):
+    from stoker.loader.gather import take_windows
+
+    values = torch.randint(0, 100, (500, width), device="cuda").to(dtype)
+    starts = torch.randint(0, 500 - 37 + 1, (19,), device="cuda")
+    want = torch.stack([values[start : start + 37] for start in starts.tolist()])
+    assert torch.equal(take_windows(values, starts, 37), want)
+    assert take_windows(values, starts[:0], 37).shape == (0, 37, width)

@@ -25,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from stoker.errors import InputError
 from stoker.loader.background import Background
 from stoker.loader.prefetch import Prefetcher, prefetch
-from stoker.loader.slabs import Stager, map_batch
+from stoker.loader.slabs import CudaEngine, Stager, map_batch
 
 gpu = pytest.mark.gpu
 Point = namedtuple("Point", "x y")
@@ -675,16 +675,43 @@ def test_gpu_content_under_stress_with_a_consumer_that_holds_batches(reuse, back
 
 
 @gpu
-def test_gpu_memory_stays_bounded_when_the_host_runs_ahead():
-    num_bytes = 8 << 20
+@both_ways
+def test_gpu_memory_stays_bounded_when_the_host_runs_ahead(background):
+    num_bytes, depth = 8 << 20, 2
+    source = torch.zeros(num_bytes // 4)
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    # "active" counts what was let go while kernels still read it; "allocated" does not.
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
-    for batch in prefetch((torch.zeros(num_bytes // 4) for _ in range(60)), "cuda", depth=2):
+    for batch in prefetch([source] * 60, "cuda", depth=depth, background=background):
         busy(3)
         batch.add_(1)
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before <= (2 + 2 + 2) * num_bytes
+    peak = torch.cuda.memory_stats()["active_bytes.all.peak"] - before
+    assert peak <= (depth + 2 + 1) * num_bytes
+
+
+@gpu
+@both_ways
+def test_gpu_a_batch_is_complete_for_whoever_uses_it_at_once(background):
+    """256 MB take 5 ms to copy; the first kernel is queued long before that."""
+    source = torch.full((64 << 20,), 7.0, pin_memory=True)
+    for batch in prefetch([source, source], "cuda", depth=1, background=background):
+        assert not (batch != 7).any().item()
+
+
+@gpu
+def test_gpu_slabs_are_not_filled_before_a_late_device_has_read_them():
+    copies = torch.cuda.Stream()
+    stager = Stager(CudaEngine(torch.device("cuda", 0), copies), 64 << 10, 2)
+    for _ in range(5):
+        with torch.cuda.stream(copies):
+            busy(20)
+        sources = [torch.full((10_000,), float(number)) for number in range(8)]
+        staged = [stager.stage(source) for source in sources]
+        for number, one in enumerate(staged):
+            stager.engine.receive(one.tensors, one.marks)
+            assert (one.batch == number).all()
 
 
 @gpu

