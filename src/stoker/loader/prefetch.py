@@ -2,7 +2,8 @@
 
 Enters: anything that can be iterated and yields tensors, or tuples, lists, dicts, named tuples or
 dataclasses of them, nested as you like. Leaves: the same batches in the same order, their tensors on
-the device; whatever is not a tensor is left alone. Costs: one thread, at most four pinned slabs of
+the device; an object with a `to` of its own (a PyTorch Geometric batch, a packed sequence) moves by
+it, and whatever else is not a tensor is left alone. Costs: one thread, at most four pinned slabs of
 16 MB, pinned once for the prefetcher's life and never per batch, at most `depth + 2` batches on the
 device beside those you keep, and 0.1 to 0.2 ms of Python per batch. Measured on an H200, 31 MB batches
 under a 5 ms step: 5.1 to 5.2 ms per step, against 8.0 with `.to(device)` and 4.9 without any data; batches
@@ -31,7 +32,6 @@ import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -143,12 +143,7 @@ class Prefetcher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property

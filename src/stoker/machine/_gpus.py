@@ -11,7 +11,6 @@ import importlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 # Names of the bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h), in words.
@@ -129,12 +128,7 @@ class GpuReader:
                 self._handles[index] = handle
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._started:
             self._started = False
             self._ask("stop NVML", "nvmlShutdown")

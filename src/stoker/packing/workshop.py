@@ -15,7 +15,6 @@ from __future__ import annotations
 import fcntl
 import shutil
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 from stoker.errors import InputError, StoreError
@@ -75,12 +74,7 @@ class Workshop:
         self._sort_leftovers()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         assert self._lock is not None
         self._lock.close()
 
