@@ -145,6 +145,7 @@ def main() -> None:
         folder = Path(folder_text)
         msp, mols = make_library(folder, args.molecules)
         run_pack(msp, mols, folder / "store", args.workers)
+        torch.zeros(1, device=device)  # the CUDA context is not the loader's
         rss = psutil.Process().memory_info().rss
         with Loader(
             folder / "store", args.batch, device, order="shuffled", fields=FIELDS

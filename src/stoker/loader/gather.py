@@ -8,43 +8,19 @@ of it can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 
 
-def take_rows(values: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Return `values[starts]`, one row per sample."""
-    return values.index_select(0, starts)
+def window_view(values: torch.Tensor, window: int) -> torch.Tensor:
+    """Return `(rows - window + 1, window * width)`: every window as one row of an overlapping view.
 
-
-def take_windows(values: torch.Tensor, starts: torch.Tensor, window: int) -> torch.Tensor:
-    """Return `(batch, window, ...)` where sample i is `values[starts[i] : starts[i] + window]`.
-
-    The windows are rows of an overlapping view, so that one gather moves whole windows: 3.6 TB/s
-    on an H200 where indexing with `starts + arange` reaches 0.8.
+    One `index_select` of it moves whole windows: 3.6 TB/s on an H200, where indexing with
+    `starts + arange` reaches 0.8. Nothing is copied here.
     """
-    if values.shape[0] < window:
-        return values.new_empty((len(starts), window, *values.shape[1:]))
-    if values.is_cuda and values[0].nbytes % 16 and (kernel := _window_kernel()) is not None:
-        return kernel(values, starts, window)
-    flat = values.reshape(values.shape[0], -1)
-    width = flat.shape[1]
-    view = flat.as_strided(
-        (flat.shape[0] - window + 1, window * width), (width, 1), flat.storage_offset()
-    )
-    return view.index_select(0, starts).view(len(starts), window, *values.shape[1:])
-
-
-@cache
-def _window_kernel() -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None:
-    """Return the Triton copy for rows that are not a multiple of 16 bytes; None without Triton."""
-    try:
-        from stoker.loader.window_kernel import copy_windows
-    except ImportError:
-        return None
-    return copy_windows
+    flat = values.view(values.shape[0], -1)
+    num_rows, width = flat.shape
+    shape = (max(0, num_rows - window + 1), window * width)
+    return flat.as_strided(shape, (width, 1), flat.storage_offset())
 
 
 def ragged_offsets(lengths: torch.Tensor) -> torch.Tensor:

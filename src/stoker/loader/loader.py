@@ -16,14 +16,14 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
 
 from stoker.errors import InputError
 from stoker.loader.columns import Column, make_columns
-from stoker.loader.gather import ragged_offsets, take_ranges, take_rows, take_windows
+from stoker.loader.gather import ragged_offsets, take_ranges, window_view
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import EpochOrder, Mode, Order, PlannedBatch, even_chunks
 from stoker.loader.ring import Feeder, Ring
@@ -41,15 +41,32 @@ class Batch(dict[str, torch.Tensor]):
 
     Attributes:
         step: Number of the batch in its epoch.
-        sample_ids: Samples of the store, on the host, in row order.
+        positions: Places in the loader's list of samples, in row order; -1 for a lane that has ended.
         reset: Lanes only: rows whose recurrent state must be reset, on the device.
         valid: Lanes only: rows that hold a sample (a lane that has ended does not).
     """
 
     step: int = -1
-    sample_ids: Array = np.empty(0, np.int64)
+    positions: Array = np.empty(0, np.int64)
     reset: torch.Tensor | None = None
     valid: torch.Tensor | None = None
+    _samples: Array = np.empty(0, np.int64)
+
+    @property
+    def sample_ids(self) -> Array:
+        """Samples of the store, on the host, in row order."""
+        return cast(Array, self._samples[np.maximum(self.positions, 0)])
+
+
+class _Take(NamedTuple):
+    """One gather of a batch: rows of `values`, whose first axis is rows or windows."""
+
+    name: str
+    values: torch.Tensor
+    row: int
+    window: tuple[int, ...] | None
+    dtype: np.dtype[np.generic]
+    unsigned: bool
 
 
 @dataclass(frozen=True)
@@ -120,6 +137,7 @@ class Loader:
         whole = ((0, len(self.samples)),)
         num_slots = max(num_slots, self._order.most_chunks_per_batch)
         self._ring = Ring(self.columns, chunks or whole, num_slots, self.device)
+        self._takes, self._ragged = self._prepare_takes()
         self._feeder: Feeder | None = None
         self._promised: tuple[tuple[int, int], list[int]] = ((-1, 0), [])
         self._table: torch.Tensor | None = None
@@ -147,6 +165,7 @@ class Loader:
         self._stop_feeder()
         self._uploader.close()
         self._ring.tensors.clear()
+        self._takes = []
 
     def __del__(self) -> None:
         """End the threads of a loader that was dropped: they would keep the ring's memory."""
@@ -204,7 +223,7 @@ class Loader:
     def _finish(self, batch: Batch, index: IndexBatch) -> Batch:
         planned = index.planned
         batch.step = index.step
-        batch.sample_ids = self.samples[np.maximum(planned.positions, 0)]
+        batch.positions, batch._samples = planned.positions, self.samples
         if planned.reset is not None:
             batch.reset = torch.from_numpy(planned.reset).to(self.device, non_blocking=True)
             batch.valid = torch.from_numpy(planned.positions >= 0).to(
@@ -308,6 +327,28 @@ class Loader:
 
     # -- assembling ------------------------------------------------------------------------
 
+    def _prepare_takes(self) -> tuple[list[_Take], list[tuple[Column, int]]]:
+        """Decide once how each field is gathered, so that a batch costs one call per field."""
+        takes: list[_Take] = []
+        ragged: list[tuple[Column, int]] = []
+        row = 0
+        for column in self.columns:
+            if column.kind == "ragged":
+                ragged.append((column, row))
+                row += 2
+                continue
+            for values in column.values:
+                tensor = self._ring.tensors[values.name]
+                unsigned = values.dtype.kind == "u" and values.dtype.itemsize > 1
+                window = None
+                if column.kind == "series":
+                    assert isinstance(column.lengths, int)
+                    window = (column.lengths, *values.shape)
+                    tensor = window_view(tensor, column.lengths)
+                takes.append(_Take(values.name, tensor, row, window, values.dtype, unsigned))
+            row += 1
+        return takes, ragged
+
     def assemble(self, indices: torch.Tensor, totals: Mapping[str, int] | None = None) -> Batch:
         """Build a batch on the device. No host synchronisation: safe to capture in a CUDA graph.
 
@@ -320,22 +361,14 @@ class Loader:
         if indices.dim() == 1:
             indices = self._positions_table().index_select(1, indices)
         batch = Batch()
-        row = 0
-        for column in self.columns:
-            starts = indices[row]
-            row += 1
-            if column.kind == "ragged":
-                self._assemble_ragged(batch, column, starts, indices[row], totals)
-                row += 1
-                continue
-            for values in column.values:
-                tensor = self._ring.tensors[values.name]
-                if column.kind == "dense":
-                    taken = take_rows(tensor, starts)
-                else:
-                    assert isinstance(column.lengths, int)
-                    taken = take_windows(tensor, starts, column.lengths)
-                batch[values.name] = restore_sign(taken, values.dtype)
+        rows = indices.unbind(0)
+        for take in self._takes:
+            taken = take.values.index_select(0, rows[take.row])
+            if take.window is not None:
+                taken = taken.view(-1, *take.window)
+            batch[take.name] = restore_sign(taken, take.dtype) if take.unsigned else taken
+        for column, row in self._ragged:
+            self._assemble_ragged(batch, column, rows[row], rows[row + 1], totals)
         return batch
 
     def _assemble_ragged(

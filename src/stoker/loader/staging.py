@@ -108,11 +108,14 @@ class Uploader:
                 return None
             if wait_for is not None:
                 self._stream.wait_event(wait_for)
+            pieces = list(self._pieces(copies))
             if self._slabs is None:
-                self._slabs = self._make_slabs(copies)
-            self._run(self._read_and_copy, list(self._pieces(copies)))
+                self._slabs = self._make_slabs(copies, len(pieces))
+            self._run(self._read_and_copy, pieces)
             done = torch.cuda.Event()
             done.record(self._stream)
+            if self._once:
+                self._release_slabs()
             return done
 
     def stop(self, stopped: bool = True) -> None:
@@ -123,8 +126,10 @@ class Uploader:
         """End the threads and give the pinned memory back."""
         self.stop()
         self._pool.shutdown()
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._release_slabs()
+
+    def _release_slabs(self) -> None:
+        """Give the pinned memory back once the copies out of it are done."""
         while self._slabs is not None and not self._slabs.empty():
             self._slabs.get().release()
         self._slabs = None
@@ -177,10 +182,10 @@ class Uploader:
         if self._stopped:
             raise InterruptedError("the upload was stopped")
 
-    def _make_slabs(self, copies: Sequence[Copy]) -> queue.SimpleQueue[_Slab]:
+    def _make_slabs(self, copies: Sequence[Copy], num_pieces: int) -> queue.SimpleQueue[_Slab]:
         size = max(self._slab_bytes, *(copy.values.row_bytes for copy in copies))
         slabs: queue.SimpleQueue[_Slab] = queue.SimpleQueue()
-        for slab in self._pool.map(lambda _: _Slab(size), range(self.threads + 2)):
+        for slab in self._pool.map(lambda _: _Slab(size), range(min(self.threads + 2, num_pieces))):
             slabs.put(slab)
         return slabs
 
@@ -202,7 +207,8 @@ class _Slab:
         self._bytes[::4096] = 0
         status = torch.cuda.cudart().cudaHostRegister(self._bytes.ctypes.data, num_bytes, 0)
         self._pinned = int(status) == 0
-        self.free = torch.cuda.Event()
+        # Blocking: sixteen threads that spin on an event take the cores the training loop needs.
+        self.free = torch.cuda.Event(blocking=True)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Wait until the last copy out of the slab is done, then lend it."""

@@ -99,17 +99,22 @@ def locate(file: Path, dataset: h5py.Dataset) -> Location:
 def _locate_contiguous(facts: dict[str, Any], dataset: h5py.Dataset) -> Location:
     offset = dataset.id.get_offset()
     location = Location(**facts, layout="contiguous", offset=offset)
-    if offset is not None and dataset.size:
-        _, end = location.byte_range(0, len(dataset))
-        size = location.file.stat().st_size
-        if end > size:
-            raise CorruptError(
-                f"{location.file}: dataset {location.dataset!r} needs bytes {offset} to {end}, "
-                f"but the file ends at {size}.",
-                "a whole file",
-                "copy or pack the file again",
-            )
+    check_bounds(location, location.file.stat().st_size)
     return location
+
+
+def check_bounds(location: Location, size_bytes: int) -> None:
+    """Refuse a contiguous dataset whose bytes would lie beyond the end of its file."""
+    if location.offset is None or location.row_bytes == 0:
+        return
+    begin, end = location.byte_range(0, location.shape[0])
+    if end > size_bytes:
+        raise CorruptError(
+            f"{location.file}: dataset {location.dataset!r} needs bytes {begin} to {end}, "
+            f"but the file ends at {size_bytes}.",
+            "a whole file",
+            "copy or pack the file again",
+        )
 
 
 def _locate_chunked(facts: dict[str, Any], dataset: h5py.Dataset, plist: Any) -> Location:

@@ -63,7 +63,9 @@ class ShardInfo(_Frozen):
     """One HDF5 file of a store.
 
     `checksum` is the digest of the shard's own block checksums, so a shard that was swapped,
-    renamed or left over from another pack does not pass for this one.
+    renamed or left over from another pack does not pass for this one. `offsets` say where the bytes
+    of each dataset lie: a reader needs no HDF5 structures of the shard, which may be damaged in ways
+    that crash the HDF5 library.
     """
 
     file: str
@@ -72,6 +74,9 @@ class ShardInfo(_Frozen):
     size_bytes: int
     checksum: str
     rows: dict[str, int] = Field(description="Dataset path to length of its first axis.")
+    offsets: dict[str, int | None] = Field(
+        default={}, description="Dataset path to its first byte; None when it has none."
+    )
 
 
 class SourceFile(_Frozen):
@@ -195,6 +200,11 @@ def _check(manifest: Manifest, path: Path) -> None:
                 f"{path}: shard {shard.file!r} is not a file name.",
                 "a name beside the manifest",
                 "",
+            )
+    for shard in manifest.shards:
+        if {f"_checksums/{name}" for name in shard.rows} | set(shard.rows) != set(shard.offsets):
+            raise CorruptError(
+                f"{path}: shard {shard.file!r} misses offsets.", "one per dataset", "pack again"
             )
     if manifest.block_bytes < 4096:
         raise CorruptError(

@@ -11,13 +11,12 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 from stoker.errors import CorruptError, StoreError
 from stoker.store.arrays import OpenFile, StoredArray
 from stoker.store.fields import Array
-from stoker.store.hdf5 import Location, locate, named_damage, open_hdf5
+from stoker.store.hdf5 import Location, check_bounds, locate, named_damage, open_hdf5
 from stoker.store.manifest import ShardInfo
 from stoker.store.writer import CHECKSUM_GROUP, combine_digests
 
@@ -73,10 +72,20 @@ class Shard:
 
     def _open(self) -> dict[str, StoredArray]:
         self._check_file()
-        self._file = OpenFile(self.path)
-        with open_hdf5(self.path) as file, named_damage(self.path):
-            digests = self._read_digests(file) if self.info is not None else {}
-            return {name: self._locate(file, name, digests.get(name)) for name in self._datasets}
+        self._file = file = OpenFile(self.path)
+        if self.info is None:
+            with open_hdf5(self.path) as hdf5, named_damage(self.path):
+                locations = {name: locate(self.path, hdf5[name]) for name in self._datasets}
+            return {
+                name: StoredArray(file, location, None, self._block_bytes)
+                for name, location in locations.items()
+            }
+        placed = {name: self._place(self.info, name) for name in self._datasets}
+        digests = self._read_digests(self.info, file, placed)
+        return {
+            name: StoredArray(file, location, digests[name], self._block_bytes)
+            for name, location in placed.items()
+        }
 
     def _check_file(self) -> None:
         if self.info is None:
@@ -96,37 +105,34 @@ class Shard:
                 "copy the shard again, or pack again",
             )
 
-    def _locate(self, file: h5py.File, name: str, digests: Array | None) -> StoredArray:
-        dataset = file[name]
-        if not isinstance(dataset, h5py.Dataset):
-            raise KeyError(f"{name!r} is no dataset")
-        location = locate(self.path, dataset)
-        if self.info is not None:
-            self._check_rows(name, location)
-        assert self._file is not None
-        return StoredArray(self._file, location, digests, self._block_bytes)
-
-    def _check_rows(self, name: str, location: Location) -> None:
-        assert self.info is not None
+    def _place(self, info: ShardInfo, name: str) -> Location:
+        """Return where a dataset lies by the sealed manifest, without asking the HDF5 library."""
         dtype, shape = self._datasets[name]
-        expected = (self.info.rows.get(name), *shape)
-        if location.shape != expected or location.dtype != np.dtype(dtype):
-            raise CorruptError(
-                f"{self.path}: dataset {name!r} is {location.dtype} {location.shape}.",
-                f"{dtype} {expected}, as the manifest says",
-                "pack again",
-            )
+        location = Location(
+            file=self.path,
+            dataset=name,
+            shape=(info.rows[name], *shape),
+            dtype=np.dtype(dtype),
+            layout="contiguous",
+            offset=info.offsets[name],
+        )
+        check_bounds(location, info.size_bytes)
+        return location
 
-    def _read_digests(self, file: h5py.File) -> dict[str, Array]:
-        assert self.info is not None
-        digests = {
-            name: np.asarray(file[f"{CHECKSUM_GROUP}/{name}"][()], dtype="<u8")
-            for name in self._datasets
-        }
-        if combine_digests(digests) != self.info.checksum:
+    def _read_digests(
+        self, info: ShardInfo, file: OpenFile, placed: Mapping[str, Location]
+    ) -> dict[str, Array]:
+        digests = {}
+        for name, location in placed.items():
+            num_bytes = location.shape[0] * location.row_bytes
+            digests[name] = np.empty(-(-num_bytes // self._block_bytes), dtype="<u8")
+            offset = info.offsets[f"{CHECKSUM_GROUP}/{name}"]
+            if offset is not None:
+                file.read(offset, digests[name].view(np.uint8).data, f"{CHECKSUM_GROUP}/{name}")
+        if combine_digests(digests) != info.checksum:
             raise CorruptError(
                 f"{self.path} is not the shard that the manifest describes (its checksums differ).",
-                f"the shard {self.info.label!r}",
+                f"the shard {info.label!r}",
                 "copy the whole folder from one place, or pack again",
             )
         return digests

@@ -47,6 +47,11 @@ def write_shard(
                 )
             for name, data in fields.items():
                 _describe(file[name], FieldInfo.of(data), data)
+            file.flush()
+            offsets = {
+                name: file[name].id.get_offset()
+                for name in (*arrays, *(f"{CHECKSUM_GROUP}/{name}" for name in arrays))
+            }
         fsync(temporary)
         temporary.replace(path)
         fsync(path.parent)
@@ -65,6 +70,7 @@ def write_shard(
         size_bytes=path.stat().st_size,
         checksum=combine_digests(digests),
         rows={name: len(array) for name, array in arrays.items()},
+        offsets=offsets,
     )
 
 
