@@ -13,6 +13,7 @@ import os
 import subprocess
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -21,6 +22,7 @@ import torch
 
 from harness import publish
 from stoker.loader.loader import Loader
+from stoker.loader.staging import Copy, Uploader
 
 ROW = 6250  # 25 kB rows
 
@@ -50,14 +52,13 @@ def sync(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def resident_seconds(loader: Loader) -> float:
-    """Load everything once more into the same tensors, as the first epoch does."""
-    loader._feeder = None
+def upload_seconds(loader: Loader, uploader: Uploader, target: torch.Tensor) -> float:
+    """The engine under resident and chunked loading: the whole file into one device tensor."""
+    values = loader.columns[0].values[0]
     sync(loader.device)
     began = time.perf_counter()
-    next(iter(loader.index_batches()))
+    uploader.upload([Copy(values, 0, values.num_rows, target)])
     sync(loader.device)
-    loader._position = 0
     return time.perf_counter() - began
 
 
@@ -103,7 +104,9 @@ def dd_rate(path: Path) -> float | None:
     )
 
 
-def overlap(path: Path, rows: int, device: torch.device, compute_ms: float) -> dict:
+def overlap(
+    path: Path, rows: int, device: torch.device, compute_ms: float, num_slots: int = 2
+) -> dict:
     """An epoch in chunks of a quarter, alone, with compute, and compute alone."""
     chunk_bytes = rows * ROW * 4 // 4
     size = 4096 if device.type == "cuda" else 128
@@ -122,7 +125,9 @@ def overlap(path: Path, rows: int, device: torch.device, compute_ms: float) -> d
         compute()
     sync(device)
     repeats = max(1, round(compute_ms / ((time.perf_counter() - began) / 50 * 1e3)))
-    with Loader(path, 2000, device, chunk_bytes=chunk_bytes) as loader:
+    with Loader(path, 2000, device) as whole:
+        plan = replace(whole.plan, num_slots=num_slots)
+    with Loader(path, 2000, device, chunk_bytes=chunk_bytes, plan=plan) as loader:
         timings = {}
         epochs = 4
         for name, with_load, with_compute in (("read", 1, 0), ("compute", 0, 1), ("both", 1, 1)):
@@ -158,18 +163,21 @@ def main() -> None:
         rows = write_file(path, args.gigabytes)
         gigabytes = rows * ROW * 4 / 1e9
         with Loader(path, 1000, device, fields=["features"]) as loader:
-            times = [resident_seconds(loader) for _ in range(6)]
+            threads = loader.store.threads
+            target = torch.empty((rows, ROW), device=device)
+            uploader = Uploader(device, threads)
+            times = [upload_seconds(loader, uploader, target) for _ in range(8)]
             first, ours = times[0], float(np.median(times[1:]))
-            cold = None
-            if drop_caches():
-                cold = gigabytes / resident_seconds(loader)
-            threads, tier = loader.store.threads, loader.tier
+            uploader.close()
+            reader = Uploader(device, threads, once=True)
+            cold = gigabytes / upload_seconds(loader, reader, target) if drop_caches() else None
+            reader.close()
+        del target
         direct = dd_rate(path)
         document = [document_seconds(path, rows, device) for _ in range(3)]
         result = {
             "gigabytes": gigabytes,
             "threads": threads,
-            "tier": tier,
             "stoker_gb_per_second": gigabytes / ours,
             "stoker_first_time_gb_per_second": gigabytes / first,
             "document_first_time_gb_per_second": gigabytes / document[0],
@@ -179,6 +187,7 @@ def main() -> None:
             "cold_dd_direct_gb_per_second": direct,
             "overlap_equal": overlap(path, rows, device, 1e3 * ours / (rows / 2000)),
             "overlap_compute_bound": overlap(path, rows, device, 3e3 * ours / (rows / 2000)),
+            "overlap_equal_three_slots": overlap(path, rows, device, 1e3 * ours / (rows / 2000), 3),
         }
     result["times_document"] = result["stoker_gb_per_second"] / result["document_gb_per_second"]
     result["times_document_first_time"] = (

@@ -145,7 +145,11 @@ def main() -> None:
         folder = Path(folder_text)
         msp, mols = make_library(folder, args.molecules)
         run_pack(msp, mols, folder / "store", args.workers)
-        torch.zeros(1, device=device)  # the CUDA context is not the loader's
+        few = np.arange(min(4096, args.molecules))
+        with Loader(folder / "store", args.batch, device, fields=FIELDS, samples=few) as loader:
+            stoker_rate(
+                loader, 1
+            )  # the CUDA context and torch's kernels are not the loader's memory
         rss = psutil.Process().memory_info().rss
         with Loader(
             folder / "store", args.batch, device, order="shuffled", fields=FIELDS

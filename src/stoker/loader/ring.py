@@ -190,6 +190,8 @@ class Feeder:
                 with self._changed:
                     self._ready[visit] = event
                     self._changed.notify_all()
+                if self._uploader.once:
+                    self._uploader.release()  # nobody waits for this
                 visit += 1
         except BaseException as error:  # noqa: BLE001  the consumer raises it, whatever it is
             error.add_note(f"while loading chunk {self._visits[visit]} ahead of the training loop")

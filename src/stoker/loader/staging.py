@@ -78,7 +78,7 @@ class Uploader:
         self.device = device
         self.threads = threads
         self._slab_bytes = slab_bytes
-        self._once = once
+        self.once = once
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="stoker-upload")
         self._lock = threading.Lock()
         self._stopped = False
@@ -114,8 +114,6 @@ class Uploader:
             self._run(self._read_and_copy, pieces)
             done = torch.cuda.Event()
             done.record(self._stream)
-            if self._once:
-                self._release_slabs()
             return done
 
     def stop(self, stopped: bool = True) -> None:
@@ -126,10 +124,10 @@ class Uploader:
         """End the threads and give the pinned memory back."""
         self.stop()
         self._pool.shutdown()
-        self._release_slabs()
+        self.release()
 
-    def _release_slabs(self) -> None:
-        """Give the pinned memory back once the copies out of it are done."""
+    def release(self) -> None:
+        """Give the pinned memory back once the copies out of it are done; blocks until then."""
         while self._slabs is not None and not self._slabs.empty():
             self._slabs.get().release()
         self._slabs = None
@@ -141,7 +139,7 @@ class Uploader:
         for copy in copies:
             rows = max(1, self._slab_bytes // max(1, copy.values.row_bytes))
             for array, first, last, at in copy.values.spans(copy.start, copy.stop):
-                array.file.direct = self._once
+                array.file.direct = self.once
                 for low in range(first, last, rows):
                     high = min(low + rows, last)
                     where = at + low - first
