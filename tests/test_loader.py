@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import CorruptError, InputError, StokerError
 from stoker.loader.gather import window_view
+from stoker.loader.lanes import plan_store_lanes
 from stoker.loader.loader import Loader
 from store_makers import simple_shard, write_store
 
@@ -184,6 +186,51 @@ def test_device_memory_stays_within_slots_of_chunks(store):
         assert loader.device_bytes == 2 * 10 * 140
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("order", ["sequential", "shuffled"])
+def test_streamed_batches_are_the_same_and_keep_no_data_on_the_device(store, device, order):
+    with Loader(store, 16, device, order=order) as resident:
+        plan = dataclasses.replace(resident.plan, tier="streamed", chunk_rows=None, num_slots=0)
+        with Loader(store, 16, device, order=order, plan=plan) as streamed:
+            assert streamed.tier == "streamed"
+            for ours, theirs in zip(streamed, resident, strict=True):
+                check_batch(store, ours)
+                assert ours["features"].device.type == device
+                assert ours.sample_ids.tolist() == theirs.sample_ids.tolist()
+            assert streamed.device_bytes == 0
+            iterator = iter(streamed)
+            next(iterator)
+            assert streamed.state_dict()["batch"] == 1  # the consumer's place, not the prefetcher's
+            assert streamed.epoch == 1
+
+
+def test_lanes_continue_row_by_row_and_reset_where_they_must(tmp_path):
+    rng = np.random.default_rng(0)
+    store = write_store(tmp_path / "s", [simple_shard(rng, 200), simple_shard(rng, 130)])
+    lanes = plan_store_lanes(store, num_lanes=3, fields=["M1"])
+    with Loader(store, 3, "cpu", order="lanes", lanes=lanes, fields=["M1", "targets"]) as loader:
+        ends = np.concatenate([store.read_series("M1", "ends", number) for number in range(2)])
+        shard = np.repeat([0, 1], [200, 130])
+        last: np.ndarray | None = None
+        seen: list[int] = []
+        for batch in loader:
+            ids = batch.sample_ids
+            for row in range(3):
+                if batch.valid[row] and not batch.reset[row]:
+                    assert last is not None
+                    assert ends[ids[row]] == ends[last[row]] + 16  # the next 16 bars, none twice
+                    assert shard[ids[row]] == shard[last[row]]
+                if batch.valid[row]:
+                    assert (
+                        batch["M1"][row].numpy() == store.read_window("M1", int(ids[row]))
+                    ).all()
+                    seen.append(int(ids[row]))
+            last = ids
+        assert batch.step == len(loader) - 1
+    assert len(set(seen)) == len(seen) == len(lanes.positions)
+    assert set(np.unique(shard[seen])) == {0, 1}
+
+
 # -- failures ------------------------------------------------------------------------------
 
 
@@ -285,7 +332,7 @@ def test_wrong_arguments_are_refused(store, options, message):
 def test_cuda_without_a_device_is_refused(store):
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
-    with pytest.raises(InputError, match="sees no CUDA device") as caught:
+    with pytest.raises(InputError, match="torch sees 0 CUDA devices") as caught:
         Loader(store, 4, "cuda")
     assert "device='cpu'" in caught.value.fix
 

@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -26,9 +26,11 @@ from stoker.loader.columns import Column, make_columns
 from stoker.loader.gather import ragged_offsets, take_ranges, window_view
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import EpochOrder, Mode, Order, PlannedBatch, even_chunks
+from stoker.loader.prefetch import prefetch
 from stoker.loader.ring import Feeder, Ring
+from stoker.loader.slabs import usable_device
 from stoker.loader.staging import Uploader, restore_sign
-from stoker.plan import Plan, make_plan, store_facts
+from stoker.plan import Plan, Tier, make_plan, store_facts
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
 
@@ -74,13 +76,11 @@ class IndexBatch:
     """What one batch is assembled from.
 
     Attributes:
-        step: Number of the batch in its epoch.
         indices: `(rows of the table, batch)` int64 on the device; see `Loader.assemble`.
         totals: Ragged field to its number of values in the batch, known to the host.
         planned: The batch as the order planned it.
     """
 
-    step: int
     indices: torch.Tensor
     totals: Mapping[str, int]
     planned: PlannedBatch
@@ -126,17 +126,23 @@ class Loader:
         self.device = pick_device(device)
         self.samples = check_samples(samples, self.store)
         self.columns = make_columns(self.store, fields, self.samples)
-        self.plan = plan or self._make_plan(batch_size)
-        chunks, num_slots, self.reason = self._choose_chunks(batch_size, chunk_bytes, lanes)
-        self.tier: Literal["resident", "chunked"] = "resident" if chunks is None else "chunked"
+        self.plan = plan or self._make_plan(batch_size, self.device)
+        streamed = self.plan.tier == "streamed" and chunk_bytes is None and lanes is None
+        # Streamed batches are assembled in host memory, by the same code, and copied afterwards.
+        self._home = torch.device("cpu") if streamed else self.device
+        local = self._make_plan(batch_size, self._home) if streamed else self.plan
+        chunks, num_slots, reason = self._choose_chunks(local, batch_size, chunk_bytes, lanes)
+        self.reason = self.plan.reasons[0] if streamed else reason
+        self.tier: Tier = "streamed" if streamed else "resident" if chunks is None else "chunked"
+        self._resident = chunks is None
         self._order = Order(
             len(self.samples), batch_size, order, seed, rank, world_size, drop_last, chunks, lanes
         )
         self.batch_size = batch_size
-        self._uploader = Uploader(self.device, self.store.threads, once=chunks is None)
+        self._uploader = Uploader(self._home, self.store.threads, once=chunks is None)
         whole = ((0, len(self.samples)),)
         num_slots = max(num_slots, self._order.most_chunks_per_batch)
-        self._ring = Ring(self.columns, chunks or whole, num_slots, self.device)
+        self._ring = Ring(self.columns, chunks or whole, num_slots, self._home)
         self._takes, self._ragged = self._prepare_takes()
         self._feeder: Feeder | None = None
         self._promised: tuple[tuple[int, int], list[int]] = ((-1, 0), [])
@@ -151,8 +157,8 @@ class Loader:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of data on the device."""
-        return self._ring.num_bytes
+        """Bytes of data on the device, batches not counted."""
+        return 0 if self.tier == "streamed" else self._ring.num_bytes
 
     def __enter__(self) -> Self:
         return self
@@ -172,11 +178,11 @@ class Loader:
         with contextlib.suppress(AttributeError):  # a constructor that failed leaves less behind
             self.close()
 
-    def _make_plan(self, batch_size: int) -> Plan:
+    def _make_plan(self, batch_size: int, device: torch.device) -> Plan:
         from stoker.machine import probe
 
         machine = probe(self.store.path)
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         return make_plan(
             store_facts(
                 self.store.manifest, [column.field for column in self.columns], len(self.samples)
@@ -188,7 +194,7 @@ class Loader:
         )
 
     def _choose_chunks(
-        self, batch_size: int, chunk_bytes: int | None, lanes: LanePlan | None
+        self, plan: Plan, batch_size: int, chunk_bytes: int | None, lanes: LanePlan | None
     ) -> tuple[tuple[tuple[int, int], ...] | None, int, str]:
         """Return the chunks (None: all resident), the slots, and why."""
         count = len(self.samples)
@@ -198,15 +204,15 @@ class Loader:
             per_sample = self._bytes_per_sample()
             rows = max(batch_size, int(chunk_bytes / max(1.0, per_sample)))
             reason = f"chunks of {rows:,} samples were asked for"
-        elif self.plan.tier == "resident" or self.plan.chunk_rows is None:
-            return None, 1, self.plan.reasons[0]
+        elif plan.tier == "resident" or plan.chunk_rows is None:
+            return None, 1, plan.reasons[0]
         else:
-            rows = max(batch_size, self.plan.chunk_rows)
-            reason = self.plan.reasons[0]
+            rows = max(batch_size, plan.chunk_rows)
+            reason = plan.reasons[0]
         chunks = even_chunks(count, rows) if count else ()
         if len(chunks) < 2:
             return None, 1, f"resident: one chunk holds all {count:,} samples"
-        return chunks, max(2, self.plan.num_slots), reason
+        return chunks, max(2, plan.num_slots), reason
 
     def _bytes_per_sample(self) -> float:
         count = max(1, len(self.samples))
@@ -217,12 +223,14 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the rest of the current epoch; the next iteration begins the next epoch."""
+        if self.tier == "streamed":
+            yield from self._stream()
+            return
         for index in self.index_batches():
-            yield self._finish(self.assemble(index.indices, index.totals), index)
+            yield self._finish(self.assemble(index.indices, index.totals), index.planned)
 
-    def _finish(self, batch: Batch, index: IndexBatch) -> Batch:
-        planned = index.planned
-        batch.step = index.step
+    def _finish(self, batch: Batch, planned: PlannedBatch) -> Batch:
+        batch.step = planned.step
         batch.positions, batch._samples = planned.positions, self.samples
         if planned.reset is not None:
             batch.reset = torch.from_numpy(planned.reset).to(self.device, non_blocking=True)
@@ -231,26 +239,45 @@ class Loader:
             )
         return batch
 
+    def _stream(self) -> Iterator[Batch]:
+        """Assemble in host memory ahead of the consumer, and copy while it computes."""
+        indices = self._indices(self.epoch, self._position)
+        host = (
+            (dict(self.assemble(index.indices, index.totals)), index.planned) for index in indices
+        )
+        with prefetch(host, self.device) as copied:
+            for tensors, planned in copied:
+                self._position += 1
+                yield self._finish(Batch(tensors), planned)
+        self._end_epoch()
+
     def index_batches(self) -> Iterator[IndexBatch]:
         """Yield the indices of the rest of the epoch, for `assemble`; moves the position.
 
         The slots an index points into stay loaded until the next index is asked for.
         """
-        epoch = self._order.epoch(self.epoch)
-        feeder, number = self._feed(epoch)
-        for block in self._blocks(epoch.batches(self._position)):
-            chunks = (0,) if self.tier == "resident" else block[0].chunks
-            feeder.release_before(number[chunks[0]])
-            slots = {chunk: feeder.wait(number[chunk]) for chunk in chunks}
-            for index in self._index_block(block, slots):
-                self._position += 1
-                yield index
-        if self.tier == "chunked":
-            feeder.release_before(feeder.num_visits - len(self._promised[1]))
+        for index in self._indices(self.epoch, self._position):
+            self._position += 1
+            yield index
+        self._end_epoch()
+
+    def _end_epoch(self) -> None:
         self.epoch += 1
         self._position = 0
 
-    def _feed(self, epoch: EpochOrder) -> tuple[Feeder, dict[int, int]]:
+    def _indices(self, number: int, position: int) -> Iterator[IndexBatch]:
+        """Yield the indices of epoch `number` from batch `position` on."""
+        epoch = self._order.epoch(number)
+        feeder, visit_of = self._feed(epoch, position)
+        for block in self._blocks(epoch.batches(position)):
+            chunks = (0,) if self._resident else block[0].chunks
+            feeder.release_before(visit_of[chunks[0]])
+            slots = {chunk: feeder.wait(visit_of[chunk]) for chunk in chunks}
+            yield from self._index_block(block, slots)
+        if not self._resident:
+            feeder.release_before(feeder.num_visits - len(self._promised[1]))
+
+    def _feed(self, epoch: EpochOrder, position: int) -> tuple[Feeder, dict[int, int]]:
         """Return a feeder, and chunk to visit number for the rest of the epoch.
 
         What is resident is loaded once and kept. Otherwise the feeder is promised the next epoch's
@@ -259,17 +286,17 @@ class Loader:
         """
         if self._feeder is not None and self._feeder.failed:
             self._stop_feeder()
-        if self.tier == "resident":
+        if self._resident:
             self._feeder = self._feeder or Feeder(self._ring, self._uploader, [0])
             return self._feeder, {0: 0}
-        visits = list(epoch.chunk_visits(self._position))
-        if self._feeder is None or self._promised != ((self.epoch, self._position), visits):
+        visits = list(epoch.chunk_visits(position))
+        if self._feeder is None or self._promised != ((epoch.epoch, position), visits):
             self._stop_feeder()
             self._feeder = Feeder(self._ring, self._uploader, visits)
         first = self._feeder.num_visits - len(visits)
-        following = list(self._order.epoch(self.epoch + 1).chunk_visits())
+        following = list(self._order.epoch(epoch.epoch + 1).chunk_visits())
         self._feeder.extend(following)
-        self._promised = ((self.epoch + 1, 0), following)
+        self._promised = ((epoch.epoch + 1, 0), following)
         return self._feeder, {chunk: first + visit for visit, chunk in enumerate(visits)}
 
     def _stop_feeder(self) -> None:
@@ -305,13 +332,13 @@ class Loader:
                 lengths[column.field] = column.lengths[positions]
                 rows.append(lengths[column.field])
         table = torch.from_numpy(np.stack(rows))
-        if self.device.type == "cuda":
-            table = table.pin_memory().to(self.device, non_blocking=True)
+        if self._home.type == "cuda":
+            table = table.pin_memory().to(self._home, non_blocking=True)
         at = 0
         for batch in block:
             end = at + len(batch.positions)
             totals = {name: int(count[at:end].sum()) for name, count in lengths.items()}
-            yield IndexBatch(batch.step, table[:, at:end], totals, batch)
+            yield IndexBatch(table[:, at:end], totals, batch)
             at = end
 
     def _shifts(self, column: int, positions: Array, slots: Mapping[int, int]) -> Array | int:
@@ -398,13 +425,13 @@ class Loader:
                 "use the indices of Loader.index_batches(), which know the slots",
             )
         if self._table is None:
-            self._feed(self._order.epoch(0))[0].wait(0)
+            self._feed(self._order.epoch(0), 0)[0].wait(0)
             rows: list[Array] = []
             for number, column in enumerate(self.columns):
                 rows.append(column.starts + self._ring.shift(number, 0, 0))
                 if not isinstance(column.lengths, int):
                     rows.append(column.lengths)
-            self._table = torch.from_numpy(np.stack(rows)).to(self.device)
+            self._table = torch.from_numpy(np.stack(rows)).to(self._home)
         return self._table
 
     # -- position --------------------------------------------------------------------------
@@ -467,16 +494,7 @@ class Loader:
 
 def pick_device(device: str | torch.device | None) -> torch.device:
     """Return the device asked for; the first GPU when none is named, else the CPU."""
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(
-            f"the device is {str(device)!r}, but torch sees no CUDA device here.",
-            "a machine with a GPU and a CUDA build of torch, or the CPU",
-            "device='cpu'",
-        )
-    return device
+    return usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def check_samples(samples: Array | None, store: Store) -> Array:
