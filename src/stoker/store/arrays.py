@@ -77,6 +77,12 @@ class OpenFile:
         while done < len(out):
             try:
                 count = os.preadv(self._descriptor, [out[done:]], offset + done)
+            except OverflowError as error:  # a damaged chunk table points beyond any file
+                raise CorruptError(
+                    f"{self.path}: dataset {dataset!r} points to byte {offset + done}.",
+                    "a place within the file",
+                    "copy or pack the file again",
+                ) from error
             except OSError as error:
                 raise StoreError(
                     f"{self.path}: reading dataset {dataset!r} at byte {offset + done} failed: {error.strerror}.",
