@@ -279,7 +279,6 @@ def test_host_waits_are_for_slabs_and_old_batches_only():
         torch.arange(6, dtype=torch.uint8).view(2, 3)[:, 1:],
         torch.tensor([1, 2, 65535], dtype=torch.uint16),
     ],
-    ids=str,
     ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}".removeprefix("torch."),
 )
 def test_layouts_and_types(tensor):
