@@ -13,7 +13,7 @@ TESTS := $(BIN)/pytest -q -n 2 --dist worksteal
 run: $(STAMP) ## the main job: `stoker demo`, on data it makes itself
 	$(BIN)/stoker demo
 
-test: $(STAMP) ## the whole test suite (about 5 minutes on two cores)
+test: $(STAMP) ## the whole test suite (about 2 minutes on two cores)
 	$(TESTS)
 
 lint: $(STAMP) ## ruff, as linter and as formatter
@@ -25,7 +25,7 @@ types: $(STAMP) ## mypy, strict
 
 check: lint types test ## everything that CI checks
 
-campaign: $(STAMP) ## fuzz and fault injection: about 20 minutes
+campaign: $(STAMP) ## fuzz and fault injection: about 12 minutes
 	$(BIN)/pytest -q -m slow tests/campaign
 
 bench: $(BENCH_STAMP) ## the benchmarks, with their peers; JSON lands in benchmarks/results/

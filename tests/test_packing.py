@@ -295,3 +295,12 @@ def test_repairs_are_fitted_on_the_training_rows_only(tmp_path):
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         PackOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("budget", "allowed"),
+    [("1%", 10), ("0.5", 500), ("1", 1), ("0", 0), ("25", 25), ("100%", 1000)],
+)
+def test_a_budget_is_a_number_of_pieces_or_a_share(budget, allowed):
+    assert PackOptions(on_bad="quarantine", bad_budget=budget).allowance(1000) == allowed
+    assert PackOptions(on_bad="stop", bad_budget=budget).allowance(1000) == 0

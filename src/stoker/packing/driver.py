@@ -77,7 +77,8 @@ class PackOptions:
         if self.on_bad == "stop":
             return 0
         text = str(self.bad_budget).strip()
-        return int(text) if text.isdigit() and text not in "01" else int(parse_share(text) * total)
+        # A whole number is a number of pieces; a share has a percent sign or a point.
+        return int(text) if text.isdigit() else int(parse_share(text) * total)
 
 
 @dataclass(frozen=True)

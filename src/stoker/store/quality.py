@@ -245,7 +245,12 @@ class _Column:
         self._column = column
         self._name = stats.columns[column]
         self._is_float = np.dtype(stats.dtype).kind == "f"
-        self._drop = f"drop the column: --drop {shlex.quote(self._name)}"
+        named = self._name != str(column)  # arrays have numbers for names, and no --drop
+        self._drop = (
+            f"drop the column: --drop {shlex.quote(self._name)}"
+            if named
+            else "leave the column out of the array"
+        )
 
     def _repair(self, text: str) -> str:
         return f"--repair {shlex.quote(f'{text}@{escape_name(self._name)}')}"
