@@ -105,6 +105,13 @@ def test_pack_verify_inspect_and_their_json(arrays):
         ),
         (["pack", "bars", "x.csv", "s", "--windows", "M7=3"], 2, ["M7"]),
         (
+            ["pack", "bars", "x.csv", "s", "--split", "0.9,0.3,0.1"],
+            2,
+            ["add up to 1", "--split 0.8"],
+        ),
+        (["pack", "bars", "x.csv", "s", "--split-at", "2020"], 2, ["two dates"]),
+        (["pack", "table", "dirty.csv", "s", "--split", "half"], 2, ["--split is 'half'"]),
+        (
             ["pack", "table", "dirty.csv", "t"],
             3,
             ["quality gate refuses", "nan features['b']", "--on-bad quarantine"],

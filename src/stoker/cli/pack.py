@@ -89,7 +89,7 @@ def table(
     from stoker.sources.tables import TableSource
 
     paths, out = _split_out(files)
-    shares = tuple(_numbers(split, "--split", "0.8,0.1,0.1")) if split else ()
+    shares = _shares(split) if split else ()
     source = TableSource(paths, target, tuple(drop or ()), shares)
     _pack(source, out, _options(jobs, force_recreate, on_bad, bad_budget, repair), as_json)
 
@@ -182,6 +182,16 @@ def bars(
         str | None, typer.Option("--tz", help="Zone of the files' clock, such as Europe/Athens.")
     ] = None,
     sort: Annotated[bool, typer.Option("--sort", help="Sort files that are in no order.")] = False,
+    split_at: Annotated[
+        str | None,
+        typer.Option("--split-at", help="Last dates of train and validation, instead of shares."),
+    ] = None,
+    max_label_gap: Annotated[
+        int | None,
+        typer.Option(
+            "--max-label-gap", help="Leave out samples whose label misses more bars in a row."
+        ),
+    ] = None,
     jobs: Jobs = 0,
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
@@ -198,20 +208,20 @@ def bars(
             "bar files, then the store's folder",
             f"{files[0]} store/",
         )
-    shares = _numbers(ratios, "--split", "0.70,0.15,0.15")
-    if len(shares) != 3:
-        raise InputError(f"--split is {ratios!r}.", "three shares", "--split 0.70,0.15,0.15")
+    shares = _shares(ratios)
     source = BarsSource(
         tuple(files[:-1]),
         windows=parse_windows(windows),
         base=base,
         horizon=horizon,
         latency_seconds=latency,
-        ratios=(shares[0], shares[1], shares[2]),
+        ratios=shares,
         embargo=embargo,
         day_first=day_first,
         tz=time_zone,
         sort=sort,
+        split_at=_dates(split_at),
+        max_label_gap=max_label_gap,
     )
     _pack(source, Path(files[-1]), _options(jobs, force_recreate, on_bad, bad_budget), as_json)
 
@@ -249,6 +259,10 @@ def massspec(
     molecule_seconds: Annotated[
         float, typer.Option("--molecule-seconds", help="Time limit of one molecule.")
     ] = 10.0,
+    split: Annotated[
+        str, typer.Option("--split", help="Shares of train, validation, test; by compound.")
+    ] = "0.8,0.1,0.1",
+    seed: Annotated[int, typer.Option("--seed", help="Of the split.")] = 42,
     jobs: Jobs = 0,
     force_recreate: Force = False,
     on_bad: OnBad = "quarantine",
@@ -258,6 +272,7 @@ def massspec(
     """Pack a spectrum library and its molecules: spectra, graphs, fingerprints, groups."""
     from stoker.sources.massspec import MassSpecSource
 
+    shares = _shares(split)
     source = MassSpecSource(
         msp,
         mol_dir,
@@ -266,6 +281,9 @@ def massspec(
         structures=structures,  # type: ignore[arg-type]
         rounding=rounding,  # type: ignore[arg-type]
         row_limit_seconds=molecule_seconds,
+        train_ratio=shares[0],
+        val_ratio=shares[1],
+        seed=seed,
     )
     _pack(source, out, _options(jobs, force_recreate, on_bad, bad_budget), as_json)
 
@@ -283,15 +301,32 @@ def _split_out(files: list[Path]) -> tuple[tuple[Path, ...], Path]:
     return tuple(files[:-1]), files[-1]
 
 
-def _numbers(text: str, option: str, example: str) -> list[float]:
+def _shares(text: str) -> tuple[float, float, float]:
+    """Return three shares that add up to 1."""
     from stoker.errors import InputError
 
     try:
-        return [float(number) for number in text.split(",")]
+        train, val, test = (float(number) for number in text.split(","))
     except ValueError:
+        train = val = test = -1.0
+    if min(train, val, test) < 0 or abs(train + val + test - 1) > 1e-6:
         raise InputError(
-            f"{option} is {text!r}.", "numbers with commas", f"{option} {example}"
-        ) from None
+            f"--split is {text!r}.", "three shares that add up to 1", "--split 0.8,0.1,0.1"
+        )
+    return train, val, test
+
+
+def _dates(text: str | None) -> tuple[str, str] | None:
+    from stoker.errors import InputError
+
+    if text is None:
+        return None
+    dates = [date.strip() for date in text.split(",")]
+    if len(dates) != 2:
+        raise InputError(
+            f"--split-at is {text!r}.", "two dates", "--split-at 2020-09-01,2020-10-01"
+        )
+    return dates[0], dates[1]
 
 
 def _options(
