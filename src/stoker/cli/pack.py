@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
     from stoker.packing import PackOptions, PackResult
     from stoker.sources.contract import Source
+
+Word = TypeVar("Word", str, Path)
 
 app = typer.Typer(
     help="Turn raw files into a store: parallel, resumable, checked.",
@@ -199,18 +201,12 @@ def bars(
     as_json: AsJson = False,
 ) -> None:
     """Pack bars of several timeframes: each bar once, each sample a few end indices, no look-ahead."""
-    from stoker.errors import InputError
     from stoker.sources.bars import BarsSource, parse_windows
 
-    if len(files) < 2:
-        raise InputError(
-            f"only {files[0]} was given.",
-            "bar files, then the store's folder",
-            f"{files[0]} store/",
-        )
+    paths, out = _split_out(files)
     shares = _shares(ratios)
     source = BarsSource(
-        tuple(files[:-1]),
+        paths,
         windows=parse_windows(windows),
         base=base,
         horizon=horizon,
@@ -223,7 +219,7 @@ def bars(
         split_at=_dates(split_at),
         max_label_gap=max_label_gap,
     )
-    _pack(source, Path(files[-1]), _options(jobs, force_recreate, on_bad, bad_budget), as_json)
+    _pack(source, out, _options(jobs, force_recreate, on_bad, bad_budget), as_json)
 
 
 @app.command()
@@ -288,7 +284,7 @@ def massspec(
     _pack(source, out, _options(jobs, force_recreate, on_bad, bad_budget), as_json)
 
 
-def _split_out(files: list[Path]) -> tuple[tuple[Path, ...], Path]:
+def _split_out(files: list[Word]) -> tuple[tuple[Word, ...], Path]:
     """The last of the paths is the store, as with `cp`."""
     from stoker.errors import InputError
 
@@ -298,7 +294,7 @@ def _split_out(files: list[Path]) -> tuple[tuple[Path, ...], Path]:
             "input files, then the store's folder",
             f"{files[0]} store/",
         )
-    return tuple(files[:-1]), files[-1]
+    return tuple(files[:-1]), Path(files[-1])
 
 
 def _shares(text: str) -> tuple[float, float, float]:
