@@ -10,9 +10,10 @@ once for all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
@@ -42,10 +43,10 @@ class Values:
     dtype: np.dtype[np.generic]
     pieces: Sequence[tuple[int, int, Callable[[], StoredArray]]]
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[StoredArray, int, int, int]]:
         """Yield `(array, first row in it, last row in it, row of the range)` per shard touched."""

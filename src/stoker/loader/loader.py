@@ -13,7 +13,7 @@ a batch (`ring.py`, `staging.py`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
@@ -30,6 +30,7 @@ from stoker.loader.prefetch import prefetch
 from stoker.loader.ring import Feeder, Ring
 from stoker.loader.slabs import usable_device
 from stoker.loader.staging import Uploader, restore_sign
+from stoker.loader.straight import BLOCK_BYTES, StraightReader, can_read_straight
 from stoker.plan import Plan, Tier, make_plan, store_facts
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
@@ -144,6 +145,12 @@ class Loader:
         num_slots = max(num_slots, self._order.most_chunks_per_batch)
         self._ring = Ring(self.columns, chunks or whole, num_slots, self._home)
         self._takes, self._ragged = self._prepare_takes()
+        ordered = self._home.type == "cpu" and not self._resident
+        self._straight = (
+            StraightReader(self.columns, min(BLOCK_BYTES, self._ring.num_bytes // (2 * num_slots)))
+            if ordered and can_read_straight(self.columns, order)
+            else None
+        )
         self._feeder: Feeder | None = None
         self._promised: tuple[tuple[int, int], list[int]] = ((-1, 0), [])
         self._table: torch.Tensor | None = None
@@ -224,10 +231,13 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield the rest of the current epoch; the next iteration begins the next epoch."""
         if self.tier == "streamed":
-            yield from self._stream()
-            return
-        for index in self.index_batches():
-            yield self._finish(self.assemble(index.indices, index.totals), index.planned)
+            with prefetch(self._host_batches(), self.device) as batches:
+                yield from self._hand_out(batches)
+        elif self._straight is not None:
+            yield from self._hand_out(self._host_batches())
+        else:
+            for index in self.index_batches():
+                yield self._finish(self.assemble(index.indices, index.totals), index.planned)
 
     def _finish(self, batch: Batch, planned: PlannedBatch) -> Batch:
         batch.step = planned.step
@@ -239,16 +249,21 @@ class Loader:
             )
         return batch
 
-    def _stream(self) -> Iterator[Batch]:
-        """Assemble in host memory ahead of the consumer, and copy while it computes."""
-        indices = self._indices(self.epoch, self._position)
-        host = (
-            (dict(self.assemble(index.indices, index.totals)), index.planned) for index in indices
-        )
-        with prefetch(host, self.device) as copied:
-            for tensors, planned in copied:
-                self._position += 1
-                yield self._finish(Batch(tensors), planned)
+    def _host_batches(self) -> Iterator[tuple[PlannedBatch, dict[str, torch.Tensor]]]:
+        """Yield the rest of the epoch in host memory, ahead of the position if need be."""
+        if self._straight is not None:
+            planned = self._order.epoch(self.epoch).batches(self._position)
+            yield from self._straight.read(planned)
+            return
+        for index in self._indices(self.epoch, self._position):
+            yield index.planned, dict(self.assemble(index.indices, index.totals))
+
+    def _hand_out(
+        self, batches: Iterable[tuple[PlannedBatch, dict[str, torch.Tensor]]]
+    ) -> Iterator[Batch]:
+        for planned, tensors in batches:
+            self._position += 1
+            yield self._finish(Batch(tensors), planned)
         self._end_epoch()
 
     def index_batches(self) -> Iterator[IndexBatch]:

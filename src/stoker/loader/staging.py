@@ -170,7 +170,7 @@ class Uploader:
             host = slab.array(shape, array.dtype)
             array.read_into(low, high, host)
             with torch.cuda.stream(self._stream):
-                source = torch.from_numpy(host.view(_signed(array.dtype)))
+                source = torch.from_numpy(host.view(signed_twin(array.dtype)))
                 target.copy_(source, non_blocking=True)
                 slab.free.record(self._stream)
         finally:
@@ -188,7 +188,8 @@ class Uploader:
         return slabs
 
 
-def _signed(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def signed_twin(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type that torch can hold with the same bits."""
     return np.dtype(_SIGNED.get(dtype.str.lstrip("<>|="), dtype.str))
 
 

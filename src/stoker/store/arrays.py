@@ -118,7 +118,9 @@ class OpenFile:
             return 0
         try:
             if not hasattr(self._local, "bounce"):
-                self._local.bounce = mmap.mmap(-1, _BOUNCE_BYTES)
+                # Private: a forked child must not write into the parent's buffer.
+                private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                self._local.bounce = mmap.mmap(-1, _BOUNCE_BYTES, private)
             bounce = memoryview(self._local.bounce)
             while done < len(out):
                 skip = (offset + done) % _PAGE
@@ -134,6 +136,10 @@ class OpenFile:
         finally:
             os.close(descriptor)
         return done
+
+    def expect(self, offset: int, num_bytes: int) -> None:
+        """Ask the kernel to read these bytes into the page cache; does not wait."""
+        os.posix_fadvise(self._descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close the descriptor; reading afterwards fails."""
@@ -202,6 +208,13 @@ class StoredArray:
             begin, end = start * row_bytes, stop * row_bytes
             for low, high in split_range(begin, end, PIECE_BYTES):
                 yield partial(self._read_bytes, low, high, view[low - begin : high - begin])
+
+    def expect(self, start: int, stop: int) -> None:
+        """Say that rows `start` to `stop` will be read soon; those past the end are left out."""
+        stop = min(stop, len(self))
+        if self.location.offset is not None and start < stop:
+            row_bytes = self.location.row_bytes
+            self.file.expect(self.location.offset + start * row_bytes, (stop - start) * row_bytes)
 
     def gather_into(self, indices: Array, out: Array) -> None:
         """Fill `out[k]` with row `indices[k]`, in few reads."""
