@@ -107,8 +107,8 @@ def dd_rate(path: Path) -> float | None:
 def overlap(
     path: Path, rows: int, device: torch.device, compute_ms: float, num_slots: int = 2
 ) -> dict:
-    """An epoch in chunks of a quarter, alone, with compute, and compute alone."""
-    chunk_bytes = rows * ROW * 4 // 4
+    """An epoch over four times the ring's memory: alone, with compute, and compute alone."""
+    chunk_bytes = rows * ROW * 4 // (4 * num_slots)
     size = 4096 if device.type == "cuda" else 128
     weight = torch.randn(size, size, device=device)
 
@@ -185,10 +185,13 @@ def main() -> None:
             "pinned_copy_gb_per_second": pinned_copy_rate(device),
             "cold_stoker_gb_per_second": cold,
             "cold_dd_direct_gb_per_second": direct,
-            "overlap_equal": overlap(path, rows, device, 1e3 * ours / (rows / 2000)),
-            "overlap_compute_bound": overlap(path, rows, device, 3e3 * ours / (rows / 2000)),
-            "overlap_equal_three_slots": overlap(path, rows, device, 1e3 * ours / (rows / 2000), 3),
         }
+        balanced = 1e3 * ours / (rows / 2000)
+        for num_slots in (2, 3, 4):
+            result[f"overlap_equal_{num_slots}_slots"] = overlap(
+                path, rows, device, balanced, num_slots
+            )
+        result["overlap_compute_bound"] = overlap(path, rows, device, 3 * balanced, 3)
     result["times_document"] = result["stoker_gb_per_second"] / result["document_gb_per_second"]
     result["times_document_first_time"] = (
         result["stoker_first_time_gb_per_second"] / result["document_first_time_gb_per_second"]

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import CorruptError, InputError, StokerError
+from stoker.loader import staging
 from stoker.loader.gather import window_view
 from stoker.loader.lanes import plan_store_lanes
 from stoker.loader.loader import Loader
@@ -401,3 +402,32 @@ def test_window_views_select_whole_windows(device, width, dtype):
     assert torch.equal(view.index_select(0, starts).view(-1, 37, width), want)
     assert view.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
     assert window_view(values[:20], 37).shape == (0, 37 * width)
+
+
+def test_an_older_iteration_cannot_go_on_beside_a_newer_one(store):
+    with Loader(store, 10, "cpu") as loader:
+        older, newer = iter(loader), iter(loader)
+        next(older)
+        next(newer)
+        with pytest.raises(InputError, match="one iteration at a time"):
+            next(older)
+
+
+def test_a_rank_reads_only_its_part_of_a_chunk(store, monkeypatch):
+    upload = staging.Uploader.upload
+    rows: list[int] = []
+
+    def counting(self, copies, *rest):
+        rows.append(sum(copy.stop - copy.start for copy in copies))
+        return upload(self, copies, *rest)
+
+    monkeypatch.setattr(staging.Uploader, "upload", counting)
+    read = 0
+    for rank in range(3):
+        rows.clear()
+        options = {"fields": ["features"], "chunk_bytes": 3000, "world_size": 3}
+        with Loader(store, 4, "cpu", order="shuffled", rank=rank, **options) as loader:
+            num_visits = len(loader._epochs.get(0).visits())
+            assert sum(1 for _ in loader) == len(loader)
+        read += sum(rows[:num_visits])  # behind them are the next epoch's
+    assert read == store.num_samples

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_makers import write_store
 
 from stoker.errors import CorruptError
 from stoker.loader.loader import Loader
 from stoker.loader.straight import StraightReader
 from stoker.store.fields import Dense
+from store_makers import write_store
 
 
 def make_store(folder, sizes):
@@ -86,7 +86,10 @@ def test_buffers_are_used_again(tmp_path):
 
 def test_resumes_in_the_middle(tmp_path):
     store = make_store(tmp_path / "store", [30, 30])
-    with Loader(store, 7, "cpu", chunk_bytes=1) as one, Loader(store, 7, "cpu", chunk_bytes=1) as two:
+    with (
+        Loader(store, 7, "cpu", chunk_bytes=1) as one,
+        Loader(store, 7, "cpu", chunk_bytes=1) as two,
+    ):
         whole = as_lists(one)
         iterator = iter(one)
         for _ in range(3):

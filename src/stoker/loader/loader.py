@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,15 @@ from stoker.errors import InputError
 from stoker.loader.columns import Column, make_columns
 from stoker.loader.gather import ragged_offsets, take_ranges, window_view
 from stoker.loader.lanes import LanePlan
-from stoker.loader.order import EpochOrder, Mode, Order, PlannedBatch, even_chunks
+from stoker.loader.order import (
+    EpochOrder,
+    EpochShelf,
+    Mode,
+    Order,
+    PlannedBatch,
+    Visit,
+    even_chunks,
+)
 from stoker.loader.prefetch import prefetch
 from stoker.loader.ring import Feeder, Ring
 from stoker.loader.slabs import usable_device
@@ -37,6 +45,9 @@ from stoker.store.reader import Store, open_store
 
 _BLOCK_SAMPLES = 1 << 18
 """Samples whose indices are uploaded together: 2 MB per column, for hundreds of batches."""
+
+
+_T = TypeVar("_T")
 
 
 class Batch(dict[str, torch.Tensor]):
@@ -139,6 +150,8 @@ class Loader:
         self._order = Order(
             len(self.samples), batch_size, order, seed, rank, world_size, drop_last, chunks, lanes
         )
+        self._epochs = EpochShelf(self._order)
+        self._turn: object = None
         self.batch_size = batch_size
         self._uploader = Uploader(self._home, self.store.threads, once=chunks is None)
         whole = ((0, len(self.samples)),)
@@ -152,7 +165,7 @@ class Loader:
             else None
         )
         self._feeder: Feeder | None = None
-        self._promised: tuple[tuple[int, int], list[int]] = ((-1, 0), [])
+        self._promised: tuple[tuple[int, int], list[Visit]] = ((-1, 0), [])
         self._table: torch.Tensor | None = None
         self.epoch = 0
         self._position = 0
@@ -229,7 +242,10 @@ class Loader:
     # -- iteration -------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the rest of the current epoch; the next iteration begins the next epoch."""
+        """Yield the rest of the current epoch; the next iteration begins the next epoch.
+
+        A loader has one place, so a new iteration ends the one before it.
+        """
         if self.tier == "streamed":
             with prefetch(self._host_batches(), self.device) as batches:
                 yield from self._hand_out(batches)
@@ -252,7 +268,7 @@ class Loader:
     def _host_batches(self) -> Iterator[tuple[PlannedBatch, dict[str, torch.Tensor]]]:
         """Yield the rest of the epoch in host memory, ahead of the position if need be."""
         if self._straight is not None:
-            planned = self._order.epoch(self.epoch).batches(self._position)
+            planned = self._epochs.get(self.epoch).batches(self._position)
             yield from self._straight.read(planned)
             return
         for index in self._indices(self.epoch, self._position):
@@ -261,29 +277,36 @@ class Loader:
     def _hand_out(
         self, batches: Iterable[tuple[PlannedBatch, dict[str, torch.Tensor]]]
     ) -> Iterator[Batch]:
-        for planned, tensors in batches:
-            self._position += 1
+        for planned, tensors in self._moving(batches):
             yield self._finish(Batch(tensors), planned)
-        self._end_epoch()
 
     def index_batches(self) -> Iterator[IndexBatch]:
         """Yield the indices of the rest of the epoch, for `assemble`; moves the position.
 
         The slots an index points into stay loaded until the next index is asked for.
         """
-        for index in self._indices(self.epoch, self._position):
-            self._position += 1
-            yield index
-        self._end_epoch()
+        yield from self._moving(self._indices(self.epoch, self._position))
 
-    def _end_epoch(self) -> None:
+    def _moving(self, batches: Iterable[_T]) -> Iterator[_T]:
+        """Move the position with every batch; refuse to when another iteration has taken over."""
+        self._turn = turn = object()
+        for batch in batches:
+            if self._turn is not turn:
+                raise InputError(
+                    "an iteration goes on after a newer one over the same loader began.",
+                    "one iteration at a time",
+                    "a second Loader over the same store",
+                )
+            self._position += 1
+            yield batch
         self.epoch += 1
         self._position = 0
 
     def _indices(self, number: int, position: int) -> Iterator[IndexBatch]:
         """Yield the indices of epoch `number` from batch `position` on."""
-        epoch = self._order.epoch(number)
+        epoch = self._epochs.get(number)
         feeder, visit_of = self._feed(epoch, position)
+        self._epochs.prepare(number + 1)
         for block in self._blocks(epoch.batches(position)):
             chunks = (0,) if self._resident else block[0].chunks
             feeder.release_before(visit_of[chunks[0]])
@@ -302,17 +325,18 @@ class Loader:
         if self._feeder is not None and self._feeder.failed:
             self._stop_feeder()
         if self._resident:
-            self._feeder = self._feeder or Feeder(self._ring, self._uploader, [0])
+            everything = Visit(0, 0, len(self.samples))
+            self._feeder = self._feeder or Feeder(self._ring, self._uploader, [everything])
             return self._feeder, {0: 0}
-        visits = list(epoch.chunk_visits(position))
+        visits = list(epoch.visits(position))
         if self._feeder is None or self._promised != ((epoch.epoch, position), visits):
             self._stop_feeder()
             self._feeder = Feeder(self._ring, self._uploader, visits)
         first = self._feeder.num_visits - len(visits)
-        following = list(self._order.epoch(epoch.epoch + 1).chunk_visits())
+        following = list(self._epochs.get(epoch.epoch + 1).visits())
         self._feeder.extend(following)
         self._promised = ((epoch.epoch + 1, 0), following)
-        return self._feeder, {chunk: first + visit for visit, chunk in enumerate(visits)}
+        return self._feeder, {visit.chunk: first + number for number, visit in enumerate(visits)}
 
     def _stop_feeder(self) -> None:
         if self._feeder is not None:
@@ -440,7 +464,7 @@ class Loader:
                 "use the indices of Loader.index_batches(), which know the slots",
             )
         if self._table is None:
-            self._feed(self._order.epoch(0), 0)[0].wait(0)
+            self._feed(self._epochs.get(0), 0)[0].wait(0)
             rows: list[Array] = []
             for number, column in enumerate(self.columns):
                 rows.append(column.starts + self._ring.shift(number, 0, 0))
@@ -459,7 +483,7 @@ class Loader:
 
     def order_digest(self) -> str:
         """Return a digest of the samples yielded so far in this epoch, in order."""
-        return self._order.epoch(self.epoch).digest(self._position)
+        return self._epochs.get(self.epoch).digest(self._position)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is: enough to yield the same remaining batches elsewhere."""
@@ -483,7 +507,7 @@ class Loader:
                     "the state of a loader with the same store, order, seed, ranks and batch size",
                     "make the loader as it was when the state was saved",
                 )
-        digest = self._order.epoch(int(state["epoch"])).digest(int(state["batch"]))
+        digest = self._epochs.get(int(state["epoch"])).digest(int(state["batch"]))
         if digest != state["digest"]:
             raise InputError(
                 "the state's order digest is not this loader's: other samples came before.",

@@ -25,6 +25,7 @@ import torch
 
 from stoker.errors import StokerError
 from stoker.loader.columns import Column
+from stoker.loader.order import Visit
 from stoker.loader.staging import Copy, Uploader, torch_dtype
 from stoker.store.fields import Array
 
@@ -76,12 +77,15 @@ class Ring:
         """Bytes of all slots."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def load(self, chunk: int, slot: int, uploader: Uploader) -> torch.cuda.Event | None:
-        """Fill a slot; blocks for the reads, not for the copies."""
+    def load(self, visit: Visit, slot: int, uploader: Uploader) -> torch.cuda.Event | None:
+        """Fill what a rank needs of a slot; blocks for the reads, not for the copies."""
         copies: list[Copy] = []
-        for column, place in zip(self.columns, self._places, strict=True):
-            low, high = int(place.lows[chunk]), int(place.highs[chunk])
-            at = slot * place.capacity
+        whole = self.chunks[visit.chunk] == (visit.start, visit.stop)
+        for number, (column, place) in enumerate(zip(self.columns, self._places, strict=True)):
+            low, high = int(place.lows[visit.chunk]), int(place.highs[visit.chunk])
+            if not whole:
+                low, high = column.extent(visit.start, visit.stop)
+            at = low + self.shift(number, visit.chunk, slot)
             copies.extend(
                 Copy(values, low, high, self.tensors[values.name][at : at + high - low])
                 for values in column.values
@@ -111,7 +115,7 @@ def _place(column: Column, chunks: Sequence[tuple[int, int]]) -> _Place:
 class Feeder:
     """Loads visits ahead of the consumer; `extend` it with the next epoch's before this one ends."""
 
-    def __init__(self, ring: Ring, uploader: Uploader, visits: Sequence[int]) -> None:
+    def __init__(self, ring: Ring, uploader: Uploader, visits: Sequence[Visit]) -> None:
         self._ring = ring
         self._uploader = uploader
         self._visits = list(visits)
@@ -133,7 +137,7 @@ class Feeder:
         """Whether the thread has ended with an error, or was ended."""
         return self._error is not None or not self._thread.is_alive()
 
-    def extend(self, visits: Sequence[int]) -> int:
+    def extend(self, visits: Sequence[Visit]) -> int:
         """Ask for more visits after the last; return the number of the first of them."""
         with self._changed:
             first = len(self._visits)
@@ -152,7 +156,7 @@ class Feeder:
                     raise self._error
                 if not self._thread.is_alive():
                     raise StokerError(
-                        f"the feeder thread ended before chunk {self._visits[visit]} was loaded.",
+                        f"the feeder thread ended before chunk {self._visits[visit].chunk} was loaded.",
                         "a living thread",
                         "look for what killed it, then resume from the last state_dict",
                     )
@@ -194,7 +198,9 @@ class Feeder:
                     self._uploader.release()  # nobody waits for this
                 visit += 1
         except BaseException as error:  # noqa: BLE001  the consumer raises it, whatever it is
-            error.add_note(f"while loading chunk {self._visits[visit]} ahead of the training loop")
+            error.add_note(
+                f"while loading chunk {self._visits[visit].chunk} ahead of the training loop"
+            )
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
