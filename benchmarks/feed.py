@@ -109,7 +109,7 @@ def overlap(
 ) -> dict:
     """An epoch over four times the ring's memory: alone, with compute, and compute alone."""
     chunk_bytes = rows * ROW * 4 // (4 * num_slots)
-    size = 4096 if device.type == "cuda" else 128
+    size = 2048 if device.type == "cuda" else 128
     weight = torch.randn(size, size, device=device)
 
     def compute() -> None:

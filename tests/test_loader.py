@@ -414,14 +414,14 @@ def test_an_older_iteration_cannot_go_on_beside_a_newer_one(store):
 
 
 def test_a_rank_reads_only_its_part_of_a_chunk(store, monkeypatch):
-    upload = staging.Uploader.upload
+    begin = staging.Uploader.begin
     rows: list[int] = []
 
     def counting(self, copies, *rest):
         rows.append(sum(copy.stop - copy.start for copy in copies))
-        return upload(self, copies, *rest)
+        return begin(self, copies, *rest)
 
-    monkeypatch.setattr(staging.Uploader, "upload", counting)
+    monkeypatch.setattr(staging.Uploader, "begin", counting)
     read = 0
     for rank in range(3):
         rows.clear()

@@ -17,8 +17,9 @@ a read. Nothing is dropped, nothing is loaded twice.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ import torch
 from stoker.errors import StokerError
 from stoker.loader.columns import Column
 from stoker.loader.order import Visit
-from stoker.loader.staging import Copy, Uploader, torch_dtype
+from stoker.loader.staging import Copy, Upload, Uploader, torch_dtype
 from stoker.store.fields import Array
 
 _POLL_SECONDS = 1.0
@@ -77,8 +78,10 @@ class Ring:
         """Bytes of all slots."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def load(self, visit: Visit, slot: int, uploader: Uploader) -> torch.cuda.Event | None:
-        """Fill what a rank needs of a slot; blocks for the reads, not for the copies."""
+    def load(
+        self, visit: Visit, slot: int, uploader: Uploader, when_done: Callable[[Upload], None]
+    ) -> Upload:
+        """Begin to fill what a rank needs of a slot."""
         copies: list[Copy] = []
         whole = self.chunks[visit.chunk] == (visit.start, visit.stop)
         for number, (column, place) in enumerate(zip(self.columns, self._places, strict=True)):
@@ -90,7 +93,7 @@ class Ring:
                 Copy(values, low, high, self.tensors[values.name][at : at + high - low])
                 for values in column.values
             )
-        return uploader.upload(copies, self.used[slot])
+        return uploader.begin(copies, self.used[slot], when_done)
 
     def shift(self, column: int, chunk: int, slot: int) -> int:
         """What to add to a row of the store to find it in the tensor."""
@@ -182,34 +185,45 @@ class Feeder:
             self._changed.notify_all()
         self._uploader.stop()
         self._thread.join()
+        self._uploader.stop()  # what the thread may have begun since
         self._uploader.stop(False)
 
     def _run(self) -> None:
         visit = 0
         try:
             while self._await_turn(visit):
-                event = self._ring.load(
-                    self._visits[visit], visit % self._ring.num_slots, self._uploader
-                )
-                with self._changed:
-                    self._ready[visit] = event
-                    self._changed.notify_all()
+                slot = visit % self._ring.num_slots
+                done = partial(self._note, visit)
+                upload = self._ring.load(self._visits[visit], slot, self._uploader, done)
                 if self._uploader.once:
+                    upload.wait()
                     self._uploader.release()  # nobody waits for this
                 visit += 1
         except BaseException as error:  # noqa: BLE001  the consumer raises it, whatever it is
-            error.add_note(
-                f"while loading chunk {self._visits[visit].chunk} ahead of the training loop"
-            )
-            with self._changed:
+            self._fail(visit, error)
+
+    def _note(self, visit: int, upload: Upload) -> None:
+        """A visit is loaded, or could not be; called by the thread that had its last piece."""
+        if upload.error is not None:
+            self._fail(visit, upload.error)
+            return
+        with self._changed:
+            self._ready[visit] = upload.event
+            self._changed.notify_all()
+
+    def _fail(self, visit: int, error: BaseException) -> None:
+        with self._changed:
+            if self._error is None:
+                chunk = self._visits[visit].chunk
+                error.add_note(f"while loading chunk {chunk} ahead of the training loop")
                 self._error = error
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def _await_turn(self, visit: int) -> bool:
         """Wait until there is such a visit and its slot is free; False when being stopped."""
         with self._changed:
-            while not self._stopping and (
+            while not (self._stopping or self._error) and (
                 visit >= len(self._visits) or visit >= self._released + self._ring.num_slots
             ):
                 self._changed.wait(_POLL_SECONDS)
-            return not self._stopping
+            return not (self._stopping or self._error)

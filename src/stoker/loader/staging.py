@@ -1,15 +1,15 @@
 """From disk to the device: positional reads into pinned slabs, copies on a side stream.
 
 Enters: rows of stored datasets and a tensor to put them in. Leaves: the tensor filled, and on CUDA
-an event that says when. Costs: on CUDA `threads + 2` pinned slabs of 32 MB, pinned once for the
-uploader's life; each thread reads into one slab while others are being copied. 30 to 40 GB/s from
-the page cache with 8 to 16 threads on an H200 (docs/loading.md), against 1.3 for pinning every
+an event that says when. Costs: on CUDA `threads + 2` pinned slabs of 8 MB, pinned once for the
+uploader's life; each thread reads into one slab while others are being copied. 46 to 48 GB/s from
+the page cache with 12 to 16 threads on an H200 (docs/loading.md), against 1.3 for pinning every
 chunk anew.
 
-Contract: when `upload` returns, every copy has been queued; the returned event fires after the
-last of them. A slab is filled again only after its copy's event. A failed read ends the upload
-with the first error, after all threads have let go. The caller must have made the copy stream wait
-for whoever still reads the target (`wait_for`).
+Contract: when an upload is done, every copy has been queued, and its event fires after the last of
+them. A slab is filled again only after its copy's event. A failed read ends the upload with the
+first error, after all threads have let go. `wait_for` is an event after which the target is free:
+the copies wait for it, the reads before them do not.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from __future__ import annotations
 import mmap
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +30,8 @@ from stoker.loader.columns import Values
 from stoker.store.arrays import StoredArray
 from stoker.store.fields import Array
 
-SLAB_BYTES = 32 << 20
+SLAB_BYTES = 8 << 20
+"""47 GB/s with 12 threads on an H200, 38 the first time; 4 MB reaches 28, 32 MB 37 and takes longer to pin."""
 _SIGNED = {"u2": "i2", "u4": "i4", "u8": "i8"}
 _UNSIGNED = {torch.int16: torch.uint16, torch.int32: torch.uint32, torch.int64: torch.uint64}
 
@@ -57,8 +59,67 @@ class Copy:
     target: torch.Tensor
 
 
+class Upload:
+    """Copies on their way. `wait` for them, or be called when they are all queued.
+
+    Attributes:
+        event: On CUDA what fires after the last copy; None on the CPU and before the end.
+        error: What went wrong first, if anything did.
+    """
+
+    def __init__(
+        self,
+        num_pieces: int,
+        stream: torch.cuda.Stream | None,
+        when_done: Callable[[Upload], None] | None,
+    ) -> None:
+        self.event: torch.cuda.Event | None = None
+        self.error: BaseException | None = None
+        self.stream = stream
+        self._when_done = when_done
+        self._left = num_pieces
+        self._lock = threading.Lock()
+        self._finished = threading.Event()
+        if not num_pieces:
+            self._finish()
+
+    def wait(self) -> torch.cuda.Event | None:
+        """Block until no thread works on it any more; return the event or raise the error."""
+        self._finished.wait()
+        if self.error is not None:
+            raise self.error
+        return self.event
+
+    def count_piece(self, error: BaseException | None) -> None:
+        """One piece is queued, has failed, or was left out because another one failed."""
+        with self._lock:
+            self.error = self.error or error
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self.stream is not None and self.error is None:
+            self.event = torch.cuda.Event()
+            self.event.record(self.stream)
+        if self._when_done is not None:
+            self._when_done(self)
+        self._finished.set()
+
+
+class _Piece(NamedTuple):
+    """Rows that one thread reads at once, at most a slab."""
+
+    upload: Upload
+    array: StoredArray
+    low: int
+    high: int
+    target: torch.Tensor
+
+
 class Uploader:
-    """Fills tensors from disk, on the CPU or on a CUDA device. Thread-safe: one upload at a time.
+    """Fills tensors from disk, on the CPU or on a CUDA device, with threads that go from upload to upload.
 
     Args:
         device: Where the targets are.
@@ -82,13 +143,18 @@ class Uploader:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="stoker-upload")
         self._lock = threading.Lock()
         self._stopped = False
+        self._waiting: deque[_Piece] = deque()
+        self._recent: deque[Upload] = deque(maxlen=2)
         self._slabs: queue.SimpleQueue[_Slab] | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Two, in turn: an upload that waits for its target must not hold up the one before it.
+        self._streams = (
+            [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        )
 
     @property
     def pinned_bytes(self) -> int:
         """Pinned host memory an upload to CUDA holds."""
-        return (self.threads + 2) * self._slab_bytes if self._stream is not None else 0
+        return (self.threads + 2) * self._slab_bytes if self._streams else 0
 
     def upload(
         self, copies: Sequence[Copy], wait_for: torch.cuda.Event | None = None
@@ -102,23 +168,49 @@ class Uploader:
         Returns:
             On CUDA the event after which the targets are filled; None on the CPU.
         """
+        return self.begin(copies, wait_for).wait()
+
+    def begin(
+        self,
+        copies: Sequence[Copy],
+        wait_for: torch.cuda.Event | None = None,
+        when_done: Callable[[Upload], None] | None = None,
+    ) -> Upload:
+        """Begin to fill the targets; blocks only until the upload before the last one is done.
+
+        The threads take up the pieces when those of earlier uploads are taken: no thread is idle at
+        the end of a chunk while the next one could begin.
+
+        Args:
+            copies: What goes where.
+            wait_for: An event after which the targets may be overwritten.
+            when_done: Called once, from a reader thread, when nothing works on the upload any more.
+        """
         with self._lock:
-            if self._stream is None:
-                self._run(self._read_into_place, list(self._pieces(copies)))
-                return None
-            if wait_for is not None:
-                self._stream.wait_event(wait_for)
-            pieces = list(self._pieces(copies))
-            if self._slabs is None:
-                self._slabs = self._make_slabs(copies, len(pieces))
-            self._run(self._read_and_copy, pieces)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-            return done
+            if len(self._recent) == 2:
+                self._recent[0]._finished.wait()
+            cuts = list(self._cut(copies))
+            stream = None
+            if self._streams:
+                self._streams.reverse()
+                stream = self._streams[0]
+                if wait_for is not None:
+                    stream.wait_event(wait_for)
+                if self._slabs is None:
+                    self._slabs = self._make_slabs(copies, len(cuts))
+            upload = Upload(len(cuts), stream, when_done)
+            self._recent.append(upload)
+            self._waiting.extend(_Piece(upload, *cut) for cut in cuts)
+            for _ in range(min(self.threads, len(cuts))):
+                self._pool.submit(self._drain)
+            return upload
 
     def stop(self, stopped: bool = True) -> None:
-        """Make a running upload end at its next piece, from another thread; False allows new ones."""
+        """Make the uploads under way end at their next piece; False allows new ones."""
         self._stopped = stopped
+        if stopped:
+            for upload in tuple(self._recent):
+                upload._finished.wait()
 
     def close(self) -> None:
         """End the threads and give the pinned memory back."""
@@ -132,9 +224,7 @@ class Uploader:
             self._slabs.get().release()
         self._slabs = None
 
-    def _pieces(
-        self, copies: Sequence[Copy]
-    ) -> Iterator[tuple[StoredArray, int, int, torch.Tensor]]:
+    def _cut(self, copies: Sequence[Copy]) -> Iterator[tuple[StoredArray, int, int, torch.Tensor]]:
         """Cut the copies at shard edges and into slabs."""
         for copy in copies:
             rows = max(1, self._slab_bytes // max(1, copy.values.row_bytes))
@@ -145,40 +235,47 @@ class Uploader:
                     where = at + low - first
                     yield array, low, high, copy.target[where : where + high - low]
 
-    def _run(self, work: Any, pieces: Sequence[Any]) -> None:
-        if len(pieces) == 1:
-            work(*pieces[0])
-            return
-        futures = [self._pool.submit(work, *piece) for piece in pieces]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
+    def _drain(self) -> None:
+        """Take piece after piece until there is none.
 
-    def _read_into_place(
-        self, array: StoredArray, low: int, high: int, target: torch.Tensor
-    ) -> None:
-        self._check()
-        array.read_into(low, high, target.numpy().view(array.dtype))
+        A task and a stream context for each piece would hold the interpreter's lock for so long that
+        16 threads get 37 GB/s instead of 48 (H200).
+        """
+        work = self._read_and_copy if self._streams else self._read_into_place
+        while True:
+            try:
+                piece = self._waiting.popleft()
+            except IndexError:
+                return
+            error: BaseException | None = None
+            if self._stopped:
+                error = InterruptedError("the upload was stopped")
+            elif piece.upload.error is None:
+                try:
+                    work(piece)
+                except BaseException as caught:  # noqa: BLE001  whoever waits for the upload raises it
+                    error = caught
+            piece.upload.count_piece(error)
 
-    def _read_and_copy(self, array: StoredArray, low: int, high: int, target: torch.Tensor) -> None:
-        self._check()
+    def _read_into_place(self, piece: _Piece) -> None:
+        piece.array.read_into(piece.low, piece.high, piece.target.numpy().view(piece.array.dtype))
+
+    def _read_and_copy(self, piece: _Piece) -> None:
+        stream = piece.upload.stream
         assert self._slabs is not None
-        assert self._stream is not None
+        assert stream is not None
+        if torch.cuda.current_stream(self.device) != stream:
+            torch.cuda.set_stream(stream)  # of this thread, which is ours
         slab = self._slabs.get()
         try:
-            shape = (high - low, *array.shape[1:])
-            host = slab.array(shape, array.dtype)
-            array.read_into(low, high, host)
-            with torch.cuda.stream(self._stream):
-                source = torch.from_numpy(host.view(signed_twin(array.dtype)))
-                target.copy_(source, non_blocking=True)
-                slab.free.record(self._stream)
+            array = piece.array
+            host = slab.array((piece.high - piece.low, *array.shape[1:]), array.dtype)
+            array.read_into(piece.low, piece.high, host)
+            source = torch.from_numpy(host.view(signed_twin(array.dtype)))
+            piece.target.copy_(source, non_blocking=True)
+            slab.free.record(stream)
         finally:
             self._slabs.put(slab)
-
-    def _check(self) -> None:
-        if self._stopped:
-            raise InterruptedError("the upload was stopped")
 
     def _make_slabs(self, copies: Sequence[Copy], num_pieces: int) -> queue.SimpleQueue[_Slab]:
         size = max(self._slab_bytes, *(copy.values.row_bytes for copy in copies))
