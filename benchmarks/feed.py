@@ -13,7 +13,6 @@ import os
 import subprocess
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -125,9 +124,7 @@ def overlap(
         compute()
     sync(device)
     repeats = max(1, round(compute_ms / ((time.perf_counter() - began) / 50 * 1e3)))
-    with Loader(path, 2000, device) as whole:
-        plan = replace(whole.plan, num_slots=num_slots)
-    with Loader(path, 2000, device, chunk_bytes=chunk_bytes, plan=plan) as loader:
+    with Loader(path, 2000, device, chunk_bytes=chunk_bytes, num_slots=num_slots) as loader:
         timings = {}
         epochs = 4
         for name, with_load, with_compute in (("read", 1, 0), ("compute", 0, 1), ("both", 1, 1)):

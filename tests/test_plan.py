@@ -194,9 +194,9 @@ def test_resident_chunked_streamed_with_their_reasons():
     assert set(tiers) == set(TIERS)
     assert "12.5 GB" in tiers["resident"].reasons[0]
     chunked = tiers["chunked"]
-    assert chunked.num_slots == 2
-    # Half of 75 % of 16 GB, in whole batches of 128.
-    assert chunked.chunk_rows == 6 * GB // 240_624 // 128 * 128 == 24_832
+    assert chunked.num_slots == 3
+    # A third of 75 % of 16 GB, in whole batches of 128.
+    assert chunked.chunk_rows == 4 * GB // 240_624 // 128 * 128 == 16_512
     assert any("page cache" in reason and "not counted" in reason for reason in chunked.reasons)
     assert "no better than batches" in tiers["streamed"].reasons[0]
     assert tiers["streamed"].staging_bytes == 4 * 32 * 2**20  # 128 x 240,624 B rounds up to 32 MiB
@@ -431,7 +431,7 @@ def test_verb_json_is_a_plan(own_file):
     plan = Plan.from_json(
         {key: document[key] for key in document if key not in ("store", "origins")}
     )
-    assert asdict(plan)["chunk_rows"] == document["chunk_rows"] == 480
+    assert asdict(plan)["chunk_rows"] == document["chunk_rows"] == 320
 
 
 def test_verb_table_alone_and_with_a_store(own_file):

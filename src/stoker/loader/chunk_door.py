@@ -4,8 +4,8 @@ Enters: an HDF5 file with `features` and `targets`. Leaves: `(features, targets)
 after batch. Costs: at most `chunk_size_gb` on the device, whatever the file's size and however long a
 batch is held; a few pinned slabs on the host.
 
-What fits is loaded once and stays. What does not fit passes through two slots of half the budget
-each (three of a third where a slot is hardly larger than a batch), the next one loading while this one
+What fits is loaded once and stays. What does not fit passes through three slots of a third of the
+budget each (two of a half where a third is less than a batch), the next ones loading while this one
 trains; batches run across the edges, so the division shows in nothing but the shuffle: full when all
 fits, else by slots and within them. `reason` says which it is.
 
@@ -59,7 +59,7 @@ class ChunkDataLoader:
         hdf5_path: An HDF5 file (or a store) with `features (n, ...)` and `targets (n, ...)`, of any
             type and rank.
         batch_size: Samples per batch.
-        chunk_size_gb: Device memory for data, in GiB: all of it, both slots together.
+        chunk_size_gb: Device memory for data, in GiB: all of it, all slots together.
         device: "cuda", "cuda:1" or "cpu".
         shuffle: A new order every epoch, from (seed, epoch) alone.
         drop_last: Leave out the epoch's last batch if it is short.
@@ -121,6 +121,7 @@ class ChunkDataLoader:
             rank=rank,
             world_size=world_size,
             chunk_bytes=rows * self.bytes_per_sample,
+            num_slots=num_slots,
         )
         self.reason = self._loader.reason
         self._resumed = False
@@ -255,15 +256,16 @@ def _window(shape: list[int]) -> tuple[int, int]:
 def _choose_slots(fitting: int, order: Order, bytes_per_sample: int) -> tuple[int, int]:
     """Return the number of slots and the samples of one, so that all of them fit.
 
-    Two are enough unless a batch can touch three chunks, which happens when chunks are hardly larger
-    than a batch.
+    Three, so that one loads and one is full while the third is in use: batches run across edges, so
+    with two the next load would begin only when the last one has ended. Four where a batch can touch
+    four chunks, which happens when chunks are hardly larger than a batch.
     """
     if fitting >= order.num_samples:
         return 1, order.num_samples
-    for num_slots in (2, 3, 4):
+    for num_slots in (3, 2, 4):
         rows = fitting // num_slots
         if rows < order.batch_size:
-            break
+            continue
         chunked = replace(order, chunks=even_chunks(order.num_samples, rows))
         if chunked.most_chunks_per_batch <= num_slots:
             return num_slots, rows

@@ -114,6 +114,7 @@ class Loader:
         rank: This process's number.
         world_size: Number of processes.
         chunk_bytes: Size of a chunk, instead of the plan's.
+        num_slots: Chunks on the device at once, with `chunk_bytes`.
         lanes: From `plan_lanes`, for `order="lanes"`.
     """
 
@@ -132,6 +133,7 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         chunk_bytes: int | None = None,
+        num_slots: int = 3,
         lanes: LanePlan | None = None,
     ) -> None:
         self.store = store if isinstance(store, Store) else open_store(store)
@@ -143,7 +145,9 @@ class Loader:
         # Streamed batches are assembled in host memory, by the same code, and copied afterwards.
         self._home = torch.device("cpu") if streamed else self.device
         local = self._make_plan(batch_size, self._home) if streamed else self.plan
-        chunks, num_slots, reason = self._choose_chunks(local, batch_size, chunk_bytes, lanes)
+        if chunk_bytes is None:
+            num_slots = local.num_slots
+        chunks, reason = self._choose_chunks(local, batch_size, chunk_bytes, lanes)
         self.reason = self.plan.reasons[0] if streamed else reason
         self.tier: Tier = "streamed" if streamed else "resident" if chunks is None else "chunked"
         self._resident = chunks is None
@@ -155,7 +159,7 @@ class Loader:
         self.batch_size = batch_size
         self._uploader = Uploader(self._home, self.store.threads, once=chunks is None)
         whole = ((0, len(self.samples)),)
-        num_slots = max(num_slots, self._order.most_chunks_per_batch)
+        num_slots = 1 if chunks is None else max(2, num_slots, self._order.most_chunks_per_batch)
         self._ring = Ring(self.columns, chunks or whole, num_slots, self._home)
         self._takes, self._ragged = self._prepare_takes()
         ordered = self._home.type == "cpu" and not self._resident
@@ -215,24 +219,24 @@ class Loader:
 
     def _choose_chunks(
         self, plan: Plan, batch_size: int, chunk_bytes: int | None, lanes: LanePlan | None
-    ) -> tuple[tuple[tuple[int, int], ...] | None, int, str]:
-        """Return the chunks (None: all resident), the slots, and why."""
+    ) -> tuple[tuple[tuple[int, int], ...] | None, str]:
+        """Return the chunks (None: all resident), and why."""
         count = len(self.samples)
         if lanes is not None:
-            return None, 1, "resident: lanes walk through the whole series at once"
+            return None, "resident: lanes walk through the whole series at once"
         if chunk_bytes is not None:
             per_sample = self._bytes_per_sample()
             rows = max(batch_size, int(chunk_bytes / max(1.0, per_sample)))
             reason = f"chunks of {rows:,} samples were asked for"
         elif plan.tier == "resident" or plan.chunk_rows is None:
-            return None, 1, plan.reasons[0]
+            return None, plan.reasons[0]
         else:
             rows = max(batch_size, plan.chunk_rows)
             reason = plan.reasons[0]
         chunks = even_chunks(count, rows) if count else ()
         if len(chunks) < 2:
-            return None, 1, f"resident: one chunk holds all {count:,} samples"
-        return chunks, max(2, plan.num_slots), reason
+            return None, f"resident: one chunk holds all {count:,} samples"
+        return chunks, reason
 
     def _bytes_per_sample(self) -> float:
         count = max(1, len(self.samples))

@@ -85,7 +85,7 @@ def make_plan(
     model: ModelCost | None = None,
     gpu_share: float = GPU_SHARE,
     fallback_share: float = FALLBACK_SHARE,
-    num_slots: int = 2,
+    num_slots: int = 3,
     threads: int = 8,
 ) -> Plan:
     """Decide what lives where.
@@ -133,7 +133,7 @@ def _check(question: Question, batch_size: int | None) -> None:
         refuse(
             f"{question.num_slots} ring slots.",
             "2 or more: one trains while the next loads",
-            "num_slots=2",
+            "num_slots=3",
         )
     if question.threads < 1:
         refuse(f"{question.threads} reader threads.", "1 or more", "threads=8")
