@@ -106,8 +106,11 @@ class Upload:
         if self.stream is not None and self.error is None:
             self.event = torch.cuda.Event()
             self.event.record(self.stream)
-        if self._when_done is not None:
-            self._when_done(self)
+        # Let go of the callback: in a cycle the event would be freed by the garbage collector, maybe
+        # in a forked child, where CUDA aborts the process.
+        when_done, self._when_done = self._when_done, None
+        if when_done is not None:
+            when_done(self)
         self._finished.set()
 
 
@@ -219,6 +222,7 @@ class Uploader:
         """End the threads and give the pinned memory back."""
         self.stop()
         self._pool.shutdown()
+        self._recent.clear()
         self.release()
 
     def release(self) -> None:
