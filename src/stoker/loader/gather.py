@@ -1,4 +1,4 @@
-"""Batches from values on the device: rows, windows and ragged ranges, by index.
+"""Batches from values on the device: rows, windows, ragged ranges and augmented images, by index.
 
 Enters: value tensors and an int64 index tensor. Leaves: new tensors (the values may be overwritten
 afterwards). Costs: one read and one write of the batch at the device's memory speed. Pure device
@@ -8,7 +8,15 @@ of it can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 import torch
+
+from stoker.errors import InputError
+from stoker.loader.columns import Column
+from stoker.loader.staging import restore_sign
 
 
 def window_view(values: torch.Tensor, window: int) -> torch.Tensor:
@@ -52,3 +60,154 @@ def take_ranges(
     inside = place < offsets[-1]
     taken = values.index_select(0, torch.where(inside, source, 0))
     return taken * inside.view(-1, *[1] * (values.dim() - 1)).to(taken.dtype)
+
+
+class Augments(Protocol):
+    """What can be applied to images while they are gathered: `stoker.augment.Compose` and its kin."""
+
+    def __call__(
+        self,
+        images: torch.Tensor,
+        masks: torch.Tensor | None = None,
+        *,
+        rows: torch.Tensor | None = None,
+    ) -> Any:
+        """Return the augmented rows of `images`, or of both as a pair."""
+
+    def seek(self, epoch: int, step: int = 0) -> None:
+        """Make the next draw that of (epoch, step)."""
+
+
+class _Take(NamedTuple):
+    """One gather of a batch: rows of `values`, whose first axis is rows or windows."""
+
+    name: str
+    values: torch.Tensor
+    row: int
+    window: tuple[int, ...] | None
+    dtype: np.dtype[np.generic]
+    unsigned: bool
+
+
+class Assembler:
+    """Builds batches from one tensor per dataset.
+
+    Args:
+        columns: What a batch holds.
+        tensors: Values on the device by dataset.
+        augment: Applied to `images` and `masks`.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        tensors: Mapping[str, torch.Tensor],
+        augment: Augments | None,
+    ) -> None:
+        self._tensors = tensors
+        self._augment = augment
+        self._takes, self._ragged = _plan_takes(columns, tensors)
+        self._pictures = [] if augment is None else _find_pictures(self._takes)
+        drawn = {take.name for take in self._pictures}
+        self._others = [take for take in self._takes if take.name not in drawn]
+
+    def close(self) -> None:
+        """Let go of the values."""
+        self._takes, self._others, self._pictures, self._tensors = [], [], [], {}
+
+    def assemble(
+        self, indices: torch.Tensor, totals: Mapping[str, int] | None
+    ) -> dict[str, torch.Tensor]:
+        """Return a batch, augmented straight from where the images lie."""
+        if self._augment is None:
+            return self.gather(indices, totals)
+        batch = self._take(indices, totals, self._others)
+        rows = indices[self._pictures[0].row]
+        made = self._augment(*(take.values for take in self._pictures), rows=rows)
+        return batch | self._named(made)
+
+    def gather(
+        self, indices: torch.Tensor, totals: Mapping[str, int] | None
+    ) -> dict[str, torch.Tensor]:
+        """Return a batch as it is stored."""
+        return self._take(indices, totals, self._takes)
+
+    def augment(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Augment a batch that was gathered elsewhere."""
+        if self._augment is None:
+            return batch
+        return batch | self._named(self._augment(*(batch[take.name] for take in self._pictures)))
+
+    def _named(self, made: Any) -> dict[str, torch.Tensor]:
+        made = (made,) if isinstance(made, torch.Tensor) else made
+        return {take.name: value for take, value in zip(self._pictures, made, strict=True)}
+
+    def _take(
+        self, indices: torch.Tensor, totals: Mapping[str, int] | None, takes: Sequence[_Take]
+    ) -> dict[str, torch.Tensor]:
+        batch: dict[str, torch.Tensor] = {}
+        rows = indices.unbind(0)
+        for take in takes:
+            taken = take.values.index_select(0, rows[take.row])
+            if take.window is not None:
+                taken = taken.view(-1, *take.window)
+            batch[take.name] = restore_sign(taken, take.dtype) if take.unsigned else taken
+        for column, row in self._ragged:
+            batch |= self._take_ragged(column, rows[row], rows[row + 1], totals)
+        return batch
+
+    def _take_ragged(
+        self,
+        column: Column,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        totals: Mapping[str, int] | None,
+    ) -> dict[str, torch.Tensor]:
+        values = column.values[0]
+        offsets = ragged_offsets(lengths)
+        assert not isinstance(column.lengths, int)
+        capacity = int(column.lengths.max(initial=0)) * len(starts)
+        total = capacity if totals is None else totals[column.field]
+        exact = totals is not None
+        taken = take_ranges(self._tensors[values.name], starts, offsets, total, exact)
+        return {
+            column.field: restore_sign(taken, values.dtype),
+            f"{column.field}/offsets": offsets,
+        }
+
+
+def _plan_takes(
+    columns: Sequence[Column], tensors: Mapping[str, torch.Tensor]
+) -> tuple[list[_Take], list[tuple[Column, int]]]:
+    """Decide once how each field is gathered, so that a batch costs one call per field."""
+    takes: list[_Take] = []
+    ragged: list[tuple[Column, int]] = []
+    row = 0
+    for column in columns:
+        if column.kind == "ragged":
+            ragged.append((column, row))
+            row += 2
+            continue
+        for values in column.values:
+            tensor = tensors[values.name]
+            unsigned = values.dtype.kind == "u" and values.dtype.itemsize > 1
+            window = None
+            if column.kind == "series":
+                assert isinstance(column.lengths, int)
+                window = (column.lengths, *values.shape)
+                tensor = window_view(tensor, column.lengths)
+            takes.append(_Take(values.name, tensor, row, window, values.dtype, unsigned))
+        row += 1
+    return takes, ragged
+
+
+def _find_pictures(takes: Sequence[_Take]) -> list[_Take]:
+    """What an augmentation is applied to: images, then masks."""
+    found = {take.name: take for take in takes if take.window is None}
+    if "images" not in found:
+        raise InputError(
+            f"an augmentation was given, but the loader has no images; it has {', '.join(found)}.",
+            "a dense field 'images' (n, channels, height, width), and 'masks' if there are any",
+            "stoker pack images FOLDER STORE",
+        )
+    return [found[name] for name in ("images", "masks") if name in found]

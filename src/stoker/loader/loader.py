@@ -16,14 +16,14 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import torch
 
 from stoker.errors import InputError
-from stoker.loader.columns import Column, make_columns
-from stoker.loader.gather import ragged_offsets, take_ranges, window_view
+from stoker.loader.columns import make_columns
+from stoker.loader.gather import Assembler, Augments
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import (
     EpochOrder,
@@ -37,7 +37,7 @@ from stoker.loader.order import (
 from stoker.loader.prefetch import prefetch
 from stoker.loader.ring import Feeder, Ring
 from stoker.loader.slabs import usable_device
-from stoker.loader.staging import Uploader, restore_sign
+from stoker.loader.staging import Uploader
 from stoker.loader.straight import BLOCK_BYTES, StraightReader, can_read_straight
 from stoker.plan import Plan, Tier, make_plan, store_facts
 from stoker.store.fields import Array
@@ -70,17 +70,6 @@ class Batch(dict[str, torch.Tensor]):
     def sample_ids(self) -> Array:
         """Samples of the store, on the host, in row order."""
         return cast(Array, self._samples[np.maximum(self.positions, 0)])
-
-
-class _Take(NamedTuple):
-    """One gather of a batch: rows of `values`, whose first axis is rows or windows."""
-
-    name: str
-    values: torch.Tensor
-    row: int
-    window: tuple[int, ...] | None
-    dtype: np.dtype[np.generic]
-    unsigned: bool
 
 
 @dataclass(frozen=True)
@@ -116,6 +105,9 @@ class Loader:
         chunk_bytes: Size of a chunk, instead of the plan's.
         num_slots: Chunks on the device at once, with `chunk_bytes`.
         lanes: From `plan_lanes`, for `order="lanes"`.
+        augment: Applied to `images` (and `masks`, where they are loaded) as they are gathered, read
+            straight from where they lie; drawn from (its seed, epoch, batch), so a resumed epoch goes
+            on with the same draws. For validation: `augmentation.validation()`.
     """
 
     def __init__(
@@ -135,6 +127,7 @@ class Loader:
         chunk_bytes: int | None = None,
         num_slots: int = 3,
         lanes: LanePlan | None = None,
+        augment: Augments | None = None,
     ) -> None:
         self.store = store if isinstance(store, Store) else open_store(store)
         self.device = pick_device(device)
@@ -161,7 +154,8 @@ class Loader:
         whole = ((0, len(self.samples)),)
         num_slots = 1 if chunks is None else max(2, num_slots, self._order.most_chunks_per_batch)
         self._ring = Ring(self.columns, chunks or whole, num_slots, self._home)
-        self._takes, self._ragged = self._prepare_takes()
+        self.augment = augment
+        self._assembler = Assembler(self.columns, self._ring.tensors, augment)
         ordered = self._home.type == "cpu" and not self._resident
         self._straight = (
             StraightReader(self.columns, min(BLOCK_BYTES, self._ring.num_bytes // (2 * num_slots)))
@@ -195,7 +189,7 @@ class Loader:
         self._stop_feeder()
         self._uploader.close()
         self._ring.tensors.clear()
-        self._takes = []
+        self._assembler.close()
 
     def __del__(self) -> None:
         """End the threads of a loader that was dropped: they would keep the ring's memory."""
@@ -250,6 +244,7 @@ class Loader:
 
         A loader has one place, so a new iteration ends the one before it.
         """
+        self._seek_augment()
         if self.tier == "streamed":
             with prefetch(self._host_batches(), self.device) as batches:
                 yield from self._hand_out(batches)
@@ -276,19 +271,20 @@ class Loader:
             yield from self._straight.read(planned)
             return
         for index in self._indices(self.epoch, self._position):
-            yield index.planned, dict(self.assemble(index.indices, index.totals))
+            yield index.planned, self._assembler.gather(index.indices, index.totals)
 
     def _hand_out(
         self, batches: Iterable[tuple[PlannedBatch, dict[str, torch.Tensor]]]
     ) -> Iterator[Batch]:
         for planned, tensors in self._moving(batches):
-            yield self._finish(Batch(tensors), planned)
+            yield self._finish(Batch(self._assembler.augment(tensors)), planned)
 
     def index_batches(self) -> Iterator[IndexBatch]:
         """Yield the indices of the rest of the epoch, for `assemble`; moves the position.
 
         The slots an index points into stay loaded until the next index is asked for.
         """
+        self._seek_augment()
         yield from self._moving(self._indices(self.epoch, self._position))
 
     def _moving(self, batches: Iterable[_T]) -> Iterator[_T]:
@@ -397,28 +393,6 @@ class Loader:
 
     # -- assembling ------------------------------------------------------------------------
 
-    def _prepare_takes(self) -> tuple[list[_Take], list[tuple[Column, int]]]:
-        """Decide once how each field is gathered, so that a batch costs one call per field."""
-        takes: list[_Take] = []
-        ragged: list[tuple[Column, int]] = []
-        row = 0
-        for column in self.columns:
-            if column.kind == "ragged":
-                ragged.append((column, row))
-                row += 2
-                continue
-            for values in column.values:
-                tensor = self._ring.tensors[values.name]
-                unsigned = values.dtype.kind == "u" and values.dtype.itemsize > 1
-                window = None
-                if column.kind == "series":
-                    assert isinstance(column.lengths, int)
-                    window = (column.lengths, *values.shape)
-                    tensor = window_view(tensor, column.lengths)
-                takes.append(_Take(values.name, tensor, row, window, values.dtype, unsigned))
-            row += 1
-        return takes, ragged
-
     def assemble(self, indices: torch.Tensor, totals: Mapping[str, int] | None = None) -> Batch:
         """Build a batch on the device. No host synchronisation: safe to capture in a CUDA graph.
 
@@ -430,35 +404,11 @@ class Loader:
         """
         if indices.dim() == 1:
             indices = self._positions_table().index_select(1, indices)
-        batch = Batch()
-        rows = indices.unbind(0)
-        for take in self._takes:
-            taken = take.values.index_select(0, rows[take.row])
-            if take.window is not None:
-                taken = taken.view(-1, *take.window)
-            batch[take.name] = restore_sign(taken, take.dtype) if take.unsigned else taken
-        for column, row in self._ragged:
-            self._assemble_ragged(batch, column, rows[row], rows[row + 1], totals)
-        return batch
+        return Batch(self._assembler.assemble(indices, totals))
 
-    def _assemble_ragged(
-        self,
-        batch: Batch,
-        column: Column,
-        starts: torch.Tensor,
-        lengths: torch.Tensor,
-        totals: Mapping[str, int] | None,
-    ) -> None:
-        values = column.values[0]
-        offsets = ragged_offsets(lengths)
-        assert not isinstance(column.lengths, int)
-        capacity = int(column.lengths.max(initial=0)) * len(starts)
-        total = capacity if totals is None else totals[column.field]
-        taken = take_ranges(
-            self._ring.tensors[values.name], starts, offsets, total, totals is not None
-        )
-        batch[column.field] = restore_sign(taken, values.dtype)
-        batch[f"{column.field}/offsets"] = offsets
+    def _seek_augment(self) -> None:
+        if self.augment is not None:
+            self.augment.seek(self.epoch, self._position)
 
     def _positions_table(self) -> torch.Tensor:
         if self.tier != "resident":
