@@ -15,17 +15,21 @@ from hypothesis import strategies as st
 
 from stoker.basics import (
     BatchSampler,
+    Compose,
     CustomDataset,
     DataLoader,
     Dataset,
     GradientAccumulator,
     ImageDataset,
     IndexOutOfBounds,
+    Normalize,
     ParallelDataLoader,
     PinnedMemoryAllocator,
     PipelinedDataLoader,
     PrefetchBuffer,
     PrefetchingDataLoader,
+    RandomCrop,
+    RandomHorizontalFlip,
     RandomSampler,
     SampleError,
 )
@@ -198,6 +202,55 @@ def test_a_failing_sample_is_an_error_with_its_index_and_never_a_hole(num_worker
         seen.extend(loader.iter())
     assert "disk says no" in str(caught.value)
     assert len(seen) <= 1
+
+
+# -- S2-5, S2-6, S2-7 transforms -----------------------------------------------------------------
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def test_normalize_subtracts_the_mean_and_divides_by_the_deviation():
+    image = torch.rand(3, 5, 6)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    torch.testing.assert_close(Normalize(MEAN, STD).apply(image), (image - mean) / std)
+    with pytest.raises(InputError, match="mean has 3 numbers and the images have 4 channels"):
+        Normalize(MEAN, STD).apply(torch.rand(4, 5, 6))
+
+
+def test_flips_come_as_often_as_asked():
+    image = torch.rand(3, 5, 6)
+    for p, low, high in ((0.0, 0, 0), (0.5, 30, 70), (1.0, 100, 100)):
+        flip = RandomHorizontalFlip(p)
+        made = [flip.apply(image) for _ in range(100)]
+        flipped = [torch.equal(picture, image.flip(-1)) for picture in made]
+        assert low <= sum(flipped) <= high
+        kept = [picture for picture, was in zip(made, flipped, strict=True) if not was]
+        assert all(torch.equal(picture, image) for picture in kept)
+
+
+def test_crops_of_the_padded_image_reach_every_corner_and_refuse_what_is_too_large():
+    image = torch.ones(1, 3, 3)
+    image[0, 1, 1] = 0.5
+    crop = RandomCrop(3, padding=1)
+    centres = {
+        tuple((made == 0.5).nonzero()[0, 1:].tolist())
+        for made in (crop.apply(image) for _ in range(200))
+    }
+    assert centres == {(y, x) for y in range(3) for x in range(3)}
+    assert crop.apply(image).min() >= 0.0
+    with pytest.raises(InputError, match="a crop of 6x6 from an image of 3x3 with padding 1"):
+        RandomCrop(6, padding=1).apply(image)
+
+
+def test_compose_applies_in_sequence_to_images_of_a_dataset():
+    transform = Compose([RandomCrop(32, padding=4), RandomHorizontalFlip(), Normalize(MEAN, STD)])
+    made = transform.apply(torch.rand(3, 32, 32))
+    assert made.shape == (3, 32, 32)
+    black = (0.0 - torch.tensor(MEAN)) / torch.tensor(STD)
+    cut = Compose([RandomCrop((1, 1), padding=40), Normalize(MEAN, STD)])
+    torch.testing.assert_close(cut.apply(torch.ones(3, 1, 1)).flatten(), black)
+    with pytest.raises(InputError, match="the mean colour, not black"):
+        Compose([Normalize(MEAN, STD), RandomCrop(32, padding=4)])
 
 
 # -- S2-13 ParallelDataLoader --------------------------------------------------------------------

@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from stoker.augment.doors import (
+        GPUAugmentation,
+        MinimalGPUAugmentation,
+        ProgressiveAugmentation,
+        StrongGPUAugmentation,
+    )
     from stoker.config import config_schema, load_config
     from stoker.errors import (
         ConfigError,
@@ -31,6 +37,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ChunkDataLoader": "stoker.loader.chunk_door",
+    "GPUAugmentation": "stoker.augment.doors",
+    "MinimalGPUAugmentation": "stoker.augment.doors",
+    "ProgressiveAugmentation": "stoker.augment.doors",
+    "StrongGPUAugmentation": "stoker.augment.doors",
     "LazyMassSpecDataset": "stoker.loader.massspec_doors",
     "Loader": "stoker.loader.loader",
     "NISTDataLoader": "stoker.loader.massspec_doors",
@@ -59,18 +69,22 @@ __all__ = [
     "ChunkDataLoader",
     "ConfigError",
     "CorruptError",
+    "GPUAugmentation",
     "InputError",
     "LazyMassSpecDataset",
     "Loader",
     "Machine",
+    "MinimalGPUAugmentation",
     "NISTDataLoader",
     "PackOptions",
+    "ProgressiveAugmentation",
     "QualityError",
     "Refusal",
     "SourceError",
     "StokerError",
     "Store",
     "StoreError",
+    "StrongGPUAugmentation",
     "config_schema",
     "load_config",
     "make_plan",

@@ -10,6 +10,8 @@ was wrong there done right. Costs: what torch's classes cost; nothing here is an
     PrefetchBuffer, PrefetchingDataLoader     a queue, and a loader that fills one ahead
     PinnedMemoryAllocator, PipelinedDataLoader  pinned memory, one copy stream and events
     GradientAccumulator                       several small batches, one step
+    Transform, Normalize, RandomHorizontalFlip, RandomCrop, Compose
+                                              `apply(image_CHW)`; also whole batches, on the device
 
 A sample that fails is an error with its index, everywhere; none is ever left out in silence. For
 training use `stoker.Loader`, or `stoker.prefetch` around your own DataLoader: they are faster.
@@ -28,25 +30,32 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
+from stoker.augment.compose import Compose
+from stoker.augment.ops import Normalize, RandomCrop, RandomHorizontalFlip, Transform
 from stoker.errors import InputError, StokerError
 from stoker.loader.background import Background
 from stoker.loader.slabs import CudaEngine, Staged, Stager, usable_device
 
 __all__ = [
     "BatchSampler",
+    "Compose",
     "CustomDataset",
     "DataLoader",
     "Dataset",
     "GradientAccumulator",
     "ImageDataset",
     "IndexOutOfBounds",
+    "Normalize",
     "ParallelDataLoader",
     "PinnedMemoryAllocator",
     "PipelinedDataLoader",
     "PrefetchBuffer",
     "PrefetchingDataLoader",
+    "RandomCrop",
+    "RandomHorizontalFlip",
     "RandomSampler",
     "SampleError",
+    "Transform",
 ]
 
 T = TypeVar("T")

@@ -43,6 +43,23 @@ class Section:
     body: Html
 
 
+@dataclass(frozen=True)
+class Bar:
+    """One line of a bar chart.
+
+    Attributes:
+        label: What was measured.
+        value: How much, above zero; None draws no bar.
+        text: What stands beside the bar; without a value, why there is none.
+        kind: "plain", "good" for ours, "note" for a limit.
+    """
+
+    label: str
+    value: float | None
+    text: str
+    kind: str = "plain"
+
+
 def escape(text: str) -> Html:
     """Return `text` as markup; markup stays as it is."""
     if isinstance(text, Html):
@@ -202,6 +219,50 @@ def _bars(counts: Sequence[int], top: int, height: int, style: str, least: float
     return f'<path class="{style}" d="{"".join(steps)}"/>' if steps else ""
 
 
+def bars(items: Sequence[Bar], *, key: str, unit: str) -> Html:
+    """Return a bar chart on a logarithmic scale, its decades marked and named below.
+
+    Peers differ by three orders of magnitude: on a plain scale only the slowest would be seen.
+
+    Args:
+        items: Lines, drawn in this order; one value at least must be known.
+        key: The chart's id, unique on the page.
+        unit: Of the values, for the axis.
+    """
+    values = [item.value for item in items if item.value]
+    if not values:
+        return paragraph("Nothing was measured.", quiet=True)
+    low = math.floor(math.log10(min(values)) - 1e-9)
+    high = max(math.ceil(math.log10(max(values)) + 1e-9), low + 1)
+    marks = [(number - low) / (high - low) * 100 for number in range(low, high + 1)]
+    lines = "".join(f"M{at:.2f} 0v10" for at in marks)
+    rows = "".join(_bar_row(item, lines, low, high) for item in items)
+    names = "".join(
+        f'<span style="left:{at:.2f}%">{escape(_decade(low + number))}</span>'
+        for number, at in enumerate(marks)
+    )
+    axis = f'<div class="line axis"><div class="pic">{names}</div></div>'
+    under = paragraph(f"{unit}; each mark is ten times the one before.", quiet=True)
+    return Html(f'<div class="bars" id="{escape(key)}">{rows}{axis}</div>{under}')
+
+
+def _bar_row(item: Bar, lines: str, low: int, high: int) -> str:
+    who = f'<div class="who">{escape(shorten(item.label))}</div>'
+    if not item.value:
+        return f'<div class="line"><div class="quiet why">{escape(item.text)}</div>{who}</div>'
+    wide = (math.log10(item.value) - low) / (high - low) * 100
+    return (
+        f'<div class="line">{who}<div class="how">{escape(item.text)}</div>'
+        '<svg class="pic" aria-hidden="true" viewBox="0 0 100 10" preserveAspectRatio="none">'
+        f'<path class="base" d="{lines}"/>'
+        f'<path class="bar {escape(item.kind)}" d="M0 1h{wide:.2f}v8h-{wide:.2f}z"/></svg></div>'
+    )
+
+
+def _decade(exponent: int) -> str:
+    return f"{10**exponent:,}" if exponent >= 0 else f"{10.0**exponent:.{-exponent}f}"
+
+
 def format_number(value: float | None) -> str:
     """Return a number as people read it: "1,234", "0.0312", "4.96×10⁸"; n/a when unknown."""
     if value is None or not math.isfinite(value):
@@ -294,10 +355,23 @@ figcaption{font-size:.75rem;line-height:1.45;font-variant-numeric:tabular-nums}
 figcaption .ends{display:flex;justify-content:space-between;gap:8px}
 figcaption p{margin:6px 0 0}
 svg{display:block;width:100%}
-.bar{fill:var(--bar)}.bar.marked{fill:var(--refuse)}
+.bar{fill:var(--bar)}.bar.marked{fill:var(--refuse)}.bar.good{fill:var(--good)}
+.bar.note{fill:var(--warn)}
+.bars{margin:0 0 6px;font-size:.85rem}
+.bars .line{display:grid;grid-template:"who pic how"/17rem minmax(0,1fr) 6rem;gap:0 14px;
+align-items:center;min-height:28px}
+.bars .who{grid-area:who;line-height:1.3}.bars .pic{grid-area:pic;height:20px}
+.bars .how{grid-area:how;text-align:right;font-variant-numeric:tabular-nums}
+.bars .why{grid-row:1;grid-column:2/4;line-height:1.3}
+.bars .axis .pic{position:relative;color:var(--quiet);font-size:.75rem}
+.bars .axis span{position:absolute;transform:translateX(-50%)}
+.bars .axis span:first-child{transform:none}
+.bars .axis span:last-child{transform:translateX(-100%)}
 .base{stroke:var(--line);stroke-width:1;vector-effect:non-scaling-stroke;fill:none}
 @media (max-width:520px){header,main{padding-left:14px;padding-right:14px}header{padding-top:24px}
 h1{font-size:1.35rem}th,td{padding:7px 10px}
+.bars .line{grid-template:"who how" "pic pic"/minmax(0,1fr) auto;padding:3px 0}
+.bars .why{grid-row:2;grid-column:1/3}.bars .pic{height:14px}
 .stack thead{display:none}.stack,.stack tbody,.stack tr,.stack td{display:block;width:auto}
 .stack tr{padding:10px 12px;border-bottom:1px solid var(--line)}.stack tr:last-child{border:0}
 .stack td,.stack td.wide{border:0;padding:2px 0;min-width:0}}

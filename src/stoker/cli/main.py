@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import stoker
-from stoker.cli import config, demo, inspect, machine, pack, plan, verify
+from stoker.cli import augment, bench, config, demo, inspect, machine, pack, plan, verify
 from stoker.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OURS, StokerError
 
 app = typer.Typer(
@@ -25,6 +25,8 @@ app = typer.Typer(
 )
 app.add_typer(pack.app, name="pack")
 app.add_typer(config.app, name="config")
+app.add_typer(augment.app, name="augment")
+app.add_typer(bench.app, name="bench")
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("plan")(plan.plan)

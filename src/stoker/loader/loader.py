@@ -406,6 +406,12 @@ class Loader:
             indices = self._positions_table().index_select(1, indices)
         return Batch(self._assembler.assemble(indices, totals))
 
+    def use_augmentation(self, augment: Augments | None) -> None:
+        """Augment from the next batch on; None stops it."""
+        self._assembler = Assembler(self.columns, self._ring.tensors, augment)
+        self.augment = augment
+        self._seek_augment()
+
     def _seek_augment(self) -> None:
         if self.augment is not None:
             self.augment.seek(self.epoch, self._position)

@@ -1,0 +1,241 @@
+"""What an augmentation is: the base of all ops, the program, the numbers on the tape, the checks.
+
+Enters: what a user types. Leaves: checked values. Costs nothing; no tensor is touched here.
+
+The tape is float32 `(num_ops, 16)`: column 0 the opcode, column 1 the probability of the gate,
+columns 2 to 15 the numbers `a0 .. a13` below. A range is two numbers, *low* and *span*, and gives
+`low + u * span`. `u0` is the gate of every op (`u0 < p` applies it); sizes are those of the image
+that enters the op.
+
+    FLIP_H        a0 width - 1
+    FLIP_V        a0 height - 1
+    AFFINE        a0 cx, a1 cy, then ranges: a2 angle (radians, clockwise) u1, a4 shift x (pixels)
+                  u2, a6 shift y u3, a8 scale u4, a10 shear x (radians) u5, a12 shear y u6
+    RESIZED_CROP  a0 width, a1 height, a2 out width, a3 out height, a4 area range u1, a6 log(w / h)
+                  range u2, a8 width / height, a9 width * height; left u3, top u4
+    CROP          a0 first left, a1 first top, a2 number of lefts u1, a3 number of tops u2
+    COLOUR        ranges: a0 brightness u1, a2 contrast u2, a4 saturation u3, a6 hue u4
+    BLUR          a0 sigma range u1
+    ERASE         a0 width, a1 height, a2 area range u1, a4 log(h / w) range u2, a6 width * height;
+                  left u3, top u4
+
+`stoker.augment.draw` says how a row becomes parameters; `Normalize` and `ToDtype` draw nothing and
+stand in the program alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+
+import torch
+
+from stoker.errors import InputError
+
+if TYPE_CHECKING:
+    from stoker.augment.compose import Compose
+
+TAPE_WIDTH = 16
+TABLE_WIDTH = 16
+Size = tuple[int, int]
+Range = tuple[float, float]
+OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+RADIANS = math.pi / 180.0
+
+# An op used alone draws from a stream of its own, so that two of them are never in step.
+_LONE_STREAMS = itertools.count()
+
+
+class Opcode(IntEnum):
+    """Column 0 of the tape."""
+
+    FLIP_H = 1
+    FLIP_V = 2
+    AFFINE = 3
+    RESIZED_CROP = 4
+    CROP = 5
+    COLOUR = 6
+    BLUR = 7
+    ERASE = 8
+
+
+class Phase(IntEnum):
+    """The order of work; inside a Compose the phases never go back."""
+
+    GEOMETRY = 1
+    COLOUR = 2
+    BLUR = 3
+    ERASE = 4
+    NORMALIZE = 5
+    DTYPE = 6
+
+
+class Transform(Protocol):
+    """Anything that takes one image `(channels, height, width)` and returns one."""
+
+    def apply(self, image: torch.Tensor, /) -> torch.Tensor:
+        """Return the transformed image."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """All of the work that is the same for every sample; hashable, so kernels are cached by it.
+
+    Attributes:
+        in_size: Height and width of the images that enter.
+        out_size: Height and width of those that leave.
+        channels: Of both.
+        geometry: False means that pixels keep their places; the matrix is then never read.
+        brightness, contrast, saturation, hue: Whether that factor can differ from "untouched".
+        blur_kernel: Odd number of taps, 0 for no blur.
+        erase: Whether rectangles can be erased.
+        erase_value: Written there, in [0, 1].
+        mean, std: Per channel, or None for no normalisation.
+        out_dtype: Of the images that leave.
+        channels_last: Memory layout of the images that leave.
+        ignore_index: Written in masks where no input pixel is.
+        whole_pixels: Geometry is flips and crops alone: rows and columns move as they are, and
+            nothing needs to be interpolated. A backend that ignores this is right too, and slower.
+    """
+
+    in_size: Size
+    out_size: Size
+    channels: int
+    geometry: bool
+    brightness: bool
+    contrast: bool
+    saturation: bool
+    hue: bool
+    blur_kernel: int
+    erase: bool
+    erase_value: float
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+    out_dtype: torch.dtype
+    channels_last: bool
+    ignore_index: int
+    whole_pixels: bool = False
+
+
+# -- checks --------------------------------------------------------------------------------------
+
+
+def check_number(name: str, value: Any, low: float, high: float, fix: str) -> float:
+    """Return a number from `low` to `high`; NaN and bools are none."""
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (plain and low <= value <= high):
+        allowed = f"a number from {low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
+        raise InputError(f"{name} is {value!r}.", allowed, fix)
+    return float(value)
+
+
+def check_range(name: str, value: Any, low: float, high: float, fix: str) -> Range:
+    """Return two numbers in order within `low .. high`."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise InputError(f"{name} is {value!r}.", "two numbers (low, high)", fix)
+    first, second = (check_number(name, item, low, high, fix) for item in value)
+    if first > second:
+        raise InputError(
+            f"{name} is {value!r}: the low end is above the high end.", "low <= high", fix
+        )
+    return first, second
+
+
+def check_around(name: str, value: Any, centre: float, most: float, fix: str) -> Range:
+    """Return `centre ± value` for a number, or the range that was given."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return check_range(name, value, 0.0 if centre else -most, math.inf if centre else most, fix)
+    reach = check_number(name, value, 0.0, most, fix)
+    return max(0.0, centre - reach) if centre else -reach, centre + reach
+
+
+def check_size(name: str, value: Any) -> Size:
+    """Return (height, width) from one side or both."""
+    pair = (value, value) if isinstance(value, int) else value
+    whole = isinstance(pair, Sequence) and len(pair) == 2 and not isinstance(pair, str)
+    if not whole or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in pair):
+        raise InputError(
+            f"{name} is {value!r}.", "a whole number >= 1, or (height, width)", f"{name}=224"
+        )
+    return int(pair[0]), int(pair[1])
+
+
+def span(limits: Range, factor: float = 1.0) -> list[float]:
+    """Return a range as the tape holds it: low and span."""
+    return [limits[0] * factor, (limits[1] - limits[0]) * factor]
+
+
+def check_reaches(name: str, value: Any, most: float, fix: str) -> Range:
+    """Return two numbers from 0 to `most`, one per axis; their order means nothing."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise InputError(f"{name} is {value!r}.", "two numbers, for x and for y", fix)
+    across, down = (check_number(name, item, 0.0, most, fix) for item in value)
+    return across, down
+
+
+def centre_of(size: Size) -> list[float]:
+    """Return cx, cy: pixel centres are at whole numbers."""
+    return [(size[1] - 1) / 2, (size[0] - 1) / 2]
+
+
+# -- the base ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Op:
+    """One augmentation. Subclasses are frozen and checked at construction."""
+
+    phase: ClassVar[Phase]
+    opcode: ClassVar[Opcode | None] = None
+
+    def _keep(self, **values: Any) -> None:
+        """Store checked values; the dataclass is frozen for everybody else."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _keep_p(self) -> None:
+        name = type(self).__name__
+        self._keep(p=check_number(f"p of {name}", self.gate, 0.0, 1.0, f"{name}(..., p=0.5)"))
+
+    @property
+    def gate(self) -> float:
+        """Probability that a sample is changed; ops without `p` always act."""
+        return cast(float, getattr(self, "p", 1.0))
+
+    def out_size(self, size: Size, /) -> Size:
+        """Return (height, width) of what leaves for an image of `size`."""
+        return size
+
+    def numbers(self, size: Size, /) -> list[float]:
+        """Return `a0, a1, ...` of the tape for an image of `size`."""
+        raise NotImplementedError
+
+    def idle(self) -> bool:
+        """Whether no draw can change anything, so that the work is left out of the program."""
+        return self.gate == 0.0
+
+    def settled(self) -> Op | None:
+        """Return what stands for this op in validation: never random; None for nothing."""
+        return None
+
+    def row(self, size: Size, /) -> list[float]:
+        """Return the 16 numbers of this op on the tape."""
+        assert self.opcode is not None
+        values = [float(self.opcode), self.gate, *self.numbers(size)]
+        return values + [0.0] * (TAPE_WIDTH - len(values))
+
+    @cached_property
+    def _alone(self) -> Compose:
+        from stoker.augment.compose import Compose
+
+        return Compose([self], stream=0x8000 + next(_LONE_STREAMS) % 0x8000)
+
+    def apply(self, image: torch.Tensor) -> torch.Tensor:
+        """Draw for one image `(C, H, W)` and return it as float in [0, 1] (see `Compose.apply`)."""
+        result: torch.Tensor = self._alone.apply(image)
+        return result

@@ -1,0 +1,296 @@
+"""The ops that move pixels: flips, rotation, affine, crops, resize.
+
+Enters: probabilities, ranges and sizes, checked at construction. Leaves: frozen values that say
+how they stand on the tape. Costs nothing until applied; then all of a Compose's geometry is one
+matrix per sample and one resample, however many ops there are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+from stoker.augment.definition import (
+    RADIANS,
+    Op,
+    Opcode,
+    Phase,
+    Range,
+    Size,
+    centre_of,
+    check_around,
+    check_range,
+    check_reaches,
+    check_size,
+    span,
+)
+from stoker.errors import InputError
+
+
+@dataclass(frozen=True)
+class RandomHorizontalFlip(Op):
+    """Mirror left to right with probability `p`; exact."""
+
+    phase = Phase.GEOMETRY
+    opcode = Opcode.FLIP_H
+
+    p: float = 0.5
+
+    def __post_init__(self) -> None:
+        self._keep_p()
+
+    def numbers(self, size: Size, /) -> list[float]:
+        """Return the last column."""
+        return [size[1] - 1]
+
+
+@dataclass(frozen=True)
+class RandomVerticalFlip(Op):
+    """Mirror top to bottom with probability `p`; exact."""
+
+    phase = Phase.GEOMETRY
+    opcode = Opcode.FLIP_V
+
+    p: float = 0.5
+
+    def __post_init__(self) -> None:
+        self._keep_p()
+
+    def numbers(self, size: Size, /) -> list[float]:
+        """Return the last row."""
+        return [size[0] - 1]
+
+
+@dataclass(frozen=True)
+class RandomRotation(Op):
+    """Rotate about the centre; bilinear, 0 (masks: the ignore index) where nothing was.
+
+    Args:
+        degrees: An angle d for -d to d, or (low, high). Positive is counter-clockwise, as in
+            Kornia's RandomRotation; 90 and 180 are exact.
+        p: Probability per sample.
+    """
+
+    phase = Phase.GEOMETRY
+    opcode = Opcode.AFFINE
+
+    degrees: float | Range
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._keep_p()
+        self._keep(degrees=check_around("degrees", self.degrees, 0.0, 360.0, "RandomRotation(15)"))
+
+    def numbers(self, size: Size, /) -> list[float]:
+        """Return centre and angle; the tape counts clockwise."""
+        turn = span(cast(Range, self.degrees), -RADIANS)
+        return [*centre_of(size), *turn, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+    def idle(self) -> bool:
+        """Whether nothing can turn."""
+        return self.p == 0.0 or self.degrees == (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class RandomAffine(Op):
+    """Rotate, scale, shear and shift in one matrix; bilinear, 0 where nothing was.
+
+    The matrix is Kornia's and torchvision's: shear x, shear y, scale and rotate about the centre,
+    then shift. So a positive angle is *clockwise* here, unlike in `RandomRotation`.
+
+    Args:
+        degrees: An angle d for -d to d, or (low, high).
+        translate: Largest shift as a fraction of (width, height), either way.
+        scale: Smallest and largest factor; above 1 enlarges.
+        shear: Largest shear angle in degrees along (x, y), either way.
+        p: Probability per sample.
+    """
+
+    phase = Phase.GEOMETRY
+    opcode = Opcode.AFFINE
+
+    degrees: float | Range = 0.0
+    translate: Range = (0.0, 0.0)
+    scale: Range = (1.0, 1.0)
+    shear: Range = (0.0, 0.0)
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._keep_p()
+        turn = check_around("degrees", self.degrees, 0.0, 360.0, "RandomAffine(degrees=10)")
+        scale = check_range("scale", self.scale, 1e-3, 1e3, "RandomAffine(scale=(0.9, 1.1))")
+        shift = check_reaches(
+            "translate", self.translate, 1.0, "RandomAffine(translate=(0.05, 0.05))"
+        )
+        shear = check_reaches("shear", self.shear, 89.0, "RandomAffine(shear=(10, 0))")
+        self._keep(degrees=turn, translate=shift, scale=scale, shear=shear)
+
+    def numbers(self, size: Size, /) -> list[float]:
+        """Return centre and the ranges of angle, shifts, scale and shears."""
+        across, down = self.translate[0] * size[1], self.translate[1] * size[0]
+        lean_x, lean_y = self.shear[0] * RADIANS, self.shear[1] * RADIANS
+        turn = span(cast(Range, self.degrees), RADIANS)
+        shifts = [-across, 2 * across, -down, 2 * down]
+        return [
+            *centre_of(size),
+            *turn,
+            *shifts,
+            *span(self.scale),
+            -lean_x,
+            2 * lean_x,
+            -lean_y,
+            2 * lean_y,
+        ]
+
+    def idle(self) -> bool:
+        """Whether every matrix is the identity."""
+        still = self.degrees == self.translate == self.shear == (0.0, 0.0)
+        return self.p == 0.0 or (still and self.scale == (1.0, 1.0))
+
+
+@dataclass(frozen=True)
+class RandomResizedCrop(Op):
+    """Cut a rectangle of random area and shape and resize it to `size`; bilinear, no antialias.
+
+    The corners of the rectangle land on the corners of the result (align_corners), so no pixel
+    from outside the image is ever read. The drawn area is kept: where the drawn shape would not
+    fit into the image, the shape gives way.
+
+    Args:
+        size: Side, or (height, width), of the result.
+        scale: Smallest and largest area as a fraction of the image.
+        ratio: Smallest and largest width / height, drawn evenly in its logarithm.
+        p: Probability per sample; the others are resized whole.
+    """
+
+    phase = Phase.GEOMETRY
+    opcode = Opcode.RESIZED_CROP
+
+    size: int | Size
+    scale: Range = (0.08, 1.0)
+    ratio: Range = (3 / 4, 4 / 3)
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._keep_p()
+        scale = check_range(
+            "scale", self.scale, 1e-6, 1.0, "RandomResizedCrop(224, scale=(0.08, 1.0))"
+        )
+        ratio = check_range(
+            "ratio", self.ratio, 1e-3, 1e3, "RandomResizedCrop(224, ratio=(0.75, 1.33))"
+        )
+        self._keep(size=check_size("size", self.size), scale=scale, ratio=ratio)
+
+    def out_size(self, _size: Size, /) -> Size:
+        """Return the size that was asked for."""
+        return cast(Size, self.size)
+
+    def numbers(self, size: Size, /) -> list[float]:
+        """Return the sizes and the ranges of area and shape."""
+        (height, width), (out_height, out_width) = size, cast(Size, self.size)
+        shape = span((math.log(self.ratio[0]), math.log(self.ratio[1])))
+        sizes = [width, height, out_width, out_height]
+        return [*sizes, *span(self.scale), *shape, width / height, width * height]
+
+    def idle(self) -> bool:
+        """Never: even with p = 0 the image is resized."""
+        return False
+
+    def settled(self) -> Op:
+        """Return the resize of the whole image."""
+        return Resize(self.size)
+
+
+@dataclass(frozen=True)
+class Resize(Op):
+    """Resize the whole image to `size`, corners on corners; bilinear, no antialias; not random."""
+
+    phase = Phase.GEOMETRY
+    opcode = Opcode.RESIZED_CROP
+
+    size: int | Size
+
+    def __post_init__(self) -> None:
+        self._keep(size=check_size("size", self.size))
+
+    @property
+    def gate(self) -> float:
+        """Never cut: a resized crop whose gate is shut takes the whole image."""
+        return 0.0
+
+    def out_size(self, _size: Size, /) -> Size:
+        """Return the size that was asked for."""
+        return cast(Size, self.size)
+
+    def numbers(self, size: Size, /) -> list[float]:
+        """Return the sizes; the ranges are never used."""
+        return RandomResizedCrop(self.size, (1.0, 1.0), (1.0, 1.0)).numbers(size)
+
+    def idle(self) -> bool:
+        """Never: whether sizes differ is known only with an image."""
+        return False
+
+    def settled(self) -> Op:
+        """Return itself."""
+        return self
+
+
+@dataclass(frozen=True)
+class RandomCrop(Op):
+    """Cut `size` at a random place of the zero-padded image; exact.
+
+    Args:
+        size: Side, or (height, width), of the result.
+        padding: Pixels added on every side first: 0 in images, the ignore index in masks.
+    """
+
+    phase = Phase.GEOMETRY
+    opcode = Opcode.CROP
+
+    size: int | Size
+    padding: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.padding, int) or isinstance(self.padding, bool) or self.padding < 0:
+            raise InputError(
+                f"padding is {self.padding!r}.", "a whole number >= 0", "RandomCrop(32, padding=4)"
+            )
+        self._keep(size=check_size("size", self.size))
+
+    def out_size(self, size: Size, /) -> Size:
+        """Return the size that was asked for, if the padded image is that large."""
+        wanted = cast(Size, self.size)
+        padded = (size[0] + 2 * self.padding, size[1] + 2 * self.padding)
+        if wanted[0] > padded[0] or wanted[1] > padded[1]:
+            lack = max(wanted[0] - size[0], wanted[1] - size[1])
+            raise InputError(
+                f"a crop of {wanted[0]}x{wanted[1]} from an image of {size[0]}x{size[1]} with padding {self.padding}.",
+                f"at most {padded[0]}x{padded[1]} (height x width)",
+                f"RandomCrop({min(padded)}, padding={self.padding}), or padding={-(-lack // 2)}",
+            )
+        return wanted
+
+    def numbers(self, size: Size, /) -> list[float]:
+        """Return the first corner and the number of corners."""
+        height, width = self.out_size(size)
+        free = [size[1] + 2 * self.padding - width + 1, size[0] + 2 * self.padding - height + 1]
+        return [-self.padding, -self.padding, *free]
+
+    def settled(self) -> Op:
+        """Return the crop from the middle."""
+        return CenterCrop(self.size, self.padding)
+
+
+@dataclass(frozen=True)
+class CenterCrop(RandomCrop):
+    """Cut `size` from the middle of the zero-padded image; not random."""
+
+    def numbers(self, size: Size, /) -> list[float]:
+        """Return the one corner there is."""
+        left, top, columns, rows = super().numbers(size)
+        return [left + (columns - 1) // 2, top + (rows - 1) // 2, 1, 1]
+
+    def settled(self) -> Op:
+        """Return itself."""
+        return self

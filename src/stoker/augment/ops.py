@@ -1,0 +1,456 @@
+"""The augmentations, and what a list of them comes to: its tape and its program.
+
+Enters: ops as a user writes them, in the order of the phases (geometry, colour, blur, erasing,
+Normalize, ToDtype). Leaves: the checked list; the tape (one row of 16 numbers per random op, see
+`stoker.augment.definition`); the `Program`, which is all that does not depend on the draw. Costs
+nothing on the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+
+from stoker.augment.definition import (
+    OUTPUT_DTYPES,
+    TABLE_WIDTH,
+    TAPE_WIDTH,
+    Op,
+    Opcode,
+    Phase,
+    Program,
+    Range,
+    Size,
+    Transform,
+    check_around,
+    check_number,
+    check_range,
+    span,
+)
+from stoker.augment.geometry import (
+    CenterCrop,
+    RandomAffine,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    RandomRotation,
+    RandomVerticalFlip,
+    Resize,
+)
+from stoker.errors import InputError
+
+__all__ = [
+    "COLOUR_ORDER",
+    "TABLE_WIDTH",
+    "TAPE_WIDTH",
+    "CenterCrop",
+    "ColorJitter",
+    "GaussianBlur",
+    "Normalize",
+    "Op",
+    "Opcode",
+    "Phase",
+    "Program",
+    "RandomAffine",
+    "RandomBrightness",
+    "RandomContrast",
+    "RandomCrop",
+    "RandomErasing",
+    "RandomHorizontalFlip",
+    "RandomHue",
+    "RandomResizedCrop",
+    "RandomRotation",
+    "RandomSaturation",
+    "RandomVerticalFlip",
+    "Resize",
+    "Size",
+    "ToDtype",
+    "Transform",
+    "check_order",
+    "encode_tape",
+    "make_program",
+]
+
+WHOLE_PIXELS = {Opcode.FLIP_H, Opcode.FLIP_V, Opcode.CROP}
+COLOUR_ORDER = ("brightness", "contrast", "saturation", "hue")
+IMAGENET = "(0.485, 0.456, 0.406), (0.229, 0.224, 0.225)"
+
+
+# -- colour --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Colour(Op):
+    """What the colour ops share: four ranges on the tape, whichever of them the op has."""
+
+    phase = Phase.COLOUR
+    opcode = Opcode.COLOUR
+    kinds: ClassVar[tuple[str, ...]]
+
+    def _keep_ranges(self) -> None:
+        self._keep_p()
+        for kind in self.kinds:
+            centre, most = (0.0, 0.5) if kind == "hue" else (1.0, math.inf)
+            fix = f"{type(self).__name__}({kind}=0.2)"
+            self._keep(**{kind: check_around(kind, getattr(self, kind), centre, most, fix)})
+
+    def limits(self, kind: str) -> Range:
+        """Return the range of a factor; that of an absent one is the untouched value alone."""
+        rest = 0.0 if kind == "hue" else 1.0
+        return cast(Range, getattr(self, kind)) if kind in self.kinds else (rest, rest)
+
+    def changes(self, kind: str) -> bool:
+        """Whether a draw can change this kind of colour."""
+        rest = 0.0 if kind == "hue" else 1.0
+        return self.gate > 0.0 and self.limits(kind) != (rest, rest)
+
+    def numbers(self, _size: Size, /) -> list[float]:
+        """Return the four ranges."""
+        return [number for kind in COLOUR_ORDER for number in span(self.limits(kind))]
+
+    def idle(self) -> bool:
+        """Whether no factor can differ from "untouched"."""
+        return not any(self.changes(kind) for kind in self.kinds)
+
+
+@dataclass(frozen=True)
+class RandomBrightness(_Colour):
+    """Multiply by a factor within 1 ± `brightness` (or a range), clamped to [0, 1]."""
+
+    kinds = ("brightness",)
+    brightness: float | Range
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._keep_ranges()
+
+
+@dataclass(frozen=True)
+class RandomContrast(_Colour):
+    """Stretch around the image's mean grey by a factor within 1 ± `contrast` (or a range)."""
+
+    kinds = ("contrast",)
+    contrast: float | Range
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._keep_ranges()
+
+
+@dataclass(frozen=True)
+class RandomSaturation(_Colour):
+    """Stretch around each pixel's grey by a factor within 1 ± `saturation` (or a range)."""
+
+    kinds = ("saturation",)
+    saturation: float | Range
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._keep_ranges()
+
+
+@dataclass(frozen=True)
+class RandomHue(_Colour):
+    """Turn the hue by up to `hue` turns either way (at most 0.5), or within a range."""
+
+    kinds = ("hue",)
+    hue: float | Range
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._keep_ranges()
+
+
+@dataclass(frozen=True)
+class ColorJitter(_Colour):
+    """Brightness, contrast, saturation and hue behind one gate, always in this order.
+
+    Args:
+        brightness, contrast, saturation: A number j for factors within 1 ± j, or (low, high).
+        hue: Largest turn either way, at most 0.5, or (low, high).
+        p: Probability per sample, one gate for all four.
+    """
+
+    kinds = COLOUR_ORDER
+    brightness: float | Range = 0.0
+    contrast: float | Range = 0.0
+    saturation: float | Range = 0.0
+    hue: float | Range = 0.0
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._keep_ranges()
+
+
+# -- blur, erase, normalise, dtype ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GaussianBlur(Op):
+    """Blur with a Gaussian of random width; reflected at the border.
+
+    Args:
+        kernel_size: Odd number of taps per axis, 3 to 63.
+        sigma: Smallest and largest standard deviation in pixels.
+        p: Probability per sample.
+    """
+
+    phase = Phase.BLUR
+    opcode = Opcode.BLUR
+
+    kernel_size: int
+    sigma: Range = (0.1, 2.0)
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._keep_p()
+        taps = self.kernel_size
+        if (
+            not isinstance(taps, int)
+            or isinstance(taps, bool)
+            or not 3 <= taps <= 63
+            or taps % 2 == 0
+        ):
+            raise InputError(
+                f"kernel_size is {taps!r}.", "an odd number from 3 to 63", "GaussianBlur(3)"
+            )
+        self._keep(
+            sigma=check_range("sigma", self.sigma, 1e-2, 1e3, "GaussianBlur(3, sigma=(0.1, 2.0))")
+        )
+
+    def numbers(self, _size: Size, /) -> list[float]:
+        """Return the range of sigma."""
+        return span(self.sigma)
+
+
+@dataclass(frozen=True)
+class RandomErasing(Op):
+    """Fill a random rectangle with one value; masks, boxes and keypoints stay as they are.
+
+    Args:
+        p: Probability per sample.
+        scale: Smallest and largest area as a fraction of the image.
+        ratio: Smallest and largest height / width, drawn evenly in its logarithm.
+        value: Written to every channel, in [0, 1] (before normalisation).
+    """
+
+    phase = Phase.ERASE
+    opcode = Opcode.ERASE
+
+    p: float = 0.5
+    scale: Range = (0.02, 0.33)
+    ratio: Range = (0.3, 3.3)
+    value: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._keep_p()
+        scale = check_range("scale", self.scale, 0.0, 1.0, "RandomErasing(scale=(0.02, 0.33))")
+        ratio = check_range("ratio", self.ratio, 1e-3, 1e3, "RandomErasing(ratio=(0.3, 3.3))")
+        value = check_number(
+            "value of RandomErasing", self.value, 0.0, 1.0, "RandomErasing(value=0.5)"
+        )
+        self._keep(scale=scale, ratio=ratio, value=value)
+
+    def numbers(self, size: Size, /) -> list[float]:
+        """Return the size and the ranges of area and shape."""
+        shape = span((math.log(self.ratio[0]), math.log(self.ratio[1])))
+        return [size[1], size[0], *span(self.scale), *shape, size[0] * size[1]]
+
+
+@dataclass(frozen=True)
+class Normalize(Op):
+    """Subtract `mean` and divide by `std`, per channel, of values in [0, 1].
+
+    Args:
+        mean: One number per channel, or one for all.
+        std: Likewise; above 0.
+    """
+
+    phase = Phase.NORMALIZE
+
+    mean: float | Sequence[float]
+    std: float | Sequence[float]
+
+    def __post_init__(self) -> None:
+        mean, std = (_channel_values(name, getattr(self, name)) for name in ("mean", "std"))
+        if min(std) <= 0.0:
+            raise InputError(f"std is {self.std!r}.", "numbers above 0", f"Normalize({IMAGENET})")
+        self._keep(mean=mean, std=std)
+
+    def settled(self) -> Op:
+        """Return itself."""
+        return self
+
+    def for_channels(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return mean and std with one number per channel."""
+        pair = []
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            numbers = cast(tuple[float, ...], values)
+            if len(numbers) not in (1, channels):
+                raise InputError(
+                    f"{name} has {len(numbers)} numbers and the images have {channels} channels.",
+                    f"{channels} numbers, or one for all channels",
+                    f"Normalize(mean={(0.5,) * channels}, std={(0.5,) * channels})",
+                )
+            pair.append(numbers * channels if len(numbers) == 1 else numbers)
+        return pair[0], pair[1]
+
+
+@dataclass(frozen=True)
+class ToDtype(Op):
+    """Choose the dtype and the memory layout of the images that leave.
+
+    Args:
+        dtype: torch.float32, float16, bfloat16, or float64 (torch backend only).
+        channels_last: Return NHWC memory.
+    """
+
+    phase = Phase.DTYPE
+
+    dtype: torch.dtype
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in OUTPUT_DTYPES:
+            allowed = ", ".join(map(str, OUTPUT_DTYPES))
+            raise InputError(f"dtype is {self.dtype!r}.", allowed, "ToDtype(torch.bfloat16)")
+
+    def settled(self) -> Op:
+        """Return itself."""
+        return self
+
+
+def _channel_values(name: str, value: Any) -> tuple[float, ...]:
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if not values:
+        raise InputError(f"{name} is empty.", "one number per channel", f"Normalize({IMAGENET})")
+    return tuple(check_number(name, item, -1e6, 1e6, f"Normalize({IMAGENET})") for item in values)
+
+
+# -- the whole list ------------------------------------------------------------------------------
+
+
+def encode_tape(ops: Sequence[Op], size: Size) -> torch.Tensor:
+    """Return the tape of `ops` for images of `size` (height, width): float32, on the CPU."""
+    rows = []
+    for op in ops:
+        if op.opcode is not None:
+            rows.append(op.row(size))
+        size = op.out_size(size)
+    return torch.tensor(rows, dtype=torch.float32).reshape(-1, TAPE_WIDTH)
+
+
+def make_program(ops: Sequence[Op], size: Size, channels: int, ignore_index: int = 255) -> Program:
+    """Return the program of `ops` for images of `size` (height, width) with `channels`."""
+    out_size = size
+    for op in ops:
+        out_size = op.out_size(out_size)
+    busy = [op for op in ops if not op.idle()]
+    moves = [op.opcode for op in busy if op.phase == Phase.GEOMETRY]
+    colours = [op for op in busy if isinstance(op, _Colour)]
+    blur = next((op for op in busy if isinstance(op, GaussianBlur)), None)
+    erase = next((op for op in busy if isinstance(op, RandomErasing)), None)
+    normalize = next((op for op in ops if isinstance(op, Normalize)), None)
+    dtype = next((op for op in ops if isinstance(op, ToDtype)), ToDtype(torch.float32))
+    _check_colour_channels(colours, channels)
+    _check_blur_fits(blur, out_size)
+    mean, std = normalize.for_channels(channels) if normalize else (None, None)
+    return Program(
+        in_size=size,
+        out_size=out_size,
+        channels=channels,
+        geometry=bool(moves),
+        brightness=any(op.changes("brightness") for op in colours),
+        contrast=any(op.changes("contrast") for op in colours),
+        saturation=any(op.changes("saturation") for op in colours) and channels == 3,
+        hue=any(op.changes("hue") for op in colours) and channels == 3,
+        blur_kernel=blur.kernel_size if blur else 0,
+        erase=erase is not None,
+        erase_value=erase.value if erase else 0.0,
+        mean=mean,
+        std=std,
+        out_dtype=dtype.dtype,
+        channels_last=dtype.channels_last,
+        ignore_index=ignore_index,
+        whole_pixels=bool(moves) and set(moves) <= WHOLE_PIXELS,
+    )
+
+
+def _check_colour_channels(colours: Sequence[_Colour], channels: int) -> None:
+    """Contrast, saturation and hue know grey and RGB; brightness takes any number of channels."""
+    for kind in ("contrast", "saturation", "hue"):
+        if channels not in (1, 3) and any(op.changes(kind) for op in colours):
+            raise InputError(
+                f"{kind} on images with {channels} channels.",
+                "1 channel (grey) or 3 (RGB)",
+                f"leave out {kind}, or augment the three colour channels alone",
+            )
+
+
+def _check_blur_fits(blur: GaussianBlur | None, size: Size) -> None:
+    if blur and min(size) <= blur.kernel_size // 2:
+        raise InputError(
+            f"a blur of {blur.kernel_size} taps on images of {size[0]}x{size[1]}.",
+            f"at most {2 * min(size) - 1} taps: the border is reflected",
+            "a smaller kernel_size",
+        )
+
+
+def check_order(ops: Sequence[Any]) -> tuple[Op, ...]:
+    """Return `ops` as a tuple, or raise with the order to type.
+
+    Raises:
+        InputError: For something that is no op, a phase that goes back, or an op given twice.
+    """
+    for op in ops:
+        if not isinstance(op, Op) or type(op) in (Op, _Colour):
+            raise InputError(
+                f"{op!r} is not an augmentation.",
+                "ops of stoker.augment",
+                "Compose([RandomHorizontalFlip(), Normalize(mean, std)])",
+            )
+    for before, after in itertools.pairwise(ops):
+        if _place(after) < _place(before):
+            raise _misplaced(before, after, ops)
+    _check_single(ops)
+    return tuple(ops)
+
+
+def _place(op: Op) -> tuple[int, int]:
+    """Sort key: the phase, and inside colour the fixed order."""
+    return op.phase, COLOUR_ORDER.index(op.kinds[0]) if isinstance(op, _Colour) else 0
+
+
+def _check_single(ops: Sequence[Op]) -> None:
+    seen: set[object] = set()
+    for op in ops:
+        kinds = op.kinds if isinstance(op, _Colour) else (op.phase,)
+        if op.phase != Phase.GEOMETRY and seen & set(kinds):
+            raise InputError(
+                f"{type(op).__name__} repeats work that an op before it does.",
+                "one op of each kind after geometry",
+                f"leave out {op!r}, or use a second Compose",
+            )
+        seen |= set(kinds)
+
+
+def _misplaced(before: Op, after: Op, ops: Sequence[Op]) -> InputError:
+    first, second = type(before).__name__, type(after).__name__
+    why = "each phase works on what the phase before it made"
+    if before.phase >= Phase.NORMALIZE and after.phase == Phase.COLOUR:
+        why = "colour on normalised values destroys them ([-2.1,2.6] -> [.14,.84])"
+    elif before.phase >= Phase.NORMALIZE and after.phase == Phase.GEOMETRY:
+        why = "after Normalize the 0 around the image is the mean colour, not black"
+    elif before.phase == after.phase == Phase.COLOUR:
+        why = "colour is always applied as brightness, contrast, saturation, hue"
+    right = ", ".join(type(op).__name__ for op in sorted(ops, key=_place))
+    return InputError(
+        f"{second} stands after {first}: {why}.",
+        "geometry, colour, blur, erasing, Normalize, ToDtype, in this order",
+        f"Compose([{right}])",
+    )

@@ -1,0 +1,169 @@
+"""`stoker augment`: look at what augmentation does, before anything is trained.
+
+Enters: images, masks, an augmentation by name or by config. Leaves: a PNG to look at, and a line that
+says what it shows. Costs a second or two; needs Pillow.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stoker.augment.compose import Compose
+
+app = typer.Typer(no_args_is_help=True, help="Look at augmentation before training with it.")
+
+
+@app.command()
+def preview(
+    images: Annotated[
+        Path,
+        typer.Argument(help="Folder of images, one image, or a packed store.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Argument(help="PNG to write.", show_default=False)],
+    masks: Annotated[
+        Path | None,
+        typer.Option("--masks", help="Folder of masks with the images' names.", show_default=False),
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", help="Images to show, from the first.")] = 4,
+    columns: Annotated[
+        int, typer.Option("--columns", help="The original and its draws.")
+    ] = 6,
+    preset: Annotated[
+        str | None,
+        typer.Option("--preset", help="standard (the default), minimal or strong.", show_default=False),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="Config file whose gpu_augmentation to show.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
+    epoch: Annotated[int, typer.Option("--epoch", help="Whose draws to show.")] = 0,
+    size: Annotated[
+        str | None,
+        typer.Option("--size", help="HEIGHTxWIDTH to resize to; by default at most 384.", show_default=False),
+    ] = None,
+    ignore_index: Annotated[
+        int, typer.Option("--ignore-index", help="Class of pixels to ignore; fills corners.")
+    ] = 255,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Write a grid: every image, its draws, and the masks that follow them."""
+    from stoker.augment.preview import check_output, make_preview, read_samples, write_png
+    from stoker.sources.images import parse_size
+
+    _check_counts(rows, columns, epoch, seed)
+    check_output(out, (images, masks))
+    wanted = None if size is None else parse_size(size)
+    if wanted is not None:
+        _check_size(wanted)
+    compose = _compose(preset, config, seed, ignore_index)
+    samples = read_samples(images, masks, rows, wanted)
+    sheet = make_preview(samples, compose, columns=columns, epoch=epoch, ignore_index=ignore_index)
+    write_png(sheet, out)
+    shape = samples[0].image.shape
+    facts = {
+        "out": str(out),
+        "images": [sample.name for sample in samples],
+        "size": [shape[0], shape[1]],
+        "masks": samples[0].mask is not None,
+        "augmentation": str(config) if config is not None else preset or "standard",
+        "ops": [str(op) for op in compose.ops],
+        "seed": seed,
+        "epoch": epoch,
+    }
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(facts))
+        return
+    typer.echo(
+        f"{out}: {len(samples)} images of {shape[0]}x{shape[1]}, {columns - 1} draws each, "
+        f"{facts['augmentation']}, seed {seed}, epoch {epoch}"
+    )
+    for op in compose.ops:
+        typer.echo(f"  {op}")
+
+
+@app.command()
+def pictures(
+    folder: Annotated[Path, typer.Argument(help="Folder to write into.", show_default=False)],
+) -> None:
+    """Write one small picture of every op on a drawn scene: those of docs/augmentation.md."""
+    from stoker.augment.scene import write_pictures
+    from stoker.errors import InputError
+    from stoker.units import format_bytes
+
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder.", "an existing folder", f"mkdir -p {folder}")
+    files = write_pictures(folder)
+    total = sum(file.stat().st_size for file in files)
+    typer.echo(f"{len(files)} pictures in {folder}, {format_bytes(total)}")
+
+
+def _check_counts(rows: int, columns: int, epoch: int, seed: int) -> None:
+    from stoker.errors import InputError
+
+    limits = {
+        "--rows": (rows, 1, 64, 4),
+        "--columns": (columns, 2, 64, 6),
+        "--epoch": (epoch, 0, 2**31 - 1, 0),
+        "--seed": (seed, 0, 2**63 - 1, 0),
+    }
+    for option, (value, low, high, usual) in limits.items():
+        if not low <= value <= high:
+            raise InputError(f"{option} is {value}.", f"{low} to {high:,}", f"{option} {usual}")
+
+
+def _check_size(size: tuple[int, int]) -> None:
+    from stoker.errors import InputError
+
+    if min(size) < 2 or max(size) > 4096:
+        raise InputError(f"--size is {size[0]}x{size[1]}.", "2 to 4,096 a side", "--size 360x480")
+
+
+def _compose(preset: str | None, config: Path | None, seed: int, ignore_index: int) -> Compose:
+    """Return the augmentation that was asked for, without normalisation: it is to be looked at."""
+    from stoker.augment import doors
+    from stoker.errors import InputError
+
+    if config is not None:
+        if preset is not None:
+            raise InputError(
+                f"--preset {preset} and --config {config}.", "one of them", "leave --preset out"
+            )
+        return _from_config(config, seed, ignore_index)
+    makers: dict[str, Callable[..., Compose]] = {
+        "standard": doors.GPUAugmentation,
+        "minimal": doors.MinimalGPUAugmentation,
+        "strong": doors.StrongGPUAugmentation,
+    }
+    name = preset or "standard"
+    if name not in makers:
+        raise InputError(f"--preset is {name!r}.", ", ".join(makers), "--preset strong")
+    return makers[name](seed=seed, ignore_index=ignore_index, backend="torch")
+
+
+def _from_config(config: Path, seed: int, ignore_index: int) -> Compose:
+    from stoker.augment.doors import augmentation_from_settings
+    from stoker.config import load_config, resolve
+    from stoker.errors import InputError
+
+    settings = resolve(load_config(config)).augmentation
+    made = augmentation_from_settings(
+        settings, seed=seed, ignore_index=ignore_index, backend="torch"
+    )
+    if made is None:
+        raise InputError(
+            f"{config} does not augment on the GPU.",
+            "training.use_gpu_augmentation: true",
+            "stoker config show CONFIG",
+        )
+    return made
