@@ -554,6 +554,32 @@ def test_erased_rectangles_lie_inside_and_have_the_area_asked_for():
     assert torch.equal(table[:, 11:15], table[:, 11:15].round())
 
 
+@pytest.mark.parametrize(
+    ("p", "u", "open_"),
+    [(0.0, 0.0, False), (0.5, 0.5, False), (0.5, 0.49, True), (1.0, 1 - 2**-24, True)],
+)
+def test_a_gate_is_open_below_p_and_not_at_p(p, u, open_):
+    table = untouched(1, torch.device("cpu"))
+    fill_table(
+        table, encode_tape([RandomHorizontalFlip(p)], (4, 4)).tolist(), torch.full((1, 1, 8), u)
+    )
+    assert (table[0, 0].item() == -1.0) == open_
+
+
+@pytest.mark.parametrize("u", [0.0, 1 - 2**-24])
+def test_rectangles_reach_both_ends(u):
+    drawn = torch.full((1, 2, 8), u)
+    drawn[:, :, :3] = 0.5  # gate, area and shape
+    drawn[:, :, 0] = 0.0
+    table = untouched(1, torch.device("cpu"))
+    ops = [RandomResizedCrop(11, (0.25, 0.25), (1, 1)), RandomErasing(1.0, (0.25, 0.25), (1, 1))]
+    fill_table(table, encode_tape(ops, (100, 60)).tolist(), drawn)
+    side = round(math.sqrt(0.25 * 6000))
+    assert table[0, 2].item() == (0 if u == 0 else 60 - side)
+    assert table[0, 5].item() == (0 if u == 0 else 100 - side)
+    assert table[0, 11:15].tolist() == ([0, 0, 6, 6] if u == 0 else [5, 5, 11, 11])
+
+
 def test_opcodes_are_the_small_numbers_kernels_know():
     assert {code.name: int(code) for code in Opcode} == {
         "FLIP_H": 1,
