@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from stoker.packing import PackOptions, pack
     from stoker.plan import make_plan
     from stoker.store.reader import Store, open_store
+    from stoker.train.memory import log_gpu_stats, print_memory_usage
+    from stoker.train.settings import TrainSettings
+    from stoker.train.trainer import Trainer
 
 _HOMES = {
     "ChunkDataLoader": "stoker.loader.chunk_door",
@@ -63,6 +66,10 @@ _HOMES = {
     "open_store": "stoker.store.reader",
     "pack": "stoker.packing",
     "probe": "stoker.machine",
+    "Trainer": "stoker.train.trainer",
+    "TrainSettings": "stoker.train.settings",
+    "log_gpu_stats": "stoker.train.memory",
+    "print_memory_usage": "stoker.train.memory",
 }
 
 __all__ = [
@@ -85,12 +92,16 @@ __all__ = [
     "Store",
     "StoreError",
     "StrongGPUAugmentation",
+    "TrainSettings",
+    "Trainer",
     "config_schema",
     "load_config",
+    "log_gpu_stats",
     "make_plan",
     "open_store",
     "pack",
     "prefetch",
+    "print_memory_usage",
     "probe",
     "select_samples",
 ]

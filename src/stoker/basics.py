@@ -35,6 +35,7 @@ from stoker.augment.ops import Normalize, RandomCrop, RandomHorizontalFlip, Tran
 from stoker.errors import InputError, StokerError
 from stoker.loader.background import Background
 from stoker.loader.slabs import CudaEngine, Staged, Stager, usable_device
+from stoker.train.accumulation import GradientAccumulator
 
 __all__ = [
     "BatchSampler",
@@ -593,42 +594,3 @@ class PipelinedDataLoader:
 
 
 # -- accumulation ------------------------------------------------------------------------------
-
-
-class GradientAccumulator:
-    """One optimizer step for every `steps` batches, the last ones of an epoch included.
-
-    Call once per batch, in this order: `scale_loss(loss).backward()`, then `should_update()`. With
-    batches of equal size and a mean loss, the gradient is that of one large batch.
-
-    Args:
-        steps: Batches per update.
-        num_batches: Batches per epoch. The last window may then be short: its losses are divided by
-            its own length and its end is an update. Without it only full windows update.
-    """
-
-    def __init__(self, steps: int, num_batches: int | None = None) -> None:
-        _check_positive("steps", steps)
-        if num_batches is not None:
-            _check_positive("num_batches", num_batches)
-        self.steps = steps
-        self.num_batches = num_batches
-        self._done = 0
-
-    def scale_loss(self, loss: Any) -> Any:
-        """Return the loss divided by the batches of its window."""
-        return loss / self._window()
-
-    def should_update(self) -> bool:
-        """Count one batch; True when its window is complete and the optimizer should step."""
-        window_end = self._done // self.steps * self.steps + self._window()
-        self._done += 1
-        complete = self._done == window_end
-        if complete and self._done == (self.num_batches or self.steps):
-            self._done = 0
-        return complete
-
-    def _window(self) -> int:
-        if self.num_batches is None:
-            return self.steps
-        return min(self.steps, self.num_batches - self._done // self.steps * self.steps)

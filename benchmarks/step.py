@@ -1,0 +1,206 @@
+"""The training step: rows a second of a small MLP, and what the Trainer costs over a bare loop.
+
+    python benchmarks/step.py [--rows 2850000]
+
+Peer: a torch DataLoader with 8 workers and a plain eager loop at the same batch size. Limit: the same
+step as one CUDA graph over a batch that never changes. Overhead: the same eager step in a hand-written
+loop over the same loader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+from torch import nn
+
+from harness import publish
+from stoker.loader.loader import Loader
+from stoker.train.trainer import Trainer
+
+FEATURES = 256
+
+
+def write_file(path: Path, rows: int) -> None:
+    block = np.random.default_rng(0).normal(size=(50_000, FEATURES)).astype("f4")
+    with h5py.File(path, "w") as file:
+        features = file.create_dataset("features", (rows, FEATURES), "f4")
+        for low in range(0, rows, len(block)):
+            features[low : low + len(block)] = block[: min(len(block), rows - low)]
+        file["targets"] = np.random.default_rng(1).integers(0, 3, rows)
+
+
+def make_mlp(device) -> nn.Module:
+    torch.manual_seed(0)
+    layers = (
+        nn.Linear(FEATURES, 512),
+        nn.ReLU(),
+        nn.Linear(512, 512),
+        nn.ReLU(),
+        nn.Linear(512, 3),
+    )
+    return nn.Sequential(*layers).to(device)
+
+
+def sync(device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def one_step(model, optimizer, features, targets) -> torch.Tensor:
+    loss = nn.functional.cross_entropy(model(features), targets)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def peer_rate(path: Path, batch: int, device, workers: int, steps: int) -> float:
+    with h5py.File(path) as file:
+        count = min(400_000, len(file["features"]))
+        data = torch.utils.data.TensorDataset(
+            torch.from_numpy(file["features"][:count]), torch.from_numpy(file["targets"][:count])
+        )
+    loader = torch.utils.data.DataLoader(
+        data, batch, shuffle=True, num_workers=workers, pin_memory=device.type == "cuda"
+    )
+    model = make_mlp(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    began = 0.0
+    for number, (features, targets) in enumerate(loader):
+        if number == 20:
+            sync(device)
+            began = time.perf_counter()
+        features = features.to(device, non_blocking=True)
+        one_step(model, optimizer, features, targets.to(device, non_blocking=True))
+        if number == 20 + steps:
+            break
+    sync(device)
+    return (number - 20) * batch / (time.perf_counter() - began)
+
+
+def trainer_rate(path: Path, batch: int, device, capture: str, rows: int) -> dict:
+    model = make_mlp(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with Loader(path, batch, device, order="shuffled", samples=np.arange(rows)) as loader:
+        trainer = Trainer(
+            model,
+            loader,
+            None,
+            nn.functional.cross_entropy,
+            optimizer,
+            None,
+            {"epochs": 3, "precision": "fp32", "capture": capture, "read_every": 200},
+            device,
+        )
+        history = trainer.fit()
+    best = max(report.samples_per_second for report in history.epochs[1:])
+    captured = trainer._captured
+    return {
+        "rows_per_second": best,
+        "wait_share": history.epochs[-1].wait_share,
+        "step": "eager" if captured is None else captured.reason,
+    }
+
+
+def limit_rate(batch: int, device) -> float | None:
+    """The step as a graph over one fixed batch."""
+    if device.type != "cuda":
+        return None
+    model = make_mlp(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
+    features = torch.randn(batch, FEATURES, device=device)
+    targets = torch.randint(0, 3, (batch,), device=device)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            one_step(model, optimizer, features, targets)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one_step(model, optimizer, features, targets)
+    graph.replay()
+    sync(device)
+    began = time.perf_counter()
+    for _ in range(2000):
+        graph.replay()
+    sync(device)
+    return 2000 * batch / (time.perf_counter() - began)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 128, 2, batch_first=True)
+        self.head = nn.Linear(128, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x.view(len(x), -1, 16))[0][:, -1])
+
+
+def overhead(path: Path, device, rows: int) -> dict:
+    """Seconds of an epoch in a bare loop and in the Trainer, in turns; the smallest of each."""
+    times: dict[str, list[float]] = {"bare": [], "trainer": []}
+    model = Recurrent().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    with Loader(path, 256, device, order="shuffled", samples=np.arange(rows)) as loader:
+        config = {"epochs": 1, "precision": "fp32", "capture": "off"}
+        for _ in range(5):
+            model.train()
+            sync(device)
+            began = time.perf_counter()
+            losses = [
+                one_step(model, optimizer, batch["features"], batch["targets"]) for batch in loader
+            ]
+            torch.stack(losses).tolist()
+            times["bare"].append(time.perf_counter() - began)
+            trainer = Trainer(
+                model, loader, None, nn.functional.cross_entropy, optimizer, None, config, device
+            )
+            loader.set_epoch(0)
+            sync(device)
+            began = time.perf_counter()
+            trainer.train_epoch()
+            sync(device)
+            times["trainer"].append(time.perf_counter() - began)
+    best = {name: min(values[1:]) for name, values in times.items()}
+    return {**best, "ratio": best["trainer"] / best["bare"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--rows", type=int, default=2_850_000 if on_gpu else 60_000)
+    args = parser.parse_args()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    result: dict = {"rows": args.rows, "device": str(device)}
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        path = Path(folder) / "rows.h5"
+        write_file(path, args.rows)
+        for batch in (128, 1024):
+            rows = min(args.rows, 1_000_000 if batch == 128 else args.rows)
+            entry = {
+                "peer_rows_per_second": peer_rate(path, batch, device, 8 if on_gpu else 2, 200),
+                "stoker": trainer_rate(path, batch, device, "auto", rows),
+                "stoker_eager": trainer_rate(path, batch, device, "off", min(rows, 200_000)),
+                "limit_rows_per_second": limit_rate(batch, device),
+            }
+            ours = entry["stoker"]["rows_per_second"]
+            entry["times_peer"] = ours / entry["peer_rows_per_second"]
+            limit = entry["limit_rows_per_second"]
+            entry["share_of_limit"] = None if limit is None else ours / limit
+            result[f"batch_{batch}"] = entry
+        result["overhead"] = overhead(path, device, min(args.rows, 40_000 if on_gpu else 4_000))
+    for name, value in result.items():
+        print(f"  {name:12s} {value}")
+    publish("step", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Activation checkpointing: less memory for the price of about one more forward pass.
+
+Enters: a model. Leaves: the same model, whose chosen blocks keep only their inputs and are run again in
+the backward pass; parameters, names and outputs are unchanged. Costs: the forward pass of these blocks
+once more, about a third of the step.
+
+Gradients are those of the plain model: random generators are set back for the second pass, cuDNN's own
+dropout generator included, and buffers that the first pass changed (running statistics) are as they were
+before it and do not change twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from stoker.errors import InputError
+
+# Running statistics are vectors; a larger buffer is a table or a mask, which no forward pass changes.
+_LARGEST_CHANGING_BUFFER = 1 << 16
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """Which blocks are run twice, and why these.
+
+    Attributes:
+        names: Of the modules; empty when none suits.
+        reason: For the log.
+    """
+
+    names: tuple[str, ...]
+    reason: str
+
+
+def checkpoint_activations(
+    model: nn.Module, modules: Iterable[str | nn.Module] | None = None
+) -> Checkpointed:
+    """Make blocks of a model recompute their activations in the backward pass, in place.
+
+    Blocks may return anything, such as the tuple of an LSTM. A block that is wrapped already stays so.
+
+    Args:
+        model: Changed in place; its state_dict is not.
+        modules: Names or modules to wrap; by default the largest blocks that occur more than once.
+
+    Raises:
+        InputError: A module that is not part of the model.
+    """
+    if modules is None:
+        chosen = choose_blocks(model)
+    else:
+        names = tuple(_name_of(model, module) for module in modules)
+        chosen = Checkpointed(names, f"{len(names)} modules as asked for")
+    for name in chosen.names:
+        _wrap(model.get_submodule(name))
+    return chosen
+
+
+def choose_blocks(model: nn.Module) -> Checkpointed:
+    """Decide which blocks to recompute: the repeated ones that hold most of the parameters.
+
+    A lone layer is no block (its input is all it keeps), recurrent layers are: they keep every time step.
+    Of nested candidates the finer ones are taken, as long as they hold four fifths of the parameters.
+    """
+    groups: dict[type[nn.Module], dict[str, int]] = {}
+    for name, module in model.named_modules():
+        size = sum(parameter.numel() for parameter in module.parameters())
+        if name and size and _is_block(module):
+            group = groups.setdefault(type(module), {})
+            for outer in [other for other in group if name.startswith(f"{other}.")]:
+                del group[outer]
+            group[name] = size
+    repeated = {kind: group for kind, group in groups.items() if len(group) > 1}
+    if not repeated:
+        repeated = {kind: group for kind, group in groups.items() if issubclass(kind, nn.RNNBase)}
+    if not repeated:
+        return Checkpointed((), "no repeated block and no recurrent layer to recompute")
+    largest = max(sum(group.values()) for group in repeated.values())
+    fit = [item for item in repeated.items() if sum(item[1].values()) >= 0.8 * largest]
+    kind, group = max(fit, key=lambda item: len(item[1]))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    share = 100 * sum(group.values()) / total
+    return Checkpointed(
+        tuple(group), f"{len(group)} × {kind.__name__}, with {share:.0f} % of the parameters"
+    )
+
+
+def _is_block(module: nn.Module) -> bool:
+    if isinstance(module, _CONTAINERS):
+        return False
+    return isinstance(module, nn.RNNBase) or any(True for _ in module.children())
+
+
+def _name_of(model: nn.Module, module: str | nn.Module) -> str:
+    for name, part in model.named_modules():
+        if part is module or (name and name == module):
+            return str(name)
+    given = module if isinstance(module, str) else f"a {type(module).__name__}"
+    known = [name for name, part in model.named_modules() if name and _is_block(part)]
+    raise InputError(
+        f"{given!r} is not a module of this {type(model).__name__}.",
+        ", ".join(known[:20]) or "a module of the model",
+        "names as in model.named_modules()",
+    )
+
+
+def _wrap(module: nn.Module) -> None:
+    own = module.__dict__.get("forward")
+    if isinstance(own, partial) and own.func is _recomputed:
+        return
+    # On the instance, so that names, state_dict and class stay; a partial, so that copies work.
+    module.forward = partial(_recomputed, module, own)
+
+
+def _recomputed(
+    module: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
+) -> Any:
+    forward = partial(own or partial(type(module).forward, module), **kwargs)
+    if not torch.is_grad_enabled():
+        return forward(*args)
+    _renew_cudnn_dropout(module)
+    return checkpoint(
+        forward,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=True,
+        context_fn=partial(_contexts, module),
+    )
+
+
+def _renew_cudnn_dropout(module: nn.Module) -> None:
+    """Make cuDNN draw an RNN's dropout anew from torch's generator, in this pass and in the next.
+
+    cuDNN keeps a dropout state of its own, which goes on from call to call, and which torch seeds from its
+    generator after that was set. The second pass sets it; so must the first, or the masks differ.
+    """
+    draws = any(
+        isinstance(part, nn.RNNBase) and part.training and part.dropout > 0 and part.num_layers > 1
+        for part in module.modules()
+    )
+    weight = next(module.parameters(), None)
+    if draws and weight is not None and weight.is_cuda:
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state(weight.device), weight.device)
+
+
+def _contexts(
+    module: nn.Module,
+) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Return what surrounds the first and the second pass."""
+    before = {
+        (owner, name): buffer.clone()
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and buffer.numel() <= _LARGEST_CHANGING_BUFFER
+    }
+    return contextlib.nullcontext(), _BuffersBefore(before)
+
+
+class _BuffersBefore(contextlib.AbstractContextManager[None]):
+    """Puts copies of `before` into the place of a block's buffers, and the buffers back afterwards.
+
+    Exchanged and not overwritten, since the autograd graph may hold them. May be entered again: a graph
+    that is retained is recomputed for every backward pass.
+    """
+
+    def __init__(self, before: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
+        self._before = before
+        self._now: list[dict[tuple[nn.Module, str], torch.Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        now: dict[tuple[nn.Module, str], torch.Tensor | None] = {}
+        for (owner, name), buffer in self._before.items():
+            now[owner, name] = owner._buffers[name]
+            owner._buffers[name] = buffer.clone()
+        self._now.append(now)
+
+    def __exit__(self, *error: object) -> None:
+        for (owner, name), buffer in self._now.pop().items():
+            owner._buffers[name] = buffer
+
+
+def wrapped_modules(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the blocks of `model` that recompute their activations."""
+    for name, module in model.named_modules():
+        own = module.__dict__.get("forward")
+        if isinstance(own, partial) and own.func is _recomputed:
+            yield name

@@ -1,0 +1,165 @@
+"""One epoch as the training step sees it, whatever loader it comes from.
+
+Enters: a stoker `Loader`, a torch DataLoader, or anything that yields batches. Leaves: `Work`: inputs
+and targets on the device, and which samples they are. Costs: nothing for a stoker loader, whose
+batches are on the device already; other loaders are wrapped with `stoker.prefetch` on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stoker.errors import InputError
+from stoker.loader.gather import Augments
+from stoker.loader.loader import Batch, IndexBatch, Loader
+from stoker.loader.prefetch import prefetch
+from stoker.store.fields import Array
+
+Unpack = Callable[[Any], tuple[Any, Any]]
+_PAIRS = (("features", "targets"), ("images", "masks"), ("images", "labels"))
+
+
+@dataclass(frozen=True)
+class Work:
+    """One batch, ready for the model.
+
+    Attributes:
+        inputs: What the model is called with.
+        targets: What the criterion compares with.
+        num_samples: Rows that count.
+        positions: Places of the samples in the loader's list; None where the loader does not say.
+        batch: The stoker batch it comes from, if it does.
+        index: What the batch was assembled from, in a captured run.
+    """
+
+    inputs: Any
+    targets: Any
+    num_samples: int
+    positions: Array | None = None
+    batch: Batch | None = None
+    index: IndexBatch | None = None
+
+
+class Feed:
+    """Iterate for the `Work` of one epoch.
+
+    Args:
+        loader: A stoker `Loader`, or any iterable of batches.
+        device: Where the model is.
+        unpack: Batch to (inputs, targets); by default pairs, and the usual names of fields.
+        augmentation: Applied to images on the device; for validation, `Augments.validation()`.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        device: torch.device,
+        unpack: Unpack | None = None,
+        augmentation: Augments | None = None,
+    ) -> None:
+        self.loader = loader
+        self.device = device
+        self.unpack = unpack or unpack_by_name
+        self.is_stoker = isinstance(loader, Loader)
+        self.augmentation = augmentation
+        if self.is_stoker:
+            _check_device(loader.device, device)
+            if augmentation is not None:
+                loader.use_augmentation(augmentation)
+        elif device.type == "cuda" and not hasattr(loader, "pinned_bytes"):
+            self.loader = prefetch(loader, device)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Work]:
+        """Yield the rest of the loader's epoch."""
+        for batch in self.loader:
+            yield self.make_work(batch)
+
+    def make_work(self, batch: Any) -> Work:
+        """Turn a loader's batch into work; device work only."""
+        if isinstance(batch, Batch):
+            inputs, targets = self.unpack(batch)
+            places = batch.positions
+            # Only lanes have rows without a sample.
+            count = len(places) if batch.valid is None else int((places >= 0).sum())
+            return Work(inputs, targets, count, places, batch)
+        inputs, targets = self.unpack(_to_device(batch, self.device))
+        if self.augmentation is not None:
+            inputs, targets = _augment(self.augmentation, inputs, targets)
+        return Work(inputs, targets, count_rows(targets))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader, its sampler and its augmentation which epoch comes."""
+        set_epoch = getattr(self.loader, "set_epoch", None)
+        if self.is_stoker and self.loader.epoch == epoch:
+            return  # it may stand in the middle of this epoch, after a resume
+        if set_epoch is not None:
+            set_epoch(epoch)
+        elif hasattr(getattr(self.loader, "sampler", None), "set_epoch"):
+            self.loader.sampler.set_epoch(epoch)
+        if not self.is_stoker and self.augmentation is not None:
+            self.augmentation.seek(epoch)
+
+    @property
+    def position(self) -> int:
+        """Batches of the epoch that were already taken."""
+        return int(self.loader.state_dict()["batch"]) if self.is_stoker else 0
+
+
+def unpack_by_name(batch: Any) -> tuple[Any, Any]:
+    """Return (inputs, targets) of a pair, or of a mapping with the usual names."""
+    if isinstance(batch, Mapping):
+        for inputs, targets in _PAIRS:
+            if inputs in batch and targets in batch:
+                return batch[inputs], batch[targets]
+        raise InputError(
+            f"a batch with {', '.join(map(str, batch))}.",
+            " or ".join(f"{inputs} and {targets}" for inputs, targets in _PAIRS),
+            "Trainer(..., unpack=lambda batch: (batch['M5'], batch['targets']))",
+        )
+    if isinstance(batch, Sequence) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise InputError(
+        f"a batch that is a {type(batch).__name__}.",
+        "a pair (inputs, targets), or a mapping with named fields",
+        "Trainer(..., unpack=lambda batch: (inputs, targets))",
+    )
+
+
+def count_rows(value: Any) -> int:
+    """Return the length of the first tensor in a nested value."""
+    if isinstance(value, torch.Tensor):
+        return value.shape[0] if value.dim() else 1
+    items = value.values() if isinstance(value, Mapping) else value
+    return next((count_rows(item) for item in items), 0)
+
+
+def _to_device(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: _to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(_to_device(value, device) for value in batch)
+    return batch
+
+
+def _augment(augmentation: Augments, inputs: Any, targets: Any) -> tuple[Any, Any]:
+    if isinstance(targets, torch.Tensor) and targets.dim() >= 3 and not targets.is_floating_point():
+        return tuple(augmentation(inputs, targets))
+    return augmentation(inputs), targets
+
+
+def _check_device(have: torch.device, want: torch.device) -> None:
+    if have.type != want.type or (want.index is not None and have.index not in (None, want.index)):
+        raise InputError(
+            f"the loader's batches are on {have}, the model is on {want}.",
+            "one device for both",
+            f"Loader(..., device='{want}')",
+        )

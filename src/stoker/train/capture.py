@@ -1,0 +1,260 @@
+"""The whole training step as one CUDA graph: gather, augment, forward, backward, clip, update.
+
+Enters: an eager `Step` and a feed. Leaves: the same weights, from one launch per step instead of
+hundreds. Costs: three eager steps of warm-up (they train like any other), one capture, one step
+computed twice to compare graph and eager; the graph's memory stays reserved while it lives.
+
+What is replayed reads its batch through an index tensor that is overwritten before each replay
+(stoker loaders on the device), or from input tensors that are (any loader whose batches keep their
+shape). A short last batch goes eager. When the model cannot be captured, or a replay does not give
+what the eager step gives, training goes on eagerly, and `reason` says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+
+from stoker.loader.loader import Loader
+from stoker.train.batches import Feed, Work
+from stoker.train.settings import Capture
+from stoker.train.step import Step, state_tensors
+
+WARM_UP_STEPS = 3
+_RELATIVE, _ABSOLUTE = 1e-3, 1e-5
+"""How far a replay may be from the eager step: atomics and the order of sums differ, wrong data does more."""
+
+
+def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
+    """Return why the step cannot be captured, known before trying; None when it may be."""
+    parts = step.parts
+    if asked == "off":
+        return "capture is off"
+    if parts.device.type != "cuda":
+        return f"there are no CUDA graphs on the {parts.device.type.upper()}"
+    if parts.accumulation_steps > 1:
+        return "several batches are accumulated per update"
+    if not step.guarded:
+        return f"{type(parts.optimizer).__name__} is not a fused optimizer"
+    if feed.is_stoker and any(column.kind == "ragged" for column in feed.loader.columns):
+        return "ragged fields have another size in every batch"
+    if isinstance(parts.model, torch.nn.DataParallel):
+        return "DataParallel starts threads in the forward pass"
+    return None
+
+
+class CapturedStep:
+    """Replays a step. `run` takes work of any kind and decides what is replayed.
+
+    Attributes:
+        reason: What is done and why.
+        active: Whether steps are replayed now.
+    """
+
+    def __init__(self, step: Step, feed: Feed) -> None:
+        self.step = step
+        self.feed = feed
+        self.active = False
+        self.reason = f"captured after {WARM_UP_STEPS} steps of warm-up"
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._static: Any = None
+        self._loss: torch.Tensor | None = None
+        self._num_warm = 0
+        self._given_up = False
+        self._checked = False
+        self._generation = _generation(feed)
+
+    def works(self) -> Iterator[Work]:
+        """Yield an epoch's work; full batches of a device loader as indices only."""
+        loader = self.feed.loader
+        if not isinstance(loader, Loader) or loader.tier == "streamed" or self._given_up:
+            yield from self.feed
+            return
+        for index in loader.index_batches():
+            places = index.planned.positions
+            yield Work(None, None, len(places), places, index=index)
+
+    def run(self, work: Work) -> torch.Tensor:
+        """Train on one batch; return its loss on the device."""
+        full = work.num_samples == self.step.parts.nominal_batch
+        if self._given_up or not full:
+            return self._run_eagerly(work)
+        if self._generation != _generation(self.feed):  # the augmentation's ops have changed
+            self._forget()
+        if self._graph is None and self._num_warm < WARM_UP_STEPS:
+            self._num_warm += 1
+            return self._warm_up(work)
+        self._set_static(work)
+        if self._graph is None and not self._capture():
+            return self._run_eagerly(work)
+        if not self._checked:
+            return self._replay_and_check(work)
+        assert self._graph is not None
+        assert self._loss is not None
+        self._graph.replay()
+        return self._loss.clone()  # the next replay writes there
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _run_eagerly(self, work: Work) -> torch.Tensor:
+        inputs, targets = self._unpacked(work)
+        loss = self.step.add(inputs, targets, work.num_samples)
+        self.step.finish_window()
+        return loss
+
+    def _unpacked(self, work: Work) -> tuple[Any, Any]:
+        if work.index is None:
+            return work.inputs, work.targets
+        batch = self.feed.loader.assemble(work.index.indices, work.index.totals)
+        return self.feed.unpack(batch)
+
+    def _set_static(self, work: Work) -> None:
+        """Put the batch where the graph reads it."""
+        given = _given(work)
+        if self._static is None:
+            self._static = _map(torch.clone, given)
+        else:
+            _copy(self._static, given)
+
+    def _static_step(self) -> torch.Tensor:
+        """What is captured: everything from the static tensors to the new weights."""
+        if isinstance(self._static, torch.Tensor):
+            inputs, targets = self.feed.unpack(self.feed.loader.assemble(self._static))
+        else:
+            inputs, targets = self._static
+        loss = self.step.forward_backward(inputs, targets, 1.0)
+        self.step.update()
+        return loss
+
+    def _warm_up(self, work: Work) -> torch.Tensor:
+        """Train eagerly on a side stream, as capture demands."""
+        stream = torch.cuda.Stream(self.step.parts.device)
+        current = torch.cuda.current_stream(self.step.parts.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            self._set_static(work)
+            loss = self._static_step()
+        current.wait_stream(stream)
+        return loss
+
+    def _capture(self) -> bool:
+        graph = torch.cuda.CUDAGraph()
+        for module in self.step.parts.model.modules():
+            if isinstance(module, torch.nn.RNNBase):
+                module.flatten_parameters()
+        try:
+            # Threads that feed the ring copy at the same time: only this thread's calls count.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._loss = self._static_step()
+        except (RuntimeError, AssertionError, ValueError) as error:
+            first = str(error).strip().splitlines()[0]
+            self._give_up(f"eager: the step cannot be captured ({first})")
+            return False
+        self._graph, self.active = graph, True
+        return True
+
+    def _replay_and_check(self, work: Work) -> torch.Tensor:
+        """Compute the step both ways from the same state; keep the replay if they agree."""
+        self._checked = True
+        keep = _Snapshot(self)
+        eager_loss = self._run_eagerly(work).clone()
+        eager_state = [tensor.detach().clone() for tensor in state_tensors(self.step.parts)]
+        keep.restore()
+        assert self._graph is not None
+        assert self._loss is not None
+        self._graph.replay()
+        difference = _difference(
+            [eager_loss, *eager_state], [self._loss, *state_tensors(self.step.parts)]
+        )
+        if difference <= 1.0:
+            self.reason += (
+                f"; the first replay agreed with the eager step ({difference:.2g} of the tolerance)"
+            )
+            return self._loss.clone()
+        keep.restore()
+        self._give_up(
+            f"eager: a replayed step differed from the eager one by {difference:.3g} times the tolerance"
+        )
+        return self._run_eagerly(work)
+
+    def _give_up(self, reason: str) -> None:
+        self._forget()
+        self._given_up, self.active, self.reason = True, False, reason
+        self.step.drop_window()
+
+    def _forget(self) -> None:
+        self._graph, self._static, self._loss = None, None, None
+        self._num_warm, self._checked, self.active = 0, False, False
+        self._generation = _generation(self.feed)
+
+
+class _Snapshot:
+    """Everything that a step changes, to be put back."""
+
+    def __init__(self, captured: CapturedStep) -> None:
+        device = captured.step.parts.device
+        self._device = device
+        self._parts = captured.step.parts
+        self._tensors = [tensor.detach().clone() for tensor in state_tensors(self._parts)]
+        self._rng = torch.cuda.get_rng_state(device), torch.get_rng_state()
+        self._augmentation = cast(Any, captured.feed.augmentation)
+        self._draws: Any = None
+        if self._augmentation is not None:
+            self._draws = self._augmentation.state_dict()
+
+    def restore(self) -> None:
+        """Put it back."""
+        with torch.no_grad():
+            for tensor, kept in zip(state_tensors(self._parts), self._tensors, strict=True):
+                tensor.copy_(kept)
+        torch.cuda.set_rng_state(self._rng[0], self._device)
+        torch.set_rng_state(self._rng[1])
+        if self._draws is not None:
+            self._augmentation.load_state_dict(self._draws)
+
+
+def _generation(feed: Feed) -> int:
+    return int(getattr(feed.augmentation, "generation", 0))
+
+
+def _given(work: Work) -> Any:
+    return work.index.indices if work.index is not None else (work.inputs, work.targets)
+
+
+def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _map(change, item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_map(change, item) for item in value)
+    return value
+
+
+def _copy(target: Any, source: Any) -> None:
+    if isinstance(target, torch.Tensor):
+        if target.shape != source.shape:
+            raise RuntimeError(
+                f"a batch of shape {tuple(source.shape)} after {tuple(target.shape)}"
+            )
+        target.copy_(source, non_blocking=True)
+    elif isinstance(target, dict):
+        for name, item in target.items():
+            _copy(item, source[name])
+    elif isinstance(target, tuple | list):
+        for item, other in zip(target, source, strict=True):
+            _copy(item, other)
+
+
+def _difference(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
+    """Return the largest difference in units of the tolerance; infinite where one is not a number."""
+    worst = 0.0
+    for one, other in zip(wanted, got, strict=True):
+        if one.is_floating_point() and one.numel():
+            room = _ABSOLUTE + _RELATIVE * one.float().abs().max()
+            away = float(((one - other).abs().max() / room).detach())
+            worst = max(worst, math.inf if math.isnan(away) else away)
+    return worst

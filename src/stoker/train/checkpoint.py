@@ -1,0 +1,350 @@
+"""The checkpoints of a run: the newest ones and the best, safe to load, of this run and no other.
+
+Enters: a state of tensors, numbers, texts, lists, tuples and dicts, with its step, epoch, metrics and the
+identity of the run. Leaves: `step-000000120.pt` files, `best.pt` (a second name of one of them, not a
+second copy), and the state back, bit for bit. Costs: one write of the bytes (see `checkpoint_file`); a
+list reads 64 KiB per file.
+
+A kill, a full disk or a power cut leaves the older checkpoints: a file is written under a temporary name,
+forced to the disk and renamed, and only then are older ones removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker.errors import CorruptError, InputError, StoreError
+from stoker.store.writer import fsync
+from stoker.train.checkpoint_file import (
+    Saved,
+    loadable,
+    read_description,
+    read_file,
+    unwritable,
+    write_file,
+)
+from stoker.train.generators import capture_rng, restore_rng
+from stoker.train.run_lock import RunLock
+
+__all__ = [
+    "BEST_NAME",
+    "Checkpoints",
+    "Loaded",
+    "RunLock",
+    "Saved",
+    "capture_rng",
+    "differences",
+    "load_checkpoint",
+    "restore_rng",
+]
+
+FORMAT = 1
+BEST_NAME = "best.pt"
+_NAME = re.compile(r"step-(\d{9,})\.pt")
+_TEMPORARY = ".step-*.tmp"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint in memory.
+
+    Attributes:
+        saved: Its description.
+        state: As it was saved; tensors are on the CPU unless `map_location` said otherwise.
+        identity: Of the run that saved it.
+    """
+
+    saved: Saved
+    state: Mapping[str, Any]
+    identity: Mapping[str, Any]
+
+
+def load_checkpoint(path: str | Path, map_location: str | torch.device = "cpu") -> Loaded:
+    """Read and verify one file, wherever it lies.
+
+    Raises:
+        CorruptError: Bytes are missing or changed; the file and the one before it are named.
+        StoreError: There is no such file.
+    """
+    path = Path(path)
+    try:
+        saved, payload = read_file(path, map_location)
+    except CorruptError as error:
+        raise _corrupt(path, error.given) from error
+    return Loaded(saved, payload["state"], payload["identity"])
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder. One process saves (see `RunLock`); any may read.
+
+    Args:
+        folder: Made at the first save.
+        keep_last: Newest checkpoints that are kept, besides the best.
+        monitor: The metric that decides the best; a checkpoint without it is never the best.
+        maximise: Whether more of it is better.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        keep_last: int = 2,
+        monitor: str = "loss",
+        maximise: bool = False,
+    ) -> None:
+        if keep_last < 1:
+            raise InputError(f"keep_last is {keep_last}.", "1 or more", "keep_last=2")
+        self.folder = Path(folder)
+        self.keep_last = keep_last
+        self.monitor = monitor
+        self.maximise = maximise
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        epoch: int,
+        metrics: Mapping[str, float] | None = None,
+        identity: Mapping[str, Any] | None = None,
+    ) -> Saved:
+        """Write a checkpoint, then remove those that are no longer kept. Blocks until it is on disk.
+
+        Args:
+            state: Tensors of any dtype and device, numbers, texts, None, lists, tuples and dicts.
+            step: Names the file; an older one of the same step is replaced.
+            epoch: For the description.
+            metrics: Of validation, if there was one.
+            identity: What makes a run this run (config, model, data); `load_for` compares it.
+
+        Raises:
+            InputError: An entry that could not be loaded safely again; its place is named.
+            StoreError: The disk is full or not writable; the older checkpoints are untouched.
+        """
+        if step < 0:
+            raise InputError(f"step is {step}.", "0 or more", "the number of updates done")
+        payload = {
+            "format": FORMAT,
+            "identity": _as_json(identity or {}),
+            "state": loadable(state),
+        }
+        described = {
+            "format": FORMAT,
+            "number": 1 + max((saved.number for saved in self.list()), default=0),
+            "step": int(step),
+            "epoch": int(epoch),
+            "metrics": {name: float(value) for name, value in (metrics or {}).items()},
+            "saved_at": round(time.time(), 3),
+        }
+        self._make_room()
+        path = self.folder / f"step-{step:09d}.pt"
+        write_file(path, payload, described)
+        self._tidy()
+        return read_description(path)
+
+    def list(self) -> tuple[Saved, ...]:
+        """Return the checkpoints from oldest to newest; damaged files are in `damaged()`."""
+        found = (_described_or_none(path) for path in _files(self.folder))
+        return tuple(sorted((saved for saved in found if saved), key=lambda saved: saved.number))
+
+    def damaged(self) -> tuple[Path, ...]:
+        """Return the files whose end is missing or unreadable, by step."""
+        return tuple(path for path in _files(self.folder) if _described_or_none(path) is None)
+
+    def latest(self) -> Saved | None:
+        """Return the newest checkpoint, or None where there is none.
+
+        Raises:
+            CorruptError: A file of a later step is damaged: whether to go on from an older one is for
+                the user to decide.
+        """
+        saved, damaged = self.list(), self.damaged()
+        if damaged and (not saved or _step_of(damaged[-1]) > saved[-1].step):
+            raise _corrupt(damaged[-1], "its end is missing or unreadable")
+        return saved[-1] if saved else None
+
+    def best(self) -> Saved | None:
+        """Return the checkpoint with the best monitored metric, the earlier one of equals."""
+        return self._best_of(self.list())
+
+    def load(
+        self, path: str | Path | None = None, map_location: str | torch.device = "cpu"
+    ) -> Loaded:
+        """Read a checkpoint whole and verified; the latest one where no path is given.
+
+        Raises:
+            CorruptError: Bytes are missing or changed; the file and the one before it are named.
+            StoreError: There is none.
+        """
+        if path is None:
+            latest = self.latest()
+            if latest is None:
+                raise StoreError(
+                    f"no checkpoint in {self.folder}.",
+                    "the folder of a run that saved",
+                    "train first",
+                )
+            path = latest.path
+        return load_checkpoint(path, map_location)
+
+    def load_for(
+        self,
+        identity: Mapping[str, Any],
+        path: str | Path | None = None,
+        map_location: str | torch.device = "cpu",
+    ) -> Loaded:
+        """Like `load`, and refuse a checkpoint of another identity.
+
+        Raises:
+            InputError: It was saved by another run; every differing key is shown with both values.
+        """
+        loaded = self.load(path, map_location)
+        changes = differences(loaded.identity, _as_json(identity))
+        if changes:
+            raise InputError(
+                f"{loaded.saved.path} is of another run:\n  " + "\n  ".join(changes),
+                "a checkpoint of the same config, model and data",
+                "change these back, or train in a new run directory",
+            )
+        return loaded
+
+    def _make_room(self) -> None:
+        """Make the folder; remove what a killed save left, whose bytes may be what the disk lacks."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+        for path in self.folder.glob(_TEMPORARY):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _best_of(self, saved: tuple[Saved, ...]) -> Saved | None:
+        sign = -1 if self.maximise else 1
+        scores = [
+            (sign * entry.metrics[self.monitor], entry.number, entry)
+            for entry in saved
+            if not math.isnan(entry.metrics.get(self.monitor, math.nan))
+        ]
+        return min(scores)[2] if scores else None
+
+    def _tidy(self) -> None:
+        """Point `best.pt` at the best, then remove what is neither new nor best."""
+        saved = self.list()
+        best = self._best_of(saved)
+        kept = {entry.path for entry in saved[-self.keep_last :]}
+        if best is not None:
+            kept.add(best.path)
+            _name_again(best.path, self.folder / BEST_NAME)
+        for entry in saved:
+            if entry.path not in kept:
+                # One that cannot be removed costs room, not the run.
+                with contextlib.suppress(OSError):
+                    entry.path.unlink()
+        fsync(self.folder)
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    except OSError:
+        return []
+    return sorted(found, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def _described_or_none(path: Path) -> Saved | None:
+    try:
+        return read_description(path)
+    except StoreError:
+        return None
+
+
+def _corrupt(path: Path, what: str) -> CorruptError:
+    others = [other for other in _files(path.parent) if other.name != path.name]
+    usable = [other for other in others if _described_or_none(other)]
+    earlier = [other for other in usable if _step_of(other) < _step_of(path)]
+    if earlier or usable:
+        fix = f"resume from {(earlier or usable)[-1]}, or remove the damaged file"
+    else:
+        fix = "train from the start: there is no other checkpoint here"
+    return CorruptError(
+        f"{path} is not a whole checkpoint: {what}.", "the bytes as they were saved", fix
+    )
+
+
+def _name_again(path: Path, name: Path) -> None:
+    """Make `name` a second name of `path`: a hard link, or a symlink where the disk has none."""
+    if name.exists() and name.samefile(path):
+        return
+    temporary = name.with_name(f".step-{name.name}.tmp")
+    for link in (os.link, _link_softly):
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+            link(path, temporary)
+            temporary.replace(name)
+            return
+    # A disk without links: the best one is kept all the same, under its step's name.
+    with contextlib.suppress(OSError):
+        name.unlink(missing_ok=True)
+
+
+def _link_softly(path: Path, name: Path) -> None:
+    name.symlink_to(path.name)
+
+
+# -- identity --------------------------------------------------------------------------------------
+
+
+def _as_json(identity: Mapping[str, Any]) -> Any:
+    """Return the identity as JSON would give it back, so that a tuple equals its list."""
+    try:
+        return json.loads(json.dumps(identity, default=_path_text))
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"the identity of the run cannot be written as JSON: {error}.",
+            "a mapping of names to plain values",
+            "settings.to_json()",
+        ) from error
+
+
+def _path_text(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{value!r} is a {type(value).__name__}")
+
+
+_ABSENT = object()
+
+
+def differences(old: Any, new: Any, place: str = "") -> list[str]:
+    """Return one line per key that differs between two identities, with both values."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return [
+            line
+            for key in sorted({*old, *new})
+            for line in differences(
+                old.get(key, _ABSENT), new.get(key, _ABSENT), f"{place}.{key}" if place else key
+            )
+        ]
+    # JSON does not tell 1 from 1.0, but it tells 1 from true; and nan is like nan here.
+    alike = isinstance(old, bool) == isinstance(new, bool) and old == new
+    if alike or repr(old) == repr(new):
+        return []
+    return [f"{place}: {_shown(old)} in the checkpoint, {_shown(new)} now"]
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is _ABSENT else json.dumps(value)

@@ -1,0 +1,341 @@
+"""One checkpoint file: written whole or not at all, and verified before it is believed.
+
+Enters: a payload of tensors and plain values, and a description (step, metrics). Leaves: a zip archive as
+torch writes it, which plain `torch.load(weights_only=True)` reads, with the description as the archive's
+comment: one file, nothing beside it that could get out of step. Costs: one write of the bytes, one hash
+at about 10 GB/s, two fsyncs; reading goes over the bytes twice, the second time in the page cache.
+
+The digest is needed: of 200 files with one flipped bit torch 2.13 itself loaded 142 without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import xxhash
+
+from stoker.errors import CorruptError, InputError, StoreError
+from stoker.store.writer import fsync
+
+_END = struct.Struct("<4s4H2LH")  # zip's end record; its last number is the length of the comment
+_END_MAGIC = b"PK\x05\x06"
+_COMMENT_LIMIT = 0xFFFF
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of itself, read from its last bytes without loading it.
+
+    Attributes:
+        path: The file.
+        number: Rises with every save of the folder, also when steps go back.
+        step: Optimizer updates done.
+        epoch: As the trainer counts.
+        metrics: As given at the save.
+        saved_at: Seconds since 1970.
+        size_bytes: Of the file.
+    """
+
+    path: Path
+    number: int
+    step: int
+    epoch: int
+    metrics: Mapping[str, float]
+    saved_at: float
+    size_bytes: int
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, payload: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Write one file atomically. Blocks until it is on the disk.
+
+    Raises:
+        StoreError: The disk is full or not writable; an older file of this name is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            hashed = _HashedFile(file)
+            torch.save(dict(payload), cast("IO[bytes]", hashed))
+            hashed.finish(described)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        fsync(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise unwritable(path, error) from error
+        raise
+
+
+def unwritable(path: Path, error: OSError) -> StoreError:
+    """Return the error for a place that cannot be written."""
+    return StoreError(
+        f"cannot write {path}: {error.strerror or error}.",
+        "a folder with write permission and room for one more checkpoint than are kept",
+        f"df -h {path.parent}; earlier checkpoints are untouched",
+    )
+
+
+class _HashedFile:
+    """What torch writes into: hashes all but the archive's end record, and keeps a failure.
+
+    An exception inside torch's writer would meet a destructor that writes again, so a failed write is
+    remembered, the rest is swallowed, and `finish` raises.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = xxhash.xxh3_128()
+        self._held = b""
+        self._size = 0
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if self._error is None:
+            try:
+                self._take(view)
+            except OSError as error:
+                self._error = error
+        return len(view)
+
+    def _take(self, view: memoryview) -> None:
+        """Pass on everything but the last bytes, which may be the end record."""
+        if len(view) >= _END.size:
+            self._put(self._held)
+            self._put(view[: -_END.size])
+            self._held = bytes(view[-_END.size :])
+        else:
+            both = self._held + bytes(view)
+            self._put(both[: -_END.size])
+            self._held = both[-_END.size :]
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._digest.update(data)
+        self._size += len(data)
+        self._file.write(data)
+
+    def flush(self) -> None:
+        """Nothing: the caller flushes after `finish`."""
+
+    def finish(self, described: Mapping[str, Any]) -> None:
+        """Write the end record with the description as the archive's comment."""
+        if self._error is not None:
+            raise self._error
+        *record, comment_length = _END.unpack(self._held)
+        assert record[0] == _END_MAGIC, "torch wrote no zip archive"
+        assert comment_length == 0, "torch wrote a comment of its own"
+        described = {**described, "bytes": self._size, "digest": self._digest.hexdigest()}
+        comment = _sealed(described, self._held)
+        self._file.write(_END.pack(*record, len(comment)) + comment)
+
+
+def _sealed(described: Mapping[str, Any], record: bytes) -> bytes:
+    """Return the description with a checksum over itself and the end record before it."""
+    sealed = json.dumps({"seal": _seal(described, record), "is": described}).encode()
+    if len(sealed) > _COMMENT_LIMIT:
+        raise InputError(
+            f"the metrics of a checkpoint take {len(sealed):,} bytes of text.",
+            f"{_COMMENT_LIMIT:,} bytes: about a thousand metrics",
+            "put long lists into the run log, and save their means",
+        )
+    return sealed
+
+
+def _seal(described: Mapping[str, Any], record: bytes) -> str:
+    text = json.dumps(described).encode()
+    return str(xxhash.xxh3_64_hexdigest(record[: _END.size - 2] + text))
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_description(path: Path) -> Saved:
+    """Return what a checkpoint says of itself; reads its last 64 KiB.
+
+    Raises:
+        CorruptError: The end is missing or changed, or the file is not a checkpoint of stoker.
+    """
+    with _opened(path) as file:
+        described, _ = _read_end(file)
+        return _saved(path, described, file)
+
+
+def read_file(path: Path, map_location: str | torch.device) -> tuple[Saved, dict[str, Any]]:
+    """Read and verify one file; return its description and its payload.
+
+    Raises:
+        CorruptError: Bytes are missing or changed.
+    """
+    with _opened(path) as file:
+        described, end = _read_end(file)
+        if _digest(file, end) != described["digest"]:
+            raise CorruptError("its bytes do not match their digest")
+        file.seek(0)
+        payload = torch.load(file, map_location=map_location, weights_only=True)
+        return _saved(path, described, file), payload
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise StoreError(
+            f"cannot read the checkpoint {path}: {error.strerror}.",
+            "an existing file",
+            f"ls -l {path.parent}",
+        ) from error
+    with file:
+        yield file
+
+
+def _read_end(file: IO[bytes]) -> tuple[dict[str, Any], int]:
+    """Return the description and where the end record begins."""
+    size = file.seek(0, os.SEEK_END)
+    start = max(0, size - _END.size - _COMMENT_LIMIT)
+    file.seek(start)
+    tail = file.read()
+    place = tail.rfind(_END_MAGIC)
+    record, comment = tail[place : place + _END.size], tail[place + _END.size :]
+    try:
+        length = _END.unpack(record)[-1] if place >= 0 else -1
+        sealed = json.loads(comment) if length else {}
+        described = sealed.get("is", {})
+        whole = (
+            length == len(comment)
+            and described["bytes"] == start + place
+            and sealed["seal"] == _seal(described, record)
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error):
+        whole = False
+    if not whole:
+        raise CorruptError("its end is missing or unreadable, or stoker did not write it")
+    return described, start + place
+
+
+def _digest(file: IO[bytes], num_bytes: int) -> str:
+    digest = xxhash.xxh3_128()
+    file.seek(0)
+    while num_bytes and (piece := file.read(min(num_bytes, _PIECE_BYTES))):
+        digest.update(piece)
+        num_bytes -= len(piece)
+    return digest.hexdigest()
+
+
+def _saved(path: Path, described: Mapping[str, Any], file: IO[bytes]) -> Saved:
+    return Saved(
+        path,
+        described["number"],
+        described["step"],
+        described["epoch"],
+        described["metrics"],
+        described["saved_at"],
+        os.fstat(file.fileno()).st_size,
+    )
+
+
+# -- what may be saved -----------------------------------------------------------------------------
+
+# Exact types: a subclass (np.float64 is a float) would come back as something else, or not at all.
+# Not bytes: torch 2.13 cannot load b"" again.
+_PLAIN = {type(None), bool, float, complex, str, torch.dtype, torch.device, torch.Size}
+_LONGEST_INT_BITS = 8 * 254  # and no whole number whose pickle needs a four-byte length
+_MAPPINGS = {dict, OrderedDict, Counter}
+
+
+def loadable(value: Any, place: str = "state") -> Any:
+    """Return a copy of the containers, with the tensors detached and without idle storage.
+
+    Raises:
+        InputError: An entry that `weights_only` would refuse to load; `place` leads to it.
+    """
+    return _compacted(_checked(value, place))
+
+
+def _checked(value: Any, place: str) -> Any:
+    kind = type(value)
+    if kind in _PLAIN or (kind is int and value.bit_length() < _LONGEST_INT_BITS):
+        return value
+    if kind in (torch.Tensor, torch.nn.Parameter) and value.device.type != "meta":
+        return value.detach()
+    if kind in (list, tuple):
+        return kind(_checked(entry, f"{place}[{index}]") for index, entry in enumerate(value))
+    if isinstance(value, Mapping) and (kind in _MAPPINGS or not isinstance(value, dict)):
+        return _checked_mapping(value, place)
+    on_meta = " on the meta device" if isinstance(value, torch.Tensor) and value.is_meta else ""
+    raise InputError(
+        f"{place} is a {kind.__module__}.{kind.__qualname__}{on_meta}.",
+        "tensors, numbers, texts, None, lists, tuples and dicts: what loads without running code",
+        "float(x) for a numpy scalar, torch.as_tensor(x) for an array, x.state_dict() for an object, "
+        "dict(x) for a kind of dict",
+    )
+
+
+def _checked_mapping(value: Mapping[Any, Any], place: str) -> Any:
+    made: Any = type(value)() if type(value) in _MAPPINGS else {}
+    for key, entry in value.items():
+        if type(key) not in (str, int):
+            raise InputError(
+                f"{place} has the key {key!r}, a {type(key).__name__}.",
+                "keys that are texts or whole numbers",
+                "str(key)",
+            )
+        made[key] = _checked(entry, f"{place}.{key}")
+    if hasattr(value, "_metadata"):  # versions of modules, beside the entries of a state_dict
+        made._metadata = _checked(value._metadata, f"{place}._metadata")
+    return made
+
+
+def _compacted(state: Any) -> Any:
+    """Copy tensors that are a small part of a large storage: torch would save all of it.
+
+    Tensors that fill their storage together (the weights of a cuDNN LSTM, tied weights) stay as they are.
+    """
+    used: dict[tuple[str, int], dict[int, int]] = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout == torch.strided:
+            views = used.setdefault(_storage_key(tensor), {})
+            offset = int(tensor.storage_offset())
+            views[offset] = max(views.get(offset, 0), tensor.nbytes)
+        return tensor
+
+    def compact(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout != torch.strided:
+            return tensor
+        num_used = sum(used[_storage_key(tensor)].values())
+        return tensor.clone() if 2 * num_used < tensor.untyped_storage().nbytes() else tensor
+
+    _for_tensors(state, count)
+    return _for_tensors(state, compact)
+
+
+def _storage_key(tensor: torch.Tensor) -> tuple[str, int]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def _for_tensors(value: Any, do: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return do(value)
+    if type(value) in (list, tuple):
+        return type(value)(_for_tensors(entry, do) for entry in value)
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            value[key] = _for_tensors(entry, do)
+    return value

@@ -1,0 +1,84 @@
+"""What was wrong with the batch whose loss is not finite (S4-7).
+
+Enters: the loader, the step with its sample ids, the precision. Leaves: a `NonFiniteError` whose message
+names the batch, the samples and the columns. Costs: one read of that batch from disk, only when
+something is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stoker.loader.loader import Loader
+from stoker.store.fields import Array
+from stoker.train.losses import NonFiniteError, StepLoss
+from stoker.train.precision import PrecisionChoice
+
+FLOAT16_MAX = 65504.0
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class _BadValue:
+    field: str
+    column: int
+    sample: int
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.field} column {self.column} is {self.value:g} in sample {self.sample}"
+
+
+def explain_batch(loader: Any, seen: StepLoss, precision: PrecisionChoice) -> NonFiniteError:
+    """Return the error for a loss that is not finite, with what is in its batch."""
+    where = f"the loss of step {seen.step} is {seen.loss}"
+    if seen.positions is None or not isinstance(loader, Loader):
+        return NonFiniteError(
+            f"{where}; the loader does not say which samples were in it.",
+            "finite losses",
+            "stoker inspect FILE looks for values that break training; stoker.Loader names samples",
+        )
+    ids = loader.samples[seen.positions[seen.positions >= 0]]
+    limit = FLOAT16_MAX if str(precision.dtype) == "torch.float16" else np.inf
+    bad = list(_bad_values(loader, ids, limit))
+    shown = ", ".join(map(str, ids[:5].tolist())) + (", ..." if len(ids) > 5 else "")
+    if bad:
+        named = "; ".join(map(str, bad[:_MOST_NAMED]))
+        more = f" and {len(bad) - _MOST_NAMED} more" if len(bad) > _MOST_NAMED else ""
+        return NonFiniteError(
+            f"{where}. Its batch (samples {shown}) holds bad values: {named}{more}.",
+            "finite values" if limit == np.inf else f"finite values up to {limit:g} in float16",
+            f"stoker inspect {loader.store.path}, then pack again with a repair it names",
+        )
+    return NonFiniteError(
+        f"{where}. Its batch (samples {shown}) holds finite values only: the model diverged.",
+        "finite losses",
+        "a lower learning rate, clip_norm=1.0, or precision='fp32' to see where it begins",
+    )
+
+
+def _bad_values(loader: Loader, ids: Array, limit: float) -> Iterator[_BadValue]:
+    """Yield the first bad value of every column of every field of the batch."""
+    for column in loader.columns:
+        if column.kind == "ragged" or column.values[0].dtype.kind != "f":
+            continue
+        for sample, rows in _rows(loader, column.field, column.kind, ids):
+            flat = np.asarray(rows, dtype=np.float64).reshape(
+                -1, rows.shape[-1] if rows.ndim else 1
+            )
+            wrong = ~(np.abs(flat) <= limit) | ~np.isfinite(flat)
+            for number in np.flatnonzero(wrong.any(axis=0)).tolist():
+                first = int(np.flatnonzero(wrong[:, number])[0])
+                yield _BadValue(column.field, number, sample, float(flat[first, number]))
+
+
+def _rows(loader: Loader, field: str, kind: str, ids: Array) -> Iterator[tuple[int, Array]]:
+    if kind == "dense":
+        yield from zip(ids.tolist(), loader.store.gather(field, ids), strict=True)
+        return
+    for sample in ids.tolist():
+        yield sample, loader.store.read_window(field, sample)

@@ -1,0 +1,64 @@
+"""The state of every global random generator, in a form that a checkpoint may hold.
+
+Enters: nothing, or a captured state. Leaves: a dict of tensors and numbers, or the generators set back.
+Costs a few µs, and one copy of 16 bytes per CUDA device.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture_rng(*, renew_cudnn: bool = True) -> dict[str, Any]:
+    """Return the state of Python's, numpy's and torch's global generators.
+
+    Args:
+        renew_cudnn: cuDNN's RNNs draw their dropout from a state of their own. Torch never shows it, and
+            seeds it from its generator whenever that is set (pytorch #74177). So the generators are set
+            to where they are: from here on this run and a restored one draw alike. An LSTM with dropout
+            pays a few ms at its next call; nothing else does.
+    """
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": (version, tuple(numbers), gauss),
+        "numpy": _without_arrays(np.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state(),
+        "cuda": [],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+        if renew_cudnn:
+            torch.cuda.set_rng_state_all(state["cuda"])
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """Set the generators to a captured state; return what could not be set, in words."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(_with_arrays(state["numpy"]))
+    torch.set_rng_state(state["torch"].cpu())
+    saved = state["cuda"]
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, generator in enumerate(saved[:present]):
+        torch.cuda.set_rng_state(generator.cpu(), device)
+    if len(saved) <= present:
+        return ()
+    return (f"the state has {len(saved)} CUDA generators, this machine has {present}",)
+
+
+def _without_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_arrays(entry) for name, entry in value.items()}
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+
+
+def _with_arrays(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _with_arrays(entry) for name, entry in value.items()}
+    return value.cpu().numpy() if isinstance(value, torch.Tensor) else value

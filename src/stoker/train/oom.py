@@ -1,0 +1,338 @@
+"""What to do when memory runs out: the ladder of S0-23, decided here and climbed by the trainer.
+
+Enters: where a run stands (chunk share, samples per pass, recomputation), or an error. Leaves: the next
+`Rung` with its reason, or None at the bottom; and what was learned, in the user's cache folder. Costs
+nothing, and one small file per learned setting.
+
+    chunk 75 % -> 60 %    the data gives way first: nothing about the training changes
+    batch 128 -> 96 -> 64 in one pass; more passes per update keep the effective batch
+    recompute activations about a third more time, a fraction of the memory
+    batch 48 -> 32 -> ... -> 1
+
+A batch is cut, not replaced: a batch of 128 goes through as 96 + 32, weighted by their samples, so that
+the update is that of the 128 (up to BatchNorm, whose statistics are those of a pass). Precision is never
+changed here: it changes results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import xxhash
+
+from stoker.errors import InputError
+from stoker.store.writer import write_text_atomically
+from stoker.units import GIB
+
+LOWER_CHUNK_SHARE = 0.60
+
+RungKind = Literal["chunk share", "batch", "activation checkpointing"]
+
+
+# -- is it? ----------------------------------------------------------------------------------------
+
+_TEXTS = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "HIP out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+_CUDA_ERROR_MEMORY_ALLOCATION = 2
+
+
+def is_oom(error: BaseException) -> bool:
+    """Whether the device's memory ran out, so that a lower rung can help.
+
+    True for torch.OutOfMemoryError, for a torch.AcceleratorError or RuntimeError that says so (the
+    driver's, cuBLAS's and cuDNN's own words), for torch's CPU allocator (in a run on the CPU that is the
+    device), and for an error that was raised from one of these, as a loader's stage does. False for
+    Python's MemoryError: that is the host's memory, in reading or packing, and a smaller batch on the
+    device would not help it.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, torch.OutOfMemoryError):
+            return True
+        if isinstance(seen, torch.AcceleratorError) and _says_memory(seen):
+            return True
+        if isinstance(seen, RuntimeError) and any(text in str(seen) for text in _TEXTS):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def _says_memory(error: torch.AcceleratorError) -> bool:
+    return getattr(error, "error_code", None) == _CUDA_ERROR_MEMORY_ALLOCATION
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of the stack frames of an error and its causes: they hold the tensors that did not fit."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+
+
+# -- the ladder ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Footing:
+    """Where a run stands on the ladder.
+
+    Attributes:
+        batch_size: Samples of a batch as the loader yields it; never changes.
+        pass_size: Most samples that go through the model at once; at first the whole batch.
+        accumulation_steps: Batches per update, as configured.
+        chunk_share: Share of free device memory that chunks may take; None when the data is not chunked.
+        is_checkpointed: Whether activations are recomputed.
+        can_checkpoint: Whether the model has blocks to recompute.
+    """
+
+    batch_size: int
+    pass_size: int
+    accumulation_steps: int = 1
+    chunk_share: float | None = None
+    is_checkpointed: bool = False
+    can_checkpoint: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.pass_size <= self.batch_size or self.accumulation_steps < 1:
+            raise InputError(
+                f"pass_size is {self.pass_size}, batch_size {self.batch_size}, accumulation_steps "
+                f"{self.accumulation_steps}.",
+                "1 <= pass_size <= batch_size, and 1 or more steps",
+                "Footing(batch_size=128, pass_size=128)",
+            )
+
+    @property
+    def effective_batch(self) -> int:
+        """Samples per update; the same on every rung."""
+        return self.batch_size * self.accumulation_steps
+
+    @property
+    def num_passes(self) -> int:
+        """Passes through the model per update."""
+        return self.accumulation_steps * len(cut(self.batch_size, self.pass_size))
+
+    def on(self, rung: Rung) -> Footing:
+        """Return the footing after a rung was taken."""
+        return replace(
+            self,
+            pass_size=rung.pass_size,
+            chunk_share=rung.chunk_share,
+            is_checkpointed=rung.is_checkpointed,
+        )
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step down: what changes, and why.
+
+    Attributes:
+        kind: What gives way.
+        pass_size: As in `Footing`.
+        num_passes: Passes per update: what the document calls accumulation.
+        effective_batch: Samples per update, which stay as they were.
+        chunk_share: As in `Footing`.
+        is_checkpointed: As in `Footing`.
+        reason: For the log.
+    """
+
+    kind: RungKind
+    pass_size: int
+    num_passes: int
+    effective_batch: int
+    chunk_share: float | None
+    is_checkpointed: bool
+    reason: str
+
+
+def cut(num_samples: int, pass_size: int) -> tuple[int, ...]:
+    """Return the sizes of the passes that a batch goes through in: full ones, then the rest."""
+    full, rest = divmod(num_samples, pass_size)
+    return (pass_size,) * full + ((rest,) if rest else ())
+
+
+def next_rung(footing: Footing) -> Rung | None:
+    """Return what to try after memory ran out on this footing; None when nothing is left."""
+    if footing.chunk_share is not None and footing.chunk_share > LOWER_CHUNK_SHARE:
+        return _rung(
+            "chunk share",
+            replace(footing, chunk_share=LOWER_CHUNK_SHARE),
+            f"chunks take {footing.chunk_share:.0%} of the free memory, now {LOWER_CHUNK_SHARE:.0%}",
+        )
+    smaller = _smaller_pass(footing.batch_size, footing.pass_size)
+    may_checkpoint = footing.can_checkpoint and not footing.is_checkpointed
+    if may_checkpoint and (smaller is None or smaller < footing.batch_size // 2):
+        return _rung(
+            "activation checkpointing",
+            replace(footing, is_checkpointed=True),
+            "activations are computed again in the backward pass: about a third more time",
+        )
+    if smaller is None:
+        return None
+    sizes = " + ".join(map(str, cut(footing.batch_size, smaller)[:4]))
+    more = " + …" if footing.batch_size > 4 * smaller else ""
+    below = replace(footing, pass_size=smaller)
+    return _rung(
+        "batch",
+        below,
+        f"{footing.pass_size} samples at once, now {smaller}: a batch goes through as {sizes}{more}, "
+        f"{below.num_passes} passes per update keep the effective batch at {below.effective_batch}",
+    )
+
+
+def _rung(kind: RungKind, below: Footing, reason: str) -> Rung:
+    return Rung(
+        kind,
+        below.pass_size,
+        below.num_passes,
+        below.effective_batch,
+        below.chunk_share,
+        below.is_checkpointed,
+        reason,
+    )
+
+
+def _smaller_pass(batch_size: int, pass_size: int) -> int | None:
+    """Return the next of 3/4, 1/2, 3/8, 1/4, ... of the batch below `pass_size`; None below 1."""
+    whole = batch_size
+    while whole:
+        for size in (whole, whole * 3 // 4):
+            if 1 <= size < pass_size:
+                return size
+        whole //= 2
+    return None
+
+
+def exhausted(footing: Footing) -> InputError:
+    """Return the error for a run that finds no rung any more."""
+    recomputed = "recomputed" if footing.is_checkpointed else "kept: no block can be recomputed"
+    return InputError(
+        f"the device's memory ran out with {footing.pass_size} sample at once and activations "
+        f"{recomputed}.",
+        "a model whose weights, optimizer state and one sample fit",
+        "precision=bf16, a smaller model, shorter windows or smaller images, or a larger GPU",
+    )
+
+
+# -- what was learned ------------------------------------------------------------------------------
+
+
+def sign_model(model: torch.nn.Module, *details: object) -> str:
+    """Return a name for what needs memory: parameters by name, shape and dtype, and `details`.
+
+    Args:
+        model: On any device.
+        details: What else decides: precision, shapes of a sample, the optimizer's class.
+    """
+    digest = xxhash.xxh3_64(type(model).__qualname__.encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"\n{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+    for detail in details:
+        digest.update(f"\n{detail}".encode())
+    return f"{type(model).__name__}-{digest.hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """For what a setting was learned.
+
+    Attributes:
+        model: From `sign_model`.
+        gpu: The device's name.
+        free_gib: Free memory in whole steps of 2 GiB, so that small changes do not forget.
+    """
+
+    model: str
+    gpu: str
+    free_gib: int
+
+    @classmethod
+    def of(cls, model: str, gpu: str, free_bytes: int) -> Circumstances:
+        """Return the circumstances for a number of free bytes."""
+        return cls(model, gpu, free_bytes // (2 * GIB) * 2)
+
+
+def cache_folder() -> Path:
+    """Return stoker's folder in the user's cache: $XDG_CACHE_HOME, else ~/.cache."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification says that a relative path is to be ignored.
+    root = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    return root / "stoker"
+
+
+class Remembered:
+    """Settings that fitted, kept between runs: one small file per circumstances.
+
+    Nothing here ever ends a run: a file that is unreadable or cannot be written becomes a note.
+
+    Attributes:
+        notes: What went wrong, in words.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = (folder or cache_folder()) / "memory"
+        self.notes: list[str] = []
+
+    def recall(self, circumstances: Circumstances, asked: Footing) -> Footing | None:
+        """Return the footing that fitted when the same was asked for; None where nothing is known."""
+        path = self._path(circumstances)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["circumstances"] != asdict(circumstances) or found["asked"] != asdict(asked):
+                return None
+            return _footing(found["learned"], asked)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.notes.append(f"{path} is ignored, it cannot be read: {error}")
+            return None
+
+    def remember(self, circumstances: Circumstances, asked: Footing, learned: Footing) -> None:
+        """Keep what fitted; replaces what was kept for the same circumstances."""
+        path = self._path(circumstances)
+        document = {
+            "circumstances": asdict(circumstances),
+            "asked": asdict(asked),
+            "learned": asdict(learned),
+            "saved_at": round(time.time()),
+        }
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(path, json.dumps(document, indent=1) + "\n")
+        except OSError as error:
+            self.notes.append(f"the setting that fits is not remembered: {path}: {error.strerror}")
+
+    def forget(self, circumstances: Circumstances) -> None:
+        """Drop what was kept: it ran out of memory all the same."""
+        try:
+            self._path(circumstances).unlink(missing_ok=True)
+        except OSError as error:
+            self.notes.append(f"{self._path(circumstances)} cannot be removed: {error.strerror}")
+
+    def _path(self, circumstances: Circumstances) -> Path:
+        digest = xxhash.xxh3_64_hexdigest(json.dumps(asdict(circumstances)).encode())
+        return self.folder / f"{digest}.json"
+
+
+def _footing(found: Mapping[str, Any], asked: Footing) -> Footing:
+    """Return the footing on the way down from `asked` that was stored; ValueError where none is."""
+    footing = asked
+    while asdict(footing) != found:
+        rung = next_rung(footing)
+        if rung is None:
+            raise ValueError("it is not on the ladder")
+        footing = footing.on(rung)
+    return footing

@@ -1,0 +1,399 @@
+"""Int8 weights for inference on a CPU (S0-18), and what they cost and gain, measured.
+
+Enters: a trained model, samples, and a metric if you have one. Leaves: an int8 copy and a report: size,
+latency and outputs before and after, and the metric. Costs: a copy of the model and some forward passes.
+
+Which API, and why. `torch.ao.quantization.quantize_dynamic` is the only one that converts LSTM and GRU;
+torch has deprecated it ("removed in 2.10"), and still ships it in 2.13. torchao is its successor and
+converts Linear only. So: torch.ao where there are recurrent layers, torchao for the others where it is
+installed, torch.ao where it is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import IO, Any, Literal, cast
+
+import torch
+from torch import nn
+
+from stoker.errors import InputError, MissingExtraError
+from stoker.units import format_bytes
+
+Api = Literal["torch.ao", "torchao"]
+Metric = Callable[[nn.Module], float]
+
+_RECURRENT = (nn.LSTM, nn.GRU)
+# On ARM, torch 2.13, int8 against float: LSTM 0.42 x the time with qnnpack and 5 x with onednn; two
+# Linear of 512 x 2048, 1.5 x and 0.54 x.
+_ENGINES_RECURRENT = ("x86", "fbgemm", "qnnpack", "onednn")
+_ENGINES_LINEAR = ("x86", "fbgemm", "onednn", "qnnpack")
+_EXTRA = "quant"
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Of one forward pass.
+
+    Attributes:
+        median_ms: Half of the passes took less.
+        low_ms: A tenth took less.
+        high_ms: A tenth took more.
+    """
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+
+    def __str__(self) -> str:
+        return f"{self.median_ms:.2f} ms ({self.low_ms:.2f} to {self.high_ms:.2f})"
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What int8 changed. Figures that were not asked for are None.
+
+    Attributes:
+        api: Which one converted.
+        reason: Why that one.
+        modules: Names of the converted modules.
+        bytes_before: Of the saved weights.
+        bytes_after: Likewise.
+        latency_before: Over the samples.
+        latency_after: Likewise.
+        largest_difference: Between outputs, absolute.
+        relative_difference: The same, relative to the largest output.
+        metric_before: What `metric` said.
+        metric_after: Likewise.
+        notes: What else a user should know.
+    """
+
+    api: Api
+    reason: str
+    modules: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+    latency_before: Latency | None = None
+    latency_after: Latency | None = None
+    largest_difference: float | None = None
+    relative_difference: float | None = None
+    metric_before: float | None = None
+    metric_after: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return the report for people."""
+        lines = [
+            f"int8 by {self.api}: {self.reason}",
+            f"converted: {', '.join(self.modules)}",
+            f"size: {format_bytes(self.bytes_before)} to {format_bytes(self.bytes_after)}",
+        ]
+        if self.latency_before is not None:
+            lines.append(f"latency: {self.latency_before} to {self.latency_after}")
+        if self.largest_difference is not None:
+            relative = 100 * (self.relative_difference or 0.0)
+            lines.append(f"outputs differ by {self.largest_difference:.3g} ({relative:.2f} %)")
+        if self.metric_before is not None:
+            lines.append(f"metric: {self.metric_before:.6g} to {self.metric_after:.6g}")
+        return lines + [f"note: {note}" for note in self.notes]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def quantize_dynamic(
+    model: nn.Module,
+    samples: Sequence[Any] = (),
+    *,
+    metric: Metric | None = None,
+    exclude: Sequence[str] = (),
+    api: Api | None = None,
+    num_runs: int = 20,
+) -> tuple[nn.Module, QuantizeReport]:
+    """Return an int8 copy of a model for inference on the CPU, and what that changed.
+
+    Weights of Linear, LSTM and GRU become int8; activations are quantised as they come. The model itself
+    is not changed.
+
+    Args:
+        model: Called as `model(sample)`.
+        samples: Inputs to time and to compare outputs on.
+        metric: Called with the model before and after, e.g. accuracy over a validation set.
+        exclude: Names of modules to leave as they are, with everything inside.
+        api: Insist on one; decided by default.
+        num_runs: Passes over the samples to time.
+
+    Raises:
+        InputError: Nothing to convert, or the converted model does not run.
+        MissingExtraError: Neither API is here.
+    """
+    plain = copy.deepcopy(model).to(device="cpu", dtype=torch.float32).eval()
+    names = _convertible(plain, exclude)
+    chosen, reason = choose_api(_kinds(plain, names), _installed(), api)
+    small, converted, notes = _CONVERT[chosen](copy.deepcopy(plain), names)
+    notes += _unsay_fast_path(small)
+    outputs = [_run(plain, samples), _run_converted(small, samples)]
+    largest, relative = _difference(*outputs) if samples else (None, None)
+    report = QuantizeReport(
+        chosen,
+        reason,
+        tuple(converted),
+        _saved_bytes(plain),
+        _saved_bytes(small),
+        _time(plain, samples, num_runs),
+        _time(small, samples, num_runs),
+        largest,
+        relative,
+        None if metric is None else float(metric(plain)),
+        None if metric is None else float(metric(small)),
+        tuple(notes),
+    )
+    return small, report
+
+
+# -- deciding --------------------------------------------------------------------------------------
+
+
+def choose_api(
+    kinds: frozenset[type[nn.Module]], installed: frozenset[Api], asked: Api | None = None
+) -> tuple[Api, str]:
+    """Return which API converts these kinds of module, and why; pure.
+
+    Raises:
+        MissingExtraError: None of those that could is installed.
+    """
+    recurrent = any(issubclass(kind, _RECURRENT) for kind in kinds)
+    linear = nn.Linear in kinds
+    if asked is not None and asked in installed:
+        return asked, "asked for"
+    if asked is None and "torch.ao" in installed and recurrent:
+        return "torch.ao", "the only one that converts recurrent layers"
+    if asked is None and "torchao" in installed and linear:
+        left = "; recurrent layers stay as they are, torch.ao is gone" if recurrent else ""
+        return "torchao", f"the successor of torch.ao for Linear{left}"
+    if asked is None and "torch.ao" in installed:
+        return "torch.ao", "torchao, its successor for Linear, is not installed"
+    needed = asked or ("torch.ao, which this torch no longer has" if recurrent else "torchao")
+    raise MissingExtraError(
+        f"int8 for {', '.join(sorted(kind.__name__ for kind in kinds))} needs {needed}; here: "
+        f"{', '.join(sorted(installed)) or 'neither torch.ao nor torchao'}.",
+        "torch.ao (LSTM, GRU, Linear) in torch up to 2.13 and later while it ships, or torchao (Linear)",
+        f"pip install 'stoker[{_EXTRA}]', or an older torch for recurrent layers",
+    )
+
+
+def _installed() -> frozenset[Api]:
+    found: set[Api] = set()
+    with contextlib.suppress(ImportError, AttributeError), _quiet():
+        importlib.import_module("torch.ao.quantization").quantize_dynamic  # noqa: B018
+        if _working_engine() is not None:
+            found.add("torch.ao")
+    with contextlib.suppress(ImportError, AttributeError):
+        importlib.import_module("torchao.quantization").quantize_  # noqa: B018
+        found.add("torchao")
+    return frozenset(found)
+
+
+def _convertible(model: nn.Module, exclude: Sequence[str]) -> list[str]:
+    """Return the names of the modules that int8 is for; exact types, as the APIs take them."""
+    known = dict(model.named_modules())
+    unknown = [name for name in exclude if name not in known]
+    if unknown:
+        raise InputError(
+            f"exclude names {', '.join(map(repr, unknown))}.",
+            "names as in model.named_modules()",
+            f"one of {', '.join(name for name in list(known)[1:10])}",
+        )
+    names = [
+        name
+        for name, module in known.items()
+        if type(module) in (nn.Linear, *_RECURRENT)
+        and not any(name == left or name.startswith(f"{left}.") for left in exclude)
+    ]
+    if not names:
+        raise InputError(
+            f"{type(model).__name__} has no Linear, LSTM or GRU to convert.",
+            "a model with at least one, not excluded",
+            "use the model as it is, in bf16 if it must be smaller",
+        )
+    return names
+
+
+def _kinds(model: nn.Module, names: Sequence[str]) -> frozenset[type[nn.Module]]:
+    return frozenset(type(model.get_submodule(name)) for name in names)
+
+
+# -- converting ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back the deprecations we know of and have answered: see the module's text."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.ao.quantization is deprecated", DeprecationWarning)
+        warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)
+        yield
+
+
+def _working_engine(recurrent: bool = False) -> str | None:
+    """Return the set engine, or the best that runs here: torch 2.13 for ARM has x86 as its default."""
+    backend = torch.backends.quantized
+    current = backend.engine
+    for name in (current, *(_ENGINES_RECURRENT if recurrent else _ENGINES_LINEAR)):
+        if name not in backend.supported_engines:
+            continue
+        try:
+            backend.engine = name
+            _convert_by_ao(nn.Linear(2, 2), [""])(torch.zeros(1, 2))
+        except RuntimeError:
+            continue
+        finally:
+            backend.engine = current
+        return str(name)
+    return None
+
+
+def _convert_by_ao(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    ao: Any = importlib.import_module("torch.ao.quantization")
+    # In a holder, since torch.ao never exchanges the outermost module.
+    holder = nn.ModuleDict({"model": model})
+    places = [f"model.{name}" if name else "model" for name in names]
+    spec = dict.fromkeys(places, ao.default_dynamic_qconfig)
+    with _quiet():
+        converted: nn.Module = ao.quantize_dynamic(holder, spec, dtype=torch.qint8, inplace=True)
+    return converted.get_submodule("model")
+
+
+def _use_ao(model: nn.Module, names: list[str]) -> tuple[nn.Module, list[str], list[str]]:
+    engine = _working_engine(any(issubclass(kind, _RECURRENT) for kind in _kinds(model, names)))
+    notes = [
+        "torch.ao.quantization is deprecated in torch; it still converts LSTM, torchao does not"
+    ]
+    if engine is not None and engine != torch.backends.quantized.engine:
+        # It stays set: copying and saving the int8 model need it as well.
+        notes.append(
+            f"torch.backends.quantized.engine was {torch.backends.quantized.engine!r}, which does not "
+            f"run here; it is {engine!r} now"
+        )
+        torch.backends.quantized.engine = engine
+    return _convert_by_ao(model, names), names, notes
+
+
+def _use_torchao(model: nn.Module, names: list[str]) -> tuple[nn.Module, list[str], list[str]]:
+    torchao: Any = importlib.import_module("torchao.quantization")
+    linear = [name for name in names if type(model.get_submodule(name)) is nn.Linear]
+    config = torchao.Int8DynamicActivationInt8WeightConfig()
+    torchao.quantize_(model, config, filter_fn=lambda _module, name: name in linear)
+    return model, linear, []
+
+
+_CONVERT: Mapping[Api, Callable[..., tuple[nn.Module, list[str], list[str]]]] = {
+    "torch.ao": _use_ao,
+    "torchao": _use_torchao,
+}
+
+
+def _unsay_fast_path(model: nn.Module) -> list[str]:
+    """Turn off the fused inference of transformer layers whose Linear is int8: it reads float weights.
+
+    Torch takes that path by an attribute of each layer (pytorch #82443).
+    """
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.TransformerEncoderLayer) and type(module.linear1) is not nn.Linear
+    ]
+    for layer in layers:
+        layer.activation_relu_or_gelu = 0
+    if not layers:
+        return []
+    return [
+        f"{len(layers)} TransformerEncoderLayer run layer by layer: their fused path is for floats"
+    ]
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def _run(model: nn.Module, samples: Sequence[Any]) -> list[torch.Tensor]:
+    return [tensor for sample in samples for tensor in _tensors(model(sample))]
+
+
+def _run_converted(model: nn.Module, samples: Sequence[Any]) -> list[torch.Tensor]:
+    try:
+        return _run(model, samples)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        raise InputError(
+            f"the int8 model does not run: {type(error).__name__}: {error}.",
+            "a model that uses its layers by calling them, not by reading their weights",
+            "exclude=['name.of.the.module'] for the part that reads weights",
+        ) from error
+
+
+def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        for entry in outputs.values():
+            yield from _tensors(entry)
+    elif isinstance(outputs, list | tuple):
+        for entry in outputs:
+            yield from _tensors(entry)
+
+
+def _difference(
+    before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]
+) -> tuple[float, float]:
+    """Return the largest absolute difference, and the same relative to the largest output."""
+    largest = scale = 0.0
+    for one, two in zip(before, after, strict=True):
+        if one.numel():
+            largest = max(largest, float((one.double() - two.double()).abs().max()))
+            scale = max(scale, float(one.double().abs().max()))
+    return largest, largest / scale if scale else 0.0
+
+
+@torch.inference_mode()
+def _time(model: nn.Module, samples: Sequence[Any], num_runs: int) -> Latency | None:
+    if not samples:
+        return None
+    for sample in samples[:3]:
+        model(sample)
+    times = []
+    for _ in range(max(2, num_runs)):
+        for sample in samples:
+            began = time.perf_counter()
+            model(sample)
+            times.append(1e3 * (time.perf_counter() - began))
+    tenths = statistics.quantiles(times, n=10)
+    return Latency(statistics.median(times), tenths[0], tenths[-1])
+
+
+class _Count:
+    """A file that only counts."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self.num_bytes += size
+        return size
+
+    def flush(self) -> None:
+        """Nothing to flush."""
+
+
+def _saved_bytes(model: nn.Module) -> int:
+    count = _Count()
+    torch.save(model.state_dict(), cast("IO[bytes]", count))
+    return count.num_bytes

@@ -1,0 +1,179 @@
+"""One training step, eager: forward, loss in float32, backward, unscale, clip, update.
+
+Enters: `Work`. Leaves: the model's next weights, and the loss as a tensor on the device. Costs: the
+model's own work; no host synchronisation on a GPU where the optimizer is fused.
+
+The order is that of S0-15: autocast forward, scaled backward, unscale, clip, step, update of the
+scale. Gradients of several batches add up to exactly those of one batch of all their samples.
+A gradient that is not finite never reaches the weights: a fused optimizer skips the update on the GPU,
+and on the CPU the host looks first. Other optimizers on a GPU are not held up for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stoker.errors import InputError
+from stoker.train.accumulation import AccumulationWindow, scale_gradients
+from stoker.train.precision import PrecisionChoice
+
+Criterion = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass
+class StepParts:
+    """What a step works on; the trainer may change `model` (compiled, checkpointed) before it runs."""
+
+    model: torch.nn.Module
+    criterion: Criterion
+    optimizer: torch.optim.Optimizer
+    precision: PrecisionChoice
+    scaler: torch.amp.GradScaler
+    device: torch.device
+    clip_norm: float | None
+    nominal_batch: int
+    accumulation_steps: int
+
+
+class Step:
+    """Forward and backward of batches, and the update after a window of them.
+
+    Attributes:
+        guarded: Whether an update with a non-finite gradient is left out without asking the host.
+    """
+
+    def __init__(self, parts: StepParts) -> None:
+        self.parts = parts
+        optimizer = parts.optimizer
+        self.guarded = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.window = AccumulationWindow(parts.nominal_batch, parts.accumulation_steps)
+
+    def add(self, inputs: Any, targets: Any, num_samples: int) -> torch.Tensor:
+        """Add a batch's gradients to the window; return its loss, on the device, float32."""
+        return self.forward_backward(inputs, targets, self.begin_batch(num_samples))
+
+    def begin_batch(self, num_samples: int) -> float:
+        """Count a batch in the window; return the weight of its mean loss."""
+        weight = self.window.add(num_samples)
+        # A batch alone in its window is its own mean, however short: no rounding by weights.
+        return 1.0 if self.parts.accumulation_steps == 1 else weight
+
+    def forward_backward(self, inputs: Any, targets: Any, weight: float) -> torch.Tensor:
+        """Add `weight` times the gradients of the mean loss."""
+        parts = self.parts
+        with parts.precision.autocast(parts.device):
+            outputs = parts.model(inputs)
+        loss = parts.criterion(as_float32(outputs), targets)
+        scaled = parts.scaler.scale(loss if weight == 1.0 else loss * weight)
+        scaled.backward()
+        return loss.detach().float()
+
+    def finish_window(self) -> None:
+        """Update with what was added, however much that is; nothing happens when it is nothing."""
+        if self.window.num_batches:
+            correction = self.window.close()
+            self.update(1.0 if self.parts.accumulation_steps == 1 else correction)
+
+    def drop_window(self) -> None:
+        """Forget what was added."""
+        self.window.close()
+        self.parts.optimizer.zero_grad(set_to_none=True)
+
+    def update(self, correction: float = 1.0) -> None:
+        """Unscale, correct, clip, step; leaves no gradients behind."""
+        parts = self.parts
+        if parts.scaler.is_enabled():
+            parts.scaler.unscale_(parts.optimizer)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if not gradients:
+            raise InputError(
+                "no parameter has a gradient after the backward pass.",
+                "a loss that depends on the model's parameters",
+                "give the optimizer the parameters of this model: AdamW(model.parameters())",
+            )
+        scale_gradients(self._parameters, correction)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if parts.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, parts.clip_norm, norm)
+        self._step(norm)
+        parts.optimizer.zero_grad(set_to_none=True)
+
+    def _step(self, norm: torch.Tensor) -> None:
+        parts = self.parts
+        if parts.scaler.is_enabled():
+            parts.scaler.step(parts.optimizer)
+            parts.scaler.update()
+        elif parts.device.type != "cuda":
+            if math.isfinite(norm.item()):  # costs nothing on a CPU
+                parts.optimizer.step()
+        elif self.guarded:
+            optimizer: Any = parts.optimizer
+            optimizer.grad_scale = None
+            optimizer.found_inf = torch.isfinite(norm).logical_not_().float()
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        else:
+            parts.optimizer.step()
+
+
+def as_float32(outputs: Any) -> Any:
+    """Cast floating tensors of a nested output to float32."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.float() if outputs.is_floating_point() else outputs
+    if isinstance(outputs, dict):
+        return {name: as_float32(value) for name, value in outputs.items()}
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*(as_float32(value) for value in outputs))
+    if isinstance(outputs, tuple | list):
+        return type(outputs)(as_float32(value) for value in outputs)
+    return outputs
+
+
+def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    """Let torch's Adam, AdamW and SGD run fused, with the rate on the device; return what was done.
+
+    A fused update is one kernel for all parameters, can leave itself out where a gradient is not
+    finite, and can be captured in a CUDA graph. The mathematics is the same.
+    """
+    kind = type(optimizer)
+    if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        return f"{kind.__name__} runs as it is"
+    groups = optimizer.param_groups
+    floating = all(p.is_floating_point() for group in groups for p in group["params"])
+    unlike = [name for name in ("differentiable", "amsgrad") if any(g.get(name) for g in groups)]
+    if not floating or unlike:
+        return (
+            f"{kind.__name__} runs as it is ({', '.join(unlike) or 'parameters are not floating'})"
+        )
+    on_gpu = device.type == "cuda"
+    for group in groups:
+        group["fused"], group["foreach"] = True, False
+        if "capturable" in group:
+            group["capturable"] = on_gpu
+        if on_gpu and not isinstance(group["lr"], torch.Tensor):
+            group["lr"] = torch.tensor(float(group["lr"]), device=device)
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].to(device)
+    vars(optimizer)["_step_supports_amp_scaling"] = True
+    return f"{kind.__name__} runs fused"
+
+
+def state_tensors(parts: StepParts) -> Iterator[torch.Tensor]:
+    """Yield every tensor that a step changes: weights, buffers, optimizer and scaler state."""
+    yield from parts.model.parameters()
+    yield from parts.model.buffers()
+    for state in parts.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    for name in ("_scale", "_growth_tracker"):
+        value = getattr(parts.scaler, name, None)
+        if isinstance(value, torch.Tensor):
+            yield value

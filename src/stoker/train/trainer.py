@@ -1,0 +1,520 @@
+"""The `Trainer`: epochs of steps, validation, checkpoints, and a clean end whatever happens.
+
+Enters: a model, loaders, a criterion, an optimizer. Leaves: trained weights, a `History`, a run log
+and checkpoints in the run's folder. Costs: below 1 % over the bare loop; losses are read in blocks,
+nothing waits for the device in between.
+
+Ending: SIGTERM saves and ends with `History.ended == "terminated"`; the first Ctrl-C finishes the
+step, saves and raises KeyboardInterrupt, the second one ends at once. A checkpoint is only written
+when every loss before it was finite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from stoker.errors import InputError
+from stoker.loader.slabs import usable_device
+from stoker.report import Progress, RunLog, Silent
+from stoker.train.activations import checkpoint_activations
+from stoker.train.batches import Feed, Unpack, Work
+from stoker.train.capture import CapturedStep, cannot_capture
+from stoker.train.checkpoint import Checkpoints
+from stoker.train.diagnosis import explain_batch
+from stoker.train.generators import capture_rng, restore_rng
+from stoker.train.losses import LossBook, NonFiniteError, StepLoss
+from stoker.train.memory import CacheEmptier, LeakWatch, log_gpu_stats
+from stoker.train.precision import choose_precision
+from stoker.train.run_lock import RunLock
+from stoker.train.settings import TrainSettings
+from stoker.train.step import Step, StepParts, as_float32, make_guarded
+from stoker.train.window import Window
+
+AUGMENTED = "✓ GPU augmentation enabled"
+
+
+@dataclass
+class EpochReport:
+    """One epoch.
+
+    Attributes:
+        epoch: Its number.
+        train_loss: Mean over its samples.
+        metrics: Of validation; empty without one.
+        num_samples: Trained on.
+        seconds: Of training, validation not counted.
+        wait_share: Share of that time spent waiting for batches.
+    """
+
+    epoch: int
+    train_loss: float
+    metrics: dict[str, float]
+    num_samples: int
+    seconds: float
+    wait_share: float
+
+    @property
+    def samples_per_second(self) -> float:
+        """Training rate."""
+        return self.num_samples / max(self.seconds, 1e-9)
+
+
+@dataclass
+class History:
+    """What a run did.
+
+    Attributes:
+        epochs: Reports of those that were finished.
+        losses: Loss of every step, in order, across epochs.
+        ended: "done", "terminated" or "interrupted".
+        notes: Choices with their reasons.
+    """
+
+    epochs: list[EpochReport] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    ended: str = "done"
+    notes: list[str] = field(default_factory=list)
+
+
+class _RollBackError(Exception):
+    """Leaves the epoch's loop; the trainer goes back and tries again without the batch."""
+
+    def __init__(self, place: tuple[int, int], finding: NonFiniteError) -> None:
+        super().__init__(finding.given)
+        self.place = place
+        self.finding = finding
+
+
+class _Lines(NamedTuple):
+    """A logger, as far as `log_gpu_stats` needs one."""
+
+    info: Callable[[str], None]
+
+
+class Trainer:
+    """Trains a model; see the module's text.
+
+    Args:
+        model: Moved to `device`.
+        train_loader: A stoker `Loader`, a torch DataLoader, or any iterable of batches.
+        val_loader: The same for validation, or None.
+        criterion: `(outputs, targets) -> mean loss of the batch`.
+        optimizer: Over the model's parameters.
+        scheduler: Stepped after every update, or None.
+        config: `TrainSettings`, or a mapping of its fields.
+        device: "cuda", "cuda:1" or "cpu"; the first GPU by default, else the CPU.
+        gpu_augmentation: `GPUAugmentation` or its kin, for training images only; validation gets
+            its `validation()`.
+        unpack: Batch to (inputs, targets); needed when fields have unusual names.
+        metrics: Makes an accumulator with `update(outputs, targets)` and `compute()`.
+        run_dir: Folder of the run log and checkpoints; None keeps nothing.
+        identity: What a checkpoint must agree with to be resumed here, besides the settings.
+        progress: Who wants to know how far it is.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        train_loader: Any,
+        val_loader: Any,
+        criterion: Callable[[Any, Any], torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        config: TrainSettings | Mapping[str, Any] | None = None,
+        device: str | torch.device | None = None,
+        gpu_augmentation: Any = None,
+        *,
+        unpack: Unpack | None = None,
+        metrics: Callable[[], Any] | None = None,
+        run_dir: str | Path | None = None,
+        identity: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.settings = TrainSettings.of(config)
+        self.device = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.model = model.to(self.device)
+        _check_parameters(model, optimizer, self.device)
+        self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
+        self.history = History()
+        self._progress = progress or Silent()
+        self._metrics = metrics
+        self.gpu_augmentation = gpu_augmentation
+        self._train = Feed(train_loader, self.device, unpack, gpu_augmentation)
+        plain = None if gpu_augmentation is None else gpu_augmentation.validation()
+        self._val = None if val_loader is None else Feed(val_loader, self.device, unpack, plain)
+        self._identity = dict(identity or {})
+        self._folder = None if run_dir is None else Path(run_dir)
+        self._checkpoints: Checkpoints | None = None
+        self._log: RunLog | None = None
+        self._epoch = 0
+        self._num_steps = 0
+        self._stop: str | None = None
+        self._saved_at = 0
+        self._left_out: set[tuple[int, int]] = set()
+        self._places: deque[tuple[int, tuple[int, int]]] = deque(
+            maxlen=4 * self.settings.read_every
+        )
+        self._good: dict[str, Any] | None = None
+        self._prepare()
+
+    # -- setting up ------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        settings = self.settings
+        self._precision = choose_precision(settings.precision, self.device, self.model)
+        guarded = make_guarded(self.optimizer, self.device)
+        self.note(f"precision {self._precision.reason}")
+        self.note(f"optimizer {guarded}")
+        model = self.model
+        if settings.activation_checkpointing:
+            self.note(f"activations {checkpoint_activations(model).reason}")
+        if settings.compile:
+            model = cast(torch.nn.Module, torch.compile(model))
+        parts = StepParts(
+            model,
+            self.criterion,
+            self.optimizer,
+            self._precision,
+            self._precision.make_scaler(self.device),
+            self.device,
+            settings.clip_norm,
+            _nominal_batch(self._train.loader),
+            settings.accumulation_steps,
+        )
+        self._step = Step(parts)
+        self._window = Window(self._step, settings.survive_oom, self.note)
+        refusal = cannot_capture(settings.capture, self._train, self._step)
+        self._captured = None if refusal else CapturedStep(self._step, self._train)
+        if refusal is not None and settings.capture == "on":
+            raise InputError(
+                f"capture is 'on', but {refusal}.", "a step that can be captured", "capture='auto'"
+            )
+        self.note(f"step {'captured: one CUDA graph' if refusal is None else f'eager: {refusal}'}")
+        if self.gpu_augmentation is not None:
+            self._progress.say(AUGMENTED)
+            self.history.notes.append(AUGMENTED)
+
+    def note(self, line: str) -> None:
+        """Keep a choice with its reason, and say it."""
+        self.history.notes.append(line)
+        self._progress.say(line)
+
+    # -- running ---------------------------------------------------------------------------
+
+    def fit(self, *, resume: bool = False) -> History:
+        """Train for `config.epochs`; return what happened.
+
+        Args:
+            resume: Go on from the run folder's latest checkpoint, if there is one.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._precision.matmuls())
+            stack.enter_context(self._signals())
+            if self._folder is not None:
+                self._open_folder(stack)
+            if resume:
+                self.resume()
+            settings = self.settings
+            leaks = LeakWatch.for_device(self.device, settings.leak_bytes)
+            cache = CacheEmptier(
+                settings.empty_cache_every_n_epochs, settings.empty_cache_every_n_batches
+            )
+            while self._epoch < settings.epochs and self._stop is None:
+                if self._run_epoch(cache):
+                    cache.after_epoch(self._epoch)
+                    growth = None if leaks is None else leaks.after_epoch()
+                    if growth is not None:
+                        self.note(str(growth))
+            if self._stop is not None:
+                self.save()
+                self.history.ended = self._stop
+        if self._stop == "interrupted":
+            raise KeyboardInterrupt
+        return self.history
+
+    def _run_epoch(self, cache: CacheEmptier) -> bool:
+        """Train and validate one epoch; False when it was cut short."""
+        if self.settings.nonfinite == "rollback":
+            self._good = copy.deepcopy(self.state_dict())
+        try:
+            report = self.train_epoch(cache)
+        except _RollBackError as found:
+            self._roll_back(found)
+            return False
+        if self._stop is not None:
+            return False
+        if self._val is not None:
+            report.metrics = self.validate()
+        self._epoch += 1
+        self.history.epochs.append(report)
+        self._write("epoch", vars(report) | {"samples_per_second": report.samples_per_second})
+        every = self.settings.checkpoint_every_epochs
+        if every and self._epoch % every == 0:
+            self.save(report.metrics or {"loss": report.train_loss})
+        return True
+
+    def _roll_back(self, found: _RollBackError) -> None:
+        """Go back to the last good state; the batch is left out from now on."""
+        assert self._good is not None
+        self._step.drop_window()
+        self.load_state_dict(self._good)
+        self._left_out.add(found.place)
+        self.note(
+            f"{found.finding.given} Went back to epoch {self._epoch}, step {self._num_steps}; batch "
+            f"{found.place[1]} of epoch {found.place[0]} is left out."
+        )
+
+    def train_epoch(self, cache: CacheEmptier | None = None) -> EpochReport:
+        """Train on the rest of the current epoch."""
+        self.model.train()
+        self._train.set_epoch(self._epoch)
+        position = self._saved_at = self._train.position
+        works = iter(self._captured.works() if self._captured is not None else self._train)
+        book = LossBook(self.device, self.settings.read_every)
+        total, count, waited = 0.0, 0, 0.0
+        self._progress.start(f"epoch {self._epoch + 1}", len(self._train) - position, "batches")
+        began = time.perf_counter()
+        while True:
+            asked = time.perf_counter()
+            work = next(works, None)
+            waited += time.perf_counter() - asked
+            if work is None:
+                break
+            for seen in self._train_on(work, book, position):
+                total, count = total + seen.loss * seen.num_samples, count + seen.num_samples
+            position += 1
+            self._after_batch(position, cache)
+            # In the middle of a window its gradients would be lost: it is finished first.
+            if self._stop is not None and not self._step.window.num_batches:
+                break
+        if self._step.window.num_batches:
+            self._window.finish()
+            if self.scheduler is not None:
+                self.scheduler.step()
+        for seen in self._collect(book.flush()):
+            total, count = total + seen.loss * seen.num_samples, count + seen.num_samples
+        seconds = time.perf_counter() - began
+        return EpochReport(
+            self._epoch, total / max(count, 1), {}, count, seconds, waited / max(seconds, 1e-9)
+        )
+
+    def _train_on(self, work: Work, book: LossBook, position: int) -> list[StepLoss]:
+        """Take one batch; return the losses that have arrived meanwhile."""
+        if (self._epoch, position) in self._left_out:
+            return []
+        if self._captured is not None:
+            loss = self._captured.run(work)
+            updated = True
+        else:
+            loss = self._window.add(work)
+            updated = self._step.window.is_complete
+            if updated:
+                self._window.finish()
+        if updated and self.scheduler is not None:
+            self.scheduler.step()
+        self._places.append((self._num_steps, (self._epoch, position)))
+        self._num_steps += 1
+        return self._collect(book.note(self._num_steps - 1, loss, work.num_samples, work.positions))
+
+    def _collect(self, arrived: list[StepLoss]) -> list[StepLoss]:
+        """Keep losses that have arrived; deal with one that is not finite."""
+        for seen in arrived:
+            self.history.losses.append(seen.loss)
+            if not seen.is_finite:
+                self._not_finite(seen)
+        if arrived and self._log is not None:
+            mean = float(np.mean([seen.loss for seen in arrived]))
+            self._write("steps", {"loss": mean, "count": len(arrived)}, arrived[-1].step)
+        return [seen for seen in arrived if seen.is_finite]
+
+    def _not_finite(self, seen: StepLoss) -> None:
+        finding = explain_batch(self._train.loader, seen, self._precision)
+        self._write("nonfinite", {"message": finding.given}, seen.step)
+        if self.settings.nonfinite == "skip":
+            self.note(f"{finding.given} The update was left out.")
+            return
+        place = dict(self._places).get(seen.step)
+        if self.settings.nonfinite == "rollback" and place is not None:
+            raise _RollBackError(place, finding)
+        raise finding
+
+    def _after_batch(self, position: int, cache: CacheEmptier | None) -> None:
+        settings = self.settings
+        self._progress.advance()
+        if cache is not None:
+            cache.after_batch(position)
+        every = settings.log_gpu_stats_every_n_batches
+        if every and position % every == 0:
+            log_gpu_stats(_Lines(self._progress.say), self.device)
+        every = settings.checkpoint_every_steps
+        # Within a window its gradients would be lost: the checkpoint waits for the update.
+        if (
+            every
+            and position // every > self._saved_at // every
+            and not self._step.window.num_batches
+        ):
+            self._saved_at = position
+            self.save()
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Return the mean loss and the metrics over the validation loader; never augmented."""
+        assert self._val is not None
+        self.model.eval()
+        self._val.set_epoch(0)
+        metrics = self._metrics() if self._metrics is not None else None
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        count = 0
+        for work in self._val:
+            with self._precision.autocast(self.device):
+                outputs = self.model(work.inputs)
+            outputs = as_float32(outputs)
+            total += self.criterion(outputs, work.targets).double() * work.num_samples
+            count += work.num_samples
+            if metrics is not None:
+                metrics.update(outputs, work.targets)
+        found = {"loss": float(total) / max(count, 1)}
+        if metrics is not None:
+            found |= metrics.compute()
+        self.model.train()
+        return found
+
+    # -- keeping ---------------------------------------------------------------------------
+
+    def _open_folder(self, stack: contextlib.ExitStack) -> None:
+        assert self._folder is not None
+        settings = self.settings
+        stack.enter_context(RunLock(self._folder))
+        self._checkpoints = Checkpoints(
+            self._folder, settings.keep_last, settings.monitor, settings.maximise
+        )
+        self._log = stack.enter_context(RunLog(self._folder / "run.jsonl"))
+        for line in self.history.notes:
+            self._write("note", {"text": line})
+
+    def _write(self, event: str, values: Mapping[str, Any], step: int | None = None) -> None:
+        if self._log is not None:
+            self._log.write(
+                event, values, step=self._num_steps if step is None else step, epoch=self._epoch
+            )
+
+    def save(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Write a checkpoint, if there is a run folder."""
+        if self._checkpoints is not None:
+            self._checkpoints.save(
+                self.state_dict(), self._num_steps, self._epoch, dict(metrics or {}), self.identity
+            )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with to be resumed here."""
+        ours = self.settings.to_json()
+        for name in ("epochs", "keep_last", "checkpoint_every_epochs", "checkpoint_every_steps"):
+            ours.pop(name)
+        return {"settings": ours, "model": type(self.model).__name__, **self._identity}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that the rest of the run depends on."""
+        loader = self._train.loader
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self._step.parts.scaler.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "loader": loader.state_dict() if hasattr(loader, "state_dict") else None,
+            "augmentation": None,
+            "rng": capture_rng(),
+            "epoch": self._epoch,
+            "num_steps": self._num_steps,
+        }
+        if self.gpu_augmentation is not None:
+            state["augmentation"] = self.gpu_augmentation.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        make_guarded(self.optimizer, self.device)
+        if state["scaler"]:
+            self._step.parts.scaler.load_state_dict(state["scaler"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if state["loader"] is not None:
+            self._train.loader.load_state_dict(state["loader"])
+        if self.gpu_augmentation is not None and state["augmentation"] is not None:
+            self.gpu_augmentation.load_state_dict(state["augmentation"])
+        restore_rng(state["rng"])
+        self._epoch, self._num_steps = int(state["epoch"]), int(state["num_steps"])
+
+    def resume(self) -> bool:
+        """Go on from the latest checkpoint of the run folder; False when there is none."""
+        if self._checkpoints is None:
+            raise InputError(
+                "there is no run folder to resume from.",
+                "a folder",
+                "Trainer(..., run_dir='runs/a')",
+            )
+        if self._checkpoints.latest() is None:
+            self.note("there is no checkpoint yet: beginning anew")
+            return False
+        self.load_state_dict(self._checkpoints.load_for(self.identity).state)
+        self.note(f"resumed at epoch {self._epoch}, step {self._num_steps}")
+        return True
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turn SIGTERM and the first SIGINT into an end after the current step."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+            if number == signal.SIGINT and self._stop == "interrupted":
+                raise KeyboardInterrupt
+            self._stop = "terminated" if number == signal.SIGTERM else "interrupted"
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _nominal_batch(loader: Any) -> int:
+    return int(getattr(loader, "batch_size", None) or 1)
+
+
+def _check_parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    strange = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in own
+    ]
+    if strange:
+        raise InputError(
+            f"the optimizer has {len(strange)} tensors that are not parameters of the model on {device}.",
+            "an optimizer over this model's parameters",
+            "make the model first, then torch.optim.AdamW(model.parameters(), lr=1e-4)",
+        )
+
+
+__all__ = ["AUGMENTED", "EpochReport", "History", "NonFiniteError", "Trainer"]

@@ -1,0 +1,422 @@
+"""The trainer: equal to a bare loop, equal after a resume, honest about what is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from stoker.augment import GPUAugmentation
+from stoker.errors import InputError, StokerError
+from stoker.loader.loader import Loader
+from stoker.report import Silent, read_run_log
+from stoker.store.fields import Dense
+from stoker.train.losses import NonFiniteError
+from stoker.train.trainer import AUGMENTED, Trainer
+from store_makers import write_store
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Says(Silent):
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+@pytest.fixture
+def path(tmp_path):
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(203, 6)).astype("f4")
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["features"] = features
+        file["targets"] = (features[:, :1] * 2 - features[:, 1:2]).astype("f4")
+    return tmp_path / "rows.h5"
+
+
+def make_model(dropout=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1))
+
+
+def make_trainer(path, device="cpu", batch=20, order="shuffled", dropout=0.0, lr=0.01, **options):
+    model = make_model(dropout).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    loader = Loader(path, batch, device, order=order, seed=1)
+    val = options.pop("val", None)
+    scheduler = options.pop("scheduler", None)
+    extra = {name: options.pop(name) for name in ("run_dir", "progress", "unpack") if name in options}
+    config = {"epochs": 2, "capture": "off", "precision": "fp32", "read_every": 7, **options}
+    return Trainer(
+        model, loader, val, nn.functional.mse_loss, optimizer, scheduler, config, device, **extra
+    )
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten().cpu() for p in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_equal_to_a_bare_loop_bit_for_bit(path, device):
+    trainer = make_trainer(path, device)
+    history = trainer.fit()
+    model = make_model().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    losses = []
+    with Loader(path, 20, device, order="shuffled", seed=1) as loader:
+        for _ in range(2):
+            for batch in loader:
+                loss = nn.functional.mse_loss(model(batch["features"]), batch["targets"])
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    assert history.losses == losses
+    assert len(history.epochs) == 2
+    assert history.epochs[0].num_samples == 203
+    assert history.epochs[1].train_loss < history.epochs[0].train_loss
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_accumulation_equals_one_large_batch(path, device, steps):
+    # 203 samples: the last window is short, and so is its last batch.
+    small = make_trainer(path, device, 10, "sequential", accumulation_steps=steps, epochs=1)
+    large = make_trainer(path, device, 10 * steps, "sequential", epochs=1)
+    small.fit()
+    large.fit()
+    torch.testing.assert_close(weights(small), weights(large), rtol=1e-4, atol=1e-5)
+
+
+def test_any_loader_works(path):
+    data = torch.utils.data.TensorDataset(torch.randn(50, 6), torch.randn(50, 1))
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    history = Trainer(
+        model, loader, loader, nn.functional.mse_loss, optimizer, None, {"epochs": 3}, "cpu"
+    ).fit()
+    assert [report.num_samples for report in history.epochs] == [50, 50, 50]
+    assert history.epochs[2].metrics["loss"] < history.epochs[0].metrics["loss"]
+
+
+def test_the_scheduler_steps_with_every_update(path):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    loader = Loader(path, 50, "cpu")
+    settings = {"epochs": 1, "accumulation_steps": 2}
+    Trainer(model, loader, None, nn.functional.mse_loss, optimizer, scheduler, settings, "cpu").fit()
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.01 * 0.5**3)  # five batches: 2 + 2 + 1
+
+
+# -- resuming ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [0, 4])
+def test_a_resumed_run_is_the_unbroken_run(path, tmp_path, every):
+    whole = make_trainer(path, dropout=0.3, epochs=4)
+    history = whole.fit()
+    options = {"dropout": 0.3, "run_dir": tmp_path / "run", "checkpoint_every_steps": every}
+    make_trainer(path, epochs=2, **options).fit()
+    torch.manual_seed(99)
+    rest = make_trainer(path, epochs=4, **options)
+    second = rest.fit(resume=True)
+    assert second.losses == history.losses[-len(second.losses) :]
+    assert len(second.losses) == 2 * len(history.losses) // 4
+    assert torch.equal(weights(rest), weights(whole))
+
+
+SCRIPT = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from test_trainer import make_trainer
+trainer = make_trainer(Path({path!r}), dropout=0.3, epochs=400, run_dir={run!r},
+                       checkpoint_every_steps=3, checkpoint_every_epochs=1)
+history = trainer.fit(resume=True)
+print(history.ended)
+"""
+
+
+def start(path, run):
+    code = SCRIPT.format(tests=os.path.dirname(__file__), path=str(path), run=str(run))
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], stdout=subprocess.PIPE
+    )
+
+
+def wait_for_checkpoints(run, count=2, seconds=60):
+    end = time.monotonic() + seconds
+    while len(list(run.glob("step-*.pt"))) < count:
+        assert time.monotonic() < end, "no checkpoint was written"
+        time.sleep(0.02)
+
+
+def test_kill_9_and_resume_gives_the_same_losses(path, tmp_path):
+    run = tmp_path / "run"
+    process = start(path, run)
+    wait_for_checkpoints(run)
+    process.kill()
+    process.communicate()
+    resumed = make_trainer(
+        path, dropout=0.3, epochs=400, run_dir=run, checkpoint_every_steps=3
+    )
+    resumed.settings = type(resumed.settings)(**{**resumed.settings.to_json(), "epochs": 0})
+    with pytest.MonkeyPatch.context():
+        resumed.fit(resume=True)
+    done = resumed._num_steps
+    epochs = done // 11 + 2
+    resumed = make_trainer(
+        path, dropout=0.3, epochs=epochs, run_dir=run, checkpoint_every_steps=3
+    )
+    second = resumed.fit(resume=True)
+    whole = make_trainer(path, dropout=0.3, epochs=epochs).fit()
+    assert done > 0
+    assert second.losses == whole.losses[-len(second.losses) :]
+    assert len(whole.losses) - len(second.losses) == done
+
+
+def test_sigterm_saves_and_ends_well(path, tmp_path):
+    run = tmp_path / "run"
+    process = start(path, run)
+    wait_for_checkpoints(run)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert output.decode().strip() == "terminated"
+
+
+def test_ctrl_c_saves_what_was_done(path, tmp_path):
+    trainer = make_trainer(path, epochs=1000, run_dir=tmp_path / "run", checkpoint_every_epochs=0)
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert len(list((tmp_path / "run").glob("step-*.pt"))) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_checkpoint_of_another_config_is_refused_with_the_difference(path, tmp_path):
+    make_trainer(path, run_dir=tmp_path / "run").fit()
+    other = make_trainer(path, run_dir=tmp_path / "run", clip_norm=2.0, epochs=3)
+    with pytest.raises(InputError, match=r"clip_norm"):
+        other.fit(resume=True)
+
+
+def test_two_processes_cannot_share_a_run(path, tmp_path):
+    process = start(path, tmp_path / "run")
+    wait_for_checkpoints(tmp_path / "run")
+    try:
+        with pytest.raises(StokerError, match=f"process {process.pid}"):
+            make_trainer(path, run_dir=tmp_path / "run").fit()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_run_log_tells_the_run(path, tmp_path):
+    make_trainer(path, run_dir=tmp_path / "run").fit()
+    lines = read_run_log(tmp_path / "run" / "run.jsonl")
+    epochs = [line for line in lines if line.event == "epoch"]
+    assert [line.epoch for line in epochs] == [1, 2]
+    assert epochs[0].values["num_samples"] == 203
+    assert any("precision fp32" in str(line.values) for line in lines if line.event == "note")
+
+
+# -- what goes wrong -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dirty(tmp_path):
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(200, 6)).astype("f4")
+    features[77, 4] = np.nan
+    with h5py.File(tmp_path / "dirty.h5", "w") as file:
+        file["features"] = features
+        file["targets"] = np.zeros((200, 1), "f4")
+    return tmp_path / "dirty.h5"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_bad_value_is_named_with_its_sample_and_column(dirty, device):
+    trainer = make_trainer(dirty, device)
+    with pytest.raises(NonFiniteError, match=r"features column 4 is nan in sample 77"):
+        trainer.fit()
+    assert torch.isfinite(weights(trainer)).all(), "the update was left out"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_skip_goes_on_without_the_update(dirty, device):
+    trainer = make_trainer(dirty, device, nonfinite="skip")
+    history = trainer.fit()
+    assert sum(np.isnan(history.losses)) == 2
+    assert torch.isfinite(weights(trainer)).all()
+    assert any("left out" in note for note in history.notes)
+
+
+def test_rollback_trains_as_if_the_batch_had_not_been_there(dirty):
+    trainer = make_trainer(dirty, order="sequential", nonfinite="rollback", epochs=1)
+    trainer.fit()
+    assert torch.isfinite(weights(trainer)).all()
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    for number, batch in enumerate(Loader(dirty, 20, "cpu")):
+        if number != 3:
+            nn.functional.mse_loss(model(batch["features"]), batch["targets"]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(weights(trainer), torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+
+def test_a_model_that_diverges_is_not_blamed_on_the_data(path):
+    trainer = make_trainer(path)
+    trainer._step.parts.criterion = lambda outputs, targets: outputs.sum() * float("inf")
+    with pytest.raises(NonFiniteError, match="holds finite values only"):
+        trainer.fit()
+
+
+def test_a_loader_that_raises_in_the_middle_keeps_its_error(path):
+    class Broken:
+        batch_size = 5
+
+        def __len__(self):
+            return 3
+
+        def __iter__(self):
+            yield torch.zeros(5, 6), torch.zeros(5, 1)
+            raise OSError("the disk is gone")
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, Broken(), None, nn.functional.mse_loss, optimizer, None, None, "cpu")
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.fit()
+
+
+def test_wrong_arguments_are_named(path):
+    with pytest.raises(InputError, match="unknown training settings 'epoch'"):
+        make_trainer(path, epoch=3)
+    with pytest.raises(InputError, match="precision is 'fp8'"):
+        make_trainer(path, precision="fp8")
+    with pytest.raises(InputError, match="capture is 'on', but there are no CUDA graphs on the CPU"):
+        make_trainer(path, capture="on")
+    other = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    with pytest.raises(InputError, match="not parameters of the model"):
+        Trainer(make_model(), Loader(path, 5, "cpu"), None, nn.functional.mse_loss, other, None, None, "cpu")
+    detached = make_trainer(path)
+    detached._step.parts.criterion = lambda outputs, targets: (
+        torch.zeros((), requires_grad=True) + outputs.detach().sum()
+    )
+    with pytest.raises(InputError, match="no parameter has a gradient"):
+        detached.fit()
+
+
+# -- images --------------------------------------------------------------------------------------
+
+
+def test_augmentation_is_announced_and_validation_is_never_augmented(tmp_path):
+    rng = np.random.default_rng(0)
+    store = write_store(
+        tmp_path / "s",
+        [
+            {
+                "images": Dense(rng.integers(0, 256, (16, 3, 8, 8), dtype=np.uint8)),
+                "labels": Dense(rng.integers(0, 3, 16)),
+            }
+        ],
+    )
+    seen = {"train": [], "val": []}
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(192, 3)
+
+        def forward(self, images):
+            seen["train" if self.training else "val"].append(images.detach().clone())
+            return self.head(images.flatten(1))
+
+    model, says = Net(), Says()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loaders = Loader(store, 16, "cpu"), Loader(store, 16, "cpu")
+    Trainer(
+        model,
+        *loaders,
+        nn.functional.cross_entropy,
+        optimizer,
+        None,
+        {"epochs": 2},
+        "cpu",
+        GPUAugmentation(1.0, 90),
+        progress=says,
+    ).fit()
+    plain = torch.from_numpy(store.gather("images", np.arange(16))) / 255
+    assert AUGMENTED in says.lines
+    for images in seen["val"]:
+        torch.testing.assert_close(images, plain)
+    assert not torch.allclose(seen["train"][0], plain, atol=0.1)
+    assert not torch.equal(seen["train"][0], seen["train"][1])
+
+
+# -- capture -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("chunk_bytes", [None, 2000])
+def test_a_captured_run_is_the_eager_run(path, precision, chunk_bytes):
+    runs = []
+    for capture in ("on", "off"):
+        model = make_model().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 230)
+        loader = Loader(path, 20, "cuda", order="shuffled", seed=1, chunk_bytes=chunk_bytes)
+        config = {"epochs": 21, "capture": capture, "precision": precision}
+        trainer = Trainer(
+            model, loader, None, nn.functional.mse_loss, optimizer, scheduler, config, "cuda"
+        )
+        history = trainer.fit()
+        runs.append((np.array(history.losses), weights(trainer)))
+        if capture == "on":
+            assert trainer._captured.active, trainer._captured.reason
+    (captured, one), (eager, two) = runs
+    assert len(captured) == 231
+    np.testing.assert_allclose(captured, eager, rtol=2e-2 if precision != "fp32" else 1e-3, atol=1e-4)
+    torch.testing.assert_close(one, two, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_model_that_cannot_be_captured_trains_eagerly_and_says_why(path):
+    class Peeks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_model()
+
+        def forward(self, x):
+            return self.net(x) * (2.0 if x.sum().item() > 0 else 1.0)
+
+    model = Peeks().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    loader = Loader(path, 20, "cuda", order="shuffled", seed=1)
+    trainer = Trainer(
+        model, loader, None, nn.functional.mse_loss, optimizer, None, {"epochs": 2}, "cuda"
+    )
+    history = trainer.fit()
+    assert not trainer._captured.active
+    assert "cannot be captured" in trainer._captured.reason
+    assert np.isfinite(history.losses).all()
+    assert len(history.losses) == 22
