@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -57,7 +58,9 @@ def make_trainer(path, device="cpu", batch=20, order="shuffled", dropout=0.0, lr
     loader = Loader(path, batch, device, order=order, seed=1)
     val = options.pop("val", None)
     scheduler = options.pop("scheduler", None)
-    extra = {name: options.pop(name) for name in ("run_dir", "progress", "unpack") if name in options}
+    extra = {
+        name: options.pop(name) for name in ("run_dir", "progress", "unpack") if name in options
+    }
     config = {"epochs": 2, "capture": "off", "precision": "fp32", "read_every": 7, **options}
     return Trainer(
         model, loader, val, nn.functional.mse_loss, optimizer, scheduler, config, device, **extra
@@ -119,8 +122,12 @@ def test_the_scheduler_steps_with_every_update(path):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     loader = Loader(path, 50, "cpu")
     settings = {"epochs": 1, "accumulation_steps": 2}
-    Trainer(model, loader, None, nn.functional.mse_loss, optimizer, scheduler, settings, "cpu").fit()
-    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.01 * 0.5**3)  # five batches: 2 + 2 + 1
+    Trainer(
+        model, loader, None, nn.functional.mse_loss, optimizer, scheduler, settings, "cpu"
+    ).fit()
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(
+        0.01 * 0.5**3
+    )  # five batches: 2 + 2 + 1
 
 
 # -- resuming ------------------------------------------------------------------------------------
@@ -153,7 +160,7 @@ print(history.ended)
 
 
 def start(path, run):
-    code = SCRIPT.format(tests=os.path.dirname(__file__), path=str(path), run=str(run))
+    code = SCRIPT.format(tests=str(Path(__file__).parent), path=str(path), run=str(run))
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], stdout=subprocess.PIPE
     )
@@ -172,17 +179,13 @@ def test_kill_9_and_resume_gives_the_same_losses(path, tmp_path):
     wait_for_checkpoints(run)
     process.kill()
     process.communicate()
-    resumed = make_trainer(
-        path, dropout=0.3, epochs=400, run_dir=run, checkpoint_every_steps=3
-    )
+    resumed = make_trainer(path, dropout=0.3, epochs=400, run_dir=run, checkpoint_every_steps=3)
     resumed.settings = type(resumed.settings)(**{**resumed.settings.to_json(), "epochs": 0})
     with pytest.MonkeyPatch.context():
         resumed.fit(resume=True)
     done = resumed._num_steps
     epochs = done // 11 + 2
-    resumed = make_trainer(
-        path, dropout=0.3, epochs=epochs, run_dir=run, checkpoint_every_steps=3
-    )
+    resumed = make_trainer(path, dropout=0.3, epochs=epochs, run_dir=run, checkpoint_every_steps=3)
     second = resumed.fit(resume=True)
     whole = make_trainer(path, dropout=0.3, epochs=epochs).fit()
     assert done > 0
@@ -279,7 +282,9 @@ def test_rollback_trains_as_if_the_batch_had_not_been_there(dirty):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    assert torch.equal(weights(trainer), torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(
+        weights(trainer), torch.cat([p.detach().flatten() for p in model.parameters()])
+    )
 
 
 def test_a_model_that_diverges_is_not_blamed_on_the_data(path):
@@ -312,11 +317,22 @@ def test_wrong_arguments_are_named(path):
         make_trainer(path, epoch=3)
     with pytest.raises(InputError, match="precision is 'fp8'"):
         make_trainer(path, precision="fp8")
-    with pytest.raises(InputError, match="capture is 'on', but there are no CUDA graphs on the CPU"):
+    with pytest.raises(
+        InputError, match="capture is 'on', but there are no CUDA graphs on the CPU"
+    ):
         make_trainer(path, capture="on")
     other = torch.optim.SGD(make_model().parameters(), lr=0.1)
     with pytest.raises(InputError, match="not parameters of the model"):
-        Trainer(make_model(), Loader(path, 5, "cpu"), None, nn.functional.mse_loss, other, None, None, "cpu")
+        Trainer(
+            make_model(),
+            Loader(path, 5, "cpu"),
+            None,
+            nn.functional.mse_loss,
+            other,
+            None,
+            None,
+            "cpu",
+        )
     detached = make_trainer(path)
     detached._step.parts.criterion = lambda outputs, targets: (
         torch.zeros((), requires_grad=True) + outputs.detach().sum()
@@ -395,7 +411,9 @@ def test_a_captured_run_is_the_eager_run(path, precision, chunk_bytes):
             assert trainer._captured.active, trainer._captured.reason
     (captured, one), (eager, two) = runs
     assert len(captured) == 231
-    np.testing.assert_allclose(captured, eager, rtol=2e-2 if precision != "fp32" else 1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        captured, eager, rtol=2e-2 if precision != "fp32" else 1e-3, atol=1e-4
+    )
     torch.testing.assert_close(one, two, rtol=1e-2, atol=1e-3)
 
 

@@ -174,6 +174,11 @@ class Loader:
         return len(self._order)
 
     @property
+    def walks_in_lanes(self) -> bool:
+        """Whether row i of a batch continues row i of the one before; see `Batch.reset`."""
+        return self._order.lanes is not None
+
+    @property
     def device_bytes(self) -> int:
         """Bytes of data on the device, batches not counted."""
         return 0 if self.tier == "streamed" else self._ring.num_bytes

@@ -43,6 +43,11 @@ class Work:
     batch: Batch | None = None
     index: IndexBatch | None = None
 
+    @property
+    def reset(self) -> torch.Tensor | None:
+        """Lanes only: rows whose recurrent state begins anew."""
+        return None if self.batch is None else self.batch.reset
+
 
 class Feed:
     """Iterate for the `Work` of one epoch.

@@ -37,6 +37,8 @@ def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
         return f"there are no CUDA graphs on the {parts.device.type.upper()}"
     if parts.accumulation_steps > 1:
         return "several batches are accumulated per update"
+    if parts.carry is not None:
+        return "recurrent state is carried from batch to batch"
     if not step.guarded:
         return f"{type(parts.optimizer).__name__} is not a fused optimizer"
     if feed.is_stoker and any(column.kind == "ragged" for column in feed.loader.columns):

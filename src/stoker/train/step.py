@@ -20,6 +20,7 @@ import torch
 
 from stoker.errors import InputError
 from stoker.train.accumulation import AccumulationWindow, scale_gradients
+from stoker.train.carry import Carry
 from stoker.train.precision import PrecisionChoice
 
 Criterion = Callable[[Any, Any], torch.Tensor]
@@ -38,6 +39,7 @@ class StepParts:
     clip_norm: float | None
     nominal_batch: int
     accumulation_steps: int
+    carry: Carry | None = None
 
 
 class Step:
@@ -54,9 +56,11 @@ class Step:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.window = AccumulationWindow(parts.nominal_batch, parts.accumulation_steps)
 
-    def add(self, inputs: Any, targets: Any, num_samples: int) -> torch.Tensor:
+    def add(
+        self, inputs: Any, targets: Any, num_samples: int, reset: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Add a batch's gradients to the window; return its loss, on the device, float32."""
-        return self.forward_backward(inputs, targets, self.begin_batch(num_samples))
+        return self.forward_backward(inputs, targets, self.begin_batch(num_samples), reset)
 
     def begin_batch(self, num_samples: int) -> float:
         """Count a batch in the window; return the weight of its mean loss."""
@@ -64,11 +68,23 @@ class Step:
         # A batch alone in its window is its own mean, however short: no rounding by weights.
         return 1.0 if self.parts.accumulation_steps == 1 else weight
 
-    def forward_backward(self, inputs: Any, targets: Any, weight: float) -> torch.Tensor:
-        """Add `weight` times the gradients of the mean loss."""
+    def forward_backward(
+        self, inputs: Any, targets: Any, weight: float, reset: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add `weight` times the gradients of the mean loss.
+
+        Args:
+            inputs: Of the model.
+            targets: Of the criterion.
+            weight: Of the loss.
+            reset: Rows whose recurrent state begins anew, where state is carried.
+        """
         parts = self.parts
         with parts.precision.autocast(parts.device):
-            outputs = parts.model(inputs)
+            if parts.carry is not None and reset is not None:
+                outputs = parts.carry.run(parts.model, inputs, reset)
+            else:
+                outputs = parts.model(inputs)
         loss = parts.criterion(as_float32(outputs), targets)
         scaled = parts.scaler.scale(loss if weight == 1.0 else loss * weight)
         scaled.backward()

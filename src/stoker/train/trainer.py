@@ -32,6 +32,7 @@ from stoker.report import Progress, RunLog, Silent
 from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
 from stoker.train.capture import CapturedStep, cannot_capture
+from stoker.train.carry import make_carry
 from stoker.train.checkpoint import Checkpoints
 from stoker.train.diagnosis import explain_batch
 from stoker.train.generators import capture_rng, restore_rng
@@ -193,6 +194,7 @@ class Trainer:
             settings.clip_norm,
             _nominal_batch(self._train.loader),
             settings.accumulation_steps,
+            make_carry(self.model, self._train.loader, self.device),
         )
         self._step = Step(parts)
         self._window = Window(self._step, settings.survive_oom, self.note)
@@ -282,6 +284,8 @@ class Trainer:
         self.model.train()
         self._train.set_epoch(self._epoch)
         position = self._saved_at = self._train.position
+        if self._step.parts.carry is not None and not position:
+            self._step.parts.carry.begin()
         works = iter(self._captured.works() if self._captured is not None else self._train)
         book = LossBook(self.device, self.settings.read_every)
         total, count, waited = 0.0, 0, 0.0
@@ -378,9 +382,13 @@ class Trainer:
         metrics = self._metrics() if self._metrics is not None else None
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         count = 0
+        carry = make_carry(self.model, self._val.loader, self.device)
         for work in self._val:
             with self._precision.autocast(self.device):
-                outputs = self.model(work.inputs)
+                if carry is not None and work.reset is not None:
+                    outputs = carry.run(self.model, work.inputs, work.reset)
+                else:
+                    outputs = self.model(work.inputs)
             outputs = as_float32(outputs)
             total += self.criterion(outputs, work.targets).double() * work.num_samples
             count += work.num_samples
@@ -436,12 +444,15 @@ class Trainer:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "loader": loader.state_dict() if hasattr(loader, "state_dict") else None,
             "augmentation": None,
+            "carried": None,
             "rng": capture_rng(),
             "epoch": self._epoch,
             "num_steps": self._num_steps,
         }
         if self.gpu_augmentation is not None:
             state["augmentation"] = self.gpu_augmentation.state_dict()
+        if self._step.parts.carry is not None:
+            state["carried"] = self._step.parts.carry.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -457,6 +468,8 @@ class Trainer:
             self._train.loader.load_state_dict(state["loader"])
         if self.gpu_augmentation is not None and state["augmentation"] is not None:
             self.gpu_augmentation.load_state_dict(state["augmentation"])
+        if self._step.parts.carry is not None:
+            self._step.parts.carry.load_state_dict(state["carried"])
         restore_rng(state["rng"])
         self._epoch, self._num_steps = int(state["epoch"]), int(state["num_steps"])
 

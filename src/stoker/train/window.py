@@ -70,6 +70,7 @@ class Window:
         self._before: tuple[tuple[torch.Tensor, torch.Tensor | None], list[torch.Tensor]] | None = (
             None
         )
+        self._carried: dict[str, torch.Tensor] | None = None
         self._circumstances: Circumstances | None = None
         if survive and parts.device.type == "cuda":
             self._recall()
@@ -78,6 +79,8 @@ class Window:
         """Add a batch to the window; return its loss, on the device."""
         if self._survive and not self._works:
             self._before = self._generators(), [buffer.clone() for buffer in self._buffers]
+            carry = self.step.parts.carry
+            self._carried = None if carry is None else carry.state_dict()
         self._works.append(work)
         loss = self._guarded(lambda: self._add(work))
         return loss if loss is not None else self._replay()[-1]
@@ -99,7 +102,7 @@ class Window:
     def _add(self, work: Work) -> torch.Tensor:
         """Run a batch in passes that fit, weighted by their samples."""
         if work.num_samples <= self.footing.pass_size:
-            return self.step.add(work.inputs, work.targets, work.num_samples)
+            return self.step.add(work.inputs, work.targets, work.num_samples, work.reset)
         weight = self.step.begin_batch(work.num_samples)
         total = torch.zeros((), device=self.step.parts.device)
         for inputs, targets, count in _passes(work, self.footing.pass_size):
@@ -129,6 +132,8 @@ class Window:
     def _restore(self) -> None:
         assert self._before is not None
         self.step.drop_window()
+        if self.step.parts.carry is not None:
+            self.step.parts.carry.load_state_dict(self._carried)
         (on_host, on_device), buffers = self._before
         torch.set_rng_state(on_host)
         if on_device is not None:
@@ -200,8 +205,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _can_cut(work: Work) -> bool:
-    """Whether every tensor has a row per sample."""
-    return all(
+    """Whether every tensor has a row per sample, and rows carry no state."""
+    return work.reset is None and all(
         tensor.dim() and tensor.shape[0] == work.num_samples
         for tensor in _tensors((work.inputs, work.targets))
     )

@@ -1,0 +1,59 @@
+"""Recurrent state that goes on from batch to batch (S0-27): row i continues row i of the batch before.
+
+Enters: a model that takes and returns its state, the batches of a lane order. Leaves: its outputs.
+Costs: the state, on the device. The state's value flows on, its gradient does not; rows whose lane
+begins, or whose series had a gap, begin from the model's initial state.
+
+A stateful model has `initial_state(batch, device)`, `reset_state(state, rows)` and is called as
+`model(inputs, state) -> (outputs, state)`. A state is a dict of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from stoker.loader.loader import Loader
+
+State = Mapping[str, torch.Tensor]
+
+
+class Carry:
+    """Holds the state between batches; one for training, another for validation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._state: State | None = None
+
+    def begin(self) -> None:
+        """Forget: an epoch begins, or another loader."""
+        self._state = None
+
+    def run(self, model: Any, inputs: Any, reset: torch.Tensor) -> Any:
+        """Return the outputs of a batch whose rows continue those before, but where `reset`."""
+        state = self._state
+        if state is None:
+            state = model.initial_state(len(reset), self.device)
+        outputs, following = model(inputs, model.reset_state(state, reset))
+        self._state = {name: value.detach() for name, value in following.items()}
+        return outputs
+
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Return the state; None at the beginning."""
+        return None if self._state is None else dict(self._state)
+
+    def load_state_dict(self, state: State | None) -> None:
+        """Go on from a state."""
+        self._state = (
+            None
+            if state is None
+            else {name: value.to(self.device) for name, value in state.items()}
+        )
+
+
+def make_carry(model: torch.nn.Module, loader: Any, device: torch.device) -> Carry | None:
+    """Return a carry where the loader walks in lanes and the model takes a state; else None."""
+    in_lanes = isinstance(loader, Loader) and loader.walks_in_lanes
+    return Carry(device) if in_lanes and hasattr(model, "initial_state") else None

@@ -1,0 +1,134 @@
+"""State carried by lanes: equal to one pass over the whole series, and it survives a checkpoint."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from stoker.loader.lanes import plan_store_lanes
+from stoker.loader.loader import Loader
+from stoker.store.fields import Dense, Series
+from stoker.train.trainer import Trainer
+from store_makers import write_store
+
+WINDOW, STEPS = 4, 60
+
+
+class Recurrent(nn.Module):
+    """Adds up what it sees, through a GRU; remembers the outputs of every call."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.GRU(2, 5, batch_first=True)
+        self.head = nn.Linear(5, 1)
+        self.seen = []
+
+    def initial_state(self, batch, device):
+        return {"h": torch.zeros(batch, 5, device=device)}
+
+    def reset_state(self, state, rows):
+        return {name: torch.where(rows[:, None], 0.0, value) for name, value in state.items()}
+
+    def forward(self, inputs, state=None):
+        if state is None:
+            state = self.initial_state(len(inputs), inputs.device)
+        out, last = self.cell(inputs, state["h"][None].contiguous())
+        self.seen.append((out.detach().clone(), state["h"].clone(), last.requires_grad))
+        return self.head(out[:, -1]), {"h": last[0]}
+
+
+@pytest.fixture
+def store(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = STEPS * WINDOW
+    series = Series(
+        rows=rng.normal(size=(rows, 2)).astype("f4"),
+        time=np.arange(rows, dtype=np.int64) * 60,
+        ends=np.arange(WINDOW, rows + 1, dtype=np.int64),
+        window=WINDOW,
+        gap=np.zeros(rows, np.uint8),
+        columns=("a", "b"),
+        duration_ns=60,
+    )
+    count = len(series.ends)
+    return write_store(
+        tmp_path / "s",
+        [{"M1": series, "targets": Dense(rng.normal(size=(count, 1)).astype("f4"))}],
+    )
+
+
+def make_trainer(store, lr=0.0, **options):
+    model = Recurrent()
+    lanes = plan_store_lanes(store, 3)
+    loader = Loader(store, 3, "cpu", order="lanes", lanes=lanes, fields=["M1", "targets"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    extra = {name: options.pop(name) for name in ("run_dir",) if name in options}
+    return Trainer(
+        model,
+        loader,
+        options.pop("val", None),
+        nn.functional.mse_loss,
+        optimizer,
+        None,
+        {"epochs": 1, **options},
+        "cpu",
+        unpack=lambda batch: (batch["M1"], batch["targets"]),
+        **extra,
+    )
+
+
+def test_windows_in_lanes_are_one_pass_over_the_series(store):
+    trainer = make_trainer(store)
+    trainer.fit()
+    rows = torch.from_numpy(store.read_series("M1", "rows", 0))
+    lanes = trainer._train.loader._order.lanes
+    starts, lengths = lanes.lay_out(1, False)
+    carried = torch.cat([out for out, _, _ in trainer.model.seen], dim=1)
+    ends = store.read_series("M1", "ends", 0)
+    for lane, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        first = int(ends[lanes.positions[start]]) - WINDOW
+        whole, _ = trainer.model.cell(rows[None, first : first + int(length) * WINDOW])
+        torch.testing.assert_close(carried[lane, : whole.shape[1]], whole[0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_does_not_flow_from_batch_to_batch_and_epochs_begin_anew(store):
+    trainer = make_trainer(store, epochs=2)
+    trainer.fit()
+    num = len(trainer._train.loader)
+    states = [state for _, state, _ in trainer.model.seen]
+    assert not any(state.requires_grad for state in states)
+    assert (states[0] == 0).all()
+    assert (states[num] == 0).all()
+    assert not (states[1] == 0).all()
+
+
+def test_validation_has_a_state_of_its_own(store):
+    lanes = plan_store_lanes(store, 3)
+    val = Loader(store, 3, "cpu", order="lanes", lanes=lanes, fields=["M1", "targets"])
+    trainer = make_trainer(store, val=val)
+    trainer.fit()
+    states = [state for _, state, _ in trainer.model.seen]
+    assert (states[len(trainer._train.loader)] == 0).all()
+    first = trainer.validate()
+    assert trainer.validate() == first
+
+
+def test_a_resumed_run_carries_on(store, tmp_path):
+    whole = make_trainer(store, lr=0.1).fit()
+    options = {"lr": 0.1, "run_dir": tmp_path / "run", "checkpoint_every_steps": 7}
+    broken = make_trainer(store, **options)
+    original = broken._after_batch
+
+    def stop_at(position, cache):
+        original(position, cache)
+        if position == 14:
+            raise OSError("power cut")
+
+    broken._after_batch = stop_at
+    with pytest.raises(OSError, match="power cut"):
+        broken.fit()
+    rest = make_trainer(store, **options).fit(resume=True)
+    assert rest.losses == whole.losses[14:]
