@@ -277,6 +277,18 @@ class TestJudge:
         assert "--repair 'clip@feature 37'" in found.remedy
         assert (overflow.name, overflow.severity) == ("overflows-fp16", "warn")
 
+    @given(st.integers(0, 2**32 - 1), st.integers(1, 120))
+    def test_the_clip_it_names_removes_the_extremes_however_many(self, seed, count):
+        rng = np.random.default_rng(seed)
+        values = clean(1200, 2, seed=seed)
+        values[rng.choice(1200, count, replace=False), 1] = 1e15
+        (found,) = [f for f in judge(TableStats.scan(values)) if f.name == "extreme"]
+        text = shlex.split(found.remedy.split(";")[0])[1]
+        columns = list(TableStats.scan(values).columns)
+        fitted = fit_repairs([parse_repair(text)], values, columns)
+        after = judge(TableStats.scan(apply_repairs(values, fitted, columns)))
+        assert [f for f in after if f.severity == "refuse"] == []
+
     @given(st.data())
     def test_every_planted_defect_is_found_and_nothing_else(self, data):
         # The seventh column stays clean, so that no two rows become equal.

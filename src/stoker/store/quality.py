@@ -22,6 +22,7 @@ the exponent histogram, however the table was cut into parts.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -255,6 +256,17 @@ class _Column:
     def _repair(self, text: str) -> str:
         return f"--repair {shlex.quote(f'{text}@{escape_name(self._name)}')}"
 
+    def _clip(self, count: int) -> str:
+        """A clip whose quantiles leave out twice as many values as are extreme.
+
+        The default, 0.1 %, would keep the 1e15 where more than one value in a thousand is extreme.
+        """
+        share = count / self._stats.num_values
+        if 2 * share <= 0.001:
+            return self._repair("clip")
+        edge = min(0.25, math.ceil(2000 * share) / 1000)
+        return self._repair(f"clip:{edge:g},{1 - edge:g}")
+
     def _finding(
         self,
         name: FindingName,
@@ -302,7 +314,7 @@ class _Column:
             return []
         what = f"reach {self._largest():.3g}, {why}"
         remedy = (
-            f"{self._repair('clip')}; if it is a ratio, look at its denominator: "
+            f"{self._clip(count)}; if it is a ratio, look at its denominator: "
             "--repair min-denominator:RATIO=NUMERATOR/DENOMINATOR,min=0.01"
         )
         return [self._finding("extreme", "refuse", count, rows, what, remedy)]
