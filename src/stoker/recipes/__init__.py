@@ -1,0 +1,1 @@
+"""Ready jobs: forex, massspec, segmentation, tabular; each has a page in docs/recipes/."""

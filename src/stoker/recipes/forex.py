@@ -1,0 +1,320 @@
+"""The forex recipe: where the price goes over the next bars, and how far (S0, S4).
+
+Enters: a store of `stoker pack bars` (or any store with series and forward returns). Leaves: a `Job`.
+Costs: one read of the targets and of up to 200,000 rows per timeframe; seconds.
+
+Labels are made on the device from the stored returns (`forex_labels.py`), the network is in
+`forex_model.py`. Samples are divided by time, with purge and embargo; every fitted number (scalers,
+label limits, baselines) comes from training samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from stoker.errors import InputError
+from stoker.loader.lanes import LanePlan, plan_store_lanes
+from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_time
+from stoker.recipes.contract import Job, Tensors
+from stoker.recipes.forex_labels import (
+    ForexMetrics,
+    LabelPlan,
+    LossWeights,
+    describe_labels,
+    find_baseline,
+    forex_loss,
+    make_labels,
+    plan_labels,
+)
+from stoker.recipes.forex_model import ForexModel, Gaps, HeadWeights, Pooling, SeriesInput
+from stoker.recipes.gate import gate_notes, quality_gate
+from stoker.recipes.options import parse_options, require
+from stoker.recipes.scaling import fit_robust, training_rows
+from stoker.recipes.schedule import make_adamw, warmup_cosine
+from stoker.store.fields import Array
+from stoker.store.reader import Store
+
+_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class ForexOptions:
+    """What the forex recipe may be told.
+
+    Attributes:
+        timeframes: Series to use; None takes all of the store, shortest first.
+        d_model: Width of LSTMs and attention.
+        layers: LSTM layers per timeframe.
+        heads: Of both attentions; divides `d_model`.
+        dropout: Between LSTM layers and in the attentions.
+        ffn_factor: Width of the feed-forward part over `d_model`.
+        pooling: "attention" with a learned query (S0's fusion document), the "last" row (its phase
+            0), or the sum of both: the query alone cannot tell which bar is the last.
+        head_weights: "mean", or "document" for its fixed timeframe weights of scalp and swing.
+        gaps: "mask" what reaches over missing bars and flag it, only "flag" it, or "ignore" it.
+        input_clip: Largest scaled input; None for no limit.
+        label_gaps: "keep" samples whose label runs over missing bars, or "drop" them.
+        pip: Log return of one pip. 1e-4 is the basis point; a pip of EURUSD at 1.17 is 0.85 of it.
+        neutral_share: Share of the training samples that are to be NEUTRAL.
+        direction_step: Bars ahead that decide the direction; None is the whole horizon.
+        scalp_step: Bars ahead of the scalp move; None finds the step whose median training move is
+            nearest to the middle of 0.5 to 2 pips.
+        swing_step: The same for 2 to 5 pips.
+        loss_weights: Of direction (cross-entropy), scalp (Huber 0.3), swing (Huber 0.5), trend (MSE).
+        ratios: Shares of train, val and test in time order, for stores without a split.
+        embargo: Decisions left out after each border, for stores without a split; None is the
+            horizon.
+        weight_decay: Of AdamW, on matrices only.
+        warmup_share: Share of the updates in which the rate rises.
+        order: "shuffled", or "time". Each sample carries its whole past, so shuffling is right.
+        stateful: Carry the LSTM state from batch to batch, over lanes.
+        lanes: Rows of a batch when `stateful`: batch size times ranks.
+        carried: Timeframes whose state is carried; None is the store's base timeframe.
+        max_gap_rows: Bars that may be missing in a row without breaking a carried state.
+        parallel_streams: On a GPU, run the timeframes' LSTMs side by side.
+    """
+
+    timeframes: tuple[str, ...] | None = None
+    d_model: int = 128
+    layers: int = 2
+    heads: int = 4
+    dropout: float = 0.1
+    ffn_factor: int = 4
+    pooling: Pooling = "attention+last"
+    head_weights: HeadWeights = "mean"
+    gaps: Gaps = "mask"
+    input_clip: float | None = 10.0
+    label_gaps: Literal["keep", "drop"] = "keep"
+    pip: float = 1e-4
+    neutral_share: float = 1 / 3
+    direction_step: int | None = None
+    scalp_step: int | None = None
+    swing_step: int | None = None
+    loss_weights: LossWeights = (0.40, 0.35, 0.15, 0.10)
+    ratios: tuple[float, float, float] = (0.70, 0.15, 0.15)
+    embargo: int | None = None
+    weight_decay: float = 1e-2
+    warmup_share: float = 0.05
+    order: Literal["shuffled", "time"] = "shuffled"
+    stateful: bool = False
+    lanes: int = 16
+    carried: tuple[str, ...] | None = None
+    max_gap_rows: int = 0
+    parallel_streams: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "layers", "heads", "ffn_factor", "lanes"):
+            value = getattr(self, name)
+            require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name)}")
+        require(
+            self.d_model % self.heads == 0,
+            "heads",
+            self.heads,
+            f"a divisor of d_model, which is {self.d_model}",
+            "heads=4",
+        )
+        shares = {"dropout": self.dropout, "neutral_share": self.neutral_share}
+        for name, value in (shares | {"warmup_share": self.warmup_share}).items():
+            require(0 <= value < 1, name, value, "0 or more, below 1", f"{name}=0.1")
+        require(self.pip > 0, "pip", self.pip, "a return above 0", "pip=1e-4")
+        require(
+            min(self.loss_weights) >= 0 and sum(self.loss_weights) > 0,
+            "loss_weights",
+            self.loss_weights,
+            "four weights of 0 or more, not all 0",
+            "loss_weights=[0.4, 0.35, 0.15, 0.1]",
+        )
+
+
+def unpack_forex(
+    batch: Tensors, timeframes: tuple[str, ...], plan: LabelPlan
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return windows with their gap flags, and labels; rows of ended lanes are marked."""
+    names = [part for name in timeframes for part in (name, f"{name}/gap")]
+    returns = batch["targets"]
+    targets = make_labels(returns if returns.dim() == 2 else returns.unsqueeze(1), plan)
+    valid = batch.get("valid", getattr(batch, "valid", None))
+    if valid is not None:
+        targets["valid"] = valid
+    return {name: batch[name] for name in names}, targets
+
+
+@dataclass(frozen=True)
+class ForexRecipe:
+    """Builds forex jobs; meets `Recipe`."""
+
+    name: str = "forex"
+
+    def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
+        """Build the job; see `Recipe`."""
+        chosen = parse_options(ForexOptions, options, self.name)
+        timeframes = _find_timeframes(store, chosen)
+        fields = [*timeframes, "targets"]
+        warnings = quality_gate(store, fields, scaled=True)
+        samples, notes = split_store(store, chosen)
+        returns = {name: _read_returns(store, ids) for name, ids in samples.items()}
+        plan = plan_labels(
+            returns["train"],
+            pip=chosen.pip,
+            neutral_share=chosen.neutral_share,
+            direction_step=chosen.direction_step,
+            scalp_step=chosen.scalp_step,
+            swing_step=chosen.swing_step,
+        )
+        lanes = _plan_lanes(store, chosen, samples["train"]) if chosen.stateful else None
+        criterion = partial(forex_loss, weights=chosen.loss_weights)
+        baseline = find_baseline(returns["train"], returns["val"], plan, chosen.loss_weights)
+        notes += [describe_labels(plan, returns["train"]), *([lanes.reason] if lanes else [])]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = make_model(store, timeframes, samples["train"], chosen)
+        return Job(
+            name=self.name,
+            model=model,
+            criterion=criterion,
+            unpack=partial(unpack_forex, timeframes=timeframes, plan=plan),
+            metrics=ForexMetrics,
+            baseline=baseline,
+            samples=samples,
+            make_optimizer=partial(make_adamw, weight_decay=chosen.weight_decay),
+            make_schedule=partial(warmup_cosine, warmup_share=chosen.warmup_share),
+            fields=fields,
+            order="lanes" if lanes else chosen.order,
+            lanes=lanes,
+            monitor=("loss", False),
+            notes=(*notes, *gate_notes(warnings)),
+        )
+
+
+def make_model(
+    store: Store, timeframes: tuple[str, ...], train: Array, options: ForexOptions
+) -> ForexModel:
+    """Return the network with scalers fitted on the rows that training samples show."""
+    series = {}
+    for name in timeframes:
+        center, scale = fit_robust(training_rows(store, name, train))
+        columns = store.fields[name].columns or []
+        steps = tuple(column == "return" or column.endswith("_change") for column in columns)
+        series[name] = SeriesInput(center, scale, steps, options.input_clip, options.gaps)
+    return ForexModel(
+        series,
+        d_model=options.d_model,
+        num_layers=options.layers,
+        heads=options.heads,
+        dropout=options.dropout,
+        ffn_factor=options.ffn_factor,
+        pooling=options.pooling,
+        head_weights=options.head_weights,
+        carried=_carried(store, options) if options.stateful else (),
+        parallel_streams=options.parallel_streams,
+    )
+
+
+# -- what the store offers -----------------------------------------------------------------
+
+
+def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], list[str]]:
+    """Return the samples of train, val and test, and how they were divided."""
+    samples: dict[str, Array]
+    if "split" in store.fields:
+        samples = {name: select_samples(store, name) for name in _SPLITS}
+        how = "as packed (by time, with purge and embargo)"
+    else:
+        missing = [name for name in ("time", "label_time") if name not in store.fields]
+        if missing:
+            raise InputError(
+                f"{store.path} has neither 'split' nor {' and '.join(map(repr, missing))}.",
+                "a split, or the times of decisions and labels to make one by",
+                "stoker pack bars FOLDER STORE",
+            )
+        total = store.num_samples
+        time, label_time = (store.read_rows(n, 0, total) for n in ("time", "label_time"))
+        embargo = options.embargo if options.embargo is not None else _horizon(store)
+        division = split_by_time(time, label_time, options.ratios, embargo)
+        samples = {name: samples_of(division, name) for name in _SPLITS}
+        how = f"by time, labels purged at the borders, an embargo of {embargo} decisions"
+    if options.label_gaps == "drop":
+        samples, dropped = _drop_label_gaps(store, samples)
+        how += f"; {dropped:,} samples left out whose label runs over missing bars"
+    if not len(samples["train"]):
+        raise InputError(
+            f"{store.path} has no training samples ({how}).", "at least one", "pack more bars"
+        )
+    counts = ", ".join(f"{len(ids):,} {name}" for name, ids in samples.items())
+    return samples, [f"samples: {counts}; {how}"]
+
+
+def _drop_label_gaps(store: Store, samples: Mapping[str, Array]) -> tuple[dict[str, Array], int]:
+    if "label_gap" not in store.fields:
+        raise InputError(
+            f"label_gaps is 'drop', and {store.path} has no field 'label_gap'.",
+            "a store of stoker pack bars",
+            "label_gaps='keep'",
+        )
+    gap = store.read_rows("label_gap", 0, store.num_samples) != 0
+    kept = {name: ids[~gap[ids]] for name, ids in samples.items()}
+    return kept, sum(len(samples[name]) - len(kept[name]) for name in samples)
+
+
+def _find_timeframes(store: Store, options: ForexOptions) -> tuple[str, ...]:
+    series = {name: info for name, info in store.fields.items() if info.kind == "series"}
+    targets = store.fields.get("targets")
+    if not series or targets is None or targets.kind != "dense" or "f" not in targets.dtype:
+        held = ", ".join(
+            f"{name} ({info.kind} {info.dtype})" for name, info in store.fields.items()
+        )
+        raise InputError(
+            f"{store.path} holds {held}.",
+            "one series per timeframe, and forward returns in a float field 'targets'",
+            "stoker pack bars FOLDER STORE",
+        )
+    wanted = options.timeframes or tuple(series)
+    unknown = [name for name in wanted if name not in series]
+    if unknown:
+        raise InputError(
+            f"the timeframes {', '.join(unknown)} are not in {store.path}.",
+            ", ".join(series),
+            f"timeframes=['{next(iter(series))}']",
+        )
+    return tuple(sorted(wanted, key=lambda name: series[name].duration_ns or 0))
+
+
+def _horizon(store: Store) -> int:
+    shape = store.fields["targets"].shape
+    return int(shape[0]) if shape else 1
+
+
+def _read_returns(store: Store, samples: Array) -> Array:
+    returns: Array = store.gather("targets", samples).reshape(len(samples), _horizon(store))
+    return returns
+
+
+def _carried(store: Store, options: ForexOptions) -> tuple[str, ...]:
+    timeframes = _find_timeframes(store, options)
+    if options.carried is not None:
+        strange = [name for name in options.carried if name not in timeframes]
+        require(
+            not strange and bool(options.carried),
+            "carried",
+            options.carried,
+            f"some of {', '.join(timeframes)}",
+            f"carried=['{timeframes[0]}']",
+        )
+        return options.carried
+    base = store.manifest.attributes.get("base")
+    return (base if base in timeframes else timeframes[0],)
+
+
+def _plan_lanes(store: Store, options: ForexOptions, samples: Array) -> LanePlan:
+    return plan_store_lanes(
+        store,
+        options.lanes,
+        fields=_carried(store, options),
+        samples=samples,
+        max_gap_rows=options.max_gap_rows,
+    )

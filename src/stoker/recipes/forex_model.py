@@ -1,0 +1,357 @@
+"""The multi-timeframe network of S0: one LSTM per timeframe, pooled, fused by attention.
+
+Enters: per timeframe a window `(batch, bars, features)` and its gap flags; with carried state also a
+dict of tensors. Leaves: a dict with `direction` (batch, 3) scores, and `scalp`, `swing` (pips) and
+`trend` (batch,). Costs: about 1.6 M parameters at the default sizes; the LSTMs take nearly all of
+the time, because their steps follow one another.
+
+    M1  (480 bars) ─ scale ─ mask gaps ─ LSTM x 2 ─ LayerNorm ─ pool (learned query) ─┐
+    M5  (288 bars) ─ ...                                                              ├─ attention
+    ...                                                                               │  over the
+    H4  ( 48 bars) ─ ...                                                             ─┘  timeframes
+                                                                   ─ FFN x 4 ─ mean ─ four heads
+
+Nothing in it looks at the host, and no sequence is packed: a step can be captured in a CUDA graph.
+Dropout between the LSTM layers is a layer of its own: the one inside cuDNN keeps a random state beside
+torch's generator, which goes on from call to call, is in no checkpoint, and makes a replayed step
+differ from an eager one. With dropout 0 all layers are one cuDNN call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from stoker.errors import InputError
+from stoker.recipes.scaling import RobustScale
+from stoker.store.fields import Array
+
+State = dict[str, torch.Tensor]
+Outputs = dict[str, torch.Tensor]
+Gaps = Literal["mask", "flag", "ignore"]
+HeadWeights = Literal["mean", "document"]
+Pooling = Literal["attention+last", "attention", "last"]
+
+SCALP_PIPS = (0.5, 2.0)
+SWING_PIPS = (2.0, 5.0)
+DOWN, NEUTRAL, UP = 0, 1, 2
+# Shortest timeframe first, as the fusion document lists them.
+_DOCUMENT_WEIGHTS = {
+    "scalp": (0.35, 0.30, 0.20, 0.10, 0.05),
+    "swing": (0.20, 0.20, 0.25, 0.20, 0.15),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class SeriesInput:
+    """What the model must know of one timeframe.
+
+    Attributes:
+        center: `(features,)` medians of training rows.
+        scale: `(features,)` quartile ranges of training rows.
+        steps: Per feature, whether it compares a bar with the one before it.
+        clip: Largest scaled magnitude; None for no limit.
+        gaps: "mask" sets `steps` features to 0 at the first bar after missing ones and adds a flag;
+            "flag" only adds the flag; "ignore" does neither.
+    """
+
+    center: Array
+    scale: Array
+    steps: tuple[bool, ...]
+    clip: float | None
+    gaps: Gaps
+
+
+class Recurrent(nn.Module):
+    """A stack of LSTM layers with explicit state `(layers, batch, d_model)`."""
+
+    def __init__(self, num_inputs: int, d_model: int, num_layers: int, dropout: float) -> None:
+        super().__init__()
+        self.num_layers = num_layers
+        self.d_model = d_model
+        per_call = 1 if dropout > 0 else num_layers
+        widths = [num_inputs] + [d_model] * (num_layers // per_call - 1)
+        self.calls = nn.ModuleList(
+            nn.LSTM(width, d_model, per_call, batch_first=True) for width in widths
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, rows: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the last layer's rows `(batch, bars, d_model)` and the state after the last bar."""
+        if rows.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+            # oneDNN has no bfloat16 LSTM on most processors, and raises instead of falling back.
+            with torch.autocast("cpu", enabled=False):
+                return self._run(rows.float(), hidden, cell)
+        return self._run(rows, hidden, cell)
+
+    def _run(
+        self, rows: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        per_call = self.num_layers // len(self.calls)
+        hiddens, cells = [], []
+        for number, lstm in enumerate(self.calls):
+            rows = self.dropout(rows) if number else rows
+            part = slice(number * per_call, (number + 1) * per_call)
+            rows, (last_hidden, last_cell) = lstm(
+                rows, (hidden[part].contiguous(), cell[part].contiguous())
+            )
+            hiddens.append(last_hidden)
+            cells.append(last_cell)
+        return rows, torch.cat(hiddens), torch.cat(cells)
+
+
+class TimeframeEncoder(nn.Module):
+    """One timeframe's window to one vector."""
+
+    steps: torch.Tensor
+
+    def __init__(
+        self,
+        about: SeriesInput,
+        d_model: int,
+        num_layers: int,
+        heads: int,
+        dropout: float,
+        pooling: Pooling,
+    ) -> None:
+        super().__init__()
+        self.pooling = pooling
+        self.scaler = RobustScale(about.center, about.scale, about.clip)
+        self.gaps = about.gaps
+        self.register_buffer("steps", torch.tensor(about.steps, dtype=torch.float32))
+        num_inputs = len(about.steps) + (about.gaps != "ignore")
+        self.recurrent = Recurrent(num_inputs, d_model, num_layers, dropout)
+        self.norm = nn.LayerNorm(d_model)
+        if pooling != "last":
+            self.query = nn.Parameter(torch.empty(1, 1, d_model))
+            nn.init.normal_(self.query, std=d_model**-0.5)
+            self.pool = nn.MultiheadAttention(d_model, heads, dropout=dropout, batch_first=True)
+
+    def prepare(self, window: torch.Tensor, gap: torch.Tensor) -> torch.Tensor:
+        """Scale a window, and mask what reaches over missing bars."""
+        rows: torch.Tensor = self.scaler(window)
+        if self.gaps == "ignore":
+            return rows
+        flag = (gap != 0).to(rows.dtype).unsqueeze(-1)
+        if self.gaps == "mask":
+            # 0 is the training median: as if the jump over the gap had been an ordinary step.
+            rows = rows * (1 - flag * self.steps)
+        return torch.cat([rows, flag], dim=-1)
+
+    def forward(
+        self, window: torch.Tensor, gap: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the summary `(batch, d_model)` and the state after the window."""
+        rows, hidden, cell = self.recurrent(self.prepare(window, gap), hidden, cell)
+        rows = self.norm(rows)
+        if self.pooling == "last":
+            return rows[:, -1], hidden, cell
+        query = self.query.to(rows.dtype).expand(len(rows), -1, -1)
+        pooled, _ = self.pool(query, rows, rows, need_weights=False)
+        summary = pooled.squeeze(1)
+        # The learned query sees a set: without the last row nothing tells it which bar is now.
+        summary = summary + rows[:, -1] if self.pooling == "attention+last" else summary
+        return summary, hidden, cell
+
+
+class ForexModel(nn.Module):
+    """The whole network; stateless as `model(inputs)`, carried as `model(inputs, state)`.
+
+    Args:
+        series: Timeframe, shortest first, to what is known of it.
+        d_model: Width of LSTMs and attention.
+        num_layers: LSTM layers per timeframe.
+        heads: Of both attentions.
+        dropout: Between LSTM layers and inside the attentions.
+        ffn_factor: Width of the feed-forward part over `d_model`.
+        pooling: How a window's rows become one vector: attention with a learned query, the last row,
+            or their sum.
+        head_weights: "mean" gives all heads the mean of the timeframes; "document" gives the scalp
+            and swing heads the fusion document's fixed weights, for five timeframes.
+        carried: Timeframes whose LSTM state is carried from batch to batch.
+        parallel_streams: On a GPU, run the timeframes on streams of their own.
+    """
+
+    def __init__(
+        self,
+        series: Mapping[str, SeriesInput],
+        *,
+        d_model: int = 128,
+        num_layers: int = 2,
+        heads: int = 4,
+        dropout: float = 0.1,
+        ffn_factor: int = 4,
+        pooling: Pooling = "attention+last",
+        head_weights: HeadWeights = "mean",
+        carried: Sequence[str] = (),
+        parallel_streams: bool = False,
+    ) -> None:
+        super().__init__()
+        self.timeframes = tuple(series)
+        self.carried = tuple(carried)
+        self.parallel_streams = parallel_streams
+        self.encoders = nn.ModuleDict(
+            {
+                name: TimeframeEncoder(about, d_model, num_layers, heads, dropout, pooling)
+                for name, about in series.items()
+            }
+        )
+        self.fusion = nn.TransformerEncoderLayer(
+            d_model,
+            heads,
+            ffn_factor * d_model,
+            dropout,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
+        )
+        self.norm = nn.LayerNorm(d_model)
+        self.register_buffer("head_weights", _weigh(head_weights, self.timeframes))
+        sizes = {"direction": 3, "scalp": 1, "swing": 1, "trend": 1}
+        self.heads = nn.ModuleDict({name: nn.Linear(d_model, n) for name, n in sizes.items()})
+
+    head_weights: torch.Tensor
+
+    # -- state carried from batch to batch -------------------------------------------------
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the trainer has a state to carry."""
+        return bool(self.carried)
+
+    def initial_state(self, batch_size: int, device: torch.device | str) -> State:
+        """Return the state before the first bar: zeros `(layers, batch, d_model)` per timeframe."""
+        return dict(self._zeros(self.carried, batch_size, torch.device(device)))
+
+    def reset_state(self, state: Mapping[str, torch.Tensor], reset: torch.Tensor) -> State:
+        """Return the state with the rows of `reset` (batch,) bool as they were at the start."""
+        keep = ~reset.bool()[None, :, None]
+        return {name: torch.where(keep, value, 0.0) for name, value in state.items()}
+
+    def _zeros(
+        self, names: Sequence[str], batch_size: int, device: torch.device
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            stack: Any = self.encoders[name]
+            shape = (stack.recurrent.num_layers, batch_size, stack.recurrent.d_model)
+            for part in ("hidden", "cell"):
+                yield f"{name}/{part}", torch.zeros(shape, device=device)
+
+    # -- forward ---------------------------------------------------------------------------
+
+    @overload
+    def forward(self, inputs: Mapping[str, torch.Tensor]) -> Outputs: ...
+    @overload
+    def forward(
+        self, inputs: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
+    ) -> tuple[Outputs, State]: ...
+    def forward(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        state: Mapping[str, torch.Tensor] | None = None,
+    ) -> Outputs | tuple[Outputs, State]:
+        """Return the outputs; with `state` also the next state, detached, in float32.
+
+        Args:
+            inputs: Per timeframe "M5" `(batch, bars, features)` and "M5/gap" `(batch, bars)`.
+            state: From `initial_state`, the batch before, or `reset_state`. Without it every window
+                begins with no memory.
+        """
+        first = inputs[self.timeframes[0]]
+        started = dict(self._zeros(self.timeframes, len(first), first.device))
+        started.update(state or {})
+        if self.parallel_streams and first.is_cuda:
+            encoded = self._encode_on_streams(inputs, started)
+        else:
+            encoded = [self._encode(name, inputs, started) for name in self.timeframes]
+        outputs = self._heads(torch.stack([summary for summary, _, _ in encoded], dim=1))
+        if state is None:
+            return outputs
+        after: State = {}
+        for name, (_, hidden, cell) in zip(self.timeframes, encoded, strict=True):
+            if name in self.carried:
+                # Values flow to the next batch, gradients do not.
+                after[f"{name}/hidden"] = hidden.detach().float()
+                after[f"{name}/cell"] = cell.detach().float()
+        return outputs, after
+
+    def predict(self, inputs: Mapping[str, torch.Tensor]) -> Outputs:
+        """Return what a user wants to read: `down`, `neutral`, `up` probabilities and magnitudes."""
+        outputs = self(inputs)
+        chances = outputs.pop("direction").float().softmax(dim=1)
+        return {"down": chances[:, DOWN], "neutral": chances[:, NEUTRAL], "up": chances[:, UP]} | {
+            name: value.float() for name, value in outputs.items()
+        }
+
+    def _encode(
+        self, name: str, inputs: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        encoder = self.encoders[name]
+        started = state[f"{name}/hidden"], state[f"{name}/cell"]
+        encoded: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        encoded = encoder(inputs[name], inputs[f"{name}/gap"], *started)
+        return encoded
+
+    def _encode_on_streams(
+        self, inputs: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Encode all timeframes side by side; autograd runs each backward on the same stream."""
+        device = inputs[self.timeframes[0]].device
+        main = torch.cuda.current_stream(device)
+        streams = [_side_stream(device, number) for number in range(len(self.timeframes))]
+        encoded = []
+        for name, stream in zip(self.timeframes, streams, strict=True):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                encoded.append(self._encode(name, inputs, state))
+        for made, stream in zip(encoded, streams, strict=True):
+            main.wait_stream(stream)
+            for tensor in made:
+                tensor.record_stream(main)
+        return encoded
+
+    def _heads(self, summaries: torch.Tensor) -> Outputs:
+        """Fuse `(batch, timeframes, d_model)` and read the heads."""
+        fused = self.norm(self.fusion(summaries))
+        mean, scalp, swing = torch.einsum("btd,ht->hbd", fused, self.head_weights.to(fused.dtype))
+        return {
+            "direction": self.heads["direction"](mean),
+            "scalp": _within(self.heads["scalp"](scalp), SCALP_PIPS),
+            "swing": _within(self.heads["swing"](swing), SWING_PIPS),
+            "trend": torch.tanh(self.heads["trend"](mean).float().squeeze(1)),
+        }
+
+
+def _within(raw: torch.Tensor, band: tuple[float, float]) -> torch.Tensor:
+    low, high = band
+    return low + (high - low) * torch.sigmoid(raw.float().squeeze(1))
+
+
+def _weigh(how: HeadWeights, timeframes: Sequence[str]) -> torch.Tensor:
+    """Weights of the timeframes `(3, timeframes)`: for the mean, the scalp and the swing head."""
+    equal = torch.full((3, len(timeframes)), 1 / len(timeframes))
+    if how == "mean":
+        return equal
+    if len(timeframes) != 5:
+        raise InputError(
+            f"head_weights is 'document' for {len(timeframes)} timeframes ({', '.join(timeframes)}).",
+            "five timeframes, whose weights the document gives",
+            "head_weights='mean'",
+        )
+    equal[1] = torch.tensor(_DOCUMENT_WEIGHTS["scalp"])
+    equal[2] = torch.tensor(_DOCUMENT_WEIGHTS["swing"])
+    return equal
+
+
+@lru_cache(maxsize=64)
+def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    """Return the same stream every time; kept outside the model, which must stay copyable."""
+    del number
+    return torch.cuda.Stream(device)

@@ -1,0 +1,437 @@
+"""The massspec recipes: from a molecule to its electron ionisation spectrum (S1, NEIMS).
+
+Enters: a store of `stoker pack massspec`. Leaves: a `Job`: "massspec" trains the fingerprint student,
+alone or beside a teacher that is given; "massspec-teacher" trains the GINE teacher. Costs: one read
+of the training and validation spectra (some seconds for 300,000), and in memory 4 * bins bytes per
+training compound: the library that predictions are searched in (0.5 GB for NIST17).
+
+Spectra are binned, fingerprints spread and graphs joined on the device, from the packed fields. With
+exact batches (iterating a Loader) the number of peaks, atoms and bonds differs from batch to batch;
+for a CUDA graph `Loader.assemble(indices)` without totals pads them to the most a batch can have, and
+everything here leaves the padding out, by the offsets.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from stoker.errors import InputError
+from stoker.loader.ragged import batch_graphs, bin_spectra, expand_fingerprint
+from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_group
+from stoker.recipes.contract import Job, Tensors
+from stoker.recipes.distillation import (
+    DistillationLoss,
+    RateAndTemperature,
+    cosine_loss,
+    temperature_at,
+)
+from stoker.recipes.massspec_models import Student, Teacher, graph_inputs
+from stoker.recipes.options import parse_options, require
+from stoker.recipes.schedule import warmup_cosine
+from stoker.recipes.spectra_metrics import (
+    Ranking,
+    SpectrumMetrics,
+    chance_metrics,
+    make_library,
+    root_spectra,
+)
+from stoker.sources.msp import Rounding
+from stoker.store.fields import Array
+from stoker.store.reader import Store
+
+LEARNING_RATE = 1e-3
+"""Of Adam, for 100 samples per update (NEIMS)."""
+
+_SPECTRUM_FIELDS = ("mz", "intensity", "ecfp_bits", "ecfp_counts", "mol_weight", "group")
+_GRAPH_FIELDS = ("atoms", "bonds")
+_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class MassSpecOptions:
+    """What both massspec recipes may be told.
+
+    Attributes:
+        max_mz: Last bin; None takes what the store was packed for.
+        width: Of the hidden layers.
+        num_blocks: Residual blocks.
+        bottleneck: Share of the width inside a block.
+        dropout: Inside a block.
+        mass_power: Of the mass weights, in loss and metrics.
+        recall_at: The k of recall@k.
+        mass_tolerance: Of the mass filter, in dalton.
+        warmup_share: Share of the updates in which the rate rises.
+        ratios: Expected shares of compounds in train, val and test, for stores without a split.
+    """
+
+    max_mz: int | None = None
+    width: int = 1024
+    num_blocks: int = 3
+    bottleneck: float = 0.5
+    dropout: float = 0.25
+    mass_power: float = 1.0
+    recall_at: tuple[int, ...] = (1, 10)
+    mass_tolerance: float = 5.0
+    warmup_share: float = 0.05
+    ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
+
+    def __post_init__(self) -> None:
+        for name in ("width", "num_blocks"):
+            value = getattr(self, name)
+            require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name)}")
+        for name in ("dropout", "warmup_share"):
+            value = getattr(self, name)
+            require(0 <= value < 1, name, value, "0 or more, below 1", f"{name}=0.1")
+        require(
+            0 < self.bottleneck <= 1,
+            "bottleneck",
+            self.bottleneck,
+            "above 0, up to 1",
+            "bottleneck=0.5",
+        )
+        require(
+            self.max_mz is None or self.max_mz >= 1,
+            "max_mz",
+            self.max_mz,
+            "1 or more",
+            "max_mz=500",
+        )
+        require(
+            bool(self.recall_at) and min(self.recall_at) >= 1,
+            "recall_at",
+            self.recall_at,
+            "one or more ranks of 1 or more",
+            "recall_at=[1, 10]",
+        )
+        require(
+            self.mass_tolerance >= 0,
+            "mass_tolerance",
+            self.mass_tolerance,
+            "0 dalton or more",
+            "mass_tolerance=5",
+        )
+
+
+@dataclass(frozen=True)
+class StudentOptions(MassSpecOptions):
+    """Of the recipe "massspec".
+
+    Attributes:
+        distill_weights: Of the hard, soft and shape terms, see `stoker.recipes.distillation`.
+        temperature_start: Of the first update.
+        temperature_end: Of the last.
+    """
+
+    distill_weights: tuple[float, float, float] = (0.3, 0.5, 0.2)
+    temperature_start: float = 4.0
+    temperature_end: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            len(self.distill_weights) == 3
+            and min(self.distill_weights) >= 0
+            and sum(self.distill_weights) > 0,
+            "distill_weights",
+            self.distill_weights,
+            "three weights of 0 or more, not all 0",
+            "distill_weights=[0.3, 0.5, 0.2]",
+        )
+        for name in ("temperature_start", "temperature_end"):
+            value = getattr(self, name)
+            require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name):g}")
+
+
+@dataclass(frozen=True)
+class TeacherOptions(MassSpecOptions):
+    """Of the recipe "massspec-teacher".
+
+    Attributes:
+        num_layers: GINE layers; the documents have 8 of width 256, the default is lighter.
+        graph_width: Features per atom.
+        drop_edge: Share of bonds that carry no message in a training step.
+    """
+
+    num_blocks: int = 2
+    num_layers: int = 4
+    graph_width: int = 128
+    drop_edge: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_layers", "graph_width"):
+            value = getattr(self, name)
+            require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name)}")
+        require(
+            0 <= self.drop_edge < 1,
+            "drop_edge",
+            self.drop_edge,
+            "0 or more, below 1",
+            "drop_edge=0.2",
+        )
+
+
+@dataclass(frozen=True)
+class Binning:
+    """How peaks become bins.
+
+    Attributes:
+        max_mz: Last bin.
+        rounding: How an m/z finds its bin.
+    """
+
+    max_mz: int
+    rounding: Rounding
+
+
+@dataclass(frozen=True)
+class MassSpecRecipe:
+    """Builds student jobs; meets `Recipe`.
+
+    Besides `StudentOptions` it takes `teacher`: a trained `Teacher`, or any module with its inputs and
+    outputs. A config names a checkpoint instead, and whoever calls `make_job` loads it.
+    """
+
+    name: str = "massspec"
+
+    def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
+        """Build the job; see `Recipe`."""
+        teacher = options.get("teacher")
+        plain = {name: value for name, value in options.items() if name != "teacher"}
+        chosen = parse_options(StudentOptions, plain, self.name)
+        bins = _find_bins(store, chosen)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = Student(
+                bins.max_mz + 1, chosen.width, chosen.num_blocks, chosen.bottleneck, chosen.dropout
+            )
+        job = _make_job(self.name, store, chosen, seed, bins, model)
+        return job if teacher is None else _distil(job, teacher, chosen, bins)
+
+
+@dataclass(frozen=True)
+class MassSpecTeacherRecipe:
+    """Builds teacher jobs; meets `Recipe`."""
+
+    name: str = "massspec-teacher"
+
+    def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
+        """Build the job; see `Recipe`."""
+        chosen = parse_options(TeacherOptions, options, self.name)
+        bins = _find_bins(store, chosen)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = Teacher(
+                num_bins=bins.max_mz + 1,
+                num_layers=chosen.num_layers,
+                graph_width=chosen.graph_width,
+                width=chosen.width,
+                num_blocks=chosen.num_blocks,
+                drop_edge=chosen.drop_edge,
+                bottleneck=chosen.bottleneck,
+                dropout=chosen.dropout,
+            )
+        job = _make_job(self.name, store, chosen, seed, bins, model)
+        return replace(
+            job,
+            unpack=partial(unpack_spectra, bins=bins, graphs=True),
+            fields=[*_SPECTRUM_FIELDS, *_GRAPH_FIELDS],
+        )
+
+
+def _make_job(
+    name: str,
+    store: Store,
+    options: MassSpecOptions,
+    seed: int,
+    bins: Binning,
+    model: torch.nn.Module,
+) -> Job:
+    """Return the job of a model that learns from measured spectra alone."""
+    samples, note = split_compounds(store, options.ratios, seed)
+    library, mean = make_library(
+        store, samples["train"], bins.max_mz, bins.rounding, options.mass_power
+    )
+    ranking = Ranking(options.recall_at, options.mass_tolerance, options.mass_power)
+    return Job(
+        name=name,
+        model=model,
+        criterion=partial(cosine_loss, mass_power=options.mass_power),
+        unpack=partial(unpack_spectra, bins=bins, graphs=False),
+        metrics=partial(SpectrumMetrics, library, ranking),
+        baseline=chance_metrics(store, samples["val"], library, mean, ranking, bins.rounding),
+        samples=samples,
+        make_optimizer=make_adam,
+        make_schedule=partial(warmup_cosine, warmup_share=options.warmup_share),
+        fields=list(_SPECTRUM_FIELDS),
+        monitor=("weighted_cosine", True),
+        notes=(
+            note,
+            f"{bins.max_mz + 1} bins ({bins.rounding}); square roots of intensities, each spectrum of length 1",
+            f"recall@k: held-out spectra among {len(library.groups):,} measured training compounds and all predictions",
+        ),
+    )
+
+
+def _distil(job: Job, given: Any, options: StudentOptions, bins: Binning) -> Job:
+    """Return the student's job beside a frozen copy of its teacher, which predicts in `unpack`."""
+    require(
+        isinstance(given, torch.nn.Module),
+        "teacher",
+        type(given).__name__,
+        "a trained module of the recipe massspec-teacher, or none",
+        "make_job(store, {'teacher': job.model}, seed)",
+    )
+    teacher = copy.deepcopy(given).eval().requires_grad_(False)
+    other = getattr(teacher, "num_bins", bins.max_mz + 1)
+    require(
+        other == bins.max_mz + 1,
+        "teacher",
+        f"a model of {other} bins",
+        f"{bins.max_mz + 1} bins, as the student has",
+        f"max_mz={other - 1}",
+    )
+    loss = DistillationLoss(options.distill_weights, options.temperature_start, options.mass_power)
+    start, end = options.temperature_start, options.temperature_end
+
+    def make_schedule(optimizer: torch.optim.Optimizer, num_updates: int) -> RateAndTemperature:
+        return RateAndTemperature(
+            warmup_cosine(optimizer, num_updates, options.warmup_share),
+            loss.set_temperature,
+            lambda update: temperature_at(update, num_updates, start, end),
+        )
+
+    hard, soft, shape = options.distill_weights
+    return replace(
+        job,
+        criterion=loss,
+        unpack=partial(unpack_with_teacher, bins=bins, teacher=teacher),
+        make_schedule=make_schedule,
+        fields=[*_SPECTRUM_FIELDS, *_GRAPH_FIELDS],
+        notes=(
+            *job.notes,
+            f"distilled: {hard:g} hard + {soft:g} soft + {shape:g} shape, temperature {start:g} to {end:g}",
+        ),
+    )
+
+
+def make_adam(parameters: Iterable[torch.nn.Parameter], lr: float) -> torch.optim.Adam:
+    """Return Adam without decay, as NEIMS trains."""
+    return torch.optim.Adam(parameters, lr=lr)
+
+
+# -- batches -------------------------------------------------------------------------------------
+
+
+def unpack_spectra(
+    batch: Tensors, bins: Binning, graphs: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return (inputs, targets) of a batch, exact or padded; device work only.
+
+    Inputs are `ecfp (batch, 4096)`, `mol_weight (batch,)` and, if asked for, one graph of all
+    molecules. Targets are `spectrum (batch, bins)`, `mol_weight` and `group`.
+    """
+    mol_weight = batch["mol_weight"]
+    inputs = {
+        "ecfp": expand_fingerprint(
+            batch["ecfp_bits"], batch["ecfp_counts"], batch["ecfp_bits/offsets"]
+        ),
+        "mol_weight": mol_weight,
+    }
+    if graphs:
+        inputs |= graph_inputs(batch_graphs(batch))
+    spectra = bin_spectra(
+        batch["mz"], batch["intensity"], batch["mz/offsets"], bins.max_mz, bins.rounding
+    )
+    targets = {
+        "spectrum": root_spectra(spectra),
+        "mol_weight": mol_weight,
+        "group": batch["group"],
+    }
+    return inputs, targets
+
+
+def unpack_with_teacher(
+    batch: Tensors, bins: Binning, teacher: torch.nn.Module
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return (inputs, targets) with the teacher's prediction among the targets, in float32."""
+    inputs, targets = unpack_spectra(batch, bins, graphs=True)
+    device = inputs["ecfp"].device
+    if next(teacher.parameters()).device != device:
+        teacher.to(device)  # once, by the first batch
+    with torch.no_grad():
+        targets["teacher"] = teacher(inputs)["spectrum"].float()
+    return {name: inputs[name] for name in ("ecfp", "mol_weight")}, targets
+
+
+# -- from a store --------------------------------------------------------------------------------
+
+
+def split_compounds(
+    store: Store, ratios: tuple[float, float, float], seed: int
+) -> tuple[dict[str, Array], str]:
+    """Return the samples of each split, by compound, and how they were found.
+
+    Args:
+        store: With `group`; with `split`, which then decides.
+        ratios: Expected shares of compounds, for a store without a split.
+        seed: Of such a split.
+
+    Raises:
+        InputError: A compound stands on two sides, or nothing is left to train on.
+    """
+    groups = store.read_rows("group", 0, store.num_samples)
+    samples: dict[str, Array]
+    if "split" in store.fields:
+        samples = {name: select_samples(store, name) for name in _SPLITS}
+        note = "split: the store's own"
+    else:
+        division = split_by_group(groups, ratios, seed)
+        samples = {name: samples_of(division, name) for name in _SPLITS}
+        note = f"split: by compound, seed {seed}"
+    check_apart(groups, samples)
+    if not len(samples["train"]):
+        raise InputError(
+            f"{store.path} has no training samples.",
+            "a split with a share for training",
+            "stoker pack massspec ... --split 0.8,0.1,0.1",
+        )
+    sizes = ", ".join(
+        f"{name} {len(ids):,} spectra of {len(np.unique(groups[ids])):,} compounds"
+        for name, ids in samples.items()
+    )
+    return samples, f"{note}; {sizes}"
+
+
+def check_apart(groups: Array, samples: Mapping[str, Array]) -> None:
+    """Raise when a compound stands in two splits: its replicates would be known in advance."""
+    seen: dict[int, str] = {}
+    for name, ids in samples.items():
+        for group in np.unique(groups[ids]).tolist():
+            if group in seen:
+                raise InputError(
+                    f"compound {group} is in {seen[group]} and in {name}.",
+                    "each compound in one split, with all its replicates and stereoisomers",
+                    "leave the field 'split' out, or make it with stoker.loader.splits.split_by_group",
+                )
+            seen[group] = name
+
+
+def _find_bins(store: Store, options: MassSpecOptions) -> Binning:
+    missing = [name for name in (*_SPECTRUM_FIELDS, *_GRAPH_FIELDS) if name not in store.fields]
+    if missing:
+        raise InputError(
+            f"{store.path} has no field {', '.join(missing)}.",
+            "a store of mass spectra",
+            "stoker pack massspec --msp library.msp --mol-dir mols OUT",
+        )
+    about = store.manifest.attributes
+    max_mz = options.max_mz or about.get("max_mz", 500)
+    return Binning(int(max_mz), about.get("rounding", "nearest"))

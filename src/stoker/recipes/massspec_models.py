@@ -1,0 +1,264 @@
+"""Molecules to spectra: the NEIMS-style student and the GINE teacher.
+
+Enters: counted fingerprints, masses and, for the teacher, graphs as `batch_graphs` joins them. Leaves:
+`(batch, bins)` square roots of intensities, never negative, zero above the molecule's mass + 5. Costs:
+the student's matrix products (8 million weights by default); the teacher's gathers and sums over bonds
+besides.
+
+Shapes depend on the batch's shapes alone and nothing waits for the device. Graphs may end with padding
+(`Loader.assemble` without totals): padded atoms belong to no graph, padded bonds join atoms that belong
+to none, and one spare row of each table takes what has no place, so padding changes no result.
+Normalisation is by sample or by atom (LayerNorm where NEIMS has BatchNorm), so a prediction does not
+depend on its batch, and accumulated batches equal one big batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from stoker.loader.ragged import GraphBatch
+from stoker.sources.molecules.packed import ECFP_SIZE, NUM_ATOM_FEATURES, NUM_BOND_FEATURES
+
+Tensor = torch.Tensor
+ROOM_ABOVE_MASS = 5
+"""Bins above the molecule's mass that may hold peaks: isotopes (NEIMS)."""
+
+
+def highest_bin(mol_weight: Tensor) -> Tensor:
+    """Return the last bin that may hold a peak: `round(mass) + 5`, halves to even as in NEIMS."""
+    return mol_weight.float().round().to(torch.int64) + ROOM_ABOVE_MASS
+
+
+def mask_above(raw: Tensor, highest: Tensor) -> Tensor:
+    """Return `raw (batch, bins)` with zeros in the bins above `highest (batch,)`."""
+    bins = torch.arange(raw.shape[1], device=raw.device)
+    return raw.masked_fill(bins > highest[:, None], 0.0)
+
+
+def reverse_from(raw: Tensor, highest: Tensor) -> Tensor:
+    """Return `out[i, j] = raw[i, highest[i] - j]`, zero where there is no such bin.
+
+    Column k of `raw` then means "k below the highest bin": a lost fragment instead of a kept one.
+    """
+    num_bins = raw.shape[1]
+    source = highest[:, None] - torch.arange(num_bins, device=raw.device)
+    inside = (source >= 0) & (source < num_bins)
+    return raw.gather(1, source.clamp(0, num_bins - 1)).masked_fill(~inside, 0.0)
+
+
+class BidirectionalHead(nn.Module):
+    """Features to spectra, counted from m/z 0 and from the molecule's mass, mixed by a gate.
+
+    `relu(g * forward + (1 - g) * reverse)`, with `g` a sigmoid for every bin.
+
+    Args:
+        width: Of the features.
+        num_bins: `max_mz + 1`.
+    """
+
+    def __init__(self, width: int, num_bins: int) -> None:
+        super().__init__()
+        self.bins = nn.Linear(width, 3 * num_bins)
+
+    def forward(self, features: Tensor, mol_weight: Tensor) -> Tensor:
+        """Return `(batch, num_bins)`."""
+        highest = highest_bin(mol_weight)
+        ahead, back, gate = self.bins(features).chunk(3, dim=1)
+        gate = torch.sigmoid(gate)
+        mixed = gate * mask_above(ahead, highest) + (1 - gate) * reverse_from(back, highest)
+        return torch.relu(mixed)
+
+
+class ResidualBlock(nn.Module):
+    """Norm, ReLU, dropout, narrow; norm, ReLU, wide; added to what came in.
+
+    Args:
+        width: In and out.
+        bottleneck: Share of the width in between.
+        dropout: Share of features zeroed in training.
+    """
+
+    def __init__(self, width: int, bottleneck: float, dropout: float) -> None:
+        super().__init__()
+        narrow = max(1, round(width * bottleneck))
+        self.layers = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(width, narrow),
+            nn.LayerNorm(narrow),
+            nn.ReLU(),
+            nn.Linear(narrow, width),
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return `(batch, width)`."""
+        changed: Tensor = self.layers(features)
+        return features + changed
+
+
+def _trunk(width: int, num_blocks: int, bottleneck: float, dropout: float) -> nn.Sequential:
+    blocks = [ResidualBlock(width, bottleneck, dropout) for _ in range(num_blocks)]
+    return nn.Sequential(*blocks, nn.LayerNorm(width), nn.ReLU())
+
+
+class Student(nn.Module):
+    """Fingerprint to spectrum: an MLP with residual blocks and a `BidirectionalHead`.
+
+    Called with a mapping: `ecfp (batch, 4096)` counts and `mol_weight (batch,)`. Returns
+    `{"spectrum": (batch, num_bins)}`.
+
+    Args:
+        num_bins: `max_mz + 1`.
+        width: Of the hidden layers.
+        num_blocks: Residual blocks.
+        bottleneck: Share of the width inside a block.
+        dropout: Inside a block.
+    """
+
+    def __init__(
+        self,
+        num_bins: int = 501,
+        width: int = 1024,
+        num_blocks: int = 3,
+        bottleneck: float = 0.5,
+        dropout: float = 0.25,
+    ) -> None:
+        super().__init__()
+        self.num_bins = num_bins
+        self.inlet = nn.Linear(ECFP_SIZE, width)
+        self.trunk = _trunk(width, num_blocks, bottleneck, dropout)
+        self.head = BidirectionalHead(width, num_bins)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the predicted spectra."""
+        features = self.trunk(torch.relu(self.inlet(inputs["ecfp"])))
+        return {"spectrum": self.head(features, inputs["mol_weight"])}
+
+
+class GineLayer(nn.Module):
+    """`x_i + MLP((1 + e) n_i + sum_j relu(n_j + W b_ij))` with `n` the norm of `x` (Hu 2020).
+
+    Args:
+        width: Of the atoms' features.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.bond = nn.Linear(NUM_BOND_FEATURES, width)
+        self.own = nn.Parameter(torch.zeros(()))
+        self.mix = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(
+        self, atoms: Tensor, edge_index: Tensor, edge_attr: Tensor, kept: Tensor | None = None
+    ) -> Tensor:
+        """Return the atoms' next features.
+
+        Args:
+            atoms: `(n, width)`.
+            edge_index: `(2, edges)`: from, to.
+            edge_attr: `(edges, 6)`.
+            kept: `(edges, 1)` zeros and ones: which edges carry a message; None is all.
+        """
+        normal = self.norm(atoms)
+        source, target = edge_index.unbind(0)
+        messages = torch.relu(normal.index_select(0, source) + self.bond(edge_attr))
+        if kept is not None:
+            messages = messages * kept
+        heard = messages.new_zeros(atoms.shape).index_add(0, target, messages)
+        changed: Tensor = self.mix((1 + self.own) * normal + heard)
+        return atoms + changed
+
+
+class Teacher(nn.Module):
+    """Graph and fingerprint to spectrum: GINE layers, pooled, beside an MLP on the counts.
+
+    Called with the student's mapping and a graph in it: `x`, `edge_index`, `edge_attr`, `batch`, as
+    `GraphBatch` has them. Returns `{"spectrum": (batch, num_bins)}`.
+
+    Args:
+        num_bins: `max_mz + 1`.
+        num_layers: GINE layers.
+        graph_width: Features per atom.
+        width: Of the joined features.
+        num_blocks: Residual blocks after joining.
+        drop_edge: Share of bonds that carry no message in a training step, both ways.
+        bottleneck: As for the student.
+        dropout: As for the student.
+    """
+
+    def __init__(
+        self,
+        num_bins: int = 501,
+        num_layers: int = 4,
+        graph_width: int = 128,
+        width: int = 1024,
+        num_blocks: int = 2,
+        drop_edge: float = 0.2,
+        bottleneck: float = 0.5,
+        dropout: float = 0.25,
+    ) -> None:
+        super().__init__()
+        self.num_bins = num_bins
+        self.drop_edge = drop_edge
+        self.atom = nn.Linear(NUM_ATOM_FEATURES, graph_width)
+        self.layers = nn.ModuleList(GineLayer(graph_width) for _ in range(num_layers))
+        self.pooled = nn.LayerNorm(2 * graph_width)
+        self.graph = nn.Linear(2 * graph_width, width)
+        self.fingerprint = nn.Linear(ECFP_SIZE, width)
+        self.trunk = _trunk(width, num_blocks, bottleneck, dropout)
+        self.head = BidirectionalHead(width, num_bins)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the predicted spectra."""
+        graphs = self.graph(self.pooled(self.embed_graphs(inputs)))
+        features = self.trunk(torch.relu(graphs + self.fingerprint(inputs["ecfp"])))
+        return {"spectrum": self.head(features, inputs["mol_weight"])}
+
+    def embed_graphs(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return `(batch, 2 * graph_width)`: the mean and the sum of each graph's atoms."""
+        edge_index, edge_attr = inputs["edge_index"], inputs["edge_attr"]
+        # One spare atom: padded bonds point at the first atom past the last, which may not exist.
+        atoms = nn.functional.pad(self.atom(inputs["x"]), (0, 0, 0, 1))
+        kept = self._draw_edges(edge_index.shape[1], edge_attr)
+        for layer in self.layers:
+            atoms = layer(atoms, edge_index, edge_attr, kept)
+        return pool_graphs(atoms[:-1], inputs["batch"], inputs["mol_weight"].shape[0])
+
+    def _draw_edges(self, num_edges: int, like: Tensor) -> Tensor | None:
+        if not self.training or self.drop_edge == 0:
+            return None
+        drawn = torch.rand(num_edges // 2, 1, device=like.device) >= self.drop_edge
+        return drawn.to(like.dtype).repeat_interleave(2, dim=0)
+
+
+def pool_graphs(atoms: Tensor, owner: Tensor, num_graphs: int) -> Tensor:
+    """Return `(num_graphs, 2 * width)`: mean and sum over the atoms of each graph.
+
+    Args:
+        atoms: `(n, width)`.
+        owner: `(n,)` graph of each atom; `num_graphs` for padding.
+        num_graphs: Graphs in the batch.
+    """
+    # In float32 whatever autocast says: bfloat16 counts to 256.
+    ones = torch.ones(atoms.shape[0], 1, device=atoms.device)
+    columns = torch.cat([atoms.float(), ones], dim=1)
+    sums = columns.new_zeros(num_graphs + 1, columns.shape[1]).index_add(0, owner, columns)
+    total, count = sums[:num_graphs, :-1], sums[:num_graphs, -1:]
+    return torch.cat([total / count.clamp(min=1), total], dim=1)
+
+
+def graph_inputs(graphs: GraphBatch) -> dict[str, Tensor]:
+    """Return the part of the teacher's inputs that describes graphs."""
+    return {
+        "x": graphs.x,
+        "edge_index": graphs.edge_index,
+        "edge_attr": graphs.edge_attr,
+        "batch": graphs.batch,
+    }

@@ -1,0 +1,121 @@
+"""Accumulators that stay on the device over a validation, and what chance reaches beside them.
+
+Enters: outputs and targets of batches, with a mask where some rows hold no sample. Leaves: numbers,
+once, at the end. Costs: a few small kernels per batch and no host synchronisation; counts are exact
+integers, sums are float64.
+
+A metric without its baseline says nothing: 60 % is bad where one class has 70 %. The functions at
+the end say what a constant reaches on the validation samples, chosen from training targets alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from stoker.store.fields import Array
+
+
+class ClassCounts:
+    """Samples and hits per class.
+
+    Args:
+        num_classes: Labels are 0 to num_classes - 1.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        self._num_classes = num_classes
+        self._counts: torch.Tensor | None = None
+
+    def update(
+        self, scores: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor | None = None
+    ) -> None:
+        """Take a batch.
+
+        Args:
+            scores: `(batch, classes)`; the largest is the answer.
+            labels: `(batch,)` whole numbers.
+            valid: `(batch,)` bool, rows that count; None for all.
+        """
+        if self._counts is None:
+            shape = (2, self._num_classes)
+            self._counts = torch.zeros(shape, dtype=torch.int64, device=scores.device)
+        labels = labels.long()
+        seen = torch.ones_like(labels) if valid is None else valid.long()
+        hits = (scores.argmax(dim=1) == labels).long() * seen
+        # index_add_, not bincount: bincount asks the host for the largest label.
+        self._counts[0].index_add_(0, labels, seen)
+        self._counts[1].index_add_(0, labels, hits)
+
+    def compute(self) -> dict[str, float]:
+        """Return accuracy, and the mean of the recalls of the classes that occur."""
+        if self._counts is None:
+            return {"accuracy": math.nan, "balanced_accuracy": math.nan}
+        seen, hits = self._counts.cpu().double().numpy()
+        occurs = seen > 0
+        if not occurs.any():
+            return {"accuracy": math.nan, "balanced_accuracy": math.nan}
+        recalls = hits[occurs] / seen[occurs]
+        return {
+            "accuracy": float(hits.sum() / seen.sum()),
+            "balanced_accuracy": float(recalls.mean()),
+        }
+
+
+class MaskedMean:
+    """Mean over the samples of a pass; a sample's own values are averaged first."""
+
+    def __init__(self) -> None:
+        self._sums: torch.Tensor | None = None
+
+    def update(self, values: torch.Tensor, valid: torch.Tensor | None = None) -> None:
+        """Take a batch.
+
+        Args:
+            values: `(batch, ...)`.
+            valid: `(batch,)` bool, rows that count; None for all.
+        """
+        per_sample = values.detach().double().reshape(len(values), -1).mean(dim=1)
+        seen = torch.ones_like(per_sample) if valid is None else valid.double()
+        # Where, not a product: a row that does not count may hold anything, NaN included.
+        added = torch.stack([torch.where(seen > 0, per_sample, 0.0).sum(), seen.sum()])
+        self._sums = added if self._sums is None else self._sums + added
+
+    def compute(self) -> float:
+        """Return the mean; NaN when nothing was seen."""
+        if self._sums is None:
+            return math.nan
+        total, count = self._sums.tolist()
+        return total / count if count else math.nan
+
+
+def majority_baseline(train: Array, val: Array, num_classes: int) -> dict[str, float]:
+    """Return what always answering the commonest training class reaches on `val`.
+
+    Args:
+        train: `(n,)` labels of training samples.
+        val: `(m,)` labels to be judged on.
+        num_classes: Labels are 0 to num_classes - 1.
+    """
+    if not len(val):
+        return {}
+    majority = int(np.argmax(np.bincount(train, minlength=num_classes)))
+    present = np.unique(val)
+    return {
+        "accuracy": float(np.mean(val == majority)),
+        "balanced_accuracy": float(majority in present) / len(present),
+    }
+
+
+def class_priors(train: Array, num_classes: int) -> Array:
+    """Return the share of each class in training, with one sample added to each: none is 0."""
+    counts = np.bincount(train, minlength=num_classes) + 1.0
+    priors: Array = counts / counts.sum()
+    return priors
+
+
+def constant_mae(constant: Array | float, val: Array) -> float:
+    """Return the mean absolute error of one answer for every sample; NaN without samples."""
+    return float(np.abs(np.asarray(val, np.float64) - constant).mean()) if len(val) else math.nan

@@ -1,0 +1,70 @@
+"""How a recipe's weights move: AdamW, the rate over the run, and the rate for another batch size.
+
+Enters: parameters, a rate, the number of updates, batch sizes. Leaves: torch optimizers and
+schedulers. Costs: nothing per step but a few host operations of the scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import partial
+from typing import Literal
+
+import torch
+
+LrRule = Literal["linear", "sqrt", "none"]
+
+
+def make_adamw(
+    parameters: Iterable[torch.nn.Parameter], lr: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """Return AdamW that decays matrices only: a decayed bias or norm is pulled to a wrong place."""
+    given = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in given if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in given if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
+
+
+def warmup_cosine(
+    optimizer: torch.optim.Optimizer, num_updates: int, warmup_share: float
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return a schedule that rises to the full rate and falls to 0 along half a cosine.
+
+    Args:
+        optimizer: Whose rate is the full one.
+        num_updates: In the whole run.
+        warmup_share: Share of the updates in which the rate rises.
+    """
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, partial(cosine_factor, num_updates=num_updates, warmup_share=warmup_share)
+    )
+
+
+def cosine_factor(step: int, num_updates: int, warmup_share: float) -> float:
+    """Return the share of the full rate at update `step`, counted from 0."""
+    warm = round(num_updates * warmup_share)
+    if step < warm:
+        return (step + 1) / (warm + 1)
+    past = (step - warm) / max(1, num_updates - warm)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, past)))
+
+
+def lr_factor(batch_size: int | None, reference: int, rule: LrRule) -> tuple[float, str]:
+    """Return what a rate tuned at `reference` samples per update is multiplied with, and why.
+
+    Linear: k times the samples average the noise of k steps, so one step may be k times as long
+    (Goyal et al. 2017, SGD). Sqrt keeps the noise of a step instead, and is the safer one for Adam,
+    whose step does not grow with the gradient.
+    """
+    if batch_size is None:
+        return 1.0, "lr as given: no batch_size was given to scale it by"
+    if rule == "none":
+        return 1.0, "lr as given: lr_rule is 'none'"
+    ratio = batch_size / reference
+    factor = ratio if rule == "linear" else math.sqrt(ratio)
+    return factor, (
+        f"lr x {factor:g}: the {rule} rule for {batch_size} samples per update against {reference}"
+    )

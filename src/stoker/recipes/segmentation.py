@@ -1,0 +1,371 @@
+"""The segmentation recipe: a class for every pixel (S3).
+
+Enters: a store of `stoker pack segmentation`: `images` uint8 (n, channels, height, width) and `masks`
+uint8 (n, height, width). Leaves: a `Job` for `MicroSegFormer`, augmented while batches are gathered.
+Costs: one read of at most 512 training images and masks and of all validation masks.
+
+A pixel whose mask is 255, or one of `ignore_values`, counts nowhere: not in the loss, not in the
+metrics, not in the baseline. Augmentation writes 255 where a rotated image has no pixel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from stoker.augment import (
+    Compose,
+    GPUAugmentation,
+    MinimalGPUAugmentation,
+    StrongGPUAugmentation,
+)
+from stoker.errors import InputError
+from stoker.loader.splits import SplitName, samples_of, select_samples, split_randomly
+from stoker.recipes.contract import Job, Tensors
+from stoker.recipes.options import parse_options, require
+from stoker.recipes.scaling import evenly
+from stoker.recipes.schedule import make_adamw, warmup_cosine
+from stoker.recipes.segmentation_net import Four, MicroSegFormer
+from stoker.recipes.segmentation_scores import (
+    IGNORE,
+    SegmentationMetrics,
+    judge,
+    segmentation_loss,
+)
+from stoker.store.fields import Array
+from stoker.store.reader import Store
+
+Tensor = torch.Tensor
+LEARNING_RATE = 8e-4
+"""Of AdamW (S3)."""
+
+_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
+_LOOK_IMAGES = 512
+_READ_BYTES = 64 << 20
+_PRESETS = {
+    "standard": GPUAugmentation,
+    "minimal": MinimalGPUAugmentation,
+    "strong": StrongGPUAugmentation,
+}
+
+
+@dataclass(frozen=True)
+class SegmentationOptions:
+    """What the segmentation recipe may be told.
+
+    Attributes:
+        num_classes: Classes are 0 to num_classes - 1; None takes the largest mask value + 1.
+        ignore_values: Mask values that count nowhere, besides 255 (CamVid: 11).
+        widths: Of the four stages.
+        depths: Blocks of the four stages.
+        heads: Of the four stages; each divides its width.
+        expansion: Of the feed-forward parts.
+        head_width: Of the joined map.
+        dropout: Before the classes.
+        ce_weight: Of the cross-entropy.
+        dice_weight: Of the Dice loss.
+        augmentation: "standard", "minimal", "strong", or "none" to normalise only.
+        horizontal_flip_prob: Instead of the preset's; so are the next four.
+        rotation_degrees: Up to this, either way.
+        brightness: Within 1 plus or minus this.
+        contrast: The same.
+        saturation: The same.
+        split: For stores without a split: "random" samples, or "ordered": the first samples train and
+            the last ones test, which keeps most frames of one film on one side.
+        ratios: Shares of train, val and test, for stores without a split.
+        weight_decay: Of AdamW, on matrices only.
+        warmup_epochs: In which the rate rises, update by update; at most half of the run.
+        epochs: Of the run: what the trainer gets.
+    """
+
+    num_classes: int | None = None
+    ignore_values: tuple[int, ...] = ()
+    widths: Four = (32, 64, 128, 192)
+    depths: Four = (2, 2, 2, 2)
+    heads: Four = (1, 2, 4, 6)
+    expansion: int = 3
+    head_width: int = 128
+    dropout: float = 0.1
+    ce_weight: float = 1.0
+    dice_weight: float = 1.5
+    augmentation: Literal["standard", "minimal", "strong", "none"] = "standard"
+    horizontal_flip_prob: float | None = None
+    rotation_degrees: float | None = None
+    brightness: float | None = None
+    contrast: float | None = None
+    saturation: float | None = None
+    split: Literal["random", "ordered"] = "random"
+    ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    weight_decay: float = 0.01
+    warmup_epochs: int = 5
+    epochs: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("expansion", "head_width", "epochs"):
+            value = getattr(self, name)
+            require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name)}")
+        for name in ("widths", "depths", "heads"):
+            value = getattr(self, name)
+            require(
+                min(value) >= 1, name, value, "four numbers of 1 or more", f"{name}=[2, 2, 2, 2]"
+            )
+        whole = all(
+            width % heads == 0 for width, heads in zip(self.widths, self.heads, strict=True)
+        )
+        require(
+            whole,
+            "heads",
+            self.heads,
+            f"divisors of the widths {self.widths}",
+            "heads=[1, 2, 4, 6]",
+        )
+        require(0 <= self.dropout < 1, "dropout", self.dropout, "0 or more, below 1", "dropout=0.1")
+        weights = (self.ce_weight, self.dice_weight)
+        require(
+            min(weights) >= 0 and sum(weights) > 0,
+            "ce_weight and dice_weight",
+            weights,
+            "0 or more, not both 0",
+            "ce_weight=1, dice_weight=1.5",
+        )
+        require(
+            self.warmup_epochs >= 0,
+            "warmup_epochs",
+            self.warmup_epochs,
+            "0 or more",
+            "warmup_epochs=5",
+        )
+        inside = all(0 <= value <= IGNORE for value in self.ignore_values)
+        require(
+            inside,
+            "ignore_values",
+            self.ignore_values,
+            "mask values, 0 to 255",
+            "ignore_values=[11]",
+        )
+        require(
+            self.num_classes is None or 2 <= self.num_classes <= IGNORE,
+            "num_classes",
+            self.num_classes,
+            "2 to 255",
+            "num_classes=19",
+        )
+
+    @property
+    def warmup_share(self) -> float:
+        """Share of the run that warms up."""
+        return min(0.5, self.warmup_epochs / self.epochs)
+
+
+@dataclass(frozen=True)
+class SegmentationRecipe:
+    """Builds segmentation jobs; meets `Recipe`."""
+
+    name: str = "segmentation"
+
+    def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
+        """Build the job; see `Recipe`."""
+        chosen = parse_options(SegmentationOptions, options, self.name)
+        channels = _check_fields(store)
+        num_classes, class_note = find_classes(store, chosen)
+        samples, split_note = split_images(store, chosen, seed)
+        mean, std = channel_statistics(store, samples["train"])
+        augmentation = make_augmentation(chosen, mean, std, seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = MicroSegFormer(
+                num_classes,
+                channels,
+                widths=chosen.widths,
+                depths=chosen.depths,
+                heads=chosen.heads,
+                expansion=chosen.expansion,
+                head_width=chosen.head_width,
+                dropout=chosen.dropout,
+            )
+        return Job(
+            name=self.name,
+            model=model,
+            criterion=partial(
+                segmentation_loss, ce_weight=chosen.ce_weight, dice_weight=chosen.dice_weight
+            ),
+            unpack=partial(unpack_images, ignore_values=chosen.ignore_values),
+            metrics=partial(SegmentationMetrics, num_classes),
+            baseline=majority_metrics(store, samples, num_classes, chosen.ignore_values),
+            samples=samples,
+            make_optimizer=partial(make_adamw, weight_decay=chosen.weight_decay),
+            make_schedule=partial(warmup_cosine, warmup_share=chosen.warmup_share),
+            fields=["images", "masks"],
+            augmentation=augmentation,
+            monitor=("miou", True),
+            notes=(
+                class_note,
+                split_note,
+                f"normalised by training images: mean {_spell(mean)}, std {_spell(std)}",
+                f"augmentation: {chosen.augmentation}",
+            ),
+        )
+
+
+# -- batches -------------------------------------------------------------------------------------
+
+
+def unpack_images(batch: Tensors, ignore_values: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return images, and masks with 255 wherever a pixel counts nowhere; device work only."""
+    masks = batch["masks"]
+    for value in ignore_values:
+        masks = masks.masked_fill(masks == value, IGNORE)
+    return batch["images"], masks
+
+
+# -- from a store --------------------------------------------------------------------------------
+
+
+def find_classes(store: Store, options: SegmentationOptions) -> tuple[int, str]:
+    """Return the number of classes and where it was found.
+
+    The packer records the values of all masks; a store without that record is read once.
+    """
+    recorded = store.manifest.attributes.get("mask_values")
+    if recorded is None:
+        counts = count_pixels(store, np.arange(store.num_samples))
+        recorded = np.flatnonzero(counts).tolist()
+    apart = {IGNORE, *options.ignore_values}
+    values = [int(value) for value in recorded if value not in apart]
+    if not values:
+        raise InputError(
+            f"the masks of {store.path} hold nothing but ignored values.",
+            "masks with classes from 0 up",
+            "ignore_values=[]",
+        )
+    num_classes = options.num_classes or max(2, max(values) + 1)
+    if max(values) >= num_classes:
+        raise InputError(
+            f"the masks hold the value {max(values)}, and there are {num_classes} classes.",
+            f"0 to {num_classes - 1}, 255 and ignore_values",
+            f"num_classes={max(values) + 1}, or ignore_values=[{max(values)}]",
+        )
+    ignored = ", ".join(str(value) for value in sorted(apart))
+    return num_classes, f"{num_classes} classes; mask values {ignored} count nowhere"
+
+
+def split_images(
+    store: Store, options: SegmentationOptions, seed: int
+) -> tuple[dict[str, Array], str]:
+    """Return the samples of each split and how they were found."""
+    samples: dict[str, Array]
+    if "split" in store.fields:
+        samples = {name: select_samples(store, name) for name in _SPLITS}
+        note = "split: the store's own"
+    else:
+        division = split_randomly(store.num_samples, options.ratios, seed)
+        if options.split == "ordered":
+            division = np.sort(division)
+        samples = {name: samples_of(division, name) for name in _SPLITS}
+        note = f"split: {options.split}" + (f", seed {seed}" if options.split == "random" else "")
+    if not len(samples["train"]):
+        raise InputError(
+            f"{store.path} has no training samples.",
+            "at least one image in the training split",
+            "ratios=[0.8, 0.1, 0.1]",
+        )
+    return samples, f"{note}; " + ", ".join(f"{name} {len(ids):,}" for name, ids in samples.items())
+
+
+def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation per channel of training images, scaled to [0, 1].
+
+    Exact over at most 512 images, evenly spaced: counts of the 256 values, no running sums.
+    """
+    channels = store.fields["images"].shape[0]
+    counts = np.zeros((channels, 256), dtype=np.int64)
+    for images in _read(store, "images", evenly(train, _LOOK_IMAGES)):
+        for channel in range(channels):
+            counts[channel] += np.bincount(images[:, channel].ravel(), minlength=256)
+    values = np.arange(256) / 255
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    mean = shares @ values
+    variance = shares @ values**2 - mean**2
+    # One grey for all images must not divide by nothing: the smallest step is 1 / 255.
+    std = np.maximum(np.sqrt(np.maximum(variance, 0)), 1 / 255)
+    return mean.tolist(), std.tolist()
+
+
+def make_augmentation(
+    options: SegmentationOptions, mean: list[float], std: list[float], seed: int
+) -> Compose:
+    """Return the augmentation of training images; `.validation()` of it only normalises."""
+    names = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.augmentation in ("none", "minimal"):
+        strange = [name for name in given if (options.augmentation, name) != ("minimal", names[0])]
+        require(
+            not strange,
+            ", ".join(strange),
+            [given[name] for name in strange],
+            f"nothing beside augmentation={options.augmentation!r}, which does not use it",
+            "augmentation='standard'",
+        )
+    preset: Any = _PRESETS.get(options.augmentation, MinimalGPUAugmentation)
+    made: Compose = preset(**given, mean=mean, std=std, seed=seed, ignore_index=IGNORE)
+    return made.validation() if options.augmentation == "none" else made
+
+
+def majority_metrics(
+    store: Store, samples: Mapping[str, Array], num_classes: int, ignore_values: tuple[int, ...]
+) -> dict[str, float]:
+    """Return what the commonest class of training pixels reaches as the answer for every pixel."""
+    val = count_pixels(store, samples["val"])[:num_classes]
+    train = count_pixels(store, evenly(samples["train"], _LOOK_IMAGES))[:num_classes]
+    for counts in (train, val):
+        counts[[value for value in ignore_values if value < num_classes]] = 0
+    confusion = np.zeros((num_classes, num_classes), dtype=np.int64)
+    confusion[:, int(np.argmax(train))] = val
+    return judge(confusion) if val.sum() else {}
+
+
+def count_pixels(store: Store, samples: Array) -> Array:
+    """Return `(256,)` pixels of each mask value."""
+    counts = np.zeros(256, dtype=np.int64)
+    for masks in _read(store, "masks", samples):
+        counts += np.bincount(masks.ravel(), minlength=256)
+    return counts
+
+
+def _read(store: Store, field: str, samples: Array) -> Iterator[Array]:
+    row_bytes = int(np.prod(store.fields[field].shape, dtype=np.int64))
+    step = max(1, _READ_BYTES // max(1, row_bytes))
+    for low in range(0, len(samples), step):
+        yield store.gather(field, samples[low : low + step])
+
+
+def _check_fields(store: Store) -> int:
+    """Return the images' channels, or raise when the store is not one of images and masks."""
+    images, masks = store.fields.get("images"), store.fields.get("masks")
+    fits = (
+        images is not None
+        and masks is not None
+        and len(images.shape) == 3
+        and list(masks.shape) == list(images.shape[1:])
+        and np.dtype(images.dtype) == np.uint8
+        and np.dtype(masks.dtype) == np.uint8
+    )
+    if not fits:
+        have = ", ".join(
+            f"{name} {info.dtype} {tuple(info.shape)}" for name, info in store.fields.items()
+        )
+        raise InputError(
+            f"{store.path} has {have or 'no fields'}.",
+            "images uint8 (channels, height, width) and masks uint8 (height, width)",
+            "stoker pack segmentation --images IMAGES --masks MASKS OUT",
+        )
+    return int(images.shape[0])
+
+
+def _spell(values: list[float]) -> str:
+    return "(" + ", ".join(f"{value:.4f}" for value in values) + ")"

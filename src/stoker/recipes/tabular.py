@@ -1,0 +1,288 @@
+"""The tabular recipe: classes or values from rows or windows of numbers (S4).
+
+Enters: a store with dense features `(n, F)` or `(n, T, F)`, or a series; a plain HDF5 file will do.
+Leaves: a `Job`. Costs: the quality gate's look (only where no pack has looked), one read of the
+targets and of up to 200,000 rows; seconds.
+
+The gate stands in front: what would overflow is refused with the gate's own findings and what to
+type. Inputs are scaled in the model by numbers fitted on training rows; outputs are bounded so that
+they keep a gradient; the rate follows the batch size. Each decision is in the job's notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from stoker.recipes.contract import Job, Tensors
+from stoker.recipes.gate import gate_notes, quality_gate
+from stoker.recipes.options import parse_options, require
+from stoker.recipes.scaling import RobustScale, fit_robust, training_rows
+from stoker.recipes.schedule import LrRule, lr_factor, make_adamw, warmup_cosine
+from stoker.recipes.tabular_data import (
+    Inputs,
+    SplitMode,
+    Task,
+    TaskName,
+    find_inputs,
+    find_task,
+    split_samples,
+)
+from stoker.recipes.tabular_goals import Classify, ClassWeights, Regress, RegressionLoss
+from stoker.recipes.tabular_model import (
+    BoundMode,
+    Channels,
+    PatchShape,
+    PatchTransformer,
+    RowMlp,
+    TabularModel,
+    set_gain,
+)
+from stoker.store.fields import Array
+from stoker.store.reader import Store
+
+
+@dataclass(frozen=True)
+class TabularOptions:
+    """What the tabular recipe may be told.
+
+    Attributes:
+        field: Inputs; None takes `features`, else the base series, else the only field of numbers.
+        target_field: What is predicted.
+        model: "mlp", "patchtst", or "auto": the MLP for rows, the patch transformer for windows.
+        task: "auto" decides by the type of the targets: whole numbers are classes.
+        hidden: Widths of the MLP's hidden layers.
+        d_model: Width of the transformer.
+        layers: Transformer layers.
+        heads: Attention heads; divides `d_model`.
+        ffn_factor: Width of the feed-forward part over `d_model`.
+        patch: Rows per patch.
+        stride: Rows from one patch to the next.
+        channels: "mixed" or "independent"; see `PatchShape`.
+        dropout: In both networks.
+        init_gain: Gain of the Xavier initialisation (S4 used 0.5); None keeps torch's own.
+        output_bound: Largest magnitude of an output: class scores, or values in units of the
+            training targets' spread (S4 used 10); None for no bound.
+        output_bound_mode: "soft" keeps gradients; "clamp" does not and is there to compare with.
+        scale_inputs: Scale by median and quartiles of training rows, inside the model.
+        input_clip: Largest scaled input; None for no limit.
+        class_weights: "none"; "balanced" by the training shares; or a weight per class.
+        loss: Of a regression: Huber with delta 1, or mean squares, of scaled targets.
+        split: See `split_samples`.
+        ratios: Shares of train, val and test where the store has no split.
+        embargo: Samples left out after a border in time; None is a window.
+        batch_size: Samples per update, accumulation included, that the rate is scaled for; None
+            leaves it as given.
+        reference_batch: Samples per update at which the given rate is right.
+        lr_rule: "linear" (S4's batch grew 8 times, so should its rate), "sqrt", or "none".
+        weight_decay: Of AdamW, on matrices only.
+        warmup_share: Share of the updates in which the rate rises.
+    """
+
+    field: str | None = None
+    target_field: str = "targets"
+    model: Literal["auto", "mlp", "patchtst"] = "auto"
+    task: Literal["auto", "classification", "regression"] = "auto"
+    hidden: tuple[int, ...] = (512, 512)
+    d_model: int = 256
+    layers: int = 3
+    heads: int = 4
+    ffn_factor: int = 4
+    patch: int = 16
+    stride: int = 8
+    channels: Channels = "mixed"
+    dropout: float = 0.1
+    init_gain: float | None = None
+    output_bound: float | None = None
+    output_bound_mode: BoundMode = "soft"
+    scale_inputs: bool = True
+    input_clip: float | None = 10.0
+    class_weights: ClassWeights = "none"
+    loss: RegressionLoss = "huber"
+    split: SplitMode = "auto"
+    ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    embargo: int | None = None
+    batch_size: int | None = None
+    reference_batch: int = 128
+    lr_rule: LrRule = "linear"
+    weight_decay: float = 1e-2
+    warmup_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "layers", "heads", "ffn_factor", "patch", "stride"):
+            value = getattr(self, name)
+            require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name)}")
+        require(
+            self.d_model % self.heads == 0,
+            "heads",
+            self.heads,
+            f"a divisor of d_model, which is {self.d_model}",
+            "heads=4",
+        )
+        require(
+            min(self.hidden, default=1) >= 1,
+            "hidden",
+            self.hidden,
+            "widths of 1 or more",
+            "hidden=[512, 512]",
+        )
+        for name in ("init_gain", "output_bound", "input_clip", "batch_size", "reference_batch"):
+            value = getattr(self, name)
+            require(value is None or value > 0, name, value, "above 0", f"{name}=1")
+        for name in ("dropout", "warmup_share"):
+            value = getattr(self, name)
+            require(0 <= value < 1, name, value, "0 or more, below 1", f"{name}=0.1")
+
+    @property
+    def patch_shape(self) -> PatchShape:
+        """The transformer's sizes."""
+        return PatchShape(
+            self.d_model,
+            self.layers,
+            self.heads,
+            self.ffn_factor,
+            self.patch,
+            self.stride,
+            self.channels,
+        )
+
+
+@dataclass(frozen=True)
+class TabularRecipe:
+    """Builds tabular jobs; meets `Recipe`."""
+
+    name: str = "tabular"
+
+    def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
+        """Build the job; see `Recipe`."""
+        chosen = parse_options(TabularOptions, options, self.name)
+        inputs = find_inputs(store, chosen.field, chosen.target_field)
+        _require_targets(store, chosen.target_field)
+        fields = [inputs.field, chosen.target_field]
+        warnings = quality_gate(store, fields, scaled=chosen.scale_inputs)
+        samples, how = split_samples(
+            store,
+            inputs,
+            chosen.split,
+            chosen.ratios,
+            chosen.embargo,
+            seed,
+            rows_repeat=any(
+                finding.name == "duplicate-rows" and finding.field == inputs.field
+                for finding in warnings
+            ),
+        )
+        targets = {name: store.gather(chosen.target_field, ids) for name, ids in samples.items()}
+        wanted: TaskName | None = None if chosen.task == "auto" else chosen.task
+        task = find_task(store, chosen.target_field, np.concatenate(list(targets.values())), wanted)
+        goal: Classify | Regress
+        if task.classes is None:
+            goal = Regress(targets["train"], targets["val"], chosen.loss)
+        else:
+            goal = Classify(task.classes, targets["train"], targets["val"], chosen.class_weights)
+        factor, why_lr = lr_factor(chosen.batch_size, chosen.reference_batch, chosen.lr_rule)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model, why_model = _make_model(store, inputs, samples["train"], task, goal, chosen)
+        return Job(
+            name=self.name,
+            model=model,
+            criterion=goal.criterion,
+            unpack=partial(
+                unpack_tabular, inputs=inputs, target=chosen.target_field, encode=goal.encode
+            ),
+            metrics=goal.metrics,
+            baseline=goal.baseline,
+            samples=samples,
+            make_optimizer=partial(_scaled_adamw, factor=factor, decay=chosen.weight_decay),
+            make_schedule=partial(warmup_cosine, warmup_share=chosen.warmup_share),
+            fields=fields,
+            monitor=("loss", False),
+            notes=(
+                inputs.reason,
+                task.reason,
+                why_model,
+                how,
+                why_lr,
+                *goal.notes,
+                *gate_notes(warnings),
+            ),
+        )
+
+
+def unpack_tabular(
+    batch: Tensors,
+    inputs: Inputs,
+    target: str,
+    encode: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs as stored (a series with its gap flag beside it) and encoded targets."""
+    values = batch[inputs.field]
+    if inputs.is_series:
+        flag = (batch[f"{inputs.field}/gap"] != 0).float().unsqueeze(-1)
+        values = torch.cat([values.float(), flag], dim=-1)
+    return values, encode(batch[target])
+
+
+def _scaled_adamw(
+    parameters: Any, lr: float, *, factor: float, decay: float
+) -> torch.optim.Optimizer:
+    return make_adamw(parameters, lr * factor, decay)
+
+
+def _require_targets(store: Store, target: str) -> None:
+    info = store.fields.get(target)
+    require(
+        info is not None and info.kind == "dense" and np.dtype(info.dtype).kind in "fiu",
+        "target_field",
+        target,
+        ", ".join(name for name, about in store.fields.items() if about.kind == "dense"),
+        "stoker pack table FILE.csv OUT --target COLUMN",
+    )
+
+
+def _make_model(
+    store: Store,
+    inputs: Inputs,
+    train: Array,
+    task: Task,
+    goal: Classify | Regress,
+    options: TabularOptions,
+) -> tuple[TabularModel, str]:
+    center, scale = np.zeros(inputs.num_columns), np.ones(inputs.num_columns)
+    if options.scale_inputs:
+        fitted = fit_robust(training_rows(store, inputs.field, train))
+        center[: inputs.num_features], scale[: inputs.num_features] = fitted
+    clip = options.input_clip if options.scale_inputs else None
+    windowed = inputs.window is not None
+    name = {"auto": "patchtst" if windowed else "mlp"}.get(options.model, options.model)
+    require(
+        windowed or name == "mlp", "model", name, "'mlp' for rows without a window", "model='mlp'"
+    )
+    body: nn.Module
+    if name == "mlp":
+        width = inputs.num_columns * (inputs.window or 1)
+        body = RowMlp(width, options.hidden, task.num_outputs, options.dropout)
+    else:
+        shape = options.patch_shape
+        body = PatchTransformer(
+            inputs.window or 1, inputs.num_columns, shape, task.num_outputs, options.dropout
+        )
+    if options.init_gain is not None:
+        set_gain(body, options.init_gain)
+    model = TabularModel(
+        RobustScale(center, scale, clip),
+        body,
+        bound=options.output_bound,
+        bound_mode=options.output_bound_mode,
+        **goal.model_facts,
+    )
+    count = sum(parameter.numel() for parameter in model.parameters())
+    why = "asked for" if options.model != "auto" else "windows" if windowed else "rows"
+    return model, f"model: {name}, {count:,} parameters ({why})"

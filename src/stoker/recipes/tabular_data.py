@@ -1,0 +1,275 @@
+"""What a store offers the tabular recipe: the inputs, the task, the split.
+
+Enters: an open store. Leaves: frozen decisions, each with its reason in words, or an error that says
+what to type. Costs: a read of the targets; where equal rows are kept together, one of the inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from stoker.errors import InputError
+from stoker.loader.splits import (
+    Ratios,
+    SplitName,
+    samples_of,
+    select_samples,
+    split_by_group,
+    split_by_time,
+    split_randomly,
+)
+from stoker.store.fields import Array
+from stoker.store.manifest import FieldInfo
+from stoker.store.reader import Store
+from stoker.store.row_sketch import hash_rows
+from stoker.units import format_count
+
+TaskName = Literal["classification", "regression"]
+SplitMode = Literal["auto", "store", "time", "random", "distinct"]
+_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
+_MOST_CLASSES = 10_000
+_FEW_VALUES = 20
+_HASH_ROWS = 65_536
+
+
+# -- inputs --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The field that is learned from.
+
+    Attributes:
+        field: Its name.
+        is_series: Whether windows are cut from a series.
+        window: Rows of a window; None for single rows.
+        num_features: Columns as stored.
+        reason: Why this one.
+    """
+
+    field: str
+    is_series: bool
+    window: int | None
+    num_features: int
+    reason: str
+
+    @property
+    def num_columns(self) -> int:
+        """Columns that the model sees: a series brings its gap flag."""
+        return self.num_features + self.is_series
+
+
+def find_inputs(store: Store, wanted: str | None, target: str) -> Inputs:
+    """Decide which field is learned from.
+
+    Args:
+        store: Open.
+        wanted: Its name, if the user gave one.
+        target: The field to be predicted, which is none.
+    """
+    usable = {
+        name: info for name, info in store.fields.items() if name != target and _is_usable(info)
+    }
+    series = [name for name in usable if usable[name].kind == "series"]
+    base = store.manifest.attributes.get("base")
+    if wanted is not None:
+        name, reason = wanted, "it was asked for"
+    elif "features" in usable:
+        name, reason = "features", "the store has dense features"
+    elif base in series:
+        name, reason = str(base), "it is the base timeframe of the store"
+    elif len(usable) == 1:
+        name, reason = next(iter(usable)), "it is the only one of numbers"
+    else:
+        name, reason = "", ""
+    if name not in usable:
+        held = ", ".join(f"{n} ({i.kind} {i.dtype} {i.shape})" for n, i in store.fields.items())
+        raise InputError(
+            f"{name!r} is no input." if name else f"{store.path} holds {held}.",
+            ", ".join(usable) or "dense features (n, F) or (n, T, F), or a series",
+            f"field='{next(iter(usable))}'" if usable else "stoker pack table FILE.csv OUT",
+        )
+    info = usable[name]
+    window = info.window if info.kind == "series" else (info.shape[0] if info.shape[1:] else None)
+    shown = f"{info.shape[-1]} columns" + (f" x {window} rows" if window else "")
+    return Inputs(
+        name,
+        info.kind == "series",
+        window,
+        info.shape[-1],
+        f"inputs: {name}, {shown}; {reason}",
+    )
+
+
+def _is_usable(info: FieldInfo) -> bool:
+    number = np.dtype(info.dtype).kind in "fiu"
+    return number and (
+        info.kind == "series" or (info.kind == "dense" and len(info.shape) in (1, 2))
+    )
+
+
+# -- task ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What is predicted.
+
+    Attributes:
+        name: Classification or regression.
+        classes: `(classes,)` rising, the targets' own numbers; None for regression.
+        num_outputs: Classes, or values per sample.
+        reason: Why.
+    """
+
+    name: TaskName
+    classes: Array | None
+    num_outputs: int
+    reason: str
+
+
+def find_task(store: Store, target: str, values: Array, wanted: TaskName | None) -> Task:
+    """Decide what is predicted, from the type of the targets.
+
+    Args:
+        store: Open.
+        target: Field of the targets.
+        values: Targets of all samples that are used, to find the classes.
+        wanted: If the user said so.
+    """
+    whole = values.dtype.kind in "iu"
+    name: TaskName = wanted or ("classification" if whole else "regression")
+    why = "it was asked for" if wanted else f"the targets are {values.dtype}"
+    flat = values.reshape(len(values), -1)
+    if name == "regression":
+        hint = _hint_of_classes(values) if not whole and wanted is None else ""
+        return Task(name, None, flat.shape[1], f"regression of {flat.shape[1]} values: {why}{hint}")
+    if flat.shape[1] != 1 or not (whole or (values == np.rint(values)).all()):
+        raise InputError(
+            f"classification of {target!r}, which holds {values.dtype} {values.shape[1:]} a sample.",
+            "one whole number per sample",
+            "task='regression'",
+        )
+    classes = _classes_of(store, values.reshape(-1))
+    if not 2 <= len(classes) <= _MOST_CLASSES:
+        raise InputError(
+            f"{target!r} holds {format_count(len(classes))} different values.",
+            f"2 to {_MOST_CLASSES:,} classes",
+            "task='regression'" if len(classes) > 2 else "pack samples of at least two classes",
+        )
+    return Task(name, classes, len(classes), f"classification into {len(classes)} classes: {why}")
+
+
+def _classes_of(store: Store, values: Array) -> Array:
+    named = store.manifest.attributes.get("classes") or []
+    return np.arange(len(named)) if named else np.unique(values).astype(np.int64)
+
+
+def _hint_of_classes(values: Array) -> str:
+    few = np.unique(values[: 1 << 20])
+    if len(few) > _FEW_VALUES or (few != np.rint(few)).any():
+        return ""
+    return f" (they are {len(few)} whole numbers: if those are classes, task='classification')"
+
+
+# -- split ---------------------------------------------------------------------------------
+
+
+def split_samples(
+    store: Store,
+    inputs: Inputs,
+    mode: SplitMode,
+    ratios: Ratios,
+    embargo: int | None,
+    seed: int,
+    *,
+    rows_repeat: bool = False,
+) -> tuple[dict[str, Array], str]:
+    """Return the samples of train, val and test, and how and why they were divided so.
+
+    Args:
+        store: Open.
+        inputs: From `find_inputs`.
+        mode: "store" as packed; "time" in order, with purge and embargo; "random"; "distinct" random
+            with equal rows on one side; "auto" takes the first of these that can be right.
+        ratios: Shares, unless the store has a split.
+        embargo: Samples left out after a border in time; None is a window.
+        seed: Of the random ones.
+        rows_repeat: Whether the gate found rows that repeat others.
+    """
+    why = "it was asked for"
+    if mode == "auto":
+        mode, why = _choose_split(store, inputs, rows_repeat)
+    samples: dict[str, Array]
+    if mode == "store":
+        samples = {name: select_samples(store, name) for name in _SPLITS}
+    else:
+        division, more = _divide(store, inputs, mode, ratios, embargo, seed)
+        why += more
+        samples = {name: samples_of(division, name) for name in _SPLITS}
+    if not len(samples["train"]):
+        raise InputError(
+            f"{store.path} has no training samples (split {mode!r}: {why}).",
+            "at least one",
+            "ratios=[0.8, 0.1, 0.1]",
+        )
+    counts = ", ".join(f"{len(ids):,} {name}" for name, ids in samples.items())
+    return samples, f"samples: {counts}; split {mode!r}: {why}"
+
+
+def _choose_split(store: Store, inputs: Inputs, rows_repeat: bool) -> tuple[SplitMode, str]:
+    if "split" in store.fields:
+        return "store", "the store has one"
+    if inputs.window is not None or "time" in store.fields:
+        return "time", "windows of neighbouring samples overlap, so a random split would leak"
+    if rows_repeat:
+        return "distinct", "rows repeat, so a random split would test on training rows"
+    return "random", "rows stand for themselves"
+
+
+def _divide(
+    store: Store,
+    inputs: Inputs,
+    mode: SplitMode,
+    ratios: Ratios,
+    embargo: int | None,
+    seed: int,
+) -> tuple[Array, str]:
+    total = store.num_samples
+    if mode == "random":
+        return split_randomly(total, ratios, seed), ""
+    if mode == "distinct":
+        return split_by_group(_row_groups(store, inputs), ratios, seed), ""
+    time = np.arange(total)
+    if "time" in store.fields:
+        time = store.read_rows("time", 0, total)
+    label_time = time
+    if "label_time" in store.fields:
+        label_time = store.read_rows("label_time", 0, total)
+    # An embargo as long as a window leaves no row on both sides; a small store cannot afford it.
+    asked = (inputs.window or 0) if embargo is None else embargo
+    smallest = min((share for share in ratios[1:] if share > 0), default=1.0)
+    used = asked if embargo is not None else min(asked, max(1, int(total * smallest / 4)))
+    short = f", less than a window of {asked}: the store is small" if used < asked else ""
+    division = split_by_time(time, label_time, ratios, used)
+    return division, f"; an embargo of {used} samples{short}"
+
+
+def _row_groups(store: Store, inputs: Inputs) -> Array:
+    """A number per sample, equal for equal inputs."""
+    if inputs.is_series:
+        raise InputError(
+            f"split is 'distinct' for windows of the series {inputs.field!r}.",
+            "dense features",
+            "split='time'",
+        )
+    parts = [
+        hash_rows(
+            store.read_rows(inputs.field, low, min(low + _HASH_ROWS, store.num_samples))
+        ).view(np.int64)
+        for low in range(0, store.num_samples, _HASH_ROWS)
+    ]
+    return np.concatenate(parts)
