@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import h5py
@@ -22,7 +22,7 @@ import torch
 
 from harness import publish
 from stoker.loader.loader import Loader
-from stoker.store.fields import Dense, Series
+from stoker.store.fields import Dense, FieldData, Series
 from stoker.store.manifest import FieldInfo, Manifest
 from stoker.store.reader import Store, open_store
 from stoker.store.writer import write_shard, write_text_atomically
@@ -34,13 +34,13 @@ JOBS = {
 }
 
 
-def make_store(folder: Path, windows: dict[str, int], features: int, count: int) -> Store:
+def make_series(windows: dict[str, int], features: int, count: int) -> dict[str, Series]:
     """A series per timeframe, `count` samples, windows that end one row later each."""
     rng = np.random.default_rng(0)
-    fields = {"targets": Dense(rng.normal(size=(count, 1)).astype("f4"))}
+    made: dict[str, Series] = {}
     for name, window in windows.items():
         rows = count + window - 1
-        fields[name] = Series(
+        made[name] = Series(
             rows=rng.normal(size=(rows, features)).astype("f4"),
             time=np.arange(rows),
             ends=np.arange(count) + window,
@@ -49,6 +49,11 @@ def make_store(folder: Path, windows: dict[str, int], features: int, count: int)
             columns=tuple(f"f{i}" for i in range(features)),
             duration_ns=1,
         )
+    return made
+
+
+def write_store(folder: Path, fields: Mapping[str, FieldData], count: int) -> Store:
+    """A store of one shard."""
     info = write_shard(folder / "shard-00000.h5", fields, "all")
     about = {name: FieldInfo.of(data) for name, data in fields.items()}
     write_text_atomically(
@@ -147,7 +152,9 @@ def run_job(name: str, device: torch.device, workers: int, repeats: int, scale: 
     names = list(windows)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder_text:
         folder = Path(folder_text)
-        store = make_store(folder, windows, features, count)
+        targets = Dense(np.random.default_rng(1).normal(size=(count, 1)).astype("f4"))
+        fields = {"targets": targets, **make_series(windows, features, count)}
+        store = write_store(folder, fields, count)
         materialise(store, folder / "windows.h5", windows)
         torch.manual_seed(0)
         model = Model(names, features).to(device) if device.type == "cuda" else None
