@@ -451,3 +451,50 @@ def test_a_closed_loader_leaves_nothing_to_the_garbage_collector(store):
             assert not [ref() for ref in uploads + parts if ref() is not None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("order", ["sequential", "shuffled"])
+@pytest.mark.parametrize("chunk_bytes", [None, 3000])
+def test_a_closed_loader_says_so(store, order, chunk_bytes):
+    loader = Loader(store, 10, "cpu", order=order, chunk_bytes=chunk_bytes, fields=["features"])
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    with pytest.raises(InputError, match="the loader is closed"):
+        next(iterator)
+    with pytest.raises(InputError, match="the loader is closed"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 3000])
+def test_a_place_that_is_set_in_the_middle_ends_the_iteration(store, chunk_bytes):
+    with Loader(store, 10, "cpu", chunk_bytes=chunk_bytes, fields=["features"]) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.state_dict()
+        loader.set_epoch(5)
+        with pytest.raises(InputError, match="its place was set"):
+            next(iterator)
+        iterator = iter(loader)
+        next(iterator)
+        loader.load_state_dict(state)
+        with pytest.raises(InputError, match="its place was set"):
+            next(iterator)
+
+
+def test_a_dropped_loader_does_not_wait_for_its_threads(store, monkeypatch):
+    """The collector may run in one of them: waiting there would never end."""
+    loader = Loader(store, 10, "cpu", order="shuffled", chunk_bytes=3000)
+    next(iter(loader))
+    here = threading.get_ident()
+    ended = threading.Event()
+    close = staging.Uploader.close
+
+    def note(self):
+        assert threading.get_ident() != here
+        close(self)
+        ended.set()
+
+    monkeypatch.setattr(staging.Uploader, "close", note)
+    del loader
+    assert ended.wait(20)

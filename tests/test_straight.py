@@ -109,3 +109,13 @@ def test_a_flipped_byte_is_found(tmp_path):
         pytest.raises(CorruptError, match="checksum"),
     ):
         torch.stack([batch["x"].sum() for batch in loader])
+
+
+def test_a_kept_target_does_not_keep_its_features(tmp_path):
+    store = make_store(tmp_path / "store", [400])
+    with Loader(store, 4, "cpu", chunk_bytes=1) as loader:
+        kept = [batch["y"] for batch in loader]
+        assert sum(y.untyped_storage().nbytes() for y in kept) <= 400 * 2 + 100
+        del kept
+        assert sum(len(free) for free in loader._straight._free.values()) <= 3 * 4
+    assert not loader._straight._free

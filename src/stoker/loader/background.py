@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
+import queue
 import threading
 import weakref
 from collections import deque
@@ -113,6 +115,38 @@ class Background(Generic[T]):
         with self._changed:
             self._changed.wait_for(lambda: self.stopped or len(self._ready) < self._ahead)
             return not self.stopped
+
+
+class _Janitor:
+    """Ends what finalizers may not end themselves.
+
+    A finalizer runs in any thread, under any lock: it may not wait, nor take a lock that is not
+    reentrant. `SimpleQueue.put` is made for it; this thread does the waiting.
+    """
+
+    def __init__(self) -> None:
+        self._dropped: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._process = -1
+
+    def start(self) -> None:
+        """Make sure that there is a thread in this process."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            threading.Thread(target=self._run, name="stoker-janitor", daemon=True).start()
+
+    def hand_over(self, end: Callable[[], None]) -> None:
+        """Have `end` called soon, by the janitor."""
+        self._dropped.put(end)
+
+    def _run(self) -> None:
+        while True:
+            end = self._dropped.get()
+            with contextlib.suppress(Exception):
+                end()
+            del end
+
+
+JANITOR = _Janitor()
 
 
 @atexit.register

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from stoker.errors import InputError
+from stoker.loader.background import JANITOR
 from stoker.loader.columns import make_columns
 from stoker.loader.gather import Assembler, Augments
 from stoker.loader.lanes import LanePlan
@@ -129,6 +131,9 @@ class Loader:
         lanes: LanePlan | None = None,
         augment: Augments | None = None,
     ) -> None:
+        JANITOR.start()
+        self._closed = False
+        self._owns_store = not isinstance(store, Store)
         self.store = store if isinstance(store, Store) else open_store(store)
         self.device = pick_device(device)
         self.samples = check_samples(samples, self.store)
@@ -191,15 +196,30 @@ class Loader:
 
     def close(self) -> None:
         """End the threads and give the memory back; the loader cannot be used afterwards."""
+        self._closed = True
         self._stop_feeder()
         self._uploader.close()
         self._ring.tensors.clear()
         self._assembler.close()
+        if self._straight is not None:
+            self._straight.close()
+        if self._owns_store:
+            self.store.close()
 
     def __del__(self) -> None:
-        """End the threads of a loader that was dropped: they would keep the ring's memory."""
+        """End the threads of a loader that was dropped: they would keep the ring's memory.
+
+        Without waiting: the collector may run in one of these threads.
+        """
         with contextlib.suppress(AttributeError):  # a constructor that failed leaves less behind
-            self.close()
+            if not self._closed:
+                JANITOR.hand_over(partial(_end_threads, self._feeder, self._uploader))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError(
+                "the loader is closed.", "an open loader", "make a new Loader over the same store"
+            )
 
     def _make_plan(self, batch_size: int, device: torch.device) -> Plan:
         from stoker.machine import probe
@@ -249,6 +269,7 @@ class Loader:
 
         A loader has one place, so a new iteration ends the one before it.
         """
+        self._check_open()
         self._seek_augment()
         if self.tier == "streamed":
             with prefetch(self._host_batches(), self.device) as batches:
@@ -296,11 +317,13 @@ class Loader:
         """Move the position with every batch; refuse to when another iteration has taken over."""
         self._turn = turn = object()
         for batch in batches:
+            self._check_open()
             if self._turn is not turn:
                 raise InputError(
-                    "an iteration goes on after a newer one over the same loader began.",
+                    "an iteration goes on after a newer one over the same loader began, or after its "
+                    "place was set.",
                     "one iteration at a time",
-                    "a second Loader over the same store",
+                    "begin a new iteration, or take a second Loader over the same store",
                 )
             self._position += 1
             yield batch
@@ -413,6 +436,7 @@ class Loader:
 
     def use_augmentation(self, augment: Augments | None) -> None:
         """Augment from the next batch on; None stops it."""
+        self._check_open()
         self._assembler = Assembler(self.columns, self._ring.tensors, augment)
         self.augment = augment
         self._seek_augment()
@@ -445,6 +469,7 @@ class Loader:
         if epoch < 0:
             raise InputError(f"epoch {epoch}.", "0 or more", "loader.set_epoch(0)")
         self.epoch, self._position = epoch, 0
+        self._turn = None
 
     def order_digest(self) -> str:
         """Return a digest of the samples yielded so far in this epoch, in order."""
@@ -480,6 +505,7 @@ class Loader:
                 "check that the store was not packed again",
             )
         self.epoch, self._position = int(state["epoch"]), int(state["batch"])
+        self._turn = None
 
     def _identity(self) -> dict[str, Any]:
         order = self._order
@@ -494,6 +520,12 @@ class Loader:
             "drop_last": order.drop_last,
             "chunks": chunks,
         }
+
+
+def _end_threads(feeder: Feeder | None, uploader: Uploader) -> None:
+    if feeder is not None:
+        feeder.stop()
+    uploader.close()
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:

@@ -202,7 +202,9 @@ class Uploader:
                 stream = self._streams[0]
                 if wait_for is not None:
                     stream.wait_event(wait_for)
-                if self._slabs is None:
+                if (
+                    self._slabs is None and cuts
+                ):  # none for a chunk without values: it would stay none
                     self._slabs = self._make_slabs(copies, len(cuts))
             upload = Upload(len(cuts), stream, when_done)
             self._recent.append(upload)

@@ -3,10 +3,10 @@
 Enters: dense columns whose samples lie one after the other on disk, and batches in that order.
 Leaves: the batches' tensors. Costs: one copy of every byte, from the page cache into a buffer that
 stays in the processor's cache: 14 GB/s where reading a chunk and gathering from it reached 6
-(benchmarks/loader_cpu.py). About six buffers of 4 MB; the kernel reads ahead of them.
+(benchmarks/loader_cpu.py). About four buffers of 4 MB; the kernel reads ahead of them.
 
-A few batches share a buffer. It is used again when the last tensor in it is gone, whoever held it:
-keep what you like, and change it as you like.
+A few batches of one column share a buffer. It is used again when the last tensor in it is gone, whoever
+held it: keep what you like, and change it as you like.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stoker.store.fields import Array
 BLOCK_BYTES = 4 << 20
 """Larger blocks leave the processor's cache: 4 MB read at 14.4 GB/s here, 32 MB at 11.4."""
 _AHEAD_BYTES = 32 << 20
-_ALIGN = 64
+_MOST_KEPT = 4
 
 
 def can_read_straight(columns: Sequence[Column], mode: Mode) -> bool:
@@ -59,7 +59,7 @@ class StraightReader:
         ]
         self._sample_bytes = sum(values.row_bytes for _, values, _ in self._columns)
         self._block_bytes = block_bytes
-        self._free: list[mmap.mmap] = []
+        self._free: dict[str, list[mmap.mmap]] = {}
 
     def read(
         self, batches: Iterator[PlannedBatch]
@@ -87,12 +87,10 @@ class StraightReader:
 
     def _read_block(self, first: int, last: int) -> dict[str, torch.Tensor]:
         count = last - first
-        memory = self._lend(count * self._sample_bytes + _ALIGN * len(self._columns))
         tensors: dict[str, torch.Tensor] = {}
-        at = 0
         for base, values, twin in self._columns:
-            end = at + count * values.row_bytes
-            out = memory[at:end].view(values.dtype).reshape(count, *values.shape)
+            memory = self._lend(values.name, count * values.row_bytes)
+            out = memory.view(values.dtype).reshape(count, *values.shape)
             for array, low, high, where in values.spans(base + first, base + last):
                 array.read_into(low, high, out[where : where + high - low])
                 ahead = max(1, _AHEAD_BYTES // max(1, values.row_bytes))
@@ -100,14 +98,29 @@ class StraightReader:
                     array.expect(high, (high // ahead + 2) * ahead)
             signed = torch.from_numpy(out.view(twin))
             tensors[values.name] = restore_sign(signed, values.dtype)
-            at = -(-end // _ALIGN) * _ALIGN
         return tensors
 
-    def _lend(self, num_bytes: int) -> Array:
-        """Return memory that comes back here when the last array over it is gone."""
-        buffer = self._free.pop() if self._free else None
+    def close(self) -> None:
+        """Give back the buffers that nobody holds; the others go with their tensors."""
+        self._free.clear()
+
+    def _lend(self, name: str, num_bytes: int) -> Array:
+        """Return memory that comes back here when the last array over it is gone.
+
+        Each column has its own, so that a kept target does not keep its features.
+        """
+        free = self._free.setdefault(name, [])
+        buffer = free.pop() if free else None
         if buffer is None or len(buffer) < num_bytes:
-            buffer = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory = np.frombuffer(buffer, dtype=np.uint8)
-        weakref.finalize(memory, self._free.append, buffer).atexit = False
-        return memory
+            size = max(num_bytes, 1)
+            buffer = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        whole = np.frombuffer(buffer, dtype=np.uint8)
+        weakref.finalize(whole, _take_back, self._free, name, buffer).atexit = False
+        return whole[:num_bytes]
+
+
+def _take_back(free: dict[str, list[mmap.mmap]], name: str, buffer: mmap.mmap) -> None:
+    """Keep a few; more were needed only while somebody held many batches."""
+    kept = free.get(name)
+    if kept is not None and len(kept) < _MOST_KEPT:
+        kept.append(buffer)
