@@ -132,3 +132,17 @@ def test_a_resumed_run_carries_on(store, tmp_path):
         broken.fit()
     rest = make_trainer(store, **options).fit(resume=True)
     assert rest.losses == whole.losses[14:]
+
+
+def test_lanes_that_have_ended_do_not_count(store):
+    counted = []
+    trainer = make_trainer(store)
+
+    def criterion(outputs, targets):
+        counted.append(len(outputs))
+        return nn.functional.mse_loss(outputs, targets)
+
+    trainer._step.parts.criterion = criterion
+    report = trainer.fit().epochs[0]
+    lanes = trainer._train.loader._order.lanes
+    assert sum(counted) == report.num_samples == len(lanes.positions)

@@ -205,11 +205,12 @@ def test_sigterm_saves_and_ends_well(path, tmp_path):
 
 def test_ctrl_c_saves_what_was_done(path, tmp_path):
     trainer = make_trainer(path, epochs=1000, run_dir=tmp_path / "run", checkpoint_every_epochs=0)
+    before = signal.getsignal(signal.SIGINT)
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     assert len(list((tmp_path / "run").glob("step-*.pt"))) == 1
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_checkpoint_of_another_config_is_refused_with_the_difference(path, tmp_path):
@@ -438,3 +439,117 @@ def test_a_model_that_cannot_be_captured_trains_eagerly_and_says_why(path):
     assert "cannot be captured" in trainer._captured.reason
     assert np.isfinite(history.losses).all()
     assert len(history.losses) == 22
+
+
+# -- found in review -----------------------------------------------------------------------------
+
+
+def test_gradients_that_are_not_finite_are_told_although_losses_are(path):
+    trainer = make_trainer(path)
+    trainer._step.parts.criterion = lambda outputs, targets: ((outputs * 0).abs().sqrt()).sum()
+    with pytest.raises(NonFiniteError, match="gradients of 11 updates of epoch 0 were not finite"):
+        trainer.fit()
+
+
+def test_no_checkpoint_is_written_behind_a_loss_that_is_not_finite(dirty, tmp_path):
+    trainer = make_trainer(
+        dirty, order="sequential", run_dir=tmp_path / "run", checkpoint_every_steps=2, read_every=50
+    )
+    with pytest.raises(NonFiniteError):
+        trainer.fit()
+    assert [path.name for path in (tmp_path / "run").glob("step-*.pt")] == ["step-000000002.pt"]
+
+
+def test_rollback_ends_when_every_batch_is_bad(path):
+    trainer = make_trainer(path, nonfinite="rollback", read_every=1)
+    trainer._step.parts.criterion = lambda outputs, targets: outputs.sum() * float("nan")
+    with pytest.raises(NonFiniteError):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("at", [10, 11])
+def test_a_signal_near_the_end_of_an_epoch_loses_and_repeats_nothing(path, tmp_path, at):
+    whole = make_trainer(path, epochs=3).fit()
+    first = make_trainer(path, epochs=3, run_dir=tmp_path / "run")
+    original = first._after_batch
+
+    def stop(position, cache):
+        original(position, cache)
+        if first._epoch == 1 and position == at:
+            first._stop = "terminated"
+
+    first._after_batch = stop
+    begun = first.fit()
+    rest = make_trainer(path, epochs=3, run_dir=tmp_path / "run").fit(resume=True)
+    assert begun.losses + rest.losses == whole.losses
+    assert all(report.num_samples for report in rest.epochs)
+
+
+def test_a_loader_that_raises_loses_no_step(path, tmp_path):
+    broken = make_trainer(path, run_dir=tmp_path / "run", epochs=2)
+    original = broken._after_batch
+
+    def fail(position, cache):
+        original(position, cache)
+        if position == 5:
+            raise OSError("the disk is gone")
+
+    broken._after_batch = fail
+    with pytest.raises(OSError, match="disk is gone"):
+        broken.fit()
+    rest = make_trainer(path, run_dir=tmp_path / "run", epochs=2).fit(resume=True)
+    assert rest.losses == make_trainer(path, epochs=2).fit().losses[5:]
+
+
+def test_a_used_folder_and_another_optimizer_are_refused(path, tmp_path):
+    trainer = make_trainer(path, run_dir=tmp_path / "run", epochs=1)
+    trainer.fit()
+    with pytest.raises(InputError, match="already holds a run"):
+        make_trainer(path, run_dir=tmp_path / "run", epochs=1).fit()
+    model = make_model()
+    other = Trainer(
+        model,
+        Loader(path, 20, "cpu", order="shuffled", seed=1),
+        None,
+        nn.functional.mse_loss,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        None,
+        {"epochs": 2, "capture": "off", "precision": "fp32", "read_every": 7},
+        "cpu",
+        run_dir=tmp_path / "run",
+    )
+    with pytest.raises(InputError, match=r"optimizer.*AdamW.*SGD"):
+        other.fit(resume=True)
+
+
+def test_batches_without_a_known_size_or_number_go_through_whole(path):
+    sizes = []
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_model()
+
+        def forward(self, x):
+            sizes.append(len(x))
+            return self.net(x)
+
+    data = torch.utils.data.TensorDataset(torch.randn(20, 6), torch.randn(20, 1))
+    batches = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12]]
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for loader in (
+        torch.utils.data.DataLoader(data, batch_sampler=batches),
+        (data[rows] for rows in batches),
+    ):
+        sizes.clear()
+        report = Trainer(model, loader, None, nn.functional.mse_loss, optimizer, device="cpu").fit()
+        assert sizes == [5, 5, 3]
+        assert report.epochs[0].num_samples == 13
+
+
+def test_one_loader_for_both_is_refused(path):
+    loader, model = Loader(path, 20, "cpu"), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="one Loader was given for training and for validation"):
+        Trainer(model, loader, loader, nn.functional.mse_loss, optimizer, device="cpu")

@@ -49,6 +49,7 @@ class Failing(torch.optim.SGD):
     """An optimizer that runs out of memory the first few times."""
 
     failures = 0
+    _step_supports_amp_scaling = True  # as a fused one: it changes nothing before it has its memory
 
     def step(self, closure=None):
         if Failing.failures:

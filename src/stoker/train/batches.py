@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from stoker.errors import InputError
@@ -48,6 +49,16 @@ class Work:
         """Lanes only: rows whose recurrent state begins anew."""
         return None if self.batch is None else self.batch.reset
 
+    @property
+    def rows(self) -> torch.Tensor | None:
+        """Lanes only: the rows that hold a sample, where some do not."""
+        if self.batch is None or self.positions is None or self.batch.reset is None:
+            return None
+        if self.num_samples == len(self.positions):
+            return None
+        held = torch.from_numpy(np.flatnonzero(self.positions >= 0))
+        return held.to(self.batch.reset.device)
+
 
 class Feed:
     """Iterate for the `Work` of one epoch.
@@ -78,8 +89,24 @@ class Feed:
         elif device.type == "cuda" and not hasattr(loader, "pinned_bytes"):
             self.loader = prefetch(loader, device)
 
-    def __len__(self) -> int:
-        return len(self.loader)
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of an epoch; None where the loader does not know."""
+        try:
+            return len(self.loader)
+        except TypeError:
+            return None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a full batch; None where the loader does not say."""
+        sampler = getattr(self.loader, "batch_sampler", None)
+        return getattr(self.loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+
+    def state_dict(self) -> Any:
+        """Return the loader's place; None where it cannot tell."""
+        wrapped = getattr(self.loader, "loader", self.loader)
+        return self.loader.state_dict() if hasattr(wrapped, "state_dict") else None
 
     def __iter__(self) -> Iterator[Work]:
         """Yield the rest of the loader's epoch."""
@@ -150,6 +177,8 @@ def _to_device(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         return {name: _to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_to_device(value, device) for value in batch))
     if isinstance(batch, tuple | list):
         return type(batch)(_to_device(value, device) for value in batch)
     return batch

@@ -12,6 +12,7 @@ what the eager step gives, training goes on eagerly, and `reason` says why.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -20,10 +21,13 @@ import torch
 
 from stoker.loader.loader import Loader
 from stoker.train.batches import Feed, Work
+from stoker.train.oom import forget_frames, is_oom
 from stoker.train.settings import Capture
 from stoker.train.step import Step, state_tensors
+from stoker.train.window import Window
 
 WARM_UP_STEPS = 3
+MOST_MISFITS = 3
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-5
 """How far a replay may be from the eager step: atomics and the order of sums differ, wrong data does more."""
 
@@ -56,9 +60,12 @@ class CapturedStep:
         active: Whether steps are replayed now.
     """
 
-    def __init__(self, step: Step, feed: Feed) -> None:
+    def __init__(self, step: Step, feed: Feed, window: Window, say: Callable[[str], None]) -> None:
         self.step = step
         self.feed = feed
+        self._window = window
+        self._say = say
+        self._num_misfits = 0
         self.active = False
         self.reason = f"captured after {WARM_UP_STEPS} steps of warm-up"
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -82,10 +89,26 @@ class CapturedStep:
     def run(self, work: Work) -> torch.Tensor:
         """Train on one batch; return its loss on the device."""
         full = work.num_samples == self.step.parts.nominal_batch
-        if self._given_up or not full:
+        if self._given_up or not full or self._window.is_lowered:
             return self._run_eagerly(work)
+        if not self._fits(work):
+            return self._run_eagerly(work)
+        if self._checked and self._generation == _generation(self.feed):
+            return self._run_captured(work)  # a replay allocates nothing
+        self._window.mark()
+        try:
+            return self._run_captured(work)
+        except RuntimeError as error:
+            if not is_oom(error):
+                raise
+            forget_frames(error)
+        self._give_up("eager: memory ran out while the step was being captured")
+        self._window.restore()
+        return self._run_eagerly(work)
+
+    def _run_captured(self, work: Work) -> torch.Tensor:
         if self._generation != _generation(self.feed):  # the augmentation's ops have changed
-            self._forget()
+            self.forget()
         if self._graph is None and self._num_warm < WARM_UP_STEPS:
             self._num_warm += 1
             return self._warm_up(work)
@@ -102,10 +125,20 @@ class CapturedStep:
     # -- inside ----------------------------------------------------------------------------
 
     def _run_eagerly(self, work: Work) -> torch.Tensor:
+        """Train as without capture, with the ladder below it."""
         inputs, targets = self._unpacked(work)
-        loss = self.step.add(inputs, targets, work.num_samples)
-        self.step.finish_window()
+        loss = self._window.add(Work(inputs, targets, work.num_samples, work.positions))
+        self._window.finish()
         return loss
+
+    def _fits(self, work: Work) -> bool:
+        """Whether the batch has the shapes that the graph was made for; gives up after a few misfits."""
+        if self._static is None or _alike(self._static, _given(work)):
+            return True
+        self._num_misfits += 1
+        if self._num_misfits == MOST_MISFITS:
+            self._give_up("eager: batches change their shape")
+        return False
 
     def _unpacked(self, work: Work) -> tuple[Any, Any]:
         if work.index is None:
@@ -144,6 +177,7 @@ class CapturedStep:
 
     def _capture(self) -> bool:
         graph = torch.cuda.CUDAGraph()
+        generator = self._copy_generator()
         for module in self.step.parts.model.modules():
             if isinstance(module, torch.nn.RNNBase):
                 module.flatten_parameters()
@@ -153,10 +187,21 @@ class CapturedStep:
                 self._loss = self._static_step()
         except (RuntimeError, AssertionError, ValueError) as error:
             first = str(error).strip().splitlines()[0]
+            self._heal(generator)
             self._give_up(f"eager: the step cannot be captured ({first})")
             return False
         self._graph, self.active = graph, True
         return True
+
+    def _copy_generator(self) -> Any:
+        device = self.step.parts.device
+        return torch.cuda.default_generators[device.index or 0].clone_state()
+
+    def _heal(self, generator: Any) -> None:
+        """Put the generator back: a capture that failed leaves it believing that it is captured."""
+        device = self.step.parts.device
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.default_generators[device.index or 0].graphsafe_set_state(generator)
 
     def _replay_and_check(self, work: Work) -> torch.Tensor:
         """Compute the step both ways from the same state; keep the replay if they agree."""
@@ -183,11 +228,13 @@ class CapturedStep:
         return self._run_eagerly(work)
 
     def _give_up(self, reason: str) -> None:
-        self._forget()
+        self.forget()
         self._given_up, self.active, self.reason = True, False, reason
-        self.step.drop_window()
+        self._window.drop()
+        self._say(f"step {reason}")
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Capture anew: what the graph works on has changed."""
         self._graph, self._static, self._loss = None, None, None
         self._num_warm, self._checked, self.active = 0, False, False
         self._generation = _generation(self.feed)
@@ -231,17 +278,32 @@ def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         return change(value)
     if isinstance(value, dict):
         return {name: _map(change, item) for name, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(change, item) for item in value))
     if isinstance(value, tuple | list):
         return type(value)(_map(change, item) for item in value)
     return value
 
 
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two nested values have the same structure, shapes and types, and equal constants."""
+    if isinstance(one, torch.Tensor):
+        same = isinstance(other, torch.Tensor)
+        return same and one.shape == other.shape and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(_alike(value, other[name]) for name, value in one.items())
+        )
+    if isinstance(one, tuple | list):
+        same = isinstance(other, type(one)) and len(one) == len(other)
+        return same and all(map(_alike, one, other))
+    return bool(one == other)
+
+
 def _copy(target: Any, source: Any) -> None:
     if isinstance(target, torch.Tensor):
-        if target.shape != source.shape:
-            raise RuntimeError(
-                f"a batch of shape {tuple(source.shape)} after {tuple(target.shape)}"
-            )
         target.copy_(source, non_blocking=True)
     elif isinstance(target, dict):
         for name, item in target.items():

@@ -374,7 +374,7 @@ def _time(model: nn.Module, samples: Sequence[Any], num_runs: int) -> Latency | 
             began = time.perf_counter()
             model(sample)
             times.append(1e3 * (time.perf_counter() - began))
-    tenths = statistics.quantiles(times, n=10)
+    tenths = statistics.quantiles(times, n=10, method="inclusive")
     return Latency(statistics.median(times), tenths[0], tenths[-1])
 
 

@@ -47,6 +47,7 @@ class Step:
 
     Attributes:
         guarded: Whether an update with a non-finite gradient is left out without asking the host.
+        num_skipped: Updates left out so far for that; a scaler's own are not counted.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -54,13 +55,19 @@ class Step:
         optimizer = parts.optimizer
         self.guarded = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.num_skipped = torch.zeros((), device=parts.device)
         self.window = AccumulationWindow(parts.nominal_batch, parts.accumulation_steps)
 
     def add(
-        self, inputs: Any, targets: Any, num_samples: int, reset: torch.Tensor | None = None
+        self,
+        inputs: Any,
+        targets: Any,
+        num_samples: int,
+        reset: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Add a batch's gradients to the window; return its loss, on the device, float32."""
-        return self.forward_backward(inputs, targets, self.begin_batch(num_samples), reset)
+        return self.forward_backward(inputs, targets, self.begin_batch(num_samples), reset, rows)
 
     def begin_batch(self, num_samples: int) -> float:
         """Count a batch in the window; return the weight of its mean loss."""
@@ -69,7 +76,12 @@ class Step:
         return 1.0 if self.parts.accumulation_steps == 1 else weight
 
     def forward_backward(
-        self, inputs: Any, targets: Any, weight: float, reset: torch.Tensor | None = None
+        self,
+        inputs: Any,
+        targets: Any,
+        weight: float,
+        reset: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Add `weight` times the gradients of the mean loss.
 
@@ -78,6 +90,7 @@ class Step:
             targets: Of the criterion.
             weight: Of the loss.
             reset: Rows whose recurrent state begins anew, where state is carried.
+            rows: Rows that count; all by default. Lanes that have ended still have a row.
         """
         parts = self.parts
         with parts.precision.autocast(parts.device):
@@ -85,6 +98,8 @@ class Step:
                 outputs = parts.carry.run(parts.model, inputs, reset)
             else:
                 outputs = parts.model(inputs)
+        if rows is not None:
+            outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
         loss = parts.criterion(as_float32(outputs), targets)
         scaled = parts.scaler.scale(loss if weight == 1.0 else loss * weight)
         scaled.backward()
@@ -97,9 +112,11 @@ class Step:
             self.update(1.0 if self.parts.accumulation_steps == 1 else correction)
 
     def drop_window(self) -> None:
-        """Forget what was added."""
+        """Forget what was added, and that it was unscaled."""
         self.window.close()
         self.parts.optimizer.zero_grad(set_to_none=True)
+        if self.parts.scaler.is_enabled():
+            self.parts.scaler._per_optimizer_states.clear()
 
     def update(self, correction: float = 1.0) -> None:
         """Unscale, correct, clip, step; leaves no gradients behind."""
@@ -128,10 +145,13 @@ class Step:
         elif parts.device.type != "cuda":
             if math.isfinite(norm.item()):  # costs nothing on a CPU
                 parts.optimizer.step()
+            else:
+                self.num_skipped += 1
         elif self.guarded:
             optimizer: Any = parts.optimizer
             optimizer.grad_scale = None
             optimizer.found_inf = torch.isfinite(norm).logical_not_().float()
+            self.num_skipped += optimizer.found_inf
             try:
                 optimizer.step()
             finally:
@@ -151,6 +171,19 @@ def as_float32(outputs: Any) -> Any:
     if isinstance(outputs, tuple | list):
         return type(outputs)(as_float32(value) for value in outputs)
     return outputs
+
+
+def take_rows(value: Any, rows: torch.Tensor) -> Any:
+    """Return the rows of every tensor in a nested value."""
+    if isinstance(value, torch.Tensor):
+        return value.index_select(0, rows)
+    if isinstance(value, dict):
+        return {name: take_rows(item, rows) for name, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(take_rows(item, rows) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(take_rows(item, rows) for item in value)
+    return value
 
 
 def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
@@ -174,8 +207,9 @@ def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
         group["fused"], group["foreach"] = True, False
         if "capturable" in group:
             group["capturable"] = on_gpu
-        if on_gpu and not isinstance(group["lr"], torch.Tensor):
-            group["lr"] = torch.tensor(float(group["lr"]), device=device)
+        if on_gpu:
+            # On the device also after loading a checkpoint: a graph would keep a rate from the host.
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(device)

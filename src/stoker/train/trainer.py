@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import signal
 import threading
 import time
@@ -28,7 +29,7 @@ import torch
 
 from stoker.errors import InputError
 from stoker.loader.slabs import usable_device
-from stoker.report import Progress, RunLog, Silent
+from stoker.report import Progress, RunLog, Silent, open_tensorboard
 from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
 from stoker.train.capture import CapturedStep, cannot_capture
@@ -41,10 +42,11 @@ from stoker.train.memory import CacheEmptier, LeakWatch, log_gpu_stats
 from stoker.train.precision import choose_precision
 from stoker.train.run_lock import RunLock
 from stoker.train.settings import TrainSettings
-from stoker.train.step import Step, StepParts, as_float32, make_guarded
+from stoker.train.step import Step, StepParts, as_float32, make_guarded, take_rows
 from stoker.train.window import Window
 
 AUGMENTED = "✓ GPU augmentation enabled"
+MOST_ROLLBACKS = 5
 
 
 @dataclass
@@ -154,6 +156,12 @@ class Trainer:
         self._metrics = metrics
         self.gpu_augmentation = gpu_augmentation
         self._train = Feed(train_loader, self.device, unpack, gpu_augmentation)
+        if val_loader is not None and val_loader is train_loader and self._train.is_stoker:
+            raise InputError(
+                "one Loader was given for training and for validation.",
+                "a loader each: a Loader has one place, and validation is not augmented",
+                "Loader(store, batch_size, samples=...) a second time",
+            )
         plain = None if gpu_augmentation is None else gpu_augmentation.validation()
         self._val = None if val_loader is None else Feed(val_loader, self.device, unpack, plain)
         self._identity = dict(identity or {})
@@ -169,6 +177,11 @@ class Trainer:
             maxlen=4 * self.settings.read_every
         )
         self._good: dict[str, Any] | None = None
+        self._book = LossBook(self.device, self.settings.read_every)
+        self._total, self._count = 0.0, 0
+        self._epoch_is_done = False
+        self._first_loss = self._num_skipped = self._num_rollbacks = 0
+        self._saved_step = -1
         self._prepare()
 
     # -- setting up ------------------------------------------------------------------------
@@ -192,14 +205,16 @@ class Trainer:
             self._precision.make_scaler(self.device),
             self.device,
             settings.clip_norm,
-            _nominal_batch(self._train.loader),
+            self._train.batch_size or 1,
             settings.accumulation_steps,
             make_carry(self.model, self._train.loader, self.device),
         )
         self._step = Step(parts)
         self._window = Window(self._step, settings.survive_oom, self.note)
         refusal = cannot_capture(settings.capture, self._train, self._step)
-        self._captured = None if refusal else CapturedStep(self._step, self._train)
+        self._captured = (
+            None if refusal else CapturedStep(self._step, self._train, self._window, self.note)
+        )
         if refusal is not None and settings.capture == "on":
             raise InputError(
                 f"capture is 'on', but {refusal}.", "a step that can be captured", "capture='auto'"
@@ -210,9 +225,10 @@ class Trainer:
             self.history.notes.append(AUGMENTED)
 
     def note(self, line: str) -> None:
-        """Keep a choice with its reason, and say it."""
+        """Keep a choice with its reason, say it, and write it to the run's log."""
         self.history.notes.append(line)
         self._progress.say(line)
+        self._write("note", {"text": line})
 
     # -- running ---------------------------------------------------------------------------
 
@@ -222,11 +238,12 @@ class Trainer:
         Args:
             resume: Go on from the run folder's latest checkpoint, if there is one.
         """
+        self._forget_signals()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._precision.matmuls())
             stack.enter_context(self._signals())
             if self._folder is not None:
-                self._open_folder(stack)
+                self._open_folder(stack, resume)
             if resume:
                 self.resume()
             settings = self.settings
@@ -234,6 +251,7 @@ class Trainer:
             cache = CacheEmptier(
                 settings.empty_cache_every_n_epochs, settings.empty_cache_every_n_batches
             )
+            stack.push(self._keep_what_was_done)
             while self._epoch < settings.epochs and self._stop is None:
                 if self._run_epoch(cache):
                     cache.after_epoch(self._epoch)
@@ -241,11 +259,23 @@ class Trainer:
                     if growth is not None:
                         self.note(str(growth))
             if self._stop is not None:
-                self.save()
+                if self._saved_step != self._num_steps:
+                    self.save()
                 self.history.ended = self._stop
         if self._stop == "interrupted":
             raise KeyboardInterrupt
         return self.history
+
+    def _forget_signals(self) -> None:
+        self._stop = None
+
+    def _keep_what_was_done(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Save what an error would lose, unless the run itself went wrong or is in mid-window."""
+        if kind is None or issubclass(kind, NonFiniteError | KeyboardInterrupt):
+            return
+        if self._saved_step != self._num_steps and not self._step.window.num_batches:
+            with contextlib.suppress(Exception):
+                self.save()
 
     def _run_epoch(self, cache: CacheEmptier) -> bool:
         """Train and validate one epoch; False when it was cut short."""
@@ -256,24 +286,48 @@ class Trainer:
         except _RollBackError as found:
             self._roll_back(found)
             return False
-        if self._stop is not None:
+        if not self._epoch_is_done:
             return False
-        if self._val is not None:
+        self._check_skipped()
+        if self._val is not None and self._stop is None:
             report.metrics = self.validate()
         self._epoch += 1
         self.history.epochs.append(report)
         self._write("epoch", vars(report) | {"samples_per_second": report.samples_per_second})
         every = self.settings.checkpoint_every_epochs
         if every and self._epoch % every == 0:
-            self.save(report.metrics or {"loss": report.train_loss})
+            stopped = self._val is not None and not report.metrics
+            self.save({} if stopped else report.metrics or {"loss": report.train_loss})
         return True
+
+    def _check_skipped(self) -> None:
+        """Say or raise that updates were left out although every loss was finite."""
+        skipped = int(self._step.num_skipped)
+        new, self._num_skipped = skipped - self._num_skipped, skipped
+        told = sum(not math.isfinite(loss) for loss in self.history.losses[self._first_loss :])
+        if new <= told:
+            return
+        finding = NonFiniteError(
+            f"the gradients of {new - told} updates of epoch {self._epoch} were not finite although "
+            "their losses were; these updates were left out.",
+            "a loss with finite gradients",
+            "look for sqrt, log or a division at 0 in the loss: torch.autograd.set_detect_anomaly(True)",
+        )
+        if self.settings.nonfinite == "stop":
+            raise finding
+        self.note(finding.given)
 
     def _roll_back(self, found: _RollBackError) -> None:
         """Go back to the last good state; the batch is left out from now on."""
         assert self._good is not None
-        self._step.drop_window()
+        self._num_rollbacks += 1
+        if self._num_rollbacks > MOST_ROLLBACKS:
+            raise found.finding
+        left_out = self._left_out | {found.place}
+        self._window.drop()
         self.load_state_dict(self._good)
-        self._left_out.add(found.place)
+        del self.history.losses[self._first_loss :]  # the state is that of the epoch's beginning
+        self._left_out = left_out
         self.note(
             f"{found.finding.given} Went back to epoch {self._epoch}, step {self._num_steps}; batch "
             f"{found.place[1]} of epoch {found.place[0]} is left out."
@@ -283,42 +337,47 @@ class Trainer:
         """Train on the rest of the current epoch."""
         self.model.train()
         self._train.set_epoch(self._epoch)
+        self._epoch_is_done = False
+        self._first_loss = len(self.history.losses)
         position = self._saved_at = self._train.position
         if self._step.parts.carry is not None and not position:
             self._step.parts.carry.begin()
         works = iter(self._captured.works() if self._captured is not None else self._train)
-        book = LossBook(self.device, self.settings.read_every)
-        total, count, waited = 0.0, 0, 0.0
-        self._progress.start(f"epoch {self._epoch + 1}", len(self._train) - position, "batches")
+        self._book = LossBook(self.device, self.settings.read_every)
+        self._total, self._count, waited = 0.0, 0, 0.0
+        num_batches = self._train.num_batches
+        left = None if num_batches is None else num_batches - position
+        self._progress.start(f"epoch {self._epoch + 1}", left, "batches")
         began = time.perf_counter()
         while True:
             asked = time.perf_counter()
             work = next(works, None)
             waited += time.perf_counter() - asked
             if work is None:
+                self._epoch_is_done = True
                 break
-            for seen in self._train_on(work, book, position):
-                total, count = total + seen.loss * seen.num_samples, count + seen.num_samples
+            self._train_on(work, position)
             position += 1
             self._after_batch(position, cache)
-            # In the middle of a window its gradients would be lost: it is finished first.
-            if self._stop is not None and not self._step.window.num_batches:
+            # In the middle of a window its gradients would be lost: it is finished first. And an
+            # epoch whose last batch is done is done.
+            if self._stop and not self._step.window.num_batches and position != num_batches:
                 break
         if self._step.window.num_batches:
             self._window.finish()
             if self.scheduler is not None:
                 self.scheduler.step()
-        for seen in self._collect(book.flush()):
-            total, count = total + seen.loss * seen.num_samples, count + seen.num_samples
+        self._collect(self._book.flush())
         seconds = time.perf_counter() - began
-        return EpochReport(
-            self._epoch, total / max(count, 1), {}, count, seconds, waited / max(seconds, 1e-9)
-        )
+        mean = self._total / self._count if self._count else math.nan
+        return EpochReport(self._epoch, mean, {}, self._count, seconds, waited / max(seconds, 1e-9))
 
-    def _train_on(self, work: Work, book: LossBook, position: int) -> list[StepLoss]:
-        """Take one batch; return the losses that have arrived meanwhile."""
+    def _train_on(self, work: Work, position: int) -> None:
+        """Take one batch, and the losses that have arrived meanwhile."""
         if (self._epoch, position) in self._left_out:
-            return []
+            return
+        if self._train.batch_size is None and self._num_steps == 0:
+            self._set_batch_size(work.num_samples)
         if self._captured is not None:
             loss = self._captured.run(work)
             updated = True
@@ -331,18 +390,29 @@ class Trainer:
             self.scheduler.step()
         self._places.append((self._num_steps, (self._epoch, position)))
         self._num_steps += 1
-        return self._collect(book.note(self._num_steps - 1, loss, work.num_samples, work.positions))
+        step = self._num_steps - 1
+        self._collect(self._book.note(step, loss, work.num_samples, work.positions))
 
-    def _collect(self, arrived: list[StepLoss]) -> list[StepLoss]:
+    def _set_batch_size(self, num_samples: int) -> None:
+        """Take the first batch's size for that of a full one, where the loader does not say."""
+        self._step.parts.nominal_batch = num_samples
+        self._step = Step(self._step.parts)
+        self._window = Window(self._step, self.settings.survive_oom, self.note)
+        if self._captured is not None:
+            self._captured = CapturedStep(self._step, self._train, self._window, self.note)
+
+    def _collect(self, arrived: list[StepLoss]) -> None:
         """Keep losses that have arrived; deal with one that is not finite."""
         for seen in arrived:
             self.history.losses.append(seen.loss)
             if not seen.is_finite:
                 self._not_finite(seen)
+                continue
+            self._total += seen.loss * seen.num_samples
+            self._count += seen.num_samples
         if arrived and self._log is not None:
             mean = float(np.mean([seen.loss for seen in arrived]))
             self._write("steps", {"loss": mean, "count": len(arrived)}, arrived[-1].step)
-        return [seen for seen in arrived if seen.is_finite]
 
     def _not_finite(self, seen: StepLoss) -> None:
         finding = explain_batch(self._train.loader, seen, self._precision)
@@ -389,11 +459,13 @@ class Trainer:
                     outputs = carry.run(self.model, work.inputs, work.reset)
                 else:
                     outputs = self.model(work.inputs)
-            outputs = as_float32(outputs)
-            total += self.criterion(outputs, work.targets).double() * work.num_samples
+            outputs, targets, rows = as_float32(outputs), work.targets, work.rows
+            if rows is not None:
+                outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
+            total += self.criterion(outputs, targets).double() * work.num_samples
             count += work.num_samples
             if metrics is not None:
-                metrics.update(outputs, work.targets)
+                metrics.update(outputs, targets)
         found = {"loss": float(total) / max(count, 1)}
         if metrics is not None:
             found |= metrics.compute()
@@ -402,14 +474,22 @@ class Trainer:
 
     # -- keeping ---------------------------------------------------------------------------
 
-    def _open_folder(self, stack: contextlib.ExitStack) -> None:
+    def _open_folder(self, stack: contextlib.ExitStack, resume: bool) -> None:
         assert self._folder is not None
         settings = self.settings
         stack.enter_context(RunLock(self._folder))
         self._checkpoints = Checkpoints(
             self._folder, settings.keep_last, settings.monitor, settings.maximise
         )
-        self._log = stack.enter_context(RunLog(self._folder / "run.jsonl"))
+        if not resume and self._checkpoints.list():
+            raise InputError(
+                f"{self._folder} already holds a run.",
+                "an empty folder, or the run to go on with",
+                "fit(resume=True), or another run_dir",
+            )
+        scalars = open_tensorboard(self._folder / "tensorboard") if settings.tensorboard else None
+        self._log = stack.enter_context(RunLog(self._folder / "run.jsonl", scalars))
+        stack.callback(self._close_log)
         for line in self.history.notes:
             self._write("note", {"text": line})
 
@@ -419,12 +499,17 @@ class Trainer:
                 event, values, step=self._num_steps if step is None else step, epoch=self._epoch
             )
 
+    def _close_log(self) -> None:
+        self._log = None
+
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Write a checkpoint, if there is a run folder."""
+        """Write a checkpoint, if a run folder is open: every loss before it is known to be finite."""
+        self._collect(self._book.flush())
         if self._checkpoints is not None:
             self._checkpoints.save(
                 self.state_dict(), self._num_steps, self._epoch, dict(metrics or {}), self.identity
             )
+            self._saved_step = self._num_steps
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -432,17 +517,22 @@ class Trainer:
         ours = self.settings.to_json()
         for name in ("epochs", "keep_last", "checkpoint_every_epochs", "checkpoint_every_steps"):
             ours.pop(name)
-        return {"settings": ours, "model": type(self.model).__name__, **self._identity}
+        kinds = {
+            "model": type(self.model).__name__,
+            "optimizer": type(self.optimizer).__name__,
+            "scheduler": type(self.scheduler).__name__,
+        }
+        return {"settings": ours, **kinds, **self._identity}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the rest of the run depends on."""
-        loader = self._train.loader
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self._step.parts.scaler.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "loader": loader.state_dict() if hasattr(loader, "state_dict") else None,
+            "loader": self._train.state_dict(),
+            "left_out": [list(place) for place in sorted(self._left_out)],
             "augmentation": None,
             "carried": None,
             "rng": capture_rng(),
@@ -460,6 +550,8 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         make_guarded(self.optimizer, self.device)
+        if self._captured is not None:
+            self._captured.forget()  # loading made new tensors for the optimizer's state
         if state["scaler"]:
             self._step.parts.scaler.load_state_dict(state["scaler"])
         if self.scheduler is not None:
@@ -471,6 +563,7 @@ class Trainer:
         if self._step.parts.carry is not None:
             self._step.parts.carry.load_state_dict(state["carried"])
         restore_rng(state["rng"])
+        self._left_out = {(int(epoch), int(batch)) for epoch, batch in state["left_out"]}
         self._epoch, self._num_steps = int(state["epoch"]), int(state["num_steps"])
 
     def resume(self) -> bool:
@@ -486,6 +579,8 @@ class Trainer:
             return False
         self.load_state_dict(self._checkpoints.load_for(self.identity).state)
         self.note(f"resumed at epoch {self._epoch}, step {self._num_steps}")
+        if self._train.state_dict() is None:
+            self.note("the loader has no state: an epoch that was cut short begins again")
         return True
 
     @contextlib.contextmanager
@@ -506,10 +601,6 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _nominal_batch(loader: Any) -> int:
-    return int(getattr(loader, "batch_size", None) or 1)
 
 
 def _check_parameters(

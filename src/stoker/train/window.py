@@ -66,6 +66,7 @@ class Window:
         )
         self.footing = self._asked
         self._works: list[Work] = []
+        self._in_update = False
         self._buffers = list(parts.model.buffers())
         self._before: tuple[tuple[torch.Tensor, torch.Tensor | None], list[torch.Tensor]] | None = (
             None
@@ -77,13 +78,28 @@ class Window:
 
     def add(self, work: Work) -> torch.Tensor:
         """Add a batch to the window; return its loss, on the device."""
-        if self._survive and not self._works:
-            self._before = self._generators(), [buffer.clone() for buffer in self._buffers]
-            carry = self.step.parts.carry
-            self._carried = None if carry is None else carry.state_dict()
+        if not self._works:
+            self.mark()
         self._works.append(work)
         loss = self._guarded(lambda: self._add(work))
         return loss if loss is not None else self._replay()[-1]
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether a rung was taken, by this run or one that is remembered."""
+        return self.footing != self._asked
+
+    def mark(self) -> None:
+        """Remember generators, buffers and carried state, for `restore`."""
+        if self._survive:
+            self._before = self._generators(), [buffer.clone() for buffer in self._buffers]
+            carry = self.step.parts.carry
+            self._carried = None if carry is None else carry.state_dict()
+
+    def drop(self) -> None:
+        """Forget the window and its batches."""
+        self._works = []
+        self.step.drop_window()
 
     def finish(self) -> None:
         """Update with the window's batches; nothing happens when there are none."""
@@ -96,13 +112,17 @@ class Window:
     # -- inside ----------------------------------------------------------------------------
 
     def _update(self) -> bool:
-        self.step.finish_window()
+        self._in_update = True
+        try:
+            self.step.finish_window()
+        finally:
+            self._in_update = False
         return True
 
     def _add(self, work: Work) -> torch.Tensor:
         """Run a batch in passes that fit, weighted by their samples."""
-        if work.num_samples <= self.footing.pass_size:
-            return self.step.add(work.inputs, work.targets, work.num_samples, work.reset)
+        if not self.is_lowered or work.num_samples <= self.footing.pass_size:
+            return self.step.add(work.inputs, work.targets, work.num_samples, work.reset, work.rows)
         weight = self.step.begin_batch(work.num_samples)
         total = torch.zeros((), device=self.step.parts.device)
         for inputs, targets, count in _passes(work, self.footing.pass_size):
@@ -117,6 +137,12 @@ class Window:
         except RuntimeError as error:
             if not self._survive or not is_oom(error):
                 raise
+            if self._in_update and not self.step.guarded:
+                error.add_note(
+                    "in the update of an optimizer that may have changed some weights already: resume "
+                    "from the last checkpoint with a smaller batch, or use torch.optim.AdamW"
+                )
+                raise
             forget_frames(error)
         self._climb_down()
         return None
@@ -124,12 +150,13 @@ class Window:
     def _replay(self) -> list[torch.Tensor]:
         """Run the window's batches again, from the state before it."""
         while True:
-            self._restore()
+            self.restore()
             losses = [self._guarded(partial(self._add, work)) for work in self._works]
             if all(loss is not None for loss in losses):
                 return losses
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Go back to the mark; gradients are dropped."""
         assert self._before is not None
         self.step.drop_window()
         if self.step.parts.carry is not None:
@@ -156,6 +183,8 @@ class Window:
             torch.cuda.empty_cache()
         rung = next_rung(self.footing)
         if rung is None or (rung.kind == "batch" and not all(map(_can_cut, self._works))):
+            if self._circumstances is not None:
+                self._remembered.forget(self._circumstances)
             raise exhausted(self.footing)
         self._take(rung)
         self._say(
