@@ -224,6 +224,9 @@ def test_what_was_not_measured_is_null_and_never_zero():
         assert first[key] is None
     assert second["times_faster_than_kornia"] is None
     assert second["ms"] == 1.0
+    assert second["spread"] is None
+    twice = made(Row(OURS_TORCH, "ours", Timing(1.0, 0.0, 2))).to_json()
+    assert twice["rows"][0]["spread"] == 0.0
     assert cells(made(absent, ours), ours)[1] == "n/a", "one measurement has no spread"
     assert "Nothing of ours" in verdict([made(absent)])
 

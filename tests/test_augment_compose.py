@@ -24,6 +24,9 @@ from stoker.augment import (
     RandomVerticalFlip,
     Resize,
     ToDtype,
+    dice,
+    draw,
+    reference,
 )
 from stoker.errors import InputError
 
@@ -232,6 +235,10 @@ def test_images_that_are_none_are_refused(images, words):
         (labels()[:, None, None], "masks of shape"),
         (labels()[:, None].expand(6, 3, 30, 34), "masks of shape (6, 3, 30, 34)"),
         (labels().to(torch.int8), "ignore_index 255 with masks of dtype torch.int8"),
+        (labels().to(torch.int8), "ignore_index=-1"),
+        (labels().to(torch.uint16), "masks.to(torch.int32)"),
+        (labels().to(torch.uint32), "masks.to(torch.int32)"),
+        (labels().to(torch.uint64), "masks.to(torch.int32)"),
         (labels().tolist(), "masks are a list"),
     ],
 )
@@ -255,6 +262,7 @@ def test_an_ignore_index_that_fits_is_taken():
     [
         ([0, 1], "rows are [0, 1]"),
         (torch.tensor([0, 1], dtype=torch.int32), "rows are torch.int32"),
+        (torch.tensor([0, 1], dtype=torch.int32), "rows.long()"),
         (torch.tensor([[0, 1]]), "rows are torch.int64 (1, 2)"),
         (torch.tensor([0, 6]), "rows from 0 to 6 of 6 images"),
         (torch.tensor([-1]), "rows from -1 to -1"),
@@ -325,6 +333,132 @@ def test_another_device_is_an_error_and_never_a_move(what):
     with pytest.raises(InputError, match="on meta and images on cpu") as caught:
         compose.apply(**given)
     assert "cpu" in caught.value.fix
+
+
+FLIP = [RandomHorizontalFlip()]
+STATE = {"seed": 0, "epoch": 0, "step": 0, "stream": 0}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Compose(RandomHorizontalFlip()), "Compose([RandomHorizontalFlip(p=0.5)])"),
+        (lambda: Compose(None), "the ops are None"),
+        (lambda: Compose("flip"), "the ops are 'flip'"),
+        (lambda: Compose(FLIP).apply(pictures(), 5), "params are 5"),
+        (lambda: Compose(FLIP).boxes(torch.zeros(6, 1, 4), None), "params are None"),
+        (lambda: Compose(FLIP).keypoints(torch.zeros(6, 1, 2), None), "params are None"),
+        (lambda: Compose(FLIP).draw(2.5, (8, 8), 3, "cpu"), "2.5 images"),
+        (lambda: Compose(FLIP).draw(True, (8, 8), 3, "cpu"), "True images"),
+        (lambda: Compose(FLIP).draw(2, (8, 8), None, "cpu"), "None channels"),
+        (lambda: Compose(FLIP).draw(2, None, 3, "cpu"), "size is None"),
+        (lambda: Compose(FLIP).draw(2, (8,), 3, "cpu"), "size is (8,)"),
+        (lambda: Compose(FLIP).draw(2, (8, 8), 3, "gpu"), "device is 'gpu'"),
+        (lambda: Compose(FLIP).draw(2, (8, 8), 3, "meta"), "device is 'meta': it holds no numbers"),
+        (lambda: Compose(FLIP).draw(2, (8, 8), 3, []), "device is []"),
+        (lambda: Compose(FLIP).draw(2, (8, 8), 3, "cuda:99"), "device is 'cuda:99'"),
+        (lambda: Compose(FLIP).load_state_dict(None), "is a NoneType"),
+        (lambda: Compose(FLIP).load_state_dict({}), "without epoch, seed, step, stream"),
+        (lambda: Compose(FLIP).load_state_dict(STATE | {"step": "x"}), "step is 'x'"),
+        (lambda: Compose(FLIP).load_state_dict(STATE | {"epoch": 1.5}), "epoch is 1.5"),
+        (
+            lambda: Compose(FLIP).apply(pictures()[0], rows=torch.tensor([0])),
+            "rows with one image",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_said_in_three_parts(call, words):
+    with pytest.raises(InputError) as caught:
+        call()
+    assert words in str(caught.value)
+    assert caught.value.allowed
+    assert caught.value.fix
+
+
+# -- inference mode and devices ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_compose_works_on_both_sides_of_inference_mode(built, first):
+    dice._constants.cache_clear()
+    draw._constant.cache_clear()
+    reference._per_channel.cache_clear()
+    images, masks, rows = pictures().float() / 255, labels(), torch.arange(6)
+    expected = Compose(every_op(), seed=3)
+    with torch.inference_mode(built):
+        compose = Compose(every_op(), seed=3)
+    dice._constants.cache_clear()
+    for inside in (first, not first, first):
+        with torch.inference_mode(inside):
+            made, moved = compose(images, masks, rows=rows)
+        wanted, labelled = expected(images, masks, rows=rows)
+        assert torch.equal(made, wanted)
+        assert torch.equal(moved, labelled)
+    with torch.inference_mode(first), pytest.raises(InputError, match="outside 0 to 1"):
+        compose(pictures().float())
+    compose.seek(2)
+    with torch.inference_mode():
+        compose.seek(1, 5)
+        compose.load_state_dict(compose.state_dict())
+    assert compose.state_dict() == {"seed": 3, "epoch": 1, "step": 5, "stream": 0}
+
+
+def test_nothing_that_is_kept_belongs_to_inference_mode():
+    for cached in (dice._constants, draw._constant, reference._per_channel):
+        cached.cache_clear()
+    with torch.inference_mode():
+        compose = Compose(every_op())
+        compose(pictures().float() / 255)
+        kept = [
+            compose._position.on(torch.device("cpu")),
+            *(tape for _, tape in compose._plans.values()),
+            *(flag.bits for flag in compose._flags.values()),
+            *dice._constants(torch.device("cpu")),
+            draw._constant((1.0,), torch.device("cpu")),
+            reference._per_channel((0.5,), torch.device("cpu"), torch.float32),
+        ]
+    assert not any(tensor.is_inference() for tensor in kept)
+
+
+def test_counters_are_kept_per_device_and_the_last_one_is_the_state():
+    # Plain tensors stand for the counters of two GPUs: a captured graph goes on counting in them.
+    position = dice.Position(7, stream=2)
+    here, there = torch.device("cpu"), torch.device("cuda:7")
+    first, second = position.on(here), dice.make_counter(0)
+    position._counters[there] = second
+    dice.advance(first)
+    position._last = there
+    second.copy_(first)
+    dice.advance(second)
+    assert position.read() == {"seed": 7, "epoch": 0, "step": 2, "stream": 2}
+    assert position.on(here) is first
+    assert first.tolist() == [7, 0, 2, 2], "the state follows to the device that is used"
+    position.write({"seed": 7, "epoch": 4, "step": 1, "stream": 2})
+    assert first.tolist() == second.tolist() == [7, 4, 1, 2]
+    assert there in position
+
+
+@gpu
+def test_a_captured_graph_keeps_its_counter_after_a_draw_elsewhere():
+    compose = Compose([RandomHorizontalFlip()])
+    counter = compose._position.on(torch.device("cuda:0"))
+    compose.draw(2, (8, 8), 3, "cpu")
+    compose.draw(2, (8, 8), 3, "cuda")
+    assert compose._position.on(torch.device("cuda:0")) is counter
+    assert compose.state_dict()["step"] == 2
+
+
+@gpu
+@pytest.mark.parametrize("backend", ["torch", "fused"])
+def test_rows_that_do_not_exist_are_found_on_the_gpu_after_the_first_call(backend):
+    images = pictures().cuda()
+    compose = Compose([RandomRotation(15)], backend=backend)
+    compose(images, rows=torch.tensor([0, 5], device="cuda"))
+    made = compose(images, rows=torch.tensor([0, 6], device="cuda"))
+    assert made[1].isnan().all()
+    with pytest.raises(InputError, match="rows that the images do not have"):
+        compose.check()
 
 
 # -- the backend ---------------------------------------------------------------------------------

@@ -320,6 +320,9 @@ def test_half_images_and_soft_targets_pass_through():
         (torch.rand(4, 3, 9, 9), torch.zeros(4, 9, 9).long(), "masks cannot be mixed"),
         (torch.rand(4, 3, 9, 9), torch.tensor([0, 1, 2, 5]), "labels from 0 to 5"),
         (torch.rand(4, 3, 9, 9), torch.tensor([0, 1, 2, -1]), "labels from -1 to 2"),
+        (torch.rand(4, 3, 9, 9), torch.tensor([0, 1, 2, -1]), "labels >= 0"),
+        (torch.rand(0, 3, 9, 9), torch.arange(0), "there is no pixel"),
+        (torch.rand(4, 3, 0, 9), torch.arange(4), "there is no pixel"),
         (torch.rand(4, 3, 9, 9), [0, 1, 2, 3], "targets: list"),
         (torch.rand(4, 3, 9, 9), torch.zeros(4, device="meta"), "targets: meta"),
     ],
@@ -353,3 +356,29 @@ def test_quantiles_rise_from_zero_to_one_and_are_symmetric(alpha):
     assert 0.0 <= table[0] < 1e-3  # far below 0.5 a steep density is 0 in float64
     assert (np.diff(table) >= 0).all()
     np.testing.assert_allclose(table, 1 - table[::-1], atol=1e-12)
+
+
+@pytest.mark.parametrize("mixer", [MixUp, CutMix])
+@pytest.mark.parametrize("first", [True, False])
+def test_mixing_works_on_both_sides_of_inference_mode(mixer, first):
+    images, classes = torch.rand(4, 3, 9, 9), torch.arange(4)
+    expected = mixer(0.8, 5)
+    with torch.inference_mode(first):
+        mix = mixer(0.8, 5)
+    for inside in (first, not first, first):
+        with torch.inference_mode(inside):
+            mixed, targets = mix(images, classes)
+        wanted = expected(images, classes)
+        assert torch.equal(mixed, wanted[0])
+        assert torch.equal(targets, wanted[1])
+
+
+@pytest.mark.parametrize("state", [None, {}, {"seed": 0, "epoch": "x", "step": 0, "stream": 0}])
+def test_a_schedule_refuses_a_state_that_is_none(state):
+    schedule = ProgressiveAugmentation({0: MinimalGPUAugmentation()})
+    with pytest.raises(InputError) as caught:
+        schedule.load_state_dict(state)
+    assert caught.value.allowed
+    assert caught.value.fix
+    with pytest.raises(InputError, match="epoch is 'x'"):
+        schedule.seek("x")

@@ -158,6 +158,18 @@ def test_float_images_with_the_fault_check_compile(compiled, dtype):
     assert "atom" in compiled.ptx["augment"] or "red." in compiled.ptx["augment"]
 
 
+def test_bytes_by_rows_note_a_row_that_does_not_exist_and_look_at_no_value(compiled):
+    run(USUAL, rows=True, masks=torch.uint8)
+    assert not re.search(r"\b(atom|red)\.", compiled.ptx["augment"])
+    run(USUAL, rows=True, masks=torch.uint8, faults=True)
+    assert re.search(r"\b(atom|red)\.", compiled.ptx["augment"])
+    # The look at values is a maximum of bit patterns, as unsigned numbers too.
+    assert not re.search(r"\bmax\.u32", compiled.ptx["augment"])
+    assert "convert_layout" not in compiled.tiles["augment"]
+    run(USUAL, rows=True, dtype=torch.float32, faults=True)
+    assert re.search(r"\bmax\.u32", compiled.ptx["augment"])
+
+
 def test_gray_images_large_blurs_and_crops_compile(compiled):
     run([RandomCrop(100), RandomBrightness(0.2), GaussianBlur(9)], channels=1, size=(120, 130))
     assert set(compiled.ptx) == {"augment", "blur"}

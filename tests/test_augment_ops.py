@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.augment import dice
+from stoker.augment import Compose, dice
 from stoker.augment.draw import draw_table, fill_table, untouched
 from stoker.augment.ops import (
     TAPE_WIDTH,
@@ -91,6 +91,10 @@ def draw(ops, batch=64, size=(40, 48), seed=0, epoch=0, step=0, stream=0):
         (lambda: RandomCrop(32, padding=-1), "padding is -1"),
         (lambda: RandomCrop(0), "size is 0"),
         (lambda: RandomBrightness(-0.1), "brightness is -0.1"),
+        (lambda: RandomBrightness(float("inf")), "brightness is inf"),
+        (lambda: ColorJitter(brightness=(0, float("inf"))), "brightness is inf"),
+        (lambda: RandomSaturation(1e7), "a number from 0 to 1e+06"),
+        (lambda: Normalize(0.0, 1e-300), "std is 1e-300"),
         (lambda: RandomContrast((1.2, 0.8)), "the low end is above"),
         (lambda: RandomSaturation((-0.5, 1.0)), "saturation is -0.5"),
         (lambda: RandomHue(0.6), "hue is 0.6"),
@@ -591,3 +595,15 @@ def test_opcodes_are_the_small_numbers_kernels_know():
         "BLUR": 7,
         "ERASE": 8,
     }
+
+
+def test_the_largest_factors_and_the_smallest_std_give_finite_images():
+    images = torch.rand(2, 3, 8, 9)
+    images[0] = 0.0
+    ops = [ColorJitter((1e6, 1e6), (1e6, 1e6), (1e6, 1e6)), Normalize(0.0, 1e-12)]
+    assert Compose(ops)(images).isfinite().all()
+
+
+@pytest.mark.parametrize("op", [RandomRotation(0), RandomRotation((-0.0, 0.0)), RandomHue(0)])
+def test_zero_is_printed_without_a_sign(op):
+    assert "-0.0" not in repr(op)

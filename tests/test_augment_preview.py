@@ -242,6 +242,7 @@ def test_nothing_but_an_older_picture_is_overwritten(street, name, words):
 def test_an_image_cannot_be_replaced_by_its_own_preview(street):
     with pytest.raises(InputError, match="which images are read from"):
         check_output(street / "images/0.png", (street / "images/0.png", None))
+    check_output(street / "images/new.png", (street / "images/0.png", None))
 
 
 def test_writing_is_all_or_nothing(tmp_path):

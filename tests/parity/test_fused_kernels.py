@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.augment import dice, fused
+from stoker.augment import dice, fused, guard
 from stoker.augment.compose import Compose
 from stoker.augment.definition import Program
 from stoker.augment.geometry import (
@@ -409,6 +409,41 @@ def test_a_row_that_does_not_exist_gives_nan_and_harms_no_other():
     assert bool(result[2].isnan().all())
     right, _ = run_fused(images, None, torch.tensor([1, 0, 0, 0]), table, program)
     assert torch.equal(result[[0, 3]], right[[0, 3]])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize(
+    "ops",
+    [[], [RandomRotation(15), ColorJitter(0.2, 0.2, 0.2, 0.1), GaussianBlur(3)], [RandomCrop(4)]],
+    ids=["still", "warped", "cropped"],
+)
+def test_rows_that_do_not_exist_are_the_same_in_both_backends(dtype, ops):
+    rows = torch.tensor([1, 2, -1, 0, 2**40])
+    program, table = drawn(ops, (5, 6), 3, len(rows), ignore_index=77)
+    images, masks = make_images((2, 3, 5, 6), dtype), make_masks((2, 5, 6), torch.uint8)
+    placed = moved_to(DEVICE, images, masks, rows, table)
+    made = []
+    for backend in (fused.FusedBackend(WHOLE, WHOLE), TorchBackend()):
+        faults = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        made.append(backend.apply(*placed, program, faults))
+        assert int(faults) == guard.NO_SUCH_ROW
+    (result, labels), (expected, wanted) = made
+    missing = [1, 2, 4]
+    assert bool(result[missing].isnan().all())
+    assert bool((labels[missing] == 77).all())
+    assert torch.equal(result.isnan(), expected.isnan())
+    close_enough(result.nan_to_num(9.0).cpu(), expected.nan_to_num(9.0).cpu())
+    assert torch.equal(labels, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_rows_that_exist_set_no_fault(dtype):
+    program, table = drawn([RandomRotation(15)], (5, 6), 3, 3)
+    faults = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    run_fused(
+        make_images((2, 3, 5, 6), dtype), None, torch.tensor([1, 0, 1]), table, program, faults
+    )
+    assert int(faults) == 0
 
 
 @pytest.mark.parametrize("blur", [0, 3, 7])

@@ -112,7 +112,7 @@ class Comparison:
                 "name": row.name,
                 "kind": row.kind,
                 "ms": row.timing and row.timing.median_ms,
-                "spread": row.timing and row.timing.spread,
+                "spread": row.timing.spread if row.timing and row.timing.repeats > 1 else None,
                 "images_per_second": self.images_per_second(row),
                 "times_faster_than_kornia": self.times_faster_than(KORNIA, row),
                 "times_the_limit": self.times_the_limit(row),

@@ -101,7 +101,7 @@ class Compose:
         self.ignore_index = ignore_index
         self.backend = backend
         self.backend_reason = ""
-        self._counter = dice.make_counter(seed, stream=stream)
+        self._position = dice.Position(seed, stream)
         self._plans: dict[tuple[Size, int, torch.device], tuple[Program, Tensor]] = {}
         self._backends: dict[tuple[object, ...], tuple[Backend, str]] = {}
         self._flags: dict[torch.device, guard.FaultFlag] = {}
@@ -155,16 +155,19 @@ class Compose:
             channels: Of these images.
             device: Where they are.
         """
-        if batch < 1 or channels < 1:
-            raise InputError(
-                f"{batch} images of {channels} channels.", "1 or more", "draw(32, ...)"
-            )
-        place = _placed(device)
-        program, tape = self._plan(check_size("size", tuple(size)), channels, place)
-        if self._counter.device != place:
-            self._counter = self._counter.to(place)
+        for number in (batch, channels):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise InputError(
+                    f"{batch!r} images of {channels!r} channels.",
+                    "whole numbers, 1 or more",
+                    "draw(32, (224, 224), 3, images.device)",
+                )
+        known = isinstance(device, torch.device) and device in self._position
+        place = torch.device(device) if known else _placed(device)
+        sides = tuple(size) if isinstance(size, Sequence) else size
+        program, tape = self._plan(check_size("size", sides), channels, place)
         backend = self._pick(place, torch.uint8, program)
-        return Params(backend.draw(tape, self._counter, batch), program)
+        return Params(backend.draw(tape, self._position.on(place), batch), program)
 
     def apply(
         self,
@@ -185,10 +188,17 @@ class Compose:
             Images, or (images, masks) where masks were given.
         """
         if isinstance(images, Tensor) and images.dim() == 3:
+            if rows is not None:
+                raise InputError(
+                    f"rows with one image of shape {tuple(images.shape)}.",
+                    "rows with images (batch, channels, height, width)",
+                    "leave rows out, or images.unsqueeze(0)",
+                )
             return self._apply_one(images, params, masks)
         batch = self._check(images, masks, rows)
         if params is None:
             params = self.draw(batch, images.shape[-2:], images.shape[1], images.device)
+        _check_params(params)
         guard.check_fits(images, batch, params.program, params.table)
         return self._apply(images, params, masks, rows)
 
@@ -202,6 +212,7 @@ class Compose:
         Returns:
             Boxes around the moved corners, cut at the border, and bool `(B, N)`: something is left.
         """
+        _check_params(params)
         checked = guard.check_points(boxes, 4, params.table, "boxes")
         return move_boxes(checked, params.table, params.program)
 
@@ -215,6 +226,7 @@ class Compose:
         Returns:
             Moved keypoints, and bool `(B, N)`: inside the result.
         """
+        _check_params(params)
         checked = guard.check_points(keypoints, 2, params.table, "keypoints")
         return move_keypoints(checked, params.table, params.program)
 
@@ -239,28 +251,19 @@ class Compose:
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Make the next draw that of (epoch, step); in place, so captured graphs follow."""
-        state = self.state_dict()
-        self._counter.copy_(dice.make_counter(state["seed"], epoch, step, state["stream"]))
+        self._position.write(self._position.read() | {"epoch": epoch, "step": step})
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: its draws are the same whatever came before."""
         self.seek(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return seed, epoch, step and stream; waits for the device."""
-        return dict(zip(("seed", "epoch", "step", "stream"), self._counter.tolist(), strict=True))
+        """Return seed, epoch, step and stream on the device drawn on last; waits for it."""
+        return self._position.read()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where `state_dict` was taken."""
-        missing = {"seed", "epoch", "step", "stream"} - set(state)
-        if missing:
-            raise InputError(
-                f"an augmentation state without {', '.join(sorted(missing))}.",
-                "what state_dict() returned",
-                "compose.seek(epoch) to begin an epoch instead",
-            )
-        names = ("seed", "epoch", "step", "stream")
-        self._counter.copy_(dice.make_counter(*(int(state[name]) for name in names)))
+        self._position.write(dice.check_state(state))
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -292,7 +295,8 @@ class Compose:
                     "augment one batch of this size before torch.cuda.graph(...)",
                 )
             program = make_program(self.ops, size, channels, self.ignore_index)
-            self._plans[key] = program, encode_tape(self.ops, size).to(device)
+            with torch.inference_mode(False):  # kept for calls outside of it too
+                self._plans[key] = program, encode_tape(self.ops, size).to(device)
         return self._plans[key]
 
     def _pick(self, device: torch.device, dtype: torch.dtype, program: Program) -> Backend:
@@ -354,10 +358,27 @@ def choose_backend(
 
 
 def _placed(device: torch.device | str) -> torch.device:
-    """Return the device as tensors name it: "cuda" is the current GPU."""
-    place = torch.device(device)
-    numbered = place.type == "cpu" or ":" in str(place)
-    return place if numbered else torch.empty(0, device=place).device
+    """Return the device as tensors name it ("cuda" is the current GPU), if tensors can be there."""
+    try:
+        place = torch.empty(0, device=torch.device(device)).device
+        if place.type == "meta":
+            raise RuntimeError("it holds no numbers")
+    except (RuntimeError, TypeError, AssertionError) as error:  # torch has one for each way to fail
+        raise InputError(
+            f"device is {device!r}: {str(error).splitlines()[0].rstrip('.:')}.",
+            "a device that torch can use here",
+            "images.device",
+        ) from error
+    return place
+
+
+def _check_params(params: object) -> None:
+    if not isinstance(params, Params):
+        raise InputError(
+            f"params are {params!r}.",
+            "the Params that draw() returned",
+            "params = compose.draw(len(images), images.shape[-2:], images.shape[1], images.device)",
+        )
 
 
 def _capturing(device: torch.device) -> bool:

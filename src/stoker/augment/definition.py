@@ -129,9 +129,8 @@ def check_number(name: str, value: Any, low: float, high: float, fix: str) -> fl
     """Return a number from `low` to `high`; NaN and bools are none."""
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (plain and low <= value <= high):
-        allowed = f"a number from {low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
-        raise InputError(f"{name} is {value!r}.", allowed, fix)
-    return float(value)
+        raise InputError(f"{name} is {value!r}.", f"a number from {low:g} to {high:g}", fix)
+    return float(value) + 0.0  # -0.0 becomes 0.0, which prints as what it is
 
 
 def check_range(name: str, value: Any, low: float, high: float, fix: str) -> Range:
@@ -149,9 +148,10 @@ def check_range(name: str, value: Any, low: float, high: float, fix: str) -> Ran
 def check_around(name: str, value: Any, centre: float, most: float, fix: str) -> Range:
     """Return `centre ± value` for a number, or the range that was given."""
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return check_range(name, value, 0.0 if centre else -most, math.inf if centre else most, fix)
+        return check_range(name, value, 0.0 if centre else -most, most, fix)
     reach = check_number(name, value, 0.0, most, fix)
-    return max(0.0, centre - reach) if centre else -reach, centre + reach
+    low = centre - reach  # for a reach of 0 it is 0.0; -reach would be -0.0
+    return max(0.0, low) if centre else low, centre + reach
 
 
 def check_size(name: str, value: Any) -> Size:

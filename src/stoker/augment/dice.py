@@ -15,7 +15,7 @@ host synchronisation.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ import torch
 from stoker.errors import InputError
 
 SEED, EPOCH, STEP, STREAM = range(4)
+FIELDS = ("seed", "epoch", "step", "stream")
 NUM_UNIFORMS = 8
 
 _WORD = 0xFFFFFFFF
@@ -43,7 +44,73 @@ def make_counter(seed: int, epoch: int = 0, step: int = 0, stream: int = 0) -> t
     for name, value in (("epoch", epoch), ("step", step), ("stream", stream)):
         _check(name, value, 0, _BOUNDS[name])
     signed = seed - (1 << 64) if seed >= 1 << 63 else seed
-    return torch.tensor([signed, epoch, step, stream], dtype=torch.int64)
+    with torch.inference_mode(False):  # counted on by calls outside of it too
+        return torch.tensor([signed, epoch, step, stream], dtype=torch.int64)
+
+
+class Position:
+    """Where a run is: one counter per device, the one used last being the state.
+
+    A counter is never dropped: a captured CUDA graph may still add to it. Not thread safe.
+    """
+
+    def __init__(self, seed: int, stream: int = 0) -> None:
+        counter = make_counter(seed, stream=stream)
+        self._last = counter.device
+        self._counters = {self._last: counter}
+
+    def __contains__(self, device: torch.device) -> bool:
+        return device in self._counters
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the counter of a device, which from here on is the state."""
+        if device == self._last:
+            return self._counters[device]
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                f"a CUDA graph capture on {device} after a draw on {self._last}.",
+                "a capture on the device that was drawn on last",
+                "augment one batch on this device before torch.cuda.graph(...)",
+            )
+        state = self._counters[self._last]
+        if device in self._counters:
+            self._counters[device].copy_(state)
+        else:
+            with torch.inference_mode(False):
+                self._counters[device] = state.to(device)
+        self._last = device
+        return self._counters[device]
+
+    def read(self) -> dict[str, int]:
+        """Return seed, epoch, step and stream; waits for the device."""
+        return dict(zip(FIELDS, self._counters[self._last].tolist(), strict=True))
+
+    def write(self, state: Mapping[str, int]) -> None:
+        """Set the counters of all devices, in place."""
+        counter = make_counter(*(state[name] for name in FIELDS))
+        for held in self._counters.values():
+            held.copy_(counter)
+
+
+def check_state(state: object) -> dict[str, int]:
+    """Return what `Position.read` returned, or raise: seed, epoch, step and stream, all whole."""
+    fix = "compose.seek(epoch) to begin an epoch instead"
+    if not isinstance(state, Mapping):
+        raise InputError(
+            f"an augmentation state is a {type(state).__name__}.",
+            "the mapping that state_dict() returned",
+            fix,
+        )
+    missing = set(FIELDS) - set(state)
+    if missing:
+        raise InputError(
+            f"an augmentation state without {', '.join(sorted(missing))}.",
+            "what state_dict() returned",
+            fix,
+        )
+    checked = {name: state[name] for name in FIELDS}
+    make_counter(**checked)
+    return checked
 
 
 def advance(counter: torch.Tensor) -> None:
@@ -97,8 +164,9 @@ def _rounds(state: Any, keys: Any, factors: Any, swap: Callable[[Any], Any]) -> 
 @functools.lru_cache(maxsize=16)
 def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return factors and what each round adds to the key; kept: a capture forbids host copies."""
-    steps = torch.tensor([[round_ * step for step in _KEY_STEP] for round_ in range(_ROUNDS)])
-    return torch.tensor(_MULTIPLIERS).to(device), steps.to(device)
+    with torch.inference_mode(False):  # kept for calls outside of it too
+        steps = torch.tensor([[round_ * step for step in _KEY_STEP] for round_ in range(_ROUNDS)])
+        return torch.tensor(_MULTIPLIERS).to(device), steps.to(device)
 
 
 def _check(name: str, value: object, low: int, high: int) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from stoker.augment.compose import Compose, Params
 from stoker.augment.definition import Op
+from stoker.augment.dice import check_state, make_counter
 from stoker.augment.ops import (
     ColorJitter,
     GaussianBlur,
@@ -194,7 +195,8 @@ class ProgressiveAugmentation:
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Make the next draw that of (epoch, step), by the stage that is due."""
-        due = self.stages[max(start for start in self.stages if start <= max(epoch, 0))]
+        make_counter(0, epoch, step)  # raises before the stage is looked for
+        due = self.stages[max(start for start in self.stages if start <= epoch)]
         due.seek(epoch, step)
         self.generation += due is not self.current
         self.current, self._epoch = due, epoch
@@ -251,7 +253,7 @@ class ProgressiveAugmentation:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where `state_dict` was taken, with the stage that was due there."""
-        self.seek(int(state.get("epoch", 0)))
+        self.seek(check_state(state)["epoch"])
         self.current.load_state_dict(state)
 
 

@@ -155,7 +155,8 @@ def _matrix(entries: Entries, like: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=256)
 def _constant(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """Return float32 numbers on the device; kept, because a capture forbids copies from the host."""
-    return torch.tensor(numbers, dtype=torch.float32, device=device)
+    with torch.inference_mode(False):  # kept for calls outside of it too
+        return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
 def _then(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -259,7 +259,8 @@ class FusedBackend:
     ) -> tuple[Tensor, Tensor | None]:
         """Return augmented images and masks; arguments as in `TorchBackend.apply`.
 
-        A row that is not in `images` gives NaN: rows are not looked at on the host.
+        A row that is not in `images` gives NaN and the ignore index, and its bit in `faults`: rows
+        are not looked at on the host.
         """
         batch, size, device = table.shape[0], program.out_size, images.device
         layout = torch.channels_last if program.channels_last else torch.contiguous_format
@@ -283,14 +284,14 @@ class FusedBackend:
         """Launch what the plan says."""
         images, masks, rows, table, program, faults, result, moved = work
         batch = table.shape[0]
-        if not images.is_floating_point():
+        if rows is None and not images.is_floating_point():
             faults = None  # there is nothing that a byte could do wrong
         shapes = None if masks is None else (masks.dtype, masks.shape, masks.stride())
         where = (images.dtype, images.shape, images.stride(), result.stride(), images.device)
         key = (id(program), batch, rows is None, faults is None, shapes, *where)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._make_plan(work, faults is not None)
+            plan = self._make_plan(work)
             _keep(self._plans, key, plan)
         partials = None
         if plan.sum_gray is not None:
@@ -305,8 +306,8 @@ class FusedBackend:
                 spare = blurred
             plan.blurs[-1](spare, result, table)
 
-    def _make_plan(self, work: _Work, check: bool) -> _Plan:
-        images, masks, _, table, program, _, result, _ = work
+    def _make_plan(self, work: _Work) -> _Plan:
+        images, masks, rows, table, program, faults, result, _ = work
         _check_dtypes(images.dtype, program.out_dtype)
         batch = table.shape[0]
         config = self._config or choose_config(program, batch)
@@ -324,12 +325,15 @@ class FusedBackend:
             adds = (*reads, *images.stride(), *choices, wide, *_shape(tiles))
             grid = (across, down, batch)
             sum_gray = _Launch(_kernels().sum_gray, grid, adds, *_limits(tiles))
+        # Apart, so that bytes taken by rows do not pay for the look at every value.
+        check = faults is not None and images.is_floating_point()
+        watch = faults is not None and rows is not None
         labels = (0, 0, 0) if masks is None else (masks.stride(0), *masks.stride()[-2:])
         fixed: tuple[Any, ...] = (
             *(*reads, _plane(program), *images.stride(), *result.stride(), *labels),
             *(program.ignore_index, across * down, *choices),
             *(program.contrast, program.saturation, program.hue, program.blur_kernel > 0),
-            *(program.erase, program.erase_value, _norm(program), check, wide),
+            *(program.erase, program.erase_value, _norm(program), check, watch, wide),
             *(max(32, _power(across * down)), config.store_hint, *_shape(config)),
         )
         grid = (*config.grid(program.out_size), batch)

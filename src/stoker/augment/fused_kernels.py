@@ -33,6 +33,9 @@ POSITIVE_INFINITY = tl.constexpr(0x7F800000)
 TOO_LOW = tl.constexpr(0xBA83126F)
 NEGATIVE_INFINITY = tl.constexpr(0xFF800000)
 
+# `stoker.augment.guard.NO_SUCH_ROW`.
+NO_SUCH_ROW = tl.constexpr(4)
+
 TWO_TO_23 = tl.constexpr(8388608.0)
 TWO_TO_23_BITS = tl.constexpr(0x4B000000)
 
@@ -200,18 +203,20 @@ def _locate(matrix, x, y):
 
 @triton.jit
 def _source(rows, sample, num_images):
-    """Return the image of a sample and 1, or NaN for a row that does not exist.
+    """Return the image of a sample, 1 (NaN for a row that does not exist), and whether it exists.
 
-    Such a row reads another one instead of foreign memory, and its result is NaN all over: the
-    host cannot look at rows without waiting for the device.
+    A row that does not reads another one instead of foreign memory, and its result is NaN all over:
+    the host cannot look at rows without waiting for the device.
     """
     source = sample
     unit = 1.0
+    exists = True
     if rows is not None:
         row = tl.load(rows + sample)
         source = tl.minimum(tl.maximum(row, 0), num_images - 1)
-        unit = tl.where(source == row, 1.0, float("nan"))
-    return source, unit
+        exists = source == row
+        unit = tl.where(exists, 1.0, float("nan"))
+    return source, unit, exists
 
 
 @triton.jit
@@ -412,15 +417,20 @@ def _emit(
 @triton.jit
 def _label(
     mask, mask_out, sx, sy, y, x, keep, in_h, in_w, out_w, down, right, ignore,
-    GEOMETRY: tl.constexpr, WIDE: tl.constexpr, HINT: tl.constexpr,
+    GEOMETRY: tl.constexpr, GATHER: tl.constexpr, WIDE: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
-    """Copy the nearest label of a block of pixels; `ignore` where there is none."""
+    """Copy the nearest label of a block of pixels; `ignore` where there is none.
+
+    A mask that does not exist (only with `GATHER`) has a height of 0: nothing lies inside of it.
+    """
     inside = keep
     from_y, from_x = y, x
     if GEOMETRY:
         from_x = tl.floor(sx + 0.5).to(tl.int32)
         from_y = tl.floor(sy + 0.5).to(tl.int32)
         inside = (from_x >= 0) & (from_x < in_w) & (from_y >= 0) & (from_y < in_h)
+    elif GATHER:
+        inside = keep & (y < in_h)
     label = tl.load(mask + _offset(from_y, from_x, down, right, WIDE), mask=inside, other=ignore)
     tl.store(mask_out + _offset(y, x, out_w, 1, WIDE), label, mask=keep, cache_modifier=HINT)
 
@@ -466,7 +476,7 @@ def sum_gray(
             mode = _choose_mode(
                 matrix, x_start, y_start, in_h, in_w, out_h, out_w, BLOCK_Y, BLOCK_X
             )
-        source, unit = _source(rows, sample, num_images)
+        source, unit, _exists = _source(rows, sample, num_images)
         image += source * image_n
         unseen = tl.zeros([STEP_Y * STEP_X], tl.int32)
         total = tl.zeros([STEP_Y * STEP_X], tl.float32)
@@ -501,13 +511,15 @@ def augment(
     C: tl.constexpr, GEOMETRY: tl.constexpr, WHOLE: tl.constexpr, SCALE: tl.constexpr,
     BRIGHTNESS: tl.constexpr, CONTRAST: tl.constexpr, SATURATION: tl.constexpr, HUE: tl.constexpr,
     BLUR: tl.constexpr, ERASE: tl.constexpr, ERASE_VALUE: tl.constexpr, NORM: tl.constexpr,
-    CHECK: tl.constexpr, WIDE: tl.constexpr, PARTIALS: tl.constexpr, HINT: tl.constexpr,
-    BLOCK_Y: tl.constexpr, BLOCK_X: tl.constexpr, STEP_Y: tl.constexpr, STEP_X: tl.constexpr,
+    CHECK: tl.constexpr, WATCH: tl.constexpr, WIDE: tl.constexpr, PARTIALS: tl.constexpr,
+    HINT: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_X: tl.constexpr, STEP_Y: tl.constexpr,
+    STEP_X: tl.constexpr,
 ):  # fmt: skip
     """Do everything up to the blur, and what follows it for samples that are not blurred.
 
     Grid: (tiles across, tiles down, samples). With `BLUR` the coloured image of samples to be
-    blurred goes to `spare`, float32 and planar, and `blur` does the rest.
+    blurred goes to `spare`, float32 and planar, and `blur` does the rest. `CHECK` looks at every
+    value, `WATCH` at one row number per program.
     """
     sample = tl.program_id(2).to(tl.int64)
     if CONTRAST:
@@ -516,7 +528,13 @@ def augment(
     x_start = tl.program_id(0) * BLOCK_X
     y_start = tl.program_id(1) * BLOCK_Y
     numbers = table + sample * 16
-    source, unit = _source(rows, sample, num_images)
+    source, unit, exists = _source(rows, sample, num_images)
+    if WATCH:
+        if not exists:
+            tl.atomic_or(faults, NO_SUCH_ROW, sem="relaxed")
+    mask_h = in_h
+    if rows is not None:
+        mask_h = tl.where(exists, in_h, 0)
     matrix = _load_matrix(numbers)
     mode = ONE_TAP
     if not WHOLE:
@@ -540,8 +558,8 @@ def augment(
         sx, sy = _locate(matrix, tl.minimum(x, out_w - 1), tl.minimum(y, out_h - 1))
         if mask is not None:
             _label(
-                mask + source * mask_n, mask_out + sample * plane, sx, sy, y, x, keep, in_h, in_w,
-                out_w, mask_y, mask_x, ignore, GEOMETRY, WIDE, HINT,
+                mask + source * mask_n, mask_out + sample * plane, sx, sy, y, x, keep, mask_h,
+                in_w, out_w, mask_y, mask_x, ignore, GEOMETRY, rows is not None, WIDE, HINT,
             )  # fmt: skip
         erased = _erased(rectangle, y, x)
         p = out + sample * out_n + _offset(y, x, out_y, out_x, WIDE)

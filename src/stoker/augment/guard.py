@@ -18,6 +18,7 @@ IMAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch
 OUT_OF_UNIT, NOT_FINITE, NO_SUCH_ROW = 1, 2, 4
 # Values may leave [0, 1] by what rounding to half types and resizing filters do.
 LEAST, MOST = -0.001, 1.001
+MASK_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def note_faults(values: Tensor, faults: Tensor) -> None:
@@ -26,6 +27,24 @@ def note_faults(values: Tensor, faults: Tensor) -> None:
     wild = ~(torch.isfinite(least) & torch.isfinite(most))
     outside = (least < LEAST) | (most > MOST)
     faults.bitwise_or_(outside.to(torch.int32) * OUT_OF_UNIT | wild.to(torch.int32) * NOT_FINITE)
+
+
+def find_missing(
+    rows: Tensor | None, num_images: int, faults: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return rows that can all be read, and bool `(B,)`: those that do not exist; note them.
+
+    The second is None where no row is missing and that can be seen without waiting: on a CPU.
+    """
+    if rows is None:
+        return None, None
+    held = rows.clamp(0, num_images - 1)
+    missing = held != rows
+    if rows.device.type == "cpu" and not bool(missing.any()):
+        return rows, None
+    if faults is not None:
+        faults.bitwise_or_(missing.any().to(torch.int32) * NO_SUCH_ROW)
+    return held, missing
 
 
 class FaultFlag:
@@ -39,9 +58,10 @@ class FaultFlag:
     _EVERY = 16
 
     def __init__(self, device: torch.device) -> None:
-        self.bits = torch.zeros(1, dtype=torch.int32, device=device)
         self._cuda = device.type == "cuda"
-        self._copy = torch.zeros(1, dtype=torch.int32, pin_memory=self._cuda)
+        with torch.inference_mode(False):  # written to by calls outside of it too
+            self.bits = torch.zeros(1, dtype=torch.int32, device=device)
+            self._copy = torch.zeros(1, dtype=torch.int32, pin_memory=self._cuda)
         self._event = torch.cuda.Event() if self._cuda else None
         self._asked = False
         self._calls = 0
@@ -137,6 +157,12 @@ def check_masks(masks: object, images: Tensor, ignore_index: int) -> Tensor:
             "an integer dtype: labels are moved, never mixed",
             "masks.long() or masks.to(torch.uint8)",
         )
+    if masks.dtype not in MASK_DTYPES:  # torch can neither pad nor gather the wide unsigned ones
+        raise InputError(
+            f"masks of dtype {masks.dtype}.",
+            ", ".join(str(dtype) for dtype in MASK_DTYPES),
+            "masks.to(torch.int32)",
+        )
     size, num = tuple(images.shape[-2:]), images.shape[0]
     if tuple(masks.shape) not in ((num, *size), (num, 1, *size)):
         raise InputError(
@@ -150,7 +176,7 @@ def check_masks(masks: object, images: Tensor, ignore_index: int) -> Tensor:
         raise InputError(
             f"ignore_index {ignore_index} with masks of dtype {masks.dtype}.",
             f"{limits.min} to {limits.max}",
-            "ignore_index=255, or masks.long()",
+            f"Compose(..., ignore_index={_fitting(limits)}), or masks.long()",
         )
     return masks
 
@@ -159,10 +185,11 @@ def check_rows(rows: object, images: Tensor, look: bool) -> Tensor:
     """Return `rows` if they are int64 `(B,)`; their values are looked at on the CPU or if asked."""
     if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype != torch.int64:
         given = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
+        whole = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype in MASK_DTYPES
         raise InputError(
             f"rows are {given}.",
             "an int64 tensor (batch,)",
-            "torch.as_tensor(rows, device=images.device)",
+            "rows.long()" if whole else "torch.as_tensor(rows, device=images.device)",
         )
     _same_device("rows", rows, images)
     if rows.numel() == 0:
@@ -209,6 +236,11 @@ def check_points(points: object, last: int, table: Tensor, name: str) -> Tensor:
         )
     _same_device(name, points, table, "parameters")
     return points
+
+
+def _fitting(limits: torch.iinfo) -> int:
+    """Return the usual ignore index of a dtype."""
+    return -1 if limits.min < 0 else 255
 
 
 def _same_device(name: str, tensor: Tensor, other: Tensor, whose: str = "images") -> None:

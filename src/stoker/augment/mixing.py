@@ -42,14 +42,13 @@ class _Mixer:
         if not isinstance(stream, int) or not 0 <= stream < _MOST_STREAMS:
             raise InputError(f"stream is {stream!r}.", f"0 to {_MOST_STREAMS - 1}", "stream=rank")
         self.num_classes = num_classes
-        self._counter = dice.make_counter(seed, stream=self._first_stream + stream)
-        self._quantiles = torch.from_numpy(beta_quantiles(self.alpha)).float()
+        self._position = dice.Position(seed, self._first_stream + stream)
+        self._quantiles: dict[torch.device, Tensor] = {}
         self._looked = False
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Make the next draw that of (epoch, step); in place, so captured graphs follow."""
-        seed, _, _, stream = self._counter.tolist()
-        self._counter.copy_(dice.make_counter(seed, epoch, step, stream))
+        self._position.write(self._position.read() | {"epoch": epoch, "step": step})
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: its draws are the same whatever came before."""
@@ -57,15 +56,17 @@ class _Mixer:
 
     def _draw(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the share `(batch,)` each sample keeps (1 where it is not mixed), and uniforms."""
-        if self._counter.device != device:
-            self._counter = self._counter.to(device)
-            self._quantiles = self._quantiles.to(device)
-        drawn = dice.uniforms(self._counter, batch, 1)[:, 0]
-        dice.advance(self._counter)
+        if device not in self._quantiles:
+            with torch.inference_mode(False):  # kept for calls outside of it too
+                quantiles = torch.from_numpy(beta_quantiles(self.alpha)).float()
+                self._quantiles[device] = quantiles.to(device)
+        quantiles, counter = self._quantiles[device], self._position.on(device)
+        drawn = dice.uniforms(counter, batch, 1)[:, 0]
+        dice.advance(counter)
         place = drawn[:, 1] * (TABLE_POINTS - 1)
         low = place.floor()
         index = low.to(torch.int64)
-        share = torch.lerp(self._quantiles[index], self._quantiles[index + 1], place - low)
+        share = torch.lerp(quantiles[index], quantiles[index + 1], place - low)
         return torch.where(drawn[:, 0] < self.p, share, 1.0), drawn
 
     def _check(self, images: Tensor, targets: Tensor) -> Tensor:
@@ -80,6 +81,12 @@ class _Mixer:
                 f"images are {given}.",
                 "float (batch, channels, height, width)",
                 "mix what a Compose returned; it makes float of uint8",
+            )
+        if 0 in images.shape:
+            raise InputError(
+                f"images of shape {tuple(images.shape)}: there is no pixel.",
+                "at least one image, channel, row and column",
+                "skip empty batches",
             )
         if not isinstance(targets, Tensor) or targets.device != images.device:
             given = str(targets.device) if isinstance(targets, Tensor) else type(targets).__name__
@@ -109,7 +116,9 @@ class _Mixer:
                 raise InputError(
                     f"labels from {least} to {most}.",
                     f"0 to {self.num_classes - 1}",
-                    f"num_classes={most + 1}",
+                    f"num_classes={most + 1}"
+                    if least >= 0
+                    else "keep = labels >= 0; mix(images[keep], labels[keep])",
                 )
         classes = torch.arange(self.num_classes, device=labels.device)
         return (labels.unsqueeze(1) == classes).float()

@@ -78,6 +78,8 @@ __all__ = [
 
 WHOLE_PIXELS = {Opcode.FLIP_H, Opcode.FLIP_V, Opcode.CROP}
 COLOUR_ORDER = ("brightness", "contrast", "saturation", "hue")
+MOST_FACTOR = 1e6  # beyond it every image is black and white; infinity times 0 is no image at all
+LEAST_STD = 1e-12  # its inverse is finite in every dtype that is worked in
 IMAGENET = "(0.485, 0.456, 0.406), (0.229, 0.224, 0.225)"
 
 
@@ -95,7 +97,7 @@ class _Colour(Op):
     def _keep_ranges(self) -> None:
         self._keep_p()
         for kind in self.kinds:
-            centre, most = (0.0, 0.5) if kind == "hue" else (1.0, math.inf)
+            centre, most = (0.0, 0.5) if kind == "hue" else (1.0, MOST_FACTOR)
             fix = f"{type(self).__name__}({kind}=0.2)"
             self._keep(**{kind: check_around(kind, getattr(self, kind), centre, most, fix)})
 
@@ -278,8 +280,12 @@ class Normalize(Op):
 
     def __post_init__(self) -> None:
         mean, std = (_channel_values(name, getattr(self, name)) for name in ("mean", "std"))
-        if min(std) <= 0.0:
-            raise InputError(f"std is {self.std!r}.", "numbers above 0", f"Normalize({IMAGENET})")
+        if min(std) < LEAST_STD:
+            raise InputError(
+                f"std is {self.std!r}.",
+                f"numbers above 0, {LEAST_STD:g} at least",
+                f"Normalize({IMAGENET})",
+            )
         self._keep(mean=mean, std=std)
 
     def settled(self) -> Op:
@@ -407,6 +413,12 @@ def check_order(ops: Sequence[Any]) -> tuple[Op, ...]:
     Raises:
         InputError: For something that is no op, a phase that goes back, or an op given twice.
     """
+    if not isinstance(ops, Sequence) or isinstance(ops, str):
+        raise InputError(
+            f"the ops are {ops!r}.",
+            "a list of ops of stoker.augment",
+            f"Compose([{ops!r}])" if isinstance(ops, Op) else "Compose([RandomHorizontalFlip()])",
+        )
     for op in ops:
         if not isinstance(op, Op) or type(op) in (Op, _Colour):
             raise InputError(

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from stoker.augment.definition import Program, Size
 from stoker.augment.draw import BRIGHTNESS, CONTRAST, ERASE_X0, HUE, SATURATION, SIGMA, draw_table
-from stoker.augment.guard import note_faults
+from stoker.augment.guard import find_missing, note_faults
 
 GREY = (0.299, 0.587, 0.114)
 # Of the float32 values; the intermediates of a slice are about six times that.
@@ -61,10 +61,12 @@ class TorchBackend:
         Args:
             images: `(N, C, H, W)`, any strides.
             masks: `(N, H, W)` or `(N, 1, H, W)` of an integer dtype, or None.
-            rows: int64 `(B,)` into N, or None where N == B.
+            rows: int64 `(B,)` into N, or None where N == B. One that does not exist gives NaN, and
+                the ignore index in masks.
             table: float32 `(B, 16)`.
             program: Made for this size and these channels.
-            faults: int32 `(1,)`; bits are set where values are not images. None skips the look.
+            faults: int32 `(1,)`; bits are set where values are not images or rows do not exist.
+                None skips the look.
         """
         shape = (table.shape[0], program.channels, *program.out_size)
         layout = torch.channels_last if program.channels_last else torch.contiguous_format
@@ -73,6 +75,7 @@ class TorchBackend:
         )
         moved = None if masks is None else masks.new_empty(shape[0], *masks.shape[1:-2], *shape[2:])
         work = torch.float64 if images.dtype == torch.float64 else torch.float32
+        rows, missing = find_missing(rows, images.shape[0], faults)
         for part in _slices(shape[0], program, images.device):
             chosen = images[part] if rows is None else images.index_select(0, rows[part])
             if faults is not None and chosen.is_floating_point():
@@ -85,12 +88,17 @@ class TorchBackend:
             move.images(chosen, values)
             if images.dtype == torch.uint8:
                 values.mul_(1.0 / 255.0)
+            if missing is not None:
+                values.masked_fill_(missing[part].view(-1, 1, 1, 1), torch.nan)
             _paint(values, numbers, program)
             if values.data_ptr() != result[part].data_ptr():
                 result[part] = values
             if masks is not None and moved is not None:
                 labels = masks[part] if rows is None else masks.index_select(0, rows[part])
                 move.labels(labels.reshape(-1, *program.in_size), moved[part].view(-1, *shape[2:]))
+        if missing is not None and moved is not None:
+            gone = missing.view(-1, *[1] * (moved.dim() - 1))
+            moved.masked_fill_(gone, program.ignore_index)
         return result, moved
 
 
@@ -308,7 +316,8 @@ def _erased(table: Tensor, size: Size) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _per_channel(numbers: Sequence[float], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return `(1, C, 1, 1)`; kept, because a capture forbids copies from the host."""
-    return torch.tensor(numbers, dtype=dtype, device=device).view(1, -1, 1, 1)
+    with torch.inference_mode(False):  # kept for calls outside of it too
+        return torch.tensor(numbers, dtype=dtype, device=device).view(1, -1, 1, 1)
 
 
 # -- boxes and keypoints -------------------------------------------------------------------------
