@@ -46,7 +46,7 @@ EFFECTS: dict[str, tuple[set[str], dict[str, object]]] = {
     "gpu_optimization.persistent_workers": ({"persistent_workers"}, WORKERS),
     "gpu_optimization.pin_memory": ({"pin_memory"}, {}),
     "gpu_optimization.drop_last": ({"drop_last"}, {}),
-    "gpu_optimization.use_amp": ({"use_amp"}, {}),
+    "gpu_optimization.use_amp": ({"use_amp", "precision"}, {}),
     "gpu_optimization.gradient_accumulation_steps": ({"accumulation_steps"}, {}),
     "gpu_optimization.empty_cache_every_n_epochs": ({"empty_cache_every_n_epochs"}, {}),
     "gpu_optimization.log_gpu_stats_every_n_batches": ({"log_gpu_stats_every_n_batches"}, {}),
@@ -66,9 +66,22 @@ EFFECTS: dict[str, tuple[set[str], dict[str, object]]] = {
     "training.batch_size": ({"batch_size"}, {}),
     "training.num_workers": ({"num_workers", "prefetch_factor", "persistent_workers"}, {}),
     "training.gradient_accumulation_steps": ({"accumulation_steps"}, {}),
-    "training.use_amp": ({"use_amp"}, {}),
+    "training.use_amp": ({"use_amp", "precision"}, {}),
     "training.use_gpu_augmentation": ({"augmentation"}, {}),
-    "training.capture_step": ({"capture_step"}, {}),
+    "training.epochs": ({"epochs"}, {}),
+    "training.precision": ({"use_amp", "precision"}, {}),
+    "training.capture": ({"capture"}, {}),
+    "training.compile": ({"compile"}, {}),
+    "training.clip_norm": ({"clip_norm"}, {}),
+    "training.nonfinite": ({"nonfinite"}, {}),
+    "training.seed": ({"seed"}, {}),
+    "training.read_every": ({"read_every"}, {}),
+    "training.keep_last": ({"keep_last"}, {}),
+    "training.checkpoint_every_epochs": ({"checkpoint_every_epochs"}, {}),
+    "training.checkpoint_every_steps": ({"checkpoint_every_steps"}, {}),
+    "training.tensorboard": ({"tensorboard"}, {}),
+    "training.activation_checkpointing": ({"activation_checkpointing"}, {}),
+    "training.survive_oom": ({"survive_oom"}, {}),
     "training.lr": ({"learning_rate"}, {}),
     "training.learning_rate": ({"learning_rate"}, {}),
     "training.init_gain": ({"init_gain"}, {}),
@@ -85,6 +98,10 @@ EFFECTS: dict[str, tuple[set[str], dict[str, object]]] = {
     "gpu_augmentation.brightness": ({"augmentation.brightness"}, AUGMENT_ON),
     "gpu_augmentation.contrast": ({"augmentation.contrast"}, AUGMENT_ON),
     "gpu_augmentation.saturation": ({"augmentation.saturation"}, AUGMENT_ON),
+    "recipe.name": ({"recipe"}, {}),
+    "recipe.store": ({"store"}, {}),
+    "recipe.options": ({"recipe_options"}, {"recipe.name": "forex"}),
+    "run.dir": ({"run_dir"}, {}),
 }
 
 
@@ -118,10 +135,12 @@ def another_value(leaf: dict) -> object:
     default = leaf["default"]
     if isinstance(default, bool):
         return not default
-    if "enum" in leaf:
-        return next(choice for choice in leaf["enum"] if choice != default)
     kinds = leaf.get("anyOf", [leaf])
     kind = next(option for option in kinds if option["type"] != "null")
+    if "enum" in kind:
+        return next(choice for choice in kind["enum"] if choice != default)
+    if kind["type"] == "object":
+        return {"d_model": 3, "ratios": [0.5, 0.25, 0.25]}
     if kind["type"] == "boolean":
         return False
     if kind["type"] == "string":
@@ -171,12 +190,14 @@ def test_every_key_has_words_a_unit_or_kind_and_a_default(key):
     assert "default" in leaf
     assert describe_allowed(leaf)
     kinds = {option.get("type") for option in leaf.get("anyOf", [leaf])}
-    assert kinds <= {"integer", "number", "boolean", "string", "null"}
+    assert kinds <= {"integer", "number", "boolean", "string", "null"} | (
+        {"object"} if key == "recipe.options" else set()
+    )
 
 
 def test_keys_of_one_question_share_one_default():
     for keys in QUESTIONS.values():
-        defaults = {default_of(key) for names in keys for key in names.split("|")}
+        defaults = {repr(default_of(key)) for names in keys for key in names.split("|")}
         assert len(defaults) == 1, keys
 
 
@@ -331,6 +352,139 @@ def test_workers_decide_what_null_means():
     assert (with_two.prefetch_factor, with_two.persistent_workers) == (2, True)
     torch_says = parse_config("data: {num_workers: 2, persistent_workers: false}")
     assert resolve(torch_says).persistent_workers is False
+
+
+# --- precision and capture -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "precision", "use_amp"),
+    [
+        ("", "auto", True),
+        ("training: {use_amp: true}", "auto", True),
+        ("training: {use_amp: false}", "fp32", False),
+        ("gpu_optimization: {use_amp: false}", "fp32", False),
+        ("training: {use_amp: false, precision: auto}", "fp32", False),
+        ("training: {use_amp: false, precision: tf32}", "tf32", False),
+        ("training: {use_amp: true, precision: bf16}", "bf16", True),
+        ("training: {precision: fp32}", "fp32", False),
+        ("training: {precision: fp16}", "fp16", True),
+    ],
+)
+def test_precision_and_use_amp_say_one_thing(text, precision, use_amp):
+    settled = resolve(parse_config(text))
+    assert (settled.precision, settled.use_amp) == (precision, use_amp)
+    assert settled.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("amp", "precision", "allowed"),
+    [("false", "bf16", "fp32 or tf32"), ("true", "fp32", "auto, fp16 or bf16")],
+)
+def test_precision_against_use_amp_is_an_error_with_both_lines(amp, precision, allowed):
+    text = f"training:\n  use_amp: {amp}\n  precision: {precision}\n"
+    said = "\n".join(problems_of(text))
+    assert f'f.yaml:3:3 training.precision: "{precision}" disagrees with training.use_amp' in said
+    assert "(f.yaml:2:3)" in said
+    assert allowed in said
+    with pytest.raises(ConfigError, match="disagrees"):
+        resolve(
+            Config.model_validate({"training": {"use_amp": amp == "true", "precision": precision}})
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "precision", "loser"),
+    [
+        ("use_amp: true", "training.precision=fp32", "fp32", "use_amp"),
+        ("use_amp: false", "training.precision=bf16", "bf16", "use_amp"),
+        ("use_amp: false", "training.precision=auto", "auto", "use_amp"),
+        ("precision: bf16", "training.use_amp=false", "fp32", "precision"),
+        ("precision: fp32", "gpu_optimization.use_amp=true", "auto", "precision"),
+    ],
+)
+def test_what_is_typed_decides_between_precision_and_use_amp(text, override, precision, loser):
+    settled = resolve(parse_config(f"training: {{{text}}}", "f.yaml", [override]))
+    assert settled.precision == precision
+    assert settled.use_amp == (precision not in ("fp32", "tf32"))
+    (note,) = settled.notes
+    assert note.startswith(f"training.{loser}: ")
+    assert "typed on the command line" in note
+
+
+@pytest.mark.parametrize(
+    ("written", "capture"),
+    [
+        ("on", "on"),
+        ("off", "off"),
+        ("true", "on"),
+        ("false", "off"),
+        ("auto", "auto"),
+        ("'on'", "on"),
+    ],
+)
+def test_capture_takes_the_words_that_yaml_reads_as_booleans(written, capture):
+    assert resolve(parse_config(f"training: {{capture: {written}}}")).capture == capture
+    assert resolve(parse_config("", overrides=[f"training.capture={written}"])).capture == capture
+
+
+def test_capture_suggests_its_words():
+    assert "try: off" in problems_of("training: {capture: offf, lr: 0}")[1]
+
+
+# --- recipes -------------------------------------------------------------------------------
+
+
+def test_options_keep_their_values_and_places():
+    text = """\
+recipe:
+  name: forex
+  options:
+    d_model: 64
+    ratios: [0.7, 0.2, 0.1]
+    embargo: null
+"""
+    config = parse_config(text, "f.yaml", ["recipe.options.layers=3", "recipe.options.d_model=32"])
+    settled = resolve(config)
+    assert settled.recipe_options == {
+        "d_model": 32, "ratios": [0.7, 0.2, 0.1], "embargo": None, "layers": 3,
+    }  # fmt: skip
+    assert settled.reasons["recipe_options.ratios"] == "recipe.options.ratios (f.yaml:5:5)"
+    assert settled.reasons["recipe_options.d_model"] == "recipe.options.d_model (--set)"
+    assert config.written()["recipe.options"] == settled.recipe_options
+    assert parse_config(dump_config(config)) == config
+    assert parse_config(describe_tree(config)).written() == config.written()
+    json.dumps(settled.to_json())
+    hash(settled)
+
+
+def test_options_without_a_recipe_have_no_effect():
+    settled = resolve(parse_config("recipe: {options: {d_model: 64}}", "f.yaml"))
+    assert settled.recipe_options == {}
+    assert "recipe.options" in settled.notes[0]
+    assert "recipe.name is null" in settled.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "said"),
+    [
+        ("recipe: {name: forx}", "", "forex"),
+        ("recipe: {options: 5}", "", "a section of names and values"),
+        ("recipe: {options: [a]}", "", "a list"),
+        ("recipe: {options: {d: 010}}", "", "base 8"),
+        ("", "recipe.options.a.b=1", "recipe.options is not a section"),
+        ("", "recipe.opts.a=1", "no key 'opts'"),
+        ("recipe: {store: ''}", "", "text"),
+    ],
+)
+def test_mistakes_of_recipes(text, override, said):
+    assert said in "\n".join(problems_of(text, [override] if override else []))
+
+
+def test_an_empty_options_section_is_nothing():
+    assert parse_config("recipe:\n  name: forex\n  options:\n    # d_model: 3\n").written() == {
+        "recipe.name": "forex"
+    }
 
 
 # --- mistakes ------------------------------------------------------------------------------
@@ -617,6 +771,10 @@ def legal(leaf: dict) -> st.SearchStrategy:
             options.append(st.floats(low, kind["maximum"], exclude_min=above, allow_nan=False))
         elif kind["type"] == "string":
             options.append(st.text(min_size=1))
+        elif kind["type"] == "object":
+            plain = st.none() | st.booleans() | st.integers() | st.floats(-9, 9) | st.text()
+            some = plain | st.lists(plain, max_size=3)
+            options.append(st.dictionaries(st.text(max_size=20), some, max_size=3))
         else:
             options.append({"boolean": st.booleans(), "null": st.none()}[kind["type"]])
     return st.one_of(options)
@@ -701,6 +859,9 @@ def schema_accepts(schema: dict, value: object, whole: dict) -> bool:
         )
     if not isinstance(value, kinds[schema["type"]]):
         return False
+    if isinstance(value, dict) and "properties" not in schema:
+        assert schema["additionalProperties"] is True
+        return True
     if isinstance(value, dict):
         assert schema["additionalProperties"] is False
         return all(
@@ -777,6 +938,26 @@ PRESETS: dict[str, dict[str, object]] = {
         "pin_memory": True, "prefetch_factor": 4, "init_gain": 0.5, "output_bound": 10.0,
         "learning_rate": 1e-4,
     },
+    "forex": {
+        "recipe": "forex", "store": "stores/forex", "run_dir": "runs/forex", "batch_size": 128,
+        "epochs": 20, "learning_rate": 1e-3, "precision": "auto", "capture": "auto",
+        "clip_norm": 1.0, "checkpoint_every_steps": 1000,
+    },
+    "massspec": {
+        "recipe": "massspec", "store": "stores/massspec", "run_dir": "runs/massspec",
+        "batch_size": 100, "epochs": 30, "learning_rate": 1e-3,
+    },
+    "segmentation": {
+        "recipe": "segmentation", "store": "stores/segmentation", "run_dir": "runs/segmentation",
+        "batch_size": 32, "epochs": 100, "learning_rate": 8e-4,
+        "augmentation.horizontal_flip_prob": 0.5, "augmentation.rotation_degrees": 15.0,
+        "augmentation.brightness": 0.2, "augmentation.contrast": 0.2,
+    },
+    "tabular": {
+        "recipe": "tabular", "store": "stores/tabular", "run_dir": "runs/tabular",
+        "batch_size": 1024, "epochs": 20, "learning_rate": 1e-4, "init_gain": 0.5,
+        "output_bound": 10.0,
+    },
 }  # fmt: skip
 
 
@@ -796,6 +977,18 @@ def test_presets_give_the_documented_values(name):
     assert schema_accepts(SCHEMA, yaml.safe_load(text), SCHEMA)
 
 
+@pytest.mark.parametrize("name", [name for name in PRESETS if "recipe" in PRESETS[name]])
+def test_configs_of_recipes_give_options_that_the_recipe_takes(name):
+    from stoker.recipes.catalogue import choose_recipe
+
+    chosen = choose_recipe(resolve(load_config(CONFIGS / f"{name}.yaml")))
+    assert chosen.recipe.name == name
+    assert chosen.notes == ()
+
+
 def test_docs_name_every_key():
     page = (CONFIGS.parent / "docs" / "config.md").read_text(encoding="utf-8")
-    assert [key for key in LEAVES if f"`{key}`" not in page] == []
+    for key, leaf in LEAVES.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{key}` |")]
+        assert leaf["description"] in row, f"{key}: the page tells something else"
+        assert f"| {describe_allowed(leaf)} |" in row

@@ -37,6 +37,11 @@ def check(file: FileArgument, overrides: SetOption = None, as_json: JsonOption =
         _print_json({"ok": False, "problems": [_problem_row(problem) for problem in problems]})
         raise typer.Exit(as_error(problems).exit_code)
     settings = resolve(config)
+    if settings.recipe is not None:
+        # Costs the import of torch, and finds what would otherwise end a run at its start.
+        from stoker.recipes.catalogue import choose_recipe
+
+        choose_recipe(settings)
     if as_json:
         _print_json({"ok": True, "problems": [], **settings.to_json()})
     else:
@@ -112,4 +117,6 @@ def _show(name: str, value: object) -> str:
         return {"augmentation": "off", "chunk_bytes": "the plan's choice"}.get(name, "none")
     if name == "chunk_bytes" and isinstance(value, int):
         return f"{value:,} ({value / GIB:g} GiB)"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {below}" for key, below in value.items()) or "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

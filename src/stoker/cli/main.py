@@ -13,12 +13,25 @@ from typing import Annotated, NoReturn
 import typer
 
 import stoker
-from stoker.cli import augment, bench, config, demo, inspect, machine, pack, plan, verify
+from stoker.cli import (
+    augment,
+    bench,
+    config,
+    demo,
+    inspect,
+    machine,
+    pack,
+    plan,
+    predict,
+    quantize,
+    train,
+    verify,
+)
 from stoker.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OURS, StokerError
 
 app = typer.Typer(
     name="stoker",
-    help="Keeps a GPU fed: packs raw files into a compact, checked store and says what is in it.",
+    help="Keeps a GPU fed: packs raw files into a compact, checked store, and trains from it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -30,6 +43,9 @@ app.add_typer(bench.app, name="bench")
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("plan")(plan.plan)
+app.command("train")(train.train)
+app.command("predict")(predict.predict)
+app.command("quantize")(quantize.quantize)
 app.command("machine")(machine.machine)
 app.command("demo")(demo.demo)
 

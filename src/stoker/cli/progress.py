@@ -34,12 +34,17 @@ class Bar:
         if self._bars is not None:
             if self._task is not None:
                 self._bars.remove_task(self._task)
-            self._task = self._bars.add_task(label, total=total, unit=unit, rate="")
+            self._task = self._bars.add_task(label, total=total, unit=unit, info="")
 
     def advance(self, count: int = 1) -> None:
         """Move the bar."""
         if self._bars is not None and self._task is not None:
             self._bars.advance(self._task, count)
+
+    def show(self, info: str) -> None:
+        """Put a few words behind the bar: a loss, a share of waiting. Nothing without a terminal."""
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, info=info)
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
@@ -80,6 +85,7 @@ def _make_bars() -> Any:
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
+        TextColumn("{task.fields[info]}", markup=False),
         console=Console(stderr=True),
         transient=True,
     )

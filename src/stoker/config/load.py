@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from stoker.config.resolve import as_error, find_clashes
-from stoker.config.tree import Config, key_schemas, sections
+from stoker.config.tree import Config, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import Document, Place, Problem, decode, read_yaml
 from stoker.errors import ConfigError
 
@@ -85,7 +85,8 @@ def _yaml_lines(tree: Mapping[str, Any], pad: str = "") -> Iterator[str]:
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield f"{pad}{name}:" if value else f"{pad}{name}: {{}}"
-            yield from _yaml_lines(value, f"{pad}  ")
+            open_names = {_yaml_word(key): below for key, below in value.items()}
+            yield from _yaml_lines(open_names, f"{pad}  ")
         else:
             yield f"{pad}{name}: {_yaml_word(value)}"
 
@@ -111,12 +112,24 @@ def describe_tree(config: Config) -> str:
 
 
 def _yaml_word(value: Any) -> str:
+    if isinstance(value, Mapping):
+        parts = (f"{_in_brackets(key)}: {_in_brackets(below)}" for key, below in value.items())
+        return f"{{{', '.join(parts)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_in_brackets, value))}]"
     # PyYAML ends a lone scalar with "..." and folds text; in quotes it stays on one line.
     word = yaml.safe_dump(value, allow_unicode=True, width=sys.maxsize)
     word = word.removesuffix("...\n").rstrip("\n")
     if len(word.splitlines()) <= 1:
         return word
     return yaml.safe_dump(value, default_style='"', width=sys.maxsize).rstrip("\n")
+
+
+def _in_brackets(value: Any) -> str:
+    # Between brackets a comma ends a word, so text always stands in quotes there.
+    if isinstance(value, str):
+        return yaml.safe_dump(value, default_style='"', width=sys.maxsize).rstrip("\n")
+    return _yaml_word(value)
 
 
 def _check(
@@ -153,9 +166,9 @@ def _without_empty_sections(values: Mapping[str, Any], prefix: str = "") -> dict
     kept: dict[str, Any] = {}
     for name, value in values.items():
         key = prefix + name
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key in sections():
             kept[name] = _without_empty_sections(value, f"{key}.")
-        elif value is not None or key not in sections():
+        elif value is not None or (key not in sections() and key not in open_leaves()):
             kept[name] = value
     return kept
 
@@ -205,7 +218,7 @@ def _override_problem(
         first = next(leaf for leaf in key_schemas() if leaf.startswith(f"{key}."))
         given = f"{key!r} is a section"
         return Problem(place, key, given, "one key at a time", f"--set {first}=…")
-    if key not in key_schemas():
+    if key not in key_schemas() and key.rpartition(".")[0] not in open_leaves():
         return _unknown_key(place, tuple(key.split(".")))
     if key in seen and seen[key] != place.text:
         given = f"given twice, as {seen[key]} and as {place.text}"
@@ -232,12 +245,19 @@ def _validate(
         details = error.errors(include_url=False)
     else:
         return [], []
-    paths = [tuple(str(part) for part in detail["loc"]) for detail in details]
+    # A leaf of several types is one problem, though pydantic has one for each of them.
+    first = {_leaf_path(detail["loc"]): detail for detail in reversed(details)}
     problems = [
         _translate(detail, path, places.get(path, Place("config")))
-        for detail, path in zip(details, paths, strict=True)
+        for path, detail in first.items()
     ]
-    return paths, problems
+    return list(first), problems
+
+
+def _leaf_path(where: tuple[int | str, ...]) -> tuple[str, ...]:
+    """Return the path of a key, without the type that pydantic names behind it."""
+    path = tuple(str(part) for part in where)
+    return path[:-1] if ".".join(path[:-1]) in key_schemas() else path
 
 
 def _translate(detail: ErrorDetails, path: tuple[str, ...], place: Place) -> Problem:
@@ -303,6 +323,7 @@ def describe_allowed(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return " or ".join(str(choice) for choice in schema["enum"])
     kinds = {"boolean": "true or false", "string": "text", "null": "null"}
+    kinds["object"] = "a section of names and values"
     kind = schema["type"]
     if kind in kinds:
         return kinds[kind]
@@ -342,9 +363,10 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
         advice = _suggest_number(text, place.quoted, whole="integer" in kinds)
         if advice:
             return advice
-    if "enum" in schema:
-        near = difflib.get_close_matches(text.lower(), schema["enum"], n=1)
-        return str(near[0] if near else schema["enum"][0])
+    choices = next((option["enum"] for option in options if "enum" in option), None)
+    if choices is not None:
+        near = difflib.get_close_matches(text.lower(), choices, n=1)
+        return str(near[0] if near else choices[0])
     if "boolean" in kinds:
         words = {"1": "true", "0": "false", "true": "true", "false": "false"}
         return words.get(text.lower(), "true or false")

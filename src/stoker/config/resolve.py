@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from stoker.config.tree import Config, default_of
+from stoker.config.tree import Config, Precision, RecipeName, default_of
 from stoker.config.yaml_lines import Place, Problem
 from stoker.errors import ConfigError
 from stoker.units import GIB
@@ -25,6 +25,9 @@ DISTILL, TRAIN, DATA, GPU = "training.student_distill", "training", "data", "gpu
 LAZY = "data.memory_efficient_mode"
 RAM = "data.memory_efficient_mode.ram_32gb_mode"
 AUGMENT = "gpu_augmentation"
+OPTIONS = "recipe.options"
+
+_FULL = ("fp32", "tf32")
 
 # One row per question: the field of Settings, then its keys, most specific first. Names that
 # share a rank share a string, split by "|". The default is that of the last key.
@@ -44,7 +47,25 @@ QUESTIONS: Mapping[str, tuple[str, ...]] = {
     "use_chunk_loader": (f"{GPU}.use_chunk_loader",),
     "chunk_bytes": (f"{GPU}.chunk_size_gb",),
     "use_amp": (f"{TRAIN}.use_amp", f"{GPU}.use_amp"),
-    "capture_step": (f"{TRAIN}.capture_step",),
+    **{
+        name: (f"{TRAIN}.{name}",)
+        for name in (
+            "epochs",
+            "precision",
+            "capture",
+            "compile",
+            "clip_norm",
+            "nonfinite",
+            "seed",
+            "read_every",
+            "keep_last",
+            "checkpoint_every_epochs",
+            "checkpoint_every_steps",
+            "tensorboard",
+            "activation_checkpointing",
+            "survive_oom",
+        )
+    },
     "learning_rate": (f"{TRAIN}.lr|{TRAIN}.learning_rate",),
     "init_gain": (f"{TRAIN}.init_gain",),
     "output_bound": (f"{TRAIN}.output_bound",),
@@ -58,6 +79,10 @@ QUESTIONS: Mapping[str, tuple[str, ...]] = {
     "empty_cache_every_n_batches": (f"{RAM}.empty_cache_frequency",),
     "empty_cache_every_n_epochs": (f"{GPU}.empty_cache_every_n_epochs",),
     "log_gpu_stats_every_n_batches": (f"{GPU}.log_gpu_stats_every_n_batches",),
+    "recipe": ("recipe.name",),
+    "store": ("recipe.store",),
+    "recipe_options": (OPTIONS,),
+    "run_dir": ("run.dir",),
 }
 
 
@@ -86,8 +111,21 @@ class Settings:
         drop_last: Drop a short last batch.
         use_chunk_loader: Load chunks to the device and cut batches there.
         chunk_bytes: Bytes of one chunk; None leaves it to the plan, or no chunks are used.
-        use_amp: Automatic mixed precision.
-        capture_step: Replay the step as one CUDA graph where possible.
+        use_amp: Automatic mixed precision; always what `precision` comes to.
+        precision: Number format of the step; "auto" is decided where the model is known.
+        capture: Replay the step as one CUDA graph.
+        compile: Compile the model first.
+        epochs: Passes over the training samples.
+        clip_norm: Largest norm of the gradients; None does not clip.
+        nonfinite: What to do about a loss that is not finite.
+        seed: Of everything random.
+        read_every: Steps between two reads of losses.
+        keep_last: Checkpoints kept besides the best.
+        checkpoint_every_epochs: 0 is never.
+        checkpoint_every_steps: 0 is never.
+        tensorboard: Write scalars for TensorBoard.
+        activation_checkpointing: Recompute activations in the backward pass.
+        survive_oom: Climb down the ladder when memory runs out.
         learning_rate: Of the optimizer.
         init_gain: Xavier gain, or None for the model's own initialisation.
         output_bound: Outputs stay within plus or minus this; None is unbounded.
@@ -100,7 +138,12 @@ class Settings:
         empty_cache_every_n_batches: 0 is never.
         empty_cache_every_n_epochs: 0 is never.
         log_gpu_stats_every_n_batches: 0 is never.
-        reasons: Per field, and per "augmentation.<name>", where its value comes from.
+        recipe: Name of the ready job; None when the config is for something else.
+        store: What it trains on; None leaves it to the command line.
+        recipe_options: As written; the recipe checks them.
+        run_dir: Folder of the run; None is runs/ and the recipe's name.
+        reasons: Per field, per "augmentation.<name>" and per "recipe_options.<name>", where its value
+            comes from.
         notes: Written keys that have no effect, and why.
     """
 
@@ -114,7 +157,20 @@ class Settings:
     use_chunk_loader: bool
     chunk_bytes: int | None
     use_amp: bool
-    capture_step: bool
+    precision: Precision
+    capture: Literal["auto", "on", "off"]
+    compile: bool
+    epochs: int
+    clip_norm: float | None
+    nonfinite: Literal["stop", "skip", "rollback"]
+    seed: int
+    read_every: int
+    keep_last: int
+    checkpoint_every_epochs: int
+    checkpoint_every_steps: int
+    tensorboard: bool
+    activation_checkpointing: bool
+    survive_oom: bool
     learning_rate: float
     init_gain: float | None
     output_bound: float | None
@@ -127,6 +183,10 @@ class Settings:
     empty_cache_every_n_batches: int
     empty_cache_every_n_epochs: int
     log_gpu_stats_every_n_batches: int
+    recipe: RecipeName | None
+    store: str | None
+    recipe_options: Mapping[str, Any] = field(hash=False)
+    run_dir: str | None
     reasons: Mapping[str, str] = field(compare=False, repr=False)
     notes: tuple[str, ...] = field(compare=False)
 
@@ -234,6 +294,8 @@ def _answer_all(config: Config) -> _Answers:
     _settle_memory(answers)
     _settle_workers(answers)
     _settle_augmentation(answers)
+    _settle_precision(answers)
+    _settle_recipe(answers)
     _check_batches(answers)
     return answers
 
@@ -285,6 +347,46 @@ def _settle_augmentation(answers: _Answers) -> None:
         answers.answer(f"augmentation.{name}", (f"{AUGMENT}.{name}",))
     drawn = {name: answers.values.pop(f"augmentation.{name}") for name in names}
     answers.values["augmentation"] = AugmentationSettings(**drawn)
+
+
+def _settle_precision(answers: _Answers) -> None:
+    """Make one answer of `precision` and `use_amp`: 16 bits, or not, must mean the same in both."""
+    values, reasons = answers.values, answers.reasons
+    values["capture"] = {True: "on", False: "off"}.get(values["capture"], values["capture"])
+    amp, precision = answers.winners.get("use_amp"), answers.winners.get("precision")
+    full = values["precision"] in _FULL
+    if amp is not None and values["use_amp"] == full:
+        typed = [_is_override(answers.config.place_of(key)) for key in (amp, precision) if key]
+        if precision is None or (values["precision"] == "auto" and typed[0] == typed[1]):
+            # Nobody named a format: use_amp alone says whether it may be one of 16 bits.
+            values["precision"], reasons["precision"] = "fp32", reasons["use_amp"]
+        elif typed[0] == typed[1]:
+            given = f"{json.dumps(values['precision'])} disagrees with {answers.say(amp)}"
+            allowed = "fp32 or tf32" if full is False else "auto, fp16 or bf16"
+            about = ("precision", "use_amp")
+            answers.clash(about, precision, given, f"{allowed} beside it", f"delete {amp}")
+        else:
+            winner, loser = (amp, precision) if typed[0] else (precision, amp)
+            said = f"{answers.say(loser)} is not used; {answers.say(winner)} is typed on the command line."
+            answers.notes.append(said)
+            if typed[0]:
+                values["precision"] = "auto" if values["use_amp"] else "fp32"
+                reasons["precision"] = reasons["use_amp"]
+    uses_amp = values["precision"] not in _FULL
+    if uses_amp != values["use_amp"]:
+        values["use_amp"], reasons["use_amp"] = uses_amp, reasons["precision"]
+
+
+def _settle_recipe(answers: _Answers) -> None:
+    values, reasons = answers.values, answers.reasons
+    if values["recipe"] is None and "recipe_options" in answers.winners:
+        answers.ignore(OPTIONS, "recipe.name is null")
+        values["recipe_options"], reasons["recipe_options"] = {}, reasons["recipe"]
+    values["recipe_options"] = dict(values["recipe_options"])
+    for name in values["recipe_options"]:
+        key = f"{OPTIONS}.{name}"
+        place = answers.config.place_of(key) or answers.config.place_of(OPTIONS)
+        reasons[f"recipe_options.{name}"] = f"{key} ({place})" if place else key
 
 
 def _check_batches(answers: _Answers) -> None:

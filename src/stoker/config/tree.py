@@ -7,6 +7,8 @@ The names are those of the source documents (S0-12, S0-26, S1-6, S1-7, S3-4, S3-
 S4-5), so that their files work as they stand. Several sections may ask for the same thing
 (five of them know a batch size or a worker count); `stoker.config.resolve` says who wins.
 A key that is not written says nothing, whatever its default.
+
+`recipe.options` is the one open leaf: its names are those of the recipe, which checks them.
 """
 
 from __future__ import annotations
@@ -157,6 +159,7 @@ class StudentDistill(Section):
     gradient_accumulation_steps: Accumulation = 1
 
 
+Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 LearningRate = Annotated[float, _key("Step size of the optimizer.", "1 per update", gt=0, le=1e6)]
 
 
@@ -170,8 +173,65 @@ class Training(Section):
     use_gpu_augmentation: Annotated[
         bool, _key("Augment on the GPU, as the section gpu_augmentation says.")
     ] = False
-    capture_step: Annotated[
-        bool, _key("Replay the whole step as one CUDA graph where the model allows it.")
+    epochs: Annotated[int, _key("Passes over the training samples.", "epochs", ge=0, le=_MOST)] = 10
+    precision: Annotated[
+        Precision,
+        _key(
+            "Number format of the step; the loss is always fp32. auto: bf16 or fp16 by what the GPU "
+            "and the model allow, fp32 on a CPU; the log says which and why."
+        ),
+    ] = "auto"
+    capture: Annotated[
+        # YAML 1.1 reads a bare `on` as true.
+        Literal["auto", "on", "off"] | bool,
+        _key(
+            "Replay the whole step as one CUDA graph. auto: where the model allows it and the "
+            "first replay agrees with the eager step; on: or end with the reason."
+        ),
+    ] = "auto"
+    compile: Annotated[bool, _key("Compile the model with torch.compile first.")] = False
+    clip_norm: Annotated[
+        float | None,
+        _key("Largest norm of all gradients together. null: not clipped.", gt=0, le=1e30),
+    ] = 1.0
+    nonfinite: Annotated[
+        Literal["stop", "skip", "rollback"],
+        _key(
+            "What to do about a loss that is not finite. stop: end and name the batch; skip: leave "
+            "the update out; rollback: go back to the epoch's start and leave the batch out."
+        ),
+    ] = "stop"
+    seed: Annotated[
+        int, _key("Of weights, splits, shuffling, dropout and augmentation.", ge=0, le=2**53)
+    ] = 0
+    read_every: Annotated[
+        int,
+        _key(
+            "Steps between two reads of losses from the device; fewer make the loop wait.",
+            "steps",
+            ge=1,
+            le=_MOST,
+        ),
+    ] = 50
+    keep_last: Annotated[
+        int, _key("Newest checkpoints that are kept, besides the best.", "files", ge=1, le=10_000)
+    ] = 2
+    checkpoint_every_epochs: Annotated[
+        Every, _key("Save after every n epochs. 0: only when the run is ended.", "epochs")
+    ] = 1
+    checkpoint_every_steps: Annotated[
+        Every, _key("Save after every n batches within an epoch. 0: never.", "batches")
+    ] = 0
+    tensorboard: Annotated[
+        bool, _key("Write scalars for TensorBoard beside the run log; needs that package.")
+    ] = False
+    activation_checkpointing: Annotated[
+        bool,
+        _key("Recompute activations in the backward pass: less memory, more time (S0-17)."),
+    ] = False
+    survive_oom: Annotated[
+        bool,
+        _key("Climb down the ladder of S0-23 when memory runs out, instead of ending."),
     ] = True
     lr: LearningRate = 1e-4
     learning_rate: Annotated[LearningRate, _key("Another name of training.lr.")] = 1e-4
@@ -211,6 +271,36 @@ class GpuAugmentation(Section):
     saturation: Annotated[Jitter, _key("Stretch colours by a factor within 1 ± this.")] = 0.1
 
 
+RecipeName = Literal["forex", "massspec", "massspec-teacher", "segmentation", "tabular"]
+
+
+class Recipe(Section):
+    """Which job `stoker train` does, on which data (docs/training.md)."""
+
+    name: Annotated[
+        RecipeName | None, _key("The ready job. null: this file is not for `stoker train`.")
+    ] = None
+    store: Annotated[
+        str | None,
+        _key(
+            "Packed by `stoker pack`, or an HDF5 file. null: `--store` says.", "path", min_length=1
+        ),
+    ] = None
+    options: Annotated[
+        dict[str, Any],
+        _key("Options of the recipe by name, checked by the recipe; docs/recipes/ lists them."),
+    ] = Field(default={})
+
+
+class Run(Section):
+    """Where a run keeps its log and checkpoints."""
+
+    dir: Annotated[
+        str | None,
+        _key("Folder of one run. null: runs/ and the recipe's name.", "path", min_length=1),
+    ] = None
+
+
 @dataclass(frozen=True)
 class Origins:
     """Where each written key stands. All are equal: where a value stands is not what it says."""
@@ -225,6 +315,8 @@ class Config(Section):
     data: Data = Field(default_factory=Data)
     training: Training = Field(default_factory=Training)
     gpu_augmentation: GpuAugmentation = Field(default_factory=GpuAugmentation)
+    recipe: Recipe = Field(default_factory=Recipe)
+    run: Run = Field(default_factory=Run)
 
     _origins: Origins = PrivateAttr(default_factory=Origins)
 
@@ -245,7 +337,7 @@ class Config(Section):
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
-        if isinstance(value, Mapping):
+        if prefix + name in sections():
             yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
@@ -288,6 +380,12 @@ def key_schemas() -> Mapping[str, Mapping[str, Any]]:
 
     walk(Config, "")
     return found
+
+
+@cache
+def open_leaves() -> frozenset[str]:
+    """Return the leaves that hold names of their own, which are not checked here."""
+    return frozenset(key for key, schema in key_schemas().items() if schema.get("type") == "object")
 
 
 def default_of(key: str) -> Any:

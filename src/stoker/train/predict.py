@@ -29,6 +29,7 @@ from stoker.report import Progress, Silent
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
 from stoker.train.batches import Feed, Unpack
+from stoker.train.carry import make_carry
 from stoker.train.precision import PrecisionChoice
 from stoker.train.step import Criterion, as_float32
 
@@ -56,10 +57,14 @@ def evaluate(
     counted = metrics() if metrics is not None else None
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
+    carry = make_carry(model, loader, device)
     with precision.matmuls():
         for work in Feed(loader, device, unpack):
             with precision.autocast(device):
-                outputs = model(work.inputs)
+                if carry is not None and work.reset is not None:
+                    outputs = carry.run(model, work.inputs, work.reset)
+                else:
+                    outputs = model(work.inputs)
             outputs = as_float32(outputs)
             total += criterion(outputs, work.targets).double() * work.num_samples
             count += work.num_samples
@@ -91,14 +96,14 @@ def predict(
     model: torch.nn.Module,
     loader: Loader,
     unpack: Callable[[Batch], Any],
-    read: Callable[[torch.nn.Module, Any], Columns],
+    read: Callable[[Any, Any], Columns],
     prepare: Callable[[Batch], Batch] | None = None,
 ) -> Iterator[Predicted]:
     """Yield predictions in the loader's order, every sample once, computed in float32.
 
     Args:
         model: On the loader's device; put into evaluation mode.
-        loader: Not over lanes.
+        loader: Over the samples to predict; not over lanes, which leave windows out.
         unpack: Batch to the model's inputs.
         read: Model and inputs to named columns.
         prepare: Changes a batch before it is unpacked; see `Repairer`.

@@ -1,0 +1,175 @@
+"""`stoker train --config FILE`: a ready job from a packed store to judged weights.
+
+Enters: a config and what is typed over it. Leaves: on stderr the choices with their reasons, a bar on a
+terminal and a line per epoch; on stdout the tables of the run, or one JSON document; in the run's folder
+checkpoints and the log. Costs the training.
+
+Ends with 0, also after SIGTERM (the run is saved); 130 after Ctrl-C (saved too); 3 when a loss was not
+finite; 2 when the input cannot be used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stoker.cli.config import SetOption
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stoker.config import Settings
+    from stoker.recipes.run import RecipeRun
+
+_MOST_EPOCHS = 20
+
+DeviceOption = Annotated[
+    str | None,
+    typer.Option("--device", help="cuda, cuda:1 or cpu; by default the GPU, if any.", show_default=False),
+]  # fmt: skip
+
+
+def train(
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="The YAML file, such as configs/forex.yaml.", show_default=False),
+    ] = None,
+    overrides: SetOption = None,
+    store: Annotated[
+        Path | None,
+        typer.Option("--store", help="Instead of the config's recipe.store.", show_default=False),
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="Instead of the config's run.dir.", show_default=False),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the run's latest checkpoint.")
+    ] = False,
+    device: DeviceOption = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Train a ready job, judge its best checkpoint, and say what it is worth against chance."""
+    from stoker.cli.progress import Bar
+    from stoker.recipes.run import run_recipe
+
+    settings = _settle(config, overrides or [], store, run_dir)
+    again = _command(config, overrides or [], store, run_dir, device)
+    with Bar(quiet=as_json) as bar:
+        try:
+            run = run_recipe(settings, resume=resume, device=device, progress=bar)
+        except KeyboardInterrupt:
+            bar.say(f"saved; go on with: {again} --resume")
+            raise
+    if as_json:
+        _print_json(run)
+    else:
+        _print(run, settings, again)
+
+
+def _settle(
+    config: Path | None, overrides: list[str], store: Path | None, run_dir: Path | None
+) -> Settings:
+    from dataclasses import replace
+
+    from stoker.config import load_config, parse_config, resolve
+
+    read = (
+        parse_config("", overrides=overrides) if config is None else load_config(config, overrides)
+    )
+    settings = resolve(read)
+    reasons = dict(settings.reasons)
+    if store is not None:
+        settings = replace(settings, store=str(store), reasons=reasons | {"store": "--store"})
+    if run_dir is not None:
+        reasons = dict(settings.reasons) | {"run_dir": "--run-dir"}
+        settings = replace(settings, run_dir=str(run_dir), reasons=reasons)
+    return settings
+
+
+def _command(
+    config: Path | None,
+    overrides: list[str],
+    store: Path | None,
+    run_dir: Path | None,
+    device: str | None,
+) -> str:
+    """Return the command as it was typed, to be typed again."""
+    import shlex
+
+    words = ["stoker", "train"]
+    for option, value in (("--config", config), ("--store", store), ("--run-dir", run_dir)):
+        words += [option, str(value)] if value is not None else []
+    for text in overrides:
+        words += ["--set", text]
+    words += ["--device", device] if device is not None else []
+    return shlex.join(words)
+
+
+def _print_json(run: RecipeRun) -> None:
+    import json
+
+    from stoker.recipes.run import as_json
+
+    typer.echo(json.dumps(as_json(run)))
+
+
+def _print(run: RecipeRun, settings: Settings, again: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=200, highlight=False)
+    if run.epochs:
+        _print_epochs(console, run)
+    if run.ended != "done":
+        console.print(Text(f"{run.ended}: saved in {run.run_dir}. Go on with:"))
+        console.print(Text(f"  {again} --resume"))
+        return
+    _print_metrics(console, run)
+    console.print(Text(f"checkpoints and log: {run.run_dir}"))
+    if run.best is not None:
+        best = run.run_dir / "best.pt"
+        console.print(Text(f"best: {run.best.name} by {run.monitor[0]}, also named {best}. Next:"))
+        store = settings.store
+        console.print(Text(f"  stoker predict {best} {store} predictions.parquet --split test"))
+        console.print(Text(f"  stoker quantize {best} {run.run_dir / 'int8.pt'}"))
+
+
+def _print_epochs(console: Console, run: RecipeRun) -> None:
+    from rich.table import Table
+
+    shown = run.epochs[-_MOST_EPOCHS:]
+    cut = f", the last {len(shown)} of {len(run.epochs)}" if len(shown) < len(run.epochs) else ""
+    table = Table(title=f"epochs{cut}", title_justify="left")
+    names = list(shown[-1].metrics)[:6]
+    heads = [f"val {name}" for name in names]
+    for head in ("epoch", "train loss", *heads, "samples/s", "waited"):
+        table.add_column(head, justify="right")
+    for report in shown:
+        values = [f"{report.metrics[name]:.4g}" for name in names]
+        rate = f"{report.samples_per_second:,.0f}"
+        table.add_row(
+            str(report.epoch + 1), f"{report.train_loss:.4g}", *values, rate, f"{report.wait_share:.0%}"
+        )  # fmt: skip
+    console.print(table)
+
+
+def _print_metrics(console: Console, run: RecipeRun) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{run.recipe}: best checkpoint against chance", title_justify="left")
+    for head in ("metric", "chance (val)", "val", "test"):
+        table.add_column(head, justify="left" if head == "metric" else "right")
+    for name in dict.fromkeys([*run.test, *run.val, *run.baseline]):
+        values = [part.get(name) for part in (run.baseline, run.val, run.test)]
+        mark = " *" if name == run.monitor[0] else ""
+        table.add_row(
+            f"{name}{mark}", *("n/a" if value is None else f"{value:.4g}" for value in values)
+        )
+    console.print(table)

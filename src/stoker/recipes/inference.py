@@ -1,0 +1,362 @@
+"""A trained recipe used: its model from a checkpoint, predictions to a file, int8 weights.
+
+Enters: a checkpoint of `run_recipe`, alone. Leaves: the model with its weights; a parquet file; an int8
+checkpoint that loads as safely and predicts through the same door. Costs: reading the checkpoint; then
+one pass over the samples, in constant memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stoker.errors import InputError, StokerError
+from stoker.loader.loader import Loader, pick_device
+from stoker.loader.splits import SplitName, select_samples
+from stoker.recipes.blueprint import (
+    Rebuilt,
+    as_augments,
+    check_columns,
+    fingerprint,
+    rebuild,
+)
+from stoker.recipes.catalogue import Chosen, restore
+from stoker.recipes.contract import Job
+from stoker.report import Progress, Silent, read_run_log
+from stoker.store.fields import Array
+from stoker.store.reader import Store, open_store
+from stoker.store.repairs import FittedRepair
+from stoker.train.checkpoint import FORMAT, Loaded, load_checkpoint
+from stoker.train.checkpoint_file import loadable, write_file
+from stoker.train.int8_weights import pack_int8, unpack_int8
+from stoker.train.precision import choose_precision
+from stoker.train.predict import Repairer, evaluate, predict, write_parquet
+from stoker.train.quantize import QuantizeReport, quantize_dynamic
+
+BATCH_SIZE = 256
+LOG_NAME = "run.jsonl"
+STORE_NOTE = "store: "
+_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
+_TIMED_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model from a checkpoint, ready to predict.
+
+    Attributes:
+        loaded: The checkpoint.
+        chosen: Its recipe with its options.
+        made: The model, filled with weights, and how it is used.
+    """
+
+    loaded: Loaded
+    chosen: Chosen
+    made: Rebuilt
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The network, on the CPU and in evaluation mode until somebody moves it."""
+        return self.made.model
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the recipe found in its training store."""
+        facts: Mapping[str, Any] = self.loaded.identity["facts"]
+        return facts
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return int(self.loaded.identity["settings"]["seed"])
+
+
+def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
+    """Build the model of a checkpoint and fill it with its weights.
+
+    Args:
+        path: `best.pt`, a `step-*.pt`, or what `stoker quantize` wrote.
+        recipe: Insist on this one.
+
+    Raises:
+        InputError: It is not the checkpoint of a recipe, or of another one.
+        CorruptError: Bytes are missing or changed.
+    """
+    loaded = load_checkpoint(path)
+    identity = loaded.identity
+    if "facts" not in identity or (recipe is not None and identity["recipe"] != recipe):
+        found = identity.get("recipe", "a Trainer that was called directly")
+        raise InputError(
+            f"{path} is a checkpoint of {found}.",
+            f"one of a run of {recipe or 'stoker train'}",
+            f"stoker train --config configs/{recipe or 'forex'}.yaml",
+        )
+    chosen = restore(identity["recipe"], identity["options"])
+    made = rebuild(chosen, identity["facts"])
+    state = loaded.state["model"]
+    made.model.load_state_dict(unpack_int8(state) if "int8" in identity else state)
+    if "int8" in identity:
+        small, _ = quantize_dynamic(made.model, api="torch.ao")
+        made = Rebuilt(small, made.fields, made.unpack, made.predict, made.augment)
+    return Trained(loaded, chosen, made)
+
+
+# -- which samples -------------------------------------------------------------------------------
+
+
+def find_samples(store: Store, trained: Trained, split: str) -> Array:
+    """Return the samples of a split: the store's own, or the recipe's on its training store.
+
+    Args:
+        store: To be predicted.
+        trained: Its recipe divides a store that has no split.
+        split: "all", "train", "val" or "test".
+
+    Raises:
+        InputError: There is no such split, or nobody knows it.
+    """
+    if split == "all":
+        return np.arange(store.num_samples, dtype=np.int64)
+    if split not in _SPLITS:
+        raise InputError(
+            f"--split is {split!r}.", f"all, {', '.join(_SPLITS)}", "--split test, or leave it out"
+        )
+    if "split" in store.fields:
+        return select_samples(store, split)
+    if fingerprint(store) != trained.loaded.identity["data"]:
+        raise InputError(
+            f"{store.path} has no split, and is not the store that was trained on.",
+            "--split all for new data",
+            "leave --split out",
+        )
+    # The same store, options and seed: the recipe divides it as it did.
+    return trained.chosen.recipe.make_job(store, trained.chosen.plain, trained.seed).samples[split]
+
+
+# -- predicting ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PredictReport:
+    """What was predicted.
+
+    Attributes:
+        path: The file.
+        num_rows: One per sample.
+        columns: Their names.
+        seconds: From the first batch to the whole file.
+        notes: What was done to the data on the way, and what a user should know.
+    """
+
+    path: Path
+    num_rows: int
+    columns: tuple[str, ...]
+    seconds: float
+    notes: tuple[str, ...]
+
+
+def predict_store(
+    trained: Trained,
+    store_path: str | Path,
+    out: str | Path,
+    *,
+    split: str = "all",
+    batch_size: int = BATCH_SIZE,
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+) -> PredictReport:
+    """Write a prediction for every sample of a split, in the store's order.
+
+    Args:
+        trained: From `load_trained`.
+        store_path: Needs the fields that the model reads; no targets.
+        out: The parquet file.
+        split: "all", "train", "val" or "test".
+        batch_size: Samples per forward pass.
+        device: The first GPU by default; int8 weights run on the CPU only.
+        progress: Told how far it is.
+    """
+    told = progress or Silent()
+    is_int8 = "int8" in trained.loaded.identity
+    place = pick_device("cpu" if is_int8 and device is None else device)
+    if is_int8 and place.type != "cpu":
+        raise InputError(f"int8 weights on {place}.", "the CPU", "--device cpu")
+    columns: list[str] = []
+    with open_store(store_path) as store, contextlib.ExitStack() as stack:
+        check_columns(store, trained.facts)
+        repairer, notes = _find_repairs(store, trained.facts)
+        samples = find_samples(store, trained, split)
+        loader = stack.enter_context(_loader(store, trained, samples, batch_size, place))
+        told.start("predicting", len(samples), "samples")
+        made = trained.made
+        rows = predict(made.model.to(place), loader, made.unpack, made.predict, repairer)
+        began = time.perf_counter()
+
+        def watched() -> Iterator[Any]:
+            for predicted in rows:
+                columns[:] = predicted.columns
+                yield predicted
+
+        num_rows = write_parquet(out, watched(), _about(trained, store, split), told)
+    if trained.facts.get("carried"):
+        notes += ("trained with a carried state; here each window begins without one",)
+    return PredictReport(
+        Path(out), num_rows, tuple(columns), time.perf_counter() - began, tuple(notes)
+    )
+
+
+def _loader(
+    store: Store, trained: Trained, samples: Array, batch_size: int, device: torch.device
+) -> Loader:
+    made = trained.made
+    return Loader(
+        store,
+        batch_size,
+        device,
+        fields=made.fields,
+        samples=samples,
+        augment=as_augments(made.augment),
+    )
+
+
+def _about(trained: Trained, store: Store, split: str) -> dict[str, Any]:
+    saved = trained.loaded.saved
+    return {
+        "checkpoint": str(saved.path),
+        "step": saved.step,
+        "recipe": trained.chosen.recipe.name,
+        "store": str(store.path),
+        "data": fingerprint(store),
+        "split": split,
+    }
+
+
+def _find_repairs(
+    store: Store, facts: Mapping[str, Any]
+) -> tuple[Repairer | None, tuple[str, ...]]:
+    """Return what must still be done to this store's batches to be like the training data."""
+    missing: dict[str, list[FittedRepair]] = {}
+    notes: tuple[str, ...] = ()
+    for name, trained in facts["repairs"].items():
+        fitted = [FittedRepair.from_json(entry) for entry in trained]
+        named = ", ".join(str(repair.spec) for repair in fitted)
+        have = store.manifest.repairs.get(name)
+        if have == trained:
+            notes += (f"repairs of {name}: as packed ({named})",)
+        elif have:
+            other = ", ".join(entry["repair"] for entry in have)
+            raise InputError(
+                f"{name} of {store.path} was repaired by {other}; the model was trained on {named}.",
+                "data with the same repairs, or with none: they are then made here",
+                "pack the new data without --repair",
+            )
+        else:
+            missing[name] = fitted
+            notes += (f"repairs of {name}: made here as in training ({named})",)
+    extra = [name for name in store.manifest.repairs if name not in facts["repairs"]]
+    if set(extra) & set(facts["inputs"]):
+        raise InputError(
+            f"{', '.join(extra)} of {store.path} was repaired; the model was trained on data as it was.",
+            "data without repairs",
+            "pack the new data without --repair",
+        )
+    columns = {name: list(facts["columns"][name] or []) for name in missing}
+    return (Repairer(missing, columns) if missing else None), notes
+
+
+# -- int8 ----------------------------------------------------------------------------------------
+
+
+def find_training_store(checkpoint: str | Path) -> Path | None:
+    """Return where the run's log says its store was, if that is still there."""
+    with contextlib.suppress(StokerError):
+        for line in reversed(read_run_log(Path(checkpoint).resolve().parent / LOG_NAME)):
+            text = str(line.values.get("text", ""))
+            if line.event == "note" and text.startswith(STORE_NOTE):
+                path = Path(text.removeprefix(STORE_NOTE))
+                return path if path.exists() else None
+    return None
+
+
+def quantize_trained(
+    trained: Trained,
+    out: str | Path,
+    store_path: str | Path | None = None,
+    *,
+    split: str = "test",
+    batch_size: int = BATCH_SIZE,
+) -> tuple[QuantizeReport, str | None]:
+    """Write an int8 checkpoint; return what it changed, and the name of the metric that was compared.
+
+    Args:
+        trained: Of float weights.
+        out: The file; `stoker predict` takes it like any checkpoint.
+        store_path: Where latency and metric are measured; without it only the size is reported.
+        split: Samples for the metric.
+        batch_size: Of the measured passes.
+    """
+    identity = trained.loaded.identity
+    if "int8" in identity:
+        raise InputError(
+            f"{trained.loaded.saved.path} holds int8 weights already.",
+            "a checkpoint of stoker train",
+            "the one it was made from",
+        )
+    name = None
+    if store_path is None:
+        _, report = quantize_dynamic(trained.model, api="torch.ao")
+    else:
+        with open_store(store_path) as store:
+            check_columns(store, trained.facts)
+            job = trained.chosen.recipe.make_job(store, trained.chosen.plain, trained.seed)
+            name = job.monitor[0]
+            report = _compare(trained, store, job, split, batch_size)
+    saved = trained.loaded.saved
+    state = pack_int8(trained.loaded.state["model"], report.modules)
+    described = {
+        "format": FORMAT,
+        "number": saved.number,
+        "step": saved.step,
+        "epoch": saved.epoch,
+        "metrics": dict(saved.metrics),
+        "saved_at": round(time.time(), 3),
+    }
+    about = {**identity, "int8": {"modules": list(report.modules)}}
+    payload = {"format": FORMAT, "identity": about, "state": loadable({"model": state})}
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    write_file(Path(out), payload, described)
+    return report, name
+
+
+def _compare(
+    trained: Trained, store: Store, job: Job, split: str, batch_size: int
+) -> QuantizeReport:
+    cpu = torch.device("cpu")
+    samples = job.samples[split]
+    if not len(samples):
+        raise InputError(
+            f"{store.path} has no {split} samples.",
+            "a split with samples",
+            "--split val",
+        )
+    precision = choose_precision("fp32", cpu, trained.model)
+    augment = None if job.augmentation is None else as_augments(job.augmentation.validation())
+    with _loader(store, trained, samples[: batch_size * _TIMED_BATCHES], batch_size, cpu) as few:
+        timed = [trained.made.unpack(batch) for batch in few]
+
+    def metric(model: torch.nn.Module) -> float:
+        with Loader(
+            store, batch_size, cpu, fields=job.fields, samples=samples, augment=augment
+        ) as loader:
+            found = evaluate(model, loader, job.unpack, job.criterion, job.metrics, precision, cpu)
+        return found[job.monitor[0]]
+
+    _, report = quantize_dynamic(trained.model, timed, metric=metric, api="torch.ao", num_runs=5)
+    return report

@@ -1,0 +1,428 @@
+"""From a config to a finished run: store, job, loaders, trainer, and the best weights on test data.
+
+Enters: `Settings`. Leaves: a `RecipeRun`; in the run's folder checkpoints and the log. Costs: what the
+recipe's `make_job` reads, the training, and one pass over the test samples.
+
+Nothing here decides how to train: the config and the recipe do, the trainer does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from stoker.augment import Compose
+from stoker.augment.ops import Normalize, ToDtype
+from stoker.config import Settings
+from stoker.errors import InputError
+from stoker.loader.lanes import LanePlan, plan_store_lanes
+from stoker.loader.loader import Loader, pick_device
+from stoker.machine import probe
+from stoker.plan import Plan, make_plan, store_facts
+from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
+from stoker.recipes.catalogue import Chosen, choose_recipe, without_epochs
+from stoker.recipes.contract import Job
+from stoker.recipes.inference import LOG_NAME, STORE_NOTE, load_trained
+from stoker.recipes.watch import TimedLoader, Watch
+from stoker.report import Progress, RunLog, Silent
+from stoker.store.fields import Array
+from stoker.store.reader import Store, open_store
+from stoker.train.checkpoint import Checkpoints, load_checkpoint
+from stoker.train.precision import choose_precision
+from stoker.train.predict import evaluate
+from stoker.train.run_lock import RunLock
+from stoker.train.settings import TrainSettings
+from stoker.train.trainer import History, Trainer
+
+_CHUNK_SLOTS = 3
+# Beside the training data, whose share leaves a quarter of the memory: of that, a quarter again.
+_JUDGED_SHARE, _JUDGED_FALLBACK = 0.25, 0.20
+
+
+@dataclass
+class RecipeRun(History):
+    """A `History` and what came out of it.
+
+    Attributes:
+        recipe: Its name.
+        run_dir: Folder of log and checkpoints.
+        best: The best checkpoint, by the recipe's metric on validation samples.
+        monitor: That metric, and whether more is better.
+        baseline: What chance reaches on validation samples.
+        val: Metrics of the best checkpoint there.
+        test: Its metrics on test samples; empty when the run was cut short or there are none.
+    """
+
+    recipe: str = ""
+    run_dir: Path = Path()
+    best: Path | None = None
+    monitor: tuple[str, bool] = ("loss", False)
+    baseline: dict[str, float] = field(default_factory=dict)
+    val: dict[str, float] = field(default_factory=dict)
+    test: dict[str, float] = field(default_factory=dict)
+
+
+def run_recipe(
+    settings: Settings,
+    *,
+    resume: bool = False,
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+) -> RecipeRun:
+    """Train as a config says, then judge the best checkpoint on the test samples.
+
+    Args:
+        settings: With a recipe and a store.
+        resume: Go on from the run folder's latest checkpoint.
+        device: The first GPU by default, else the CPU.
+        progress: Told choices, epochs and how far it is; a method `show(text)` gets loss and waits.
+
+    Raises:
+        ConfigError: The config and the recipe do not fit.
+        InputError: The store, the device or the run folder cannot be used.
+        NonFiniteError: A loss was not finite, and the config says to stop.
+        KeyboardInterrupt: Ctrl-C; the run is saved first.
+    """
+    chosen = choose_recipe(settings)
+    folder = run_folder(settings)
+    if settings.store is None:
+        raise InputError(
+            "the config names no store.",
+            "recipe.store in the config, or --store",
+            f"stoker train --config FILE --store STORE  (made by `stoker pack`, see `{_PACK[chosen.recipe.name]}`)",
+        )
+    if not resume:
+        _require_fresh(folder)
+    place = pick_device(device)
+    told = progress or Silent()
+    with open_store(settings.store) as store:
+        torch.manual_seed(settings.seed)
+        job = _make_job(chosen, store, settings)
+        run = _Run(settings, chosen, store, job, folder, place, told)
+        history = run.train(resume)
+        made = RecipeRun(
+            **vars(history),
+            recipe=job.name,
+            run_dir=folder,
+            monitor=job.monitor,
+            baseline=dict(job.baseline),
+        )
+        return run.judge(made) if history.ended == "done" else made
+
+
+_PACK = {
+    "forex": "stoker pack bars --help",
+    "massspec": "stoker pack massspec --help",
+    "massspec-teacher": "stoker pack massspec --help",
+    "segmentation": "stoker pack segmentation --help",
+    "tabular": "stoker pack table --help",
+}
+
+
+def run_folder(settings: Settings) -> Path:
+    """Return the folder of a run: as written, or runs/ and the recipe's name."""
+    return Path(settings.run_dir or Path("runs") / (settings.recipe or "run"))
+
+
+def train_settings(
+    settings: Settings, monitor: tuple[str, bool] = ("loss", False)
+) -> TrainSettings:
+    """Return what the trainer gets of a config: the only place where one becomes the other."""
+    return TrainSettings(
+        epochs=settings.epochs,
+        precision=settings.precision,
+        accumulation_steps=settings.accumulation_steps,
+        clip_norm=settings.clip_norm,
+        capture=settings.capture,
+        compile=settings.compile,
+        nonfinite=settings.nonfinite,
+        read_every=settings.read_every,
+        seed=settings.seed,
+        keep_last=settings.keep_last,
+        checkpoint_every_epochs=settings.checkpoint_every_epochs,
+        checkpoint_every_steps=settings.checkpoint_every_steps,
+        monitor=monitor[0],
+        maximise=monitor[1],
+        empty_cache_every_n_epochs=settings.empty_cache_every_n_epochs,
+        empty_cache_every_n_batches=settings.empty_cache_every_n_batches,
+        log_gpu_stats_every_n_batches=settings.log_gpu_stats_every_n_batches,
+        survive_oom=settings.survive_oom,
+        activation_checkpointing=settings.activation_checkpointing,
+        tensorboard=settings.tensorboard,
+    )
+
+
+def _require_fresh(folder: Path) -> None:
+    """Refuse to begin where another run has begun: two runs' checkpoints must not mix."""
+    if Checkpoints(folder).list():
+        raise InputError(
+            f"{folder} has checkpoints of an earlier run.",
+            "an empty folder, or --resume to go on",
+            f"--resume, or --run-dir {folder}-2",
+        )
+
+
+def _make_job(chosen: Chosen, store: Store, settings: Settings) -> Job:
+    options: dict[str, Any] = chosen.plain
+    if chosen.teacher is not None:
+        options["teacher"] = load_trained(chosen.teacher, "massspec-teacher").model
+    job = chosen.recipe.make_job(store, options, settings.seed)
+    most = settings.max_training_samples
+    if most is None or most >= len(job.samples["train"]):
+        return job
+    if job.lanes is not None:
+        raise InputError(
+            f"max_training_samples is {most}, and the recipe walks over lanes.",
+            "all samples, or stateful: false",
+            "delete max_training_samples",
+        )
+    samples = {**job.samples, "train": job.samples["train"][:most]}
+    note = f"the first {most:,} training samples only: {settings.reasons['max_training_samples']}"
+    return replace(job, samples=samples, notes=(*job.notes, note))
+
+
+class _Run:
+    """One run: what `run_recipe` has settled, and the two things it does with it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        chosen: Chosen,
+        store: Store,
+        job: Job,
+        folder: Path,
+        device: torch.device,
+        told: Progress,
+    ) -> None:
+        self.settings, self.chosen, self.store, self.job = settings, chosen, store, job
+        self.folder, self.device, self.told = folder, device, told
+
+    def train(self, resume: bool) -> History:
+        """Train, and return what the trainer says."""
+        job, settings = self.job, self.settings
+        with contextlib.ExitStack() as stack:
+            train = stack.enter_context(self._train_loader())
+            judged = self._judged_loader("val") if len(job.samples["val"]) else None
+            val = None if judged is None else stack.enter_context(judged)
+            notes = self._notes(train)
+            for line in notes:
+                self.told.say(line)
+            watch = Watch(self.told, train, settings.epochs)
+            optimizer = job.make_optimizer(job.model.parameters(), settings.learning_rate)
+            windows = -(-len(train) // settings.accumulation_steps)
+            scheduler = (
+                None
+                if job.make_schedule is None
+                else job.make_schedule(optimizer, max(1, settings.epochs * windows))
+            )
+            trainer = Trainer(
+                job.model,
+                train,
+                val,
+                job.criterion,
+                optimizer,
+                scheduler,
+                train_settings(settings, job.monitor),
+                self.device,
+                job.augmentation if _draws(job.augmentation) else None,
+                unpack=job.unpack,
+                metrics=job.metrics,
+                run_dir=self.folder,
+                identity=self._identity(),
+                progress=watch,
+            )
+            trainer.history.notes[:0] = notes
+            watch.history = trainer.history
+            history = trainer.fit(resume=resume)
+            watch.tell_epochs()
+            self._save_the_last(trainer)
+            return history
+
+    def judge(self, made: RecipeRun) -> RecipeRun:
+        """Return the run with the metrics of its best checkpoint; they go into the log as well."""
+        job, settings = self.job, self.settings
+        best = Checkpoints(self.folder, 1, *job.monitor).best()
+        step = 0
+        if best is not None:
+            job.model.load_state_dict(load_checkpoint(best.path).state["model"])
+            made = replace(made, best=best.path, val=dict(best.metrics))
+            step = best.step
+        job.model.to(self.device)
+        precision = choose_precision(settings.precision, self.device, job.model)
+        if len(job.samples["test"]):
+            self.told.say(f"judging {best.path.name if best else 'the weights'} on test samples")
+            with self._judged_loader("test") as loader:
+                test = evaluate(
+                    job.model,
+                    loader,
+                    job.unpack,
+                    job.criterion,
+                    job.metrics,
+                    precision,
+                    self.device,
+                )
+            made = replace(made, test=test)
+        result = {
+            "best": None if best is None else best.path.name,
+            "baseline": made.baseline,
+            "val": made.val,
+            "test": made.test,
+            "num_test": len(job.samples["test"]),
+        }
+        with RunLock(self.folder), RunLog(self.folder / LOG_NAME) as log:
+            log.write("result", result, step=step)
+        return made
+
+    def _save_the_last(self, trainer: Trainer) -> None:
+        """Save the end of a run whose last epoch no checkpoint holds."""
+        epochs, every = trainer.history.epochs, self.settings.checkpoint_every_epochs
+        if epochs and every and (epochs[-1].epoch + 1) % every and trainer.history.ended == "done":
+            with RunLock(self.folder):
+                trainer.save(epochs[-1].metrics or {"loss": epochs[-1].train_loss})
+
+    # -- loaders -----------------------------------------------------------------------------
+
+    def _train_loader(self) -> TimedLoader:
+        job, settings = self.job, self.settings
+        asked = settings.chunk_bytes if settings.use_chunk_loader and job.lanes is None else None
+        plan = None
+        if not settings.use_chunk_loader and job.lanes is None and self.device.type == "cuda":
+            plan = self._streamed_plan(job.samples["train"])
+        return TimedLoader(
+            self.store,
+            settings.batch_size,
+            self.device,
+            order=job.order,
+            seed=settings.seed,
+            plan=plan,
+            fields=job.fields,
+            samples=job.samples["train"],
+            drop_last=settings.drop_last,
+            # The documents' chunk is all that data may take, so the slots share it.
+            chunk_bytes=None if asked is None else max(1, asked // _CHUNK_SLOTS),
+            num_slots=_CHUNK_SLOTS,
+            lanes=job.lanes,
+            augment=None if _draws(job.augmentation) else as_augments(job.augmentation),
+        )
+
+    def _judged_loader(self, split: str) -> Loader:
+        job, samples = self.job, self.job.samples[split]
+        lanes = None if job.lanes is None else self._judged_lanes(samples)
+        return Loader(
+            self.store,
+            self.settings.batch_size if lanes is None else lanes.num_lanes,
+            self.device,
+            order="sequential" if lanes is None else "lanes",
+            seed=self.settings.seed,
+            plan=self._make_plan(samples, _JUDGED_SHARE, _JUDGED_FALLBACK),
+            fields=job.fields,
+            samples=samples,
+            lanes=lanes,
+            augment=None
+            if job.augmentation is None
+            else as_augments(job.augmentation.validation()),
+        )
+
+    def _judged_lanes(self, samples: Array) -> LanePlan | None:
+        """Return lanes as in training, fewer where there are fewer windows; None where there are none."""
+        options, carried = self.chosen.options, describe_job(self.job, self.store)["carried"]
+        count = int(options.lanes)
+        while count:
+            with contextlib.suppress(InputError):
+                return plan_store_lanes(
+                    self.store,
+                    count,
+                    fields=carried,
+                    samples=samples,
+                    max_gap_rows=options.max_gap_rows,
+                )
+            count //= 2
+        return None
+
+    def _make_plan(self, samples: Array, share: float, fallback: float) -> Plan:
+        on_gpu = self.device.type == "cuda"
+        machine = probe(self.store.path)
+        names = self.job.fields
+        facts = store_facts(
+            self.store.manifest, None if names is None else list(names), len(samples)
+        )
+        return make_plan(
+            facts,
+            gpu_memory_bytes=torch.cuda.mem_get_info(self.device)[0] if on_gpu else None,
+            ram_bytes=machine.ram_available_bytes or 8 << 30,
+            batch_size=self.settings.batch_size,
+            gpu_share=share,
+            fallback_share=fallback,
+            threads=self.store.threads,
+        )
+
+    def _streamed_plan(self, samples: Array) -> Plan:
+        plan = self._make_plan(samples, 0.75, 0.60)
+        reason = f"streamed: {self.settings.reasons['use_chunk_loader']} is false"
+        return replace(plan, tier="streamed", chunk_rows=None, reasons=(reason, *plan.reasons))
+
+    # -- what is written down ----------------------------------------------------------------
+
+    def _notes(self, train: Loader) -> list[str]:
+        chosen, settings = self.chosen, self.settings
+        return [
+            f"recipe {self.job.name} on {self.device}",
+            f"{STORE_NOTE}{self.store.path.resolve()}",
+            *self.job.notes,
+            f"data {train.reason}",
+            *settings.notes,
+            *chosen.notes,
+        ]
+
+    def _identity(self) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "recipe": self.job.name,
+            "options": without_epochs(self.chosen.plain),
+            "facts": describe_job(self.job, self.store),
+            "data": fingerprint(self.store),
+            "learning_rate": settings.learning_rate,
+            "batch_size": settings.batch_size,
+            "drop_last": settings.drop_last,
+            "max_training_samples": settings.max_training_samples,
+            "teacher": None if self.chosen.teacher is None else _digest(self.chosen.teacher),
+        }
+
+
+def _digest(path: str) -> str:
+    return xxhash.xxh3_64_hexdigest(Path(path).read_bytes())
+
+
+def _draws(augmentation: Compose | None) -> bool:
+    """Whether anything is drawn; what only normalises is no augmentation."""
+    return augmentation is not None and any(
+        not isinstance(op, Normalize | ToDtype) for op in augmentation.ops
+    )
+
+
+# -- as plain values ------------------------------------------------------------------------------
+
+
+def as_json(run: RecipeRun) -> Mapping[str, Any]:
+    """Return a run as plain values; losses of single steps are in the run's log."""
+    return {
+        "recipe": run.recipe,
+        "ended": run.ended,
+        "run_dir": str(run.run_dir),
+        "best": None if run.best is None else str(run.best),
+        "monitor": run.monitor[0],
+        "baseline": run.baseline,
+        "val": run.val,
+        "test": run.test,
+        "epochs": [
+            {**vars(report), "samples_per_second": report.samples_per_second}
+            for report in run.epochs
+        ],
+        "notes": run.notes,
+    }

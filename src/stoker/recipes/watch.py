@@ -1,0 +1,96 @@
+"""A run as people follow it: samples instead of batches, loss and waits behind the bar, a line per epoch.
+
+Enters: what the trainer tells its `Progress`, and the loader. Leaves: the same, told to another one.
+Costs two clock readings per batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from stoker.loader.loader import Loader
+from stoker.report import Progress
+from stoker.train.trainer import EpochReport, History
+
+_SHOW_SECONDS = 0.2
+_SHOWN_METRICS = 5
+_T = TypeVar("_T")
+
+
+class TimedLoader(Loader):
+    """A loader that knows how long its caller has waited for it."""
+
+    waited_seconds = 0.0
+
+    def _moving(self, batches: Iterable[_T]) -> Iterator[_T]:
+        return super()._moving(self._timed(batches))
+
+    def _timed(self, batches: Iterable[_T]) -> Iterator[_T]:
+        source = iter(batches)
+        while True:
+            began = time.perf_counter()
+            batch = next(source, None)
+            self.waited_seconds += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
+
+
+class Watch:
+    """Tells a `Progress` in samples instead of batches, and each epoch in a line."""
+
+    def __init__(self, told: Progress, loader: TimedLoader, epochs: int) -> None:
+        self._told = told
+        self._loader = loader
+        self._epochs = epochs
+        self._show = getattr(told, "show", None)
+        self._num_told = 0
+        self._left = 0
+        self._began = self._shown = time.perf_counter()
+        self._waited = 0.0
+        self.history: History | None = None
+
+    def start(self, label: str, total: int | None, unit: str) -> None:  # noqa: ARG002
+        """Begin an epoch."""
+        self.tell_epochs()
+        batch = self._loader.batch_size
+        whole = len(self._loader.samples)
+        self._left = min(whole, batch * total) if total is not None else whole
+        self._began, self._waited = time.perf_counter(), self._loader.waited_seconds
+        self._told.start(f"{label}/{self._epochs}", self._left, "samples")
+
+    def advance(self, count: int = 1) -> None:
+        """A batch is done."""
+        done = min(self._left, count * self._loader.batch_size)
+        self._left -= done
+        self._told.advance(done)
+        now = time.perf_counter()
+        if self._show is not None and now - self._shown >= _SHOW_SECONDS:
+            self._shown = now
+            waited = (self._loader.waited_seconds - self._waited) / max(now - self._began, 1e-9)
+            losses = self.history.losses if self.history is not None else []
+            loss = f"loss {losses[-1]:.4g}  " if losses else ""
+            self._show(f"{loss}waited {waited:.0%}")
+
+    def say(self, line: str) -> None:
+        """Pass on."""
+        self._told.say(line)
+
+    def tell_epochs(self) -> None:
+        """Say a line for each epoch that has ended since."""
+        for report in (self.history.epochs if self.history else [])[self._num_told :]:
+            self._num_told += 1
+            self._told.say(describe_epoch(report, self._epochs))
+
+
+def describe_epoch(report: EpochReport, epochs: int) -> str:
+    """Return one line: losses, metrics, rate and wait."""
+    width = len(str(epochs))
+    shown = list(report.metrics.items())[:_SHOWN_METRICS]
+    metrics = "".join(f"  {'val loss' if n == 'loss' else n} {value:.4g}" for n, value in shown)
+    return (
+        f"epoch {report.epoch + 1:{width}}/{epochs}  loss {report.train_loss:.4g}{metrics}  "
+        f"{report.samples_per_second:,.0f} samples/s  waited {report.wait_share:.0%}"
+    )

@@ -1,0 +1,208 @@
+"""`stoker train`, `predict` and `quantize` as a user meets them: output, exit codes, signals, silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from run_makers import dirty_table, make_store
+from stoker.report import read_run_log
+
+ENV = {**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+CONFIG = """\
+recipe:
+  name: tabular
+  store: store
+  options: {hidden: [16]}
+training: {epochs: 2, batch_size: 16, lr: 0.003}
+run: {dir: run}
+"""
+
+
+def command(*args: object) -> list[str]:
+    return [sys.executable, "-m", "stoker", *map(str, args)]
+
+
+def stoker(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*args), capture_output=True, text=True, cwd=cwd, env=ENV, timeout=110, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A folder with a config, a store, and a finished run; what training printed is in files."""
+    folder = tmp_path_factory.mktemp("cli")
+    make_store("tabular", folder / "store").close()
+    (folder / "c.yaml").write_text(CONFIG)
+    done = stoker("train", "--config", "c.yaml", "--device", "cpu", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "out").write_text(done.stdout)
+    (folder / "err").write_text(done.stderr)
+    return folder
+
+
+def test_training_says_its_choices_epochs_metrics_and_what_to_type_next(trained):
+    out, err = (trained / "out").read_text(), (trained / "err").read_text()
+    for choice in ("precision fp32: the device is the CPU", "step eager: there are no CUDA graphs",
+                   "data resident: all data is", "recipe tabular on cpu"):  # fmt: skip
+        assert choice in err
+    assert re.search(r"epoch 1/2  loss [\d.]+  val loss [\d.]+ .* samples/s  waited \d+%", err)
+    assert "\x1b" not in out + err  # no bars or colours on a pipe
+    assert "best checkpoint against chance" in out
+    assert re.search(r"accuracy +│ +[\d.]+ │ +[\d.]+ │ +[\d.]+", out)
+    assert "stoker predict run/best.pt store predictions.parquet --split test" in out
+    assert (trained / "run" / "best.pt").exists()
+    assert read_run_log(trained / "run" / "run.jsonl")[-1].event == "result"
+
+
+def test_a_second_run_needs_another_folder_and_a_resumed_one_goes_on(trained):
+    refused = stoker("train", "--config", "c.yaml", "--device", "cpu", cwd=trained)
+    assert refused.returncode == 2
+    assert "checkpoints of an earlier run" in refused.stderr
+    assert "Try: --resume" in refused.stderr
+    on = stoker("train", "--config", "c.yaml", "--device", "cpu", "--resume", "--json",
+                "--set", "training.epochs=3", cwd=trained)  # fmt: skip
+    assert on.returncode == 0, on.stderr
+    assert on.stderr == ""
+    facts = json.loads(on.stdout)
+    assert [report["epoch"] for report in facts["epochs"]] == [2]
+    assert set(facts["test"]) == set(facts["val"])
+    assert facts["ended"] == "done"
+
+
+def test_predict_and_quantize(trained, tmp_path):
+    out = tmp_path / "p.parquet"
+    done = stoker("predict", "run/best.pt", "store", out, "--split", "test", "--json", cwd=trained)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["num_rows"] == pq.read_metadata(out).num_rows == 30
+    assert facts["columns"] == ["class", "probability"]
+    int8 = stoker("quantize", "run/best.pt", tmp_path / "int8.pt", cwd=trained)
+    assert int8.returncode == 0, int8.stderr
+    for words in ("int8 by torch.ao", "weights", "latency of a batch", "loss", "outputs differ"):
+        assert words in int8.stdout
+    again = stoker("predict", tmp_path / "int8.pt", "store", tmp_path / "q.parquet", cwd=trained)
+    assert again.returncode == 0, again.stderr
+    assert "300 rows of class, probability" in again.stdout
+    wrong = stoker("predict", "run/run.jsonl", "store", out, cwd=trained)
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr
+    assert "is not a whole checkpoint" in wrong.stderr
+
+
+def start(folder: Path, *args: object, env: dict[str, str] = ENV) -> subprocess.Popen[str]:
+    words = ["train", "--config", "c.yaml", "--device", "cpu", *args]
+    process = subprocess.Popen(
+        command(*words), cwd=folder, env=env, text=True, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if re.match(r"epoch +2/", line):
+            break
+    return process
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [(signal.SIGTERM, 0, "terminated: saved in"), (signal.SIGINT, 130, "saved; go on with")],
+)
+def test_a_signal_saves_and_a_resumed_run_ends(trained, number, code, words):
+    run = f"run-{number}"
+    process = start(trained, "--run-dir", run, "--set", "training.epochs=100000")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert words in out + err
+    assert re.search(rf"stoker train --config c.yaml --run-dir {run} .*--resume", out + err)
+    assert "Traceback" not in err
+    saved = sorted((trained / run).glob("step-*.pt"))
+    # At a multiple of an epoch's 15 batches only by chance: the step of the signal is kept.
+    assert int(saved[-1].stem.removeprefix("step-")) > 15
+
+
+def test_a_loss_that_is_not_finite_ends_with_3_and_names_the_sample(tmp_path):
+    dirty_table(tmp_path / "store").close()
+    (tmp_path / "c.yaml").write_text(
+        CONFIG.replace("hidden: [16]", "hidden: [16], scale_inputs: false, split: random")
+    )
+    done = stoker("train", "--config", "c.yaml", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "features column 2 is inf in sample 5" in done.stderr
+    assert "Try: stoker inspect" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--config", "none.yaml"], ["none.yaml", "cannot be read"]),
+        (
+            ["--config", "c.yaml", "--set", "training.epocs=3"],
+            ["no key 'epocs'", "training.epochs"],
+        ),
+        (
+            ["--config", "bad.yaml"],
+            ["bad.yaml:4:13 recipe.options.hiden", "has no option 'hiden'", "Try: hidden"],
+        ),
+        (["--config", "c.yaml", "--store", "nothing"], ["nothing does not exist", "Allowed:"]),
+        (["--config", "c.yaml", "--device", "gpu"], ["gpu", "Try:"]),
+        ([], ["names no recipe", "configs/forex.yaml"]),
+    ],
+)
+def test_bad_input_ends_with_2_and_three_parts(trained, args, words):
+    (trained / "bad.yaml").write_text(CONFIG.replace("hidden", "hiden"))
+    done = stoker("train", *args, "--run-dir", "elsewhere", cwd=trained)
+    assert done.returncode == 2, done.stdout + done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (trained / "elsewhere").exists()
+
+
+def test_a_bar_with_rate_loss_wait_and_time_left_on_a_terminal_only(trained):
+    script = (
+        "import os, pty, sys\n"
+        f"args = {command('train', '--config', 'c.yaml', '--device', 'cpu', '--run-dir', 'tty')!r}\n"
+        "sys.exit(os.waitstatus_to_exitcode(pty.spawn(args + ['--set', 'training.epochs=40',"
+        " '--set', 'training.read_every=1'])))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=trained, capture_output=True, text=True, timeout=100,
+        env={**ENV, "TERM": "xterm-256color", "NO_COLOR": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:]
+    bar = re.findall(r"epoch \d+/40 .*?samples.*", done.stdout)
+    assert any(re.search(r"[\d,]+/s", line) for line in bar)
+    assert any("left" in line for line in bar)
+    assert any(re.search(r"loss [\d.e-]+  waited \d+%", line) for line in bar)
+
+
+def test_config_check_knows_the_recipes_options(trained):
+    (trained / "bad.yaml").write_text(CONFIG.replace("hidden", "hiden"))
+    done = stoker("config", "check", "bad.yaml", cwd=trained)
+    assert done.returncode == 2
+    assert "bad.yaml:4:13 recipe.options.hiden" in done.stderr
+
+
+def test_two_runs_in_one_folder_are_refused(trained):
+    process = start(trained, "--run-dir", "busy", "--set", "training.epochs=100000")
+    try:
+        second = stoker("train", "--config", "c.yaml", "--device", "cpu", "--run-dir", "busy",
+                        "--set", "training.epochs=100000", "--resume", cwd=trained)  # fmt: skip
+        assert second.returncode == 2
+        assert f"process {process.pid}" in second.stderr
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+        time.sleep(0)
