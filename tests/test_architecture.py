@@ -22,7 +22,8 @@ LAYERS = [
     {"plan"},
     {"loader", "augment"},
     {"train"},
-    {"tune", "doctor", "recipes", "monitor", "basics", "demo"},
+    {"tune", "doctor", "recipes", "monitor", "basics"},
+    {"demo"},
     {"cli"},
     {"__main__"},
 ]

