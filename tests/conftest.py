@@ -38,3 +38,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="a campaign: run `make campaign`"))
+
+
+@pytest.fixture
+def one_thread():
+    """One thread of torch's: small models lose more by sharing than they gain."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

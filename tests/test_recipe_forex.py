@@ -39,12 +39,7 @@ PLAN = LabelPlan(pip=1e-4, neutral=2e-4, direction_step=5, scalp_step=1, swing_s
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_fields(num_samples: int = 1200, seed: int = 0) -> dict:

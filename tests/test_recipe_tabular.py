@@ -43,12 +43,7 @@ SMALL = {"d_model": 16, "heads": 2, "layers": 1, "patch": 4, "stride": 2, "hidde
 MINUTE = 60_000_000_000
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_job(store: Store, **options: object) -> Job:

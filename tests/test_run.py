@@ -7,7 +7,6 @@ import re
 
 import numpy as np
 import pytest
-import torch
 
 from run_makers import OPTIONS, dirty_table, make_store, settings_for
 from stoker.config import parse_config, resolve
@@ -42,12 +41,7 @@ class Told(Silent):
         self.shown.append(text)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -121,10 +121,13 @@ class Feed:
             # Only lanes have rows without a sample.
             count = len(places) if batch.valid is None else int((places >= 0).sum())
             return Work(inputs, targets, count, places, batch)
-        inputs, targets = self.unpack(_to_device(batch, self.device))
+        inputs, targets = self.unpack(map_tensors(self._bring, batch))
         if self.augmentation is not None:
             inputs, targets = _augment(self.augmentation, inputs, targets)
         return Work(inputs, targets, count_rows(targets))
+
+    def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, its sampler and its augmentation which epoch comes."""
@@ -164,24 +167,25 @@ def unpack_by_name(batch: Any) -> tuple[Any, Any]:
     )
 
 
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return a nested value (mappings, named tuples, tuples, lists) with every tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: map_tensors(change, item) for name, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(change, item) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(change, item) for item in value)
+    return value
+
+
 def count_rows(value: Any) -> int:
     """Return the length of the first tensor in a nested value."""
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.dim() else 1
     items = value.values() if isinstance(value, Mapping) else value
     return next((count_rows(item) for item in items), 0)
-
-
-def _to_device(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {name: _to_device(value, device) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_to_device(value, device) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(_to_device(value, device) for value in batch)
-    return batch
 
 
 def _augment(augmentation: Augments, inputs: Any, targets: Any) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from stoker.loader.loader import Loader
-from stoker.train.batches import Feed, Work
+from stoker.train.batches import Feed, Work, map_tensors
 from stoker.train.oom import forget_frames, is_oom
 from stoker.train.settings import Capture
 from stoker.train.step import Step, state_tensors
@@ -150,7 +150,7 @@ class CapturedStep:
         """Put the batch where the graph reads it."""
         given = _given(work)
         if self._static is None:
-            self._static = _map(torch.clone, given)
+            self._static = map_tensors(torch.clone, given)
         else:
             _copy(self._static, given)
 
@@ -271,18 +271,6 @@ def _generation(feed: Feed) -> int:
 
 def _given(work: Work) -> Any:
     return work.index.indices if work.index is not None else (work.inputs, work.targets)
-
-
-def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {name: _map(change, item) for name, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(change, item) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_map(change, item) for item in value)
-    return value
 
 
 def _alike(one: Any, other: Any) -> bool:

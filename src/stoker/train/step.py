@@ -20,6 +20,7 @@ import torch
 
 from stoker.errors import InputError
 from stoker.train.accumulation import AccumulationWindow, scale_gradients
+from stoker.train.batches import map_tensors
 from stoker.train.carry import Carry
 from stoker.train.precision import PrecisionChoice
 
@@ -162,28 +163,12 @@ class Step:
 
 def as_float32(outputs: Any) -> Any:
     """Cast floating tensors of a nested output to float32."""
-    if isinstance(outputs, torch.Tensor):
-        return outputs.float() if outputs.is_floating_point() else outputs
-    if isinstance(outputs, dict):
-        return {name: as_float32(value) for name, value in outputs.items()}
-    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-        return type(outputs)(*(as_float32(value) for value in outputs))
-    if isinstance(outputs, tuple | list):
-        return type(outputs)(as_float32(value) for value in outputs)
-    return outputs
+    return map_tensors(lambda x: x.float() if x.is_floating_point() else x, outputs)
 
 
 def take_rows(value: Any, rows: torch.Tensor) -> Any:
     """Return the rows of every tensor in a nested value."""
-    if isinstance(value, torch.Tensor):
-        return value.index_select(0, rows)
-    if isinstance(value, dict):
-        return {name: take_rows(item, rows) for name, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(take_rows(item, rows) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(take_rows(item, rows) for item in value)
-    return value
+    return map_tensors(lambda x: x.index_select(0, rows), value)
 
 
 def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stoker.train.activations import checkpoint_activations, choose_blocks
-from stoker.train.batches import Work
+from stoker.train.batches import Work, map_tensors
 from stoker.train.oom import (
     Circumstances,
     Footing,
@@ -244,16 +244,10 @@ def _can_cut(work: Work) -> bool:
 def _passes(work: Work, pass_size: int) -> Iterator[tuple[Any, Any, int]]:
     start = 0
     for count in cut(work.num_samples, pass_size):
-        rows = slice(start, start + count)
-        yield _rows(work.inputs, rows), _rows(work.targets, rows), count
+        part = partial(_part, start=start, stop=start + count)
+        yield map_tensors(part, work.inputs), map_tensors(part, work.targets), count
         start += count
 
 
-def _rows(value: Any, rows: slice) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value[rows]
-    if isinstance(value, Mapping):
-        return {name: _rows(item, rows) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_rows(item, rows) for item in value)
-    return value
+def _part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return tensor[start:stop]
