@@ -25,6 +25,7 @@ from stoker.train.carry import Carry
 from stoker.train.precision import PrecisionChoice
 
 Criterion = Callable[[Any, Any], torch.Tensor]
+_NUM_FLAGS = 256
 
 
 @dataclass
@@ -48,7 +49,6 @@ class Step:
 
     Attributes:
         guarded: Whether an update with a non-finite gradient is left out without asking the host.
-        num_skipped: Updates left out so far for that; a scaler's own are not counted.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -56,8 +56,18 @@ class Step:
         optimizer = parts.optimizer
         self.guarded = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.num_skipped = torch.zeros((), device=parts.device)
+        self._on_gpu = parts.device.type == "cuda"
+        self._skipped = torch.zeros((), device=parts.device)
+        self._flags: list[torch.Tensor] = []
+        self._block = torch.zeros((), device=parts.device)
+        self._one = torch.ones((), device=parts.device)
+        self._epsilon = self._one * (1e-6 / (parts.clip_norm or 1.0))
         self.window = AccumulationWindow(parts.nominal_batch, parts.accumulation_steps)
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates left out so far because of a non-finite gradient; waits for the device."""
+        return int(self._skipped + self._block.sum())
 
     def add(
         self,
@@ -133,9 +143,12 @@ class Step:
             )
         scale_gradients(self._parameters, correction)
         norm = torch.nn.utils.get_total_norm(gradients)
-        if parts.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, parts.clip_norm, norm)
-        self._step(norm)
+        if self._on_gpu and self.guarded:
+            self._step_fused(norm)
+        else:
+            if parts.clip_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(self._parameters, parts.clip_norm, norm)
+            self._step(norm)
         parts.optimizer.zero_grad(set_to_none=True)
 
     def _step(self, norm: torch.Tensor) -> None:
@@ -143,22 +156,49 @@ class Step:
         if parts.scaler.is_enabled():
             parts.scaler.step(parts.optimizer)
             parts.scaler.update()
-        elif parts.device.type != "cuda":
-            if math.isfinite(norm.item()):  # costs nothing on a CPU
-                parts.optimizer.step()
-            else:
-                self.num_skipped += 1
-        elif self.guarded:
-            optimizer: Any = parts.optimizer
-            optimizer.grad_scale = None
-            optimizer.found_inf = torch.isfinite(norm).logical_not_().float()
-            self.num_skipped += optimizer.found_inf
-            try:
-                optimizer.step()
-            finally:
-                del optimizer.grad_scale, optimizer.found_inf
-        else:
+        elif self._on_gpu or math.isfinite(norm.item()):  # costs nothing on a CPU
             parts.optimizer.step()
+        else:
+            self._skipped += 1
+
+    def _step_fused(self, norm: torch.Tensor) -> None:
+        """Clip and update in one pass over the gradients: the kernel divides them as it reads them.
+
+        Three kernels fewer than clipping first, which pays for the one that looks whether the norm is
+        finite: the step is no slower than a hand-written one.
+        """
+        parts = self.parts
+        optimizer: Any = parts.optimizer
+        optimizer.grad_scale = None
+        if parts.clip_norm is not None:
+            # 1 / min(1, clip / (norm + 1e-6)), as torch clips.
+            scale = torch.add(self._epsilon, norm.float(), alpha=1.0 / parts.clip_norm)
+            optimizer.grad_scale = scale.clamp_min_(1.0)
+        if parts.scaler.is_enabled():
+            parts.scaler.step(optimizer)
+            parts.scaler.update()
+            return
+        optimizer.found_inf = self._flag(norm)
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+    def _flag(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return 1 on the device where the norm is not finite, else 0."""
+        captured = torch.cuda.is_current_stream_capturing()
+        if captured:
+            flag = torch.zeros_like(self._one)
+        else:
+            if not self._flags:  # zeros for many steps at once, and their sum when they are used up
+                self._skipped += self._block.sum()
+                self._block = torch.zeros(_NUM_FLAGS, device=norm.device)
+                self._flags = list(self._block.unbind())
+            flag = self._flags.pop()
+        torch._amp_foreach_non_finite_check_and_unscale_([norm], flag, self._one)
+        if captured:
+            self._skipped += flag
+        return flag
 
 
 def as_float32(outputs: Any) -> Any:

@@ -302,7 +302,7 @@ class Trainer:
 
     def _check_skipped(self) -> None:
         """Say or raise that updates were left out although every loss was finite."""
-        skipped = int(self._step.num_skipped)
+        skipped = self._step.num_skipped
         new, self._num_skipped = skipped - self._num_skipped, skipped
         told = sum(not math.isfinite(loss) for loss in self.history.losses[self._first_loss :])
         if new <= told:
