@@ -132,7 +132,7 @@ def forex(device: torch.device, count: int, scale: int) -> dict:
         result["parameters"] = sum(p.numel() for p in job.model.parameters())
         peer = document_epoch(job, folder / "windows.h5", names, count, device)
         result["document_samples_per_second"] = count / peer
-        for way, options in (("default", {}), ("parallel streams", {"parallel_streams": True})):
+        for way, options in (("default", {}), ("one stream", {"parallel_streams": False})):
             if way != "default" and device.type != "cuda":
                 continue
             trainer = make_trainer(ForexRecipe().make_job(store, options, 0), store, 128, device)

@@ -257,7 +257,7 @@ def test_bug_g_the_next_slot_loads_while_this_one_is_used(path, monkeypatch):
 
 def test_bug_h_host_memory_is_a_few_slabs_not_two_chunks(path):
     """No copy of a chunk in host memory: reads go to slabs of 8 MB whatever the chunk's size."""
-    from stoker.loader.staging import SLAB_BYTES
+    from stoker.plan.budget import SLAB_BYTES
 
     with ChunkDataLoader(path, 8, device="cpu") as loader:
         uploader = loader._loader._uploader

@@ -39,13 +39,13 @@ from stoker.loader.order import (
 from stoker.loader.prefetch import prefetch
 from stoker.loader.ring import Feeder, Ring
 from stoker.loader.slabs import usable_device
-from stoker.loader.staging import Uploader
+from stoker.loader.staging import TableUploader, Uploader
 from stoker.loader.straight import BLOCK_BYTES, StraightReader, can_read_straight
 from stoker.plan import Plan, Tier, make_plan, store_facts
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
 
-_BLOCK_SAMPLES = 1 << 18
+_BLOCK_SAMPLES = 1 << 15
 """Samples whose indices are uploaded together: 2 MB per column, for hundreds of batches."""
 
 
@@ -82,11 +82,13 @@ class IndexBatch:
         indices: `(rows of the table, batch)` int64 on the device; see `Loader.assemble`.
         totals: Ragged field to its number of values in the batch, known to the host.
         planned: The batch as the order planned it.
+        ring_number: Which of the loader's rings the indices point into; see `Loader.shrink`.
     """
 
     indices: torch.Tensor
     totals: Mapping[str, int]
     planned: PlannedBatch
+    ring_number: int = 0
 
 
 class Loader:
@@ -155,10 +157,12 @@ class Loader:
         self._epochs = EpochShelf(self._order)
         self._turn: object = None
         self.batch_size = batch_size
-        self._uploader = Uploader(self._home, self.store.threads, once=chunks is None)
+        self._uploader = self._make_uploader(once=chunks is None)
+        self._tables = TableUploader(self._home)
         whole = ((0, len(self.samples)),)
         num_slots = 1 if chunks is None else max(2, num_slots, self._order.most_chunks_per_batch)
         self._ring = Ring(self.columns, chunks or whole, num_slots, self._home)
+        self.ring_number = 0
         self.augment = augment
         self._assembler = Assembler(self.columns, self._ring.tensors, augment)
         ordered = self._home.type == "cpu" and not self._resident
@@ -199,6 +203,7 @@ class Loader:
         self._closed = True
         self._stop_feeder()
         self._uploader.close()
+        self._tables.close()
         self._ring.tensors.clear()
         self._assembler.close()
         if self._straight is not None:
@@ -213,7 +218,8 @@ class Loader:
         """
         with contextlib.suppress(AttributeError):  # a constructor that failed leaves less behind
             if not self._closed:
-                JANITOR.hand_over(partial(_end_threads, self._feeder, self._uploader))
+                parts = self._feeder, self._uploader, self._tables
+                JANITOR.hand_over(partial(_end_threads, *parts))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -257,6 +263,14 @@ class Loader:
             return None, f"resident: one chunk holds all {count:,} samples"
         return chunks, reason
 
+    def _make_uploader(self, *, once: bool) -> Uploader:
+        """Make an uploader with the staging of the plan."""
+        plan, threads = self.plan, self.store.threads
+        if self._home.type != "cuda" or plan.tier == "streamed" or not plan.num_slabs:
+            return Uploader(self._home, threads, once=once)
+        slab_bytes = plan.staging_bytes // plan.num_slabs
+        return Uploader(self._home, threads, slab_bytes, num_slabs=plan.num_slabs, once=once)
+
     def _bytes_per_sample(self) -> float:
         count = max(1, len(self.samples))
         extents = ((column.extent(0, count), column.row_bytes) for column in self.columns)
@@ -277,8 +291,7 @@ class Loader:
         elif self._straight is not None:
             yield from self._hand_out(self._host_batches())
         else:
-            for index in self.index_batches():
-                yield self._finish(self.assemble(index.indices, index.totals), index.planned)
+            yield from self._moving(map(self.assemble, self._indices(self.epoch, self._position)))
 
     def _finish(self, batch: Batch, planned: PlannedBatch) -> Batch:
         batch.step = planned.step
@@ -302,8 +315,10 @@ class Loader:
     def _hand_out(
         self, batches: Iterable[tuple[PlannedBatch, dict[str, torch.Tensor]]]
     ) -> Iterator[Batch]:
-        for planned, tensors in self._moving(batches):
-            yield self._finish(Batch(self._assembler.augment(tensors)), planned)
+        yield from self._moving(
+            self._finish(Batch(self._assembler.augment(tensors)), planned)
+            for planned, tensors in batches
+        )
 
     def index_batches(self) -> Iterator[IndexBatch]:
         """Yield the indices of the rest of the epoch, for `assemble`; moves the position.
@@ -314,7 +329,10 @@ class Loader:
         yield from self._moving(self._indices(self.epoch, self._position))
 
     def _moving(self, batches: Iterable[_T]) -> Iterator[_T]:
-        """Move the position with every batch; refuse to when another iteration has taken over."""
+        """Move the position with every batch; refuse to when another iteration has taken over.
+
+        A batch that could not be built was not taken: a new iteration begins with it.
+        """
         self._turn = turn = object()
         for batch in batches:
             self._check_open()
@@ -331,7 +349,18 @@ class Loader:
         self._position = 0
 
     def _indices(self, number: int, position: int) -> Iterator[IndexBatch]:
-        """Yield the indices of epoch `number` from batch `position` on."""
+        """Yield the indices of epoch `number` from batch `position` on, whatever happens to the ring."""
+        is_stale = True
+        while is_stale:
+            is_stale, ring = False, self._ring
+            for index in self._ring_indices(number, position):
+                yield index
+                position += 1
+                if self._ring is not ring:  # what was computed ahead points into the old one
+                    is_stale = True
+                    break
+
+    def _ring_indices(self, number: int, position: int) -> Iterator[IndexBatch]:
         epoch = self._epochs.get(number)
         feeder, visit_of = self._feed(epoch, position)
         self._epochs.prepare(number + 1)
@@ -398,14 +427,12 @@ class Loader:
             if not isinstance(column.lengths, int):
                 lengths[column.field] = column.lengths[positions]
                 rows.append(lengths[column.field])
-        table = torch.from_numpy(np.stack(rows))
-        if self._home.type == "cuda":
-            table = table.pin_memory().to(self._home, non_blocking=True)
+        table = self._tables.upload(np.stack(rows))
         at = 0
         for batch in block:
             end = at + len(batch.positions)
             totals = {name: int(count[at:end].sum()) for name, count in lengths.items()}
-            yield IndexBatch(table[:, at:end], totals, batch)
+            yield IndexBatch(table[:, at:end], totals, batch, self.ring_number)
             at = end
 
     def _shifts(self, column: int, positions: Array, slots: Mapping[int, int]) -> Array | int:
@@ -421,18 +448,64 @@ class Loader:
 
     # -- assembling ------------------------------------------------------------------------
 
-    def assemble(self, indices: torch.Tensor, totals: Mapping[str, int] | None = None) -> Batch:
+    def assemble(
+        self, indices: torch.Tensor | IndexBatch, totals: Mapping[str, int] | None = None
+    ) -> Batch:
         """Build a batch on the device. No host synchronisation: safe to capture in a CUDA graph.
 
         Args:
             indices: `(rows, batch)` from `index_batches`; or, when everything is resident, a 1-D
-                tensor of positions on the device.
+                tensor of positions on the device; or what `index_batches` yielded last, for a batch
+                that knows its samples, also after `shrink`.
             totals: Number of values per ragged field. Without it the shapes are static: ragged
                 values are padded with zeros to the most that any batch can have.
         """
+        if isinstance(indices, IndexBatch):
+            self._check_open()
+            index = self._renew(indices)
+            return self._finish(self.assemble(index.indices, index.totals), index.planned)
         if indices.dim() == 1:
             indices = self._positions_table().index_select(1, indices)
         return Batch(self._assembler.assemble(indices, totals))
+
+    def _renew(self, index: IndexBatch) -> IndexBatch:
+        """Return an index into the ring as it is now, loading its chunks again if they are gone."""
+        planned = index.planned
+        if index.ring_number == self.ring_number:
+            return index
+        feeder, visit_of = self._feed(self._epochs.get(self.epoch), planned.step)
+        slots = {chunk: feeder.wait(visit_of[chunk]) for chunk in planned.chunks}
+        return next(self._index_block([planned], slots))
+
+    def shrink(self, share: float) -> int:
+        """Keep `share` of the chunks on the device, and give the memory of the others back at once.
+
+        Chunks, order, batches and the loader's place stay as they are, also in the middle of an
+        iteration; fewer chunks are loaded ahead, so that training may wait for them. Waits for the
+        device and reads the chunks in use again.
+
+        Returns:
+            Bytes given back; 0 where nothing can be: the data is not chunked, or there are two chunks,
+            or as many as a batch can touch.
+        """
+        self._check_open()
+        ring = self._ring
+        least = max(2, self._order.most_chunks_per_batch)
+        num_slots = max(least, int(ring.num_slots * share + 1e-9))
+        if self.tier != "chunked" or self._straight is not None or num_slots >= ring.num_slots:
+            return 0
+        before = ring.num_bytes
+        self._stop_feeder()
+        if self._home.type == "cuda":
+            torch.cuda.synchronize(self._home)  # copies into the ring, gathers out of it
+        ring.tensors.clear()
+        self._assembler.close()
+        if self._home.type == "cuda":
+            torch.cuda.empty_cache()
+        self._ring = Ring(self.columns, ring.chunks, num_slots, self._home)
+        self.ring_number += 1
+        self._assembler = Assembler(self.columns, self._ring.tensors, self.augment)
+        return before - self._ring.num_bytes
 
     def use_augmentation(self, augment: Augments | None) -> None:
         """Augment from the next batch on; None stops it."""
@@ -522,10 +595,11 @@ class Loader:
         }
 
 
-def _end_threads(feeder: Feeder | None, uploader: Uploader) -> None:
+def _end_threads(feeder: Feeder | None, uploader: Uploader, tables: TableUploader) -> None:
     if feeder is not None:
         feeder.stop()
     uploader.close()
+    tables.close()
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:

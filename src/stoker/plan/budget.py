@@ -24,7 +24,13 @@ MIN_CHUNK_BATCHES = 4
 """Chunks below this many batches are no better than streaming: nothing to shuffle, nothing to hide."""
 _PAGE = 4096
 _ACTIVATION_FACTOR = 8
-_SLAB_BYTES = 16 * MIB  # 12 threads of 16 MiB fed an H200 at 46 GB/s, of 4 MiB at 28
+SLAB_BYTES = 16 * MIB
+"""46 GB/s with 12 threads on an H200, 36 the first time; 4 MB reaches 28, 32 MB 37. 8 MB is as fast on a
+quiet machine, and falls to 23 where 16 MB keeps 37 on a busy one."""
+MAX_READERS = 12
+"""More gain nothing, and on a busy machine lose a third: 25 GB/s with 16, 37 with 12, of 16 cores."""
+SPARE_SLABS = 2
+"""Being copied while every reader fills one."""
 _STREAM_DEPTH, _LEAST_DEPTH = 4, 2
 _THREAD_BYTES = 8 * MIB  # a decoded chunk or a piece being checked
 _CONTEXT_BYTES, _PROCESS_BYTES = 512 * MIB, 1536 * MIB
@@ -122,12 +128,12 @@ class Question:
             return (_STREAM_DEPTH if _STREAM_DEPTH * slab <= left else _LEAST_DEPTH), slab
         largest = max((field.row_bytes for field in self.facts.fields), default=1)
         least = _power_of_two(max(largest, _PAGE))
-        count = max(2, self.threads)
-        slab = max(least, min(_SLAB_BYTES, _power_of_two(-(-self.facts.device_bytes // count))))
+        count = min(self.threads, MAX_READERS) + SPARE_SLABS
+        slab = max(least, min(SLAB_BYTES, _power_of_two(-(-self.facts.device_bytes // count))))
         allowed = min(left, self.ram // 8)
         while slab > least and count * slab > allowed:
             slab //= 2
-        return (count if count * slab <= allowed else 2), slab
+        return max(2, min(count, allowed // slab)), slab
 
     def budget(self, batch: int) -> int:
         """Most that chunks may take beside the rest."""

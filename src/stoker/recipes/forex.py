@@ -105,7 +105,7 @@ class ForexOptions:
     lanes: int = 16
     carried: tuple[str, ...] | None = None
     max_gap_rows: int = 0
-    parallel_streams: bool = False
+    parallel_streams: bool = True
 
     def __post_init__(self) -> None:
         for name in ("d_model", "layers", "heads", "ffn_factor", "lanes"):

@@ -12,9 +12,10 @@ the time, because their steps follow one another.
                                                                    ─ FFN x 4 ─ mean ─ four heads
 
 Nothing in it looks at the host, and no sequence is packed: a step can be captured in a CUDA graph.
-Dropout between the LSTM layers is a layer of its own: the one inside cuDNN keeps a random state beside
-torch's generator, which goes on from call to call, is in no checkpoint, and makes a replayed step
-differ from an eager one. With dropout 0 all layers are one cuDNN call.
+Under autocast on a GPU an LSTM runs as one kernel per layer and direction (`lstm.py`), and the timeframes side
+by side on streams of their own. Dropout between the LSTM layers is a layer of its own: the one inside cuDNN
+keeps a random state beside torch's generator, which goes on from call to call, is in no checkpoint, and makes
+a replayed step differ from an eager one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from torch import nn
 
 from stoker.errors import InputError
+from stoker.recipes.lstm import run_lstm
 from stoker.recipes.scaling import RobustScale
 from stoker.store.fields import Array
 
@@ -99,8 +101,8 @@ class Recurrent(nn.Module):
         for number, lstm in enumerate(self.calls):
             rows = self.dropout(rows) if number else rows
             part = slice(number * per_call, (number + 1) * per_call)
-            rows, (last_hidden, last_cell) = lstm(
-                rows, (hidden[part].contiguous(), cell[part].contiguous())
+            rows, last_hidden, last_cell = run_lstm(
+                lstm, rows, hidden[part].contiguous(), cell[part].contiguous()
             )
             hiddens.append(last_hidden)
             cells.append(last_cell)
@@ -191,7 +193,7 @@ class ForexModel(nn.Module):
         pooling: Pooling = "attention+last",
         head_weights: HeadWeights = "mean",
         carried: Sequence[str] = (),
-        parallel_streams: bool = False,
+        parallel_streams: bool = True,
     ) -> None:
         super().__init__()
         self.timeframes = tuple(series)

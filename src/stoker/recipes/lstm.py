@@ -1,0 +1,175 @@
+"""An LSTM for small hidden sizes that runs a whole window in one kernel, with its weights on the chip.
+
+Enters: a torch `nn.LSTM` and its arguments. Leaves: what the module would return. Costs: on an H200, batch
+128 and 128 units, about a quarter of cuDNN's time; the gates of every step are kept for the backward pass.
+
+cuDNN runs a window of 480 bars as a chain of kernels that each read the weights again, and several LSTMs
+after one another. Here a program keeps the four recurrent matrices in its registers and walks over the
+window with 16 samples; the other products (inputs, weights' gradients) are plain matrix products over all
+steps at once. A batch of 128 takes 8 of the GPU's processors, so that the LSTMs of several timeframes run
+side by side on streams of their own.
+
+Used under autocast on a GPU, for widths of `WIDTHS`, one direction, biases, no dropout between the layers of
+one module; everything else goes to torch's own code. Results differ from cuDNN's by rounding: both multiply
+in half precision and add in float32.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from stoker.augment.fused import available
+
+WIDTHS = (32, 64, 128)
+_ROWS = 16  # of a tensor core's smallest product
+_STATE_BYTES = 128  # per unit, in shared memory, beside the weights
+
+
+def run_lstm(
+    lstm: nn.LSTM, rows: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `lstm(rows, (hidden, cell))` does, flat; by the kernels where they can be used.
+
+    Args:
+        lstm: With `batch_first`.
+        rows: `(batch, bars, inputs)`.
+        hidden: `(layers, batch, units)`.
+        cell: Likewise.
+    """
+    if not can_run(lstm, rows):
+        rows, (hidden, cell) = lstm(rows, (hidden, cell))
+        return rows, hidden, cell
+    hiddens, cells = [], []
+    for layer in range(lstm.num_layers):
+        gates, of_state = _share_of_input(lstm, layer, rows)
+        rows, last = recur(gates, of_state, hidden[layer], cell[layer])
+        hiddens.append(rows[:, -1].float())
+        cells.append(last)
+    return rows, torch.stack(hiddens), torch.stack(cells)
+
+
+def _share_of_input(
+    lstm: nn.LSTM, layer: int, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the input's share of all gates, and the weights of the state in the same type.
+
+    The biases are one more column of the weights, for inputs of one: their gradient is then part of a
+    matrix product instead of a sum over all steps, which took longer than the product. Zeros fill up to a
+    multiple of 8, which tensor cores want.
+    """
+    dtype = torch.get_autocast_dtype(rows.device.type)
+    weight, of_state, *biases = (
+        getattr(lstm, f"{name}_l{layer}")
+        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    )
+    lacks = -(rows.shape[-1] + 1) % 8
+    bias = nn.functional.pad((biases[0] + biases[1]).unsqueeze(1), (0, lacks))
+    one = nn.functional.pad(rows.new_ones(1, dtype=dtype), (0, lacks))
+    wider = torch.cat([rows.to(dtype), one.expand(*rows.shape[:2], -1)], dim=-1)
+    gates = nn.functional.linear(wider, torch.cat([weight, bias], dim=1).to(dtype))
+    return gates, of_state.to(dtype)
+
+
+def can_run(lstm: nn.LSTM, rows: torch.Tensor) -> bool:
+    """Whether the kernels can do this module's work here."""
+    return (
+        rows.is_cuda
+        and torch.is_autocast_enabled("cuda")
+        and lstm.hidden_size in WIDTHS
+        and not lstm.bidirectional
+        and lstm.bias
+        and lstm.batch_first
+        and lstm.proj_size == 0
+        and rows.shape[1] > 0
+        and (lstm.num_layers == 1 or lstm.dropout == 0 or not lstm.training)
+        and _fits(rows.device, lstm.hidden_size)
+    )
+
+
+@lru_cache(maxsize=64)
+def _fits(device: torch.device, units: int) -> bool:
+    """Whether triton runs there, and a program's weights fit the memory of one processor."""
+    if available(device) is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    about: Any = torch.cuda.get_device_properties(device)
+    return bool(8 * units * units + _STATE_BYTES * units <= about.shared_memory_per_block_optin)
+
+
+def recur(
+    gates: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one layer's recurrence; return its rows `(batch, bars, units)` and the last cell.
+
+    Args:
+        gates: `(batch, bars, 4 units)`: the input's share, biases included.
+        weight: `(4 units, units)`, of the hidden state, in the type of `gates`.
+        hidden: `(batch, units)` before the first bar.
+        cell: Likewise.
+    """
+    made: tuple[torch.Tensor, torch.Tensor] = _Recurrence.apply(  # type: ignore[no-untyped-call]
+        gates.contiguous(), weight.contiguous(), hidden.contiguous(), cell.contiguous()
+    )
+    return made
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gates: torch.Tensor,
+        weight: torch.Tensor,
+        hidden: torch.Tensor,
+        cell: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from stoker.recipes.lstm_kernels import forward_kernel
+
+        num_samples, num_bars, width = gates.shape
+        units = width // 4
+        rows = gates.new_empty(num_samples, num_bars, units)
+        last_cell = gates.new_empty(num_samples, units, dtype=torch.float32)
+        save = any(ctx.needs_input_grad)
+        taken = torch.empty_like(gates) if save else gates
+        cells = rows.new_empty(rows.shape, dtype=torch.float32) if save else last_cell
+        forward_kernel[_grid(num_samples)](
+            gates, weight, hidden, cell, rows, cells, taken, last_cell, num_samples, num_bars,
+            H=units, ROWS=_ROWS, SAVE=save, FAST=_fast(gates), num_warps=_warps(units), num_stages=1,
+        )  # fmt: skip
+        if save:
+            ctx.save_for_backward(weight, hidden, cell, rows, cells, taken)
+        return rows, last_cell
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_rows: torch.Tensor, grad_cell: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        from stoker.recipes.lstm_kernels import backward_kernel
+
+        weight, hidden, cell, rows, cells, taken = ctx.saved_tensors
+        num_samples, num_bars, units = rows.shape
+        grad_gates = torch.empty_like(taken)
+        first_hidden, first_cell = torch.empty_like(cells[:, 0]), torch.empty_like(cells[:, 0])
+        backward_kernel[_grid(num_samples)](
+            grad_rows.contiguous(), torch.zeros_like(first_hidden), grad_cell.contiguous(), weight,
+            cell, cells, taken, grad_gates, first_hidden, first_cell, num_samples, num_bars,
+            H=units, ROWS=_ROWS, FAST=_fast(rows), num_warps=_warps(units), num_stages=1,
+        )  # fmt: skip
+        before = torch.cat([hidden.to(rows.dtype).unsqueeze(1), rows[:, :-1]], dim=1)
+        grad_weight = grad_gates.flatten(0, 1).t() @ before.flatten(0, 1)
+        return grad_gates, grad_weight, first_hidden.to(hidden.dtype), first_cell.to(cell.dtype)
+
+
+def _grid(num_samples: int) -> tuple[int]:
+    return (-(-num_samples // _ROWS),)
+
+
+def _warps(units: int) -> int:
+    return max(1, units // 16)
+
+
+def _fast(values: torch.Tensor) -> bool:
+    """Whether the GPU's own tanh is exact enough."""
+    return values.is_cuda and values.dtype != torch.float32
