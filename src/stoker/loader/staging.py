@@ -303,8 +303,9 @@ def signed_twin(dtype: np.dtype[Any]) -> np.dtype[Any]:
 class TableUploader:
     """Small tables on their way to a CUDA device, through pinned memory that is made once.
 
-    Pinning each table anew asks the driver for memory, which waits for the device: the launches behind it
-    come late, and the device idles (4 % of an epoch over 160 batches on an H200).
+    Pinning each table anew asks the driver for memory, which waits for the device. And on the stream of the
+    training loop a table would be copied when the loop needs it, behind a chunk that has just begun to load:
+    4.6 ms without work at every chunk's edge on an H200. So tables go ahead on a stream of their own.
 
     Args:
         device: Where the tables go; on the CPU they stay as they are.
@@ -313,13 +314,14 @@ class TableUploader:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slabs: deque[_Slab] = deque()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def upload(self, table: Array) -> torch.Tensor:
-        """Return the table on the device, after what the current stream does before.
+        """Return the table on the device; the current stream waits for it.
 
         Blocks only until the table `_NUM_TABLES` calls ago has arrived.
         """
-        if self._device.type != "cuda":
+        if self._stream is None:
             return torch.from_numpy(table)
         slab = self._slabs.popleft() if len(self._slabs) == _NUM_TABLES else None
         if slab is None or slab.num_bytes < table.nbytes:
@@ -328,8 +330,12 @@ class TableUploader:
             slab = _Slab(max(_LEAST_TABLE_BYTES, 1 << (table.nbytes - 1).bit_length()))
         host = slab.array(table.shape, table.dtype)
         host[...] = table
-        made = torch.from_numpy(host).to(self._device, non_blocking=True)
-        slab.free.record(torch.cuda.current_stream(self._device))
+        user = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            made = torch.from_numpy(host).to(self._device, non_blocking=True)
+        slab.free.record(self._stream)
+        user.wait_event(slab.free)
+        made.record_stream(user)
         self._slabs.append(slab)
         return made
 
