@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +16,9 @@ from numpy.testing import assert_allclose
 
 pytest.importorskip("rdkit.Chem", reason="the extra 'chem' is not installed")
 
-from molecule_makers import inchikey, msp_record
+from molecule_makers import inchikey, msp_record, write_library
 from recipe_loops import NoWaiting, judge_job, train_job
+from stoker.cli.main import app
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.loader.splits import select_samples
@@ -723,3 +726,38 @@ def test_it_learns_massbank(shared_data, tmp_path):
         _, _, metrics = train_job(job, real, epochs=4, batch_size=50, lr=2e-3)
         assert metrics["weighted_cosine"] > job.baseline["weighted_cosine"] + 0.15
         assert metrics["recall@10"] > 10 * job.baseline["recall@10"]
+
+
+# ----------------------------------------------------------------------------------------- one command
+
+
+def test_from_a_library_and_its_molecules_to_metrics_in_one_command(tmp_path, monkeypatch, capsys):
+    """S1's train_student: `stoker train` packs first when it is given the library."""
+    monkeypatch.chdir(tmp_path)
+    chains = tuple("C" * length + tail for length in range(2, 10) for tail in TAILS)
+    msp, mols = write_library(tmp_path, chains)
+    Path("c.yaml").write_text(
+        "recipe: {name: massspec, store: store, options: {width: 32}}\n"
+        "training: {epochs: 1, batch_size: 16}\n"
+    )
+    words = ["train", "--config", "c.yaml", "--device", "cpu", "--msp", str(msp), "--mol-dir"]
+    app([*words, str(mols), "--run-dir", "first", "--json"], standalone_mode=False)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["ended"] == "done"
+    assert 0 <= facts["test"]["recall@10"] <= 1
+    assert len(open_store("store")) == len(chains)
+    app([*words, str(mols), "--run-dir", "second"], standalone_mode=False)
+    assert "store is up to date" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("tabular", ["--msp", "x.msp"], "the recipe is tabular"),
+        ("massspec", ["--mol-dir", "mols"], "there is no --msp"),
+    ],
+)
+def test_a_library_for_another_recipe_or_molecules_alone_are_refused(tmp_path, name, words, said):
+    (tmp_path / "c.yaml").write_text(f"recipe: {{name: {name}, store: store}}\n")
+    with pytest.raises(InputError, match=said):
+        app(["train", "--config", str(tmp_path / "c.yaml"), *words], standalone_mode=False)

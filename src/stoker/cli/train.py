@@ -45,6 +45,20 @@ def train(
         Path | None,
         typer.Option("--run-dir", help="Instead of the config's run.dir.", show_default=False),
     ] = None,
+    msp: Annotated[
+        Path | None,
+        typer.Option(
+            "--msp", help="massspec only: pack this spectrum library into the store first.",
+            show_default=False,
+        ),
+    ] = None,
+    mol_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--mol-dir", help="With --msp: folder or zip of MOL files, or one SDF.",
+            show_default=False,
+        ),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the run's latest checkpoint.")
     ] = False,
@@ -58,6 +72,8 @@ def train(
     from stoker.recipes.run import run_recipe
 
     settings = _settle(config, overrides or [], store, run_dir)
+    if msp is not None or mol_dir is not None:
+        _pack_spectra(settings, msp, mol_dir, quiet=as_json)
     again = _command(config, overrides or [], store, run_dir, device)
     with Bar(quiet=as_json) as bar:
         try:
@@ -89,6 +105,33 @@ def _settle(
         reasons = dict(settings.reasons) | {"run_dir": "--run-dir"}
         settings = replace(settings, run_dir=str(run_dir), reasons=reasons)
     return settings
+
+
+def _pack_spectra(
+    settings: Settings, msp: Path | None, mol_dir: Path | None, *, quiet: bool
+) -> None:
+    """Make the config's store of spectra and molecules, or find that it is up to date."""
+    from stoker.cli.pack import print_result
+    from stoker.cli.progress import Bar
+    from stoker.errors import InputError
+    from stoker.packing import PackOptions, pack
+    from stoker.sources.massspec import MassSpecSource
+
+    if settings.recipe not in ("massspec", "massspec-teacher") or settings.store is None:
+        raise InputError(
+            f"--msp or --mol-dir was given; the recipe is {settings.recipe}, the store {settings.store}.",
+            "the recipe massspec or massspec-teacher, with a store to pack into",
+            "stoker train --config configs/massspec.yaml --msp LIBRARY.msp --mol-dir MOLS",
+        )
+    if msp is None:
+        raise InputError(
+            f"--mol-dir is {mol_dir}, and there is no --msp.", "both", "--msp LIBRARY.msp"
+        )
+    options = PackOptions(on_bad="quarantine", bad_budget="10%")
+    with Bar(quiet=quiet) as bar:
+        result = pack(MassSpecSource(msp, mol_dir), settings.store, options, bar)
+    if not quiet:
+        print_result(result)
 
 
 def _command(

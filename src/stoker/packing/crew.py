@@ -149,7 +149,8 @@ class Crew:
             batch_size=1,
             max_nbytes=None,
         )
-        tasks = (delayed(_call)(work, item, poison.get(item.index, {})) for item in items)
+        here = Path.cwd()
+        tasks = (delayed(_call)(here, work, item, poison.get(item.index, {})) for item in items)
         yield from crew(tasks)
 
     def _blame(
@@ -191,8 +192,11 @@ class Crew:
         return suspects
 
 
-def _call(work: Callable[[Item, Poison], Result], item: Item, poison: Poison) -> tuple[int, Result]:
+def _call(
+    folder: Path, work: Callable[[Item, Poison], Result], item: Item, poison: Poison
+) -> tuple[int, Result]:
     try:
+        os.chdir(folder)  # a worker outlives a pack, and its caller may have moved since
         return item.index, work(item, poison)
     except Exception as error:
         error.add_note(f"while working on {item.label!r}")
