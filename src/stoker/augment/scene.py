@@ -52,6 +52,8 @@ def pictures() -> list[Picture]:
         "affine": ops.RandomAffine(10, translate=(0.1, 0.1), scale=(0.7, 1.3), shear=(15, 0)),
         "resized_crop": ops.RandomResizedCrop(SIZE, scale=(0.1, 0.6)),
         "crop": ops.RandomCrop((72, 96), padding=12),
+        "resize": ops.Resize((60, 80)),
+        "center_crop": ops.CenterCrop((72, 96)),
     }
     colouring = {
         "brightness": ops.RandomBrightness(0.6),
@@ -77,6 +79,8 @@ def pictures() -> list[Picture]:
 def write_pictures(folder: Path) -> list[Path]:
     """Write every picture into `folder`, which must exist; return the files."""
     sheets = {each.name: strip(draw_scene(), each.compose, each.masks) for each in pictures()}
+    sheets["normalize"] = normalized_strip()
+    sheets["to_dtype"] = rounded_strip()
     sheets["mixup"] = mixing_strip(MixUp(1.0, 2, seed=SEED))
     sheets["cutmix"] = mixing_strip(CutMix(1.0, 2, seed=SEED))
     for name, sheet in sheets.items():
@@ -93,6 +97,33 @@ def strip(sample: Sample, compose: Compose, masks: bool) -> Any:
         classes = [sample.mask, *(each[0] for _, each in draws)]
         lines.append(Line([colour_mask(each, IGNORE) for each in classes]))
     return make_sheet(lines)
+
+
+def normalized_strip() -> Any:
+    """Return the scene before and after `Normalize`, channel by channel, each with its range."""
+    image = draw_scene().image
+    before = torch.tensor(image).permute(2, 0, 1)[None] / 255
+    after = Compose([ops.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])(before)
+    tiles, header = [], []
+    for values in (before[0], after[0]):
+        low, high = float(values.min()), float(values.max())
+        for channel in values:
+            grey = ((channel - low) / (high - low) * 255).round().to(torch.uint8)
+            tiles.append(grey[..., None].expand(-1, -1, 3).numpy())
+            header.append(f"{float(channel.min()):.2f} to {float(channel.max()):.2f}")
+    return make_sheet([Line(tiles)], header)
+
+
+def rounded_strip() -> Any:
+    """Return the scene, and 512 times what float16 and bfloat16 round away of it."""
+    image = draw_scene().image
+    exact = torch.tensor(image).permute(2, 0, 1)[None] / 255
+    tiles, header = [image], ["float32"]
+    for dtype, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
+        made = Compose([ops.ToDtype(dtype)])(exact).float()
+        tiles.append(to_pixels(((made - exact).abs() * 512).clamp(0, 1))[0])
+        header.append(f"{name}: error x 512")
+    return make_sheet([Line(tiles)], header)
 
 
 def mixing_strip(mixer: MixUp | CutMix) -> Any:
