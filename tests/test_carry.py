@@ -10,6 +10,8 @@ from torch import nn
 from stoker.loader.lanes import plan_store_lanes
 from stoker.loader.loader import Loader
 from stoker.store.fields import Dense, Series
+from stoker.train.carry import Carry
+from stoker.train.losses import NonFiniteError
 from stoker.train.trainer import Trainer
 from store_makers import write_store
 
@@ -40,12 +42,14 @@ class Recurrent(nn.Module):
         return self.head(out[:, -1]), {"h": last[0]}
 
 
-@pytest.fixture
-def store(tmp_path):
+def make_store(folder, bad_row=None):
     rng = np.random.default_rng(0)
     rows = STEPS * WINDOW
+    values = rng.normal(size=(rows, 2)).astype("f4")
+    if bad_row is not None:
+        values[bad_row, 1] = np.nan
     series = Series(
-        rows=rng.normal(size=(rows, 2)).astype("f4"),
+        rows=values,
         time=np.arange(rows, dtype=np.int64) * 60,
         ends=np.arange(WINDOW, rows + 1, dtype=np.int64),
         window=WINDOW,
@@ -54,16 +58,19 @@ def store(tmp_path):
         duration_ns=60,
     )
     count = len(series.ends)
-    return write_store(
-        tmp_path / "s",
-        [{"M1": series, "targets": Dense(rng.normal(size=(count, 1)).astype("f4"))}],
-    )
+    targets = Dense(rng.normal(size=(count, 1)).astype("f4"))
+    return write_store(folder, [{"M1": series, "targets": targets}])
 
 
-def make_trainer(store, lr=0.0, **options):
-    model = Recurrent()
+@pytest.fixture
+def store(tmp_path):
+    return make_store(tmp_path / "s")
+
+
+def make_trainer(store, lr=0.0, device="cpu", **options):
+    model = Recurrent().to(device)
     lanes = plan_store_lanes(store, 3)
-    loader = Loader(store, 3, "cpu", order="lanes", lanes=lanes, fields=["M1", "targets"])
+    loader = Loader(store, 3, device, order="lanes", lanes=lanes, fields=["M1", "targets"])
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     extra = {name: options.pop(name) for name in ("run_dir",) if name in options}
     return Trainer(
@@ -73,8 +80,8 @@ def make_trainer(store, lr=0.0, **options):
         nn.functional.mse_loss,
         optimizer,
         None,
-        {"epochs": 1, **options},
-        "cpu",
+        {"epochs": 1, "precision": "fp32", **options},
+        device,
         unpack=lambda batch: (batch["M1"], batch["targets"]),
         **extra,
     )
@@ -146,3 +153,39 @@ def test_lanes_that_have_ended_do_not_count(store):
     report = trainer.fit().epochs[0]
     lanes = trainer._train.loader._order.lanes
     assert sum(counted) == report.num_samples == len(lanes.positions)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
+def test_a_bad_batch_leaves_no_trace_in_the_state(tmp_path, device, nonfinite):
+    """The batch after it goes on from the state before it; a lane that began in it has begun."""
+    store = make_store(tmp_path / "s", bad_row=41)
+    trainer = make_trainer(store, lr=0.01, device=device, nonfinite=nonfinite, read_every=50)
+    if nonfinite == "stop":
+        with pytest.raises(NonFiniteError, match="M1 column 1 is nan"):
+            trainer.fit()
+    else:
+        assert sum(np.isnan(trainer.fit().losses)) == 1
+    seen = trainer.model.seen
+    (bad,) = [number for number, (out, _, _) in enumerate(seen) if out.isnan().any()]
+    assert 0 < bad < len(seen) - 1
+    states = [state for _, state, _ in seen]
+    assert all(state.isfinite().all() for state in states)
+    assert torch.equal(states[bad + 1], states[bad])
+    assert torch.isfinite(trainer._step.parts.carry.state_dict()["h"]).all()
+
+
+def test_a_lane_that_begins_in_a_bad_batch_has_begun():
+    carry, model = Carry(torch.device("cpu")), Recurrent()
+    first, reset = torch.randn(2, WINDOW, 2), torch.tensor([False, True])
+    carry.run(model, first, torch.tensor([True, True]))
+    before = carry.state_dict()["h"]
+    carry.run(model, first * float("nan"), reset)
+    carry.keep_if(torch.tensor(False))
+    after = carry.state_dict()["h"]
+    assert torch.equal(after[0], before[0])
+    assert (after[1] == 0).all()
+    carry.run(model, first, reset)
+    kept = carry.state_dict()["h"]
+    carry.keep_if(torch.tensor(True))
+    assert torch.equal(carry.state_dict()["h"], kept)

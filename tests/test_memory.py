@@ -25,6 +25,7 @@ from stoker.train.memory import (
     memory_usage_lines,
     print_memory_usage,
 )
+from stoker.train.step import compact_recurrent
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MIB = 1 << 20
@@ -257,7 +258,9 @@ def test_a_training_loop_of_adam_raises_no_alarm_and_a_kept_graph_does():
     assert reports[:3] == [None] * 3
     assert reports[3] is not None
     assert reports[4].is_leak
-    assert reports[4].unnamed_bytes > 0
+    # What a kept graph holds is seen by some versions of torch as tensors, by others not at all.
+    named = sum(tensors.grown_bytes for tensors in reports[4].tensors)
+    assert named + reports[4].unnamed_bytes >= reports[4].grown_bytes >= 4 * 256 * 1024 * 4
 
 
 # -- activation checkpointing --------------------------------------------------------------------
@@ -337,6 +340,7 @@ def pair(make, device, modules=None):
     torch.manual_seed(5)
     plain = make().to(device)
     wrapped = copy.deepcopy(plain)
+    compact_recurrent(wrapped)  # a copy's weights lie apart, which cuDNN warns of at every call
     return plain, wrapped, checkpoint_activations(wrapped, modules)
 
 

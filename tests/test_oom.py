@@ -93,6 +93,22 @@ def test_without_blocks_to_recompute_the_batch_goes_on_down():
     assert "no block can be recomputed" in str(exhausted(last))
 
 
+@given(batch=st.integers(1, 300), share=st.none() | st.just(0.75), can=st.booleans())
+def test_a_batch_that_cannot_be_cut_is_never_cut(batch, share, can):
+    footing, kinds = Footing(batch, batch, 1, share, can_checkpoint=can), []
+    while (rung := next_rung(footing, can_cut=False)) is not None:
+        footing = footing.on(rung)
+        kinds.append(rung.kind)
+        assert footing.pass_size == batch
+    assert kinds == ["chunk share"] * (share is not None) + ["activation checkpointing"] * can
+    error = exhausted(footing, can_cut=False)
+    assert (
+        f"{batch} sample{'s' * (batch > 1)} at once, which cannot go through in parts"
+        in error.given
+    )
+    assert "smaller batch" in error.fix
+
+
 def test_at_the_bottom_the_error_says_what_is_left_to_change():
     error = exhausted(descend(DOCUMENTED)[1])
     assert isinstance(error, InputError)
@@ -212,6 +228,16 @@ def test_what_fitted_is_recalled_for_the_same_question_only(tmp_path):
     again.forget(HERE)
     again.forget(HERE)
     assert again.recall(HERE, DOCUMENTED) is None
+
+
+def test_what_fitted_where_batches_cannot_be_cut_is_recalled_too(tmp_path):
+    memory, learned = (
+        Remembered(tmp_path),
+        replace(DOCUMENTED, chunk_share=0.6, is_checkpointed=True),
+    )
+    memory.remember(HERE, DOCUMENTED, learned)
+    assert memory.recall(HERE, DOCUMENTED) == learned
+    assert memory.notes == []
 
 
 def stored(folder):

@@ -18,15 +18,15 @@ import torch
 from torch import nn
 
 from stoker.augment import GPUAugmentation
-from stoker.errors import InputError, StokerError
+from stoker.errors import CorruptError, InputError, StokerError
 from stoker.loader.loader import Loader
 from stoker.report import Silent, read_run_log
 from stoker.store.fields import Dense
+from stoker.train import checkpoint
 from stoker.train.losses import NonFiniteError
 from stoker.train.trainer import AUGMENTED, Trainer
 from store_makers import write_store
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+from training_makers import DEVICES, make_model, make_trainer, weights, write_dirty, write_rows
 
 
 class Says(Silent):
@@ -39,36 +39,7 @@ class Says(Silent):
 
 @pytest.fixture
 def path(tmp_path):
-    rng = np.random.default_rng(0)
-    features = rng.normal(size=(203, 6)).astype("f4")
-    with h5py.File(tmp_path / "rows.h5", "w") as file:
-        file["features"] = features
-        file["targets"] = (features[:, :1] * 2 - features[:, 1:2]).astype("f4")
-    return tmp_path / "rows.h5"
-
-
-def make_model(dropout=0.0):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1))
-
-
-def make_trainer(path, device="cpu", batch=20, order="shuffled", dropout=0.0, lr=0.01, **options):
-    model = make_model(dropout).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    loader = Loader(path, batch, device, order=order, seed=1)
-    val = options.pop("val", None)
-    scheduler = options.pop("scheduler", None)
-    extra = {
-        name: options.pop(name) for name in ("run_dir", "progress", "unpack") if name in options
-    }
-    config = {"epochs": 2, "capture": "off", "precision": "fp32", "read_every": 7, **options}
-    return Trainer(
-        model, loader, val, nn.functional.mse_loss, optimizer, scheduler, config, device, **extra
-    )
-
-
-def weights(trainer):
-    return torch.cat([p.detach().flatten().cpu() for p in trainer.model.parameters()])
+    return write_rows(tmp_path)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -87,7 +58,10 @@ def test_equal_to_a_bare_loop_bit_for_bit(path, device):
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.item())
-    assert history.losses == losses
+    if device == "cpu":
+        assert history.losses == losses
+    else:  # there the update divides by the norm as it reads a gradient, torch multiplies before
+        assert history.losses == pytest.approx(losses, rel=1e-4)
     assert len(history.epochs) == 2
     assert history.epochs[0].num_samples == 203
     assert history.epochs[1].train_loss < history.epochs[0].train_loss
@@ -151,7 +125,7 @@ SCRIPT = """
 import sys, torch
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from test_trainer import make_trainer
+from training_makers import make_trainer
 trainer = make_trainer(Path({path!r}), dropout=0.3, epochs=400, run_dir={run!r},
                        checkpoint_every_steps=3, checkpoint_every_epochs=1)
 history = trainer.fit(resume=True)
@@ -257,9 +231,21 @@ def dirty(tmp_path):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_bad_value_is_named_with_its_sample_and_column(dirty, device):
     trainer = make_trainer(dirty, device)
-    with pytest.raises(NonFiniteError, match=r"features column 4 is nan in sample 77"):
+    with pytest.raises(NonFiniteError, match=r"features column 4 is nan in sample 77") as caught:
         trainer.fit()
     assert torch.isfinite(weights(trainer)).all(), "the update was left out"
+    with Loader(dirty, 20, "cpu", order="shuffled", seed=1) as loader:
+        number = next(batch.step for batch in loader if 77 in batch.sample_ids)
+    assert f"the loss of step {number} (epoch 0, batch {number}) is nan" in caught.value.given
+
+
+def test_the_batch_that_is_named_is_counted_from_its_epochs_start(dirty, tmp_path):
+    options = {"order": "sequential", "nonfinite": "skip", "run_dir": tmp_path / "run"}
+    history = make_trainer(dirty, epochs=2, **options).fit()
+    places = [note.partition(" is nan")[0] for note in history.notes if "is nan." in note]
+    assert places == [f"the loss of step {e * 10 + 3} (epoch {e}, batch 3)" for e in (0, 1)]
+    rest = make_trainer(dirty, epochs=3, **options).fit(resume=True)
+    assert any("the loss of step 23 (epoch 2, batch 3)" in note for note in rest.notes)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -389,58 +375,6 @@ def test_augmentation_is_announced_and_validation_is_never_augmented(tmp_path):
     assert not torch.equal(seen["train"][0], seen["train"][1])
 
 
-# -- capture -------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("chunk_bytes", [None, 2000])
-def test_a_captured_run_is_the_eager_run(path, precision, chunk_bytes):
-    runs = []
-    for capture in ("on", "off"):
-        model = make_model().cuda()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 230)
-        loader = Loader(path, 20, "cuda", order="shuffled", seed=1, chunk_bytes=chunk_bytes)
-        config = {"epochs": 21, "capture": capture, "precision": precision}
-        trainer = Trainer(
-            model, loader, None, nn.functional.mse_loss, optimizer, scheduler, config, "cuda"
-        )
-        history = trainer.fit()
-        runs.append((np.array(history.losses), weights(trainer)))
-        if capture == "on":
-            assert trainer._captured.active, trainer._captured.reason
-    (captured, one), (eager, two) = runs
-    assert len(captured) == 231
-    np.testing.assert_allclose(
-        captured, eager, rtol=2e-2 if precision != "fp32" else 1e-3, atol=1e-4
-    )
-    torch.testing.assert_close(one, two, rtol=1e-2, atol=1e-3)
-
-
-@pytest.mark.gpu
-def test_a_model_that_cannot_be_captured_trains_eagerly_and_says_why(path):
-    class Peeks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = make_model()
-
-        def forward(self, x):
-            return self.net(x) * (2.0 if x.sum().item() > 0 else 1.0)
-
-    model = Peeks().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    loader = Loader(path, 20, "cuda", order="shuffled", seed=1)
-    trainer = Trainer(
-        model, loader, None, nn.functional.mse_loss, optimizer, None, {"epochs": 2}, "cuda"
-    )
-    history = trainer.fit()
-    assert not trainer._captured.active
-    assert "cannot be captured" in trainer._captured.reason
-    assert np.isfinite(history.losses).all()
-    assert len(history.losses) == 22
-
-
 # -- found in review -----------------------------------------------------------------------------
 
 
@@ -553,3 +487,221 @@ def test_one_loader_for_both_is_refused(path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(InputError, match="one Loader was given for training and for validation"):
         Trainer(model, loader, loader, nn.functional.mse_loss, optimizer, device="cpu")
+
+
+# -- seeds, schedules, devices -------------------------------------------------------------------
+
+
+def test_the_seed_decides_what_is_drawn_and_none_leaves_it_alone(path, tmp_path):
+    def losses(before, **options):
+        trainer = make_trainer(path, dropout=0.5, **options)
+        torch.manual_seed(before)
+        return trainer.fit().losses
+
+    assert losses(1, seed=3) == losses(2, seed=3) != losses(1, seed=4)
+    assert losses(1) == losses(1) != losses(2)
+    options = {"seed": 3, "run_dir": tmp_path / "run"}
+    first = losses(1, epochs=1, **options)
+    rest = make_trainer(path, dropout=0.5, epochs=2, **options).fit(resume=True)
+    assert first + rest.losses == losses(9, seed=3), "a resumed run is not seeded again"
+    with pytest.raises(InputError, match=r"seed is -1[\s\S]*or None"):
+        make_trainer(path, seed=-1)
+
+
+def test_a_schedule_whose_first_update_is_left_out_raises_no_warning(tmp_path):
+    path = write_dirty(tmp_path, 0)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    loader = Loader(path, 50, "cpu")
+    config = {"nonfinite": "skip"}
+    Trainer(model, loader, None, nn.functional.mse_loss, optimizer, scheduler, config, "cpu").fit()
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.01 * 0.5**4)
+
+
+def test_a_criterion_goes_where_the_model_goes(path):
+    class Weighted(nn.Module):
+        moved_to = ()
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", torch.ones(1))
+
+        def to(self, *args):
+            self.moved_to = (*self.moved_to, *args)
+            return super().to(*args)
+
+        def forward(self, outputs, targets):
+            return (self.weight * (outputs - targets).square()).mean()
+
+    model, criterion = make_model(), Weighted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, Loader(path, 20, "cpu"), None, criterion, optimizer, device="cpu")
+    assert criterion.moved_to == (torch.device("cpu"),)
+    assert np.isfinite(trainer.fit().losses).all()
+
+
+@pytest.mark.gpu
+def test_a_weighted_criterion_made_on_the_cpu_works_on_a_gpu():
+    data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(5)]
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    history = Trainer(model, data, data, criterion, optimizer, device="cuda").fit()
+    assert np.isfinite(history.losses).all()
+
+
+def test_recurrent_weights_are_laid_together(path):
+    calls = []
+
+    class Watched(nn.LSTM):
+        def flatten_parameters(self):
+            calls.append(self)
+            super().flatten_parameters()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = Watched(6, 4)
+            self.head = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.head(self.cell(x[None])[0][0])
+
+        def to(self, *args):  # moving lays them together too, where anything is moved
+            return self
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls.clear()
+    Trainer(model, Loader(path, 20, "cpu"), None, nn.functional.mse_loss, optimizer, device="cpu")
+    assert calls == [model.cell]
+
+
+# -- faults --------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_at_step_0_leaves_the_weights_as_they_were(tmp_path):
+    path = write_dirty(tmp_path, 3)
+    trainer = make_trainer(path, order="sequential", run_dir=tmp_path / "run", read_every=1)
+    before = weights(trainer)
+    with pytest.raises(NonFiniteError, match=r"step 0 \(epoch 0, batch 0\).*column 4.*sample 3"):
+        trainer.fit()
+    assert torch.equal(weights(trainer), before)
+    assert not list((tmp_path / "run").glob("step-*.pt"))
+
+
+def test_a_model_on_the_wrong_device_is_a_clear_error(path):
+    loader = Loader(path, 20, "cpu")
+    loader.device = torch.device("cuda", 0)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match=r"batches are on cuda:0, the model is on cpu") as caught:
+        Trainer(model, loader, None, nn.functional.mse_loss, optimizer, device="cpu")
+    assert "device='cpu'" in caught.value.fix
+    empty = make_model().to("meta")
+    optimizer = torch.optim.SGD(empty.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="on the meta device: its parameters have no values"):
+        Trainer(
+            empty, Loader(path, 20, "cpu"), None, nn.functional.mse_loss, optimizer, device="cpu"
+        )
+
+
+def test_a_full_disk_ends_with_its_error_and_the_older_checkpoint_goes_on(
+    path, tmp_path, monkeypatch
+):
+    whole = make_trainer(path, epochs=3).fit()
+    options = {"run_dir": tmp_path / "run", "epochs": 3}
+    write_file, calls = checkpoint.write_file, []
+
+    def full(*args):
+        calls.append(1)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        return write_file(*args)
+
+    monkeypatch.setattr(checkpoint, "write_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        make_trainer(path, **options).fit()
+    monkeypatch.undo()
+    assert [file.name for file in (tmp_path / "run").glob("step-*.pt")] == ["step-000000011.pt"]
+    rest = make_trainer(path, **options).fit(resume=True)
+    assert rest.losses == whole.losses[11:]
+
+
+def test_a_truncated_checkpoint_is_named_and_the_one_before_goes_on(path, tmp_path):
+    run = tmp_path / "run"
+    make_trainer(path, run_dir=run, epochs=2).fit()
+    last = run / "step-000000022.pt"
+    last.write_bytes(last.read_bytes()[:-100])
+    with pytest.raises(
+        CorruptError, match=r"step-000000022\.pt is not a whole checkpoint"
+    ) as caught:
+        make_trainer(path, run_dir=run, epochs=3).fit(resume=True)
+    assert "step-000000011.pt" in caught.value.fix
+    last.unlink()
+    rest = make_trainer(path, run_dir=run, epochs=3).fit(resume=True)
+    assert rest.losses == make_trainer(path, epochs=3).fit().losses[11:]
+
+
+@pytest.mark.parametrize("during", ["step", "save"])
+def test_a_second_ctrl_c_ends_at_once_and_what_was_saved_goes_on(
+    path, tmp_path, monkeypatch, during
+):
+    options = {"run_dir": tmp_path / "run", "epochs": 3, "checkpoint_every_steps": 4}
+    trainer = make_trainer(path, **options)
+    steps = []
+
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)  # handlers run between two bytecodes of the main thread
+
+    forward = trainer.model.forward
+
+    def pressed(x):
+        steps.append(1)
+        if len(steps) == 6:
+            interrupt()
+            if during == "step":
+                interrupt()
+                pytest.fail("the second one did not end the run")
+        return forward(x)
+
+    trainer.model.forward = pressed
+    write_file = checkpoint.write_file
+
+    def pressed_again(*args):
+        if len(steps) >= 6:
+            interrupt()
+            pytest.fail("the second one did not end the run")
+        return write_file(*args)
+
+    if during == "save":
+        monkeypatch.setattr(checkpoint, "write_file", pressed_again)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert [file.name for file in (tmp_path / "run").glob("step-*.pt")] == ["step-000000004.pt"]
+    rest = make_trainer(path, **options).fit(resume=True)
+    assert rest.losses == make_trainer(path, epochs=3).fit().losses[4:]
+
+
+def test_a_batch_that_never_fits_is_not_in_what_was_saved_and_that_is_said(path, tmp_path):
+    trainer = make_trainer(path, run_dir=tmp_path / "run")
+    forward, steps = trainer.model.forward, []
+
+    def fail(x):
+        steps.append(1)
+        if len(steps) >= 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return forward(x)
+
+    trainer.model.forward = fail
+    with pytest.raises(InputError, match="memory ran out with 1 sample at once"):
+        trainer.fit()
+    assert [file.name for file in (tmp_path / "run").glob("step-*.pt")] == ["step-000000005.pt"]
+    assert any(
+        "batch 5 of epoch 0, in which the error was raised" in n for n in trainer.history.notes
+    )

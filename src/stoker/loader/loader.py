@@ -388,6 +388,10 @@ class Loader:
         visits = list(epoch.visits(position))
         if self._feeder is None or self._promised != ((epoch.epoch, position), visits):
             self._stop_feeder()
+            if self._home.type == "cuda":
+                # The last feeder's copies, and gathers out of its slots, are only queued; this one's
+                # copies go by another stream.
+                torch.cuda.synchronize(self._home)
             self._feeder = Feeder(self._ring, self._uploader, visits)
         first = self._feeder.num_visits - len(visits)
         following = list(self._epochs.get(epoch.epoch + 1).visits())
@@ -497,7 +501,7 @@ class Loader:
         before = ring.num_bytes
         self._stop_feeder()
         if self._home.type == "cuda":
-            torch.cuda.synchronize(self._home)  # copies into the ring, gathers out of it
+            torch.cuda.synchronize(self._home)  # whoever had the memory that the new ring gets
         ring.tensors.clear()
         self._assembler.close()
         if self._home.type == "cuda":

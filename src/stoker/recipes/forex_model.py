@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import nn
@@ -102,7 +102,7 @@ class Recurrent(nn.Module):
             rows = self.dropout(rows) if number else rows
             part = slice(number * per_call, (number + 1) * per_call)
             rows, last_hidden, last_cell = run_lstm(
-                lstm, rows, hidden[part].contiguous(), cell[part].contiguous()
+                cast(nn.LSTM, lstm), rows, hidden[part].contiguous(), cell[part].contiguous()
             )
             hiddens.append(last_hidden)
             cells.append(last_cell)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from stoker.errors import InputError
 
 # Running statistics are vectors; a larger buffer is a table or a mask, which no forward pass changes.
-_LARGEST_CHANGING_BUFFER = 1 << 16
+LARGEST_CHANGING_BUFFER = 1 << 16
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -160,7 +160,7 @@ def _contexts(
         (owner, name): buffer.clone()
         for owner in module.modules()
         for name, buffer in owner._buffers.items()
-        if buffer is not None and buffer.numel() <= _LARGEST_CHANGING_BUFFER
+        if buffer is not None and buffer.numel() <= LARGEST_CHANGING_BUFFER
     }
     return contextlib.nullcontext(), _BuffersBefore(before)
 

@@ -3,12 +3,14 @@
 Enters: a stoker `Loader`, a torch DataLoader, or anything that yields batches. Leaves: `Work`: inputs
 and targets on the device, and which samples they are. Costs: nothing for a stoker loader, whose
 batches are on the device already; other loaders are wrapped with `stoker.prefetch` on a GPU.
+
+An iteration that ended with an error can be begun again: it goes on with the batch that failed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,9 @@ import torch
 from stoker.errors import InputError
 from stoker.loader.gather import Augments
 from stoker.loader.loader import Batch, IndexBatch, Loader
-from stoker.loader.prefetch import prefetch
+from stoker.loader.prefetch import Prefetcher, prefetch
 from stoker.store.fields import Array
+from stoker.train.place import EpochPlace
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 _PAIRS = (("features", "targets"), ("images", "masks"), ("images", "labels"))
@@ -59,6 +62,27 @@ class Work:
         held = torch.from_numpy(np.flatnonzero(self.positions >= 0))
         return held.to(self.batch.reset.device)
 
+    @property
+    def can_cut(self) -> bool:
+        """Whether it can go through in parts: every tensor has a row per sample, and none carries state."""
+        return self.reset is None and all(
+            tensor.dim() and tensor.shape[0] == self.num_samples
+            for tensor in iterate_tensors((self.inputs, self.targets))
+        )
+
+    def part(self, start: int, stop: int) -> Work:
+        """Return samples `start` to `stop` of it; without copying."""
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[start:stop]
+
+        return replace(
+            self,
+            inputs=map_tensors(cut, self.inputs),
+            targets=map_tensors(cut, self.targets),
+            num_samples=min(stop, self.num_samples) - start,
+        )
+
 
 class Feed:
     """Iterate for the `Work` of one epoch.
@@ -82,6 +106,8 @@ class Feed:
         self.unpack = unpack or unpack_by_name
         self.is_stoker = isinstance(loader, Loader)
         self.augmentation = augmentation
+        self._place = EpochPlace(loader.loader if isinstance(loader, Prefetcher) else loader)
+        self._failed: list[Any] = []
         if self.is_stoker:
             _check_device(loader.device, device)
             if augmentation is not None:
@@ -104,14 +130,71 @@ class Feed:
         return getattr(self.loader, "batch_size", None) or getattr(sampler, "batch_size", None)
 
     def state_dict(self) -> Any:
-        """Return the loader's place; None where it cannot tell."""
-        wrapped = getattr(self.loader, "loader", self.loader)
-        return self.loader.state_dict() if hasattr(wrapped, "state_dict") else None
+        """Return the loader's place in its epoch."""
+        if self.is_stoker:
+            return self.loader.state_dict()
+        own = self.loader.state_dict() if self._place.knows_itself else None
+        return self._place.state_dict(own)
+
+    def load_state_dict(self, state: Any) -> str | None:
+        """Go to a place; return how, in words, where that is not obvious."""
+        self._failed.clear()
+        if self.is_stoker:
+            self.loader.load_state_dict(state)
+            return None
+        if self._place.knows_itself:
+            self.loader.load_state_dict(state["loader"])
+        return self._place.load_state_dict(state)
+
+    def shrink(self, share: float) -> int:
+        """Keep a share of the chunks on the device; return the bytes given back."""
+        return int(self.loader.shrink(share)) if self.is_chunked else 0
+
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether an iteration that an error has ended can go on; not where batches read ahead are lost."""
+        wrapped = self.loader.loader if isinstance(self.loader, Prefetcher) else None
+        return not isinstance(wrapped, Iterator)
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the data lies in chunks on the device, fewer of which would do."""
+        return self.is_stoker and self.loader.tier == "chunked"
 
     def __iter__(self) -> Iterator[Work]:
         """Yield the rest of the loader's epoch."""
-        for batch in self.loader:
-            yield self.make_work(batch)
+        yield from map(self._retry, list(self._failed))
+        for batch in self.loader if self.is_stoker else self._foreign_batches():
+            self._failed.append(batch)
+            work = self.make_work(batch)
+            self._take()
+            yield work
+        if not self.is_stoker:
+            self._place.end()
+
+    def _retry(self, batch: Any) -> Work:
+        """Make work of a batch that failed; its augmentation is drawn as it would have been."""
+        if not self.is_stoker and self.augmentation is not None:
+            self.augmentation.seek(self._place.epoch or 0, self._place.num_taken)
+        work = self.make_work(batch)
+        self._take()
+        return work
+
+    def _take(self) -> None:
+        self._failed.clear()
+        self._place.num_taken += 1
+
+    def _foreign_batches(self) -> Any:
+        """Return what yields the batches of the rest of the epoch."""
+        if self._place.knows_itself and self._place.is_under_way:
+            self.loader.load_state_dict(self.loader.state_dict())  # else it would begin anew
+        source = self._place.begin(also_taken=len(self._failed))
+        if source is None:
+            return self.loader
+        if isinstance(self.loader, Prefetcher):
+            self.loader.close()
+            return prefetch(source, self.device, depth=self.loader.depth)
+        return source
 
     def make_work(self, batch: Any) -> Work:
         """Turn a loader's batch into work; device work only."""
@@ -130,21 +213,36 @@ class Feed:
         return tensor.to(self.device, non_blocking=True)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader, its sampler and its augmentation which epoch comes."""
+        """Tell the loader, its sampler and its augmentation which epoch comes.
+
+        In the middle of this epoch, after a resume, the place stays.
+        """
+        if self.is_stoker:
+            if self.loader.epoch != epoch:
+                self.loader.set_epoch(epoch)
+            return
+        self._place.set_epoch(epoch)
         set_epoch = getattr(self.loader, "set_epoch", None)
-        if self.is_stoker and self.loader.epoch == epoch:
-            return  # it may stand in the middle of this epoch, after a resume
         if set_epoch is not None:
             set_epoch(epoch)
         elif hasattr(getattr(self.loader, "sampler", None), "set_epoch"):
             self.loader.sampler.set_epoch(epoch)
-        if not self.is_stoker and self.augmentation is not None:
-            self.augmentation.seek(epoch)
+        if self.augmentation is not None:
+            self.augmentation.seek(epoch, self._place.num_taken)
+
+    def begin_anew(self) -> None:
+        """Go to the start of the first epoch, wherever an iteration was left."""
+        self._failed.clear()
+        self._place.end()
+        if self.is_stoker:
+            self.loader.set_epoch(0)
+        else:
+            self.set_epoch(0)
 
     @property
     def position(self) -> int:
         """Batches of the epoch that were already taken."""
-        return int(self.loader.state_dict()["batch"]) if self.is_stoker else 0
+        return int(self.loader.state_dict()["batch"]) if self.is_stoker else self._place.num_taken
 
 
 def unpack_by_name(batch: Any) -> tuple[Any, Any]:
@@ -178,6 +276,15 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     if isinstance(value, tuple | list):
         return type(value)(map_tensors(change, item) for item in value)
     return value
+
+
+def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a nested value."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | tuple | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from iterate_tensors(item)
 
 
 def count_rows(value: Any) -> int:

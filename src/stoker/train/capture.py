@@ -1,13 +1,14 @@
 """The whole training step as one CUDA graph: gather, augment, forward, backward, clip, update.
 
 Enters: an eager `Step` and a feed. Leaves: the same weights, from one launch per step instead of
-hundreds. Costs: three eager steps of warm-up (they train like any other), one capture, one step
+hundreds. Costs: three eager steps of warm-up (they train like any other), one capture, three steps
 computed twice to compare graph and eager; the graph's memory stays reserved while it lives.
 
 What is replayed reads its batch through an index tensor that is overwritten before each replay
 (stoker loaders on the device), or from input tensors that are (any loader whose batches keep their
 shape). A short last batch goes eager. When the model cannot be captured, or a replay does not give
-what the eager step gives, training goes on eagerly, and `reason` says why.
+what the eager step gives, training goes on eagerly, and `reason` says why; where capture was demanded
+that is an error.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from typing import Any, cast
 
 import torch
 
+from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.batches import Feed, Work, map_tensors
 from stoker.train.oom import forget_frames, is_oom
 from stoker.train.settings import Capture
-from stoker.train.step import Step, state_tensors
+from stoker.train.step import Step, compact_recurrent, state_tensors
 from stoker.train.window import Window
 
 WARM_UP_STEPS = 3
+CHECKED_REPLAYS = 3
 MOST_MISFITS = 3
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-5
 """How far a replay may be from the eager step: atomics and the order of sums differ, wrong data does more."""
@@ -43,6 +46,8 @@ def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
         return "several batches are accumulated per update"
     if parts.carry is not None:
         return "recurrent state is carried from batch to batch"
+    if feed.is_stoker and feed.loader.walks_in_lanes:
+        return "lanes end at different batches"
     if not step.guarded:
         return f"{type(parts.optimizer).__name__} is not a fused optimizer"
     if feed.is_stoker and any(column.kind == "ragged" for column in feed.loader.columns):
@@ -52,19 +57,43 @@ def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
     return None
 
 
+def refuse_eager(reason: str) -> InputError:
+    """Return the error for a step that was to be captured and cannot be."""
+    return InputError(
+        f"capture is 'on', but {reason}.",
+        "a step that can be captured",
+        "capture='auto', which goes on eagerly and says so",
+    )
+
+
 class CapturedStep:
     """Replays a step. `run` takes work of any kind and decides what is replayed.
+
+    Args:
+        step: The eager one.
+        feed: Where batches come from.
+        window: Runs what is not replayed.
+        say: Told when training goes on eagerly.
+        demanded: Whether that is an error instead.
 
     Attributes:
         reason: What is done and why.
         active: Whether steps are replayed now.
     """
 
-    def __init__(self, step: Step, feed: Feed, window: Window, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        step: Step,
+        feed: Feed,
+        window: Window,
+        say: Callable[[str], None],
+        demanded: bool = False,
+    ) -> None:
         self.step = step
         self.feed = feed
         self._window = window
         self._say = say
+        self._demanded = demanded
         self._num_misfits = 0
         self.active = False
         self.reason = f"captured after {WARM_UP_STEPS} steps of warm-up"
@@ -73,7 +102,8 @@ class CapturedStep:
         self._loss: torch.Tensor | None = None
         self._num_warm = 0
         self._given_up = False
-        self._checked = False
+        self._num_checked = 0
+        self._worst = 0.0
         self._generation = _generation(feed)
 
     def works(self) -> Iterator[Work]:
@@ -88,26 +118,28 @@ class CapturedStep:
 
     def run(self, work: Work) -> torch.Tensor:
         """Train on one batch; return its loss on the device."""
+        if self._window.is_lowered and not self._given_up:
+            self._give_up("memory ran out, and a batch that goes through in parts is not captured")
         full = work.num_samples == self.step.parts.nominal_batch
-        if self._given_up or not full or self._window.is_lowered:
+        if self._given_up or not full or not self._fits(work):
             return self._run_eagerly(work)
-        if not self._fits(work):
-            return self._run_eagerly(work)
-        if self._checked and self._generation == _generation(self.feed):
+        if self._num_checked == CHECKED_REPLAYS and self._generation == _generation(self.feed):
             return self._run_captured(work)  # a replay allocates nothing
         self._window.mark()
         try:
             return self._run_captured(work)
         except RuntimeError as error:
-            if not is_oom(error):
+            if not self._window.survives or not is_oom(error):
                 raise
             forget_frames(error)
-        self._give_up("eager: memory ran out while the step was being captured")
+        self.forget()
         self._window.restore()
-        return self._run_eagerly(work)
+        if not self._window.give_way():
+            self._give_up("memory ran out while the step was being captured")
+        return self._run_eagerly(work, again=True)
 
     def _run_captured(self, work: Work) -> torch.Tensor:
-        if self._generation != _generation(self.feed):  # the augmentation's ops have changed
+        if self._generation != _generation(self.feed):  # other ops, or the data has moved
             self.forget()
         if self._graph is None and self._num_warm < WARM_UP_STEPS:
             self._num_warm += 1
@@ -115,7 +147,7 @@ class CapturedStep:
         self._set_static(work)
         if self._graph is None and not self._capture():
             return self._run_eagerly(work)
-        if not self._checked:
+        if self._num_checked < CHECKED_REPLAYS:
             return self._replay_and_check(work)
         assert self._graph is not None
         assert self._loss is not None
@@ -124,10 +156,15 @@ class CapturedStep:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _run_eagerly(self, work: Work) -> torch.Tensor:
-        """Train as without capture, with the ladder below it."""
-        inputs, targets = self._unpacked(work)
-        loss = self._window.add(Work(inputs, targets, work.num_samples, work.positions))
+    def _run_eagerly(self, work: Work, again: bool = False) -> torch.Tensor:
+        """Train as without capture, with the ladder below it.
+
+        Args:
+            work: The batch.
+            again: Whether it was tried before, so that its augmentation may have been drawn.
+        """
+        opened = self._window.obtain(lambda retried: self._opened(work, again or retried))
+        loss = self._window.add(opened)
         self._window.finish()
         return loss
 
@@ -137,14 +174,17 @@ class CapturedStep:
             return True
         self._num_misfits += 1
         if self._num_misfits == MOST_MISFITS:
-            self._give_up("eager: batches change their shape")
+            self._give_up("batches change their shape")
         return False
 
-    def _unpacked(self, work: Work) -> tuple[Any, Any]:
+    def _opened(self, work: Work, again: bool) -> Work:
+        """Return work with its batch, built where it is only indices so far."""
         if work.index is None:
-            return work.inputs, work.targets
-        batch = self.feed.loader.assemble(work.index.indices, work.index.totals)
-        return self.feed.unpack(batch)
+            return work
+        if again and self.feed.augmentation is not None:
+            self.feed.augmentation.seek(self.feed.loader.epoch, work.index.planned.step)
+        inputs, targets = self.feed.unpack(self.feed.loader.assemble(work.index))
+        return Work(inputs, targets, work.num_samples, work.positions)
 
     def _set_static(self, work: Work) -> None:
         """Put the batch where the graph reads it."""
@@ -178,17 +218,17 @@ class CapturedStep:
     def _capture(self) -> bool:
         graph = torch.cuda.CUDAGraph()
         generator = self._copy_generator()
-        for module in self.step.parts.model.modules():
-            if isinstance(module, torch.nn.RNNBase):
-                module.flatten_parameters()
+        compact_recurrent(self.step.parts.model)
         try:
             # Threads that feed the ring copy at the same time: only this thread's calls count.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._loss = self._static_step()
         except (RuntimeError, AssertionError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
             self._heal(generator)
-            self._give_up(f"eager: the step cannot be captured ({first})")
+            if is_oom(error):
+                raise
+            first = str(error).strip().splitlines()[0].rstrip(".")
+            self._give_up(f"the step cannot be captured ({first})")
             return False
         self._graph, self.active = graph, True
         return True
@@ -205,10 +245,18 @@ class CapturedStep:
 
     def _replay_and_check(self, work: Work) -> torch.Tensor:
         """Compute the step both ways from the same state; keep the replay if they agree."""
-        self._checked = True
         keep = _Snapshot(self)
+        try:
+            return self._compare(work, keep)
+        except RuntimeError:
+            keep.restore()  # nothing of the step remains, so that it can be tried again
+            raise
+
+    def _compare(self, work: Work, keep: _Snapshot) -> torch.Tensor:
         eager_loss = self._run_eagerly(work).clone()
         eager_state = [tensor.detach().clone() for tensor in state_tensors(self.step.parts)]
+        if self._window.is_lowered or self._generation != _generation(self.feed):
+            return eager_loss  # memory ran out in the eager step: the graph's data is elsewhere now
         keep.restore()
         assert self._graph is not None
         assert self._loss is not None
@@ -217,26 +265,37 @@ class CapturedStep:
             [eager_loss, *eager_state], [self._loss, *state_tensors(self.step.parts)]
         )
         if difference <= 1.0:
-            self.reason += (
-                f"; the first replay agreed with the eager step ({difference:.2g} of the tolerance)"
-            )
+            self._note_agreement(difference)
             return self._loss.clone()
         keep.restore()
         self._give_up(
-            f"eager: a replayed step differed from the eager one by {difference:.3g} times the tolerance"
+            f"a replayed step differed from the eager one by {difference:.3g} times the tolerance"
         )
         return self._run_eagerly(work)
 
+    def _note_agreement(self, difference: float) -> None:
+        self._num_checked += 1
+        self._worst = max(self._worst, difference)
+        if self._num_checked == CHECKED_REPLAYS:
+            self.reason = (
+                f"captured after {WARM_UP_STEPS} steps of warm-up; the first {CHECKED_REPLAYS} replays "
+                f"agreed with eager steps from the same state ({self._worst:.2g} of the tolerance)"
+            )
+
     def _give_up(self, reason: str) -> None:
+        """Go on eagerly from here; where capture was demanded, end with the reason."""
         self.forget()
-        self._given_up, self.active, self.reason = True, False, reason
+        self._given_up, self.reason = True, f"eager: {reason}"
         self._window.drop()
-        self._say(f"step {reason}")
+        if self._demanded:
+            raise refuse_eager(reason)
+        self._say(f"step {self.reason}")
 
     def forget(self) -> None:
         """Capture anew: what the graph works on has changed."""
         self._graph, self._static, self._loss = None, None, None
-        self._num_warm, self._checked, self.active = 0, False, False
+        self._num_warm = self._num_checked = 0
+        self._worst, self.active = 0.0, False
         self._generation = _generation(self.feed)
 
 
@@ -265,8 +324,10 @@ class _Snapshot:
             self._augmentation.load_state_dict(self._draws)
 
 
-def _generation(feed: Feed) -> int:
-    return int(getattr(feed.augmentation, "generation", 0))
+def _generation(feed: Feed) -> tuple[int, int]:
+    """Return what changes when a graph's kernels or the tensors they read from are no longer right."""
+    ring_number = feed.loader.ring_number if feed.is_stoker else 0
+    return int(getattr(feed.augmentation, "generation", 0)), ring_number
 
 
 def _given(work: Work) -> Any:
@@ -302,11 +363,13 @@ def _copy(target: Any, source: Any) -> None:
 
 
 def _difference(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
-    """Return the largest difference in units of the tolerance; infinite where one is not a number."""
+    """Return the largest difference in units of the tolerance; infinite where only one is a number."""
     worst = 0.0
     for one, other in zip(wanted, got, strict=True):
         if one.is_floating_point() and one.numel():
-            room = _ABSOLUTE + _RELATIVE * one.float().abs().max()
-            away = float(((one - other).abs().max() / room).detach())
+            # A batch whose loss is not finite is so both ways, and leaves the rest as it was.
+            alike = (one == other) | (one.isnan() & other.isnan())
+            room = _ABSOLUTE + _RELATIVE * one.float().abs().nan_to_num(0.0, 0.0, 0.0).max()
+            away = float((torch.where(alike, 0.0, (one - other).abs()).max() / room).detach())
             worst = max(worst, math.inf if math.isnan(away) else away)
     return worst

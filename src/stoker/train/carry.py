@@ -2,7 +2,8 @@
 
 Enters: a model that takes and returns its state, the batches of a lane order. Leaves: its outputs.
 Costs: the state, on the device. The state's value flows on, its gradient does not; rows whose lane
-begins, or whose series had a gap, begin from the model's initial state.
+begins, or whose series had a gap, begin from the model's initial state. A batch whose loss is not finite
+leaves no trace in it.
 
 A stateful model has `initial_state(batch, device)`, `reset_state(state, rows)` and is called as
 `model(inputs, state) -> (outputs, state)`. A state is a dict of tensors.
@@ -26,6 +27,7 @@ class Carry:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._state: State | None = None
+        self._before: State = {}
 
     def begin(self) -> None:
         """Forget: an epoch begins, or another loader."""
@@ -36,9 +38,22 @@ class Carry:
         state = self._state
         if state is None:
             state = model.initial_state(len(reset), self.device)
-        outputs, following = model(inputs, model.reset_state(state, reset))
+        self._before = model.reset_state(state, reset)
+        outputs, following = model(inputs, self._before)
         self._state = {name: value.detach() for name, value in following.items()}
         return outputs
+
+    def keep_if(self, is_sound: torch.Tensor) -> None:
+        """Go back to before the last batch, its resets aside, where it was not sound.
+
+        Args:
+            is_sound: A bool on the device, which nobody waits for.
+        """
+        self._state = {
+            name: torch.where(is_sound, value, self._before[name].to(value.dtype))
+            for name, value in (self._state or {}).items()
+        }
+        self._before = {}
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return the state; None at the beginning."""

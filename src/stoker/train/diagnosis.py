@@ -1,7 +1,7 @@
 """What was wrong with the batch whose loss is not finite (S4-7).
 
 Enters: the loader, the step with its sample ids, the precision. Leaves: a `NonFiniteError` whose message
-names the batch, the samples and the columns. Costs: one read of that batch from disk, only when
+names the epoch, the batch, the samples and the columns. Costs: one read of that batch from disk, only when
 something is wrong.
 """
 
@@ -35,7 +35,8 @@ class _BadValue:
 
 def explain_batch(loader: Any, seen: StepLoss, precision: PrecisionChoice) -> NonFiniteError:
     """Return the error for a loss that is not finite, with what is in its batch."""
-    where = f"the loss of step {seen.step} is {seen.loss}"
+    epoch, batch = seen.place
+    where = f"the loss of step {seen.step} (epoch {epoch}, batch {batch}) is {seen.loss}"
     if seen.positions is None or not isinstance(loader, Loader):
         return NonFiniteError(
             f"{where}; the loader does not say which samples were in it.",

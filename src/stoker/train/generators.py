@@ -23,18 +23,30 @@ def capture_rng(*, renew_cudnn: bool = True) -> dict[str, Any]:
             to where they are: from here on this run and a restored one draw alike. An LSTM with dropout
             pays a few ms at its next call; nothing else does.
     """
-    version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": (version, tuple(numbers), gauss),
-        "numpy": _without_arrays(np.random.get_state(legacy=False)),
-        "torch": torch.get_rng_state(),
-        "cuda": [],
-    }
+    state = capture_host_rng()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
         if renew_cudnn:
             torch.cuda.set_rng_state_all(state["cuda"])
     return state
+
+
+def capture_host_rng() -> dict[str, Any]:
+    """Return the same without the devices' generators: what samplers and datasets draw from."""
+    version, numbers, gauss = random.getstate()
+    return {
+        "python": (version, tuple(numbers), gauss),
+        "numpy": _without_arrays(np.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state(),
+        "cuda": [],
+    }
+
+
+def seed_rng(seed: int) -> None:
+    """Set all of these generators, and those of all devices, from one number."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def restore_rng(state: Mapping[str, Any]) -> tuple[str, ...]:

@@ -33,12 +33,14 @@ class StepLoss:
         loss: Its value.
         num_samples: Of its batch.
         positions: Places of its samples in the loader's list, where known.
+        place: Its epoch, and the number of its batch there.
     """
 
     step: int
     loss: float
     num_samples: int
     positions: Array | None
+    place: tuple[int, int] = (0, 0)
 
     @property
     def is_finite(self) -> bool:
@@ -50,6 +52,7 @@ class _Note(NamedTuple):
     step: int
     num_samples: int
     positions: Array | None
+    place: tuple[int, int]
 
 
 class _Read(NamedTuple):
@@ -74,7 +77,12 @@ class LossBook:
         self._reads: deque[_Read] = deque()
 
     def note(
-        self, step: int, loss: torch.Tensor, num_samples: int, positions: Array | None
+        self,
+        step: int,
+        loss: torch.Tensor,
+        num_samples: int,
+        positions: Array | None,
+        place: tuple[int, int] = (0, 0),
     ) -> list[StepLoss]:
         """Keep a step's loss; return those that have arrived on the host since the last call.
 
@@ -83,9 +91,10 @@ class LossBook:
             loss: A scalar that nobody writes to any more.
             num_samples: Of its batch.
             positions: Places of its samples in the loader's list.
+            place: Its epoch, and the number of its batch there.
         """
         self._losses.append(loss)
-        self._notes.append(_Note(step, num_samples, positions))
+        self._notes.append(_Note(step, num_samples, positions, place))
         if len(self._losses) < self._read_every:
             return []
         self._begin_read()
@@ -118,5 +127,7 @@ class LossBook:
                 read.event.synchronize()
             self._reads.popleft()
             for note, value in zip(read.notes, read.values.tolist(), strict=True):
-                arrived.append(StepLoss(note.step, value, note.num_samples, note.positions))
+                arrived.append(
+                    StepLoss(note.step, value, note.num_samples, note.positions, note.place)
+                )
         return arrived

@@ -4,7 +4,7 @@ Enters: where a run stands (chunk share, samples per pass, recomputation), or an
 `Rung` with its reason, or None at the bottom; and what was learned, in the user's cache folder. Costs
 nothing, and one small file per learned setting.
 
-    chunk 75 % -> 60 %    the data gives way first: nothing about the training changes
+    chunk 75 % -> 60 %    fewer chunks on the device: the order, and all of the training, stay
     batch 128 -> 96 -> 64 in one pass; more passes per update keep the effective batch
     recompute activations about a third more time, a fraction of the memory
     batch 48 -> 32 -> ... -> 1
@@ -16,6 +16,7 @@ changed here: it changes results.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -24,14 +25,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 import xxhash
 
 from stoker.errors import InputError
+from stoker.plan import FALLBACK_SHARE
 from stoker.store.writer import write_text_atomically
 from stoker.units import GIB
-
-LOWER_CHUNK_SHARE = 0.60
 
 RungKind = Literal["chunk share", "batch", "activation checkpointing"]
 
@@ -83,6 +84,21 @@ def forget_frames(error: BaseException) -> None:
         seen = seen.__cause__ or seen.__context__
 
 
+def let_go(device: torch.device) -> None:
+    """Give back what nobody holds any more, cycles and the allocator's cache included; waits for the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def bytes_in_use(device: torch.device) -> int:
+    """Return what this process holds on the device; on a CPU its resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
+
+
 # -- the ladder ------------------------------------------------------------------------------------
 
 
@@ -94,7 +110,8 @@ class Footing:
         batch_size: Samples of a batch as the loader yields it; never changes.
         pass_size: Most samples that go through the model at once; at first the whole batch.
         accumulation_steps: Batches per update, as configured.
-        chunk_share: Share of free device memory that chunks may take; None when the data is not chunked.
+        chunk_share: Share of the device that chunks stand for (S0-10): 0.75, later 0.60; None when the
+            data is not chunked.
         is_checkpointed: Whether activations are recomputed.
         can_checkpoint: Whether the model has blocks to recompute.
     """
@@ -164,15 +181,21 @@ def cut(num_samples: int, pass_size: int) -> tuple[int, ...]:
     return (pass_size,) * full + ((rest,) if rest else ())
 
 
-def next_rung(footing: Footing) -> Rung | None:
-    """Return what to try after memory ran out on this footing; None when nothing is left."""
-    if footing.chunk_share is not None and footing.chunk_share > LOWER_CHUNK_SHARE:
+def next_rung(footing: Footing, can_cut: bool = True) -> Rung | None:
+    """Return what to try after memory ran out on this footing; None when nothing is left.
+
+    Args:
+        footing: Where the run stands.
+        can_cut: Whether batches can go through in parts.
+    """
+    if footing.chunk_share is not None and footing.chunk_share > FALLBACK_SHARE:
         return _rung(
             "chunk share",
-            replace(footing, chunk_share=LOWER_CHUNK_SHARE),
-            f"chunks take {footing.chunk_share:.0%} of the free memory, now {LOWER_CHUNK_SHARE:.0%}",
+            replace(footing, chunk_share=FALLBACK_SHARE),
+            f"fewer chunks are on the device at once, in the ratio of {footing.chunk_share:.0%} to "
+            f"{FALLBACK_SHARE:.0%}; their order stays",
         )
-    smaller = _smaller_pass(footing.batch_size, footing.pass_size)
+    smaller = smaller_pass(footing.batch_size, footing.pass_size) if can_cut else None
     may_checkpoint = footing.can_checkpoint and not footing.is_checkpointed
     if may_checkpoint and (smaller is None or smaller < footing.batch_size // 2):
         return _rung(
@@ -205,7 +228,7 @@ def _rung(kind: RungKind, below: Footing, reason: str) -> Rung:
     )
 
 
-def _smaller_pass(batch_size: int, pass_size: int) -> int | None:
+def smaller_pass(batch_size: int, pass_size: int) -> int | None:
     """Return the next of 3/4, 1/2, 3/8, 1/4, ... of the batch below `pass_size`; None below 1."""
     whole = batch_size
     while whole:
@@ -216,14 +239,17 @@ def _smaller_pass(batch_size: int, pass_size: int) -> int | None:
     return None
 
 
-def exhausted(footing: Footing) -> InputError:
+def exhausted(footing: Footing, can_cut: bool = True) -> InputError:
     """Return the error for a run that finds no rung any more."""
     recomputed = "recomputed" if footing.is_checkpointed else "kept: no block can be recomputed"
+    count = footing.pass_size if can_cut else footing.batch_size
+    whole = "" if can_cut else ", which cannot go through in parts,"
     return InputError(
-        f"the device's memory ran out with {footing.pass_size} sample at once and activations "
-        f"{recomputed}.",
-        "a model whose weights, optimizer state and one sample fit",
-        "precision=bf16, a smaller model, shorter windows or smaller images, or a larger GPU",
+        f"the device's memory ran out with {count} sample{'s' * (count > 1)} at once{whole} and "
+        f"activations {recomputed}.",
+        f"a model whose weights, optimizer state and {'one sample' if can_cut else 'one batch'} fit",
+        f"{'' if can_cut else 'a smaller batch size, '}precision=bf16, a smaller model, shorter windows or "
+        "smaller images, or a larger GPU",
     )
 
 
@@ -329,10 +355,11 @@ class Remembered:
 
 def _footing(found: Mapping[str, Any], asked: Footing) -> Footing:
     """Return the footing on the way down from `asked` that was stored; ValueError where none is."""
-    footing = asked
-    while asdict(footing) != found:
-        rung = next_rung(footing)
-        if rung is None:
-            raise ValueError("it is not on the ladder")
-        footing = footing.on(rung)
-    return footing
+    for can_cut in (True, False):
+        footing, rung = asked, next_rung(asked, can_cut)
+        while asdict(footing) != found and rung is not None:
+            footing = footing.on(rung)
+            rung = next_rung(footing, can_cut)
+        if asdict(footing) == found:
+            return footing
+    raise ValueError("it is not on the ladder")

@@ -29,9 +29,9 @@ from stoker.report import Progress, Silent
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
 from stoker.train.batches import Feed, Unpack
-from stoker.train.carry import make_carry
+from stoker.train.judging import Judge
 from stoker.train.precision import PrecisionChoice
-from stoker.train.step import Criterion, as_float32
+from stoker.train.step import Criterion
 
 Columns = Mapping[str, torch.Tensor]
 SAMPLE_COLUMN = "sample"
@@ -41,7 +41,6 @@ _GROUP_BYTES = 8 << 20
 # -- metrics -------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def evaluate(
     model: torch.nn.Module,
     loader: Any,
@@ -52,27 +51,10 @@ def evaluate(
     device: torch.device,
 ) -> dict[str, float]:
     """Return the mean loss and the metrics over one pass of a loader, as validation does."""
-    was_training = model.training
-    model.eval()
-    counted = metrics() if metrics is not None else None
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    count = 0
-    carry = make_carry(model, loader, device)
     with precision.matmuls():
-        for work in Feed(loader, device, unpack):
-            with precision.autocast(device):
-                if carry is not None and work.reset is not None:
-                    outputs = carry.run(model, work.inputs, work.reset)
-                else:
-                    outputs = model(work.inputs)
-            outputs = as_float32(outputs)
-            total += criterion(outputs, work.targets).double() * work.num_samples
-            count += work.num_samples
-            if counted is not None:
-                counted.update(outputs, work.targets)
-    model.train(was_training)
-    found = {"loss": float(total) / max(count, 1)}
-    return found | (counted.compute() if counted is not None else {})
+        return Judge(model, criterion, metrics, precision, device).judge(
+            Feed(loader, device, unpack)
+        )
 
 
 # -- predictions ---------------------------------------------------------------------------------

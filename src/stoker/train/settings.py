@@ -30,7 +30,8 @@ class TrainSettings:
         nonfinite: What to do about a loss that is not finite: stop with its cause, skip the update,
             or go back to the last good state and leave the batch out.
         read_every: Steps between two reads of losses from the device.
-        seed: Of everything random.
+        seed: Of torch's, numpy's and Python's generators, set when a run begins (not when it goes on);
+            None leaves them as they are.
         keep_last: Checkpoints kept besides the best.
         checkpoint_every_epochs: 0 is never.
         checkpoint_every_steps: Within an epoch; 0 is never.
@@ -53,7 +54,7 @@ class TrainSettings:
     compile: bool = False
     nonfinite: NonFinite = "stop"
     read_every: int = 50
-    seed: int = 0
+    seed: int | None = None
     keep_last: int = 2
     checkpoint_every_epochs: int = 1
     checkpoint_every_steps: int = 0
@@ -82,14 +83,15 @@ class TrainSettings:
         least = {"epochs": 0, "accumulation_steps": 1, "read_every": 1, "keep_last": 1}
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.type == "int" and (
+            optional = entry.type == "int | None"
+            if (entry.type == "int" or (optional and value is not None)) and (
                 isinstance(value, bool)
                 or not isinstance(value, int)
                 or value < least.get(entry.name, 0)
             ):
                 raise InputError(
                     f"{entry.name} is {value!r}.",
-                    f"a whole number, {least.get(entry.name, 0)} or more",
+                    f"a whole number, {least.get(entry.name, 0)} or more{', or None' if optional else ''}",
                     f"{entry.name}={entry.default!r}",
                 )
         if self.clip_norm is not None and not self.clip_norm > 0:

@@ -6,7 +6,8 @@ model's own work; no host synchronisation on a GPU where the optimizer is fused.
 The order is that of S0-15: autocast forward, scaled backward, unscale, clip, step, update of the
 scale. Gradients of several batches add up to exactly those of one batch of all their samples.
 A gradient that is not finite never reaches the weights: a fused optimizer skips the update on the GPU,
-and on the CPU the host looks first. Other optimizers on a GPU are not held up for it.
+and on the CPU the host looks first. Other optimizers on a GPU are not held up for it. A batch whose loss
+is not finite leaves no trace in running statistics and carried state either.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from stoker.errors import InputError
 from stoker.train.accumulation import AccumulationWindow, scale_gradients
 from stoker.train.batches import map_tensors
+from stoker.train.buffers import Buffers, Copies
 from stoker.train.carry import Carry
 from stoker.train.precision import PrecisionChoice
 
@@ -63,6 +65,7 @@ class Step:
         self._one = torch.ones((), device=parts.device)
         self._epsilon = self._one * (1e-6 / (parts.clip_norm or 1.0))
         self.window = AccumulationWindow(parts.nominal_batch, parts.accumulation_steps)
+        self._buffers = Buffers.that_change(parts.model)
 
     @property
     def num_skipped(self) -> int:
@@ -104,9 +107,11 @@ class Step:
             rows: Rows that count; all by default. Lanes that have ended still have a row.
         """
         parts = self.parts
+        before = self._buffers.copy() if self._buffers else {}
+        carry = parts.carry if reset is not None else None
         with parts.precision.autocast(parts.device):
-            if parts.carry is not None and reset is not None:
-                outputs = parts.carry.run(parts.model, inputs, reset)
+            if carry is not None and reset is not None:
+                outputs = carry.run(parts.model, inputs, reset)
             else:
                 outputs = parts.model(inputs)
         if rows is not None:
@@ -114,7 +119,21 @@ class Step:
         loss = parts.criterion(as_float32(outputs), targets)
         scaled = parts.scaler.scale(loss if weight == 1.0 else loss * weight)
         scaled.backward()
-        return loss.detach().float()
+        loss = loss.detach().float()
+        if before or carry is not None:
+            self._forget_unless_finite(loss, before, carry)
+        return loss
+
+    def _forget_unless_finite(
+        self, loss: torch.Tensor, before: Copies, carry: Carry | None
+    ) -> None:
+        """Put buffers and carried state back to before a batch whose loss is not finite."""
+        if not self._on_gpu and math.isfinite(loss.item()):  # costs nothing on a CPU
+            return
+        is_sound = torch.isfinite(loss)
+        self._buffers.put_back(before, keep_if=is_sound)
+        if carry is not None:
+            carry.keep_if(is_sound)
 
     def finish_window(self) -> None:
         """Update with what was added, however much that is; nothing happens when it is nothing."""
@@ -215,19 +234,22 @@ def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
     """Let torch's Adam, AdamW and SGD run fused, with the rate on the device; return what was done.
 
     A fused update is one kernel for all parameters, can leave itself out where a gradient is not
-    finite, and can be captured in a CUDA graph. The mathematics is the same.
+    finite, and can be captured in a CUDA graph. The mathematics is the same. SGD with dampening treats
+    its first update specially, which cannot be left out on a GPU: there it runs as it is.
     """
     kind = type(optimizer)
     if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         return f"{kind.__name__} runs as it is"
     groups = optimizer.param_groups
     floating = all(p.is_floating_point() for group in groups for p in group["params"])
+    on_gpu = device.type == "cuda"
     unlike = [name for name in ("differentiable", "amsgrad") if any(g.get(name) for g in groups)]
+    if on_gpu and any(g.get("momentum") and g.get("dampening") for g in groups):
+        unlike.append("dampening")
     if not floating or unlike:
         return (
             f"{kind.__name__} runs as it is ({', '.join(unlike) or 'parameters are not floating'})"
         )
-    on_gpu = device.type == "cuda"
     for group in groups:
         group["fused"], group["foreach"] = True, False
         if "capturable" in group:
@@ -238,8 +260,41 @@ def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(device)
+    fill_momentum(optimizer)
     vars(optimizer)["_step_supports_amp_scaling"] = True
     return f"{kind.__name__} runs fused"
+
+
+def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give SGD's missing momentum the value 0, from which its first update is torch's own.
+
+    Torch makes this memory at the first update and lets the kernel fill it: where that update is left out,
+    it stays as it was found, and the next one takes it for momentum. Momentum that is there stays, and
+    with dampening torch's first update is another: then nothing is done.
+    """
+    if type(optimizer) is not torch.optim.SGD:
+        return
+    for group in optimizer.param_groups:
+        if group["momentum"] == 0 or group["dampening"] != 0:
+            continue
+        for parameter in group["params"]:
+            if (
+                parameter.requires_grad
+                and optimizer.state[parameter].get("momentum_buffer") is None
+            ):
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(
+                    parameter, memory_format=torch.preserve_format
+                )
+
+
+def compact_recurrent(model: torch.nn.Module) -> None:
+    """Lay the weights of every LSTM and GRU together, as cuDNN wants them.
+
+    A copied or reassigned layer has lost that: cuDNN would warn and lay them together at every call.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.RNNBase):
+            module.flatten_parameters()
 
 
 def state_tensors(parts: StepParts) -> Iterator[torch.Tensor]:

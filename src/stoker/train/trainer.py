@@ -17,9 +17,8 @@ import math
 import signal
 import threading
 import time
-from collections import deque
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, cast
@@ -32,64 +31,29 @@ from stoker.loader.slabs import usable_device
 from stoker.report import Progress, RunLog, Silent, open_tensorboard
 from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
-from stoker.train.capture import CapturedStep, cannot_capture
+from stoker.train.capture import CapturedStep, cannot_capture, refuse_eager
 from stoker.train.carry import make_carry
 from stoker.train.checkpoint import Checkpoints
 from stoker.train.diagnosis import explain_batch
-from stoker.train.generators import capture_rng, restore_rng
+from stoker.train.generators import capture_rng, restore_rng, seed_rng
+from stoker.train.history import EpochReport, History
+from stoker.train.judging import Judge
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
 from stoker.train.memory import CacheEmptier, LeakWatch, log_gpu_stats
 from stoker.train.precision import choose_precision
 from stoker.train.run_lock import RunLock
 from stoker.train.settings import TrainSettings
-from stoker.train.step import Step, StepParts, as_float32, make_guarded, take_rows
+from stoker.train.step import (
+    Step,
+    StepParts,
+    compact_recurrent,
+    fill_momentum,
+    make_guarded,
+)
 from stoker.train.window import Window
 
 AUGMENTED = "✓ GPU augmentation enabled"
 MOST_ROLLBACKS = 5
-
-
-@dataclass
-class EpochReport:
-    """One epoch.
-
-    Attributes:
-        epoch: Its number.
-        train_loss: Mean over its samples.
-        metrics: Of validation; empty without one.
-        num_samples: Trained on.
-        seconds: Of training, validation not counted.
-        wait_share: Share of that time spent waiting for batches.
-    """
-
-    epoch: int
-    train_loss: float
-    metrics: dict[str, float]
-    num_samples: int
-    seconds: float
-    wait_share: float
-
-    @property
-    def samples_per_second(self) -> float:
-        """Training rate."""
-        return self.num_samples / max(self.seconds, 1e-9)
-
-
-@dataclass
-class History:
-    """What a run did.
-
-    Attributes:
-        epochs: Reports of those that were finished.
-        losses: Loss of every step, in order, across epochs.
-        ended: "done", "terminated" or "interrupted".
-        notes: Choices with their reasons.
-    """
-
-    epochs: list[EpochReport] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    ended: str = "done"
-    notes: list[str] = field(default_factory=list)
 
 
 class _RollBackError(Exception):
@@ -114,7 +78,7 @@ class Trainer:
         model: Moved to `device`.
         train_loader: A stoker `Loader`, a torch DataLoader, or any iterable of batches.
         val_loader: The same for validation, or None.
-        criterion: `(outputs, targets) -> mean loss of the batch`.
+        criterion: `(outputs, targets) -> mean loss of the batch`; a module is moved to `device`.
         optimizer: Over the model's parameters.
         scheduler: Stepped after every update, or None.
         config: `TrainSettings`, or a mapping of its fields.
@@ -148,8 +112,10 @@ class Trainer:
     ) -> None:
         self.settings = TrainSettings.of(config)
         self.device = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.model = model.to(self.device)
+        self.model = _move(model, self.device)
         _check_parameters(model, optimizer, self.device)
+        if isinstance(criterion, torch.nn.Module):
+            criterion = criterion.to(self.device)
         self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
         self.history = History()
         self._progress = progress or Silent()
@@ -173,9 +139,8 @@ class Trainer:
         self._stop: str | None = None
         self._saved_at = 0
         self._left_out: set[tuple[int, int]] = set()
-        self._places: deque[tuple[int, tuple[int, int]]] = deque(
-            maxlen=4 * self.settings.read_every
-        )
+        self._has_scheduled = False
+        self._num_done = 0
         self._good: dict[str, Any] | None = None
         self._book = LossBook(self.device, self.settings.read_every)
         self._total, self._count = 0.0, 0
@@ -209,20 +174,41 @@ class Trainer:
             settings.accumulation_steps,
             make_carry(self.model, self._train.loader, self.device),
         )
-        self._step = Step(parts)
-        self._window = Window(self._step, settings.survive_oom, self.note)
-        refusal = cannot_capture(settings.capture, self._train, self._step)
-        self._captured = (
-            None if refusal else CapturedStep(self._step, self._train, self._window, self.note)
-        )
+        refusal = self._make_step(parts)
         if refusal is not None and settings.capture == "on":
-            raise InputError(
-                f"capture is 'on', but {refusal}.", "a step that can be captured", "capture='auto'"
-            )
+            raise refuse_eager(refusal)
+        self._judge = Judge(
+            self.model,
+            self.criterion,
+            self._metrics,
+            self._precision,
+            self.device,
+            settings.survive_oom,
+            self.note,
+            self._give_way,
+        )
         self.note(f"step {'captured: one CUDA graph' if refusal is None else f'eager: {refusal}'}")
         if self.gpu_augmentation is not None:
             self._progress.say(AUGMENTED)
             self.history.notes.append(AUGMENTED)
+
+    def _make_step(self, parts: StepParts) -> str | None:
+        """Make the step, the window around it and its captured form; return why there is none."""
+        self._step = Step(parts)
+        shrink = self._train.shrink if self._train.is_chunked else None
+        self._window = Window(self._step, self.settings.survive_oom, self.note, shrink)
+        asked = self.settings.capture
+        refusal = cannot_capture(asked, self._train, self._step)
+        self._captured = (
+            CapturedStep(self._step, self._train, self._window, self.note, asked == "on")
+            if refusal is None
+            else None
+        )
+        return refusal
+
+    def _give_way(self) -> bool:
+        """Let the training data give memory back, for validation."""
+        return self._window.give_way()
 
     def note(self, line: str) -> None:
         """Keep a choice with its reason, say it, and write it to the run's log."""
@@ -244,9 +230,10 @@ class Trainer:
             stack.enter_context(self._signals())
             if self._folder is not None:
                 self._open_folder(stack, resume)
-            if resume:
-                self.resume()
             settings = self.settings
+            is_resumed = resume and self.resume()
+            if settings.seed is not None and not is_resumed and not self._num_steps:
+                seed_rng(settings.seed)
             leaks = LeakWatch.for_device(self.device, settings.leak_bytes)
             cache = CacheEmptier(
                 settings.empty_cache_every_n_epochs, settings.empty_cache_every_n_batches
@@ -276,6 +263,11 @@ class Trainer:
         if self._saved_step != self._num_steps and not self._step.window.num_batches:
             with contextlib.suppress(Exception):
                 self.save()
+                if self._checkpoints is not None and self._train.position > self._num_done:
+                    self.note(
+                        f"batch {self._num_done} of epoch {self._epoch}, in which the error was raised, is "
+                        "not in what was saved: a resumed run goes on behind it"
+                    )
 
     def _run_epoch(self, cache: CacheEmptier) -> bool:
         """Train and validate one epoch; False when it was cut short."""
@@ -336,13 +328,14 @@ class Trainer:
     def train_epoch(self, cache: CacheEmptier | None = None) -> EpochReport:
         """Train on the rest of the current epoch."""
         self.model.train()
+        fill_momentum(self.optimizer)  # of parameters that were frozen until now
         self._train.set_epoch(self._epoch)
         self._epoch_is_done = False
         self._first_loss = len(self.history.losses)
-        position = self._saved_at = self._train.position
+        position = self._saved_at = self._num_done = self._train.position
         if self._step.parts.carry is not None and not position:
             self._step.parts.carry.begin()
-        works = iter(self._captured.works() if self._captured is not None else self._train)
+        works = self._works()
         self._book = LossBook(self.device, self.settings.read_every)
         self._total, self._count, waited = 0.0, 0, 0.0
         num_batches = self._train.num_batches
@@ -351,13 +344,18 @@ class Trainer:
         began = time.perf_counter()
         while True:
             asked = time.perf_counter()
-            work = next(works, None)
+            try:
+                work = next(works, None)
+            except RuntimeError as error:
+                works = self._begin_again(error)
+                continue
             waited += time.perf_counter() - asked
             if work is None:
                 self._epoch_is_done = True
                 break
             self._train_on(work, position)
             position += 1
+            self._num_done = position
             self._after_batch(position, cache)
             # In the middle of a window its gradients would be lost: it is finished first. And an
             # epoch whose last batch is done is done.
@@ -365,16 +363,28 @@ class Trainer:
                 break
         if self._step.window.num_batches:
             self._window.finish()
-            if self.scheduler is not None:
-                self.scheduler.step()
+            self._step_scheduler()
         self._collect(self._book.flush())
         seconds = time.perf_counter() - began
         mean = self._total / self._count if self._count else math.nan
         return EpochReport(self._epoch, mean, {}, self._count, seconds, waited / max(seconds, 1e-9))
 
+    def _works(self) -> Iterator[Work]:
+        """Return the work of the rest of the epoch."""
+        return iter(self._captured.works() if self._captured is not None else self._train)
+
+    def _begin_again(self, error: RuntimeError) -> Iterator[Work]:
+        """Go on after memory ran out while a batch was being built; raise other errors."""
+        if not self._train.can_begin_again:
+            raise error
+        self._window.survive(error)
+        return self._works()
+
     def _train_on(self, work: Work, position: int) -> None:
         """Take one batch, and the losses that have arrived meanwhile."""
         if (self._epoch, position) in self._left_out:
+            if work.index is not None and self.gpu_augmentation is not None:
+                self.gpu_augmentation.seek(self._epoch, position + 1)  # its draw is left out too
             return
         if self._train.batch_size is None and self._num_steps == 0:
             self._set_batch_size(work.num_samples)
@@ -386,20 +396,28 @@ class Trainer:
             updated = self._step.window.is_complete
             if updated:
                 self._window.finish()
-        if updated and self.scheduler is not None:
+        if updated:
+            self._step_scheduler()
+        step, self._num_steps = self._num_steps, self._num_steps + 1
+        place = (self._epoch, position)
+        self._collect(self._book.note(step, loss, work.num_samples, work.positions, place))
+
+    def _step_scheduler(self) -> None:
+        """Move the rate on, also after an update that was left out, which torch would warn of."""
+        if self.scheduler is None:
+            return
+        if self._has_scheduled:
             self.scheduler.step()
-        self._places.append((self._num_steps, (self._epoch, position)))
-        self._num_steps += 1
-        step = self._num_steps - 1
-        self._collect(self._book.note(step, loss, work.num_samples, work.positions))
+            return
+        self._has_scheduled = True
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before")
+            self.scheduler.step()
 
     def _set_batch_size(self, num_samples: int) -> None:
         """Take the first batch's size for that of a full one, where the loader does not say."""
         self._step.parts.nominal_batch = num_samples
-        self._step = Step(self._step.parts)
-        self._window = Window(self._step, self.settings.survive_oom, self.note)
-        if self._captured is not None:
-            self._captured = CapturedStep(self._step, self._train, self._window, self.note)
+        self._make_step(self._step.parts)
 
     def _collect(self, arrived: list[StepLoss]) -> None:
         """Keep losses that have arrived; deal with one that is not finite."""
@@ -420,9 +438,8 @@ class Trainer:
         if self.settings.nonfinite == "skip":
             self.note(f"{finding.given} The update was left out.")
             return
-        place = dict(self._places).get(seen.step)
-        if self.settings.nonfinite == "rollback" and place is not None:
-            raise _RollBackError(place, finding)
+        if self.settings.nonfinite == "rollback":
+            raise _RollBackError(seen.place, finding)
         raise finding
 
     def _after_batch(self, position: int, cache: CacheEmptier | None) -> None:
@@ -443,34 +460,10 @@ class Trainer:
             self._saved_at = position
             self.save()
 
-    @torch.no_grad()
     def validate(self) -> dict[str, float]:
         """Return the mean loss and the metrics over the validation loader; never augmented."""
         assert self._val is not None
-        self.model.eval()
-        self._val.set_epoch(0)
-        metrics = self._metrics() if self._metrics is not None else None
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        count = 0
-        carry = make_carry(self.model, self._val.loader, self.device)
-        for work in self._val:
-            with self._precision.autocast(self.device):
-                if carry is not None and work.reset is not None:
-                    outputs = carry.run(self.model, work.inputs, work.reset)
-                else:
-                    outputs = self.model(work.inputs)
-            outputs, targets, rows = as_float32(outputs), work.targets, work.rows
-            if rows is not None:
-                outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
-            total += self.criterion(outputs, targets).double() * work.num_samples
-            count += work.num_samples
-            if metrics is not None:
-                metrics.update(outputs, targets)
-        found = {"loss": float(total) / max(count, 1)}
-        if metrics is not None:
-            found |= metrics.compute()
-        self.model.train()
-        return found
+        return self._judge.judge(self._val)
 
     # -- keeping ---------------------------------------------------------------------------
 
@@ -556,8 +549,9 @@ class Trainer:
             self._step.parts.scaler.load_state_dict(state["scaler"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        if state["loader"] is not None:
-            self._train.loader.load_state_dict(state["loader"])
+        words = self._train.load_state_dict(state["loader"])
+        if words is not None:
+            self.note(words)
         if self.gpu_augmentation is not None and state["augmentation"] is not None:
             self.gpu_augmentation.load_state_dict(state["augmentation"])
         if self._step.parts.carry is not None:
@@ -579,8 +573,6 @@ class Trainer:
             return False
         self.load_state_dict(self._checkpoints.load_for(self.identity).state)
         self.note(f"resumed at epoch {self._epoch}, step {self._num_steps}")
-        if self._train.state_dict() is None:
-            self.note("the loader has no state: an epoch that was cut short begins again")
         return True
 
     @contextlib.contextmanager
@@ -601,6 +593,18 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError(
+            "the model is on the meta device: its parameters have no values.",
+            "a model with weights",
+            f"model.to_empty(device='{device}'), then initialise its weights or load them",
+        )
+    moved = model.to(device)
+    compact_recurrent(moved)
+    return moved
 
 
 def _check_parameters(

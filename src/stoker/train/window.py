@@ -6,34 +6,40 @@ update.
 
 When memory runs out, in the forward pass, the backward pass or the update, everything of the window is
 dropped, generators and buffers go back to where they were, one rung of the ladder (`oom.py`) is taken,
-and the window is run again: the weights after it are those of a run that had the memory.
+and the window is run again: the weights after it are those of a run that had the memory. The same where a
+batch cannot be built.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from stoker.plan import FALLBACK_SHARE, GPU_SHARE
 from stoker.train.activations import checkpoint_activations, choose_blocks
-from stoker.train.batches import Work, map_tensors
+from stoker.train.batches import Work
+from stoker.train.buffers import Buffers, Copies
 from stoker.train.oom import (
     Circumstances,
     Footing,
     Remembered,
     Rung,
+    bytes_in_use,
     cut,
     exhausted,
     forget_frames,
     is_oom,
+    let_go,
     next_rung,
     sign_model,
 )
 from stoker.train.step import Step
 from stoker.units import format_bytes
+
+_T = TypeVar("_T")
 
 
 class Window:
@@ -43,6 +49,8 @@ class Window:
         step: What computes.
         survive: Whether to climb down the ladder; False lets the error through.
         say: Told of every rung.
+        shrink: Keeps a share of the chunks on the device and returns the bytes given back; None where
+            the data is not chunked.
         remembered: Where settings that fitted are kept.
     """
 
@@ -51,26 +59,28 @@ class Window:
         step: Step,
         survive: bool,
         say: Callable[[str], None],
+        shrink: Callable[[float], int] | None = None,
         remembered: Remembered | None = None,
     ) -> None:
         parts = step.parts
         self.step = step
-        self._survive = survive
+        self.survives = survive
         self._say = say
+        self._shrink = shrink
         self._remembered = remembered or Remembered()
         self._asked = Footing(
             parts.nominal_batch,
             parts.nominal_batch,
             parts.accumulation_steps,
+            None if shrink is None else GPU_SHARE,
             can_checkpoint=bool(choose_blocks(parts.model).names),
         )
         self.footing = self._asked
         self._works: list[Work] = []
         self._in_update = False
-        self._buffers = list(parts.model.buffers())
-        self._before: tuple[tuple[torch.Tensor, torch.Tensor | None], list[torch.Tensor]] | None = (
-            None
-        )
+        self._said_whole = False
+        self._buffers = Buffers(parts.model)
+        self._before: tuple[tuple[torch.Tensor, torch.Tensor | None], Copies] | None = None
         self._carried: dict[str, torch.Tensor] | None = None
         self._circumstances: Circumstances | None = None
         if survive and parts.device.type == "cuda":
@@ -86,13 +96,14 @@ class Window:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether a rung was taken, by this run or one that is remembered."""
-        return self.footing != self._asked
+        """Whether a rung was taken that changes the step, by this run or one that is remembered."""
+        asked, now = self._asked, self.footing
+        return now.pass_size != asked.pass_size or now.is_checkpointed != asked.is_checkpointed
 
     def mark(self) -> None:
         """Remember generators, buffers and carried state, for `restore`."""
-        if self._survive:
-            self._before = self._generators(), [buffer.clone() for buffer in self._buffers]
+        if self.survives:
+            self._before = self._generators(), self._buffers.copy()
             carry = self.step.parts.carry
             self._carried = None if carry is None else carry.state_dict()
 
@@ -109,6 +120,43 @@ class Window:
             return
         self._works = []
 
+    def survive(self, error: RuntimeError) -> None:
+        """Take a rung for an error beside the window, as in building a batch; then try that again.
+
+        Raises:
+            RuntimeError: The error itself, where it is another one or the ladder is not to be used.
+            InputError: There is no rung left.
+        """
+        if not self.survives or not is_oom(error):
+            raise error
+        forget_frames(error)
+        self._climb_down()
+        if self._works:
+            self._replay()
+
+    def obtain(self, get: Callable[[bool], _T]) -> _T:
+        """Return what `get` returns, taking rungs as long as memory runs out in it.
+
+        Args:
+            get: Called with False, and again with True.
+        """
+        again = False
+        while True:
+            try:
+                return get(again)
+            except RuntimeError as error:
+                self.survive(error)
+            again = True
+
+    def give_way(self) -> bool:
+        """Take the rung that the data gives, if it is still there; the step stays as it is."""
+        rung = next_rung(self.footing)
+        if not self.survives or rung is None or rung.kind != "chunk share":
+            return False
+        before = bytes_in_use(self.step.parts.device)
+        let_go(self.step.parts.device)
+        return self._take(rung, before)
+
     # -- inside ----------------------------------------------------------------------------
 
     def _update(self) -> bool:
@@ -121,21 +169,37 @@ class Window:
 
     def _add(self, work: Work) -> torch.Tensor:
         """Run a batch in passes that fit, weighted by their samples."""
-        if not self.is_lowered or work.num_samples <= self.footing.pass_size:
+        if (
+            not self.is_lowered
+            or work.num_samples <= self.footing.pass_size
+            or self._is_whole(work)
+        ):
             return self.step.add(work.inputs, work.targets, work.num_samples, work.reset, work.rows)
         weight = self.step.begin_batch(work.num_samples)
         total = torch.zeros((), device=self.step.parts.device)
-        for inputs, targets, count in _passes(work, self.footing.pass_size):
-            share = count / work.num_samples
-            total += self.step.forward_backward(inputs, targets, weight * share) * share
+        for part in _passes(work, self.footing.pass_size):
+            share = part.num_samples / work.num_samples
+            total += self.step.forward_backward(part.inputs, part.targets, weight * share) * share
         return total
+
+    def _is_whole(self, work: Work) -> bool:
+        """Whether a batch cannot go through in parts; says so once."""
+        if work.can_cut:
+            return False
+        if not self._said_whole:
+            self._said_whole = True
+            self._say(
+                f"batches go through whole, not {self.footing.pass_size} samples at once: not every tensor "
+                "has a row per sample, or rows carry state"
+            )
+        return True
 
     def _guarded(self, run: Callable[[], Any]) -> Any:
         """Return what `run` returns, or None after a rung was taken."""
         try:
             return run()
         except RuntimeError as error:
-            if not self._survive or not is_oom(error):
+            if not self.survives or not is_oom(error):
                 raise
             if self._in_update and not self.step.guarded:
                 error.add_note(
@@ -165,9 +229,7 @@ class Window:
         torch.set_rng_state(on_host)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, self.step.parts.device)
-        with torch.no_grad():
-            for buffer, kept in zip(self._buffers, buffers, strict=True):
-                buffer.copy_(kept)
+        self._buffers.put_back(buffers)
 
     def _generators(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a forward pass draws from; Python's and numpy's generators would cost more than they give."""
@@ -176,28 +238,42 @@ class Window:
         return torch.get_rng_state(), on_device
 
     def _climb_down(self) -> None:
-        before = self._allocated()
+        """Take the next rung that gives anything."""
+        before = bytes_in_use(self.step.parts.device)
         self.step.drop_window()
-        gc.collect()
-        if self.step.parts.device.type == "cuda":
-            torch.cuda.empty_cache()
-        rung = next_rung(self.footing)
-        if rung is None or (rung.kind == "batch" and not all(map(_can_cut, self._works))):
-            if self._circumstances is not None:
-                self._remembered.forget(self._circumstances)
-            raise exhausted(self.footing)
-        self._take(rung)
+        let_go(self.step.parts.device)
+        can_cut = all(work.can_cut for work in self._works)
+        while True:
+            rung = next_rung(self.footing, can_cut)
+            if rung is None:
+                if self._circumstances is not None:
+                    self._remembered.forget(self._circumstances)
+                raise exhausted(self.footing, can_cut)
+            if self._take(rung, before):
+                return
+
+    def _take(self, rung: Rung, before_bytes: int) -> bool:
+        """Take a rung, say and remember it; False where it gave nothing."""
+        freed = self._apply(self.footing.on(rung))
+        if rung.kind == "chunk share" and not freed:
+            return False
+        data = f" ({format_bytes(freed)} of chunks given back)" if freed else ""
         self._say(
-            f"memory ran out with {format_bytes(before)} in use ({format_bytes(self._allocated())} after "
-            f"letting go): {rung.reason}"
+            f"memory ran out with {format_bytes(before_bytes)} in use "
+            f"({format_bytes(bytes_in_use(self.step.parts.device))} after letting go): {rung.reason}{data}"
         )
         if self._circumstances is not None:
             self._remembered.remember(self._circumstances, self._asked, self.footing)
+        return True
 
-    def _take(self, rung: Rung) -> None:
-        if rung.kind == "activation checkpointing":
+    def _apply(self, footing: Footing) -> int:
+        """Stand on a lower footing; return the bytes that chunks gave back."""
+        before, self.footing = self.footing, footing
+        if footing.is_checkpointed and not before.is_checkpointed:
             checkpoint_activations(self.step.parts.model)
-        self.footing = self.footing.on(rung)
+        if self._shrink is None or footing.chunk_share == before.chunk_share:
+            return 0
+        return self._shrink(FALLBACK_SHARE / GPU_SHARE)
 
     def _recall(self) -> None:
         """Begin where an earlier run of the same model on the same GPU ended."""
@@ -209,45 +285,16 @@ class Window:
         known = self._remembered.recall(self._circumstances, self._asked)
         if known is None:
             return
-        if known.is_checkpointed:
-            checkpoint_activations(parts.model)
-        self.footing = known
+        freed = self._apply(known)
         self._say(
             f"remembered from an earlier run: {known.pass_size} samples at once"
             + (", activations recomputed" if known.is_checkpointed else "")
+            + (f", {format_bytes(freed)} of chunks given back" if freed else "")
         )
 
-    def _allocated(self) -> int:
-        device = self.step.parts.device
-        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _can_cut(work: Work) -> bool:
-    """Whether every tensor has a row per sample, and rows carry no state."""
-    return work.reset is None and all(
-        tensor.dim() and tensor.shape[0] == work.num_samples
-        for tensor in _tensors((work.inputs, work.targets))
-    )
-
-
-def _passes(work: Work, pass_size: int) -> Iterator[tuple[Any, Any, int]]:
+def _passes(work: Work, pass_size: int) -> Iterator[Work]:
     start = 0
     for count in cut(work.num_samples, pass_size):
-        part = partial(_part, start=start, stop=start + count)
-        yield map_tensors(part, work.inputs), map_tensors(part, work.targets), count
+        yield work.part(start, start + count)
         start += count
-
-
-def _part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    return tensor[start:stop]

@@ -1,0 +1,77 @@
+"""A model's buffers as they were before a batch: running statistics that a bad batch must not spoil.
+
+Enters: a model. Leaves: copies of its buffers, and the buffers put back from them, always or where a flag
+on the device says so. Costs: a copy of the buffers, in one kernel per type of number; putting back two
+more. Nothing where a model has no buffers. No host synchronisation: fit for a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stoker.train.activations import LARGEST_CHANGING_BUFFER
+
+Copies = dict[torch.dtype, torch.Tensor]
+
+
+class Buffers:
+    """The buffers of a model, found anew at every look: a forward pass may exchange them.
+
+    Args:
+        model: On its device already.
+        most_values: Leave larger ones out.
+    """
+
+    def __init__(self, model: torch.nn.Module, most_values: int | None = None) -> None:
+        seen: set[int] = set()
+        self._owners: list[tuple[torch.nn.Module, str]] = []
+        for owner in model.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is None or id(buffer) in seen:
+                    continue
+                seen.add(id(buffer))
+                if most_values is None or buffer.numel() <= most_values:
+                    self._owners.append((owner, name))
+
+    @classmethod
+    def that_change(cls, model: torch.nn.Module) -> Buffers:
+        """Return those that a forward pass may change: running statistics are small."""
+        return cls(model, LARGEST_CHANGING_BUFFER)
+
+    def __bool__(self) -> bool:
+        return bool(self._owners)
+
+    def copy(self) -> Copies:
+        """Return their values: all of one type in one tensor."""
+        return {
+            dtype: torch.cat([buffer.detach().reshape(-1) for buffer in group])
+            for dtype, group in self._groups().items()
+        }
+
+    @torch.no_grad()
+    def put_back(self, copies: Copies, keep_if: torch.Tensor | None = None) -> None:
+        """Overwrite the buffers with copies.
+
+        Args:
+            copies: From `copy`.
+            keep_if: A bool on the device: where it is true the buffers stay as they are.
+        """
+        for dtype, group in self._groups().items():
+            values, sizes = copies.get(dtype), [buffer.numel() for buffer in group]
+            if values is None or sum(sizes) != values.numel():
+                continue  # an observer that takes its shape from its first batch
+            if keep_if is not None:
+                now = torch.cat([buffer.detach().reshape(-1) for buffer in group])
+                values = torch.where(keep_if, now, values)
+            parts = values.split(sizes)
+            torch._foreach_copy_(
+                group, [part.view(b.shape) for part, b in zip(parts, group, strict=True)]
+            )
+
+    def _groups(self) -> dict[torch.dtype, list[torch.Tensor]]:
+        groups: dict[torch.dtype, list[torch.Tensor]] = {}
+        for owner, name in self._owners:
+            buffer = owner._buffers[name]
+            assert buffer is not None
+            groups.setdefault(buffer.dtype, []).append(buffer)
+        return groups

@@ -1,0 +1,160 @@
+"""The mean loss and the metrics of a split, without gradients, in as many passes as memory asks for.
+
+Enters: a model, a criterion, a feed. Leaves: numbers by name. Costs the forward passes; nothing waits for
+the device before the end, unless a metric does.
+
+When memory runs out the batch is cut into smaller parts, which stay that small: in evaluation a sample's
+output does not depend on the others. Losses are weighted by their samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from stoker.errors import InputError
+from stoker.report import Silent
+from stoker.train.batches import Feed, Work
+from stoker.train.carry import Carry, make_carry
+from stoker.train.oom import bytes_in_use, forget_frames, is_oom, let_go, smaller_pass
+from stoker.train.precision import PrecisionChoice
+from stoker.train.step import Criterion, as_float32, take_rows
+from stoker.units import format_bytes
+
+
+class _Judged(NamedTuple):
+    """Some samples of a batch: their mean loss, and what the metrics compare."""
+
+    loss: torch.Tensor
+    outputs: Any
+    targets: Any
+    num_samples: int
+
+
+class Judge:
+    """Runs a model over splits.
+
+    Args:
+        model: Put into evaluation mode while it is judged.
+        criterion: `(outputs, targets) -> mean loss`.
+        metrics: Makes an accumulator with `update(outputs, targets)` and `compute()`.
+        precision: Of the forward pass.
+        device: Where the model is.
+        survive: Whether to cut batches when memory runs out; False lets the error through.
+        say: Told of every cut.
+        give_way: Asked first: lets others give memory back, and says whether they did.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        criterion: Criterion,
+        metrics: Callable[[], Any] | None,
+        precision: PrecisionChoice,
+        device: torch.device,
+        survive: bool = True,
+        say: Callable[[str], object] | None = None,
+        give_way: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._model, self._criterion, self._metrics = model, criterion, metrics
+        self._precision, self._device = precision, device
+        self._survives, self._say, self._give_way = survive, say or Silent().say, give_way
+        self._most: int | None = None
+
+    @torch.no_grad()
+    def judge(self, feed: Feed) -> dict[str, float]:
+        """Return the mean loss and the metrics over the whole of a feed's first epoch."""
+        was_training = self._model.training
+        self._model.eval()
+        counted = self._metrics() if self._metrics is not None else None
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        count = 0
+        try:
+            for judged in self._over(feed):
+                total += judged.loss.double() * judged.num_samples
+                count += judged.num_samples
+                if counted is not None:
+                    counted.update(judged.outputs, judged.targets)
+        finally:
+            self._model.train(was_training)
+        found = {"loss": float(total) / max(count, 1)}
+        return found | (counted.compute() if counted is not None else {})
+
+    def _over(self, feed: Feed) -> Iterator[_Judged]:
+        carry = make_carry(self._model, feed.loader, self._device)
+        feed.begin_anew()
+        works, num_failures = iter(feed), 0
+        while True:
+            try:
+                work = next(works, None)
+            except RuntimeError as error:
+                num_failures += 1
+                if not feed.can_begin_again or (not self._let_go(error) and num_failures > 1):
+                    raise
+                works = iter(feed)
+                continue
+            if work is None:
+                return
+            num_failures = 0
+            yield from self._in_parts(work, carry)
+
+    def _in_parts(self, work: Work, carry: Carry | None) -> Iterator[_Judged]:
+        start = 0
+        while start < work.num_samples:
+            whole = self._most is None or not work.can_cut
+            part = work if whole else work.part(start, start + (self._most or 0))
+            state = None if carry is None else carry.state_dict()
+            try:
+                judged = self._forward(part, carry)
+            except RuntimeError as error:
+                before = bytes_in_use(self._device)
+                if not self._let_go(error):
+                    self._cut(work, before)
+                if carry is not None:
+                    carry.load_state_dict(state)
+                continue
+            yield judged
+            start += part.num_samples
+
+    def _forward(self, work: Work, carry: Carry | None) -> _Judged:
+        with self._precision.autocast(self._device):
+            if carry is not None and work.reset is not None:
+                outputs = carry.run(self._model, work.inputs, work.reset)
+            else:
+                outputs = self._model(work.inputs)
+        outputs, targets, rows = as_float32(outputs), work.targets, work.rows
+        if rows is not None:
+            outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
+        return _Judged(self._criterion(outputs, targets), outputs, targets, work.num_samples)
+
+    def _let_go(self, error: RuntimeError) -> bool:
+        """Let go of all that can be after memory ran out; raise other errors.
+
+        Returns:
+            Whether others gave memory back, so that the same can be tried again.
+        """
+        if not self._survives or not is_oom(error):
+            raise error
+        forget_frames(error)
+        let_go(self._device)
+        return self._give_way()
+
+    def _cut(self, work: Work, before_bytes: int) -> None:
+        """Let fewer samples through at once from now on."""
+        size = min(work.num_samples, self._most or work.num_samples)
+        smaller = smaller_pass(work.num_samples, size) if work.can_cut else None
+        if smaller is None:
+            raise InputError(
+                f"the device's memory ran out in validation with {size} sample{'s' * (size > 1)} at once"
+                f"{'' if work.can_cut else ', which cannot go through in parts'}.",
+                "a batch that fits beside the weights and what the optimizer keeps",
+                "a smaller batch size of the validation loader, precision='bf16', or a larger GPU",
+            )
+        self._most = smaller
+        self._say(
+            f"memory ran out in validation with {format_bytes(before_bytes)} in use "
+            f"({format_bytes(bytes_in_use(self._device))} after letting go): {size} samples at once, now "
+            f"{smaller}"
+        )

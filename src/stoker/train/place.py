@@ -1,0 +1,181 @@
+"""Where in its epoch a loader stands that is not stoker's, and the way back there.
+
+Enters: a torch DataLoader, or anything that yields batches. Leaves: its place in a form that a checkpoint
+may hold, and from that an iteration over the rest of the epoch. Costs: some µs per epoch; going back costs
+the drawing of the order, and loading the batches before the place only where that cannot be avoided.
+
+The order of a DataLoader is drawn when its epoch begins, from its generators or torch's own. Their states
+at that moment are kept, so the same order is drawn again; the batches already taken are then left out of
+it, and the generators are set to where the run was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from stoker.errors import InputError
+from stoker.train.generators import capture_host_rng, restore_rng
+
+_COPIED = (
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+    "generator", "prefetch_factor", "in_order",
+)  # fmt: skip
+
+
+class EpochPlace:
+    """Counts the batches that were taken, and knows the way back to them.
+
+    Attributes:
+        knows_itself: Whether the loader has a state of its own, which is all that is needed.
+        epoch: The one it is in; None between two.
+        num_taken: Batches of it that were taken.
+        is_under_way: Whether an iteration over it has begun in this process.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.knows_itself = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self.epoch: int | None = None
+        self.num_taken = 0
+        self.is_under_way = False
+        self._start: dict[str, Any] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Enter an epoch; where it is entered already, the place stays."""
+        if epoch != self.epoch:
+            self.end()
+        self.epoch = epoch
+
+    def end(self) -> None:
+        """Leave the epoch: the next one begins with its first batch."""
+        self.epoch, self.num_taken, self._start = None, 0, None
+        self.is_under_way = False
+
+    def begin(self, also_taken: int = 0) -> Iterable[Any] | None:
+        """Return what yields the rest of the epoch; None where that is the loader itself.
+
+        Args:
+            also_taken: Batches that the caller holds besides, and that are to be left out too.
+        """
+        skip = self.num_taken + also_taken
+        again, self.is_under_way = self.is_under_way, True
+        if self.knows_itself:
+            return None
+        if not skip:
+            self._start = self._capture()
+            return None
+        if again and isinstance(self.loader, Iterator):
+            return None  # it can be read once only, and stands behind what was taken
+        assert self._start is not None
+        arrive = partial(restore_rng, capture_host_rng())
+        restore_rng(self._start)
+        self._set_own(self._start["own"])
+        if _can_skip(self.loader):
+            return _skipping_loader(self.loader, skip, arrive)
+        return _Dropping(self.loader, skip, arrive)
+
+    def state_dict(self, loader_state: Any = None) -> dict[str, Any]:
+        """Return the place, in plain values.
+
+        Args:
+            loader_state: Of a loader that knows itself.
+        """
+        return {
+            "epoch": self.epoch,
+            "taken": self.num_taken,
+            "start": self._start if self.num_taken else self._capture(),
+            "loader": loader_state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
+        """Go to a place; return what will be done to get there, in words."""
+        self.end()
+        self.epoch, self.num_taken = state["epoch"], int(state["taken"])
+        if self.knows_itself:
+            return None
+        self._set_own(state["start"]["own"])
+        if not self.num_taken:
+            return None
+        self._start = dict(state["start"])
+        kind, batches = (
+            type(self.loader).__name__,
+            f"the first {self.num_taken} batches of the epoch",
+        )
+        if _can_skip(self.loader):
+            return f"{kind} goes on behind {batches}: its sampler draws the same order, nothing is loaded twice"
+        return (
+            f"{kind} has no place to go to: {batches} are read again and left out, which is right where "
+            "it yields the same batches in every run"
+        )
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _capture(self) -> dict[str, Any]:
+        return {**capture_host_rng(), "own": self._own_states()}
+
+    def _own_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in _generators(self.loader)]
+
+    def _set_own(self, states: list[torch.Tensor]) -> None:
+        generators = _generators(self.loader)
+        if len(generators) != len(states):
+            raise InputError(
+                f"the loader has {len(generators)} random generators of its own, the one that was saved "
+                f"had {len(states)}.",
+                "a loader made as it was when the run was saved",
+                "DataLoader(..., generator=torch.Generator()) as before",
+            )
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state.cpu())
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a loader and its samplers draw from, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+    found: dict[int, torch.Generator] = {}
+    for part in (loader, batch_sampler, *samplers):
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator
+    return list(found.values())
+
+
+def _can_skip(loader: Any) -> bool:
+    """Whether batches are lists of indices, which can be left out before anything is loaded."""
+    return (
+        type(loader) is DataLoader
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+def _skipping_loader(loader: Any, skip: int, arrive: Callable[[], object]) -> DataLoader[Any]:
+    """Return a DataLoader like this one, but for its first batches; for one iteration."""
+    options = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
+    batches = _Dropping(loader.batch_sampler, skip, arrive)
+    return DataLoader(loader.dataset, batch_sampler=batches, **options)
+
+
+class _Dropping:
+    """Batches, or lists of indices, without the first ones; says when it is past them."""
+
+    def __init__(self, batches: Iterable[Any], skip: int, arrive: Callable[[], object]) -> None:
+        self._batches = batches
+        self._skip = skip
+        self._arrive = arrive
+
+    def __len__(self) -> int:
+        return max(0, len(self._batches) - self._skip)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        rest = iter(self._batches)
+        for _ in range(self._skip):
+            next(rest, None)
+        self._arrive()
+        yield from rest
