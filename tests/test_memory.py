@@ -357,6 +357,10 @@ def pair(make, device, modules=None):
 )
 def test_losses_gradients_and_buffers_are_those_of_the_plain_model(device, make, modules):
     plain, wrapped, chosen = pair(make, device, modules)
+    if device == "cuda":  # the dropout inside cuDNN goes on from call to call, whoever calls
+        for module in (*plain.modules(), *wrapped.modules()):
+            if isinstance(module, nn.LSTM):
+                module.dropout = 0.0
     assert chosen.names
     assert list(wrapped_modules(wrapped)) == list(chosen.names)
     expected = losses_and_gradients(plain, device)

@@ -40,6 +40,8 @@ from stoker.train.step import Step
 from stoker.units import format_bytes
 
 _T = TypeVar("_T")
+_Generators = tuple[torch.Tensor, tuple[int, int] | None]
+"""The host's state, and the device's seed and offset."""
 
 
 class Window:
@@ -80,7 +82,7 @@ class Window:
         self._in_update = False
         self._said_whole = False
         self._buffers = Buffers(parts.model)
-        self._before: tuple[tuple[torch.Tensor, torch.Tensor | None], Copies] | None = None
+        self._before: tuple[_Generators, Copies] | None = None
         self._carried: dict[str, torch.Tensor] | None = None
         self._circumstances: Circumstances | None = None
         if survive and parts.device.type == "cuda":
@@ -228,14 +230,19 @@ class Window:
         (on_host, on_device), buffers = self._before
         torch.set_rng_state(on_host)
         if on_device is not None:
-            torch.cuda.set_rng_state(on_device, self.step.parts.device)
+            generator = _device_generator(self.step.parts.device)
+            generator.manual_seed(on_device[0])
+            generator.set_offset(on_device[1])
         self._buffers.put_back(buffers)
 
-    def _generators(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _generators(self) -> _Generators:
         """What a forward pass draws from; Python's and numpy's generators would cost more than they give."""
         device = self.step.parts.device
-        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return torch.get_rng_state(), on_device
+        if device.type != "cuda":
+            return torch.get_rng_state(), None
+        generator = _device_generator(device)
+        # Two numbers say it all; the state as a tensor would cost as much as five kernels' launches.
+        return torch.get_rng_state(), (generator.initial_seed(), generator.get_offset())
 
     def _climb_down(self) -> None:
         """Take the next rung that gives anything."""
@@ -291,6 +298,11 @@ class Window:
             + (", activations recomputed" if known.is_checkpointed else "")
             + (f", {format_bytes(freed)} of chunks given back" if freed else "")
         )
+
+
+def _device_generator(device: torch.device) -> torch.Generator:
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[number]
 
 
 def _passes(work: Work, pass_size: int) -> Iterator[Work]:
