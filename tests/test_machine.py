@@ -43,6 +43,12 @@ V1_CPU = "31 24 0:27 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpua
 V1_MEMORY = "32 24 0:28 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
 
 
+def counted(value: int, kind: int = 3, failed: int = 0) -> SimpleNamespace:
+    """A field value of NVML: an unsigned long long by default."""
+    numbers = SimpleNamespace(ulVal=value, ullVal=value, uiVal=value)
+    return SimpleNamespace(valueType=kind, nvmlReturn=failed, value=numbers)
+
+
 class BrokenNvml:
     """Enough of pynvml for one GPU; the function named `failing` raises."""
 
@@ -68,6 +74,7 @@ class BrokenNvml:
             "nvmlDeviceGetMaxPcieLinkGeneration": 4,
             "nvmlDeviceGetCurrPcieLinkWidth": 8,
             "nvmlDeviceGetMaxPcieLinkWidth": 16,
+            "nvmlDeviceGetFieldValues": [counted(7 * GIB), counted(2 * GIB)],
             "nvmlDeviceGetTemperature": 71,
             "nvmlDeviceGetCurrentClocksEventReasons": 0x4 | 0x40,
         }
@@ -98,6 +105,7 @@ FIELDS_OF = {
     "nvmlDeviceGetMaxPcieLinkGeneration": {"pcie_generation_max"},
     "nvmlDeviceGetCurrPcieLinkWidth": {"pcie_width"},
     "nvmlDeviceGetMaxPcieLinkWidth": {"pcie_width_max"},
+    "nvmlDeviceGetFieldValues": {"pcie_received_bytes", "pcie_sent_bytes"},
     "nvmlDeviceGetTemperature": {"temperature_celsius"},
     "nvmlDeviceGetCurrentClocksEventReasons": {"throttle_reasons"},
 }
@@ -431,6 +439,8 @@ def test_a_whole_gpu(tmp_path):
             pcie_generation_max=4,
             pcie_width=8,
             pcie_width_max=16,
+            pcie_received_bytes=7 * GIB,
+            pcie_sent_bytes=2 * GIB,
             power_watts=200.5,
             power_limit_watts=450.0,
             temperature_celsius=71,
@@ -586,3 +596,20 @@ def test_this_machine_without_importing_torch():
 
     assert found["torch"] == torch.__version__
     assert found["torch_cuda"] == torch.version.cuda
+
+
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        (counted(5), 5),
+        (counted(5, kind=2), 5),
+        (counted(5, kind=1), None),  # 32 bits wrap many times a second
+        (counted(5, failed=3), None),  # not supported by this GPU
+    ],
+)
+def test_pcie_counters_are_believed_where_they_do_not_wrap(field, expected):
+    nvml = BrokenNvml()
+    nvml.answers["nvmlDeviceGetFieldValues"] = [field, counted(9)]
+    with GpuReader(nvml, {}) as reader:
+        (gpu,) = reader.read()
+    assert (gpu.pcie_received_bytes, gpu.pcie_sent_bytes) == (expected, 9)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from stoker.train.memory import log_gpu_stats, print_memory_usage
     from stoker.train.settings import TrainSettings
     from stoker.train.trainer import Trainer
+    from stoker.tune.max_batch import find_max_batch_size
 
 _HOMES = {
     "ChunkDataLoader": "stoker.loader.chunk_door",
@@ -62,6 +63,7 @@ _HOMES = {
     "Store": "stoker.store.reader",
     "StoreError": "stoker.errors",
     "config_schema": "stoker.config",
+    "find_max_batch_size": "stoker.tune.max_batch",
     "load_config": "stoker.config",
     "open_store": "stoker.store.reader",
     "pack": "stoker.packing",
@@ -95,6 +97,7 @@ __all__ = [
     "TrainSettings",
     "Trainer",
     "config_schema",
+    "find_max_batch_size",
     "load_config",
     "log_gpu_stats",
     "make_plan",

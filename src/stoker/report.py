@@ -208,7 +208,7 @@ def read_run_log(path: str | Path) -> list[LogLine]:
 
 def _parsed(path: Path, lines: list[bytes]) -> Iterator[LogLine]:
     for number, line in enumerate(lines, 1):
-        parsed = _parse(line)
+        parsed = parse_line(line)
         if parsed is not None:
             yield parsed
         elif number < len(lines):
@@ -219,7 +219,8 @@ def _parsed(path: Path, lines: list[bytes]) -> Iterator[LogLine]:
             )
 
 
-def _parse(line: bytes) -> LogLine | None:
+def parse_line(line: bytes) -> LogLine | None:
+    """Return the event of one line, its line end included; None when it is torn or no event."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -244,7 +245,7 @@ def _cut_torn_end(file: int) -> int:
         tail = os.pread(file, reach, max(0, size - reach))
     keep = tail.rfind(b"\n") + 1
     last = tail[tail.rfind(b"\n", 0, max(keep - 1, 0)) + 1 : keep]
-    if last and _parse(last) is None:
+    if last and parse_line(last) is None:
         keep -= len(last)
     num_torn = len(tail) - keep
     if num_torn:

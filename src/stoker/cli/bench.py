@@ -1,7 +1,11 @@
-"""`stoker bench augment`: what augmentation costs on this machine, ours, the peers' and the limit.
+"""`stoker bench augment` and `stoker bench memory`: what things cost on this machine, measured.
 
-Enters: a batch, an image size, a device. Leaves: one table per piece of work, a page with bars, or one
-JSON document. Costs about half a minute on a GPU, some minutes on a CPU at 32 x 512 x 512.
+Augment: ours, the peers' and the limit. Enters: a batch, an image size, a device. Leaves: one table per
+piece of work, a page with bars, or one JSON document. Costs about half a minute on a GPU, some minutes on a
+CPU at 32 x 512 x 512.
+
+Memory: what a library of mass spectra takes in RAM (S1-10). Enters: the library. Leaves: the documented
+lines, or one JSON document. Costs about 20 s.
 """
 
 from __future__ import annotations
@@ -89,6 +93,61 @@ def augment(
         typer.echo(json.dumps({"facts": facts, "cases": made}))
     else:
         _print_verdict(comparisons, html)
+
+
+@app.command()
+def memory(
+    msp: Annotated[
+        Path | None,
+        typer.Option("--msp", help="The library, .msp or gzipped.", show_default=False),
+    ] = None,
+    mol_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--mol-dir",
+            help="A folder of MOL files, a zip of them, or one SDF; without it the library's SMILES.",
+            show_default=False,
+        ),
+    ] = None,
+    mode: Annotated[
+        str, typer.Option("--mode", help="estimate, lazy, precomputed or all.")
+    ] = "all",
+    ram_gb: Annotated[
+        float, typer.Option("--ram-gb", help="RAM of the machine in question, in GB (10^9 bytes).")
+    ] = 32.0,
+    samples: Annotated[
+        int, typer.Option("--samples", help="Samples to measure with, the library's first.")
+    ] = 1000,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Measure what mass spectra take in RAM, lazy and precomputed, and project it to 300,000."""
+    from stoker.cli.progress import Bar
+    from stoker.errors import InputError
+    from stoker.units import GB
+
+    if msp is None:
+        raise InputError(
+            "there is no library to measure with.",
+            "an MSP file, and its structures",
+            "stoker bench memory --msp LIBRARY.msp --mol-dir MOLS",
+        )
+    if not 0 < ram_gb < 1e6:
+        raise InputError(f"--ram-gb is {ram_gb:g}.", "more than 0, in GB", "--ram-gb 32")
+    from stoker.recipes.massspec_memory import bench_memory, report_lines
+
+    with Bar(quiet=as_json) as bar:
+        report = bench_memory(
+            msp, mol_dir, mode=mode, ram_bytes=int(ram_gb * GB), num_samples=samples, say=bar.say
+        )
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(report.to_json()))
+    else:
+        for line in report_lines(report, mode):
+            typer.echo(line)
 
 
 def _work(batch: int, size: str, device: str | None, given: str, wanted: str) -> Work:

@@ -18,13 +18,19 @@ from stoker.cli import (
     bench,
     config,
     demo,
+    doctor,
+    export,
     inspect,
     machine,
+    monitor,
     pack,
     plan,
     predict,
+    profile,
     quantize,
+    report,
     train,
+    tune,
     verify,
 )
 from stoker.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OURS, StokerError
@@ -44,8 +50,15 @@ app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
+app.command("tune")(tune.tune)
 app.command("predict")(predict.predict)
 app.command("quantize")(quantize.quantize)
+app.command("export")(export.export)
+app.command("monitor")(monitor.monitor)
+app.command("report")(report.report)
+# What stands behind the first word of a script's command belongs to the script, dashes or not.
+app.command("doctor", context_settings={"allow_interspersed_args": False})(doctor.doctor)
+app.command("profile")(profile.profile)
 app.command("machine")(machine.machine)
 app.command("demo")(demo.demo)
 

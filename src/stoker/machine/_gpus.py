@@ -1,8 +1,8 @@
 """GPUs through NVML: the only file that talks to it.
 
 Enters: pynvml or a stand-in, and `CUDA_VISIBLE_DEVICES`. Leaves: frozen `Gpu` readings. Costs
-30–100 ms to start NVML, then 0.1 ms per GPU and reading (measured on an H200).
-`nvmlDeviceGetPcieThroughput` is not called: it samples for 20 ms.
+30–100 ms to start NVML, then 0.2 ms per GPU and reading (measured on an H200).
+`nvmlDeviceGetPcieThroughput` is not called: it samples for 20 ms. The counters of bytes take 0.1 ms.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ _HARMFUL = frozenset(THROTTLE_WORDS.values()) - {"idle"}
 
 # Bytes/s of one lane in one direction after line coding; generation 6 in FLIT mode.
 _PCIE_LANE_BYTES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+# Of nvmlDeviceGetFieldValues: bytes that the GPU received and sent since the driver started.
+_PCIE_RECEIVED, _PCIE_SENT = 198, 197
+# Types of such a value that do not wrap within seconds; 32 bits are 0.1 s of a full link.
+_LONG_VALUES = {2: "ulVal", 3: "ullVal"}
 _FAILED = object()
 
 
@@ -47,6 +51,8 @@ class Gpu:
         pcie_generation_max: What card and slot can do together.
         pcie_width: Lanes now.
         pcie_width_max: Lanes that card and slot have.
+        pcie_received_bytes: Into the GPU since its driver started; two readings give a rate.
+        pcie_sent_bytes: Out of it.
         power_watts: Drawn, averaged over 1 s on recent GPUs.
         power_limit_watts: Enforced limit.
         temperature_celsius: Of the GPU die.
@@ -68,6 +74,8 @@ class Gpu:
     pcie_generation_max: int | None = None
     pcie_width: int | None = None
     pcie_width_max: int | None = None
+    pcie_received_bytes: int | None = None
+    pcie_sent_bytes: int | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
     temperature_celsius: int | None = None
@@ -95,7 +103,7 @@ class Gpu:
 class GpuReader:
     """Reads every GPU through NVML, once or again and again. Use as a context manager.
 
-    One `read()` takes 0.1 ms per GPU and starts nothing on it. Not thread-safe. What fails
+    One `read()` takes 0.2 ms per GPU and starts nothing on it. Not thread-safe. What fails
     is None in the reading and said once in `notes`; no exception leaves this class.
 
     Attributes:
@@ -149,6 +157,9 @@ class GpuReader:
         limit = ask("power limit", "nvmlDeviceGetEnforcedPowerLimit")
         uuid = _text(ask("uuid", "nvmlDeviceGetUUID"))
         capability = ask("compute capability", "nvmlDeviceGetCudaComputeCapability")
+        fields = [_PCIE_RECEIVED, _PCIE_SENT]
+        counted = ask("PCIe traffic", "nvmlDeviceGetFieldValues", fields)
+        received, sent = (None, None) if counted is None else map(_counter, counted)
         return Gpu(
             index=index,
             uuid=uuid,
@@ -160,6 +171,8 @@ class GpuReader:
             pcie_generation_max=ask("best PCIe generation", "nvmlDeviceGetMaxPcieLinkGeneration"),
             pcie_width=ask("PCIe width", "nvmlDeviceGetCurrPcieLinkWidth"),
             pcie_width_max=ask("best PCIe width", "nvmlDeviceGetMaxPcieLinkWidth"),
+            pcie_received_bytes=received,
+            pcie_sent_bytes=sent,
             power_watts=None if power is None else power / 1000,
             power_limit_watts=None if limit is None else limit / 1000,
             temperature_celsius=ask("temperature", "nvmlDeviceGetTemperature", 0),
@@ -202,6 +215,12 @@ class GpuReader:
 def _text(value: str | bytes | None) -> str | None:
     # Bindings before 11.5 return bytes.
     return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _counter(field: Any) -> int | None:
+    """Return the value of an NVML field that counts; None where this GPU does not."""
+    name = _LONG_VALUES.get(field.valueType)
+    return None if field.nvmlReturn != 0 or name is None else int(getattr(field.value, name))
 
 
 def _is_visible(variable: str | None, index: int, uuid: str | None) -> bool | None:

@@ -9,8 +9,8 @@ Nothing here decides how to train: the config and the recipe do, the trainer doe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from stoker.augment import Compose
 from stoker.augment.ops import Normalize, ToDtype
 from stoker.config import Settings
 from stoker.errors import InputError
+from stoker.loader.gather import Augments
 from stoker.loader.lanes import LanePlan, plan_store_lanes
 from stoker.loader.loader import Loader, pick_device
 from stoker.machine import probe
@@ -31,6 +32,7 @@ from stoker.recipes.contract import Job
 from stoker.recipes.inference import LOG_NAME, STORE_NOTE, load_trained
 from stoker.recipes.watch import TimedLoader, Watch
 from stoker.report import Progress, RunLog, Silent
+from stoker.runs.telemetry import TelemetryLog
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
 from stoker.train.checkpoint import Checkpoints, load_checkpoint
@@ -90,30 +92,46 @@ def run_recipe(
         KeyboardInterrupt: Ctrl-C; the run is saved first.
     """
     chosen = choose_recipe(settings)
-    folder = run_folder(settings)
+    if settings.store is not None and not resume:
+        _require_fresh(run_folder(settings))
+    with open_run(settings, chosen, device=device, progress=progress) as run:
+        history = run.train(resume)
+        made = RecipeRun(
+            **vars(history),
+            recipe=run.job.name,
+            run_dir=run.folder,
+            monitor=run.job.monitor,
+            baseline=dict(run.job.baseline),
+        )
+        return run.judge(made) if history.ended == "done" else made
+
+
+@contextlib.contextmanager
+def open_run(
+    settings: Settings,
+    chosen: Chosen | None = None,
+    *,
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Run]:
+    """Lend a run before its first step: its store is open, its job is made, nothing is written.
+
+    Raises:
+        ConfigError: The config and the recipe do not fit.
+        InputError: The store or the device cannot be used.
+    """
+    chosen = chosen or choose_recipe(settings)
     if settings.store is None:
         raise InputError(
             "the config names no store.",
             "recipe.store in the config, or --store",
-            f"stoker train --config FILE --store STORE  (made by `stoker pack`, see `{_PACK[chosen.recipe.name]}`)",
+            f"--store STORE  (made by `stoker pack`, see `{_PACK[chosen.recipe.name]}`)",
         )
-    if not resume:
-        _require_fresh(folder)
     place = pick_device(device)
-    told = progress or Silent()
     with open_store(settings.store) as store:
         torch.manual_seed(settings.seed)
         job = _make_job(chosen, store, settings)
-        run = _Run(settings, chosen, store, job, folder, place, told)
-        history = run.train(resume)
-        made = RecipeRun(
-            **vars(history),
-            recipe=job.name,
-            run_dir=folder,
-            monitor=job.monitor,
-            baseline=dict(job.baseline),
-        )
-        return run.judge(made) if history.ended == "done" else made
+        yield Run(settings, chosen, store, job, run_folder(settings), place, progress or Silent())
 
 
 _PACK = {
@@ -187,8 +205,12 @@ def _make_job(chosen: Chosen, store: Store, settings: Settings) -> Job:
     return replace(job, samples=samples, notes=(*job.notes, note))
 
 
-class _Run:
-    """One run: what `run_recipe` has settled, and the two things it does with it."""
+class Run:
+    """One run: what `open_run` has settled, and what is done with it.
+
+    `train` and `judge` are the run; `make_train_loader` and `make_trainer` lend its parts to those who
+    measure it.
+    """
 
     def __init__(
         self,
@@ -203,46 +225,68 @@ class _Run:
         self.settings, self.chosen, self.store, self.job = settings, chosen, store, job
         self.folder, self.device, self.told = folder, device, told
 
+    @property
+    def drawn_augmentation(self) -> Augments | None:
+        """What the trainer draws for training images; the loader itself applies what only normalises."""
+        return as_augments(self.job.augmentation) if _draws(self.job.augmentation) else None
+
+    def with_settings(self, settings: Settings) -> Run:
+        """Return the same job under settings that do not change it: batch, precision, capture, chunks."""
+        return Run(settings, self.chosen, self.store, self.job, self.folder, self.device, self.told)
+
     def train(self, resume: bool) -> History:
         """Train, and return what the trainer says."""
         job, settings = self.job, self.settings
         with contextlib.ExitStack() as stack:
-            train = stack.enter_context(self._train_loader())
+            train = stack.enter_context(self.make_train_loader())
             judged = self._judged_loader("val") if len(job.samples["val"]) else None
             val = None if judged is None else stack.enter_context(judged)
             notes = self._notes(train)
             for line in notes:
                 self.told.say(line)
             watch = Watch(self.told, train, settings.epochs)
-            optimizer = job.make_optimizer(job.model.parameters(), settings.learning_rate)
-            windows = -(-len(train) // settings.accumulation_steps)
-            scheduler = (
-                None
-                if job.make_schedule is None
-                else job.make_schedule(optimizer, max(1, settings.epochs * windows))
-            )
-            trainer = Trainer(
-                job.model,
-                train,
-                val,
-                job.criterion,
-                optimizer,
-                scheduler,
-                train_settings(settings, job.monitor),
-                self.device,
-                job.augmentation if _draws(job.augmentation) else None,
-                unpack=job.unpack,
-                metrics=job.metrics,
-                run_dir=self.folder,
-                identity=self._identity(),
-                progress=watch,
-            )
+            trainer = self.make_trainer(train, val, watch, run_dir=self.folder)
             trainer.history.notes[:0] = notes
             watch.history = trainer.history
-            history = trainer.fit(resume=resume)
+            self._write_setup(train)
+            with TelemetryLog(
+                self.folder, watch.count, gpu_uuid=_gpu_uuid(self.device)
+            ) as telemetry:
+                history = trainer.fit(resume=resume)
+                telemetry.ended = history.ended
             watch.tell_epochs()
             self._save_the_last(trainer)
             return history
+
+    def make_trainer(
+        self, train: Any, val: Any, progress: Progress, *, run_dir: Path | None
+    ) -> Trainer:
+        """Return the run's trainer over these loaders; without `run_dir` it writes nothing."""
+        job, settings = self.job, self.settings
+        optimizer = job.make_optimizer(job.model.parameters(), settings.learning_rate)
+        windows = -(-len(train) // settings.accumulation_steps)
+        scheduler = (
+            None
+            if job.make_schedule is None
+            else job.make_schedule(optimizer, max(1, settings.epochs * windows))
+        )
+        return Trainer(
+            job.model,
+            train,
+            val,
+            job.criterion,
+            optimizer,
+            scheduler,
+            train_settings(settings, job.monitor),
+            self.device,
+            # What is no loader of ours hands over images that were augmented where they came from.
+            self.drawn_augmentation if isinstance(train, Loader) else None,
+            unpack=job.unpack,
+            metrics=job.metrics,
+            run_dir=run_dir,
+            identity=self._identity() if run_dir is not None else None,
+            progress=progress,
+        )
 
     def judge(self, made: RecipeRun) -> RecipeRun:
         """Return the run with the metrics of its best checkpoint; they go into the log as well."""
@@ -288,13 +332,14 @@ class _Run:
 
     # -- loaders -----------------------------------------------------------------------------
 
-    def _train_loader(self) -> TimedLoader:
+    def make_train_loader(self, kind: type[TimedLoader] = TimedLoader) -> TimedLoader:
+        """Return the loader of the training samples, as a `kind` of loader."""
         job, settings = self.job, self.settings
         asked = settings.chunk_bytes if settings.use_chunk_loader and job.lanes is None else None
         plan = None
         if not settings.use_chunk_loader and job.lanes is None and self.device.type == "cuda":
             plan = self._streamed_plan(job.samples["train"])
-        return TimedLoader(
+        return kind(
             self.store,
             settings.batch_size,
             self.device,
@@ -308,7 +353,7 @@ class _Run:
             chunk_bytes=None if asked is None else max(1, asked // _CHUNK_SLOTS),
             num_slots=_CHUNK_SLOTS,
             lanes=job.lanes,
-            augment=None if _draws(job.augmentation) else as_augments(job.augmentation),
+            augment=None if self.drawn_augmentation else as_augments(job.augmentation),
         )
 
     def _judged_loader(self, split: str) -> Loader:
@@ -380,6 +425,15 @@ class _Run:
             *chosen.notes,
         ]
 
+    def _write_setup(self, train: Loader) -> None:
+        """Write what the run is made of into its log: config, plan and machine."""
+        settings = asdict(self.settings)
+        reasons = settings.pop("reasons")
+        with RunLock(self.folder), RunLog(self.folder / LOG_NAME) as log:
+            log.write("config", {"settings": settings, "reasons": reasons})
+            log.write("plan", train.plan.to_json())
+            log.write("machine", probe(self.store.path).to_json())
+
     def _identity(self) -> dict[str, Any]:
         settings = self.settings
         return {
@@ -393,6 +447,13 @@ class _Run:
             "max_training_samples": settings.max_training_samples,
             "teacher": None if self.chosen.teacher is None else _digest(self.chosen.teacher),
         }
+
+
+def _gpu_uuid(device: torch.device) -> str | None:
+    """Return what NVML calls a device; None for the CPU."""
+    if device.type != "cuda":
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _digest(path: str) -> str:

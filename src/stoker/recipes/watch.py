@@ -1,7 +1,7 @@
 """A run as people follow it: samples instead of batches, loss and waits behind the bar, a line per epoch.
 
 Enters: what the trainer tells its `Progress`, and the loader. Leaves: the same, told to another one.
-Costs two clock readings per batch.
+Costs two clock readings per batch. What was done so far can be asked for from another thread.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+import torch
+
 from stoker.loader.loader import Loader
 from stoker.report import Progress
+from stoker.runs.telemetry import RunCounters
 from stoker.train.trainer import EpochReport, History
 
 _SHOW_SECONDS = 0.2
@@ -22,7 +25,15 @@ _T = TypeVar("_T")
 class TimedLoader(Loader):
     """A loader that knows how long its caller has waited for it."""
 
-    waited_seconds = 0.0
+    # Seconds of finished waits, and since when the caller waits now: one value, so that a thread that
+    # looks in never sees half of a change.
+    _waits: tuple[float, float | None] = (0.0, None)
+
+    @property
+    def waited_seconds(self) -> float:
+        """All waits so far, the one that goes on included."""
+        finished, since = self._waits
+        return finished if since is None else finished + time.perf_counter() - since
 
     def _moving(self, batches: Iterable[_T]) -> Iterator[_T]:
         return super()._moving(self._timed(batches))
@@ -30,9 +41,9 @@ class TimedLoader(Loader):
     def _timed(self, batches: Iterable[_T]) -> Iterator[_T]:
         source = iter(batches)
         while True:
-            began = time.perf_counter()
+            self._waits = (self._waits[0], time.perf_counter())
             batch = next(source, None)
-            self.waited_seconds += time.perf_counter() - began
+            self._waits = (self.waited_seconds, None)
             if batch is None:
                 return
             yield batch
@@ -50,6 +61,9 @@ class Watch:
         self._left = 0
         self._began = self._shown = time.perf_counter()
         self._waited = 0.0
+        self._num_samples = 0
+        # Seconds of finished epochs, and since when the current one goes on; one value, as above.
+        self._clock: tuple[float, float | None] = (0.0, None)
         self.history: History | None = None
 
     def start(self, label: str, total: int | None, unit: str) -> None:  # noqa: ARG002
@@ -59,20 +73,45 @@ class Watch:
         whole = len(self._loader.samples)
         self._left = min(whole, batch * total) if total is not None else whole
         self._began, self._waited = time.perf_counter(), self._loader.waited_seconds
+        self._clock = (self.trained_seconds, self._began)
         self._told.start(f"{label}/{self._epochs}", self._left, "samples")
 
     def advance(self, count: int = 1) -> None:
         """A batch is done."""
         done = min(self._left, count * self._loader.batch_size)
         self._left -= done
+        self._num_samples += done
         self._told.advance(done)
         now = time.perf_counter()
+        if not self._left:
+            self._clock = (self.trained_seconds, None)
         if self._show is not None and now - self._shown >= _SHOW_SECONDS:
             self._shown = now
             waited = (self._loader.waited_seconds - self._waited) / max(now - self._began, 1e-9)
             losses = self.history.losses if self.history is not None else []
             loss = f"loss {losses[-1]:.4g}  " if losses else ""
             self._show(f"{loss}waited {waited:.0%}")
+
+    @property
+    def trained_seconds(self) -> float:
+        """Time in epochs so far; what comes between them is not counted."""
+        finished, since = self._clock
+        return finished if since is None else finished + time.perf_counter() - since
+
+    def count(self) -> RunCounters:
+        """Return what was done so far; for a thread that looks in from time to time."""
+        history, device = self.history, self._loader.device
+        losses = history.losses if history is not None else []
+        on_gpu = device.type == "cuda"
+        return RunCounters(
+            self._num_samples,
+            self.trained_seconds,
+            self._loader.waited_seconds,
+            min(self._loader.epoch, self._epochs - 1),
+            losses[-1] if losses else None,
+            torch.cuda.memory_allocated(device) if on_gpu else None,
+            torch.cuda.memory_reserved(device) if on_gpu else None,
+        )
 
     def say(self, line: str) -> None:
         """Pass on."""

@@ -5,7 +5,7 @@ font, follows the reader's light or dark setting, fits a phone, and prints. Cost
 
 `Html` is text that is already markup; every other string is escaped on its way in, so that a
 column called `<script>` is shown, never run. A content policy in the page forbids scripts and
-requests as a second lock.
+requests as a second lock. Curves over time are in `stoker.page.charts`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from stoker.page._style import STYLE
 
 MAX_TEXT = 160
 # Control characters and lone surrogates have no place in HTML, and the latter not in UTF-8.
@@ -106,6 +108,11 @@ def badge(text: str, kind: str = "plain") -> Html:
     return Html(f'<span class="badge {escape(kind)}">{escape(text)}</span>')
 
 
+def details(summary: str, body: Html) -> Html:
+    """Return something that is folded away until it is asked for."""
+    return Html(f"<details><summary>{escape(summary)}</summary>{body}</details>")
+
+
 def facts(items: Mapping[str, str]) -> Html:
     """Return names and values as a list."""
     pairs = (
@@ -122,6 +129,7 @@ def table(
     numeric: Iterable[int] = (),
     labels: Iterable[int] = (),
     wide: Iterable[int] = (),
+    tight: bool = False,
 ) -> Html:
     """Return a table: wide ones scroll inside their own box, prose stacks up on a phone.
 
@@ -131,7 +139,9 @@ def table(
         key: The table's id.
         numeric: Columns to align to the right.
         labels: Columns never to break.
-        wide: Columns of prose; a table that has some shows each row as a block on a phone.
+        wide: Columns of prose; a table that has some shows each row as a block on a phone, its numbers
+            with the titles of their columns.
+        tight: Save width on a phone, where the last columns matter as much as the first.
     """
     classes = dict.fromkeys(numeric, "number") | dict.fromkeys(labels, "label")
     prose = dict.fromkeys(wide, "wide")
@@ -141,13 +151,20 @@ def table(
         f'<th scope="col"{side}>{escape(text)}</th>'
         for side, text in zip(sides, header, strict=True)
     )
+    heads = [
+        f' data-head="{escape(text)}"' if prose and classes.get(i) == "number" else ""
+        for i, text in enumerate(header)
+    ]
     body = "".join(
         "<tr>"
-        + "".join(f"<td{side}>{escape(cell)}</td>" for side, cell in zip(sides, row, strict=True))
+        + "".join(
+            f"<td{side}{named}>{escape(cell)}</td>"
+            for side, named, cell in zip(sides, heads, row, strict=True)
+        )
         + "</tr>"
         for row in rows
     )
-    style = " class=stack" if prose else ""
+    style = " class=stack" if prose else " class=tight" if tight else ""
     return Html(
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(header[0])} table">'
         f'<table id="{escape(key)}"{style}><thead><tr>{head}</tr></thead>'
@@ -296,87 +313,7 @@ def html(title: str, sections: Sequence[Section], *, subtitle: str = "") -> str:
         '<meta name="color-scheme" content="light dark">'
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(shorten(title))}</title><style>{_STYLE}</style></head>"
+        f"<title>{escape(shorten(title))}</title><style>{STYLE}</style></head>"
         f"<body><header><h1>{name(title)}</h1>{under}<nav>{links}</nav></header>"
         f"<main>{body}</main></body></html>\n"
     )
-
-
-_STYLE = """
-:root{--page:#fbfaf8;--card:#fff;--ink:#22242a;--quiet:#636873;--line:#e3e1dc;--bar:#5b7f9e;
---refuse:#a8322a;--refuse-soft:#fbeae8;--warn:#855a00;--warn-soft:#fbf2df;--note:#45617a;
---note-soft:#e9f0f5;--good:#2f6b45;--good-soft:#e6f2ea}
-@media (prefers-color-scheme:dark){:root{--page:#16181c;--card:#1d2025;--ink:#e6e4df;
---quiet:#9da2ac;--line:#32363d;--bar:#7ea3c2;--refuse:#f09a91;--refuse-soft:#43231f;
---warn:#e5bd6b;--warn-soft:#3a2f18;--note:#a5c3db;--note-soft:#22303b;--good:#93cfa8;
---good-soft:#1e3527}}
-*{box-sizing:border-box}
-html{-webkit-text-size-adjust:100%}
-body{margin:0;background:var(--page);color:var(--ink);
-font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",sans-serif}
-header,main{max-width:1120px;margin:0 auto;padding:0 20px}
-header{padding-top:40px}
-h1{font-size:1.7rem;line-height:1.25;font-weight:650;margin:0 0 6px;overflow-wrap:anywhere}
-h2{font-size:1.15rem;font-weight:650;margin:0 0 14px;overflow-wrap:anywhere}
-h3{font-size:.95rem;font-weight:650;margin:22px 0 10px;overflow-wrap:anywhere}
-p{margin:0 0 12px;max-width:72ch;overflow-wrap:anywhere}
-.quiet,figcaption,dt{color:var(--quiet)}
-nav{display:flex;flex-wrap:wrap;gap:4px 18px;padding:10px 0 14px;margin-bottom:28px;
-border-bottom:1px solid var(--line);font-size:.9rem}
-a{color:var(--note);overflow-wrap:anywhere;text-underline-offset:3px;text-decoration-thickness:1px}
-section{margin:0 0 44px;scroll-margin-top:16px}
-dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,150px),1fr));
-gap:14px 24px;margin:0 0 18px}
-dt{font-size:.8rem}
-dd{margin:0;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
-.scroll{overflow-x:auto;border:1px solid var(--line);border-radius:10px;background:var(--card)}
-.scroll:focus-visible{outline:2px solid var(--note);outline-offset:2px}
-table{border-collapse:collapse;width:100%;font-size:.875rem}
-th,td{padding:8px 14px;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}
-tr:last-child td{border-bottom:0}
-th{font-weight:600;font-size:.8rem;color:var(--quiet);white-space:nowrap}
-td{min-width:8.5rem;overflow-wrap:anywhere}
-td.number,th.number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
-td.number,td.label{min-width:0;white-space:nowrap}
-td.wide{min-width:17rem}
-code{font:.85em/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
-.badge{display:inline-block;padding:0 8px;border-radius:99px;font-size:.75rem;font-weight:600;
-line-height:1.6;white-space:nowrap;background:var(--note-soft);color:var(--note)}
-.badge.refuse{background:var(--refuse-soft);color:var(--refuse)}
-.badge.warn{background:var(--warn-soft);color:var(--warn)}
-.badge.good{background:var(--good-soft);color:var(--good)}
-.badge+.badge{margin-left:4px}
-.grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,215px),1fr));gap:12px}
-figure{margin:0;padding:12px 14px;min-width:0;background:var(--card);
-border:1px solid var(--line);border-radius:10px}
-figure .name{font-size:.85rem;font-weight:600;line-height:1.35;overflow-wrap:anywhere;
-margin-bottom:8px;min-height:1.35em}
-figcaption{font-size:.75rem;line-height:1.45;font-variant-numeric:tabular-nums}
-figcaption .ends{display:flex;justify-content:space-between;gap:8px}
-figcaption p{margin:6px 0 0}
-svg{display:block;width:100%}
-.bar{fill:var(--bar)}.bar.marked{fill:var(--refuse)}.bar.good{fill:var(--good)}
-.bar.note{fill:var(--warn)}
-.bars{margin:0 0 6px;font-size:.85rem}
-.bars .line{display:grid;grid-template:"who pic how"/17rem minmax(0,1fr) 6rem;gap:0 14px;
-align-items:center;min-height:28px}
-.bars .who{grid-area:who;line-height:1.3}.bars .pic{grid-area:pic;height:20px}
-.bars .how{grid-area:how;text-align:right;font-variant-numeric:tabular-nums}
-.bars .why{grid-row:1;grid-column:2/4;line-height:1.3}
-.bars .axis .pic{position:relative;color:var(--quiet);font-size:.75rem}
-.bars .axis span{position:absolute;transform:translateX(-50%)}
-.bars .axis span:first-child{transform:none}
-.bars .axis span:last-child{transform:translateX(-100%)}
-.base{stroke:var(--line);stroke-width:1;vector-effect:non-scaling-stroke;fill:none}
-@media (max-width:520px){header,main{padding-left:14px;padding-right:14px}header{padding-top:24px}
-h1{font-size:1.35rem}th,td{padding:7px 10px}
-.bars .line{grid-template:"who how" "pic pic"/minmax(0,1fr) auto;padding:3px 0}
-.bars .why{grid-row:2;grid-column:1/3}.bars .pic{height:14px}
-.stack thead{display:none}.stack,.stack tbody,.stack tr,.stack td{display:block;width:auto}
-.stack tr{padding:10px 12px;border-bottom:1px solid var(--line)}.stack tr:last-child{border:0}
-.stack td,.stack td.wide{border:0;padding:2px 0;min-width:0}}
-@media print{:root{--page:#fff;--card:#fff;--ink:#000;--quiet:#444;--line:#ccc}
-body{font-size:10pt}nav{display:none}.scroll{overflow:visible;border-radius:0}
-figure,tr{break-inside:avoid}h2,h3{break-after:avoid}
-.bar,.badge{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
-"""

@@ -1,0 +1,334 @@
+"""`stoker doctor`: why a training job is slow, what would help and by how much, and whether it did.
+
+Enters: a config of stoker's own, or behind `--` somebody's command, which is run as it is. Leaves: findings
+on stdout, or on stderr beside a script, whose own output and exit code are untouched; a page, a JSON
+document, a changed config or a suggested patch where asked. Costs seconds for a config; for a script its
+own time, or `--steps` and `--seconds` of it.
+
+A config ends with 0 whatever is found; a script with its own exit code, or 0 when the doctor ended it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stoker.cli.config import SetOption
+from stoker.cli.train import DeviceOption
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stoker.doctor.findings import Finding
+    from stoker.doctor.job_config import JobConfig
+    from stoker.doctor.measurements import Measurements
+    from stoker.doctor.verdict import Consultation, Outcome
+
+_BOTH_FORMS = "stoker doctor --config configs/forex.yaml, or stoker doctor -- python train.py"
+
+
+def doctor(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- COMMAND", help="A script to run and look at, such as -- python train.py.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="A job of stoker's own: its YAML file.", show_default=False),
+    ] = None,
+    overrides: SetOption = None,
+    store: Annotated[
+        Path | None,
+        typer.Option("--store", help="Instead of the config's recipe.store.", show_default=False),
+    ] = None,
+    device: DeviceOption = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, help="Measure so many steps; a script is ended after them.", show_default=False),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--seconds", min=0.1, show_default=False,
+            help="A script: end it after so long. A config: the most for each measurement.",
+        ),
+    ] = None,
+    apply: Annotated[
+        Path | None,
+        typer.Option(
+            "--apply", metavar="FILE", show_default=False,
+            help="Write the changed config, or a patch for a script, and measure again.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Let --apply replace FILE.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page for a browser.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write the JSON document to a file.", show_default=False),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout (beside a script: use --out).")
+    ] = False,
+) -> None:  # fmt: skip
+    """Say why a training job is slow, what would help, and by how much.
+
+    Give a config of stoker's own, or any command behind two dashes: it runs unmodified.
+    """
+    from stoker.errors import InputError
+
+    if bool(command) == (config is not None):
+        given = (
+            "nothing to examine was given." if not command else "a config and a command were given."
+        )
+        raise InputError(given, "--config FILE, or -- and a command", _BOTH_FORMS)
+    for path, option in ((html, "--html"), (out, "--out"), (apply, "--apply")):
+        if path is not None:
+            require_writable(path, option, replace=force or option != "--apply")
+    if command:
+        if overrides or store is not None or device is not None:
+            raise InputError(
+                "--set, --store and --device are for a config, and a command was given.",
+                "a command with options of its own, behind --",
+                "stoker doctor -- python train.py",
+            )
+        if as_json and out is None:
+            raise InputError(
+                "--json beside a script: stdout is the script's own.",
+                "a file for the JSON document",
+                "--out doctor.json instead of --json",
+            )
+        raise typer.Exit(_examine_script(command, steps, seconds, apply, html, out))
+    from stoker.doctor.job_config import JobConfig
+
+    assert config is not None
+    job = JobConfig.read(config, overrides or (), store)
+    _examine_job(job, device, steps, seconds, apply, html, out, as_json)
+
+
+def require_writable(path: Path, option: str, *, replace: bool) -> None:
+    """Refuse before anything is measured what could not be written afterwards."""
+    from stoker.errors import InputError
+
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        given = f"{path} is a folder." if path.is_dir() else f"there is no folder {path.parent}."
+        fix = f"{option} {path / 'doctor'}" if path.is_dir() else f"mkdir -p {path.parent}"
+        raise InputError(f"{option}: {given}", "a file in a folder that exists", fix)
+    if path.exists() and not replace:
+        raise InputError(
+            f"{path} exists.", "a new file, or --force to replace it", f"{option} {path} --force"
+        )
+
+
+# -- stoker's own jobs -----------------------------------------------------------------------------
+
+
+def _examine_job(
+    job: JobConfig,
+    device: str | None,
+    steps: int | None,
+    seconds: float | None,
+    apply: Path | None,
+    html: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    import os
+    from dataclasses import replace
+
+    # The profiler's library talks on stderr while it is loaded, unless it is told not to.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from stoker.cli.progress import Bar
+    from stoker.doctor.consultation import choose_treatment, consult_job, treat_job
+
+    with Bar(quiet=as_json) as bar:
+        found = consult_job(job, device=device, steps=steps, seconds=seconds, progress=bar)
+        treatment = choose_treatment(job, found.findings) if apply is not None else None
+        if apply is not None and treatment is not None:
+            finding, treated = treatment
+            treated.write(apply)
+            bar.say(f"{apply} written; measuring as it was and as it is now")
+            outcome = treat_job(
+                job, treated, finding, device=device, steps=steps, seconds=seconds, progress=bar
+            )
+            found = replace(found, outcome=outcome)
+    _write(found, html, out)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(found.to_json()))
+        return
+    console = _console(stderr=False)
+    _print(console, found)
+    if apply is not None and found.outcome is not None:
+        _print_outcome(console, found.outcome, apply)
+    elif apply is not None:
+        _print_plain(console, "\nnot measured again: there is nothing to apply")
+
+
+# -- other people's scripts ------------------------------------------------------------------------
+
+
+def _examine_script(
+    command: list[str],
+    steps: int | None,
+    seconds: float | None,
+    apply: Path | None,
+    html: Path | None,
+    out: Path | None,
+) -> int:
+    """Return the exit code to end with."""
+    from dataclasses import replace
+
+    from stoker.doctor.scripts import consult_script, suggest_patch, treat_script
+
+    attached, found = consult_script(command, steps=steps, seconds=seconds)
+    console = _console(stderr=True)
+    code = attached.exit_code or 0
+    text = suggest_patch(found.findings) if apply is not None else ""
+    if apply is not None and text:
+        apply.write_text(text, encoding="utf-8")
+        if code == 0 and any(finding.patch.loader_arguments for finding in found.findings):
+            console.print(f"{apply} written; running the script again with it")
+            outcome = treat_script(command, found, steps=steps, seconds=seconds)
+            found = replace(found, outcome=outcome)
+    _write(found, html, out)
+    _print(console, found)
+    if attached.stopped:
+        console.print(f"the script was ended after its {attached.stopped}")
+    if text:
+        _print_plain(console, text)
+    if apply is not None and found.outcome is not None:
+        _print_outcome(console, found.outcome, apply)
+    elif apply is not None:
+        _print_plain(console, f"\nnot measured again: {_why_not(text, code)}")
+    # A shell names the signal that ended a process by 128 and its number.
+    return code if code >= 0 else 128 - code
+
+
+def _why_not(text: str, code: int) -> str:
+    if not text:
+        return "there is nothing to apply"
+    if code:
+        return f"the script ended with {code}"
+    return "the remedies are edits of the script"
+
+
+# -- printing --------------------------------------------------------------------------------------
+
+
+def _console(stderr: bool) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal:
+        return Console(stderr=stderr, width=160, highlight=False)
+    return console
+
+
+def _print_plain(console: Console, text: str) -> None:
+    from rich.text import Text
+
+    console.print(Text(text), soft_wrap=True)
+
+
+def _write(found: Consultation, html: Path | None, out: Path | None) -> None:
+    import json
+
+    if out is not None:
+        out.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    if html is not None:
+        from stoker.doctor.findings_page import findings_page
+
+        html.write_text(findings_page(found), encoding="utf-8")
+
+
+def _print(console: Console, found: Consultation) -> None:
+    _print_plain(console, _headline(found))
+    _print_parts(console, found.measurements)
+    for number, finding in enumerate(found.findings, 1):
+        _print_finding(console, finding, number)
+    if not found.findings:
+        _print_plain(console, found.verdict)
+
+
+def _headline(found: Consultation) -> str:
+    from stoker.doctor.findings_page import spread_text
+
+    measured = found.measurements
+    if measured.step_seconds is None:
+        return f"{measured.subject}: no step was measured"
+    rate, share = measured.samples_per_second, measured.wait_share
+    said = f"{measured.subject}: "
+    said += "" if rate is None else f"{rate:,.0f} samples/s, "
+    said += f"a step takes {spread_text(measured.step_seconds)}"
+    said += "" if share is None else f", {share:.0%} of it waiting for data"
+    return f"{said}; {measured.steps:,} steps on {measured.machine.device}"
+
+
+def _print_parts(console: Console, measured: Measurements) -> None:
+    from rich.table import Table
+
+    from stoker.doctor.cases import milliseconds
+    from stoker.doctor.findings_page import spread_text
+    from stoker.doctor.step_parts import split_step, split_work
+
+    parts = split_step(measured)
+    if not parts:
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for justify in ("left", "right", "right"):
+        table.add_column(justify=justify)
+    whole = sum(part.seconds for part in parts) or 1.0
+    for part in parts:
+        table.add_row(f"  {part.label}", milliseconds(part.seconds), f"{part.seconds / whole:.0%}")
+    console.print(table)
+    ablation, loader = measured.ablation, measured.loader
+    if ablation is not None:
+        alone = (
+            ("step", ablation.step_seconds),
+            ("loader", ablation.loader_seconds),
+            ("host to device", ablation.copy_seconds),
+        )
+        said = ", ".join(f"{label} {spread_text(spread)}" for label, spread in alone)
+        _print_plain(console, f"alone, per batch: {said}")
+    work = [] if loader is None else split_work(loader.work)
+    known = ", ".join(
+        f"{words} {milliseconds(value)}" for words, value in work if value is not None
+    )
+    if known:
+        _print_plain(console, f"the loader's work on a batch: {known}")
+
+
+def _print_finding(console: Console, finding: Finding, number: int) -> None:
+    from rich.text import Text
+
+    from stoker.doctor.findings_page import gain_text
+
+    after = finding.predicted_samples_per_second
+    then = f" → {after[1]:,.0f} samples/s" if after and finding.gain.likely > 1 else ""
+    head = Text(f"\n{number}. ") + Text(finding.name, style="bold")
+    console.print(head + Text(f"  {gain_text(finding)}{then}"))
+    lines = [finding.title, *(f"- {line}" for line in finding.evidence)]
+    lines += [f"remedy: {finding.remedy}", finding.docs]
+    _print_plain(console, "\n".join(f"   {line}" for line in lines))
+
+
+def _print_outcome(console: Console, outcome: Outcome, written: Path) -> None:
+    predicted = outcome.predicted
+    said = "n/a"
+    if predicted is not None:
+        said = f"{predicted[1]:,.0f} ({predicted[0]:,.0f} to {predicted[2]:,.0f})"
+    before = "n/a" if outcome.before is None else f"{outcome.before:,.0f}"
+    after = "n/a" if outcome.after is None else f"{outcome.after:,.0f}"
+    ratio = "" if outcome.ratio is None else f"  × {outcome.ratio:.2f}"
+    _print_plain(console, f"\napplied {outcome.finding.name}: {outcome.change}")
+    _print_plain(console, f"samples/s before {before}, predicted {said}, after {after}{ratio}")
+    _print_plain(console, f"written: {written}")

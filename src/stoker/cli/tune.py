@@ -1,0 +1,207 @@
+"""`stoker tune --config FILE`: the fastest settings of a ready job, found by running them.
+
+Enters: a config and what is typed over it. Leaves: on stderr each try; on stdout the curve, the result and
+what to type next, or one JSON document; with `--out` the tuned config, with `--html` a page. Costs 3 to 5 s
+for each try: usually half a minute.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stoker.cli.config import SetOption
+from stoker.cli.train import DeviceOption
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from stoker.config import Settings
+    from stoker.doctor.job_config import JobConfig
+    from stoker.tune.bench import Measured
+    from stoker.tune.job import Tuned
+
+
+def tune(
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="The YAML file, such as configs/forex.yaml.", show_default=False),
+    ] = None,
+    overrides: SetOption = None,
+    store: Annotated[
+        Path | None,
+        typer.Option("--store", help="Instead of the config's recipe.store.", show_default=False),
+    ] = None,
+    device: DeviceOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Write the tuned config here.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
+    grow_update: Annotated[
+        bool,
+        typer.Option(
+            "--grow-update",
+            help="Also take batches larger than the samples per update: faster, but another training.",
+        ),
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option("--seconds-per-try", help="Seconds measured at each setting.")
+    ] = 3.0,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a page with the curve.", show_default=False),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Find batch size, accumulation, capture and chunk that train fastest, and prove that they fit."""
+    from stoker.cli.doctor import require_writable
+    from stoker.errors import InputError
+
+    if config is None:
+        raise InputError(
+            "there is nothing to tune.",
+            "a config with a recipe and a store",
+            "stoker tune --config configs/tabular.yaml --store STORE --out tuned.yaml",
+        )
+    for path, option in ((out, "--out"), (html, "--html")):
+        if path is not None:
+            require_writable(path, option, replace=force or option == "--html")
+
+    from stoker.cli.progress import Bar
+    from stoker.doctor.job_config import JobConfig
+    from stoker.tune.bench import Effort
+    from stoker.tune.job import tune_job
+    from stoker.tune.ranks import is_first
+
+    job = JobConfig.read(config, overrides or (), store)
+    effort = Effort(seconds)
+    with Bar(quiet=as_json) as bar:
+        tuned = tune_job(
+            job.settings, device=device, effort=effort, grow_update=grow_update, progress=bar
+        )
+    if not is_first():
+        return
+    changes = _as_keys(job, tuned)
+    if out is not None:
+        job.with_changes(changes, _notes(config, tuned)).write(out)
+    if html is not None:
+        from stoker.tune.tuned_page import tuned_page
+
+        page = tuned_page(f"stoker tune {config}", tuned, _facts(job.settings, tuned))
+        html.write_text(page, encoding="utf-8")
+    if as_json:
+        import json
+
+        keys = {"keys": changes, "out": None if out is None else str(out)}
+        typer.echo(json.dumps(tuned.to_json() | keys))
+    else:
+        _print(tuned, _next(config, overrides or [], store, out, changes), out, html)
+
+
+def _as_keys(job: JobConfig, tuned: Tuned) -> dict[str, Any]:
+    """Return the changes by the keys that decide them in this config."""
+    from stoker.units import GIB
+
+    return {
+        job.key_of(name): round(value / GIB, 3) if name == "chunk_bytes" else value
+        for name, value in tuned.changes.items()
+    }
+
+
+def _notes(config: Path, tuned: Tuned) -> list[str]:
+    """Return what was measured, as comments for the tuned config."""
+    from stoker.tune.job import describe
+    from stoker.tune.tuned_page import verdict
+
+    return [
+        f"Tuned from {config} by `stoker tune`:",
+        verdict(tuned),
+        *(f"  {describe(point)}" for point in tuned.curve),
+        *(f"  {tried.option} {tried.value}: {describe(tried.measured)}" for tried in tuned.options),
+        *tuned.notes,
+    ]
+
+
+def _next(
+    config: Path,
+    overrides: list[str],
+    store: Path | None,
+    out: Path | None,
+    changes: Mapping[str, Any],
+) -> str:
+    """Return the command that trains with the result."""
+    import shlex
+
+    if out is not None:
+        return shlex.join(["stoker", "train", "--config", str(out)])
+    words = ["stoker", "train", "--config", str(config)]
+    words += [] if store is None else ["--store", str(store)]
+    kept = [text for text in overrides if text.partition("=")[0].strip() not in changes]
+    for text in [*kept, *(f"{key}={value}" for key, value in changes.items())]:
+        words += ["--set", text]
+    return shlex.join(words)
+
+
+# -- printing --------------------------------------------------------------------------------------
+
+
+def _facts(settings: Settings, tuned: Tuned) -> dict[str, str]:
+    def rate(done: Measured) -> str:
+        return "n/a" if done.rate is None else f"{done.rate:,.0f} samples/s"
+
+    return {
+        "Recipe": settings.recipe or "n/a",
+        "Store": settings.store or "n/a",
+        "Configured": rate(tuned.before),
+        "Tuned, run longer": rate(tuned.final),
+        "Data": tuned.final.tier,
+        "Step": tuned.final.step,
+    }
+
+
+def _print(tuned: Tuned, command: str, out: Path | None, html: Path | None) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from stoker.tune.tuned_page import (
+        CURVE_HEADER,
+        OPTION_HEADER,
+        curve_cells,
+        option_cells,
+        verdict,
+    )
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=160, highlight=False)
+    console.print(_table("batch sizes", CURVE_HEADER, curve_cells(tuned), num_left=0))
+    if tuned.options:
+        console.print(_table("other settings", OPTION_HEADER, option_cells(tuned), num_left=2))
+    for name, why in tuned.left_alone.items():
+        console.print(Text(f"{name}: not tried, {why}"), soft_wrap=True)
+    console.print(Text(verdict(tuned)), soft_wrap=True)
+    for note in tuned.notes:
+        console.print(Text(note), soft_wrap=True)
+    for what, path in (("tuned config", out), ("page", html)):
+        if path is not None:
+            console.print(Text(f"{what} written to {path}"), soft_wrap=True)
+    if tuned.changes or out is not None:
+        console.print(Text(f"Next:\n  {command}"), soft_wrap=True)
+
+
+def _table(title: str, header: Sequence[str], rows: list[tuple[str, ...]], num_left: int) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left")
+    for number, name in enumerate(header):
+        is_text = number < num_left or number == len(header) - 1
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row), style="bold" if "taken" in row[-1] else None)
+    return table

@@ -1,0 +1,469 @@
+"""A stoker job taken apart: everything together, the loader alone, the step alone, the copy alone.
+
+Enters: a `Run` that has not begun. Leaves: `Measurements`, with the spread of every reading. Costs a few
+times the steps that are measured; the job trains in memory while it is measured, nothing is written.
+
+Together is the job's own trainer and loader. The loader alone is the same loader with nobody training
+beside it. The step alone is the same trainer on one batch that is on the device already. What together
+takes more than the step alone is what the data costs.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import psutil
+import torch
+
+from stoker.config import Settings
+from stoker.doctor.laps import (
+    HeldLoader,
+    Lap,
+    Patience,
+    Phases,
+    Stopwatch,
+    make_measured_loader,
+    train_over,
+)
+from stoker.doctor.loader_share import split_loader, time_copy
+from stoker.doctor.measurements import (
+    Ablation,
+    AllocatorFacts,
+    BadValues,
+    Hdf5Facts,
+    HostCall,
+    LoaderFacts,
+    LoaderWork,
+    MachineFacts,
+    Measurements,
+    MemoryFacts,
+    Spread,
+    TimelineSpan,
+)
+from stoker.doctor.trace import measure_kernels
+from stoker.loader.loader import Batch
+from stoker.machine import probe
+from stoker.recipes.run import Run
+from stoker.train.losses import NonFiniteError
+from stoker.train.precision import choose_precision
+
+NUM_STEPS_DRAWN = 6
+_BLOCKS = 5
+_ROUNDS = 2
+"""Parts are measured in turn, more than once: what slows the machine for a while slows them all."""
+_LONG_SECONDS = 30.0
+"""A job of such slow steps that one round takes this long is measured once."""
+_CREEP_BYTES = 4 << 20
+"""Growth below this over the measured steps is an allocator settling, not a leak."""
+
+
+def default_patience(
+    device: torch.device, steps: int | None = None, seconds: float | None = None
+) -> Patience:
+    """Return how long to measure: on a GPU, capture has to be over before anything counts."""
+    on_gpu = device.type == "cuda"
+    return Patience(
+        warm_up=16 if on_gpu else 3,
+        steps=steps or (60 if on_gpu else 20),
+        seconds=seconds or 4.0,
+    )
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One loop that was timed.
+
+    Attributes:
+        laps: One per batch.
+        notes: What the trainer chose, and why.
+        trouble: A loss that was not finite.
+        phases: Forward, backward and update, with start and end on the laps' clock; on a CPU only.
+        tier: Of the loader.
+    """
+
+    laps: tuple[Lap, ...]
+    notes: tuple[str, ...] = ()
+    trouble: NonFiniteError | None = None
+    phases: tuple[tuple[str, float, float], ...] = ()
+    tier: str | None = None
+
+    @property
+    def seconds(self) -> Spread | None:
+        """Of a batch."""
+        return Spread.of(lap.seconds for lap in self.laps)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the last word on the step was that it is one CUDA graph."""
+        said = [note for note in self.notes if note.startswith("step ")]
+        return bool(said) and said[-1].startswith("step captured")
+
+    def rate(self) -> Spread | None:
+        """Samples per second, of a few blocks of steps: slow steps and the ends of epochs count in full."""
+        edges = [round(len(self.laps) * part / _BLOCKS) for part in range(_BLOCKS + 1)]
+        blocks = [self.laps[low:high] for low, high in pairwise(edges)]
+        return Spread.of(
+            sum(lap.num_samples for lap in block) / sum(lap.seconds for lap in block)
+            for block in blocks
+            if block
+        )
+
+
+def time_together(run: Run, patience: Patience, each: Callable[[], None] | None = None) -> Timed:
+    """Train for a while as the run would, and time it.
+
+    Args:
+        run: What to train.
+        patience: How long.
+        each: Called before every batch.
+    """
+    with make_measured_loader(run) as loader:
+        loader.stopwatch = watch = Stopwatch(patience, run.device, each)
+        with Phases(run.job.model, run.device) as phases:
+            notes, trouble = train_over(run, loader, patience.most)
+        laps = tuple(watch.laps())
+        spans = tuple(
+            (kind, start - watch.began, end - watch.began)
+            for kind, start, end in phases.spans
+            if start >= watch.began
+        )
+        made = Timed(laps, notes, trouble, spans, loader.tier)
+    _let_go(run.device)
+    return made
+
+
+def time_step(run: Run, patience: Patience, *, captured: bool = True) -> Timed:
+    """Train on one batch that is on the device already, and time it.
+
+    Args:
+        run: What to train.
+        patience: How long.
+        captured: Whether the step may be captured; False where it is not when everything is together.
+    """
+    watch = Stopwatch(patience, run.device)
+    held = HeldLoader(hold_batch(run), watch, patience.most)
+    # One batch over and over may diverge: that says nothing about the job.
+    capture = run.settings.capture if captured else "off"
+    calm = run.with_settings(replace(run.settings, nonfinite="skip", capture=capture))
+    notes, _ = train_over(calm, held, patience.most)
+    made = Timed(tuple(watch.laps()), notes)
+    _let_go(run.device)
+    return made
+
+
+def time_loader(run: Run, patience: Patience, captured: bool) -> Timed:
+    """Take batches with nobody training, as the step would ask for them."""
+    with make_measured_loader(run) as loader:
+        if run.drawn_augmentation is not None:
+            loader.use_augmentation(run.drawn_augmentation)
+        loader.stopwatch = watch = Stopwatch(patience, run.device)
+        while not watch.is_enough:
+            batches: Any = (
+                loader.index_batches() if captured and loader.tier != "streamed" else loader
+            )
+            for _ in batches:
+                pass
+        made = Timed(tuple(watch.laps()), tier=loader.tier)
+    _let_go(run.device)
+    return made
+
+
+def hold_batch(run: Run) -> Batch:
+    """Return the first batch of the run, augmented, on the device."""
+    with run.make_train_loader() as loader:
+        if run.drawn_augmentation is not None:
+            loader.use_augmentation(run.drawn_augmentation)
+        return next(iter(loader))
+
+
+def _let_go(device: torch.device) -> None:
+    """Give the memory of one measurement back before the next: graphs hold theirs in cycles."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+# -- the whole examination -------------------------------------------------------------------------
+
+
+class _Memory:
+    """What is held before each batch, on the host and on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._process = psutil.Process()
+        self.host: list[int] = []
+        self.on_device: list[int] = []
+
+    def look(self) -> None:
+        """Take one reading of each."""
+        self.host.append(self._process.memory_info().rss)
+        if self._device.type == "cuda":
+            self.on_device.append(torch.cuda.memory_allocated(self._device))
+
+    def facts(self, batches_per_step: int) -> MemoryFacts:
+        """Return the growth per step."""
+        has_device = bool(self.on_device)
+        return MemoryFacts(
+            device_bytes_per_step=creep(self.on_device) * batches_per_step if has_device else None,
+            host_bytes_per_step=creep(self.host) * batches_per_step,
+            device_bytes=self.on_device[-1] if has_device else None,
+            host_bytes=self.host[-1] if self.host else None,
+        )
+
+
+def creep(readings: Sequence[int]) -> float:
+    """Return the steady growth per reading, the first quarter left out; 0 when it is not steady.
+
+    Steady is what grows from each fifth of the readings to the next, by more than 4 MB in all, and at the
+    end not much slower than before.
+    """
+    counted = readings[len(readings) // 4 :]
+    if len(counted) < 10:
+        return 0.0
+    edges = [round(len(counted) * part / 5) for part in range(6)]
+    middles = [sorted(counted[low:high])[(high - low) // 2] for low, high in pairwise(edges)]
+    whole = middles[-1] - middles[0]
+    steady = all(low < high for low, high in pairwise(middles))
+    if not steady or whole < _CREEP_BYTES or middles[-1] - middles[-2] < whole / 12:
+        return 0.0
+    return (middles[-1] - middles[0]) / (len(counted) * 4 / 5)
+
+
+class _Round(NamedTuple):
+    """One look at every part."""
+
+    together: Timed
+    loader: Timed
+    step: Timed
+    trouble: NonFiniteError | None
+    busy_cores: float
+    memory: MemoryFacts
+
+
+def _measure_parts(run: Run, patience: Patience, number: int) -> _Round:
+    run.told.say(f"round {number} of {_ROUNDS}: everything together, then each part alone")
+    memory = _Memory(run.device)
+    busy, wall = time.process_time(), time.perf_counter()
+    together = time_together(run, patience, memory.look)
+    busy, wall = time.process_time() - busy, time.perf_counter() - wall
+    trouble = together.trouble
+    if trouble is not None:
+        calm = run.with_settings(replace(run.settings, nonfinite="skip"))
+        together = time_together(calm, patience)
+    loader = time_loader(run, patience, together.is_captured)
+    step = time_step(run, patience, captured=together.is_captured)
+    held = memory.facts(run.settings.accumulation_steps)
+    return _Round(together, loader, step, trouble, busy / max(wall, 1e-9), held)
+
+
+def _least_creep(rounds: Sequence[_Round]) -> MemoryFacts:
+    """Return the growth of the round that grew least: what settles once is no leak."""
+    return min(
+        (each.memory for each in rounds),
+        key=lambda facts: (facts.host_bytes_per_step or 0) + (facts.device_bytes_per_step or 0),
+    )
+
+
+def _joined(timed: Sequence[Timed]) -> Timed:
+    """Return the laps of all rounds as one; notes and phases are those of the first."""
+    return replace(timed[0], laps=tuple(lap for each in timed for lap in each.laps))
+
+
+def examine(run: Run, patience: Patience, subject: str) -> Measurements:
+    """Measure a job's parts alone and together, in turn.
+
+    Args:
+        run: The job, not begun.
+        patience: How long each part is measured.
+        subject: The config, as the user named it.
+
+    Raises:
+        InputError: The job cannot be measured: no batch, no memory.
+    """
+    batches = run.settings.accumulation_steps
+    counts = _allocator_counts(run.device)
+    began = time.perf_counter()
+    rounds = [_measure_parts(run, patience, 1)]
+    allocator = _allocator_facts(run, counts, patience.most)
+    while len(rounds) < _ROUNDS and time.perf_counter() - began < _LONG_SECONDS:
+        rounds.append(_measure_parts(run, patience, len(rounds) + 1))
+    together = _joined([each.together for each in rounds])
+    step = _joined([each.step for each in rounds])
+    batch = hold_batch(run)
+    copied = time_copy(batch, run.device)
+    loader, hdf5 = _loader_facts(run, batch, rounds, copied)
+    kernels = measure_kernels(run, patience.warm_up) if run.device.type == "cuda" else None
+    seconds, waits = _per_step(together.laps, step, loader.work, batches, run.device)
+    return Measurements(
+        subject=subject,
+        kind="job",
+        machine=_machine_facts(run, copied, batch),
+        steps=len(seconds),
+        seconds=sum(seconds),
+        samples_per_step=_mean([lap.num_samples for lap in together.laps]) * batches,
+        step_seconds=Spread.of(seconds),
+        wait_seconds=Spread.of(waits),
+        compute_seconds=Spread.of(a - b for a, b in zip(seconds, waits, strict=True)),
+        backward_seconds=_phase(together, "backward", batches),
+        optimizer_seconds=_phase(together, "optimizer", 1),
+        loader=loader,
+        kernels=kernels,
+        allocator=allocator,
+        memory=_least_creep(rounds),
+        hdf5=hdf5,
+        bad_values=_bad_values(rounds, len(together.laps)),
+        ablation=Ablation(
+            loader_seconds=loader.alone_seconds,
+            step_seconds=step.seconds,
+            copy_seconds=copied,
+            together_seconds=together.seconds,
+            captured_step_seconds=step.seconds if step.is_captured else None,
+            together_rate=together.rate(),
+        ),
+        precision=choose_precision(run.settings.precision, run.device, run.job.model).name,
+        captured=together.is_captured if run.device.type == "cuda" else None,
+        timeline=draw_timeline(together),
+        notes=(*_said(together.notes), *_said_of_loader(loader)),
+    )
+
+
+def _per_step(
+    laps: Sequence[Lap], step: Timed, work: LoaderWork, batches: int, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of every optimizer update, and of those what was waited for data.
+
+    Gathering and augmenting a batch is work of the step's own device, and no wait. On a GPU the host waits
+    for many reasons; of its wait counts what the step takes more than alone.
+    """
+    alone = step.seconds.median if step.seconds is not None and device.type == "cuda" else 0.0
+    at_work = (work.collate or 0.0) + (work.transform or 0.0)
+    waits = [
+        max(0.0, min(lap.wait_seconds, lap.seconds - alone, lap.seconds) - at_work) for lap in laps
+    ]
+    starts = range(0, len(laps) - batches + 1, batches)
+    seconds = [sum(lap.seconds for lap in laps[at : at + batches]) for at in starts]
+    return seconds, [sum(waits[at : at + batches]) for at in starts]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def _phase(timed: Timed, kind: str, batches: int) -> Spread | None:
+    found = Spread.of(end - start for name, start, end in timed.phases if name == kind)
+    if found is None or batches == 1:
+        return found
+    return Spread(found.median * batches, found.low * batches, found.high * batches, found.count)
+
+
+def _bad_values(rounds: Sequence[_Round], looks: int) -> tuple[BadValues, ...]:
+    found = [each.trouble.given for each in rounds if each.trouble is not None]
+    return (BadValues("loss", found[0], len(found), max(1, looks)),) if found else ()
+
+
+def _said(notes: Sequence[str]) -> list[str]:
+    kept = ("precision ", "optimizer ", "step ", "activations ", "memory ran out", "remembered")
+    return [note for note in notes if note.startswith(kept)]
+
+
+def _said_of_loader(facts: LoaderFacts) -> list[str]:
+    if facts.tier != "resident":
+        return []
+    return ["data is resident: it was read once before the first step, and counts as no time here"]
+
+
+def _machine_facts(run: Run, copied: Spread | None, batch: Batch) -> MachineFacts:
+    machine = probe(run.store.path)
+    kind: Literal["cuda", "cpu"] = "cuda" if run.device.type == "cuda" else "cpu"
+    num_bytes = sum(tensor.nbytes for tensor in batch.values())
+    return MachineFacts(
+        cores=machine.cores_usable,
+        device=kind,
+        device_name=torch.cuda.get_device_name(run.device) if kind == "cuda" else machine.cpu,
+        torch=torch.__version__,
+        pinned_bytes_per_second=num_bytes / copied.median if copied is not None else None,
+        ram_free_bytes=machine.ram_available_bytes,
+        device_free_bytes=torch.cuda.mem_get_info(run.device)[0] if kind == "cuda" else None,
+    )
+
+
+def _loader_facts(
+    run: Run, batch: Batch, rounds: Sequence[_Round], copied: Spread | None
+) -> tuple[LoaderFacts, tuple[Hdf5Facts, ...]]:
+    with run.make_train_loader() as loader:
+        share = split_loader(run, loader, batch, copied.median if copied else None)
+        facts = LoaderFacts(
+            kind="stoker",
+            workers=loader.store.threads,
+            batch_size=loader.batch_size,
+            pin_memory=run.device.type == "cuda",
+            work=share.work,
+            alone_seconds=_joined([each.loader for each in rounds]).seconds,
+            blocked_share=share.blocked_share,
+            main_cpu_share=_mean([each.busy_cores for each in rounds]),
+            steps_per_epoch=len(loader),
+            batches_per_step=float(run.settings.accumulation_steps),
+            batch_bytes=sum(tensor.nbytes for tensor in batch.values()),
+            where=str(run.store.path),
+            tier=loader.tier,
+        )
+    _let_go(run.device)
+    return facts, share.hdf5
+
+
+def _allocator_counts(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return 0, 0
+    stats = torch.cuda.memory_stats(device)
+    return stats.get("num_alloc_retries", 0), stats.get("num_device_alloc", 0)
+
+
+def _allocator_facts(run: Run, before: tuple[int, int], batches: int) -> AllocatorFacts:
+    settings: Settings = run.settings
+    calls = []
+    if settings.empty_cache_every_n_batches:
+        where = settings.reasons["empty_cache_every_n_batches"]
+        per_step = settings.accumulation_steps / settings.empty_cache_every_n_batches
+        took = _time_empty_cache(run.device)
+        calls.append(HostCall(where, "empty_cache", per_step, per_step * took))
+    if run.device.type != "cuda":
+        return AllocatorFacts(empty_cache=tuple(calls))
+    retries, allocs = _allocator_counts(run.device)
+    return AllocatorFacts(
+        (retries - before[0]) / max(1, batches),
+        (allocs - before[1]) / max(1, batches),
+        tuple(calls),
+    )
+
+
+def _time_empty_cache(device: torch.device) -> float:
+    """Return what one call costs by itself; that memory must be asked for again comes on top."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    torch.cuda.empty_cache()
+    return time.perf_counter() - began
+
+
+def draw_timeline(timed: Timed) -> tuple[TimelineSpan, ...]:
+    """Return the first few steps as spans: waits, and what is known of the steps themselves."""
+    spans: list[TimelineSpan] = []
+    drawn = timed.laps[:NUM_STEPS_DRAWN]
+    for number, lap in enumerate(drawn):
+        spans.append(TimelineSpan(number, "main", "wait", lap.began, lap.wait_seconds))
+        rest = max(0.0, lap.seconds - lap.wait_seconds)
+        start = lap.began + lap.wait_seconds
+        spans.append(TimelineSpan(number, "main", "step", start, rest))
+        spans += [
+            TimelineSpan(number, "main", kind, begin, end - begin)
+            for kind, begin, end in timed.phases
+            if lap.began <= begin < lap.began + lap.seconds
+        ]
+    return tuple(spans)

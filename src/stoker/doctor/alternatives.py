@@ -1,0 +1,346 @@
+"""What else the job could be asked to do, measured: so that a predicted gain was seen before it is promised.
+
+Enters: a job's config and its measurements. Leaves: proposals (pure), the rates they reach, and findings
+whose gain is that of a measured run. Costs one measurement for each proposal, and a few short ones of the
+step alone for larger batches; the job as it is is measured once more at the end, since machines drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+
+from stoker.doctor.ablation import Timed, time_step, time_together
+from stoker.doctor.cases import WORTHWHILE
+from stoker.doctor.findings import Finding, Gain, Patch
+from stoker.doctor.job_config import JobConfig
+from stoker.doctor.laps import LEAST_LAPS, Patience
+from stoker.doctor.measurements import Alternative, Measurements, Spread
+from stoker.doctor.verdict import describe_changes
+from stoker.errors import ConfigError, InputError
+from stoker.recipes.run import Run
+from stoker.train.oom import forget_frames, is_oom
+
+BATCH_GAIN = 1.05
+"""A doubled batch that gains less per sample is past the knee."""
+NEAR_BEST = 0.95
+"""The smallest batch within this share of the best rate is the one to propose."""
+_MOST_DOUBLINGS = 5
+_RAM_SHARE_LEFT = 0.25
+_RARELY = 10
+_LONG_SECONDS = 60.0
+"""A larger batch that would take this long to measure is not tried."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change worth trying.
+
+    Attributes:
+        finding: Name of the finding it answers.
+        changes: Dotted keys with their new values.
+        reason: Why it may help.
+    """
+
+    finding: str
+    changes: Mapping[str, Any]
+    reason: str
+
+
+def propose(job: JobConfig, measured: Measurements) -> list[Proposal]:
+    """Return the changes that the config leaves room for; larger batches apart. Pure."""
+    rules = (_captured, _half_precision, _unhindered_data, _cache_kept, _losses_in_blocks)
+    return [proposal for rule in rules if (proposal := rule(job, measured)) is not None]
+
+
+def _captured(job: JobConfig, measured: Measurements) -> Proposal | None:
+    if measured.machine.device != "cuda" or job.settings.capture != "off":
+        return None
+    return Proposal(
+        "launch-bound",
+        {job.key_of("capture"): "auto"},
+        f"the step is launched kernel by kernel: {job.settings.reasons['capture']}",
+    )
+
+
+def _half_precision(job: JobConfig, measured: Measurements) -> Proposal | None:
+    full = job.settings.precision in ("fp32", "tf32")
+    if measured.machine.device != "cuda" or not full:
+        return None
+    changes: dict[str, Any] = {job.key_of("precision"): "auto"}
+    amp = job.key_of("use_amp")
+    if job.config.written().get(amp) is False:
+        changes[amp] = True
+    return Proposal(
+        "full-precision",
+        changes,
+        f"the step computes in {measured.precision}: {job.settings.reasons['precision']}",
+    )
+
+
+def _unhindered_data(job: JobConfig, measured: Measurements) -> Proposal | None:
+    settings = job.settings
+    tier = measured.loader.tier if measured.loader else None
+    changes: dict[str, Any] = {}
+    if not settings.use_chunk_loader and measured.machine.device == "cuda":
+        changes[job.key_of("use_chunk_loader")] = True
+    elif settings.chunk_bytes is not None and tier == "chunked":
+        changes[job.key_of("chunk_bytes")] = None
+    if not changes:
+        return None
+    told = "use_chunk_loader" if not settings.use_chunk_loader else "chunk_bytes"
+    return Proposal("starved-by-loader", changes, f"the data is {tier}: {settings.reasons[told]}")
+
+
+def _cache_kept(job: JobConfig, measured: Measurements) -> Proposal | None:
+    every = job.settings.empty_cache_every_n_batches
+    if measured.machine.device != "cuda" or not 0 < every <= _RARELY:
+        return None
+    return Proposal(
+        "empty-cache-each-step",
+        {job.key_of("empty_cache_every_n_batches"): 0},
+        f"the cache is emptied every {every} batches: "
+        f"{job.settings.reasons['empty_cache_every_n_batches']}",
+    )
+
+
+def _losses_in_blocks(job: JobConfig, measured: Measurements) -> Proposal | None:
+    every = job.settings.read_every
+    if measured.machine.device != "cuda" or every >= _RARELY:
+        return None
+    return Proposal(
+        "sync-every-step",
+        {job.key_of("read_every"): 50},
+        f"losses are read every {every} steps: {job.settings.reasons['read_every']}",
+    )
+
+
+# -- larger batches --------------------------------------------------------------------------------
+
+
+def find_knee(
+    batch: int, seconds: float, most: int, measure: Callable[[int], float | None]
+) -> tuple[list[tuple[int, float]], int | None]:
+    """Double the batch while the step alone gains by it.
+
+    Args:
+        batch: As configured.
+        seconds: Of its step alone.
+        most: The largest batch to try.
+        measure: Batch to the seconds of its step alone; None when it does not fit.
+
+    Returns:
+        What was tried with its seconds, and the smallest batch that is nearly the best; None when the
+        configured one is.
+    """
+    tried: list[tuple[int, float]] = []
+    rates = {batch: batch / max(seconds, 1e-12)}
+    size, num_misses = batch, 0
+    for _ in range(_MOST_DOUBLINGS):
+        size *= 2
+        if size > most or (took := measure(size)) is None:
+            break
+        tried.append((size, took))
+        best = max(rates.values())
+        rates[size] = size / max(took, 1e-12)
+        num_misses = 0 if rates[size] >= best * BATCH_GAIN else num_misses + 1
+        if num_misses > 1:  # one alone may be the machine's doing
+            break
+    enough = max(rates.values()) * NEAR_BEST
+    knee = next(size for size, rate in sorted(rates.items()) if rate >= enough)
+    return tried, None if knee == batch else knee
+
+
+def batch_proposal(job: JobConfig, size: int) -> Proposal:
+    """Return the change to a larger batch; accumulation gives way as far as it goes."""
+    settings = job.settings
+    factor = size // settings.batch_size
+    changes: dict[str, Any] = {job.key_of("batch_size"): size}
+    if settings.accumulation_steps > 1:
+        fewer = max(1, settings.accumulation_steps // factor)
+        changes[job.key_of("accumulation_steps")] = fewer
+    return Proposal(
+        "batch-too-small",
+        changes,
+        f"a batch of {settings.batch_size:,} leaves the device with little to do: "
+        f"{settings.reasons['batch_size']}",
+    )
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+def try_alternatives(
+    run: Run, job: JobConfig, measured: Measurements, patience: Patience
+) -> Measurements:
+    """Return the measurements with every proposal tried.
+
+    Args:
+        run: The job, as it was measured.
+        job: Its config.
+        measured: What `examine` found.
+        patience: How long each is measured.
+    """
+    ablation = measured.ablation
+    assert ablation is not None
+    tried, knee = _larger_batches(run, measured, patience)
+    proposals = propose(job, measured)
+    proposals += [batch_proposal(job, knee)] if knee is not None else []
+    made = [_try(run, job, proposal, patience) for proposal in proposals]
+    rate = ablation.together_rate
+    if made and rate is not None:
+        run.told.say("everything together once more")
+        rate = _pooled(rate, time_together(run, patience))
+    return replace(
+        measured,
+        ablation=replace(
+            ablation, larger_batches=tuple(tried), alternatives=tuple(made), together_rate=rate
+        ),
+    )
+
+
+def _pooled(rate: Spread, again: Timed) -> Spread:
+    """Return a spread that holds both measurements: what lies between them is the machine's doing."""
+    other = again.rate()
+    if other is None:
+        return rate
+    return Spread(
+        (rate.median + other.median) / 2,
+        min(rate.low, other.low),
+        max(rate.high, other.high),
+        rate.count + other.count,
+    )
+
+
+def _larger_batches(
+    run: Run, measured: Measurements, patience: Patience
+) -> tuple[list[tuple[int, float]], int | None]:
+    ablation, settings = measured.ablation, run.settings
+    if run.job.lanes is not None or ablation is None or ablation.step_seconds is None:
+        return [], None
+    num_samples = len(run.job.samples["train"])
+
+    per_sample = ablation.step_seconds.median / settings.batch_size
+    num_steps = patience.warm_up + LEAST_LAPS
+
+    def measure(size: int) -> float | None:
+        if not _has_room() or per_sample * size * num_steps > _LONG_SECONDS:
+            return None
+        run.told.say(f"the step alone, batches of {size:,}")
+        larger = replace(settings, batch_size=size, survive_oom=False)
+        try:
+            took = time_step(run.with_settings(larger), patience).seconds
+        except RuntimeError as error:
+            if not is_oom(error):
+                raise
+            forget_frames(error)
+            return None
+        return None if took is None else took.low
+
+    # At least two updates an epoch, or the epoch is the batch.
+    most = num_samples // 2
+    # The faster quarter of the steps: those that nobody else on the machine has slowed down.
+    return find_knee(settings.batch_size, ablation.step_seconds.low, most, measure)
+
+
+def _has_room() -> bool:
+    memory = psutil.virtual_memory()
+    return memory.available > _RAM_SHARE_LEFT * memory.total
+
+
+def _try(run: Run, job: JobConfig, proposal: Proposal, patience: Patience) -> Alternative:
+    said = describe_changes(proposal.changes)
+    run.told.say(f"everything together with {said}")
+    failure, rate = "", None
+    try:
+        settings = job.with_changes(proposal.changes).settings
+        changed = run.with_settings(replace(settings, survive_oom=False, nonfinite="skip"))
+        rate = time_together(changed, patience).rate()
+    except (ConfigError, InputError) as error:
+        failure = error.given
+    except RuntimeError as error:
+        if not is_oom(error):
+            raise
+        forget_frames(error)
+        failure = "it does not fit into memory"
+    return Alternative(proposal.finding, proposal.changes, proposal.reason, rate, failure)
+
+
+# -- judging ---------------------------------------------------------------------------------------
+
+_WORDS = {
+    "launch-bound": (
+        "the device waits for launches",
+        "Let the whole step be replayed as one CUDA graph: {changes}.",
+    ),
+    "full-precision": (
+        "the step computes in 32 bits",
+        "Compute in 16 bits where it is safe; the loss stays in 32: {changes}.",
+    ),
+    "starved-by-loader": (
+        "the step waits for data",
+        "Let the plan place the data as near to the step as it fits: {changes}.",
+    ),
+    "empty-cache-each-step": (
+        "memory is given back only to be asked for again",
+        "Keep the allocator's cache: {changes}.",
+    ),
+    "sync-every-step": (
+        "losses are read so often that the host waits for the device",
+        "Read losses in blocks: {changes}.",
+    ),
+    "batch-too-small": (
+        "the batch is too small for the device",
+        "Give the device more per step: {changes}; look at the learning rate if the samples per update change.",
+    ),
+}
+
+
+def weigh(measured: Measurements, findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings with what was tried put in the place of what was only reckoned.
+
+    A finding whose remedy was tried and brought nothing is left out. Pure.
+    """
+    ablation = measured.ablation
+    if ablation is None or ablation.together_rate is None:
+        return list(findings)
+    kept = {finding.name: finding for finding in findings}
+    for alternative in ablation.alternatives:
+        if alternative.samples_per_second is None:
+            continue
+        gain = measured_gain(ablation.together_rate, alternative.samples_per_second)
+        known = kept.pop(alternative.finding, None)
+        if gain.likely >= WORTHWHILE and gain.low > 1.0:
+            kept[alternative.finding] = _as_finding(measured, alternative, gain, known)
+    return sorted(kept.values(), key=lambda item: (not item.ends_the_run, -item.gain.likely))
+
+
+def measured_gain(now: Spread, after: Spread) -> Gain:
+    """Return how many times the rate, from the quartiles of both."""
+    return Gain(after.low / now.high, after.median / now.median, after.high / now.low)
+
+
+def _as_finding(
+    measured: Measurements, alternative: Alternative, gain: Gain, known: Finding | None
+) -> Finding:
+    ablation = measured.ablation
+    assert ablation is not None
+    now, after = ablation.together_rate, alternative.samples_per_second
+    assert now is not None
+    assert after is not None
+    changes = describe_changes(alternative.changes)
+    title, remedy = _WORDS[alternative.finding]
+    tried = f"tried: {changes} gives {after.median:,.0f} samples/s instead of {now.median:,.0f}"
+    evidence = known.evidence if known is not None else (alternative.reason,)
+    return Finding(
+        name=alternative.finding,
+        title=known.title if known is not None else title,
+        evidence=(*evidence, tried),
+        remedy=remedy.format(changes=changes),
+        gain=gain,
+        samples_per_second=now.median,
+        patch=Patch(config=alternative.changes),
+    )

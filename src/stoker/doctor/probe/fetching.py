@@ -1,0 +1,167 @@
+"""Calls that fetch from a device or housekeep in the loop: `.item()`, `.cpu()`, pageable copies, `empty_cache`.
+
+Enters: the script's calls of a few methods of Tensor and functions of torch. Leaves: seconds, calls and
+bytes by file and line. Costs about 1 µs per call.
+
+On a GPU such a call waits for all work before it, so its seconds are mostly the device's; on a CPU nothing
+is waited for, and only what the calls themselves cost is counted: a loop of them counts with what stands
+between its calls, since it is the loop that costs.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import time
+from functools import partial
+from typing import Any
+
+from . import hooks, loading, recorder
+
+_LOOP_GAP_SECONDS = 1e-3
+_LOOP_CALLS = 3
+_SCALARS = {
+    "item": "item",
+    "__bool__": "bool",
+    "__float__": "float",
+    "__int__": "int",
+    "tolist": "tolist",
+}
+_DEVICE_ONLY = {"numpy": "numpy", "nonzero": "nonzero"}
+_COLLECTIVES = (
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+)
+_OPTIM: tuple[str, ...] = ()
+
+
+def install(torch: Any) -> None:
+    """Watch fetches, copies and housekeeping."""
+    global _OPTIM  # noqa: PLW0603
+    folder = torch.__file__.rsplit("/", 1)[0]
+    # Optimizers read their own step counters: on a CPU that is no fetch of the user's.
+    _OPTIM = (
+        f"{folder}/optim/",
+        f"{folder}/_dynamo/",
+        f"{folder}/_inductor/",
+        f"{folder}/_tensor_str",
+    )
+    tensor = torch.Tensor
+    for name, call in _SCALARS.items():
+        hooks.replace(tensor, name, partial(_fetching, call=call, on_cpu=True))
+    for name, call in _DEVICE_ONLY.items():
+        hooks.replace(tensor, name, partial(_fetching, call=call, on_cpu=False))
+    for name in ("cpu", "to", "cuda"):
+        hooks.replace(tensor, name, partial(_moving, name=name))
+    hooks.replace(torch.cuda, "synchronize", partial(_waiting, family="sync", call="synchronize"))
+    for owner in (torch.cuda, torch.cuda.memory):
+        hooks.replace(owner, "empty_cache", partial(_waiting, family="empty", call="empty_cache"))
+    hooks.replace(gc, "collect", partial(_waiting, family="host", call="gc.collect"))
+    if torch.distributed.is_available():
+        for name in _COLLECTIVES:
+            hooks.replace(
+                torch.distributed, name, partial(_waiting, family="collective", call=name)
+            )
+    hooks.replace(torch, "save", partial(_waiting, family="host", call="torch.save"))
+
+
+def _add(
+    family: str, call: str, frame: Any, began: float, ended: float, num_bytes: int = 0
+) -> None:
+    seen = recorder.get()
+    if not seen.kind or seen.training_thread != recorder.current_thread():
+        return
+    site = seen.site(family, (frame.f_code, frame.f_lineno, call), frame, call)
+    seconds = ended - began
+    if site.mark == seen.num_steps:
+        site.num_in_step += 1
+        gap = began - site.last_end
+        if site.num_in_step >= _LOOP_CALLS and gap < _LOOP_GAP_SECONDS:
+            seconds += gap
+    else:
+        site.mark, site.num_in_step = seen.num_steps, 1
+    site.last_end = ended
+    site.calls += 1
+    site.seconds += seconds
+    site.num_bytes += num_bytes
+    if family == "sync":
+        seen.sync += seconds
+        if seconds > 2e-4:
+            loading.add_span(seen, "sync", began, ended)
+    elif family == "collective":
+        seen.collective += ended - began
+    elif family == "copy":
+        loading.add_span(seen, "copy", began, ended)
+
+
+def _fetching(original: Any, call: str, on_cpu: bool) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        value = original(self, *args, **kwargs)
+        ended = time.perf_counter()
+        try:
+            if self.is_cuda or on_cpu:
+                frame = sys._getframe(1)
+                if self.is_cuda or not frame.f_code.co_filename.startswith(_OPTIM):
+                    _add("sync", call, frame, began, ended)
+            if call == "item" and type(value) is float:
+                _check(value)
+        except Exception as error:  # noqa: BLE001  a context manager would cost more than the rest
+            recorder.note_failure(call, error)
+        return value
+
+    return method
+
+
+def _check(value: float) -> None:
+    """Count what the script itself reads: a loss that is not finite."""
+    counts = recorder.get().bad.get("value read with .item()")
+    if counts is not None:
+        counts[1] += 1
+    if not math.isfinite(value):
+        frame = sys._getframe(2)
+        bad = recorder.get().bad
+        bad.setdefault("value read with .item()", [0, 1, recorder.place_of(frame)])[0] += 1
+
+
+def _moving(original: Any, name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        moved = original(self, *args, **kwargs)
+        if moved is self:
+            return moved
+        try:
+            if moved.is_cuda != self.is_cuda:
+                ended = time.perf_counter()
+                num_bytes = self.numel() * self.element_size()
+                if self.is_cuda:
+                    _add("sync", name, sys._getframe(1), began, ended, num_bytes)
+                elif not self.is_pinned():
+                    _add("copy", name, sys._getframe(1), began, ended, num_bytes)
+        except Exception as error:  # noqa: BLE001
+            recorder.note_failure(name, error)
+        return moved
+
+    return method
+
+
+def _waiting(original: Any, family: str, call: str) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        delay, began = recorder.run_delay(), time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            try:
+                ended = time.perf_counter()
+                # Without the time queued for a core: that is other work's.
+                queued = min(ended - began, recorder.run_delay() - delay)
+                _add(family, call, sys._getframe(1), began + queued, ended)
+            except Exception as error:  # noqa: BLE001
+                recorder.note_failure(call, error)
+
+    return function

@@ -1,0 +1,70 @@
+"""Waiting for a module to be imported, and replacing functions in it.
+
+Enters: a module's name and what to call. Leaves: the call, right after the module's own code has run.
+Costs one dictionary look-up per import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from . import recorder
+
+_WANTED: dict[str, list[Callable[[Any], None]]] = {}
+
+
+def when_imported(name: str, call: Callable[[Any], None]) -> None:
+    """Call `call(module)` once `name` has been imported."""
+    _WANTED.setdefault(name, []).append(call)
+
+
+def watch() -> None:
+    """Begin watching imports."""
+    sys.meta_path.insert(0, _Watcher())
+
+
+class _Watcher(importlib.abc.MetaPathFinder):
+    """Finds modules as the other finders do, and adds the calls to their loaders."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name not in _WANTED:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+                    _call_after(spec.loader, name)
+                return spec
+        return None
+
+
+def _call_after(loader: Any, name: str) -> None:
+    original = loader.exec_module
+
+    def exec_module(module: Any) -> None:
+        original(module)
+        for call in _WANTED.pop(name, ()):
+            with recorder.guarded(f"{call.__module__} on {name}"):
+                call(module)
+
+    # The loader keeps its type, so that inspect and runpy find what they expect.
+    with recorder.guarded("import hook"):
+        loader.exec_module = exec_module
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put `make(original)` in the place of `owner.name`, with the original's names; skip what is absent."""
+    original = getattr(owner, name, None)
+    if original is None:
+        return
+    wrapper = make(original)
+    with contextlib.suppress(AttributeError, TypeError):
+        functools.update_wrapper(wrapper, original)
+    setattr(owner, name, wrapper)

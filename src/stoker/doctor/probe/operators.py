@@ -1,0 +1,227 @@
+"""A few steps under torch's profiler: operators, matrix products by type, kernels and how long they run.
+
+Enters: steps, once warm. Leaves: one summary. Costs two to four steps that are not counted, once.
+
+A profiler of the script's own has precedence: ours ends at once when one begins.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from typing import Any
+
+from . import hooks, recorder
+
+FIRST_STEP = 6
+_NUM_STEPS, _NUM_LONG_STEPS, _LONG_SECONDS = 3, 1, 0.5
+_MOST_EVENTS = 400_000
+_PRODUCTS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "mkldnn_linear"),
+        *("_convolution", "mkldnn_convolution", "cudnn_convolution", "convolution_backward"),
+        *("_slow_conv2d_forward", "_slow_conv2d_backward", "thnn_conv2d", "_thnn_fused_lstm_cell"),
+        *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward"),
+    )
+)
+_SHORT = {
+    "c10::BFloat16": "bfloat16",
+    "c10::Half": "float16",
+    "float": "float32",
+    "double": "float64",
+}
+_UPDATE, _LOAD = "Optimizer.step", "enumerate(DataLoader)"
+"""torch's own annotations around an update and around waiting for a batch."""
+_DOUBLE_KERNELS = ("double", "dgemm", "d884", "f64", "_ddd_")
+
+_OPERATIONS_PER_SECOND, _BYTES_PER_SECOND = 3e10, 2e10
+
+_profiler: Any = None
+_marks: list[int] = []
+_num_steps = 0
+
+
+def install(torch: Any) -> None:
+    """Profile a few steps, once, in the process that trains."""
+    recorder.get().on_step.append(_step)
+    hooks.replace(torch.autograd.profiler.profile, "__init__", _giving_way)
+
+
+def _giving_way(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        if _profiler is not None and not getattr(recorder.get(), "starting_profiler", False):
+            with recorder.guarded("profiler"):
+                _stop(recorder.get(), keep=False)
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _step(seen: Any) -> None:
+    if _profiler is not None:
+        _marks.append(time.time_ns())
+        if len(_marks) > _num_steps:
+            _stop(seen, keep=True)
+    elif seen.num_steps == FIRST_STEP and not seen.profile:
+        _start(seen)
+
+
+def _start(seen: Any) -> None:
+    global _profiler, _num_steps  # noqa: PLW0603
+    torch = sys.modules["torch"]
+    if torch.autograd.profiler._is_profiler_enabled:
+        seen.profile = {"skipped": "the script's own profiler was running"}
+        return
+    last = seen.rows[-1].seconds if seen.rows else 0.0
+    _num_steps = _NUM_LONG_STEPS if last > _LONG_SECONDS else _NUM_STEPS
+    seen.profile = {"steps": _num_steps}
+    seen.disturb(_num_steps + 1)
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        torch.cuda.synchronize()
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    seen.starting_profiler = True
+    try:
+        profiler = torch.profiler.profile(
+            activities=activities, record_shapes=True, acc_events=True
+        )
+        profiler.start()
+    finally:
+        seen.starting_profiler = False
+    _profiler = profiler
+    _marks[:] = [time.time_ns()]
+
+
+def _stop(seen: Any, keep: bool) -> None:
+    global _profiler
+    profiler, _profiler = _profiler, None
+    began = time.perf_counter()
+    torch = sys.modules["torch"]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    profiler.stop()
+    if not keep:
+        seen.profile = {"skipped": "the script began a profiler of its own"}
+        return
+    with recorder.guarded("profile"):
+        events = profiler.profiler.kineto_results.events()
+        seen.profile.update(summarise(list(events)[:_MOST_EVENTS], list(_marks)))
+    # While we were reading, workers filled their queues: the next waits are too short.
+    if time.perf_counter() - began > 5e-3:
+        seen.disturb(8)
+
+
+def summarise(events: list[Any], marks: list[int]) -> dict[str, Any]:
+    """Return totals from the profiler's raw events; `marks` are the steps' ends in ns.
+
+    The host's are those of the quietest step: an operator that lost its core is not a slow operator.
+    """
+    host, device = [], []
+    annotations = set()
+    for event in events:
+        name = event.name()
+        start, seconds = event.start_ns() * 1e-9, event.duration_ns() * 1e-9
+        if not str(event.device_type()).endswith("CPU"):
+            device.append((start, seconds, name))
+        elif "::" in name or name.startswith((_UPDATE, _LOAD)):
+            host.append((event.start_thread_id(), start, -seconds, name, event))
+        else:
+            annotations.add(name)
+    # Annotations are repeated on the device's lane; they are no kernels, and copies are none either.
+    kernels = [
+        one
+        for one in device
+        if one[2] not in annotations and not one[2].startswith(("Memcpy", "Memset", _UPDATE, _LOAD))
+    ]
+    host.sort(key=lambda one: one[:3])
+    totals = [
+        _host_totals([one for one in host if begin <= one[1] * 1e9 < end])
+        for begin, end in itertools.pairwise(marks)
+    ]
+    totals = [one for one in totals if one["operators"]] or [_host_totals(host)]
+    quietest = min(
+        totals, key=lambda one: sum(one["matmul_seconds"].values()) + one["work_seconds"]
+    )
+    return {**quietest, **_device_totals(kernels)}
+
+
+def _host_totals(host: list[Any]) -> dict[str, Any]:
+    """Walk the operators of each thread as a tree: outermost ones are counted, self time is by type.
+
+    Loading is left out: without workers its operators stand between those of the step.
+    """
+    totals = {"operators": 0, "work_seconds": 0.0, "update_seconds": 0.0, "double_seconds": 0.0}
+    products: dict[str, float] = {}
+    stack: list[
+        list[Any]
+    ] = []  # [thread, end, self seconds, name, event, the annotation around it]
+
+    def close(one: list[Any]) -> None:
+        _, _, seconds, name, event, around = one
+        tensors = _tensors(event) if around != _LOAD else []
+        kinds = [kind for kind, _ in tensors]
+        if "float64" in kinds:
+            totals["double_seconds"] += seconds
+        if name in _PRODUCTS and tensors:
+            products[kinds[0]] = products.get(kinds[0], 0.0) + seconds
+        accounted = min(max(seconds, 0.0), _size_seconds(name, [shape for _, shape in tensors]))
+        totals["update_seconds" if around == _UPDATE else "work_seconds"] += accounted
+
+    for thread, start, negative, name, event in host:
+        seconds = -negative
+        while stack and (stack[-1][0] != thread or stack[-1][1] <= start):
+            close(stack.pop())
+        own = next((prefix for prefix in (_UPDATE, _LOAD) if name.startswith(prefix)), "")
+        around = own or (stack[-1][5] if stack else "")
+        if not own:
+            outermost = all(above[3].startswith((_UPDATE, _LOAD)) for above in stack)
+            totals["operators"] += outermost and around != _LOAD
+            if stack:
+                stack[-1][2] -= seconds
+        stack.append([thread, start + seconds, seconds, name, event, around])
+    while stack:
+        close(stack.pop())
+    return {**totals, "matmul_seconds": products}
+
+
+def _size_seconds(name: str, shapes: list[list[int]]) -> float:
+    """Return what an operator's arithmetic and memory traffic would take one unhurried core."""
+    matrices = [shape for shape in shapes if len(shape) >= 2]
+    if name in _PRODUCTS and len(matrices) >= 2:
+        left, right = matrices[0], matrices[1]
+        # A convolution's weights are used at every pixel of every image; else rows meet columns.
+        pixels = math.prod(left[2:]) * left[0] if len(left) > 3 else 0
+        operations = 2.0 * (pixels * math.prod(right) if pixels else math.prod(left) * right[-1])
+        return operations / _OPERATIONS_PER_SECOND
+    sizes = [math.prod(shape) for shape in shapes]
+    return 4 * (sum(sizes) + max(sizes)) / _BYTES_PER_SECOND if sizes else 0.0
+
+
+def _tensors(event: Any) -> list[tuple[str, list[int]]]:
+    """Return type and shape of an operator's tensors; plain numbers have no shape and do not count."""
+    try:
+        found = zip(event.dtypes(), event.shapes(), strict=False)
+        return [(_SHORT.get(kind, ""), shape) for kind, shape in found if shape]
+    except (AttributeError, RuntimeError):
+        return []
+
+
+def _device_totals(device: list[tuple[float, float, str]]) -> dict[str, Any]:
+    if not device:
+        return {}
+    device.sort()
+    busy, end = 0.0, 0.0
+    for start, seconds, _ in device:
+        busy += max(0.0, start + seconds - max(start, end))
+        end = max(end, start + seconds)
+    double = sum(s for _, s, name in device if any(word in name for word in _DOUBLE_KERNELS))
+    return {
+        "kernels": len(device),
+        "kernel_seconds": sum(seconds for _, seconds, _ in device),
+        "busy_seconds": busy,
+        "double_kernel_seconds": double,
+    }

@@ -1,0 +1,30 @@
+"""From measurements to findings: pure functions, one per finding, ranked by what they would bring.
+
+Enters: `Measurements`. Leaves: a list of `Finding`s, the most worthwhile first; empty for a healthy job.
+Costs microseconds. The rules stand in `rules_loading.py` and `rules_step.py`; each is a function of a
+`Case` that returns a finding or None, and none looks at another's answer.
+"""
+
+from __future__ import annotations
+
+from stoker.doctor import rules_loading, rules_step
+from stoker.doctor.cases import Case, Rule, rule_name
+from stoker.doctor.findings import Finding
+from stoker.doctor.measurements import Measurements
+
+RULES: tuple[Rule, ...] = (*rules_loading.RULES, *rules_step.RULES)
+FINDING_NAMES = tuple(rule_name(rule) for rule in RULES)
+
+
+def diagnose(measurements: Measurements) -> list[Finding]:
+    """Return what is wrong, the most worthwhile first; an empty list when nothing is.
+
+    What ends the run comes before what slows it, then the larger gain. The generic starved-by-loader is
+    left out where a rule names the cause of the starving.
+    """
+    case = Case.of(measurements)
+    found = [finding for rule in RULES if (finding := rule(case)) is not None]
+    names = {finding.name for finding in found}
+    if names & rules_loading.NAMED_CAUSES:
+        found = [finding for finding in found if finding.name != "starved-by-loader"]
+    return sorted(found, key=lambda finding: (not finding.ends_the_run, -finding.gain.likely))

@@ -1,0 +1,169 @@
+"""Somebody's script before the doctor: run with the probe inside, judged, and on request run again treated.
+
+Enters: a command line. Leaves: its exit code and a `Consultation`; suggested edits as a unified diff; an
+`Outcome` after a second run with other arguments of its DataLoader. Costs the script's own time, each
+run. Its files are never written to. No torch here.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stoker.doctor.attach import Attached, run_script
+from stoker.doctor.findings import Finding
+from stoker.doctor.rules import diagnose
+from stoker.doctor.verdict import Consultation, Outcome
+
+_CONTEXT = 2
+_POSITIONAL = 5
+"""Arguments of a DataLoader before those that the doctor suggests: dataset to batch_sampler."""
+
+
+def consult_script(
+    command: Sequence[str], *, steps: int | None = None, seconds: float | None = None
+) -> tuple[Attached, Consultation]:
+    """Run a script with the probe inside it, and judge what it saw."""
+    attached = run_script(command, steps=steps, seconds=seconds)
+    measured = attached.measurements
+    return attached, Consultation(measured, tuple(diagnose(measured)))
+
+
+def treat_script(
+    command: Sequence[str],
+    consultation: Consultation,
+    *,
+    steps: int | None = None,
+    seconds: float | None = None,
+) -> Outcome | None:
+    """Run a script again with the loader's arguments that a finding proposes; None when none does."""
+    found = next((item for item in consultation.findings if item.patch.loader_arguments), None)
+    if found is None:
+        return None
+    arguments: Mapping[str, Any] = found.patch.loader_arguments
+    again = run_script(command, steps=steps, seconds=seconds, loader_arguments=arguments)
+    words = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return Outcome(
+        found,
+        f"DataLoader({words})",
+        consultation.measurements.samples_per_second,
+        again.measurements.samples_per_second,
+    )
+
+
+# -- suggested edits ---------------------------------------------------------------------------------
+
+
+def suggest_patch(findings: Sequence[Finding]) -> str:
+    """Return what to edit, finding by finding: lines of comment, and a diff where the call is found."""
+    return "\n".join(_suggest(finding) for finding in findings if _has_edit(finding))
+
+
+def _has_edit(finding: Finding) -> bool:
+    return bool(finding.patch.script or finding.patch.loader_arguments)
+
+
+def _suggest(finding: Finding) -> str:
+    patch = finding.patch
+    lines = [f"# {finding.name}: {finding.remedy}"]
+    diff = edit_call(patch.where, patch.loader_arguments) if patch.loader_arguments else None
+    if diff is not None:
+        return "\n".join([*lines, diff])
+    if patch.where:
+        lines.append(f"# at {patch.where}")
+    lines += [f"#   {line}" for line in patch.script.splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def edit_call(where: str | None, arguments: Mapping[str, Any]) -> str | None:
+    """Return a unified diff that gives the call at `where` these keyword arguments.
+
+    Args:
+        where: file:line of a call, as a traceback would name it.
+        arguments: Names and plain values.
+
+    Returns:
+        None when the file cannot be read or no call stands there.
+    """
+    file, _, line = (where or "").rpartition(":")
+    if not file or not line.isdigit():
+        return None
+    try:
+        source = Path(file).read_text(encoding="utf-8")
+        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    except (OSError, ValueError, SyntaxError):
+        return None
+    call = _find_call(calls, int(line))
+    if call is None or len(call.args) > _POSITIONAL:
+        return None
+    edited = _with_arguments(source, call, arguments)
+    if not _parses(edited):  # such as a last argument in brackets of its own
+        return None
+    before, after = source.splitlines(keepends=True), edited.splitlines(keepends=True)
+    name = _short_name(file)
+    found = difflib.unified_diff(before, after, name, name, n=_CONTEXT)
+    return "".join(line if line.endswith("\n") else f"{line}\n" for line in found)
+
+
+def _short_name(file: str) -> str:
+    """Return the name below the working folder: `patch` refuses others."""
+    path, here = Path(file).resolve(), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else file
+
+
+def _parses(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except (ValueError, SyntaxError):
+        return False
+    return True
+
+
+def _find_call(calls: Iterable[ast.Call], line: int) -> ast.Call | None:
+    """Return the call that spans a line; one that is named after a loader before others."""
+    spanning = [call for call in calls if call.lineno <= line <= (call.end_lineno or call.lineno)]
+    spanning.sort(key=lambda call: ("Loader" not in ast.unparse(call.func), -call.lineno))
+    return spanning[0] if spanning else None
+
+
+class _Edit(NamedTuple):
+    """A stretch of the source and what goes there; positions are characters of the whole text."""
+
+    start: int
+    end: int
+    text: str
+
+
+def _with_arguments(source: str, call: ast.Call, arguments: Mapping[str, Any]) -> str:
+    lines = source.splitlines(keepends=True)
+
+    def place(line: int, offset: int) -> int:
+        whole = lines[line - 1].encode()[:offset].decode()  # ast counts bytes
+        return sum(map(len, lines[: line - 1])) + len(whole)
+
+    known = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    edits = []
+    for name, value in arguments.items():
+        node = known.get(name)
+        if node is not None:
+            start = place(node.lineno, node.col_offset)
+            end = place(node.end_lineno or node.lineno, node.end_col_offset or node.col_offset)
+            edits.append(_Edit(start, end, repr(value)))
+    added = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if name not in known)
+    if added:
+        parts: list[ast.expr] = [*call.args, *(keyword.value for keyword in call.keywords)]
+        last: Any = max(
+            parts, key=lambda node: (node.end_lineno or 0, node.end_col_offset or 0), default=None
+        )
+        if last is None:
+            at = place(call.end_lineno or call.lineno, (call.end_col_offset or 1) - 1)
+            edits.append(_Edit(at, at, added))
+        else:
+            at = place(last.end_lineno, last.end_col_offset)
+            edits.append(_Edit(at, at, f", {added}"))
+    for edit in sorted(edits, reverse=True):
+        source = source[: edit.start] + edit.text + source[edit.end :]
+    return source

@@ -1,0 +1,192 @@
+"""What the profiler sees of a stoker job: a chrome trace, the costliest operations, the device's kernels.
+
+Enters: a `Run` that has not begun, and a schedule: steps to leave out, to warm up, to record. Leaves: a
+`Trace`, and on request a file for chrome://tracing or ui.perfetto.dev. Costs the steps, slowed down while
+they are recorded, and about a megabyte of trace for every thousand operations.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from stoker.doctor.laps import Patience, Stopwatch, make_measured_loader, train_over
+from stoker.doctor.measurements import KernelFacts
+from stoker.errors import InputError, StoreError
+from stoker.recipes.run import Run
+
+_NO_KERNEL = ("Memcpy", "Memset", "ProfilerStep", "Optimizer.")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which steps are recorded.
+
+    Attributes:
+        wait: Steps left out at the beginning: on a GPU the first ones capture the graph.
+        warmup: Steps that run under the profiler without being kept: its own start costs time.
+        active: Steps that are recorded.
+    """
+
+    wait: int = 10
+    warmup: int = 3
+    active: int = 5
+
+    def __post_init__(self) -> None:
+        for name, least in (("wait", 0), ("warmup", 1), ("active", 1)):
+            if getattr(self, name) < least:
+                raise InputError(
+                    f"--{name} is {getattr(self, name)}.", f"{least} or more", f"--{name} 5"
+                )
+
+    @property
+    def most(self) -> int:
+        """Steps in all."""
+        return self.wait + self.warmup + self.active
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kind of operation over the recorded steps.
+
+    Attributes:
+        name: As torch calls it.
+        calls: How often.
+        cpu_seconds: On the host, in itself and not in what it calls.
+        device_seconds: On the device, likewise; 0 without a GPU.
+    """
+
+    name: str
+    calls: int
+    cpu_seconds: float
+    device_seconds: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What was recorded.
+
+    Attributes:
+        num_steps: Recorded.
+        seconds: That they took, the profiler's own work included.
+        operations: Costliest first.
+        kernels: Per step; None without a GPU.
+    """
+
+    num_steps: int
+    seconds: float
+    operations: tuple[Operation, ...]
+    kernels: KernelFacts | None
+
+
+def record(run: Run, plan: Schedule, out: Path | None = None) -> Trace:
+    """Train for the steps of the schedule under torch's profiler.
+
+    Args:
+        run: The job, not begun.
+        plan: Which steps.
+        out: Where the chrome trace goes; ".gz" at its end compresses it. None keeps none.
+
+    Raises:
+        InputError: An epoch of the job has no batch.
+        StoreError: The trace cannot be written.
+    """
+    on_gpu = run.device.type == "cuda"
+    marks: list[tuple[float, float]] = []  # before and after the profiler's own work
+    with make_measured_loader(run) as loader, _make_profiler(plan, on_gpu) as profiler:
+
+        def next_step() -> None:
+            before = time.perf_counter()
+            if marks:  # the first batch begins a step and ends none
+                profiler.step()
+            marks.append((before, time.perf_counter()))
+
+        loader.stopwatch = Stopwatch(Patience(0, plan.most, math.inf), run.device, next_step)
+        train_over(run, loader, plan.most)
+    if out is not None:
+        _export(profiler, out)
+    began = plan.wait + plan.warmup
+    return Trace(
+        plan.active,
+        marks[began + plan.active][0] - marks[began][1],
+        _operations(profiler.key_averages()),
+        find_kernels(_intervals(profiler.events()), plan.active) if on_gpu else None,
+    )
+
+
+def measure_kernels(run: Run, warm_up: int, steps: int = 8) -> KernelFacts | None:
+    """Return what the device does in a few steps; None where the profiler sees no kernel."""
+    return record(run, Schedule(warm_up, 2, steps)).kernels
+
+
+def _make_profiler(plan: Schedule, on_gpu: bool) -> profile:
+    return profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+        schedule=schedule(wait=plan.wait, warmup=plan.warmup, active=plan.active, repeat=1),
+        acc_events=True,
+    )
+
+
+def _export(profiler: profile, out: Path) -> None:
+    """Write the trace whole or not at all."""
+    partial = out.with_name(f".{os.getpid()}.{out.name}")
+    try:
+        profiler.export_chrome_trace(str(partial))
+        partial.replace(out)
+    except (OSError, RuntimeError) as error:
+        raise StoreError(
+            f"the trace cannot be written to {out}: {error}.",
+            "a folder with room and write permission",
+            f"df -h {out.parent}",
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _operations(averages: Iterable[Any]) -> tuple[Operation, ...]:
+    found = [
+        Operation(
+            item.key,
+            item.count,
+            item.self_cpu_time_total / 1e6,
+            getattr(item, "self_device_time_total", 0) / 1e6,
+        )
+        for item in averages
+        if not item.key.startswith("ProfilerStep")
+    ]
+    return tuple(sorted(found, key=lambda item: (-item.device_seconds, -item.cpu_seconds)))
+
+
+def _intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
+    """Return begin and end of every kernel, in seconds."""
+    return [
+        (event.time_range.start / 1e6, event.time_range.end / 1e6)
+        for event in events
+        if event.device_type.name == "CUDA" and not event.name.startswith(_NO_KERNEL)
+    ]
+
+
+def find_kernels(intervals: Sequence[tuple[float, float]], num_steps: int) -> KernelFacts | None:
+    """Return how many kernels a step has, how long they are, and how much of the time one ran.
+
+    Args:
+        intervals: Begin and end of every kernel, in seconds, in any order.
+        num_steps: That they belong to.
+    """
+    if not intervals:
+        return None
+    ordered = sorted(intervals)
+    busy, reached = 0.0, ordered[0][0]
+    for begin, end in ordered:
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    whole = max(reached - ordered[0][0], 1e-12)
+    mean = sum(end - begin for begin, end in ordered) / len(ordered)
+    return KernelFacts(len(ordered) / num_steps, mean, min(1.0, busy / whole))

@@ -1,0 +1,475 @@
+"""`stoker bench memory`: what a library of mass spectra takes in RAM, measured and projected (S1-10 to S1-12).
+
+Enters: an MSP library with its structures, a number of samples to measure with. Leaves: resident memory of
+the dataset, lazy or with graphs in memory, and of a training; projected to the documents' library sizes.
+Costs packing the samples once (0.8 ms of CPU each) and three small processes, about 20 s for 1,000.
+
+Nothing is assumed: every figure comes from a process of its own that opens the packed samples and reads what
+the kernel says it holds. A thousand samples are 70 kB, below what resident memory resolves; so bytes per
+sample are those of the arrays that the dataset keeps, and what a shard costs beside its arrays is found by
+opening stores of few and of many shards many times. Projected:
+
+    dataset(n) = n * bytes per sample + shards(n) * bytes per shard + what the first opening cost besides
+    total(n)   = measured peak of a training + what n samples take more than the measured ones,
+                 in the dataset and in the DataLoader's lists of indices
+
+MB and GB here are 10^6 and 10^9 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from stoker.errors import InputError, StokerError
+from stoker.packing import PackOptions, pack
+from stoker.sources.massspec import MassSpecSource
+from stoker.units import GB, MB
+
+Kind = Literal["lazy", "precomputed"]
+KINDS: tuple[Kind, ...] = ("lazy", "precomputed")
+MODES = ("estimate", *KINDS, "all")
+SCENARIOS = (300_000, 100_000)
+"""Samples of the documents' two scenarios: all of NIST17, and a part of it."""
+NUM_ACCESSED = 100
+BATCH_SIZE = 32
+_NUM_STEPS = 25
+_NUM_OPENED, _NUM_PARTS = 50, 10
+_WIDTH = 60
+
+RECOMMENDED, OK, TIGHT, TOO_MUCH = (
+    "✅ RECOMMENDED",
+    "✅ OK",
+    "⚠ May be tight",
+    "❌ Does not fit",
+)
+HALF, MOST = 0.5, 0.7
+"""Of the RAM: up to half is recommended, since the page cache that makes reads fast lives in the rest; up to
+0.7 (the documents' own threshold) is fine; above, little is left for anything else."""
+
+
+@dataclass(frozen=True)
+class DatasetUse:
+    """What a dataset takes, in a process of its own.
+
+    Attributes:
+        num_samples: In it.
+        num_shards: Of its store.
+        before_bytes: Resident before it is made, libraries loaded.
+        after_init_bytes: When it is made.
+        after_access_bytes: After reading `num_accessed` samples.
+        num_accessed: Samples read, drawn at random.
+        resident_bytes: Of the arrays that it keeps.
+        shard_bytes: What one shard costs beside its arrays.
+        loader_bytes: Of what a shuffled DataLoader over it keeps: lists of indices.
+    """
+
+    num_samples: int
+    num_shards: int
+    before_bytes: int
+    after_init_bytes: int
+    after_access_bytes: int
+    num_accessed: int
+    resident_bytes: int
+    shard_bytes: float
+    loader_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        """What the process gained by the dataset."""
+        return self.after_init_bytes - self.before_bytes
+
+    def project(self, num_samples: int) -> float:
+        """Return the bytes of such a dataset with another number of samples."""
+        shards = -(-num_samples // MassSpecSource.molecules_per_part)
+        known = self.resident_bytes + self.num_shards * self.shard_bytes
+        fixed = max(0.0, self.used_bytes - known)
+        per_sample = self.resident_bytes / self.num_samples
+        return num_samples * per_sample + shards * self.shard_bytes + fixed
+
+
+@dataclass(frozen=True)
+class TrainingUse:
+    """What training takes, in a process of its own, on the CPU, data in the lazy dataset.
+
+    Attributes:
+        peak_bytes: The most that was resident: libraries, dataset, model, gradients, optimizer, batches.
+        num_weights: Of the model, the recipe's student at its defaults.
+        batch_size: Samples at once.
+        num_steps: Steps that were run.
+    """
+
+    peak_bytes: int
+    num_weights: int
+    batch_size: int
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One scenario.
+
+    Attributes:
+        num_samples: Of the library.
+        kind: Of the dataset.
+        dataset_bytes: What it will take.
+        total_bytes: With model and training.
+        status: By `judge`.
+    """
+
+    num_samples: int
+    kind: Kind
+    dataset_bytes: float
+    total_bytes: float
+    status: str
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """All that was measured and projected; parts that were not asked for are None or empty.
+
+    Attributes:
+        ram_bytes: Of the machine in question.
+        uses: Kind to what its dataset takes.
+        training: What training takes.
+        projections: Scenario by scenario.
+    """
+
+    ram_bytes: int
+    uses: dict[Kind, DatasetUse]
+    training: TrainingUse | None
+    projections: tuple[Projection, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def judge(total_bytes: float, ram_bytes: float) -> str:
+    """Return the status of a total, by the one rule: half the RAM, 0.7 of it, all of it."""
+    share = total_bytes / ram_bytes
+    if share <= HALF:
+        return RECOMMENDED
+    if share <= MOST:
+        return OK
+    return TIGHT if share <= 1 else TOO_MUCH
+
+
+def project_all(
+    uses: dict[Kind, DatasetUse], training: TrainingUse, ram_bytes: int
+) -> tuple[Projection, ...]:
+    """Return every scenario for both kinds of dataset."""
+    found = []
+    lazy = uses["lazy"]
+    per_sample = lazy.loader_bytes / lazy.num_samples
+    for num_samples in SCENARIOS:
+        more = per_sample * (num_samples - lazy.num_samples) - lazy.project(lazy.num_samples)
+        for kind in KINDS:
+            dataset = uses[kind].project(num_samples)
+            total = training.peak_bytes + more + dataset
+            found.append(Projection(num_samples, kind, dataset, total, judge(total, ram_bytes)))
+    return tuple(found)
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+def bench_memory(
+    msp: Path,
+    mol_dir: Path | None = None,
+    *,
+    mode: str = "all",
+    ram_bytes: int = 32 * GB,
+    num_samples: int = 1000,
+    say: Callable[[str], None] = lambda _: None,
+) -> MemoryReport:
+    """Measure with some samples of a library, and project.
+
+    Args:
+        msp: The library.
+        mol_dir: Its structures: a folder of MOL files, a zip of them, or one SDF; None takes the
+            library's SMILES.
+        mode: What to report, one of `MODES`. "estimate" and "all" need every measurement.
+        ram_bytes: Of the machine that the projections are judged for.
+        num_samples: Samples to measure with; the first of the library.
+        say: Told of every stage.
+    """
+    if mode not in MODES:
+        raise InputError(f"--mode is {mode!r}.", ", ".join(MODES), "--mode all")
+    if num_samples < 1 or ram_bytes < 1:
+        raise InputError(
+            f"{num_samples} samples and {ram_bytes / GB:g} GB of RAM.",
+            "1 sample or more, and some RAM",
+            "--samples 1000 --ram-gb 32",
+        )
+    projects = mode in ("estimate", "all")
+    kinds = KINDS if projects else tuple(kind for kind in KINDS if kind == mode)
+    with tempfile.TemporaryDirectory(prefix="stoker-memory-") as folder:
+        say(f"packing up to {num_samples:,} samples of {msp}")
+        whole = MassSpecSource(msp, mol_dir, max_samples=num_samples)
+        store = _pack(whole, Path(folder) / "whole")
+        few = min(num_samples, 10 * _NUM_PARTS)
+        parts = replace(whole, max_samples=few, molecules_per_part=-(-few // _NUM_PARTS))
+        in_parts = _pack(parts, Path(folder) / "parts")
+        uses: dict[Kind, DatasetUse] = {}
+        for kind in kinds:
+            say(f"measuring the {kind} dataset in a process of its own")
+            uses[kind] = measure_dataset(store, kind, in_parts)
+        training = None
+        if projects:
+            say(f"training {_NUM_STEPS} steps in a process of its own")
+            training = measure_training(store, "lazy")
+    found = () if training is None else project_all(uses, training, ram_bytes)
+    return MemoryReport(ram_bytes, uses, training, found)
+
+
+def _pack(source: MassSpecSource, folder: Path) -> str:
+    # Libraries always have records without a structure: they are left out, as the dataset does.
+    result = pack(source, folder, PackOptions(on_bad="quarantine", bad_budget="100%"))
+    if not result.manifest.num_samples:
+        raise InputError(
+            f"no record of {source.msp} could be used.",
+            "records with peaks and a structure",
+            "--mol-dir, a folder of MOL files, a zip of them, or one SDF",
+        )
+    return str(folder)
+
+
+def measure_dataset(store: str, kind: Kind, in_parts: str | None = None) -> DatasetUse:
+    """Return what a packed dataset takes in a new process.
+
+    Args:
+        store: Packed.
+        kind: Whether graphs are kept in memory.
+        in_parts: A store of the same kind with more shards, to learn what a shard costs.
+    """
+    return DatasetUse(**_in_new_process("_dataset", store, kind, in_parts))
+
+
+def measure_training(store: str, kind: Kind) -> TrainingUse:
+    """Return what training on a packed dataset takes in a new process."""
+    return TrainingUse(**_in_new_process("_training", store, kind))
+
+
+def _in_new_process(task: str, *arguments: str | None) -> dict[str, Any]:
+    """Run a task of this module where nothing else has touched the memory."""
+    code = f"from {__name__} import answer; answer({task!r}, *{arguments!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise StokerError(
+            f"the process that measures memory ended with {done.returncode}:\n{done.stderr[-2000:]}",
+            "a process that can open the store",
+            f"stoker verify {arguments[0]}",
+        )
+    values: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return values
+
+
+def answer(task: str, *arguments: Any) -> None:
+    """Run a task and write its values as one line of JSON; the child's side of `_in_new_process`."""
+    tasks: dict[str, Callable[..., dict[str, Any]]] = {"_dataset": _dataset, "_training": _training}
+    sys.stdout.write(json.dumps(tasks[task](*arguments)) + "\n")
+
+
+def _open(store: str, kind: Kind) -> Any:
+    """Return the dataset over a store, without looking at the library again."""
+    from stoker.loader.massspec_doors import LazyMassSpecDataset
+    from stoker.store.manifest import read_manifest
+
+    max_mz = int(read_manifest(Path(store)).attributes["max_mz"])
+    dataset = LazyMassSpecDataset.__new__(LazyMassSpecDataset)
+    dataset.__setstate__((store, max_mz, True, kind == "precomputed"))
+    return dataset
+
+
+def _dataset(store: str, kind: Kind, in_parts: str | None) -> dict[str, Any]:
+    import gc
+
+    import numpy as np
+
+    import stoker.loader.massspec_doors  # noqa: F401  libraries are loaded before the first reading
+    from stoker.machine.process import rss_bytes
+
+    gc.collect()
+    before = rss_bytes()
+    dataset = _open(store, kind)
+    after_init = rss_bytes()
+    num_accessed = min(NUM_ACCESSED, len(dataset))
+    for index in np.random.default_rng(0).permutation(len(dataset))[:num_accessed]:
+        dataset[int(index)]
+    after_access = rss_bytes()
+    num_shards = len(dataset.store.shards)
+    resident = int(dataset.resident_bytes)
+    shard_bytes = 0.0
+    if in_parts is not None:
+        (few, at_few), (many, at_many) = (_overhead(path, kind) for path in (store, in_parts))
+        shard_bytes = max(0.0, (at_many - at_few) / max(1, many - few))
+    return {
+        "num_samples": len(dataset),
+        "num_shards": num_shards,
+        "before_bytes": before,
+        "after_init_bytes": after_init,
+        "after_access_bytes": after_access,
+        "num_accessed": num_accessed,
+        "resident_bytes": resident,
+        "shard_bytes": shard_bytes,
+        "loader_bytes": _loader_bytes(dataset),
+    }
+
+
+def _overhead(store: str, kind: Kind) -> tuple[int, float]:
+    """Return a store's shards, and what opening it costs beside its arrays, when everything is warm."""
+    from stoker.machine.process import rss_bytes
+
+    first = _open(store, kind)
+    before = rss_bytes()
+    opened = [_open(store, kind) for _ in range(_NUM_OPENED)]
+    each = (rss_bytes() - before) / len(opened)
+    return len(first.store.shards), each - first.resident_bytes
+
+
+def _loader_bytes(dataset: Any) -> int:
+    """Return what Python keeps for loaders over a dataset: which samples, and this epoch's order."""
+    import tracemalloc
+
+    from stoker.loader.massspec_doors import NISTDataLoader
+
+    tracemalloc.start()
+    loaders = NISTDataLoader.create_dataloaders(dataset, BATCH_SIZE, num_workers=0)
+    order = iter(loaders[0].sampler)
+    next(order)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return int(held)
+
+
+class _Few:
+    """The first batches of a loader."""
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self._loader = loader
+        self._count = min(count, len(loader))
+        self.batch_size = loader.batch_size
+
+    def __len__(self) -> int:
+        return int(self._count)
+
+    def __iter__(self) -> Any:
+        return (batch for batch, _ in zip(self._loader, range(self._count), strict=False))
+
+
+def _training(store: str, kind: Kind) -> dict[str, Any]:
+    from functools import partial
+
+    from stoker.loader.massspec_doors import NISTDataLoader
+    from stoker.machine.process import peak_rss_bytes
+    from stoker.recipes.distillation import cosine_loss
+    from stoker.recipes.massspec import LEARNING_RATE, MassSpecOptions, make_adam
+    from stoker.recipes.massspec_models import Student
+    from stoker.train.trainer import Trainer
+
+    options = MassSpecOptions()
+    dataset = _open(store, kind)
+    train = NISTDataLoader.create_dataloaders(dataset, BATCH_SIZE, num_workers=0)[0]
+    batches = _Few(train, _NUM_STEPS)
+    model = Student(
+        dataset.max_mz + 1, options.width, options.num_blocks, options.bottleneck, options.dropout
+    )
+    trainer = Trainer(
+        model,
+        batches,
+        None,
+        partial(cosine_loss, mass_power=options.mass_power),
+        make_adam(model.parameters(), LEARNING_RATE),
+        None,
+        {"epochs": 1, "capture": "off"},
+        "cpu",
+        unpack=_unpack,
+    )
+    trainer.fit()
+    return {
+        "peak_bytes": peak_rss_bytes(),
+        "num_weights": sum(weight.numel() for weight in model.parameters()),
+        "batch_size": BATCH_SIZE,
+        "num_steps": len(batches),
+    }
+
+
+def _unpack(batch: Any) -> tuple[Any, Any]:
+    from stoker.recipes.spectra_metrics import root_spectra
+
+    inputs = {name: batch[name] for name in ("ecfp", "mol_weight")}
+    return inputs, {"spectrum": root_spectra(batch["spectrum"]), "mol_weight": batch["mol_weight"]}
+
+
+# -- as documented ---------------------------------------------------------------------------------
+
+
+def report_lines(report: MemoryReport, mode: str) -> list[str]:
+    """Return the report as the documents print it (S1-11), with the figures of this machine."""
+    ram = f"{report.ram_bytes / GB:g}GB"
+    lines = [*_banner("NEIMS v2.0 Memory Benchmark"), f"System RAM: {ram}"]
+    if mode != "estimate":
+        for kind, use in report.uses.items():
+            lines += _use_lines(kind, use)
+    if report.training is not None:
+        lines += _banner(f"Recommendations for {ram} RAM System")
+        lines += _projection_lines(report)
+    return lines
+
+
+def _banner(title: str) -> list[str]:
+    return ["=" * _WIDTH, title, "=" * _WIDTH]
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / MB:.1f} MB"
+
+
+def _use_lines(kind: Kind, use: DatasetUse) -> list[str]:
+    return [
+        *_banner(f"{kind.capitalize()} Dataset Benchmark ({use.num_samples} samples)"),
+        f"Memory before: {_megabytes(use.before_bytes)}",
+        f"Memory after init: {_megabytes(use.after_init_bytes)}",
+        f"Memory used by dataset: {_megabytes(use.used_bytes)}",
+        f"Accessing {use.num_accessed} random samples...",
+        f"Memory after accessing samples: {_megabytes(use.after_access_bytes)}",
+        f"Memory increase: {_megabytes(use.after_access_bytes - use.after_init_bytes)}",
+    ]
+
+
+def _training_line(training: TrainingUse) -> str:
+    return (
+        f"Training: {training.num_weights / 1e6:.1f} million weights, Adam, batch {training.batch_size}, "
+        f"{training.num_steps} steps on the CPU: {_megabytes(training.peak_bytes)} at most"
+    )
+
+
+def _projection_lines(report: MemoryReport) -> list[str]:
+    training, lazy = report.training, report.uses["lazy"]
+    assert training is not None
+    lines = [
+        f"Measured with {lazy.num_samples:,} samples: "
+        + ", ".join(
+            f"{use.resident_bytes / use.num_samples:.0f} bytes per sample {kind}"
+            for kind, use in report.uses.items()
+        ),
+        _training_line(training),
+        f"Up to {HALF:.0%} of the RAM is RECOMMENDED, up to {MOST:.0%} OK, up to all of it tight",
+    ]
+    for found in report.projections:
+        if found.kind == "lazy":
+            lines += ["", f"{found.num_samples:,} samples:"]
+        lines += [
+            f"  {found.kind.capitalize()}:",
+            f"    Dataset: {_megabytes(found.dataset_bytes)}",
+            f"    Total: ~{found.total_bytes / GB:.1f} GB (dataset + model + training)",
+            f"    Status: {found.status}",
+        ]
+    return lines

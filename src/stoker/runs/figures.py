@@ -1,0 +1,233 @@
+"""What is drawn of one run or several: charts as values, for the page and for files.
+
+Enters: `RunRecord`s. Leaves: `Chart`s in groups; an empty chart says why it is empty. Costs a pass over the
+telemetry per curve; a curve has 300 points at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+
+from stoker.page import format_number
+from stoker.page.charts import Chart, Line, Mark, Points, Style, thin
+from stoker.runs.record import RunRecord, as_mapping, as_number, largest
+from stoker.runs.targets import BUSY, MEMORY, TEMPERATURE
+from stoker.units import GB, MB
+
+_MAX_METRICS = 6
+# Losses that span more than this are drawn on a logarithmic axis.
+_WIDE = 30.0
+
+
+def speed_charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    """Return samples/s, waiting, and what the process does with the cores."""
+    rates, waits = [], []
+    for number, run in enumerate(runs):
+        rate, wait = run.track("run", "samples_per_second"), run.track("run", "wait_share")
+        telling = any(value is not None for _, value in rate)
+        style: Style = "plain" if telling else "dots"
+        if not telling:
+            rate = [(epoch.at, epoch.samples_per_second) for epoch in run.epochs]
+            wait = [(epoch.at, epoch.wait_share) for epoch in run.epochs]
+        rates.append(Line(_label(runs, run), rate, number, style))
+        waits.append(_scaled(Line(_label(runs, run), wait, number, style), 100))
+    cores = [
+        Line(_label(runs, run), run.track("process", "cpu_cores"), number)
+        for number, run in enumerate(runs)
+    ]
+    return [
+        _settled(Chart("throughput", "Training rate", rates, "samples/s")),
+        _settled(Chart("waits", "Time spent waiting for batches", waits, "%", high=10)),
+        _settled(Chart("cores", "Cores that the process keeps busy", cores, "cores")),
+    ]
+
+
+def loss_charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    """Return the losses by step, and every metric of validation by epoch."""
+    lines = list(_loss_lines(runs))
+    values = [value for line in lines for value in line.values]
+    wide = bool(values) and min(values) > 0 and max(values) > _WIDE * min(values)
+    loss = Chart(
+        "loss",
+        "Loss",
+        lines,
+        "",
+        scale="count",
+        along="step",
+        low=None,
+        is_log=wide,
+        absent="No loss was read yet.",
+    )
+    names = dict.fromkeys(name for run in runs for epoch in run.epochs for name in epoch.metrics)
+    metrics = [name for name in names if name != "loss"][:_MAX_METRICS]
+    return [loss, *(_metric_chart(number, name, runs) for number, name in enumerate(metrics))]
+
+
+def _loss_lines(runs: Sequence[RunRecord]) -> Iterator[Line]:
+    several = len(runs) > 1
+    for number, run in enumerate(runs):
+        yield Line(f"{run.name}, training" if several else "training", thin(run.losses), number)
+        validation = [
+            (float(epoch.step), epoch.metrics.get("loss"))
+            for epoch in run.epochs
+            if epoch.step is not None
+        ]
+        colour = number if several else 1
+        yield Line(
+            f"{run.name}, validation" if several else "validation", thin(validation), colour, "dots"
+        )
+
+
+def _metric_chart(number: int, name: str, runs: Sequence[RunRecord]) -> Chart:
+    lines = [
+        Line(
+            _label(runs, run),
+            thin([(float(epoch.number + 1), epoch.metrics.get(name)) for epoch in run.epochs]),
+            place,
+            "dots" if len(run.epochs) <= 40 else "plain",
+        )
+        for place, run in enumerate(runs)
+    ]
+    chance = as_number(as_mapping(runs[0].result.get("baseline")).get(name))
+    marks = [] if chance is None else [Mark("chance", chance)]
+    return Chart(
+        f"metric-{number}",
+        f"Validation: {name}",
+        lines,
+        "",
+        scale="count",
+        along="epoch",
+        begin=1.0,
+        marks=marks,
+        low=None,
+    )
+
+
+def memory_charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    """Return device memory against the whole of it, where one was used, and that of the process."""
+    resident = [
+        Line(_label(runs, run), run.track("process", "resident_bytes"), number)
+        for number, run in enumerate(runs)
+    ]
+    divisor, unit = _byte_unit(resident)
+    host = [_scaled(line, 1 / divisor) for line in resident]
+    device = _device_memory(runs)
+    return [
+        *([] if device.is_empty else [device]),
+        _settled(Chart("host-memory", "Memory of the process", host, unit), peaks=True),
+    ]
+
+
+def _device_memory(runs: Sequence[RunRecord]) -> Chart:
+    lines = []
+    for number, run in enumerate(runs):
+        kinds = [("reserved_bytes", "held by torch"), ("allocated_bytes", "in tensors")]
+        for place, (name, words) in enumerate(kinds[: 1 if len(runs) > 1 else 2]):
+            label = run.name if len(runs) > 1 else words
+            track = run.track("run", name)
+            lines.append(Line(label, track, number or place, "plain" if not place else "dashed"))
+    if len(runs) == 1:
+        for place, index in enumerate(runs[0].gpu_indices):
+            track = runs[0].gpu_track(index, "memory_used_bytes")
+            lines.append(Line(f"GPU {index}, all processes", track, place + 2))
+    divisor, unit = _byte_unit(lines)
+    totals = [
+        largest(value for _, value in run.gpu_track(index, "memory_total_bytes"))
+        for run in runs
+        for index in run.gpu_indices
+    ]
+    total = largest(totals)
+    marks = [] if total is None else _memory_marks(total / divisor)
+    drawn = [_scaled(line, 1 / divisor) for line in lines]
+    chart = Chart("device-memory", "Device memory", drawn, unit, marks=marks)
+    return _settled(chart, peaks=True)
+
+
+def _memory_marks(total: float) -> list[Mark]:
+    target = f"target {MEMORY.low:.0f} to {MEMORY.high:.0f} %"
+    whole = Mark("whole GPU", total)
+    return [Mark(target, total * MEMORY.low / 100, total * MEMORY.high / 100), whole]
+
+
+def gpu_charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    """Return busy share, temperature, power and PCIe traffic of the GPUs over time."""
+    if not any(run.gpu_indices for run in runs):
+        return []
+    limits = {
+        largest(value for _, value in run.gpu_track(index, "power_limit_watts"))
+        for run in runs
+        for index in run.gpu_indices
+    } - {None}
+    power_marks = [Mark("limit", limit) for limit in limits if limit is not None][:1]
+    busy_mark = Mark(f"target {BUSY.low:.0f} to {BUSY.high:.0f} %", BUSY.low, BUSY.high)
+    busy = _gpu_lines(runs, "utilization_percent")
+    watts = _gpu_lines(runs, "power_watts")
+    degrees = _gpu_lines(runs, "temperature_celsius")
+    hot = Mark(f"target below {TEMPERATURE.high + 1:.0f} °C", TEMPERATURE.high + 1)
+    traffic = [
+        _scaled(line, 1 / GB)
+        for line in (
+            *_gpu_lines(runs, "pcie_received_bytes_per_second", "in"),
+            *_gpu_lines(runs, "pcie_sent_bytes_per_second", "out", "dashed"),
+        )
+    ]
+    uncounted = "This driver or GPU does not count bytes on PCIe."
+    return [
+        _settled(Chart("busy", "GPU busy", busy, "%", high=100, marks=[busy_mark])),
+        _settled(Chart("power", "Power", watts, "W", marks=power_marks)),
+        _settled(Chart("temperature", "Temperature", degrees, "°C", marks=[hot]), peaks=True),
+        _settled(Chart("pcie", "PCIe traffic", traffic, "GB/s", absent=uncounted)),
+    ]
+
+
+def _gpu_lines(
+    runs: Sequence[RunRecord], name: str, word: str = "", style: Style = "plain"
+) -> list[Line]:
+    """Return a line per run and GPU; colours follow the runs, or the GPUs of a single run."""
+    lines = []
+    for number, run in enumerate(runs):
+        for place, index in enumerate(run.gpu_indices):
+            parts = [run.name] if len(runs) > 1 else []
+            parts += [f"GPU {index}"] if len(run.gpu_indices) > 1 else []
+            parts += [word] if word else []
+            track = run.gpu_track(index, name)
+            colour = number if len(runs) > 1 else place
+            dashed = style == "dashed" or (len(runs) > 1 and place > 0)
+            lines.append(Line(", ".join(parts), track, colour, "dashed" if dashed else "plain"))
+    return lines
+
+
+def all_charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    """Return every chart that has something to show."""
+    groups = (speed_charts, loss_charts, memory_charts, gpu_charts)
+    return [chart for group in groups for chart in group(runs) if not chart.is_empty]
+
+
+# -- lines ---------------------------------------------------------------------------------------
+
+
+def _label(runs: Sequence[RunRecord], run: RunRecord) -> str:
+    return run.name if len(runs) > 1 else ""
+
+
+def _scaled(line: Line, factor: float) -> Line:
+    points: Points = [(x, None if y is None else y * factor) for x, y in line.points]
+    return replace(line, points=points)
+
+
+def _byte_unit(lines: Sequence[Line]) -> tuple[float, str]:
+    top = largest(value for line in lines for value in line.values)
+    return (MB, "MB") if top is not None and top < GB else (GB, "GB")
+
+
+def _settled(chart: Chart, *, peaks: bool = False) -> Chart:
+    """Return the chart with curves short enough to draw; a single one with its middle and its ends."""
+    values = chart.lines[0].values if len(chart.lines) == 1 else []
+    caption = chart.caption
+    if len(values) > 1:
+        numbers = (format_number(part) for part in (median(values), min(values), max(values)))
+        caption = "Median {}, lowest {}, highest {}.".format(*numbers)
+    lines = [replace(line, points=thin(line.points, peaks=peaks)) for line in chart.lines]
+    return replace(chart, lines=lines, caption=caption)

@@ -1,0 +1,191 @@
+"""A run that is going on, followed: what it does now, read from what was added to its logs.
+
+Enters: a run's folder, also one that has no log yet. Leaves: a `RunNow` at every look. Costs one `stat`
+per file and look, and parsing what is new; at the first look the last 256 kB of each file are read.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stoker.errors import InputError
+from stoker.report import LogLine, parse_line
+from stoker.runs.reading import LOG_NAME, is_going, lock_holder
+from stoker.runs.record import as_mapping, as_number
+from stoker.runs.telemetry import TELEMETRY_NAME
+
+_FIRST_BYTES, _HEAD_BYTES = 1 << 18, 1 << 16
+
+
+@dataclass(frozen=True)
+class RunNow:
+    """What a run does. None: not known, or not yet.
+
+    Attributes:
+        folder: Of the run.
+        state: "waiting" before its first line, "going", or how it ended: "done", "terminated",
+            "interrupted", "failed: ..."; "not going" where its log does not say.
+        pid: The process that works on it, on this host.
+        age_seconds: Since the last line of its logs.
+        epoch: The current one, from 0; the last finished one where nothing else is known.
+        num_epochs: As the config says.
+        step: Batches trained on.
+        loss: Training loss, the last one that was read.
+        val_loss: After the last finished epoch.
+        samples_per_second: Lately, or of the last epoch.
+        wait_share: Share of the same time that was spent waiting for batches.
+        allocated_bytes: Device memory in tensors.
+        reserved_bytes: Device memory that torch holds.
+        note: The last thing it said.
+    """
+
+    folder: Path
+    state: str = "waiting"
+    pid: int | None = None
+    age_seconds: float | None = None
+    epoch: int | None = None
+    num_epochs: int | None = None
+    step: int | None = None
+    loss: float | None = None
+    val_loss: float | None = None
+    samples_per_second: float | None = None
+    wait_share: float | None = None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    note: str | None = None
+
+
+class LogTail:
+    """What was added to a log since the last look; a line that is not whole yet waits for its end.
+
+    Args:
+        path: The log; it may appear later, and may be replaced.
+        first_bytes: Most to read from the end at the first look; of the beginning 64 kB are read.
+    """
+
+    def __init__(self, path: Path, first_bytes: int = _FIRST_BYTES) -> None:
+        self.path = path
+        self._first_bytes = first_bytes
+        self._file_id: int | None = None
+        self._offset = 0
+        self._rest = b""
+
+    def read(self) -> list[LogLine]:
+        """Return the new events; lines that are no events are passed over."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._file_id or status.st_size < self._offset:
+                    self._file_id, self._rest = status.st_ino, b""
+                    self._offset = max(0, status.st_size - self._first_bytes)
+                    # What the run is stands at its beginning; the torn end of this piece is no event.
+                    self._rest = file.read(min(self._offset, _HEAD_BYTES)) + b"\n"
+                if status.st_size == self._offset:
+                    return []
+                file.seek(self._offset)
+                added = file.read(status.st_size - self._offset)
+        except OSError:
+            return []
+        self._offset += len(added)
+        *whole, self._rest = (self._rest + added).split(b"\n")
+        return [line for line in (parse_line(text + b"\n") for text in whole) if line is not None]
+
+
+class RunFollower:
+    """Looks at a run from time to time.
+
+    Args:
+        folder: Of the run; it must exist, its log may come later.
+        clock: Seconds since 1970.
+
+    Raises:
+        InputError: There is no such folder.
+    """
+
+    def __init__(self, folder: str | Path, clock: Callable[[], float] = time.time) -> None:
+        self.folder = Path(folder)
+        if self.folder.name == LOG_NAME:
+            self.folder = self.folder.parent
+        if not self.folder.is_dir():
+            raise InputError(
+                f"there is no folder {str(folder)!r}.",
+                "the folder of a run, as `stoker train` makes it",
+                f"ls {self.folder.parent}",
+            )
+        self._clock = clock
+        self._log = LogTail(self.folder / LOG_NAME)
+        self._telemetry = LogTail(self.folder / TELEMETRY_NAME)
+        self._known: dict[str, Any] = {}
+        self._last_time: float | None = None
+        self._ended: str | None = None
+
+    def look(self) -> RunNow:
+        """Return how the run stands."""
+        # Notes of the telemetry are about readings; the monitor takes its own.
+        readings = [line for line in self._telemetry.read() if line.event != "note"]
+        lines = sorted(self._log.read() + readings, key=lambda line: line.time)
+        for line in lines:
+            self._last_time = line.time
+            self._known |= {n: v for n, v in _told_by(line).items() if v is not None}
+            if line.event in ("end", "config", "begin"):
+                self._ended = str(line.values.get("ended")) if line.event == "end" else None
+            elif line.event == "result":
+                self._ended = "done"
+        holder = lock_holder(self.folder)
+        age = None if self._last_time is None else max(0.0, self._clock() - self._last_time)
+        return RunNow(
+            self.folder,
+            state=self._state(is_going(holder, age)),
+            pid=holder[0] if holder is not None and holder[2] else None,
+            age_seconds=age,
+            **self._known,
+        )
+
+    def _state(self, going: bool) -> str:
+        if going:
+            return "going"
+        if self._last_time is None:
+            return "waiting"
+        return self._ended or "not going"
+
+
+def _told_by(line: LogLine) -> Mapping[str, Any]:
+    """Return what an event says about how a run stands."""
+    values = line.values
+    if line.event == "telemetry":
+        return dict(_from_telemetry(as_mapping(values.get("run"))))
+    if line.event == "steps":
+        return {
+            "loss": as_number(values.get("loss")),
+            "step": _whole(line.step),
+            "epoch": _whole(line.epoch),
+        }
+    if line.event == "epoch":
+        told = _numbers(values, ("samples_per_second", "wait_share"))
+        loss = as_number(as_mapping(values.get("metrics")).get("loss"))
+        return told | {"epoch": _whole(values.get("epoch")), "val_loss": loss}
+    if line.event == "config":
+        return {"num_epochs": _whole(as_mapping(values.get("settings")).get("epochs"))}
+    if line.event == "note" and isinstance(values.get("text"), str):
+        return {"note": values["text"]}
+    return {}
+
+
+def _from_telemetry(run: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from _numbers(run, ("samples_per_second", "wait_share", "loss")).items()
+    for name in ("epoch", "allocated_bytes", "reserved_bytes"):
+        yield name, _whole(run.get(name))
+
+
+def _numbers(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: as_number(values.get(name)) for name in names}
+
+
+def _whole(value: Any) -> int | None:
+    number = as_number(value)
+    return None if number is None else int(number)

@@ -1,0 +1,209 @@
+"""A run as one frozen value: what it did over time, and the figures that are drawn from it.
+
+Enters: what `reading.py` found in a run's folder. Leaves: a `RunRecord`; tracks over time, means, peaks.
+Costs a pass over the telemetry per track.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+State = Literal["going", "done", "stopped", "failed", "cut short", "empty"]
+Track = list[tuple[float, float | None]]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One finished epoch, as `EpochReport` has it.
+
+    Attributes:
+        at: Seconds since the run began, without pauses.
+        step: Batches trained on when it ended.
+    """
+
+    number: int
+    at: float
+    step: int | None
+    train_loss: float | None
+    metrics: Mapping[str, float]
+    num_samples: float | None
+    seconds: float | None
+    wait_share: float | None
+    samples_per_second: float | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened and was dealt with.
+
+    Attributes:
+        at: Seconds since the run began, without pauses.
+        kind: "memory", "loss", "resumed", "ended" or "telemetry".
+        text: What was said.
+        step: When it was said; None where that is not known.
+    """
+
+    at: float
+    kind: str
+    text: str
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """All that a run's folder tells.
+
+    Attributes:
+        folder: Of the run.
+        name: Its last part; made unique among several by the page.
+        state: How it stands.
+        told: The same in a sentence.
+        began: Seconds since 1970; None for an empty log.
+        seconds: From the beginning to the last event, pauses left out.
+        num_sessions: Processes that worked on it: one, and one more per resume.
+        epochs: Finished ones, each once: the last report of a number counts.
+        losses: (step, mean training loss of a block).
+        telemetry: (seconds since the beginning, values) of every reading.
+        notes: Choices with their reasons, of the last session.
+        events: What happened, in order.
+        config: Settings of the last session, and where each came from; empty where not recorded.
+        reasons: Likewise.
+        plan: As `Plan.to_json`; empty where not recorded.
+        machine: As `Machine.to_json`; empty where not recorded.
+        result: The best checkpoint on validation and test samples, and chance; empty before the end.
+        findings: Of the doctor, if it was asked.
+        problems: What could not be read.
+    """
+
+    folder: Path
+    name: str
+    state: State
+    told: str
+    began: float | None
+    seconds: float
+    num_sessions: int
+    epochs: tuple[Epoch, ...]
+    losses: tuple[tuple[int, float], ...]
+    telemetry: tuple[tuple[float, Mapping[str, Any]], ...]
+    notes: tuple[str, ...]
+    events: tuple[Event, ...]
+    config: Mapping[str, Any]
+    reasons: Mapping[str, str]
+    plan: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    result: Mapping[str, Any]
+    findings: tuple[Mapping[str, Any], ...]
+    problems: tuple[str, ...]
+
+    def track(self, part: str, name: str) -> Track:
+        """Return one number of `run` or `process` over time; None where it was not known."""
+        return [(at, as_number(as_mapping(v.get(part)).get(name))) for at, v in self.telemetry]
+
+    def gpu_track(self, index: int, name: str) -> Track:
+        """Return one number of a GPU over time."""
+        return [(at, as_number(gpu.get(name))) for at, gpu in self._by_gpu.get(index, [])]
+
+    @cached_property
+    def _by_gpu(self) -> dict[int, list[tuple[float, Mapping[str, Any]]]]:
+        found: dict[int, list[tuple[float, Mapping[str, Any]]]] = {}
+        for at, values in self.telemetry:
+            for gpu in as_mappings(values.get("gpus")):
+                index = as_number(gpu.get("index"))
+                if index is not None:
+                    found.setdefault(int(index), []).append((at, gpu))
+        return found
+
+    @property
+    def gpu_indices(self) -> tuple[int, ...]:
+        """GPUs that telemetry has seen."""
+        return tuple(sorted(self._by_gpu))
+
+    def gpu_name(self, index: int) -> str:
+        """Return what the driver calls a GPU, with its number."""
+        names = (gpu.get("name") for _, gpu in self._by_gpu.get(index, []))
+        return f"GPU {index}, {next((str(name) for name in names if name), 'name unknown')}"
+
+    @cached_property
+    def throttle_shares(self) -> dict[str, float]:
+        """Share of readings in which something but idleness held a GPU's clocks down, by reason."""
+        told = [
+            [str(word) for word in gpu["throttle_reasons"]]
+            for readings in self._by_gpu.values()
+            for _, gpu in readings
+            if isinstance(gpu.get("throttle_reasons"), list)
+        ]
+        words = {word for reasons in told for word in reasons} - {"idle"}
+        shares = {word: sum(word in reasons for reasons in told) / len(told) for word in words}
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def samples_per_second(self) -> float | None:
+        """Training rate: over the epochs after the first, where there are several; else as measured."""
+        known = [e for e in self.epochs if e.num_samples is not None and e.seconds]
+        steady = known[1:] or known
+        if steady:
+            seconds = sum(epoch.seconds or 0.0 for epoch in steady)
+            return sum(epoch.num_samples or 0.0 for epoch in steady) / seconds
+        return mean(value for _, value in self.track("run", "samples_per_second"))
+
+    @cached_property
+    def wait_share(self) -> float | None:
+        """Share of training time spent waiting for batches, over the same epochs."""
+        known = [e for e in self.epochs if e.wait_share is not None and e.seconds]
+        steady = known[1:] or known
+        if steady:
+            seconds = sum(epoch.seconds or 0.0 for epoch in steady)
+            return sum((e.wait_share or 0.0) * (e.seconds or 0.0) for e in steady) / seconds
+        return mean(value for _, value in self.track("run", "wait_share"))
+
+    @cached_property
+    def epoch_seconds(self) -> float | None:
+        """Mean time of an epoch, the first one left out where there are several."""
+        known = [epoch.seconds for epoch in self.epochs if epoch.seconds]
+        return mean(known[1:] or known)
+
+    @cached_property
+    def peak_device_bytes(self) -> float | None:
+        """Most device memory that the process held; what NVML saw where torch did not say."""
+        held = largest(value for _, value in self.track("run", "reserved_bytes"))
+        if held is not None:
+            return held
+        return largest(
+            v for i in self.gpu_indices for _, v in self.gpu_track(i, "memory_used_bytes")
+        )
+
+
+# -- plain values --------------------------------------------------------------------------------
+
+
+def as_number(value: Any) -> float | None:
+    """Return a finite number; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """Return a mapping; an empty one for anything else."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def as_mappings(value: Any) -> list[Mapping[str, Any]]:
+    """Return the mappings of a list; none of anything else."""
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of what is known; None when nothing is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def largest(values: Iterable[float | None]) -> float | None:
+    """Return the greatest of what is known; None when nothing is."""
+    return max((value for value in values if value is not None), default=None)

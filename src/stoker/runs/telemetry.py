@@ -1,0 +1,337 @@
+"""What the GPU and the process do while a run goes on, written down by a thread of its own.
+
+Enters: NVML, the process, and what the run has done so far (`RunCounters`). Leaves: `telemetry.jsonl` in
+the run's folder, written like the run log, with the events `begin`, `telemetry` (unknown values left out),
+`note` and `end`. Costs about 0.5 ms of a core and 0.7 kB per reading: at first every half second,
+later every five.
+
+Nothing here ends a run. A reading that fails is None and said once in a `note`; a full disk ends the
+telemetry, and the run's own log complains for both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from stoker.errors import StoreError
+from stoker.machine import Gpu, GpuReader
+from stoker.report import RunLog
+
+TELEMETRY_NAME = "telemetry.jsonl"
+FIRST_SECONDS, MOST_SECONDS = 0.5, 5.0
+_GROWTH = 1.1
+# Below this share of an interval the run was validating or saving: a rate would be noise.
+_LEAST_TRAINED = 0.1
+# A counter that wrapped shows as more than the slot can carry.
+_MOST_OF_LINK = 1.2
+
+
+@dataclass(frozen=True)
+class RunCounters:
+    """What a run has done since its process began.
+
+    Attributes:
+        samples: Trained on.
+        trained_seconds: Spent in epochs; validation and checkpoints do not count.
+        waited_seconds: Of these, spent waiting for batches.
+        epoch: The current one.
+        loss: The last one that was read.
+        allocated_bytes: Device memory in tensors; None without a GPU.
+        reserved_bytes: Device memory that torch holds; None without a GPU.
+    """
+
+    samples: int
+    trained_seconds: float
+    waited_seconds: float
+    epoch: int | None = None
+    loss: float | None = None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """One GPU at one moment; None where the driver does not say. Attributes as in `machine.Gpu`.
+
+    Attributes:
+        memory_used_bytes: By all processes.
+        pcie_received_bytes_per_second: Into the GPU, since the reading before.
+        pcie_sent_bytes_per_second: Out of it.
+    """
+
+    index: int
+    name: str | None
+    uuid: str | None
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+    utilization_percent: int | None
+    memory_utilization_percent: int | None
+    power_watts: float | None
+    power_limit_watts: float | None
+    temperature_celsius: int | None
+    throttle_reasons: tuple[str, ...] | None
+    pcie_generation: int | None
+    pcie_width: int | None
+    pcie_received_bytes_per_second: float | None
+    pcie_sent_bytes_per_second: float | None
+
+    @property
+    def memory_share(self) -> float | None:
+        """Used of the whole, from 0 to 1."""
+        if self.memory_used_bytes is None or not self.memory_total_bytes:
+            return None
+        return self.memory_used_bytes / self.memory_total_bytes
+
+
+@dataclass(frozen=True)
+class ProcessReading:
+    """One process at one moment.
+
+    Attributes:
+        pid: Its id.
+        cpu_cores: Cores it kept busy since the reading before; None at the first one.
+        resident_bytes: Memory in use, shared pages counted.
+    """
+
+    pid: int
+    cpu_cores: float | None
+    resident_bytes: int
+
+
+class Meter:
+    """Reads GPUs and a process again and again. Use as a context manager; one thread.
+
+    Args:
+        pid: Of the process; this one by default, 0 for none. May be changed at any time.
+        gpu_uuid: The only GPU to read, as NVML names it; all that this process sees by default, and all
+            where none has that name.
+        nvml: Module with pynvml's functions; None imports pynvml.
+        clock: Seconds, for rates.
+    """
+
+    def __init__(
+        self,
+        pid: int | None = None,
+        gpu_uuid: str | None = None,
+        nvml: Any = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.pid = os.getpid() if pid is None else pid
+        self._uuid = gpu_uuid
+        self._reader = GpuReader(nvml)
+        self._clock = clock
+        self._process: psutil.Process | None = None
+        self._counted: dict[int, tuple[float, int | None, int | None]] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be read, and why; each once."""
+        return self._reader.notes
+
+    def __enter__(self) -> Self:
+        self._reader.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.__exit__(*error)
+
+    def read_gpus(self) -> tuple[GpuReading, ...]:
+        """Return every GPU that is meant; empty without NVML."""
+        seen = [gpu for gpu in self._reader.read() if gpu.visible is not False]
+        meant = [gpu for gpu in seen if gpu.uuid == self._uuid] if self._uuid else []
+        return tuple(self._reading(gpu) for gpu in meant or seen)
+
+    def read_process(self) -> ProcessReading | None:
+        """Return the process; None when it is gone or there is none."""
+        try:
+            if self._process is None or self._process.pid != self.pid:
+                self._process = psutil.Process(self.pid) if self.pid else None
+                first = True
+            else:
+                first = False
+            if self._process is None:
+                return None
+            with self._process.oneshot():
+                percent = self._process.cpu_percent()
+                resident = self._process.memory_info().rss
+        except psutil.Error:
+            self._process = None
+            return None
+        return ProcessReading(self.pid, None if first else percent / 100, resident)
+
+    def _reading(self, gpu: Gpu) -> GpuReading:
+        total, free = gpu.memory_total_bytes, gpu.memory_free_bytes
+        received, sent = self._pcie_rates(gpu)
+        return GpuReading(
+            gpu.index,
+            gpu.name,
+            gpu.uuid,
+            None if total is None or free is None else total - free,
+            total,
+            gpu.utilization_percent,
+            gpu.memory_utilization_percent,
+            gpu.power_watts,
+            gpu.power_limit_watts,
+            gpu.temperature_celsius,
+            gpu.throttle_reasons,
+            gpu.pcie_generation,
+            gpu.pcie_width,
+            received,
+            sent,
+        )
+
+    def _pcie_rates(self, gpu: Gpu) -> tuple[float | None, float | None]:
+        now = self._clock(), gpu.pcie_received_bytes, gpu.pcie_sent_bytes
+        before = self._counted.get(gpu.index)
+        self._counted[gpu.index] = now
+        if before is None or now[0] <= before[0]:
+            return None, None
+        seconds, most = now[0] - before[0], gpu.pcie_bytes_per_second
+        rates = [
+            None if old is None or new is None else (new - old) / seconds
+            for old, new in zip(before[1:], now[1:], strict=True)
+        ]
+        likely = [
+            None if rate is None or rate < 0 or (most and rate > most * _MOST_OF_LINK) else rate
+            for rate in rates
+        ]
+        return likely[0], likely[1]
+
+
+class TelemetryLog:
+    """Writes `telemetry.jsonl` from a thread while a run goes on. Use as a context manager.
+
+    Args:
+        folder: Of the run.
+        counters: Asked from the thread for what the run has done; must be quick and must not lock.
+        gpu_uuid: As for `Meter`.
+        first_seconds: Between the first two readings; grows by a tenth each time.
+        most_seconds: Until it is this.
+        nvml: As for `Meter`.
+
+    Attributes:
+        ended: How the run ended, if not by an exception: set it before leaving.
+        notes: What could not be read or written.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        counters: Callable[[], RunCounters] | None = None,
+        *,
+        gpu_uuid: str | None = None,
+        first_seconds: float = FIRST_SECONDS,
+        most_seconds: float = MOST_SECONDS,
+        nvml: Any = None,
+    ) -> None:
+        self.path = Path(folder) / TELEMETRY_NAME
+        self.ended = "done"
+        self.notes: list[str] = []
+        self._counters = counters
+        self._gpu_uuid, self._nvml = gpu_uuid, nvml
+        self._first, self._most = first_seconds, most_seconds
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
+        if kind is not None:
+            told = str(error).partition("\n")[0]
+            stopped = issubclass(kind, KeyboardInterrupt)
+            self.ended = "interrupted" if stopped else f"failed: {kind.__name__}: {told}"
+        self._stop.set()
+        # A driver that has lost its GPU can keep a call for seconds; the run does not wait for it.
+        self._thread.join(timeout=5)
+
+    # -- in the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with RunLog(self.path) as log, Meter(None, self._gpu_uuid, self._nvml) as meter:
+                self._watch(log, meter)
+        except (StoreError, psutil.Error, OSError) as error:
+            self.notes.append(f"telemetry ended: {error}")
+
+    def _watch(self, log: RunLog, meter: Meter) -> None:
+        log.write("begin", {"pid": os.getpid(), "host": socket.gethostname()})
+        rates, wait = _Rates(), self._first
+        while True:
+            self._take(log, meter, rates)
+            if self._stop.wait(wait):
+                break
+            wait = min(self._most, wait * _GROWTH)
+        self._take(log, meter, rates)
+        log.write("end", {"ended": self.ended})
+
+    def _take(self, log: RunLog, meter: Meter, rates: _Rates) -> None:
+        values: dict[str, Any] = {"gpus": [_changing(gpu) for gpu in meter.read_gpus()]}
+        process = meter.read_process()
+        if process is not None:
+            values["process"] = _compact(asdict(process))
+        epoch = None
+        if self._counters is not None:
+            counted = self._ask()
+            if counted is not None:
+                epoch = counted.epoch
+                since = rates.since_last(counted, time.perf_counter())
+                values["run"] = _compact(asdict(counted) | since)
+        log.write("telemetry", values, epoch=epoch)
+        for note in meter.notes:
+            if note not in self.notes:
+                self.notes.append(note)
+                log.write("note", {"text": note})
+
+    def _ask(self) -> RunCounters | None:
+        # A CUDA error leaves torch's own counters unreadable; the run reports it, not this thread.
+        with contextlib.suppress(RuntimeError):
+            return self._counters() if self._counters is not None else None
+        return None
+
+
+class _Rates:
+    """Turns counters into rates over the time between two looks."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, RunCounters] | None = None
+
+    def since_last(self, counted: RunCounters, now: float) -> dict[str, float | None]:
+        before, self._before = self._before, (now, counted)
+        unknown: dict[str, float | None] = {"samples_per_second": None, "wait_share": None}
+        if before is None:
+            return unknown
+        then, old = before
+        trained = counted.trained_seconds - old.trained_seconds
+        if trained <= 0 or trained < _LEAST_TRAINED * (now - then):
+            return unknown
+        waited = counted.waited_seconds - old.waited_seconds
+        return {
+            "samples_per_second": (counted.samples - old.samples) / trained,
+            "wait_share": min(1.0, max(0.0, waited / trained)),
+        }
+
+
+def _compact(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is known, numbers with six digits: the log of a long run stays small."""
+    return {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _changing(gpu: GpuReading) -> dict[str, Any]:
+    """Return a GPU as it is written again and again; its uuid stands in the run log's `machine`."""
+    return {name: value for name, value in _compact(asdict(gpu)).items() if name != "uuid"}

@@ -1,0 +1,98 @@
+"""What memory a try took, and what it may take.
+
+Enters: a device. Leaves: peak bytes of what ran between `begin` and `peak_bytes`, and the most that they
+may be. Costs a collection of garbage per try; on a GPU its cache is given back first, so that one try does
+not pay for another.
+
+On a GPU the peak is what torch has reserved, CUDA graphs included, against what was free. On a CPU it is
+the process's resident memory against that and what the machine (or its cgroup) has available. There a size
+that would not fit ends the process instead of raising, so sizes far beyond what was seen are refused before
+they run: in proportion to the last one, which counts the weights as if they grew too.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import psutil
+import torch
+
+from stoker.machine import probe
+from stoker.machine.process import forget_peak, peak_rss_bytes, rss_bytes
+from stoker.units import format_bytes
+
+MARGIN = 0.10
+"""Share of the memory that stays free: fragments, other processes, a longer batch."""
+
+
+class Gauge:
+    """Memory of one device, one try after the other.
+
+    Args:
+        device: Where the tries run.
+        margin: Share of the memory that a try must leave free.
+
+    Attributes:
+        cap_bytes: Most that the current try may take, what the process had before it included.
+    """
+
+    def __init__(self, device: torch.device, margin: float = MARGIN) -> None:
+        self.device = device
+        self._on_gpu = device.type == "cuda"
+        self._margin = margin
+        self._before = 0
+        self._seen: tuple[int, int] | None = None
+        # Once: what the process may have does not change, whatever it holds at the moment.
+        self._room = 0 if self._on_gpu else rss_bytes() + _available_ram()
+        self.cap_bytes = 0
+
+    def begin(self) -> None:
+        """Let go of what earlier tries left, and measure from here."""
+        self.release()
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_reserved(self.device)
+            free, total = torch.cuda.mem_get_info(self.device)
+            share = torch.cuda.get_per_process_memory_fraction(self.device)
+            room = min(free + self._before, int(share * total))
+        else:
+            forget_peak()
+            self._before, room = rss_bytes(), self._room
+        self.cap_bytes = int(room * (1 - self._margin))
+
+    def release(self) -> None:
+        """Give back what nobody holds any more."""
+        # On a CPU the young generations will do: a full collection takes longer than a small try.
+        gc.collect(2 if self._on_gpu else 1)
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+
+    def peak_bytes(self) -> int:
+        """Return the most that was in use since `begin`; waits for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self.device)
+            return torch.cuda.max_memory_reserved(self.device)
+        return peak_rss_bytes()
+
+    def note(self, size: int) -> None:
+        """Remember what a size took, for `expect`; call it when the size has run."""
+        taken = max(0, self.peak_bytes() - self._before)
+        if self._seen is None or size >= self._seen[0]:
+            self._seen = (size, taken)
+
+    def expect(self, size: int) -> str:
+        """Return why a size should not even be tried, on a CPU; "" when it may be. After `begin`."""
+        if self._on_gpu or self._seen is None or size <= self._seen[0]:
+            return ""
+        seen, taken = self._seen
+        expected = self._before + taken * size // seen
+        if expected <= self.cap_bytes:
+            return ""
+        return (
+            f"not tried: by the memory of {seen:,} it would take {format_bytes(expected)}, and "
+            f"{format_bytes(self.cap_bytes)} may be used"
+        )
+
+
+def _available_ram() -> int:
+    return probe().ram_available_bytes or int(psutil.virtual_memory().available)

@@ -1,0 +1,342 @@
+"""`tune_job`: the fastest settings of a ready job, each of them really run.
+
+Enters: `Settings` of a config. Leaves: `Tuned`: the curve over batch sizes, every option that was tried or
+left alone and why, the changes that paid, and a longer run of the chosen settings whose memory was checked.
+Costs 3 to 5 s for each try: usually half a minute on a GPU.
+
+The order: batch size first, since it decides most; then capture; then the chunk. A change is kept when it
+gains 2 % (`search.py`). Samples per update stay what they were, and with them the learning rate and the
+result: a larger batch takes the place of accumulated ones. More samples per update are measured and shown,
+and taken only when asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from stoker.config import Settings
+from stoker.errors import InputError
+from stoker.recipes.run import open_run
+from stoker.report import Progress, Silent
+from stoker.tune.bench import Effort, JobBench, Measured
+from stoker.tune.search import (
+    LEAST_GAIN,
+    UpdateShape,
+    choose,
+    climb,
+    keeps_update,
+    shape_ladder,
+)
+from stoker.units import GIB, MIB, format_bytes, format_count
+
+_CHUNK_FACTORS = (0.25, 0.5, 1.0, 2.0)
+_LEAST_CHUNK_BYTES = 16 * MIB
+_WORKERS = "no effect here: the loader reads the store with threads of this process"
+
+
+@dataclass(frozen=True)
+class OptionTry:
+    """One value of one option, tried beside the others as they were.
+
+    Attributes:
+        option: Its name in `Settings`.
+        value: What was tried, as a user would read it.
+        measured: What came out.
+        is_kept: Whether it is what the tuned settings have.
+    """
+
+    option: str
+    value: str
+    measured: Measured
+    is_kept: bool
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning found.
+
+    Attributes:
+        configured: Batch size and accumulation before.
+        curve: Tries of batch sizes, by rising size.
+        options: Tries of everything else.
+        left_alone: Options that were not tried, and why.
+        changes: Fields of `Settings` to their new values; empty when nothing pays.
+        final: The tuned settings, run longer; its memory was below the cap.
+        notes: What to know about the result: the learning rate, faster sizes that were not taken.
+    """
+
+    configured: UpdateShape
+    curve: tuple[Measured, ...]
+    options: tuple[OptionTry, ...]
+    left_alone: Mapping[str, str]
+    changes: Mapping[str, Any]
+    final: Measured
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def before(self) -> Measured:
+        """The configured settings, as they ran."""
+        return next(point for point in self.curve if point.shape == self.configured)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {**asdict(self), "gain": self.gain}
+
+    @property
+    def gain(self) -> float | None:
+        """Rate after over rate before; None where the configured settings did not run."""
+        before, after = self.before.rate, self.final.rate
+        return None if not before or after is None else after / before
+
+
+def tune_job(
+    settings: Settings,
+    *,
+    device: str | torch.device | None = None,
+    effort: Effort | None = None,
+    grow_update: bool = False,
+    progress: Progress | None = None,
+) -> Tuned:
+    """Find the fastest settings of a job by running them.
+
+    Args:
+        settings: With a recipe and a store.
+        device: The first GPU by default, else the CPU.
+        effort: How long each try is.
+        grow_update: Also take batches that are larger than the effective batch: faster where the device
+            is underused, but another training, whose learning rate needs another look.
+        progress: Told each try.
+
+    Raises:
+        InputError: Not even one sample at once fits, or the job cannot be made.
+    """
+    told = progress or Silent()
+    effort = effort or Effort()
+    with open_run(settings, device=device) as run:
+        search = _Search(settings, JobBench(run, effort), run.device, told)
+        is_fixed = run.job.lanes is not None
+        search.try_batch_sizes(is_fixed)
+        return search.finish(effort, grow_update)
+
+
+class _Search:
+    """The state of one tuning: what was tried, and the settings that are best so far."""
+
+    def __init__(
+        self, settings: Settings, bench: JobBench, device: torch.device, told: Progress
+    ) -> None:
+        self._settings, self._bench, self._device, self._told = settings, bench, device, told
+        self._configured = UpdateShape(settings.batch_size, settings.accumulation_steps)
+        self._ladder: tuple[UpdateShape, ...] = ()
+        self._tried: dict[int, Measured] = {}
+        self._options: list[OptionTry] = []
+        self._left_alone: dict[str, str] = {}
+
+    # -- batch sizes -----------------------------------------------------------------------
+
+    def try_batch_sizes(self, is_fixed: bool) -> None:
+        """Measure the curve; only the configured size where it is part of what is learned."""
+        self._ladder = shape_ladder(self._configured, self._bench.num_samples)
+        if is_fixed:
+            self._ladder = (self._configured,)
+            self._left_alone["batch_size"] = (
+                "every lane is a row of the batch: it is part of the job"
+            )
+        self._told.start("batch sizes", None, "tries")
+        self._tried = climb(len(self._ladder), self._start, self._measure_rung)
+
+    @property
+    def _start(self) -> int:
+        return self._ladder.index(self._configured)
+
+    def _measure_rung(self, rung: int) -> Measured:
+        return self._measure(_shaped(self._settings, self._ladder[rung]), "")
+
+    def _measure(self, settings: Settings, what: str) -> Measured:
+        done = self._bench.measure(settings)
+        self._told.advance()
+        self._told.say(f"{what}{describe(done)}")
+        return done
+
+    # -- the rest --------------------------------------------------------------------------
+
+    def finish(self, effort: Effort, grow_update: bool) -> Tuned:
+        """Choose a size, try the options beside it, and run the result longer."""
+
+        def allowed(rung: int) -> bool:
+            return grow_update or keeps_update(self._ladder[rung], self._configured)
+
+        while True:
+            rung = choose(self._tried, self._start, allowed)
+            if rung is None:
+                lower = min(self._tried) - 1
+                if lower < 0:
+                    raise self._nothing_fits()
+                self._tried[lower] = self._measure_rung(lower)
+                continue
+            chosen = _shaped(self._settings, self._ladder[rung])
+            self._options = []
+            changes: dict[str, Any] = {}
+            here = self._tried[rung]
+            for name, values in self._offers(here):
+                value, here = self._try_option(replace(chosen, **changes), name, values, here)
+                if value is not None:
+                    changes[name] = value
+            final = self._verify(replace(chosen, **changes), effort)
+            if final.fits:
+                break
+            self._told.say(f"batch {here.shape.batch_size} is given up: {final.reason}")
+            self._tried[rung] = replace(self._tried[rung], fits=False, reason=final.reason)
+        return self._sum_up(chosen, changes, final)
+
+    def _verify(self, settings: Settings, effort: Effort) -> Measured:
+        """Run the result twice as long: what fits for a moment may not fit for long."""
+        longer = replace(effort, seconds=2 * effort.seconds, num_slices=2 * effort.num_slices)
+        final = self._bench.measure(settings, longer)
+        self._told.say(f"the result, run longer: {describe(final)}")
+        return final
+
+    def _offers(self, here: Measured) -> list[tuple[str, Sequence[Any]]]:
+        """Return the options to try with their values; note why others are left alone."""
+        for name in ("capture", "chunk_bytes"):
+            self._left_alone.pop(name, None)
+        for name in ("num_workers", "prefetch_factor"):
+            self._left_alone[name] = _WORKERS
+        offers: list[tuple[str, Sequence[Any]]] = []
+        if self._device.type != "cuda":
+            self._left_alone["capture"] = "there are no CUDA graphs on the CPU"
+        elif self._settings.capture == "off":
+            offers.append(("capture", ["auto"]))
+        elif here.step.startswith("captured"):
+            offers.append(("capture", ["off"]))
+        else:
+            self._left_alone["capture"] = here.step
+        if here.tier == "chunked" and here.device_data_bytes >= _LEAST_CHUNK_BYTES:
+            offers.append(("chunk_bytes", _chunk_sizes(here.device_data_bytes)))
+        elif here.tier == "chunked":
+            self._left_alone["chunk_bytes"] = "the chunks are tiny already"
+        else:
+            self._left_alone["chunk_bytes"] = {
+                "resident": "all data is resident: there are no chunks",
+                "streamed": "batches are streamed: there are no chunks",
+            }.get(here.tier, here.tier)
+        return offers
+
+    def _try_option(
+        self, settings: Settings, name: str, values: Sequence[Any], here: Measured
+    ) -> tuple[Any, Measured]:
+        """Return the value that pays, or None, and what it gave."""
+        self._told.start(name, None, "tries")
+        ladder: list[Any] = [*values]
+        if name == "chunk_bytes":
+            start = _CHUNK_FACTORS.index(1.0)
+        else:
+            ladder, start = [None, *values], 0
+
+        def measure(rung: int) -> Measured:
+            if rung == start:
+                return here
+            trial = replace(settings, **{name: ladder[rung]})
+            return self._measure(trial, f"{name} {_show(name, ladder[rung])}: ")
+
+        tried = climb(len(ladder), start, measure)
+        taken = choose(tried, start)
+        assert taken is not None  # the start fits
+        self._options += [
+            OptionTry(name, _show(name, ladder[rung]), done, rung == taken)
+            for rung, done in sorted(tried.items())
+            if rung != start
+        ]
+        return (None, here) if taken == start else (ladder[taken], tried[taken])
+
+    def _nothing_fits(self) -> InputError:
+        smallest = self._tried[min(self._tried)]
+        return InputError(
+            f"no batch size fits on {self._device}: with {smallest.shape.batch_size} at once "
+            f"{smallest.reason}.",
+            "a job whose step fits",
+            "training.precision=bf16, training.activation_checkpointing=true, or a smaller model",
+        )
+
+    # -- the result ------------------------------------------------------------------------
+
+    def _sum_up(self, chosen: Settings, changes: dict[str, Any], final: Measured) -> Tuned:
+        found: dict[str, Any] = {}
+        for name in ("batch_size", "accumulation_steps"):
+            if getattr(chosen, name) != getattr(self._settings, name):
+                found[name] = getattr(chosen, name)
+        return Tuned(
+            self._configured,
+            tuple(self._tried[rung] for rung in sorted(self._tried)),
+            tuple(self._options),
+            self._left_alone,
+            found | changes,
+            final,
+            (*self._rate_notes(final.shape), *self._missed_notes(final)),
+        )
+
+    def _rate_notes(self, shape: UpdateShape) -> list[str]:
+        rate = self._settings.learning_rate
+        before, after = self._configured.samples_per_update, shape.samples_per_update
+        if keeps_update(shape, self._configured):
+            kept = f"{format_count(after, 'sample')} per update"
+            kept += ", as before" if after == before else f" instead of {before:,}"
+            return [f"{kept}: the learning rate stays {rate:g}"]
+        factor = after / before
+        if self._settings.recipe == "tabular":
+            said = "the recipe scales the learning rate by its lr_rule"
+        else:
+            said = (
+                f"another training. The learning rate is left at {rate:g}; {rate * factor:.2g} by the linear "
+                f"rule (SGD), {rate * math.sqrt(factor):.2g} by the square root rule (Adam): try both"
+            )
+        return [f"{after:,} samples per update instead of {before:,}: {said}"]
+
+    def _missed_notes(self, final: Measured) -> list[str]:
+        """Return a word about faster sizes whose update would be larger."""
+        beyond = choose(self._tried, self._start)
+        if beyond is None or final.rate is None:
+            return []
+        best, shape = self._tried[beyond].rate or 0.0, self._ladder[beyond]
+        if shape.batch_size <= final.shape.batch_size or best < final.rate * (1 + LEAST_GAIN):
+            return []
+        said = (
+            f"Batches of {shape.batch_size:,} run at {best / final.rate:.2f} times this rate, but an update "
+            f"then has {shape.samples_per_update:,} samples instead of "
+            f"{self._configured.samples_per_update:,}: --grow-update takes them"
+        )
+        return [said]
+
+
+def _shaped(settings: Settings, shape: UpdateShape) -> Settings:
+    return replace(
+        settings, batch_size=shape.batch_size, accumulation_steps=shape.accumulation_steps
+    )
+
+
+def _chunk_sizes(now_bytes: int) -> list[int]:
+    """Return what all slots together may take, in steps that the config's GiB can say."""
+    return [int(round(now_bytes * factor / GIB, 3) * GIB) for factor in _CHUNK_FACTORS]
+
+
+def _show(name: str, value: Any) -> str:
+    return format_bytes(value) if name == "chunk_bytes" else str(value)
+
+
+def describe(done: Measured) -> str:
+    """Return one try in words."""
+    shape = done.shape
+    size = f"batch {shape.batch_size:,}"
+    if shape.accumulation_steps > 1:
+        size += f" x {shape.accumulation_steps}"
+    if done.rate is None:
+        return f"{size}: {done.reason}"
+    spread = "" if done.spread is None else f" ± {done.spread / 2:.0%}"
+    held = f", {format_bytes(done.peak_bytes)} of {format_bytes(done.cap_bytes)}"
+    said = f"{size}: {done.rate:,.0f} samples/s{spread}{held}"
+    return said if done.fits else f"{said}: {done.reason}"

@@ -1,0 +1,215 @@
+"""`tune_loader`: workers and depth for anybody's DataLoader, measured in front of the step it feeds.
+
+Enters: a function that makes the loader, and the training step. Leaves: the fastest `LoaderChoice` and all
+that was tried. Costs some seconds for each try, and starting the workers.
+
+Only for loaders that are not stoker's: `stoker.Loader` reads with threads of the training process and needs
+none of this. The start is the rule of S3-8, `min(cores // 2, 8)`, with the cores that this process may use
+(affinity and cgroups respected) and one at least; from there it is measured, up and down.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from stoker.errors import InputError
+from stoker.loader.prefetch import prefetch
+from stoker.loader.slabs import usable_device
+from stoker.machine import Machine, probe
+from stoker.tune.bench import Effort
+from stoker.tune.ranks import agree
+from stoker.tune.search import Outcome, choose, climb
+
+_WARM_UP_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class LoaderChoice:
+    """How batches are loaded ahead.
+
+    Attributes:
+        num_workers: Processes.
+        prefetch_factor: Batches ahead per worker; None exactly when there are no workers.
+        depth: Batches on the device ahead of the step, of `stoker.prefetch`.
+    """
+
+    num_workers: int
+    prefetch_factor: int | None
+    depth: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderTry(Outcome):
+    """One try; `rate` is batches per second.
+
+    Attributes:
+        choice: What was tried.
+        spread: (largest - smallest) / median rate of its slices.
+    """
+
+    choice: LoaderChoice
+    spread: float
+
+
+@dataclass(frozen=True)
+class TunedLoader:
+    """What was found.
+
+    Attributes:
+        choice: The fastest, tried.
+        tries: All of them, in order; the first is the start.
+        reason: Where the search started, and what the choice gains.
+    """
+
+    choice: LoaderChoice
+    tries: tuple[LoaderTry, ...]
+    reason: str
+
+
+def first_workers(machine: Machine) -> int:
+    """Return the rule of S3-8: half the usable cores, 8 at most, 1 at least or when unknown."""
+    return max(1, min((machine.cores_usable or 2) // 2, 8))
+
+
+def tune_loader(
+    make_loader: Callable[[int, int | None], Any],
+    step: Callable[[Any], object],
+    device: str | torch.device | None = None,
+    *,
+    effort: Effort | None = None,
+    machine: Machine | None = None,
+) -> TunedLoader:
+    """Find the fastest workers, batches ahead per worker, and batches ahead on the device.
+
+    Args:
+        make_loader: `(num_workers, prefetch_factor)` to a DataLoader; give it `persistent_workers` as the
+            training has it. Called for every try; what it keeps open ends with the loader.
+        step: One training step on a batch that is on the device; called as often as the tries need.
+        device: Where batches go; the first GPU by default, else the CPU.
+        effort: How long each try is.
+        machine: From `probe`.
+    """
+    place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    machine = machine or probe()
+    cores = machine.cores_usable or 2
+    start = first_workers(machine)
+    bench = _LoaderBench(make_loader, step, place, effort or Effort())
+    choice = LoaderChoice(start, 2)
+    workers = sorted({0, *(n for n in _doubling(start, max(start, 2 * cores)))})
+    choice = bench.improve(choice, "num_workers", workers)
+    if choice.num_workers:
+        choice = bench.improve(choice, "prefetch_factor", [1, 2, 4, 8])
+    if place.type == "cuda":
+        choice = bench.improve(choice, "depth", [1, 2, 4])
+    first, best = bench.known[LoaderChoice(start, 2)], bench.known[choice]
+    gain = (best.rate or 0.0) / (first.rate or 1.0)
+    reason = (
+        f"started at {start} workers, half of {cores} usable cores, 8 at most and 1 at least; "
+        + (
+            "which nothing beats by 2 %"
+            if choice == first.choice
+            else f"{gain:.2f} times that rate"
+        )
+    )
+    return TunedLoader(choice, tuple(bench.known.values()), reason)
+
+
+def _doubling(start: int, most: int) -> Iterator[int]:
+    below = start
+    while below > 1:
+        below //= 2
+        yield below
+    size = start
+    while size <= most:
+        yield size
+        size *= 2
+
+
+class _LoaderBench:
+    def __init__(
+        self,
+        make_loader: Callable[[int, int | None], Any],
+        step: Callable[[Any], object],
+        device: torch.device,
+        effort: Effort,
+    ) -> None:
+        self._make_loader, self._step = make_loader, step
+        self._device, self._effort = device, effort
+        self.known: dict[LoaderChoice, LoaderTry] = {}
+
+    def improve(self, choice: LoaderChoice, name: str, values: list[int]) -> LoaderChoice:
+        """Return the choice with the value of one field that pays."""
+
+        def made(rung: int) -> LoaderChoice:
+            changed = replace(choice, **{name: values[rung]})
+            if name == "num_workers":
+                factor = choice.prefetch_factor if changed.num_workers else None
+                changed = replace(changed, prefetch_factor=factor)
+            return changed
+
+        start = values.index(getattr(choice, name))
+        tried = climb(len(values), start, lambda rung: self.measure(made(rung)))
+        if name == "num_workers":
+            # One worker is often worse than both none and two: none is no step on the way down.
+            tried[0] = self.measure(made(0))
+        taken = choose(tried, start)
+        return made(start if taken is None else taken)
+
+    def measure(self, choice: LoaderChoice) -> LoaderTry:
+        """Run the step behind a loader, or remember that it was."""
+        if choice not in self.known:
+            self.known[choice] = agree(self._run(choice))
+        return self.known[choice]
+
+    def _run(self, choice: LoaderChoice) -> LoaderTry:
+        with warnings.catch_warnings():
+            # Whether more workers than cores are too many is what is being measured.
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            rates = self._rates(choice)
+        rate = statistics.median(rates)
+        return LoaderTry(rate, True, choice=choice, spread=(max(rates) - min(rates)) / rate)
+
+    def _rates(self, choice: LoaderChoice) -> list[float]:
+        loader = self._make_loader(choice.num_workers, choice.prefetch_factor)
+        with prefetch(loader, self._device, depth=choice.depth) as batches:
+            stream = _forever(batches)
+            for _ in range(_WARM_UP_BATCHES + choice.depth + choice.num_workers):
+                self._step(next(stream))
+            rates = [self._slice(stream) for _ in range(self._effort.num_slices)]
+            stream.close()
+        return rates
+
+    def _slice(self, stream: Iterator[Any]) -> float:
+        self._synchronize()
+        began = time.perf_counter()
+        count, seconds = 0, 0.0
+        while count < 2 or seconds < self._effort.seconds / self._effort.num_slices:
+            self._step(next(stream))
+            count += 1
+            seconds = time.perf_counter() - began
+        self._synchronize()
+        return count / (time.perf_counter() - began)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _forever(batches: Any) -> Any:
+    """Yield epoch after epoch; an empty loader ends it with an error."""
+    while True:
+        count = 0
+        for batch in batches:
+            count += 1
+            yield batch
+        if not count:
+            raise InputError(
+                "the loader yields no batch.", "one batch at least", "drop_last=False, or more data"
+            )
