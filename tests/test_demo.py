@@ -6,7 +6,9 @@ import h5py
 import pytest
 import torch
 
-from stoker.demo import TRAINED, WINDOWS, run_demo, train_both_ways
+from stoker.demo.reading import WINDOWS
+from stoker.demo.story import _free_folder, run_demo
+from stoker.demo.training import TRAINED, train_both_ways
 from stoker.report import Silent
 from stoker.store.reader import open_store
 
@@ -68,3 +70,29 @@ def test_the_windows_file_goes_even_when_the_demo_is_cut(tmp_path):
         run_demo(tmp_path, weeks=4, progress=Cut())
     assert not (tmp_path / "windows.h5").exists()
     assert (tmp_path / "store" / "store.json").exists()
+
+
+def test_the_doctor_names_the_usual_way_and_has_nothing_to_say_of_ours(demo):
+    folder, result = demo
+    usual, ours = result.examined.usual, result.examined.ours
+    assert usual.findings[0].name in ("no-workers", "starved-by-loader", "decode-bound")
+    assert not [finding for finding in ours.findings if finding.gain.likely > 1.3]
+    assert result.examined.predicted > result.examined.rate(usual)
+    assert "usual_way.py" in (folder / "doctor.html").read_text()
+
+
+def test_the_config_is_trained_tuned_and_reported(demo):
+    folder, result = demo
+    assert [report.epoch for report in result.run.epochs] == [0, 1]
+    assert result.tuned.before.rate > 0
+    page = result.page.read_text()
+    assert page.startswith("<!doctype html>")
+    assert "forex" in page
+    assert result.run.run_dir == folder / "run"
+
+
+def test_a_second_demo_in_the_same_folder_keeps_the_first_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run-2").mkdir()
+    assert _free_folder(tmp_path / "run") == tmp_path / "run-3"
+    assert _free_folder(tmp_path / "other") == tmp_path / "other"

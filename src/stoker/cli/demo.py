@@ -1,4 +1,4 @@
-"""`stoker demo`: the whole story on data it makes, in under twenty seconds."""
+"""`stoker demo`: the whole story on data it makes, in about a minute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stoker.demo import DemoResult
+    from stoker.demo.story import DemoResult
 
 
 def demo(
@@ -24,12 +24,12 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON document on stdout.")
     ] = False,
 ) -> None:
-    """Make bars, pack, plan, then read and train both ways: as usual, and with stoker."""
+    """Make bars, pack, plan, train as usual and with stoker, examine, tune, report."""
     import json
     import time
 
     from stoker.cli.progress import Bar
-    from stoker.demo import run_demo
+    from stoker.demo.story import run_demo
 
     began = time.perf_counter()
     with Bar(quiet=as_json) as bar:
@@ -61,6 +61,17 @@ def _facts(result: DemoResult, seconds: float) -> dict[str, object]:
             **asdict(result.trained),
             "samples_per_second": result.trained.samples_per_second,
         },
+        "doctor": {
+            "usual": result.examined.usual.to_json(),
+            "ours": result.examined.ours.to_json(),
+        },
+        "run": {
+            "dir": str(result.run.run_dir),
+            "samples_per_second": [report.samples_per_second for report in result.run.epochs],
+            "wait_shares": [report.wait_share for report in result.run.epochs],
+        },
+        "tuned": result.tuned.to_json(),
+        "report": str(result.page),
         "seconds": round(seconds, 2),
     }
 
@@ -69,6 +80,7 @@ def _print(result: DemoResult, folder: Path, seconds: float) -> None:
     from rich.console import Console
 
     from stoker.cli.pack import print_result
+    from stoker.demo.story import DOCTOR_PAGE
     from stoker.units import format_seconds
 
     print_result(result.packed)
@@ -80,10 +92,18 @@ def _print(result: DemoResult, folder: Path, seconds: float) -> None:
     console.print(f"plan: {result.plan.reasons[0]}", markup=False)
     _print_reading(console, result)
     _print_training(console, result)
+    _print_examined(console, result)
+    _print_tuned(console, result)
+    console.print(f"the doctor's page: {(folder / DOCTOR_PAGE).resolve()}", markup=False)
+    console.print(f"report of the run: {result.page.resolve()}", markup=False)
     console.print(f"done in {format_seconds(seconds)}. Next:")
-    console.print(f"  stoker train --config configs/forex.yaml --store {folder / 'store'}")
-    console.print(f"  stoker inspect {folder / 'store'} --html page.html")
-    console.print("  stoker machine")
+    for words in (
+        f"stoker doctor --config {folder / 'demo.yaml'}",
+        "stoker doctor -- python YOUR_SCRIPT.py",
+        f"stoker inspect {folder / 'store'} --html page.html",
+        f"stoker train --config configs/forex.yaml --store {folder / 'store'}",
+    ):
+        console.print(f"  {words}", markup=False)
 
 
 def _print_reading(console: Console, result: DemoResult) -> None:
@@ -125,7 +145,7 @@ def _print_reading(console: Console, result: DemoResult) -> None:
 def _print_training(console: Console, result: DemoResult) -> None:
     from rich.table import Table
 
-    from stoker.demo import TRAINED
+    from stoker.demo.training import TRAINED
 
     old, new = result.naive, result.trained
     table = Table(
@@ -145,3 +165,46 @@ def _print_training(console: Console, result: DemoResult) -> None:
     table.add_row("loss at the end", f"{old.losses[-1]:.5f}", f"{new.losses[-1]:.5f}", "")
     console.print(table)
     console.print("What is left of stoker's time is the model's own work on this CPU.")
+
+
+def _print_examined(console: Console, result: DemoResult) -> None:
+    """Print the doctor's findings, and what it predicted against what stoker gave."""
+    from rich.table import Table
+
+    from stoker.demo.story import OURS, USUAL
+
+    examined = result.examined
+    for name, consultation in ((USUAL, examined.usual), (OURS, examined.ours)):
+        console.print(f"doctor on {name}, run as it is: {consultation.verdict}", markup=False)
+    table = Table(title="what the doctor saw and predicted", title_justify="left")
+    for head in ("", "samples/s", "waited for batches"):
+        table.add_column(head, justify="left" if not head else "right")
+    share = examined.usual.measurements.wait_share
+    wait = "" if share is None else f"{share:.0%}"
+    table.add_row(USUAL, _whole(examined.rate(examined.usual)), wait)
+    table.add_row("predicted, if batches cost nothing", _whole(examined.predicted), "")
+    table.add_row(f"{OURS}, measured", _whole(examined.rate(examined.ours)), "")
+    console.print(table)
+
+
+def _whole(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:,.0f}"
+
+
+def _print_tuned(console: Console, result: DemoResult) -> None:
+    from rich.table import Table
+
+    tuned = result.tuned
+    table = Table(
+        title=f"tune: the same job by its config, {result.run.notes[0]}", title_justify="left"
+    )
+    for name in ("batch", "samples/s", "spread"):
+        table.add_column(name, justify="right")
+    for point in tuned.curve:
+        rate = "n/a" if point.rate is None else f"{point.rate:,.0f}"
+        spread = "" if point.spread is None else f"{point.spread:.0%}"
+        table.add_row(str(point.shape.batch_size), rate, spread)
+    console.print(table)
+    changes = ", ".join(f"{name} {value}" for name, value in tuned.changes.items())
+    gain = "" if tuned.gain is None else f", {tuned.gain:.2f} x the config's rate"
+    console.print(f"taken: {changes or 'the config as it is'}{gain}", markup=False)

@@ -192,13 +192,24 @@ class _Search:
                 break
             self._told.say(f"batch {here.shape.batch_size} is given up: {final.reason}")
             self._tried[rung] = replace(self._tried[rung], fits=False, reason=final.reason)
+        if not changes and rung == self._start:
+            return self._sum_up(chosen, changes, final)
+        # Others on the machine may have come or gone since the config was measured.
+        before = self._verify(self._settings, effort, "the config, run as long")
+        if before.fits and before.rate is not None and final.rate is not None:
+            self._tried[self._start] = before
+            if final.rate < before.rate * (1 + LEAST_GAIN):
+                self._told.say("the gain did not last: the config stays as it is")
+                return self._sum_up(self._settings, {}, before)
         return self._sum_up(chosen, changes, final)
 
-    def _verify(self, settings: Settings, effort: Effort) -> Measured:
-        """Run the result twice as long: what fits for a moment may not fit for long."""
+    def _verify(
+        self, settings: Settings, effort: Effort, what: str = "the result, run longer"
+    ) -> Measured:
+        """Run settings twice as long: what fits for a moment may not fit for long."""
         longer = replace(effort, seconds=2 * effort.seconds, num_slices=2 * effort.num_slices)
         final = self._bench.measure(settings, longer)
-        self._told.say(f"the result, run longer: {describe(final)}")
+        self._told.say(f"{what}: {describe(final)}")
         return final
 
     def _offers(self, here: Measured) -> list[tuple[str, Sequence[Any]]]:
