@@ -74,7 +74,7 @@ class Batch(dict[str, torch.Tensor]):
         return cast(Array, self._samples[np.maximum(self.positions, 0)])
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class IndexBatch:
     """What one batch is assembled from.
 
@@ -432,12 +432,14 @@ class Loader:
                 lengths[column.field] = column.lengths[positions]
                 rows.append(lengths[column.field])
         table = self._tables.upload(np.stack(rows))
-        at = 0
-        for batch in block:
-            end = at + len(batch.positions)
-            totals = {name: int(count[at:end].sum()) for name, count in lengths.items()}
-            yield IndexBatch(table[:, at:end], totals, batch, self.ring_number)
-            at = end
+        at, totals = 0, {}
+        parts = table.split([len(batch.positions) for batch in block], dim=1)
+        for batch, indices in zip(block, parts, strict=True):
+            if lengths:
+                end = at + len(batch.positions)
+                totals = {name: int(count[at:end].sum()) for name, count in lengths.items()}
+                at = end
+            yield IndexBatch(indices, totals, batch, self.ring_number)
 
     def _shifts(self, column: int, positions: Array, slots: Mapping[int, int]) -> Array | int:
         if len(slots) == 1:
