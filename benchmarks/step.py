@@ -171,7 +171,11 @@ def overhead(path: Path, device, rows: int) -> dict:
             times["trainer"].append(time.perf_counter() - began)
     best = {name: min(values[1:]) for name, values in times.items()}
     ratios = np.divide(times["trainer"][1:], times["bare"][1:])
-    return {**best, "ratio": float(np.median(ratios)), "of_the_best": best["trainer"] / best["bare"]}
+    return {
+        **best,
+        "ratio": float(np.median(ratios)),
+        "of_the_best": best["trainer"] / best["bare"],
+    }
 
 
 def main() -> None:
