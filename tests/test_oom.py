@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import InputError, StoreError
+from stoker.store.remote_cache import user_cache_folder
 from stoker.train.oom import (
     Circumstances,
     Footing,
     Remembered,
-    cache_folder,
     cut,
     exhausted,
     forget_frames,
@@ -299,13 +299,13 @@ def test_the_file_says_for_what_it_was_learned(tmp_path):
 
 def test_the_users_cache_folder_is_respected(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "stoker"
+    assert user_cache_folder() == tmp_path / "stoker"
     assert Remembered().folder == tmp_path / "stoker" / "memory"
     for ignored in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert cache_folder() == Path.home() / ".cache" / "stoker"
+        assert user_cache_folder() == Path.home() / ".cache" / "stoker"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache" / "stoker"
+    assert user_cache_folder() == Path.home() / ".cache" / "stoker"
 
 
 def test_free_memory_is_known_in_steps_of_two_gib():

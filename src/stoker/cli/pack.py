@@ -22,6 +22,14 @@ app = typer.Typer(
 Jobs = Annotated[
     int, typer.Option("--jobs", "-j", help="Worker processes; 0 means one per usable core.")
 ]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="Build on a Dask cluster: its scheduler's address, such as tcp://10.0.0.1:8786.",
+        show_default=False,
+    ),
+]
 Force = Annotated[
     bool, typer.Option("--force-recreate", help="Pack again even when OUT is up to date.")
 ]
@@ -54,6 +62,7 @@ def arrays(
         str | None, typer.Option("--names", help="Field names, by commas, in the files' order.")
     ] = None,
     jobs: Jobs = 0,
+    cluster: Cluster = None,
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
@@ -65,7 +74,7 @@ def arrays(
 
     paths, out = _split_out(files)
     source = ArraysSource(paths, tuple(names.split(",")) if names else ())
-    _pack(source, out, _options(jobs, force_recreate, on_bad, bad_budget, repair), as_json)
+    _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget, repair), as_json)
 
 
 @app.command()
@@ -81,6 +90,7 @@ def table(
         str | None, typer.Option("--split", help="Shares of train, validation, test in row order.")
     ] = None,
     jobs: Jobs = 0,
+    cluster: Cluster = None,
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
@@ -93,7 +103,7 @@ def table(
     paths, out = _split_out(files)
     shares = _shares(split) if split else ()
     source = TableSource(paths, target, tuple(drop or ()), shares)
-    _pack(source, out, _options(jobs, force_recreate, on_bad, bad_budget, repair), as_json)
+    _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget, repair), as_json)
 
 
 @app.command()
@@ -106,6 +116,7 @@ def images(
     size: Annotated[str, typer.Option("--size", help="Stored HEIGHTxWIDTH.")] = "224x224",
     channels: Annotated[int, typer.Option("--channels", help="3 for RGB, 1 for grey.")] = 3,
     jobs: Jobs = 0,
+    cluster: Cluster = None,
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
@@ -115,7 +126,7 @@ def images(
     from stoker.sources.images import ImagesSource, parse_size
 
     source = ImagesSource(parse_size(size), channels, folder)  # type: ignore[arg-type]
-    _pack(source, out, _options(jobs, force_recreate, on_bad, bad_budget), as_json)
+    _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 
 
 @app.command()
@@ -129,6 +140,7 @@ def segmentation(
     size: Annotated[str, typer.Option("--size", help="Stored HEIGHTxWIDTH.")] = "512x512",
     channels: Annotated[int, typer.Option("--channels", help="3 for RGB, 1 for grey.")] = 3,
     jobs: Jobs = 0,
+    cluster: Cluster = None,
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
@@ -138,7 +150,7 @@ def segmentation(
     from stoker.sources.images import SegmentationSource, parse_size
 
     source = SegmentationSource(parse_size(size), channels, images, masks)  # type: ignore[arg-type]
-    _pack(source, out, _options(jobs, force_recreate, on_bad, bad_budget), as_json)
+    _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 
 
 @app.command()
@@ -195,6 +207,7 @@ def bars(
         ),
     ] = None,
     jobs: Jobs = 0,
+    cluster: Cluster = None,
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
@@ -219,7 +232,7 @@ def bars(
         split_at=_dates(split_at),
         max_label_gap=max_label_gap,
     )
-    _pack(source, out, _options(jobs, force_recreate, on_bad, bad_budget), as_json)
+    _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 
 
 @app.command()
@@ -260,6 +273,7 @@ def massspec(
     ] = "0.8,0.1,0.1",
     seed: Annotated[int, typer.Option("--seed", help="Of the split.")] = 42,
     jobs: Jobs = 0,
+    cluster: Cluster = None,
     force_recreate: Force = False,
     on_bad: OnBad = "quarantine",
     bad_budget: Budget = "10%",
@@ -281,7 +295,7 @@ def massspec(
         val_ratio=shares[1],
         seed=seed,
     )
-    _pack(source, out, _options(jobs, force_recreate, on_bad, bad_budget), as_json)
+    _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 
 
 def _split_out(files: list[Word]) -> tuple[tuple[Word, ...], Path]:
@@ -326,11 +340,17 @@ def _dates(text: str | None) -> tuple[str, str] | None:
 
 
 def _options(
-    jobs: int, force_recreate: bool, on_bad: str, bad_budget: str, repair: list[str] | None = None
+    jobs: int,
+    cluster: str | None,
+    force_recreate: bool,
+    on_bad: str,
+    bad_budget: str,
+    repair: list[str] | None = None,
 ) -> PackOptions:
     from stoker.packing import PackOptions
 
-    return PackOptions(jobs, force_recreate, on_bad, bad_budget, tuple(repair or ()))  # type: ignore[arg-type]
+    repairs = tuple(repair or ())
+    return PackOptions(jobs, force_recreate, on_bad, bad_budget, repairs, cluster)  # type: ignore[arg-type]
 
 
 def _pack(source: Source, out: Path, options: PackOptions, as_json: bool) -> None:

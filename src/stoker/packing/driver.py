@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from stoker.errors import InputError, QualityError, Refusal, StoreError
+from stoker.packing.cluster import check_cluster, hire
 from stoker.packing.crew import Crew, Guard, Poison, unguarded
 from stoker.packing.gate import Stage, StagedPart, open_stage, quarantine, repair_stage
 from stoker.packing.workshop import Workshop, check_disk, check_target
@@ -43,12 +43,13 @@ class PackOptions:
     """Choices that every kind of source shares.
 
     Attributes:
-        jobs: Worker processes; 0 means one per usable core.
+        jobs: Worker processes; 0 means one per usable core, here or of the cluster.
         force_recreate: Pack again even when the store is up to date.
         on_bad: "stop" refuses the whole pack when anything is bad; "quarantine" leaves the bad
             pieces out, lists them, and goes on within the budget.
         bad_budget: Largest share ("1%") or number ("100") of samples that may be left out.
         repairs: Named repairs for the features, in order ("clip", "robust", ...).
+        cluster: Address of a Dask scheduler whose workers build the parts; None builds them here.
     """
 
     jobs: int = 0
@@ -56,6 +57,7 @@ class PackOptions:
     on_bad: Literal["stop", "quarantine"] = "stop"
     bad_budget: str = "1%"
     repairs: tuple[str, ...] = ()
+    cluster: str | None = None
 
     def __post_init__(self) -> None:
         if self.jobs < 0:
@@ -120,6 +122,8 @@ def pack(
     options, progress, out = options or PackOptions(), progress or Silent(), Path(out)
     began = time.perf_counter()
     check_target(out)
+    if options.cluster:
+        progress.say(f"packing with {check_cluster(options.cluster, source.files())}")
     old = _existing(out)
     provenance = fingerprint(source, options.recorded(), old.provenance if old else None)
     reason = _why_build(out, old, provenance, options.force_recreate)
@@ -186,12 +190,11 @@ def _make(
         shop.target,
         preparation.estimated_bytes * (2 if options.repairs or options.on_bad != "stop" else 1),
     )
-    jobs = options.jobs or len(os.sched_getaffinity(0))
-    crew = Crew(jobs, source.row_limit_seconds, shop.journals)
+    crew = hire(options.jobs, source.row_limit_seconds, shop.journals, options.cluster)
     stage = _build(source, preparation, crew, shop, progress)
     refused = [*preparation.refused, *(refusal for part in stage.parts for refusal in part.refused)]
     _check_budget(refused, stage.num_samples, options)
-    calm = Crew(jobs, None, shop.journals)
+    calm = replace(crew, limit_seconds=None)
     fitted: dict[str, list[dict[str, Any]]] = {}
     if options.repairs:
         stage, fitted = repair_stage(stage, options.repairs, calm, shop.stage("repaired"), progress)
@@ -224,6 +227,8 @@ def _build(
     source: Source, preparation: Preparation, crew: Crew, shop: Workshop, progress: Progress
 ) -> Stage:
     folder = shop.stage("built")
+    for unfinished in folder.glob("*.tmp"):
+        unfinished.unlink(missing_ok=True)
     total = sum(part.num_samples for part in preparation.parts)
     progress.start("packing", total, "samples")
     done = {

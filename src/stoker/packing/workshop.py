@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from stoker.errors import InputError, StoreError
+from stoker.packing.cluster import end_leftovers
 from stoker.sources.fingerprint import difference
 from stoker.store.manifest import MANIFEST_NAME, Manifest, Provenance
 from stoker.store.writer import fsync, write_text_atomically
@@ -71,6 +72,7 @@ class Workshop:
                 "one packer per store",
                 "wait, or choose another OUT",
             ) from None
+        end_leftovers(self.folder / "journals")
         self._sort_leftovers()
         return self
 

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
@@ -25,6 +26,8 @@ from stoker.store.arrays import PIECE_BYTES, StoredArray, Task, split_range
 from stoker.store.fields import Array, offsets_of
 from stoker.store.manifest import FieldInfo, Manifest, read_manifest
 from stoker.store.plain import describe_plain_file
+from stoker.store.remote import Mirror, update_mirror
+from stoker.store.remote_fetch import as_url
 from stoker.store.shard import Shard
 
 _PARTS: dict[str, dict[str, str | None]] = {  # dataset suffix to dtype; None is the field's own
@@ -40,9 +43,13 @@ def open_store(path: str | Path, threads: int | None = None) -> Store:
     """Open a store folder, or any plain HDF5 file with arrays of equal first dimension.
 
     Args:
-        path: The folder or file.
+        path: The folder or file; or the URL of a folder (http, s3, whatever fsspec knows), whose
+            shards are copied into a local cache when they are first used.
         threads: Reader threads; by default one per usable core, at most 16.
     """
+    if (url := as_url(path)) is not None:
+        folder, notes = update_mirror(url)
+        return assemble_store(folder, read_manifest(folder), threads, notes)
     path = Path(path)
     if path.is_file() and path.name != "store.json":
         manifest, notes = describe_plain_file(path)
@@ -52,13 +59,19 @@ def open_store(path: str | Path, threads: int | None = None) -> Store:
     return assemble_store(folder, read_manifest(folder), threads)
 
 
-def assemble_store(folder: Path, manifest: Manifest, threads: int | None = None) -> Store:
+def assemble_store(
+    folder: Path, manifest: Manifest, threads: int | None = None, notes: Iterable[str] = ()
+) -> Store:
     """Make a `Store` of the shards in `folder` that `manifest` names."""
     datasets = _datasets(manifest.fields)
-    shards = [
-        Shard(folder / info.file, info, datasets, manifest.block_bytes) for info in manifest.shards
-    ]
-    return Store(folder, manifest, shards, threads, ())
+    mirror = Mirror.of(folder)
+    shards = []
+    for info in manifest.shards:
+        fetch = None if mirror is None else partial(mirror.open_shard, info)
+        shards.append(Shard(folder / info.file, info, datasets, manifest.block_bytes, fetch))
+        if mirror is not None:
+            mirror.adopt(shards[-1])
+    return Store(folder, manifest, shards, threads, notes)
 
 
 def _datasets(fields: Mapping[str, FieldInfo]) -> dict[str, tuple[str, list[int]]]:

@@ -8,13 +8,14 @@ and 0.1 ms per dataset, once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from stoker.errors import CorruptError, StoreError
-from stoker.store.arrays import OpenFile, StoredArray
+from stoker.store.arrays import PIECE_BYTES, OpenFile, StoredArray, split_range
 from stoker.store.fields import Array
 from stoker.store.hdf5 import Location, check_bounds, locate, named_damage, open_hdf5
 from stoker.store.manifest import ShardInfo
@@ -29,6 +30,8 @@ class Shard:
         info: Its manifest entry; None for a plain file, which then has no checksums.
         datasets: Dataset paths to expose, with the dtype and row shape each must have.
         block_bytes: Bytes under one checksum.
+        fetch: Brings the file of a remote store to `path` and returns an open descriptor of it; is
+            given what a fetched file must pass.
     """
 
     def __init__(
@@ -37,8 +40,11 @@ class Shard:
         info: ShardInfo | None,
         datasets: Mapping[str, tuple[str, list[int]]],
         block_bytes: int,
+        fetch: Callable[[Callable[[Path], None]], int] | None = None,
     ) -> None:
         self.path = path
+        self.opened_at = 0.0
+        self._fetch = fetch
         self.info = info
         self._datasets = datasets
         self._block_bytes = block_bytes
@@ -50,11 +56,11 @@ class Shard:
     @property
     def arrays(self) -> dict[str, StoredArray]:
         """The datasets by path; opens the file on first use."""
-        if self._arrays is None:
+        if (arrays := self._arrays) is None:  # a name of its own: `release` may come in between
             with self._lock:
-                if self._arrays is None:
-                    self._arrays = self._open()
-        return self._arrays
+                if (arrays := self._arrays) is None:
+                    arrays = self._arrays = self._open()
+        return arrays
 
     def whole(self, dataset: str) -> Array:
         """Return a small dataset (offsets, ends) entirely, kept in memory."""
@@ -62,6 +68,27 @@ class Shard:
             array = self.arrays[dataset]
             known = self._cached.setdefault(dataset, array.read(0, len(array)))
         return known
+
+    def check(self) -> None:
+        """Read every byte against its checksum; raise at the first that is wrong."""
+        for array in self.arrays.values():
+            rows = max(1, PIECE_BYTES // max(1, array.location.row_bytes))
+            for low, high in split_range(0, len(array), rows):
+                array.read(low, high)
+
+    def release(self) -> bool:
+        """Forget the file without closing it under anybody's reads; False when it was not open.
+
+        The descriptor closes when the last read that uses it ends. Does not wait.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            was_open = self._file is not None
+            self._file, self._arrays = None, None
+            return was_open
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Release the file; the next use opens it again."""
@@ -71,8 +98,12 @@ class Shard:
             self._file, self._arrays, self._cached = None, None, {}
 
     def _open(self) -> dict[str, StoredArray]:
-        self._check_file()
-        self._file = file = OpenFile(self.path)
+        if self._fetch is None:
+            self._check_file()
+            self._file = file = OpenFile(self.path)
+        else:
+            self._file = file = OpenFile(self.path, self._fetch(self._check_copy))
+        self.opened_at = time.monotonic()
         if self.info is None:
             with open_hdf5(self.path) as hdf5, named_damage(self.path):
                 locations = {name: locate(self.path, hdf5[name]) for name in self._datasets}
@@ -86,6 +117,13 @@ class Shard:
             name: StoredArray(file, location, digests[name], self._block_bytes)
             for name, location in placed.items()
         }
+
+    def _check_copy(self, path: Path) -> None:
+        copy = Shard(path, self.info, self._datasets, self._block_bytes)
+        try:
+            copy.check()
+        finally:
+            copy.close()
 
     def _check_file(self) -> None:
         if self.info is None:

@@ -4,13 +4,15 @@ Enters: fields in memory. Leaves: one HDF5 file with contiguous, uncompressed, a
 that h5py and h5ls read as they are, plus block checksums under `/_checksums`. Costs: one copy
 to the page cache, one hash pass (about 10 GB/s), one fsync.
 
-The rule everywhere: write `name.tmp`, close, fsync, rename, fsync the folder.
+The rule everywhere: write `name.XXXXXXXX.tmp`, close, fsync, rename, fsync the folder. The X are
+random: two machines that build the same part at once never write into the same file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
 
 import h5py
@@ -29,7 +31,7 @@ def write_shard(
 ) -> ShardInfo:
     """Write one shard atomically and return its manifest entry. Blocking; not thread-safe per path."""
     num_samples = count_samples(fields)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = _beside(path)
     arrays = {
         name: array for field, data in fields.items() for name, array in data.arrays(field).items()
     }
@@ -125,13 +127,17 @@ def combine_digests(digests: dict[str, Array]) -> str:
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Replace `path` by `text`, or leave it untouched."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = _beside(path)
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
     fsync(path.parent)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def fsync(path: Path) -> None:

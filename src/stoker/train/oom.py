@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +30,7 @@ import xxhash
 
 from stoker.errors import InputError
 from stoker.plan import FALLBACK_SHARE
+from stoker.store.remote_cache import user_cache_folder
 from stoker.store.writer import write_text_atomically
 from stoker.units import GIB
 
@@ -291,14 +291,6 @@ class Circumstances:
         return cls(model, gpu, free_bytes // (2 * GIB) * 2)
 
 
-def cache_folder() -> Path:
-    """Return stoker's folder in the user's cache: $XDG_CACHE_HOME, else ~/.cache."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification says that a relative path is to be ignored.
-    root = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
-    return root / "stoker"
-
-
 class Remembered:
     """Settings that fitted, kept between runs: one small file per circumstances.
 
@@ -309,7 +301,7 @@ class Remembered:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = (folder or cache_folder()) / "memory"
+        self.folder = (folder or user_cache_folder()) / "memory"
         self.notes: list[str] = []
 
     def recall(self, circumstances: Circumstances, asked: Footing) -> Footing | None:

@@ -1,0 +1,329 @@
+"""Stores that stand behind a URL, read through a local copy of their shards.
+
+Enters: a URL. Leaves: a folder of the cache that is a store like any other, whose missing shards are
+fetched when they are first used. Costs: opening reads the manifest, a few kilobytes; the first use
+of a shard reads it once over the network and once from the disk, to check it; later uses cost what
+a local store costs.
+
+Every version of a store has a folder of its own, named by the digest of its manifest, with the
+manifest and `remote.json` (where it came from). So a process that has opened one version never
+meets shards of another: when the remote store is packed anew, the next opening sees it, and a
+process in the middle is told so as soon as it misses a shard. Without a connection the version that
+was last seen is opened, with a note.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from stoker.errors import CorruptError, StoreError
+from stoker.store.manifest import MANIFEST_NAME, Manifest, ShardInfo, read_manifest
+from stoker.store.remote_cache import (
+    Cache,
+    cache_root,
+    claimed_part,
+    make_folder,
+    open_copy,
+    part_of,
+)
+from stoker.store.remote_fetch import AbsentError, Remote, UnreachableError
+from stoker.store.shard import Shard
+from stoker.store.writer import fsync, write_text_atomically
+from stoker.units import format_bytes
+
+ORIGIN_NAME = "remote.json"
+_TRIES = 4
+_PAUSE_SECONDS = 0.5
+_HELD: weakref.WeakSet[Shard] = weakref.WeakSet()
+"""Shards of this process that stand for copies: what can be let go of when room is needed."""
+_HELD_LOCK = threading.Lock()
+
+Check = Callable[[Path], None]
+
+
+def update_mirror(url: str) -> tuple[Path, tuple[str, ...]]:
+    """Return the cache folder of the version that stands at `url` now, and notes for the user.
+
+    Raises:
+        StoreError: Nobody answers and no version was seen before, or there is no store.
+        CorruptError: What stands there is not a manifest.
+    """
+    remote = Remote(url)
+    home = cache_root() / _label(url)
+    try:
+        text = _patiently(lambda: remote.read(MANIFEST_NAME))
+    except UnreachableError as error:
+        newest = _newest_version(home)
+        if newest is None:
+            raise
+        seen = time.strftime("%Y-%m-%d %H:%M", time.localtime(_seen(newest)))
+        return newest, (f"offline: {error.given} The version of {seen} is used.",)
+    folder = home / xxhash.xxh3_64_hexdigest(text)
+    if not _same_bytes(folder / MANIFEST_NAME, text):
+        _write_version(folder, text, remote)
+    with contextlib.suppress(OSError):  # a cache that may only be read
+        os.utime(folder / ORIGIN_NAME)
+    _forget_empty_versions(home, folder)
+    return folder, _size_notes(folder, remote)
+
+
+def _label(url: str) -> str:
+    """A folder name that people recognise and no two URLs share."""
+    words = re.sub(r"[^A-Za-z0-9.]+", "-", Remote(url).name).strip("-.")[-60:]
+    return f"{words}-{xxhash.xxh3_64_hexdigest(url.encode())[:8]}"
+
+
+def _same_bytes(path: Path, text: bytes) -> bool:
+    try:
+        return path.read_bytes() == text
+    except OSError:
+        return False
+
+
+def _newest_version(home: Path) -> Path | None:
+    versions = [path.parent for path in home.glob(f"*/{ORIGIN_NAME}")]
+    return max(versions, key=_seen, default=None)
+
+
+def _seen(folder: Path) -> float:
+    return (folder / ORIGIN_NAME).stat().st_mtime
+
+
+def _write_version(folder: Path, text: bytes, remote: Remote) -> None:
+    """Put a manifest that was held against its seal into its folder, whole or not at all."""
+    draft = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    make_folder(folder.parent, private=remote.name != remote.url)
+    make_folder(draft)
+    try:
+        (draft / MANIFEST_NAME).write_bytes(text)
+        _check_names(read_manifest(draft), remote)
+        folder.mkdir(exist_ok=True)
+        origin = {"url": remote.url, "manifest": folder.name}
+        write_text_atomically(folder / ORIGIN_NAME, json.dumps(origin) + "\n")
+        (draft / MANIFEST_NAME).replace(folder / MANIFEST_NAME)
+    except StoreError as error:
+        about = error.given.replace(str(draft / MANIFEST_NAME), f"{remote.name}/{MANIFEST_NAME}")
+        raise type(error)(about, error.allowed, "copy or pack the remote store again") from error
+    except OSError as error:
+        raise _disk_error(folder, error) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _check_names(manifest: Manifest, remote: Remote) -> None:
+    """Refuse names that would meet the cache's own files."""
+    for shard in manifest.shards:
+        if not re.fullmatch(r"\w[\w.-]*\.h5", shard.file, re.ASCII):
+            raise CorruptError(
+                f"{remote.name}: shard {shard.file!r} has a strange name.", "shard-00000.h5", ""
+            )
+
+
+def _forget_empty_versions(home: Path, current: Path) -> None:
+    for other in home.glob("[!.]*"):  # a point begins the name of another process's draft
+        with contextlib.suppress(OSError):
+            small = {path.name for path in other.iterdir()} <= {MANIFEST_NAME, ORIGIN_NAME}
+            if small and other != current:
+                shutil.rmtree(other)
+
+
+def _size_notes(folder: Path, remote: Remote) -> tuple[str, ...]:
+    note = f"a copy of {remote.name}, in {folder}"
+    total = sum(shard.size_bytes for shard in read_manifest(folder).shards)
+    limit = Cache(folder.parents[1]).limit_bytes()
+    if total <= limit:
+        return (note,)
+    slow = (
+        f"slow: the store has {format_bytes(total)} and the cache may take {format_bytes(limit)}, "
+        "so shards are fetched again and again; STOKER_CACHE_LIMIT allows more"
+    )
+    return note, slow
+
+
+# -- shards --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """A version's folder in the cache, and where its shards come from."""
+
+    folder: Path
+    remote: Remote
+
+    @classmethod
+    def of(cls, folder: Path) -> Mirror | None:
+        """Return the mirror that `folder` is; None for a store of its own."""
+        try:
+            origin = json.loads((folder / ORIGIN_NAME).read_text())
+            return cls(folder, Remote(origin["url"]))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptError(
+                f"{folder / ORIGIN_NAME} is damaged.",
+                "a cache folder as it was written",
+                f"rm -r {folder}, and open the store by its URL again",
+            ) from error
+
+    def adopt(self, shard: Shard) -> None:
+        """Remember a shard that stands for a copy, to let go of it when room is needed."""
+        with _HELD_LOCK:
+            _HELD.add(shard)
+
+    def open_shard(self, info: ShardInfo, check: Check) -> int:
+        """Return a descriptor of a shard's copy, in use until it is closed; fetch it if need be.
+
+        Args:
+            info: The shard.
+            check: Raises when the file it is given is not the shard.
+        """
+        whole = self.folder / info.file
+        make_folder(self.folder)  # forgotten, when another version came and no shard had been read
+        try:
+            for _ in range(_TRIES):
+                if (descriptor := open_copy(whole, info.size_bytes)) is not None:
+                    return descriptor
+                with claimed_part(whole, info.size_bytes) as part:
+                    if part is not None:
+                        self._fetch(info, check, part)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise _disk_error(whole, error) from error
+        raise StoreError(
+            f"{whole} was fetched {_TRIES} times, and removed before it could be read.",
+            "a cache with room for all processes that use it",
+            "STOKER_CACHE_LIMIT=200GB, or fewer processes",
+        )
+
+    def _fetch(self, info: ShardInfo, check: Check, part: int) -> None:
+        """Fill the claimed part, hold it against its checksums, and give it its name."""
+        whole = self.folder / info.file
+        named = part_of(whole, info.size_bytes)
+        Cache(self.folder.parents[1]).make_room(named, info.size_bytes, _release_one)
+        for last_try in (False, True):
+            self._download(info, part)
+            os.fsync(part)
+            try:
+                check(named)
+            except CorruptError as error:
+                os.ftruncate(part, 0)
+                if last_try:
+                    raise self._bad_copy(info, error) from error
+                continue
+            named.replace(whole)
+            fsync(self.folder)
+            return
+
+    def _download(self, info: ShardInfo, part: int) -> None:
+        """Append what is missing; begin where an earlier try ended."""
+        failures = most = 0
+        while (start := os.fstat(part).st_size) < info.size_bytes:
+            try:
+                self._append(info, part, start)
+            except AbsentError as error:
+                os.ftruncate(part, 0)
+                raise self._gone(info, error) from error
+            except UnreachableError as error:
+                now = os.fstat(part).st_size
+                failures = 1 if now > max(start, most) else failures + 1
+                most = max(most, now)
+                if failures == _TRIES:
+                    raise self._interrupted(info, now, error) from error
+                time.sleep(_PAUSE_SECONDS * 2**failures)
+
+    def _append(self, info: ShardInfo, part: int, start: int) -> None:
+        for piece in self.remote.pieces(info.file, start, info.size_bytes):
+            if not piece:  # the server cannot begin in the middle
+                os.ftruncate(part, 0)
+                start = 0
+            view = memoryview(piece)
+            while view:
+                try:
+                    done = os.pwrite(part, view, start)
+                except OSError as error:
+                    os.ftruncate(part, 0)  # a full disk helps nobody; what came is given back
+                    raise _disk_error(self.folder / info.file, error) from error
+                start, view = start + done, view[done:]
+
+    # -- what went wrong -------------------------------------------------------------------
+
+    def _is_current(self) -> bool:
+        try:
+            text = self.remote.read(MANIFEST_NAME)
+        except StoreError:
+            return True
+        return xxhash.xxh3_64_hexdigest(text) == self.folder.name
+
+    def _changed(self, info: ShardInfo) -> StoreError:
+        return StoreError(
+            f"{self.remote.name} was replaced by another store after it was opened; "
+            f"{info.file} of the one that was opened is not there any more.",
+            "one version of a store for a whole run",
+            "open the store again; a training run begins anew, on the new data",
+        )
+
+    def _gone(self, info: ShardInfo, error: StoreError) -> StoreError:
+        if not self._is_current():
+            return self._changed(info)
+        return StoreError(
+            f"{error.given} The manifest there names it.",
+            "every shard beside store.json",
+            "copy the whole store to the server again",
+        )
+
+    def _bad_copy(self, info: ShardInfo, error: CorruptError) -> StoreError:
+        if not self._is_current():
+            return self._changed(info)
+        return CorruptError(
+            f"{self.remote.name}/{info.file} is damaged; it was fetched twice, and then: {error.given}",
+            "the bytes that were packed",
+            "copy this shard to the server again, or pack again",
+        )
+
+    def _interrupted(self, info: ShardInfo, num_bytes: int, error: StoreError) -> StoreError:
+        if not self._is_current():
+            return self._changed(info)
+        came = f"{format_bytes(num_bytes)} of {format_bytes(info.size_bytes)}"
+        return UnreachableError(
+            f"{error.given} Kept of {info.file}: {came}.",
+            error.allowed,
+            "the same command goes on from there",
+        )
+
+
+def _patiently(read: Callable[[], bytes]) -> bytes:
+    """One more try: a connection that was reset says nothing about the server."""
+    try:
+        return read()
+    except UnreachableError:
+        time.sleep(_PAUSE_SECONDS)
+        return read()
+
+
+def _release_one() -> bool:
+    """Let go of the shard of this process that was opened longest ago; False when none is open."""
+    with _HELD_LOCK:
+        held = sorted(_HELD, key=lambda shard: shard.opened_at)
+    return any(shard.release() for shard in held)
+
+
+def _disk_error(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"the cache cannot hold {path}: {error.strerror or error}.",
+        "a disk with room, and a folder that may be written",
+        "STOKER_CACHE=FOLDER for another disk, or STOKER_CACHE_LIMIT for less of this one",
+    )

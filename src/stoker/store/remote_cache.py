@@ -1,0 +1,238 @@
+"""The local copies of remote shards: where they lie, how much they may take, who uses them.
+
+Enters: the size of a shard that is about to be fetched. Leaves: room for it, made by removing the
+copies that were used longest ago. Costs: a look at every file of the cache (a few microseconds each)
+per shard that is fetched; none per read.
+
+Contract, for any number of processes and threads:
+- A copy is under its name only when it is whole and was held against its checksums.
+- Somebody who reads a copy holds a shared lock on it; a copy in use is never removed.
+- Somebody who fetches a copy holds an exclusive lock on its `.part`, whose name says how many
+  bytes it will have, so that room which is promised is not promised twice.
+- Locks belong to open files: they end with their process, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from stoker.errors import InputError, StoreError
+from stoker.units import format_bytes, format_count, parse_bytes, parse_share
+
+_PART = ".part"
+_DEFAULT_LIMIT = "50%"
+_ROOM_SECONDS = 20.0
+_PATIENCE_SECONDS = 300.0
+
+
+def cache_root() -> Path:
+    """Return where copies lie: $STOKER_CACHE, else `stoker/stores` in the user's cache folder."""
+    if given := os.environ.get("STOKER_CACHE"):
+        return Path(given).expanduser().absolute()
+    return user_cache_folder() / "stores"
+
+
+def user_cache_folder() -> Path:
+    """Return stoker's folder in the user's cache: in $XDG_CACHE_HOME, else in ~/.cache."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says that a relative path is to be ignored.
+    root = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    return root / "stoker"
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A folder of copies, `root/STORE/VERSION/FILE`."""
+
+    root: Path
+
+    def limit_bytes(self) -> int:
+        """Return the most that copies may take: $STOKER_CACHE_LIMIT, a size or a share.
+
+        A share is of what the disk would have free without them.
+        """
+        text = os.environ.get("STOKER_CACHE_LIMIT") or _DEFAULT_LIMIT
+        try:
+            if not text.strip().endswith("%"):
+                return parse_bytes(text)
+            share = parse_share(text)
+        except InputError as error:
+            raise InputError(
+                f"STOKER_CACHE_LIMIT: {error.given}", "a size or a share", "200GB, or 50%"
+            ) from error
+        return int(share * (shutil.disk_usage(self.root).free + self.used_bytes()))
+
+    def used_bytes(self) -> int:
+        """Return the bytes of all copies, those under way counted whole."""
+        return sum(size for _, size, _ in self._copies())
+
+    def _copies(self) -> list[tuple[float, int, Path]]:
+        """Return `(last use, bytes, path)` of every copy, the one used longest ago first."""
+        found = []
+        for path in self.root.glob("*/*/*"):
+            if path.suffix == ".json":  # the manifest, and where it came from
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                state = path.stat()
+                found.append((state.st_mtime, max(state.st_size, _promised_bytes(path)), path))
+        return sorted(found)
+
+    def make_room(self, part: Path, num_bytes: int, release: Callable[[], bool]) -> None:
+        """Remove copies until `num_bytes` more fit.
+
+        Args:
+            part: The file the bytes are for, locked by the caller.
+            num_bytes: Its size when it is whole.
+            release: Lets go of a copy that this process uses; False when there is none left.
+        """
+        limit = self.limit_bytes()
+        if num_bytes > limit:
+            raise self._too_small(num_bytes, limit, 0)
+        deadline = time.monotonic() + _ROOM_SECONDS
+        while (num_in_use := self._remove_until(part, num_bytes, limit)) is not None:
+            if release():
+                continue
+            if num_in_use == 0 or time.monotonic() > deadline:
+                raise self._too_small(num_bytes, limit, num_in_use)
+            time.sleep(0.1)
+
+    def _remove_until(self, part: Path, num_bytes: int, limit: int) -> int | None:
+        """Remove copies until there is room, then return None; else how many are in use."""
+        with self._locked():
+            copies = [copy for copy in self._copies() if copy[2] != part]
+            used = sum(size for _, size, _ in copies)
+            missing = num_bytes - part.stat().st_size
+            num_in_use = 0
+
+            def fits() -> bool:
+                return used + num_bytes <= limit and shutil.disk_usage(self.root).free >= missing
+
+            for _, size, path in copies:
+                if fits():
+                    return None
+                if _remove_unused(path):
+                    used -= size
+                else:
+                    num_in_use += 1
+            return None if fits() else num_in_use
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One process at a time decides what is removed; held for milliseconds."""
+        with (self.root / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _too_small(self, num_bytes: int, limit: int, num_in_use: int) -> StoreError:
+        free = shutil.disk_usage(self.root).free
+        return StoreError(
+            f"no room for {format_bytes(num_bytes)} in the cache {self.root}: it may take "
+            f"{format_bytes(limit)}, its disk has {format_bytes(free)} free, in use: "
+            f"{format_count(num_in_use, 'file')}.",
+            "room for the shards that are read at the same time",
+            "STOKER_CACHE_LIMIT=200GB (or 80%) for more, STOKER_CACHE=FOLDER for another disk",
+        )
+
+
+def part_of(whole: Path, size: int) -> Path:
+    """Return the file that a copy is fetched into; its name promises its size."""
+    return whole.with_name(f"{whole.name}.{size}{_PART}")
+
+
+def _promised_bytes(path: Path) -> int:
+    stem, _, promised = path.stem.rpartition(".")
+    return int(promised) if stem and path.suffix == _PART and promised.isdigit() else 0
+
+
+def make_folder(folder: Path, private: bool = False) -> None:
+    """Make a folder of the cache; private where a store's address holds a password."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
+    except OSError as error:
+        raise StoreError(
+            f"the cache folder {folder} cannot be made: {error.strerror}.",
+            "a folder that may be written",
+            "STOKER_CACHE=FOLDER",
+        ) from error
+
+
+def open_copy(path: Path, size: int) -> int | None:
+    """Return a descriptor of a whole copy, locked against removal; None when there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    state = os.fstat(descriptor)
+    if state.st_nlink == 0 or state.st_size != size:  # removed before the lock, or cut short
+        os.close(descriptor)
+        return None
+    with contextlib.suppress(OSError):  # a cache that may only be read
+        os.utime(path)
+    return descriptor
+
+
+@contextlib.contextmanager
+def claimed_part(whole: Path, size: int) -> Iterator[int | None]:
+    """Lend the descriptor of a copy's `.part`, locked; None when somebody else made it meanwhile.
+
+    Waits for another process as long as it makes progress.
+    """
+    part = part_of(whole, size)
+    seen, since = -1, time.monotonic()
+    while (descriptor := _try_claim(part)) is None:
+        if (now := _size(part)) != seen:
+            seen, since = now, time.monotonic()
+        if time.monotonic() - since > _PATIENCE_SECONDS:
+            raise StoreError(
+                f"another process has been fetching {whole} without progress for {_PATIENCE_SECONDS:g} s.",
+                "a process that goes on",
+                f"fuser {part} names it",
+            )
+        time.sleep(0.05)
+    try:
+        yield None if _size(whole) == size else descriptor
+    finally:
+        if _size(whole) == size or os.fstat(descriptor).st_size == 0:
+            part.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
+
+
+def _try_claim(part: Path) -> int | None:
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_ino == part.stat().st_ino:  # else it was renamed or removed
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _remove_unused(path: Path) -> bool:
+    """Remove a copy, unless somebody reads or fetches it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except OSError:  # in use
+        return False
+    finally:
+        os.close(descriptor)
+    return True
