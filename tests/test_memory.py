@@ -186,6 +186,7 @@ def test_the_growing_tensors_are_named(device):
 
     watch = LeakWatch(allocated, 1000, lambda: count_live_tensors(device))
     reports = []
+    gc.collect()  # what other tests have left behind must not go in the middle
     for _ in range(3):
         kept.extend(torch.zeros(17, 31, device=device) for _ in range(5))
         reports.append(watch.after_epoch())
