@@ -22,6 +22,7 @@ from stoker.cli import (
     export,
     inspect,
     machine,
+    migrate,
     monitor,
     pack,
     plan,
@@ -59,6 +60,7 @@ app.command("report")(report.report)
 # What stands behind the first word of a script's command belongs to the script, dashes or not.
 app.command("doctor", context_settings={"allow_interspersed_args": False})(doctor.doctor)
 app.command("profile")(profile.profile)
+app.command("migrate-config")(migrate.migrate_config)
 app.command("machine")(machine.machine)
 app.command("demo")(demo.demo)
 
@@ -84,7 +86,8 @@ def _root(
 def run() -> NoReturn:
     """Run the command line and end the process with the exit code of `errors.py`."""
     try:
-        code = app(standalone_mode=False)
+        # Named, so that completion and usage are those of `stoker` under `python -m stoker` too.
+        code = app(prog_name="stoker", standalone_mode=False)
     except StokerError as error:
         _complain(str(error))
         code = error.exit_code

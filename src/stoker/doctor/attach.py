@@ -25,7 +25,8 @@ from typing import Any
 import psutil
 
 from stoker.doctor.measurements import MachineFacts, Measurements
-from stoker.doctor.transcript import measure, read_folder
+from stoker.doctor.transcript import read_folder
+from stoker.doctor.transcript_measures import measure
 from stoker.errors import InputError
 from stoker.machine import probe
 

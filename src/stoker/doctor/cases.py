@@ -5,13 +5,13 @@ Enters: `Measurements`. Leaves: a `Case`, and findings written by it. Costs noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stoker.doctor.findings import Finding, Gain, Patch
-from stoker.doctor.gains import Pace, is_starved, pace_of
-from stoker.doctor.measurements import LoaderFacts, Measurements
+from stoker.doctor.gains import Pace, gain, is_starved, pace_of
+from stoker.doctor.measurements import HostCall, HostSync, LoaderFacts, Measurements
 from stoker.units import format_seconds
 
 WORTHWHILE = 1.1
@@ -109,3 +109,19 @@ def milliseconds(seconds: float) -> str:
     if seconds >= 1:
         return format_seconds(seconds)
     return f"{seconds * 1e3:.3g} ms"
+
+
+def saved(pace: Pace, seconds: float, low: float = 0.5, likely: float = 0.95) -> Gain:
+    """Return the gain of `seconds` less on the host, of which only shares may come true."""
+    return gain(
+        pace, pace.saving(seconds * likely), pace.saving(seconds * low), pace.saving(seconds)
+    )
+
+
+def call_lines(calls: Sequence[HostSync | HostCall]) -> list[str]:
+    """Return the three costliest lines of code as evidence."""
+    return [
+        f"{call.where}: {call.call}, {call.calls_per_step:.3g} times and "
+        f"{milliseconds(call.seconds_per_step)} per step"
+        for call in calls[:3]
+    ]

@@ -1,18 +1,23 @@
 """From measurements to findings: pure functions, one per finding, ranked by what they would bring.
 
 Enters: `Measurements`. Leaves: a list of `Finding`s, the most worthwhile first; empty for a healthy job.
-Costs microseconds. The rules stand in `rules_loading.py` and `rules_step.py`; each is a function of a
-`Case` that returns a finding or None, and none looks at another's answer.
+Costs microseconds. The rules stand in the `rules_*.py` beside this file; each is a function of a `Case`
+that returns a finding or None, and none looks at another's answer.
 """
 
 from __future__ import annotations
 
-from stoker.doctor import rules_loading, rules_step
+from stoker.doctor import rules_loading, rules_run, rules_step, rules_workers
 from stoker.doctor.cases import Case, Rule, rule_name
 from stoker.doctor.findings import Finding
 from stoker.doctor.measurements import Measurements
 
-RULES: tuple[Rule, ...] = (*rules_loading.RULES, *rules_step.RULES)
+RULES: tuple[Rule, ...] = (
+    *rules_workers.RULES,
+    *rules_loading.RULES,
+    *rules_step.RULES,
+    *rules_run.RULES,
+)
 FINDING_NAMES = tuple(rule_name(rule) for rule in RULES)
 
 

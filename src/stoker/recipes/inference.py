@@ -29,6 +29,7 @@ from stoker.recipes.blueprint import (
 )
 from stoker.recipes.catalogue import Chosen, restore
 from stoker.recipes.contract import Job
+from stoker.recipes.weights_file import SUFFIX, read_weights
 from stoker.report import Progress, Silent, read_run_log
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
@@ -82,14 +83,15 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
     """Build the model of a checkpoint and fill it with its weights.
 
     Args:
-        path: `best.pt`, a `step-*.pt`, or what `stoker quantize` wrote.
+        path: `best.pt`, a `step-*.pt`, what `stoker quantize` wrote, or the `.safetensors` of
+            `stoker export`.
         recipe: Insist on this one.
 
     Raises:
         InputError: It is not the checkpoint of a recipe, or of another one.
         CorruptError: Bytes are missing or changed.
     """
-    loaded = load_checkpoint(path)
+    loaded = read_weights(path) if Path(path).suffix == SUFFIX else load_checkpoint(path)
     identity = loaded.identity
     if "facts" not in identity or (recipe is not None and identity["recipe"] != recipe):
         found = identity.get("recipe", "a Trainer that was called directly")

@@ -4,9 +4,10 @@ Enters: a folder to write to. Leaves: one file per process there, `PID.jsonl`, a
 of a step of 5 ms. Works with Python 3.10 and torch 2.1 or newer, and without stoker being installed: in the
 script's process these files are the package `_stoker_probe`, so they import each other by `from . import`.
 
-Files: `recorder.py` what is kept and written, `hooks.py` waiting for imports, `loading.py` DataLoader and
-its workers, `sampling.py` what loading code is doing, `steps.py` optimizer steps, `fetching.py` syncs and
-copies, `operators.py` a few steps under torch's profiler, `hdf5.py` h5py. `entry/` starts it.
+Files: `recorder.py` what is kept and written, `places.py` file and line, `clocks.py` readings, `hooks.py`
+waiting for imports, `loading.py` DataLoader and its workers, `sampling.py` what loading code is doing,
+`steps.py` optimizer steps, `fetching.py` syncs and copies, `operators.py` a few steps under torch's
+profiler, `hdf5.py` h5py. `entry/` starts it.
 
 The one rule: nothing the probe does may change what the script does. A wrapper calls the original first
 and outside any `try`; whatever fails in the probe's own code becomes a note.
@@ -28,5 +29,6 @@ def start(folder: str) -> None:
     hooks.when_imported("torch", steps.install)
     hooks.when_imported("torch", fetching.install)
     hooks.when_imported("torch", loading.install)
+    hooks.when_imported("torch._dynamo.trace_rules", hooks.hide_from_compiler)
     hooks.when_imported("h5py", hdf5.install)
     hooks.watch()

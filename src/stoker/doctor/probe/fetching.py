@@ -15,9 +15,10 @@ import math
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from . import hooks, loading, recorder
+from . import clocks, hooks, loading, places, recorder
 
 _LOOP_GAP_SECONDS = 1e-3
 _LOOP_CALLS = 3
@@ -37,6 +38,7 @@ _COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
 )
+_KNOWN: dict[int, tuple[bool, Any]] = {}
 _OPTIM: tuple[str, ...] = ()
 
 
@@ -44,8 +46,9 @@ def install(torch: Any) -> None:
     """Watch fetches, copies and housekeeping."""
     global _OPTIM  # noqa: PLW0603
     folder = torch.__file__.rsplit("/", 1)[0]
-    # Optimizers read their own step counters: on a CPU that is no fetch of the user's.
+    # Optimizers read their own step counters: on a CPU that is no fetch of the user's. Nor is ours.
     _OPTIM = (
+        str(Path(__file__).parent),
         f"{folder}/optim/",
         f"{folder}/_dynamo/",
         f"{folder}/_inductor/",
@@ -58,7 +61,8 @@ def install(torch: Any) -> None:
         hooks.replace(tensor, name, partial(_fetching, call=call, on_cpu=False))
     for name in ("cpu", "to", "cuda"):
         hooks.replace(tensor, name, partial(_moving, name=name))
-    hooks.replace(torch.cuda, "synchronize", partial(_waiting, family="sync", call="synchronize"))
+    for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+        hooks.replace(owner, "synchronize", partial(_waiting, family="sync", call="synchronize"))
     for owner in (torch.cuda, torch.cuda.memory):
         hooks.replace(owner, "empty_cache", partial(_waiting, family="empty", call="empty_cache"))
     hooks.replace(gc, "collect", partial(_waiting, family="host", call="gc.collect"))
@@ -74,9 +78,9 @@ def _add(
     family: str, call: str, frame: Any, began: float, ended: float, num_bytes: int = 0
 ) -> None:
     seen = recorder.get()
-    if not seen.kind or seen.training_thread != recorder.current_thread():
+    if not seen.kind or seen.training_thread != clocks.current_thread():
         return
-    site = seen.site(family, (frame.f_code, frame.f_lineno, call), frame, call)
+    site = seen.site(family, frame, call)
     seconds = ended - began
     if site.mark == seen.num_steps:
         site.num_in_step += 1
@@ -101,14 +105,14 @@ def _add(
 
 def _fetching(original: Any, call: str, on_cpu: bool) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        if not self.is_cuda and (not on_cpu or _is_torchs_own(frame.f_code)):
+            return original(self, *args, **kwargs)
         began = time.perf_counter()
         value = original(self, *args, **kwargs)
         ended = time.perf_counter()
         try:
-            if self.is_cuda or on_cpu:
-                frame = sys._getframe(1)
-                if self.is_cuda or not frame.f_code.co_filename.startswith(_OPTIM):
-                    _add("sync", call, frame, began, ended)
+            _add("sync", call, frame, began, ended)
             if call == "item" and type(value) is float:
                 _check(value)
         except Exception as error:  # noqa: BLE001  a context manager would cost more than the rest
@@ -116,6 +120,16 @@ def _fetching(original: Any, call: str, on_cpu: bool) -> Any:
         return value
 
     return method
+
+
+def _is_torchs_own(code: Any) -> bool:
+    """Return whether a call comes from code of torch's that reads its own counters; remembered."""
+    known = _KNOWN.get(id(code))
+    if known is None:
+        # The code is kept with the answer: hashing it would take longer than the call, and an id alone
+        # may come back.
+        known = _KNOWN[id(code)] = (code.co_filename.startswith(_OPTIM), code)
+    return known[0]
 
 
 def _check(value: float) -> None:
@@ -126,7 +140,7 @@ def _check(value: float) -> None:
     if not math.isfinite(value):
         frame = sys._getframe(2)
         bad = recorder.get().bad
-        bad.setdefault("value read with .item()", [0, 1, recorder.place_of(frame)])[0] += 1
+        bad.setdefault("value read with .item()", [0, 1, places.place_of(frame)])[0] += 1
 
 
 def _moving(original: Any, name: str) -> Any:
@@ -152,15 +166,17 @@ def _moving(original: Any, name: str) -> Any:
 
 def _waiting(original: Any, family: str, call: str) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
-        delay, began = recorder.run_delay(), time.perf_counter()
+        delay, began = clocks.run_delay(), time.perf_counter()
         try:
             return original(*args, **kwargs)
         finally:
             try:
                 ended = time.perf_counter()
                 # Without the time queued for a core: that is other work's.
-                queued = min(ended - began, recorder.run_delay() - delay)
-                _add(family, call, sys._getframe(1), began + queued, ended)
+                queued = min(ended - began, clocks.run_delay() - delay)
+                frame = sys._getframe(1)
+                if not _is_torchs_own(frame.f_code):
+                    _add(family, call, frame, began + queued, ended)
             except Exception as error:  # noqa: BLE001
                 recorder.note_failure(call, error)
 

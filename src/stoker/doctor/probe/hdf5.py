@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from . import hooks, recorder, sampling
+from . import clocks, hooks, places, recorder, sampling
 
 _CACHE_BYTES = 8 << 20
 _MOST_COUNTED_READS = 2000
@@ -53,7 +53,7 @@ def _timed_read_direct(original: Any) -> Any:
 
 
 def _note(dataset: Any, selection: Any, used: int, began: float, ended: float, frame: Any) -> None:
-    if sampling.active_thread != recorder.current_thread():
+    if sampling.active_thread != clocks.current_thread():
         return  # what a script reads before it trains is its own business
     seen = recorder.get()
     key = (dataset.file.filename, dataset.name)
@@ -65,7 +65,7 @@ def _note(dataset: Any, selection: Any, used: int, began: float, ended: float, f
             "chunks": None if dataset.chunks is None else list(dataset.chunks),
             "compression": dataset.compression or _other_filter(dataset),
             "itemsize": dataset.dtype.itemsize,
-            "where": recorder.place_of(frame),
+            "where": places.place_of(frame),
             "reads": 0,
             "seconds": 0.0,
             "counted": 0,

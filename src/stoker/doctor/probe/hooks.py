@@ -11,6 +11,7 @@ import functools
 import importlib.abc
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from . import recorder
@@ -68,3 +69,9 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     with contextlib.suppress(AttributeError, TypeError):
         functools.update_wrapper(wrapper, original)
     setattr(owner, name, wrapper)
+
+
+def hide_from_compiler(trace_rules: Any) -> None:
+    """Let torch.compile step over the probe's files, as it would over the C functions that were there."""
+    trace_rules.SKIP_DIRS.append(f"{Path(__file__).resolve().parent}/")
+    trace_rules._recompile_re()

@@ -13,10 +13,11 @@ import threading
 import time
 from typing import Any
 
-from . import hooks, recorder, sampling
+from . import clocks, hooks, places, recorder, sampling
 
 _LOADER_VARIABLE = "STOKER_DOCTOR_LOADER"
 _MOST_FETCH_ROWS = 4000
+_ALL_FETCHES, _SHORT_FETCH_SECONDS = 64, 2e-3
 _depth = threading.local()
 
 
@@ -53,7 +54,7 @@ def _noting_arguments(original: Any) -> Any:
         original(self, *args, **kwargs)
         with recorder.guarded("DataLoader"):
             # Subclasses that wrap other loaders pass through here once each; the caller is what matters.
-            self.__dict__.setdefault("_stoker_where", recorder.place_of(sys._getframe(1)))
+            self.__dict__.setdefault("_stoker_places", places.places_of(sys._getframe(1)))
 
     return __init__
 
@@ -76,25 +77,25 @@ def _overridden(
 
 
 def _facts(loader: Any) -> dict[str, Any]:
-    """Return this loader's entry, made when it is met first."""
+    """Return this loader's entry, made when it is met first.
+
+    A loader that is made anew for every epoch, at the same place and of the same size, is one loader.
+    """
     seen = recorder.get()
-    facts = seen.loaders.get(id(loader))
+    places = loader.__dict__.get("_stoker_places", ())
+    length = _length(loader)
+    key = (places, loader.batch_size, length)
+    facts = seen.loaders.get(key)
     if facts is None:
         dataset = loader.dataset
         while type(dataset).__module__.startswith("torch.utils.data") and hasattr(
             dataset, "dataset"
         ):
             dataset = dataset.dataset
-        method = next(
-            (
-                function
-                for name in ("__getitems__", "__getitem__", "__iter__")
-                if (function := getattr(type(dataset), name, None)) is not None
-            ),
-            None,
-        )
+        names = ("__getitems__", "__getitem__", "__iter__")
+        methods = [getattr(type(dataset), name, None) for name in names]
         context = loader.multiprocessing_context
-        facts = seen.loaders[id(loader)] = {
+        facts = seen.loaders[key] = {
             "number": len(seen.loaders),
             "workers": loader.num_workers,
             "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
@@ -102,22 +103,22 @@ def _facts(loader: Any) -> dict[str, Any]:
             "persistent_workers": bool(loader.persistent_workers),
             "prefetch_factor": loader.prefetch_factor,
             "start_method": context.get_start_method() if context is not None else None,
-            "where": getattr(loader, "_stoker_where", None),
-            "dataset_where": _own_place(method),
+            "where": places[0] if places else None,
+            "dataset_where": _own_place(next(filter(None, methods), None)),
             "collate_where": _own_place(loader.collate_fn),
             "batches": 0,
             "epochs": [],
             "ends": [],
             "batch_bytes": None,
-            "length": _length(loader),
+            "length": length,
         }
     return facts
 
 
 def _own_place(function: Any) -> str | None:
     """Return where a function of the user's is defined; None for a library's."""
-    place = recorder.place_of_function(function)
-    return None if place is None or recorder.is_foreign(place.rsplit(":", 1)[0]) else place
+    place = places.place_of_function(function)
+    return None if place is None or places.is_foreign(place.rsplit(":", 1)[0]) else place
 
 
 def _length(loader: Any) -> int | None:
@@ -129,12 +130,12 @@ def _length(loader: Any) -> int | None:
 
 def _timed_epoch_start(original: Any) -> Any:
     def __iter__(self: Any) -> Any:  # noqa: N807
-        number = -1
+        facts = None
         with recorder.guarded("epoch start"):
-            number = _facts(self)["number"]
-        began, delay = time.perf_counter(), recorder.run_delay()
+            facts = _facts(self)
+        began, delay = time.perf_counter(), clocks.run_delay()
         before = os.environ.get(_LOADER_VARIABLE)
-        os.environ[_LOADER_VARIABLE] = str(number)
+        os.environ[_LOADER_VARIABLE] = str(facts["number"] if facts else -1)
         try:
             iterator = original(self)
         finally:
@@ -142,74 +143,73 @@ def _timed_epoch_start(original: Any) -> Any:
                 os.environ.pop(_LOADER_VARIABLE, None)
             else:
                 os.environ[_LOADER_VARIABLE] = before
-        ended = time.perf_counter()
         with recorder.guarded("epoch start"):
-            iterator._stoker_loader = self
-            iterator._stoker_first = _add_wait(began, ended, delay)
+            queued = clocks.run_delay() - delay
+            iterator._stoker_facts = facts
+            iterator._stoker_first = _add_wait(recorder.get(), began, time.perf_counter(), queued)
         return iterator
 
     return __iter__
 
 
-def _add_wait(began: float, ended: float, delay: float) -> float:
-    """Add a wait to the running step and return its seconds, those queued for a core left out.
-
-    `delay` is what `run_delay` said when it began.
-    """
-    seen = recorder.get()
-    queued = max(0.0, recorder.run_delay() - delay)
-    if threading.get_ident() == seen.training_thread or not seen.training_thread:
+def _add_wait(seen: Any, began: float, ended: float, queued: float) -> float:
+    """Add a wait to the running step and return its seconds, those queued for a core left out."""
+    if clocks.current_thread() == seen.training_thread or not seen.training_thread:
         # A batch that ends a step by itself belongs to the step that it begins.
         seen.wait += ended - max(began, seen.step_start)
-        seen.wait_delay += min(queued, max(0.0, recorder.run_delay() - seen.step_delay))
+        seen.wait_delay += queued
         add_span(seen, "wait", began, ended)
     return max(0.0, ended - began - queued)
 
 
 def _timed_next(original: Any) -> Any:
     def __next__(self: Any) -> Any:  # noqa: N807
-        loader = getattr(self, "_stoker_loader", None)
-        if loader is None or getattr(_depth, "inside", False):
+        facts = getattr(self, "_stoker_facts", None)
+        if facts is None or getattr(_depth, "inside", False):
             return original(self)
         seen = recorder.get()
-        began, delay = time.perf_counter(), recorder.run_delay()
-        with recorder.guarded("step"):
-            seen.mark("batch", began)
-            seen.loader_id = _facts(loader)["number"]
+        # Without workers the fetch itself asks the kernel, and asking twice would cost twice.
+        delay = clocks.run_delay() if facts["workers"] else 0.0
+        began = time.perf_counter()
+        seen.loader_id = facts["number"]
+        seen.fetch_delay = 0.0
         _depth.inside = True
         try:
             data = original(self)
         except StopIteration:
             with recorder.guarded("epoch end"):
-                seconds = _add_wait(began, time.perf_counter(), delay)
-                _facts(loader)["ends"].append((seen.num_steps, seconds))
+                seconds = _add_wait(seen, began, time.perf_counter(), seen.fetch_delay)
+                facts["ends"].append((seen.num_steps, seconds))
             raise
         finally:
             _depth.inside = False
         ended = time.perf_counter()
         with recorder.guarded("batch"):
-            _note_batch(seen, self, loader, data, _add_wait(began, ended, delay))
+            if seen.kind in ("", "batch"):
+                # Without anything better, asking for a batch begins a step; asking in vain does not.
+                seen.mark("batch", began)
+                seen.step_start = began
+            queued = clocks.run_delay() - delay if facts["workers"] else seen.fetch_delay
+            _note_batch(seen, self, facts, data, _add_wait(seen, began, ended, queued))
         return data
 
     return __next__
 
 
-def _note_batch(seen: Any, iterator: Any, loader: Any, data: Any, waited: float) -> None:
-    facts = _facts(loader)
-    facts["batches"] += 1
-    number = facts["number"]
+def _note_batch(seen: Any, iterator: Any, facts: dict[str, Any], data: Any, waited: float) -> None:
+    count = facts["batches"] = facts["batches"] + 1
     if iterator._stoker_first is not None:
         facts["epochs"].append((seen.num_steps, iterator._stoker_first, waited))
         iterator._stoker_first = None
         seen.flags |= recorder.EPOCH_START
-    if threading.get_ident() not in (seen.training_thread, 0) and seen.training_thread:
+    if seen.training_thread and clocks.current_thread() != seen.training_thread:
         return
+    number = facts["number"]
     if seen.loader_of_step not in (-1, number):
         seen.flags |= recorder.OTHER_LOADER
     seen.loader_of_step = number
     seen.batches += 1
     seen.samples += _num_samples(data) or facts["batch_size"] or 0
-    count = facts["batches"]
     if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...: looking costs
         facts["batch_bytes"] = _num_bytes(data)
         _look_for_bad_values(seen, data, facts)
@@ -232,6 +232,9 @@ def _tensors(data: Any, depth: int = 0) -> Any:
 
 
 def _num_samples(data: Any) -> int | None:
+    first = data[0] if type(data) in (list, tuple) and data else data
+    if type(first) is _torch.Tensor:
+        return len(first) if first.dim() else 1
     for tensor in _tensors(data):
         return int(tensor.shape[0]) if tensor.dim() else 1
     return None
@@ -255,38 +258,41 @@ def _look_for_bad_values(seen: Any, data: Any, facts: dict[str, Any]) -> None:
 
 def _timed_fetch(original: Any) -> Any:
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
+        seen = recorder.get()
         if sampling.active_thread:
             return original(self, possibly_batched_index)
-        with recorder.guarded("sampling"):
-            sampling.begin()
+        seen.num_fetches += 1
+        if seen.num_fetches > _ALL_FETCHES and seen.num_fetches % 8 and seen.short_fetches:
+            return _counted_fetch(original, self, possibly_batched_index)
+        sampling.begin()
         self._stoker_collate = 0.0
-        sampling.active_thread = threading.get_ident()
-        began, cpu, delay = time.perf_counter(), time.thread_time(), recorder.run_delay()
+        sampling.active_thread = clocks.current_thread()
+        began, cpu, delay = time.perf_counter(), time.thread_time(), clocks.run_delay()
         try:
             return original(self, possibly_batched_index)
         finally:
             sampling.active_thread = 0
             with recorder.guarded("fetch"):
-                row = recorder.Fetch(
-                    began,
-                    time.perf_counter() - began,
-                    time.thread_time() - cpu,
-                    max(0.0, recorder.run_delay() - delay),
-                    self._stoker_collate,
-                    recorder.get().loader_id,
-                )
-                _note_fetch(row)
+                wall, busy = time.perf_counter() - began, time.thread_time() - cpu
+                seen.fetch_delay = max(0.0, clocks.run_delay() - delay)
+                seen.short_fetches = wall < _SHORT_FETCH_SECONDS
+                if seen.num_fetches <= _MOST_FETCH_ROWS:
+                    collate, number = self._stoker_collate, seen.loader_id
+                    row = recorder.Fetch(began, wall, busy, seen.fetch_delay, collate, number)
+                    seen.fetches.append(row)
+                if seen.role == "worker":
+                    seen.flush_when_due()
 
     return fetch
 
 
-def _note_fetch(row: recorder.Fetch) -> None:
-    seen = recorder.get()
-    seen.num_fetches += 1
-    if seen.num_fetches <= _MOST_FETCH_ROWS:
-        seen.fetches.append(row)
-    if seen.role == "worker":
-        seen.flush_when_due()
+def _counted_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
+    """Fetch without clocks: when batches take next to nothing, timing an eighth of them tells enough."""
+    sampling.active_thread = clocks.current_thread()
+    try:
+        return original(fetcher, indices)
+    finally:
+        sampling.active_thread = 0
 
 
 class _TimedCollate:
@@ -337,10 +343,10 @@ def _as_worker(original: Any) -> Any:
 
 # -- spans for drawing -----------------------------------------------------------------------------
 
-_FIRST_DRAWN, _NUM_DRAWN, _MOST_SPANS = 12, 6, 400
+_MOST_SPANS = 400
 
 
 def add_span(seen: Any, kind: str, began: float, ended: float) -> None:
     """Keep a span if the running step is one of those that are drawn."""
-    if _FIRST_DRAWN <= seen.num_steps < _FIRST_DRAWN + _NUM_DRAWN and len(seen.spans) < _MOST_SPANS:
+    if seen.drawing and len(seen.spans) < _MOST_SPANS:
         seen.spans.append((seen.num_steps, kind, began, ended))

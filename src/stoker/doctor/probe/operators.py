@@ -7,13 +7,15 @@ A profiler of the script's own has precedence: ours ends at once when one begins
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import math
+import os
 import sys
 import time
 from typing import Any
 
-from . import hooks, recorder
+from . import clocks, hooks, recorder
 
 FIRST_STEP = 6
 _NUM_STEPS, _NUM_LONG_STEPS, _LONG_SECONDS = 3, 1, 0.5
@@ -27,6 +29,34 @@ _PRODUCTS = frozenset(
         *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward"),
     )
 )
+_VIEWS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("t", "transpose", "permute", "view", "reshape", "_reshape_alias", "as_strided", "expand"),
+        *(
+            "detach",
+            "detach_",
+            "select",
+            "slice",
+            "squeeze",
+            "unsqueeze",
+            "narrow",
+            "alias",
+            "unbind",
+        ),
+        *(
+            "empty",
+            "empty_like",
+            "empty_strided",
+            "resize_",
+            "linear",
+            "flatten",
+            "to",
+            "result_type",
+        ),
+    )
+)
+"""Operators that move no data, or leave it to one they call."""
 _SHORT = {
     "c10::BFloat16": "bfloat16",
     "c10::Half": "float16",
@@ -47,7 +77,15 @@ _num_steps = 0
 def install(torch: Any) -> None:
     """Profile a few steps, once, in the process that trains."""
     recorder.get().on_step.append(_step)
+    recorder.get().call_at = FIRST_STEP
     hooks.replace(torch.autograd.profiler.profile, "__init__", _giving_way)
+    # A fork has none of the profiler's threads: it must not try to stop it.
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    global _profiler  # noqa: PLW0603
+    _profiler = None
 
 
 def _giving_way(original: Any) -> Any:
@@ -71,7 +109,7 @@ def _step(seen: Any) -> None:
 
 def _start(seen: Any) -> None:
     global _profiler, _num_steps  # noqa: PLW0603
-    torch = sys.modules["torch"]
+    torch: Any = sys.modules["torch"]
     if torch.autograd.profiler._is_profiler_enabled:
         seen.profile = {"skipped": "the script's own profiler was running"}
         return
@@ -79,39 +117,46 @@ def _start(seen: Any) -> None:
     _num_steps = _NUM_LONG_STEPS if last > _LONG_SECONDS else _NUM_STEPS
     seen.profile = {"steps": _num_steps}
     seen.disturb(_num_steps + 1)
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if on_gpu:
+    if clocks.uses_cuda(torch):
         torch.cuda.synchronize()
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     seen.starting_profiler = True
     try:
-        profiler = torch.profiler.profile(
-            activities=activities, record_shapes=True, acc_events=True
-        )
+        profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         profiler.start()
     finally:
         seen.starting_profiler = False
     _profiler = profiler
     _marks[:] = [time.time_ns()]
+    # A process that ends with its profiler running crashes in the libraries' last moments.
+    atexit.register(_stop_at_exit)
+
+
+def _stop_at_exit() -> None:
+    if _profiler is not None:
+        with recorder.guarded("profiler"):
+            _stop(recorder.get(), keep=len(_marks) > 1)
 
 
 def _stop(seen: Any, keep: bool) -> None:
     global _profiler
     profiler, _profiler = _profiler, None
+    seen.call_at = 1 << 60
     began = time.perf_counter()
-    torch = sys.modules["torch"]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    torch: Any = sys.modules["torch"]
+    if clocks.uses_cuda(torch):
         torch.cuda.synchronize()
     profiler.stop()
     if not keep:
-        seen.profile = {"skipped": "the script began a profiler of its own"}
+        seen.profile = {"skipped": "the script ended, or began a profiler of its own"}
         return
     with recorder.guarded("profile"):
         events = profiler.profiler.kineto_results.events()
         seen.profile.update(summarise(list(events)[:_MOST_EVENTS], list(_marks)))
     # While we were reading, workers filled their queues: the next waits are too short.
-    if time.perf_counter() - began > 5e-3:
+    loaders = list(seen.loaders.values())
+    if time.perf_counter() - began > 5e-3 and any(facts["workers"] for facts in loaders):
         seen.disturb(8)
 
 
@@ -190,6 +235,8 @@ def _host_totals(host: list[Any]) -> dict[str, Any]:
 
 def _size_seconds(name: str, shapes: list[list[int]]) -> float:
     """Return what an operator's arithmetic and memory traffic would take one unhurried core."""
+    if name in _VIEWS or name.startswith("autograd::"):
+        return 0.0
     matrices = [shape for shape in shapes if len(shape) >= 2]
     if name in _PRODUCTS and len(matrices) >= 2:
         left, right = matrices[0], matrices[1]

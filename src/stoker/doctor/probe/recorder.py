@@ -19,10 +19,15 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import clocks, places
+
 MOST_ROWS = 20_000
 WARM_UP = 3
 """Steps that are measured but not counted: caches, lazy initialisation, first batches."""
 FLUSH_SECONDS = 1.0
+_NEVER = 1 << 60
+FIRST_DRAWN, NUM_DRAWN = 12, 6
+"""Steps whose spans are kept for drawing."""
 _STOP_POLL_SECONDS = 0.2
 _STUCK_SECONDS = 2.0
 
@@ -79,18 +84,13 @@ class Site:
     """
 
     __slots__ = (
-        "call",
-        "calls",
-        "last_end",
-        "mark",
-        "num_bytes",
-        "num_in_step",
-        "seconds",
-        "where",
+        *("call", "calls", "code", "last_end", "mark"),
+        *("num_bytes", "num_in_step", "seconds", "where"),
     )
 
-    def __init__(self, where: str, call: str) -> None:
+    def __init__(self, where: str, call: str, code: Any) -> None:
         self.where = where
+        self.code = code
         self.call = call
         self.calls = 0
         self.seconds = 0.0
@@ -117,14 +117,12 @@ class Recorder:
         self.folder = folder
         self.notes: list[str] = []
         self.overrides: dict[str, Any] = {}
-        self.stop_steps: int | None = None
         self.reset("main")
 
     def reset(self, role: str) -> None:
         """Forget everything: a new process begins."""
         self.pid, self.ppid = os.getpid(), os.getppid()
         self.role = role
-        self.began = time.perf_counter()
         self.lock = threading.RLock()
         self.finished = False
         self.kind = ""
@@ -138,15 +136,17 @@ class Recorder:
         self.disturbed_steps = 0
         self.stepped: set[int] = set()
         self.on_step: list[Any] = []
+        self.call_at = self.stop_at = _NEVER
         # Of the running step.
         self.wait = self.wait_delay = 0.0
         self.backward = self.optimizer = self.sync = self.collective = 0.0
         self.batches = self.samples = 0
         self.flags = 0
         self.loader_of_step = -1
+        self.drawing = False
         # By place.
-        self.sites: dict[tuple[str, Any], Site] = {}
-        self.loaders: dict[int, dict[str, Any]] = {}
+        self.sites: dict[tuple[str, str, int, int], Site] = {}
+        self.loaders: dict[Any, dict[str, Any]] = {}
         self.hdf5: dict[Any, dict[str, Any]] = {}
         self.bad: dict[str, list[Any]] = {}
         # Of loading, in whichever process does it.
@@ -154,6 +154,8 @@ class Recorder:
         self.num_fetches = 0
         self.seen_doing: dict[str, int] = {}
         self.seen_lines: dict[str, int] = {}
+        self.fetch_delay = 0.0
+        self.short_fetches = False
         self.loader_id = -1
         self.worker_id = -1
         # Once.
@@ -193,6 +195,7 @@ class Recorder:
             self.sites.clear()
             self.spans.clear()
             self.write({"event": "restart", "kind": kind})
+        self.step_cpu, self.step_delay = time.thread_time(), clocks.run_delay()
         self._begin_step()
         self._start_flusher()
 
@@ -201,10 +204,12 @@ class Recorder:
         self.backward = self.optimizer = self.sync = self.collective = 0.0
         self.batches = self.samples = self.flags = 0
         self.loader_of_step = -1
-        self.step_delay, self.step_cpu = run_delay(), time.thread_time()
+        self.drawing = FIRST_DRAWN <= self.num_steps < FIRST_DRAWN + NUM_DRAWN
         self.step_start = time.perf_counter()
 
     def _end_step(self, now: float) -> None:
+        # One look at the thread's clocks ends this step and begins the next.
+        cpu, delay = time.thread_time(), clocks.run_delay()
         if self.disturbed_steps:
             self.disturbed_steps -= 1
             self.flags |= DISTURBED
@@ -217,8 +222,8 @@ class Recorder:
                 Row(
                     self.step_start,
                     now - self.step_start,
-                    time.thread_time() - self.step_cpu,
-                    run_delay() - self.step_delay,
+                    cpu - self.step_cpu,
+                    delay - self.step_delay,
                     self.wait,
                     self.wait_delay,
                     self.batches,
@@ -229,26 +234,31 @@ class Recorder:
                     self.collective,
                     self.flags,
                     self.loader_of_step,
-                    *_memory(),
+                    *clocks.memory(),
                 )
             )
         if self.num_steps == WARM_UP:
             self.first_cpu = (time.process_time(), time.perf_counter())
-            self.first_torch = _torch_facts()
-        for call in self.on_step:
-            with guarded("step"):
-                call(self)
+            self.first_torch = clocks.torch_facts()
+        self.step_cpu, self.step_delay = cpu, delay
+        if self.num_steps >= self.call_at or self.num_counted >= self.stop_at:
+            for call in self.on_step:
+                with guarded("step"):
+                    call(self)
         self._begin_step()
 
     def disturb(self, steps: int = 1) -> None:
         """The step that runs and the next ones are not to be counted: the probe is at work."""
         self.disturbed_steps = max(self.disturbed_steps, steps)
 
-    def site(self, family: str, key: Any, frame: Any, call: str) -> Site:
+    def site(self, family: str, frame: Any, call: str) -> Site:
         """Return the site of a call, made when it is met first."""
-        known = self.sites.get((family, key))
+        code = frame.f_code
+        # Hashing code takes longer than most calls; the site keeps it, so that its id stays its own.
+        key = (family, call, id(code), frame.f_lineno)
+        known = self.sites.get(key)
         if known is None:
-            known = self.sites[(family, key)] = Site(place_of(frame), call)
+            known = self.sites[key] = Site(places.place_of(frame), call, code)
         return known
 
     # -- writing -----------------------------------------------------------------------------------
@@ -256,7 +266,7 @@ class Recorder:
     def snapshot(self) -> dict[str, Any]:
         """Return everything but the rows, as plain values."""
         # Kept, since a script may end its process group before it ends itself.
-        self.torch.update(_torch_facts())
+        self.torch.update(clocks.torch_facts())
         cpu = None
         if self.first_cpu is not None:
             cpu = [time.process_time() - self.first_cpu[0], time.perf_counter() - self.first_cpu[1]]
@@ -266,12 +276,10 @@ class Recorder:
             "ppid": self.ppid,
             "role": self.role,
             "kind": self.kind,
-            "argv": [str(word) for word in getattr(sys, "argv", [])][:50],
             "num_steps": self.num_steps,
-            "seconds": time.perf_counter() - self.began,
             "cpu": cpu,
-            "sites": [{"family": f, **site.plain()} for (f, _), site in list(self.sites.items())],
-            "loaders": dict(self.loaders),
+            "sites": [{"family": key[0], **site.plain()} for key, site in list(self.sites.items())],
+            "loaders": [dict(facts) for facts in list(self.loaders.values())],
             "hdf5": [dict(data) for data in list(self.hdf5.values())],
             "bad": {what: list(counts) for what, counts in list(self.bad.items())},
             "num_fetches": self.num_fetches,
@@ -323,7 +331,7 @@ class Recorder:
         if not self.kind or time.perf_counter() - self.step_start < _STUCK_SECONDS:
             return None
         frame = sys._current_frames().get(self.training_thread)
-        return None if frame is None else place_of(frame)
+        return None if frame is None else places.place_of(frame)
 
     def _start_flusher(self) -> None:
         if self._flusher is None:
@@ -353,11 +361,7 @@ class Recorder:
             self.flush()
 
 
-current_thread = threading.get_ident
 _RECORDER: Recorder | None = None
-_PROBE = str(Path(__file__).resolve().parent)
-_LIBRARY = str(Path(os.__file__).parent) + os.sep
-_FOREIGN: dict[str, bool] = {}
 
 
 def get() -> Recorder:
@@ -370,7 +374,7 @@ def begin(folder: str) -> None:
     """Make the recorder of this process, and see to it that every way out writes it."""
     global _RECORDER  # noqa: PLW0603  one per process, as the process is one
     _RECORDER = Recorder(folder)
-    _RECORDER.stop_steps = int(os.environ.get("STOKER_DOCTOR_STEPS") or 0) or None
+    _RECORDER.stop_at = int(os.environ.get("STOKER_DOCTOR_STEPS") or 0) or _NEVER
     with guarded("overrides"):
         _RECORDER.overrides = json.loads(os.environ.get("STOKER_DOCTOR_OVERRIDE") or "{}")
     atexit.register(finish)
@@ -392,9 +396,10 @@ def finish() -> None:
 
 def _after_fork() -> None:
     recorder = get()
-    loader_id, on_step = recorder.loader_id, recorder.on_step
+    on_step, call_at, stop_at = recorder.on_step, recorder.call_at, recorder.stop_at
     recorder.reset("forked")
-    recorder.loader_id, recorder.on_step = loader_id, on_step
+    recorder.on_step, recorder.call_at, recorder.stop_at = on_step, call_at, stop_at
+    clocks.forget()
 
 
 def note_failure(what: str, error: Exception) -> None:
@@ -421,99 +426,3 @@ class guarded:  # noqa: N801  used as a function; a generator would cost three t
             return False
         note_failure(self.what, error)
         return True
-
-
-# -- places ----------------------------------------------------------------------------------------
-
-
-def is_foreign(filename: str) -> bool:
-    """Return whether a file is a library's or the probe's, not the user's."""
-    known = _FOREIGN.get(filename)
-    if known is None:
-        known = _FOREIGN[filename] = (
-            filename.startswith((_PROBE, "<frozen"))
-            or f"{os.sep}site-packages{os.sep}" in filename
-            or f"{os.sep}dist-packages{os.sep}" in filename
-            or filename.startswith(_LIBRARY)
-        )
-    return known
-
-
-def place_of(frame: Any) -> str:
-    """Return file:line of the nearest frame of the user's own code; of the frame itself if there is none."""
-    own = frame
-    while own is not None and is_foreign(own.f_code.co_filename):
-        own = own.f_back
-    own = own or frame
-    return f"{own.f_code.co_filename}:{own.f_lineno}"
-
-
-def place_of_function(function: Any) -> str | None:
-    """Return file:line of a function's definition, or None for what is not Python."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if code is None:
-        code = getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004
-    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-
-
-# -- readings --------------------------------------------------------------------------------------
-
-_MEMORY_EVERY_SECONDS = 0.02
-_memory_at = 0.0
-_statm: tuple[int, int] = (-1, -1)
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-def _memory() -> tuple[int | None, int | None]:
-    """Return (resident bytes, bytes allocated on the GPU), read at most fifty times a second."""
-    global _memory_at, _statm  # noqa: PLW0603
-    now = time.perf_counter()
-    if now - _memory_at < _MEMORY_EVERY_SECONDS:
-        return None, None
-    _memory_at = now
-    try:
-        if _statm[0] != os.getpid():
-            _statm = (os.getpid(), os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC))
-        resident: int | None = int(os.pread(_statm[1], 256, 0).split()[1]) * _PAGE
-    except OSError:
-        resident = None
-    torch = sys.modules.get("torch")
-    device = None
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        device = int(torch.cuda.memory_allocated())
-    return resident, device
-
-
-_schedstat = threading.local()
-
-
-def run_delay() -> float:
-    """Return seconds that this thread was ready and no core was free; 0 where the kernel does not say."""
-    try:
-        if getattr(_schedstat, "pid", 0) != os.getpid():
-            flags = os.O_RDONLY | os.O_CLOEXEC
-            _schedstat.file = os.open("/proc/thread-self/schedstat", flags)
-            _schedstat.pid = os.getpid()
-        return int(os.pread(_schedstat.file, 128, 0).split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
-
-
-def _torch_facts() -> dict[str, Any]:
-    """Return what torch says of itself, without a call to the driver: another thread may be capturing."""
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "cuda"):
-        return {}
-    facts: dict[str, Any] = {"version": str(torch.__version__), "threads": torch.get_num_threads()}
-    if torch.cuda.is_initialized():
-        stats = torch.cuda.memory_stats()
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        facts["cuda"] = device.name
-        facts["free_bytes"] = device.total_memory - stats.get("reserved_bytes.all.current", 0)
-        facts["retries"] = stats.get("num_alloc_retries", 0)
-        facts["device_allocs"] = stats.get("num_device_alloc", 0)
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        facts["rank"] = distributed.get_rank()
-        facts["world_size"] = distributed.get_world_size()
-    return facts

@@ -18,7 +18,7 @@ import threading
 import time
 from typing import Any
 
-from . import recorder
+from . import places, recorder
 
 LOOK_SECONDS = 0.005
 _IDLE_SECONDS = 0.02
@@ -75,10 +75,11 @@ _OUTERMOST = os.path.join("_utils", "fetch.py")  # noqa: PTH118  the end of a na
 def begin() -> None:
     """Start looking in this process, once."""
     global _thread, _pid  # noqa: PLW0603
-    if _thread is None or _pid != os.getpid():
+    if _pid != os.getpid():
         _pid = os.getpid()
-        _thread = threading.Thread(target=_look_forever, daemon=True, name="stoker-sampler")
-        _thread.start()
+        with recorder.guarded("sampling"):
+            _thread = threading.Thread(target=_look_forever, daemon=True, name="stoker-sampler")
+            _thread.start()
 
 
 def _look_forever() -> None:
@@ -112,7 +113,7 @@ def describe(frame: Any) -> tuple[str, str | None]:
     while frame is not None and not frame.f_code.co_filename.endswith(_OUTERMOST):
         if not kind:
             kind = kind_of(frame.f_code, frame.f_lineno)
-        if line is None and not recorder.is_foreign(frame.f_code.co_filename):
+        if line is None and not places.is_foreign(frame.f_code.co_filename):
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if kind and line is not None:
             break
@@ -136,7 +137,7 @@ def _judge(code: Any, lineno: int) -> str:
     for kind, words in _NAMES:
         if words.search(code.co_name):
             return kind
-    if recorder.is_foreign(code.co_filename):
+    if places.is_foreign(code.co_filename):
         return ""
     source = linecache.getline(code.co_filename, lineno)
     for kind, words in _SOURCE:

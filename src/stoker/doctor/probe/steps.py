@@ -11,10 +11,11 @@ import threading
 import time
 from typing import Any
 
-from . import hooks, loading, recorder
+from . import clocks, hooks, loading, recorder
 
 _BLOCK_SECONDS = 30.0
 _began = threading.local()
+_torch: Any = None
 
 
 def install(torch: Any) -> None:
@@ -24,9 +25,9 @@ def install(torch: Any) -> None:
     optimizer.register_optimizer_step_pre_hook(_before_update)
     optimizer.register_optimizer_step_post_hook(_after_update)
     hooks.replace(torch.autograd, "backward", _timed_backward)
-    graph = getattr(torch.cuda, "CUDAGraph", None)
-    if graph is not None and torch.cuda.is_available():
-        hooks.replace(graph, "replay", _noting_replay)
+    hooks.replace(getattr(torch.cuda, "CUDAGraph", None), "replay", _noting_replay)
+    global _torch  # noqa: PLW0603
+    _torch = torch
     recorder.get().on_step.append(_stop_when_enough)
 
 
@@ -36,12 +37,15 @@ def _before_update(*_: Any) -> None:
 
 def _after_update(optimizer: Any, *_: Any) -> None:
     now = time.perf_counter()
+    if clocks.uses_cuda(_torch) and _torch.cuda.is_current_stream_capturing():
+        return  # nothing runs now, and what runs later is a replay
     with recorder.guarded("optimizer"):
         seen = recorder.get()
         # Lightning runs forward and backward inside the call: only what comes after them is the update.
         began = max(getattr(_began, "at", now), getattr(_began, "backward_end", 0.0))
         seen.optimizer += now - began
-        loading.add_span(seen, "optimizer", began, now)
+        if seen.drawing:
+            loading.add_span(seen, "optimizer", began, now)
         # With several optimizers a step is over when one of them comes round again.
         if id(optimizer) in seen.stepped or seen.kind != "optimizer":
             seen.stepped.clear()
@@ -59,8 +63,10 @@ def _timed_backward(original: Any) -> Any:
             with recorder.guarded("backward"):
                 seen = recorder.get()
                 seen.backward += now - began
-                loading.add_span(seen, "backward", began, now)
-                seen.mark("backward", now)
+                if seen.drawing:
+                    loading.add_span(seen, "backward", began, now)
+                if seen.kind != "optimizer":
+                    seen.mark("backward", now)
 
     return backward
 
@@ -77,9 +83,9 @@ def _noting_replay(original: Any) -> Any:
 
 def _stop_when_enough(seen: Any) -> None:
     """After enough steps say so, and stand still until the doctor ends the script."""
-    if seen.stop_steps is None or seen.num_counted < seen.stop_steps:
+    if seen.num_counted < seen.stop_at:
         return
-    seen.stop_steps = None
+    seen.stop_at = 1 << 60
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

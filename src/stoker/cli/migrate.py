@@ -1,0 +1,130 @@
+"""`stoker migrate-config OLD.yaml NEW.yaml`: a config of the documents in today's layout.
+
+Enters: an older YAML file. Leaves: a config that `stoker config check` accepts, and a line for every key that
+was moved, corrected or dropped. Costs a few milliseconds; a named recipe costs the import of torch, which checks
+its options.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from stoker.config.migrate import Migration
+
+
+def migrate_config(
+    old: Annotated[Path, typer.Argument(help="The older YAML file.", show_default=False)],
+    new: Annotated[
+        Path, typer.Argument(help="The file to write; must not exist.", show_default=False)
+    ],
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            help="Name this recipe in NEW, and take over the options that it knows.",
+            show_default="the one that OLD names",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout.")
+    ] = False,
+) -> None:
+    """Turn a config of the documents into today's layout; every key is taken over or listed."""
+    from stoker.config.migrate import migrate_file
+
+    _refuse_to_overwrite(new)
+    made = migrate_file(old, recipe, _why_refused)
+    _check(made.text, str(new))
+    _write(new, made.text)
+    if as_json:
+        _print_json(made, new)
+    else:
+        _print(made, old, new)
+
+
+def _refuse_to_overwrite(new: Path) -> None:
+    from stoker.errors import InputError
+
+    if new.exists():
+        raise InputError(
+            f"{new} exists already.",
+            "a file that is not there yet",
+            "another name, or move it away",
+        )
+
+
+def _why_refused(recipe: str, option: str, value: Any) -> str | None:
+    from stoker.errors import InputError
+    from stoker.recipes.catalogue import RECIPES, TEACHER
+    from stoker.recipes.options import parse_options
+
+    if (recipe, option) == ("massspec", TEACHER):
+        return None
+    try:
+        parse_options(RECIPES[recipe].options, {option: value}, recipe)
+    except InputError as error:
+        return f"{error.given.rstrip('.')}; allowed: {error.allowed}"
+    return None
+
+
+def _check(text: str, file: str) -> None:
+    """Raise what `stoker config check` would say about the new file."""
+    from stoker.config import parse_config, resolve
+
+    settings = resolve(parse_config(text, file))
+    if settings.recipe is not None:
+        from stoker.recipes.catalogue import choose_recipe
+
+        choose_recipe(settings)
+
+
+def _write(new: Path, text: str) -> None:
+    from stoker.errors import InputError
+
+    try:
+        with new.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {new}: {error.strerror}.",
+            "a new file in a folder with write permission",
+            f"ls -ld {new.parent}",
+        ) from error
+
+
+def _print_json(made: Migration, new: Path) -> None:
+    import json
+
+    moved = [
+        {"old": each.old, "place": str(each.place), "new": each.new, "value": each.value, "note": each.note}
+        for each in made.moved
+    ]  # fmt: skip
+    dropped = [
+        {"old": each.old, "place": str(each.place), "value": each.value, "reason": each.reason}
+        for each in made.dropped
+    ]
+    facts = {"out": str(new), "moved": moved, "dropped": dropped}
+    typer.echo(json.dumps(facts, ensure_ascii=False))
+
+
+def _print(made: Migration, old: Path, new: Path) -> None:
+    from stoker.config.migrate import TYPED
+    from stoker.units import format_count
+
+    taken = [each for each in made.moved if each.old != TYPED]
+    for each in taken:
+        if each.old != each.new:
+            typer.echo(f"moved    {each.old} to {each.new}")
+        if each.note:
+            typer.echo(f"fixed    {each.old} ({each.place}): {each.note}")
+    for drop in made.dropped:
+        typer.echo(f"dropped  {drop}")
+    typer.echo(
+        f"{new}: {format_count(len(taken), 'key')} of {old} taken over, {len(made.dropped)} dropped"
+    )
+    if not any(each.new == "recipe.name" and each.value for each in made.moved):
+        typer.echo("it names no recipe yet: --recipe NAME does, for `stoker train`")

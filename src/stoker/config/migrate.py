@@ -1,0 +1,327 @@
+"""The documents' config files in the layout of this one: every key taken over, or dropped with its reason.
+
+Enters: the text of an older YAML file. Leaves: the text of a sound config, in which each question is answered
+once, at its usual place; what was moved, corrected and dropped, and why. Costs a few milliseconds.
+
+Where the old file is accepted as it stands, the new one comes to the same `Settings`: who wins among several
+keys is decided by `resolve`, and only the winner is taken over. Comments beside a key and above it follow it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from stoker.config.load import _yaml_word
+from stoker.config.migrate_names import (
+    AUGMENT_NAMES,
+    MODELS,
+    NAMES,
+    REASONS,
+    RECIPE_OPTIONS,
+    SECTIONS,
+    home_of,
+)
+from stoker.config.migrate_text import Comments, Dropped, Moved, write_text
+from stoker.config.migrate_values import correct, correct_number
+from stoker.config.resolve import AUGMENT, OPTIONS, QUESTIONS, _answer_all, as_error, find_clashes
+from stoker.config.tree import Config, key_schemas, open_leaves, sections
+from stoker.config.yaml_lines import Document, KeyPath, Place, Problem, decode, read_yaml
+from stoker.errors import ConfigError, require_file
+
+NAME = "recipe.name"
+TYPED = "--recipe"
+"""Where a recipe comes from that the old file does not name."""
+Accepts = Callable[[str, str, Any], str | None]
+
+
+@dataclass(frozen=True)
+class Migration:
+    """What became of an old file: each of its keys is in `moved` or in `dropped`.
+
+    Attributes:
+        text: Of the new file.
+        moved: In the order of the new file.
+        dropped: In the order of the old file.
+    """
+
+    text: str
+    moved: tuple[Moved, ...]
+    dropped: tuple[Dropped, ...]
+
+
+def migrate_file(
+    path: str | Path, recipe: str | None = None, accepts: Accepts | None = None
+) -> Migration:
+    """Return an old config file in today's layout; see `migrate_config`.
+
+    Raises:
+        SourceError: There is no such file.
+        ConfigError: It is no text, or `migrate_config` refuses it.
+    """
+    text = decode(require_file(path, "config").read_bytes(), str(path))
+    if isinstance(text, Problem):
+        raise as_error([text])
+    return migrate_config(text, str(path), recipe, accepts)
+
+
+def migrate_config(
+    text: str, file: str = "<text>", recipe: str | None = None, accepts: Accepts | None = None
+) -> Migration:
+    """Return an old config file in today's layout.
+
+    Args:
+        text: Of the old file.
+        file: Its name in messages.
+        recipe: The recipe to name in the new file; options of it are then taken over as well.
+        accepts: Says why a recipe does not take a value for one of its options; None when it does.
+
+    Raises:
+        ConfigError: The text is not YAML, or says one thing twice: no guess is made about that; or there is
+            no such recipe.
+    """
+    if recipe is not None and recipe not in RECIPE_OPTIONS:
+        known = ", ".join(RECIPE_OPTIONS)
+        raise ConfigError(
+            f"--recipe is {recipe!r}.", known, f"--recipe {next(iter(RECIPE_OPTIONS))}"
+        )
+    document = read_yaml(text, file)
+    loose = [known for known in document.problems if not _is_about_a_value(known, document)]
+    if not loose and not isinstance(document.values, dict | None):
+        loose = [
+            Problem(Place(file, 1, 1), "", "is not a section per line", "a config", "training:")
+        ]
+    if loose:
+        raise as_error(loose)
+    comments = Comments(text, document)
+    work = _Work(document, comments, accepts or _take_all_options)
+    work.take_all(recipe)
+    moved = work.settle()
+    dropped = tuple(sorted(work.dropped, key=lambda entry: (entry.place.line or 0, entry.old)))
+    new = write_text(moved, comments.header, dropped)
+    return Migration(new, moved, dropped)
+
+
+def _take_all_options(recipe: str, option: str, value: Any) -> str | None:
+    del recipe, option, value
+    return None
+
+
+def _is_about_a_value(problem: Problem, document: Document) -> bool:
+    return "written twice" not in problem.given and any(
+        ".".join(path) == problem.key for path in document.unreadable
+    )
+
+
+def find_target(path: KeyPath) -> str | None:
+    """Return the key of the tree that an old key is, or None."""
+    key = ".".join(path)
+    if key in key_schemas():
+        return key
+    if len(path) > 1:
+        # A known section at another depth, such as trainer.gpu_optimization or data.ram_32gb_mode.
+        alike = [leaf for leaf in key_schemas() if tuple(leaf.split(".")[-2:]) == path[-2:]]
+        if len(alike) == 1:
+            return alike[0]
+    name = path[-1].lower()
+    if path[-2:-1] == (AUGMENT,):
+        return AUGMENT_NAMES.get(name)
+    return NAMES.get(name) if _is_about_training(path) else None
+
+
+def _is_about_training(path: KeyPath) -> bool:
+    return len(path) == 1 or path[-2].lower() in SECTIONS
+
+
+def _leaves(tree: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    for name, value in tree.items():
+        path = (*above, name)
+        if isinstance(value, dict) and value and ".".join(above) != OPTIONS:
+            yield from _leaves(value, path)
+        elif not (value in (None, {}) and ".".join(path) in {*sections(), *open_leaves()}):
+            yield path, value
+
+
+@dataclass
+class _Work:
+    """The work of one migration: leaves of the old file in; what is taken and what is dropped out."""
+
+    document: Document
+    comments: Comments
+    accepts: Accepts
+    taken: dict[str, Moved] = field(default_factory=dict)
+    options: dict[str, Moved] = field(default_factory=dict)
+    dropped: list[Dropped] = field(default_factory=list)
+    recipe: str | None = None
+
+    # -- one key after the other -------------------------------------------------------------------
+
+    def take_all(self, recipe: str | None) -> None:
+        """Find a key of the tree, an option or a reason for every leaf."""
+        leaves = list(_leaves(self.document.values or {}))
+        if recipe is not None:
+            self.taken[NAME] = Moved(TYPED, Place(TYPED), NAME, recipe)
+        for path, value in leaves:
+            if ".".join(path) == NAME:
+                self._take(path, value)
+        for path, value in leaves:
+            if path[-2:] == ("model", "name") and str(value).lower() in MODELS and not self.taken:
+                self._take_model(path, str(value))
+        self.recipe = self.taken[NAME].value if NAME in self.taken else None
+        for path, value in leaves:
+            if ".".join(path) != NAME and not self._is_taken(path):
+                self._take(path, value)
+
+    def _is_taken(self, path: KeyPath) -> bool:
+        return any(moved.old == ".".join(path) for moved in self.taken.values())
+
+    def _take_model(self, path: KeyPath, value: str) -> None:
+        made = self._moved(path, NAME, MODELS[value.lower()])
+        self.taken[NAME] = replace(made, note=f"{value} is a model of the recipe {made.value}")
+
+    def _take(self, path: KeyPath, value: Any) -> None:
+        if ".".join(path[:2]) == OPTIONS and len(path) > 2:
+            self._take_option(path, ".".join(path[2:]), value)
+            return
+        target = find_target(path)
+        option = self._find_option(path)
+        if target is None and option is not None:
+            self._take_option(path, option, value)
+        elif target is None:
+            self._drop(path, value, self._find_reason(path))
+        else:
+            self._take_key(path, target, value)
+
+    def _take_key(self, path: KeyPath, target: str, value: Any) -> None:
+        unreadable = path in self.document.unreadable
+        meant = correct(target, value, self._place(path), unreadable)
+        if meant.reason:
+            self._drop(path, value, meant.reason)
+            return
+        made = replace(self._moved(path, target, meant.value), note=meant.note)
+        known = self.taken.get(target)
+        if known is not None and known.old not in (target, TYPED) and made.old == target:
+            known, made = made, known
+            self.taken[target] = known
+        if known is None:
+            self.taken[target] = made
+        else:
+            self._drop_moved(made, _compare(made, known))
+
+    def _take_option(self, path: KeyPath, option: str, value: Any) -> None:
+        place, new = self._place(path), f"{OPTIONS}.{option}"
+        meant = correct_number(value, place)
+        refused = self.accepts(self.recipe, option, meant.value) if self.recipe else None
+        if refused is not None:
+            self._drop(path, value, refused)
+        elif option in self.options:
+            made = self._moved(path, new, meant.value)
+            self._drop(path, value, _compare(made, self.options[option]))
+        else:
+            self.options[option] = replace(self._moved(path, new, meant.value), note=meant.note)
+
+    def _find_option(self, path: KeyPath) -> str | None:
+        if self.recipe is None or not _is_about_training(path):
+            return None
+        return RECIPE_OPTIONS[self.recipe].get(path[-1].lower())
+
+    def _find_reason(self, path: KeyPath) -> str:
+        name = path[-1].lower()
+        owners = [recipe for recipe, known in RECIPE_OPTIONS.items() if name in known]
+        if self.recipe is None and owners and _is_about_training(path):
+            return f"an option of a recipe: name one of {', '.join(owners)} with --recipe"
+        for part in reversed(path):
+            if part.lower() in REASONS:
+                return REASONS[part.lower()]
+        if len(path) > 1 and name in NAMES:
+            return f"{'.'.join(path[:-1])} is no section of training here; perhaps {NAMES[name]}"
+        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8)
+        return (
+            f"there is no such key here; perhaps {NAMES[near[0]]}"
+            if near
+            else "there is no such key here"
+        )
+
+    def _place(self, path: KeyPath) -> Place:
+        return self.document.places.get(path, Place("config"))
+
+    def _moved(self, path: KeyPath, new: str, value: Any) -> Moved:
+        above, beside = self.comments.of(path)
+        return Moved(".".join(path), self._place(path), new, value, "", above, beside)
+
+    def _drop(self, path: KeyPath, value: Any, reason: str) -> None:
+        self.dropped.append(Dropped(".".join(path), self._place(path), value, reason))
+
+    def _drop_moved(self, moved: Moved, reason: str) -> None:
+        self.dropped.append(Dropped(moved.old, moved.place, moved.value, reason))
+
+    # -- all of them together ----------------------------------------------------------------------
+
+    def settle(self) -> tuple[Moved, ...]:
+        """Return one answer per question, at its usual key; drop the keys that have no say."""
+        while problems := find_clashes(self._config()):
+            first = problems[0]
+            loser = first.fix.rpartition("delete ")[2]
+            loser = loser if loser in self.taken else first.key
+            self._drop_moved(self.taken.pop(loser), first.given)
+        answers = _answer_all(self._config())
+        homes = {
+            key: home_of(question) if question in QUESTIONS else key
+            for question, key in answers.winners.items()
+            if key in answers.written
+        }
+        notes = [note.rstrip(".") for note in answers.notes]
+        winners = {home: key for key, home in homes.items()}
+        for key, moved in self.taken.items():
+            if key not in homes:
+                self._drop_moved(moved, _reason_in(notes, key) or self._same_as(key, winners))
+        kept = [
+            replace(self.taken[key], new=home) for key, home in homes.items() if key in self.taken
+        ]
+        if OPTIONS in homes:
+            kept += self.options.values()
+        else:
+            for moved in self.options.values():
+                self._drop_moved(moved, "no recipe is named")
+        order = {key: number for number, key in enumerate(key_schemas())}
+        return tuple(sorted(kept, key=lambda moved: order.get(moved.new, order[OPTIONS])))
+
+    def _same_as(self, key: str, winners: Mapping[str, str]) -> str:
+        home = next(
+            home_of(question)
+            for question, ranks in QUESTIONS.items()
+            if key in [name for names in ranks for name in names.split("|")]
+        )
+        return f"says the same as {self.taken[winners[home]].old}"
+
+    def _config(self) -> Config:
+        tree: dict[str, Any] = {}
+        for key, moved in self.taken.items():
+            *above, name = key.split(".")
+            below = tree
+            for part in above:
+                below = below.setdefault(part, {})
+            below[name] = moved.value
+        if self.options:
+            named = {option: moved.value for option, moved in self.options.items()}
+            tree.setdefault("recipe", {})["options"] = named
+        places = {key: moved.place for key, moved in self.taken.items()}
+        return Config.model_validate(tree).placed(places)
+
+
+def _compare(loser: Moved, winner: Moved) -> str:
+    if loser.value == winner.value:
+        return f"says the same as {winner.old}"
+    return f"{winner.old} says {_yaml_word(winner.value)}"
+
+
+def _reason_in(notes: list[str], key: str) -> str:
+    """Return why `resolve` makes no use of a key."""
+    said = next((note for note in notes if note.startswith(f"{key}: ")), "")
+    for words in (" is not used; ", " has no effect: "):
+        if words in said:
+            return said.partition(words)[2]
+    return ""

@@ -1,0 +1,134 @@
+"""What the documents and their projects call things, and what that is here.
+
+Enters: nothing. Leaves: tables from a name to a key of `tree.py`, to an option of a recipe, or to the reason why
+it has no place. Costs nothing.
+
+Names count in sections of training and loading only: `validation.batch_size` is another thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stoker.config.resolve import AUGMENT, GPU, LAZY, QUESTIONS, RAM, TRAIN
+from stoker.config.rewrite import find_key
+from stoker.config.tree import Config
+
+_PARTS = (
+    "training train trainer data dataset dataloader data_loader loader gpu_optimization optimizer optim "
+    "common general gpu hardware system performance amp memory model loss checkpoint checkpoints paths"
+)
+SECTIONS = frozenset(_PARTS.split())
+"""Sections whose names are looked up below; so are names at the top level."""
+
+_SYNONYMS = {
+    f"{TRAIN}.batch_size": "train_batch_size",
+    f"{TRAIN}.num_workers": "workers n_workers dataloader_workers",
+    f"{TRAIN}.epochs": "num_epochs n_epochs max_epochs",
+    f"{TRAIN}.lr": "base_lr initial_lr",
+    f"{TRAIN}.gradient_accumulation_steps": "accumulation_steps gradient_accumulation grad_accum_steps "
+    "grad_accumulation_steps accumulate_grad_batches",
+    f"{TRAIN}.clip_norm": "grad_clip gradient_clip gradient_clip_val gradient_clip_norm grad_clip_norm "
+    "clip_grad_norm max_grad_norm",
+    f"{TRAIN}.use_amp": "amp mixed_precision use_mixed_precision",
+    f"{TRAIN}.seed": "random_seed random_state",
+    f"{TRAIN}.compile": "torch_compile use_compile compile_model",
+    f"{TRAIN}.tensorboard": "use_tensorboard",
+    f"{TRAIN}.activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing "
+    "use_checkpointing",
+    f"{TRAIN}.init_gain": "xavier_gain gain",
+    f"{TRAIN}.output_bound": "output_clip output_clamp output_clipping clip_outputs",
+    f"{TRAIN}.use_gpu_augmentation": "gpu_augmentation_enabled gpu_augmentation",
+    f"{GPU}.chunk_size_gb": "chunk_gb",
+    f"{LAZY}.enabled": "memory_efficient_mode memory_efficient",
+    f"{LAZY}.lazy_cache_dir": "cache_dir",
+    f"{LAZY}.use_lazy_loading": "lazy_loading lazy",
+    f"{RAM}.max_training_samples": "max_samples max_train_samples",
+    f"{RAM}.empty_cache_frequency": "empty_cache_every_n_batches empty_cache_steps",
+    "recipe.store": "hdf5_path h5_path hdf5_file data_path",
+    "run.dir": "run_dir output_dir save_dir checkpoint_dir",
+}
+
+_NOTHING = Config()
+_TOO_GENERAL = frozenset({"name", "dir", "store", "options", "enabled"})
+
+
+def _find_names() -> dict[str, str]:
+    """Return every name that means one key: those of the tree, then synonyms."""
+    homes = {
+        key.rpartition(".")[2]: home_of(question)
+        for question, ranks in QUESTIONS.items()
+        for names in ranks
+        for key in names.split("|")
+    }
+    found = {name: home for name, home in homes.items() if name not in _TOO_GENERAL}
+    found |= {word: key for key, words in _SYNONYMS.items() for word in words.split()}
+    return found
+
+
+def home_of(question: str) -> str:
+    """Return the one key where a migrated file answers a question."""
+    return find_key(_NOTHING, question)
+
+
+NAMES: Mapping[str, str] = _find_names()
+"""A name in one of `SECTIONS`, and its key."""
+
+AUGMENT_NAMES: Mapping[str, str] = {
+    "flip_prob": f"{AUGMENT}.horizontal_flip_prob",
+    "hflip_prob": f"{AUGMENT}.horizontal_flip_prob",
+    "horizontal_flip": f"{AUGMENT}.horizontal_flip_prob",
+    "rotation": f"{AUGMENT}.rotation_degrees",
+    "degrees": f"{AUGMENT}.rotation_degrees",
+}
+"""A name in the section `gpu_augmentation`, and its key."""
+
+_HEADS, _LAYERS, _PATCH = (
+    "heads num_heads n_heads",
+    "layers num_layers n_layers e_layers",
+    "patch patch_len",
+)
+RECIPE_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    recipe: {
+        word: words.split()[0] for words in options for word in words.split()
+    }
+    for recipe, options in {
+        "forex": ("d_model", _HEADS, _LAYERS, "dropout", "weight_decay", "timeframes", "stateful", "order"),
+        "massspec": ("width", "num_blocks", "bottleneck", "dropout", "max_mz", "mass_power", "ratios"),
+        "massspec-teacher": ("width", "num_blocks", "dropout", "max_mz", "num_layers", "drop_edge"),
+        "segmentation": ("ce_weight", "dice_weight", "dropout", "weight_decay", "warmup_epochs", "num_classes"),
+        "tabular": ("d_model", _HEADS, _LAYERS, _PATCH, "stride", "dropout", "weight_decay", "channels"),
+    }.items()
+}  # fmt: skip
+"""Per recipe, a name in one of `SECTIONS`, and the option it is."""
+
+MODELS: Mapping[str, str] = {
+    "microsegformer": "segmentation",
+    "segformer": "segmentation",
+    "unifiedpatchtst": "tabular",
+    "patchtst": "tabular",
+}
+"""A model of the documents, and the recipe that trains its like."""
+
+_REASONS = {
+    "the order belongs to the recipe (forex: recipe.options.order); the others shuffle": "shuffle",
+    "the device is typed: stoker train --device cuda:0": "device gpu_id cuda",
+    "raw files are packed once: stoker pack massspec --msp FILE --mol-dir DIR STORE": "msp_file msp_path "
+    "mol_files_dir mol_dir mol_files",
+    "splits are made when packing (--split), or by recipe.options.ratios": "train_ratio val_ratio "
+    "test_ratio train_split val_split test_split",
+    "functional groups are always packed": "use_functional_groups",
+    "the recipe brings its own optimizer and schedule": "optimizer scheduler",
+    "the recipe brings its own model": "model",
+    "windows are chosen when packing: stoker pack bars --windows": "sequence_length context_window "
+    "input_sequence_length",
+    "the horizon is chosen when packing: stoker pack bars --horizon": "target_length horizon",
+    "the log is written beside the checkpoints, in run.dir": "log_dir logs_dir",
+    "one list here: recipe.options.loss_weights, for direction, scalp, swing and trend": "loss_weights",
+    "copies to the device never wait": "non_blocking",
+    "a chunk's size is told in GiB: gpu_optimization.chunk_size_gb": "samples_per_chunk chunk_ranges",
+}
+REASONS: Mapping[str, str] = {
+    word: reason for reason, words in _REASONS.items() for word in words.split()
+}
+"""A name, or a section, and why it has no place in a config."""

@@ -1,0 +1,54 @@
+"""File and line: where in the user's code something happens.
+
+Enters: frames and functions. Leaves: "file:line" of the user's own code. Costs about a µs per frame.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+_PROBE = str(Path(__file__).resolve().parent)
+_LIBRARY = str(Path(os.__file__).parent) + os.sep
+_FOREIGN: dict[str, bool] = {}
+
+
+def is_foreign(filename: str) -> bool:
+    """Return whether a file is a library's or the probe's, not the user's."""
+    known = _FOREIGN.get(filename)
+    if known is None:
+        known = _FOREIGN[filename] = (
+            filename.startswith((_PROBE, "<frozen"))
+            or f"{os.sep}site-packages{os.sep}" in filename
+            or f"{os.sep}dist-packages{os.sep}" in filename
+            or filename.startswith(_LIBRARY)
+        )
+    return known
+
+
+def place_of(frame: Any) -> str:
+    """Return file:line of the nearest frame of the user's own code; of the frame itself if there is none."""
+    own = frame
+    while own is not None and is_foreign(own.f_code.co_filename):
+        own = own.f_back
+    own = own or frame
+    return f"{own.f_code.co_filename}:{own.f_lineno}"
+
+
+def places_of(frame: Any) -> tuple[str, ...]:
+    """Return file:line of the nearest frames of the user's own code, innermost first, four at most."""
+    places: list[str] = []
+    while frame is not None and len(places) < 4:
+        if not is_foreign(frame.f_code.co_filename):
+            places.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        frame = frame.f_back
+    return tuple(places)
+
+
+def place_of_function(function: Any) -> str | None:
+    """Return file:line of a function's definition, or None for what is not Python."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None:
+        code = getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004
+    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -1,0 +1,262 @@
+"""Findings about the run: housekeeping in the loop, precision, memory, bad values, uneven ranks.
+
+Enters: a `Case`. Leaves: a finding or None. Costs nothing; pure.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved, worthwhile
+from stoker.doctor.findings import Finding, Gain
+from stoker.doctor.gains import gain, gain_of_steps
+from stoker.units import KIB, MIB, format_bytes, format_count
+
+_DRIVER_ALLOC_SECONDS = 150e-6
+_RETRY_SECONDS = 20e-3
+_UNEVEN = 1.15
+
+
+def empty_cache_each_step(case: Case) -> Finding | None:
+    """The allocator's cache is thrown away in every step."""
+    calls = [call for call in case.measured.allocator.empty_cache if call.calls_per_step >= 0.5]
+    if case.pace is None or not calls:
+        return None
+    seconds = sum(call.seconds_per_step for call in calls)
+    allocs = (case.measured.allocator.device_allocs_per_step or 0.0) * _DRIVER_ALLOC_SECONDS
+    return case.finding(
+        "empty-cache-each-step",
+        "empty_cache() is called in every step",
+        [
+            *call_lines(calls),
+            f"the driver is asked for memory {case.measured.allocator.device_allocs_per_step:.0f} times per step"
+            if case.measured.allocator.device_allocs_per_step
+            else None,
+            None if case.on_gpu else "without a GPU the call does nothing; on one it would cost",
+        ],
+        "Remove the call: the cache is what makes allocations free, and it is emptied by itself when memory "
+        "runs out.",
+        gain(
+            case.pace,
+            case.pace.saving(seconds + allocs),
+            case.pace.saving(0.7 * seconds),
+            case.pace.saving(seconds + 3 * allocs),
+        ),
+        where=calls[0].where,
+        script="# remove torch.cuda.empty_cache()",
+        config={"data.memory_efficient_mode.ram_32gb_mode.empty_cache_frequency": 0},
+    )
+    # On a CPU the pattern itself is the finding: the script is written for a GPU.
+
+
+def gc_each_step(case: Case) -> Finding | None:
+    """Garbage is collected by hand in every step."""
+    return _housekeeping(
+        case,
+        "gc.collect",
+        "gc-each-step",
+        "garbage is collected by hand in every step",
+        "Remove gc.collect() from the loop: tensors are freed by reference counts, and the collector runs by "
+        "itself.",
+        "# remove gc.collect()",
+        {},
+    )
+
+
+def saves_too_often(case: Case) -> Finding | None:
+    """Checkpoints take a notable part of the time."""
+    return _housekeeping(
+        case,
+        "torch.save",
+        "saves-too-often",
+        "saving checkpoints takes a notable part of the time",
+        "Save once per epoch or every few minutes instead.",
+        "if step % 1000 == 0:\n    torch.save(...)",
+        {"training.checkpoint_every_steps": 0},
+    )
+
+
+def _housekeeping(
+    case: Case,
+    call: str,
+    name: str,
+    title: str,
+    remedy: str,
+    script: str,
+    config: dict[str, object],
+) -> Finding | None:
+    calls = [one for one in case.measured.host_calls if one.call == call]
+    if case.pace is None or not calls:
+        return None
+    seconds = sum(one.seconds_per_step for one in calls)
+    evidence = [
+        f"{milliseconds(seconds)} of a step on average ({case.share_of_step(seconds):.0%})",
+        *call_lines(calls),
+    ]
+    gained = saved(case.pace, seconds, low=0.7)
+    return worthwhile(
+        case.finding(
+            name,
+            title,
+            evidence,
+            remedy,
+            gained,
+            where=calls[0].where,
+            script=script,
+            config=config,
+        )
+    )
+
+
+def double_precision(case: Case) -> Finding | None:
+    """The step computes in float64."""
+    operators, pace = case.measured.operators, case.pace
+    if operators is None or pace is None or not operators.double_seconds:
+        return None
+    double = min(operators.double_seconds, pace.compute)
+    products = operators.matmul_seconds
+    listed = ", ".join(f"{dtype} {milliseconds(s)}" for dtype, s in products.items() if s > 0)
+    floor = replace(pace, device_busy=0.0)
+    return worthwhile(
+        case.finding(
+            "double-precision",
+            "the step computes in float64",
+            [
+                f"{milliseconds(double)} of a step is spent on float64 ({double / pace.compute:.0%} of the computing)",
+                f"matrix products by type: {listed}" if listed else None,
+            ],
+            "Make the data and the model float32: numpy arrays are float64 unless told otherwise.",
+            gain(
+                floor,
+                floor.saving(double * 0.5),
+                floor.saving(double * 0.3),
+                floor.saving(double * 0.65),
+            ),
+            where=case.measured.loader.dataset_where if case.measured.loader else None,
+            script="values = torch.from_numpy(array).float()",
+            config={"training.precision": "auto"},
+        )
+    )
+
+
+def allocator_retries(case: Case) -> Finding | None:
+    """The device's memory is so full that the allocator flushes its cache to find room."""
+    retries = case.measured.allocator.retries_per_step
+    if case.pace is None or not retries or retries < 0.01:
+        return None
+    seconds = retries * _RETRY_SECONDS
+    return case.finding(
+        "allocator-retries",
+        "the GPU's memory is too full",
+        [
+            f"the allocator had to flush its cache {retries:.2g} times per step to find room",
+            f"allocated at the end: {format_bytes(case.measured.memory.device_bytes)}",
+        ],
+        "Make the batch a little smaller, or accumulate gradients over two: each flush waits for the device "
+        "and asks the driver for everything anew.",
+        saved(case.pace, seconds, low=0.2, likely=0.8),
+        config={"training.gradient_accumulation_steps": 2},
+    )
+
+
+def memory_creep(case: Case) -> Finding | None:
+    """Memory grows from step to step."""
+    memory, machine = case.measured.memory, case.measured.machine
+    evidence = []
+    for what, grown, held, free in (
+        ("GPU", memory.device_bytes_per_step, memory.device_bytes, machine.device_free_bytes),
+        ("host", memory.host_bytes_per_step, memory.host_bytes, machine.ram_free_bytes),
+    ):
+        if grown and grown > 0:
+            left = f"; the free {format_bytes(free)} last {free / grown:,.0f} steps" if free else ""
+            evidence.append(
+                f"{what} memory grows by {grown / KIB:,.0f} KiB per step"
+                if grown < MIB
+                else f"{what} memory grows by {grown / MIB:,.1f} MiB per step"
+            )
+            evidence[-1] += f" and holds {format_bytes(held)} now{left}"
+    if not evidence:
+        return None
+    finding = case.finding(
+        "memory-creep",
+        "memory grows from step to step",
+        evidence,
+        "Do not keep tensors that hang on a graph: append loss.item() or loss.detach(), not loss, and empty "
+        "lists between epochs.",
+        Gain(),
+        script="losses.append(loss.detach())",
+    )
+    return replace(finding, ends_the_run=True)
+
+
+def bad_values(case: Case) -> Finding | None:
+    """Data or losses are not finite."""
+    found = [bad for bad in case.measured.bad_values if bad.count]
+    if not found:
+        return None
+    finding = case.finding(
+        "bad-values",
+        "values that are not finite",
+        [
+            f"{bad.what}: NaN or infinity in {format_count(bad.count)} of {format_count(bad.looks, 'look')}"
+            + (f", {bad.where}" if bad.where else "")
+            for bad in found
+        ],
+        "Find and repair them before training: `stoker inspect` names the columns and rows, `stoker pack "
+        "--repair` mends them.",
+        Gain(),
+        where=found[0].where,
+        script="assert torch.isfinite(batch).all()",
+        config={"training.nonfinite": "stop"},
+    )
+    return replace(finding, ends_the_run=True)
+
+
+def imbalanced_ranks(case: Case) -> Finding | None:
+    """One process of a data-parallel job is slower, and all others wait for it."""
+    ranks, pace = case.measured.ranks, case.pace
+    if len(ranks) < 2 or pace is None:
+        return None
+    own = [rank.own_seconds for rank in ranks]
+    slowest = max(ranks, key=lambda rank: rank.own_seconds)
+    others = statistics.median(rank.own_seconds for rank in ranks if rank is not slowest)
+    if others <= 0 or slowest.own_seconds / others < _UNEVEN:
+        return None
+    even = statistics.fmean(own)
+    step = statistics.median(rank.step_seconds for rank in ranks)
+    shared = max(0.0, step - slowest.own_seconds)
+    return worthwhile(
+        case.finding(
+            "imbalanced-ranks",
+            f"all ranks wait for rank {slowest.rank}",
+            [
+                (
+                    f"rank {slowest.rank} needs {milliseconds(slowest.own_seconds)} per step, the others "
+                    f"{milliseconds(others)}; a step takes {milliseconds(step)}"
+                ),
+                *(
+                    f"rank {rank.rank}: {milliseconds(rank.own_seconds)} of its own, "
+                    f"{milliseconds(max(0.0, rank.step_seconds - rank.own_seconds))} waiting for the others"
+                    for rank in ranks[:8]
+                ),
+            ],
+            "Give every rank the same amount of work: shards of equal length, samples of similar size, the "
+            "same disk.",
+            gain_of_steps(
+                step, (even + slowest.own_seconds) / 2 + shared, even + shared, others + shared
+            ),
+        )
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    empty_cache_each_step,
+    gc_each_step,
+    saves_too_often,
+    double_precision,
+    allocator_retries,
+    memory_creep,
+    bad_values,
+    imbalanced_ranks,
+)

@@ -1,0 +1,200 @@
+"""Findings about who loads: no workers, too few, restarted ones, and the way from them to the step.
+
+Enters: a `Case`. Leaves: a finding or None. Costs nothing; pure.
+"""
+
+from __future__ import annotations
+
+from stoker.doctor.cases import Case, Rule, milliseconds, worthwhile
+from stoker.doctor.findings import Finding, Gain
+from stoker.doctor.gains import Pace, gain_of_steps, hand_over_seconds, suggested_workers
+from stoker.doctor.loader_words import (
+    at,
+    blocked_share,
+    busiest_line,
+    busy_cores,
+    cpu_words,
+    work_line,
+)
+from stoker.doctor.measurements import LoaderFacts
+from stoker.units import format_bytes, format_count
+
+_SLOW_HAND_OVER = 0.3
+"""Share of a step spent waiting, with workers that are fast enough, from which the way is the cause."""
+
+
+def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gain]:
+    """Return a number of workers and what it brings, within what the cores can do."""
+    blocked = blocked_share(loader)
+    workers = suggested_workers(pace.load, pace.compute, case.cores, blocked)
+    busy = busy_cores(loader)
+    step = pace.step
+    # However the work is spread, the cores cannot do more of it than they can.
+    bound = step * busy / case.cores if busy is not None else 0.0
+    compute = pace.compute + hand_over_seconds(loader)
+    # Processes never overlap perfectly; of what the present ones lose, more of them lose some.
+    efficiency = (1 + min(1.0, pace.lanes / loader.workers)) / 2 if loader.workers else 0.95
+    likely = max(pace.load / (workers * efficiency), compute, bound)
+    hopeful = max(pace.load / workers, pace.compute, bound * 0.9)
+    return workers, gain_of_steps(step, likely * 1.25, likely, hopeful)
+
+
+def _worker_patch(case: Case, loader: LoaderFacts, workers: int) -> dict[str, object]:
+    arguments: dict[str, object] = {"num_workers": workers, "persistent_workers": True}
+    if case.on_gpu:
+        arguments["pin_memory"] = True
+    written = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    return {
+        "loader_arguments": arguments,
+        "where": loader.where,
+        "script": f"DataLoader(..., {written})",
+    }
+
+
+def no_workers(case: Case) -> Finding | None:
+    """The training process loads its own data while cores stand idle."""
+    if case.feeding is None:
+        return None
+    loader, pace = case.feeding
+    if (
+        loader.kind != "torch"
+        or loader.workers > 0
+        or (case.cores < 2 and blocked_share(loader) < 0.5)
+    ):
+        return None
+    workers, gained = _more_workers(case, loader, pace)
+    return worthwhile(
+        case.finding(
+            "no-workers",
+            "the training process loads its own data",
+            [
+                case.wait_line(),
+                f"the DataLoader{at(loader.where)} has num_workers=0, and {case.cores} cores may be used",
+                work_line(loader),
+                busiest_line(loader),
+            ],
+            f"Set num_workers={workers} in the DataLoader, so that the next batches are made while this one "
+            "trains.",
+            gained,
+            **_worker_patch(case, loader, workers),
+        )
+    )
+
+
+def starved_by_loader(case: Case) -> Finding | None:
+    """The loader is slower than the step, and there is room for more of it."""
+    if case.feeding is None:
+        return _slow_hand_over(case)
+    loader, pace = case.feeding
+    if loader.kind == "stoker":
+        return _starved_stoker(case, loader, pace)
+    if loader.workers == 0:
+        return None
+    workers, gained = _more_workers(case, loader, pace)
+    if workers <= loader.workers:
+        return None
+    return worthwhile(
+        case.finding(
+            "starved-by-loader",
+            "too few workers for the step",
+            [
+                case.wait_line(),
+                (
+                    f"the DataLoader{at(loader.where)} has num_workers={loader.workers}, "
+                    f"{case.cores} cores may be used{cpu_words(loader)}"
+                ),
+                work_line(loader),
+                busiest_line(loader),
+            ],
+            f"Raise num_workers from {loader.workers} to {workers}.",
+            gained,
+            **_worker_patch(case, loader, workers),
+        )
+    )
+
+
+def _slow_hand_over(case: Case) -> Finding | None:
+    """Workers are fast enough, and yet the step waits: for batches on their way."""
+    loader, pace, wait = case.measured.loader, case.pace, case.measured.wait_seconds
+    if loader is None or pace is None or wait is None or loader.workers == 0:
+        return None
+    if case.share_of_step(wait.median) < _SLOW_HAND_OVER:
+        return None
+    step = pace.compute + wait.median
+    return worthwhile(
+        case.finding(
+            "starved-by-loader",
+            "batches take long from the workers to the step",
+            [
+                case.wait_line(),
+                work_line(loader),
+                f"a batch holds {format_bytes(loader.batch_bytes)}" if loader.batch_bytes else None,
+            ],
+            "Hand over less: keep values compact until they are on the device, or load whole batches in the "
+            "training process from memory (stoker's Loader does both).",
+            gain_of_steps(step, step, step - wait.median / 2, pace.compute),
+            where=loader.where,
+        )
+    )
+
+
+def _starved_stoker(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
+    """A stoker job that waits: its data should live nearer to the device."""
+    tier = loader.tier or "streamed"
+    if tier == "resident":
+        remedy = "Give the plan fewer fields to send, or a larger batch: the data is on the device already."
+        config: dict[str, object] = {}
+    else:
+        remedy = (
+            "Let the plan keep the data on the device: turn the chunk loader on and leave it the room it "
+            "asks for (`stoker plan` says how much)."
+        )
+        config = {"gpu_optimization.use_chunk_loader": True, "gpu_optimization.chunk_size_gb": None}
+    half = max(pace.compute, pace.load / 2)
+    return worthwhile(
+        case.finding(
+            "starved-by-loader",
+            "the step waits for the loader",
+            [case.wait_line(), f"the plan's tier is {tier}", work_line(loader)],
+            remedy,
+            gain_of_steps(pace.step, (pace.step + half) / 2, half, pace.compute),
+            config=config,
+        )
+    )
+
+
+def workers_restarted(case: Case) -> Finding | None:
+    """Workers are started again for every epoch, and epochs are short."""
+    loader, pace = case.measured.loader, case.pace
+    if loader is None or pace is None or loader.persistent_workers or loader.workers == 0:
+        return None
+    start, length = loader.epoch_start_seconds, loader.steps_per_epoch
+    mean = case.measured.mean_step_seconds
+    if loader.epoch_starts < 2 or not start or not length or not mean:
+        return None
+    lost = start / max(1.0, length / loader.batches_per_step)
+    # The measured mean already holds the restarts that fell into the measured time.
+    return worthwhile(
+        case.finding(
+            "workers-restarted",
+            "workers are started again for every epoch",
+            [
+                (
+                    f"{format_count(loader.epoch_starts, 'epoch')} began while measuring, each "
+                    f"{milliseconds(start)} late: {format_count(loader.workers, 'worker')} started and filled again"
+                ),
+                (
+                    f"an epoch has {format_count(length, 'batch').replace('batchs', 'batches')} of "
+                    f"{milliseconds(pace.step)}"
+                ),
+            ],
+            "Set persistent_workers=True in the DataLoader, so that workers outlive an epoch.",
+            gain_of_steps(mean, mean - 0.6 * lost, mean - 0.9 * lost, mean - lost),
+            loader_arguments={"persistent_workers": True},
+            where=loader.where,
+            script="DataLoader(..., persistent_workers=True)",
+        )
+    )
+
+
+RULES: tuple[Rule, ...] = (no_workers, starved_by_loader, workers_restarted)

@@ -1,0 +1,339 @@
+"""From a transcript to measurements.
+
+Enters: the processes of a script. Leaves: `Measurements` of the one that trains, with what its workers and
+the other ranks saw. Costs nothing; pure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from stoker.doctor.measurements import (
+    AllocatorFacts,
+    BadValues,
+    HostCall,
+    HostSync,
+    KernelFacts,
+    MachineFacts,
+    Measurements,
+    MemoryFacts,
+    OperatorFacts,
+    PageableCopy,
+    RankFacts,
+    Spread,
+    TimelineSpan,
+)
+from stoker.doctor.probe.recorder import WARM_UP, Row
+from stoker.doctor.transcript import (
+    Process,
+    main_process,
+    own_seconds,
+    own_wait,
+    rhythm_of,
+    running,
+    usual_rows,
+)
+from stoker.doctor.transcript_loading import facts_of, loading_processes, read_hdf5, read_loader
+from stoker.units import MIB
+
+_CREEP_BLOCKS = 6
+_CREEP_BYTES = {"host_bytes": 8 * MIB, "device_bytes": 1 * MIB}
+
+
+def measure(
+    processes: Sequence[Process], subject: str, machine: MachineFacts, notes: Iterable[str] = ()
+) -> Measurements:
+    """Return what the processes of one script saw."""
+    main = main_process(processes)
+    said = list(notes)
+    if main is None:
+        said.append(
+            "no Python process of the script trained with torch, or it ended before its first step"
+        )
+        return Measurements(subject, machine=machine, notes=tuple(said))
+    state = main.state
+    rows, loader_number = usual_rows(main)
+    said += _notes(main, processes, rows)
+    per_step = 1.0 / max(1, state["num_steps"])
+    facts = facts_of(main, loader_number)
+    rhythm = rhythm_of(rows, facts["workers"] if facts else 0)
+    step = rhythm.spread(own_seconds)
+    wait = rhythm.spread(own_wait) if facts else None
+    # Fetches are too many to ask the kernel at each: they queue as the rest of the step's work does.
+    on_core = statistics.median(map(running, rows)) if rows else 1.0
+    usual_sync = _usual_sync(state, rows, per_step * on_core)
+    sites = [(site, site.pop("family")) for site in map(dict, state["sites"])]
+    seconds = sum(map(own_seconds, rows))
+    samples = sum(row.samples for row in rows)
+    return Measurements(
+        subject,
+        machine=_machine(machine, state),
+        steps=len(rows),
+        seconds=seconds,
+        samples_per_step=samples / len(rows) if rows and samples else None,
+        step_seconds=step,
+        wait_seconds=wait,
+        compute_seconds=Spread.of(own_seconds(row) - own_wait(row) for row in rows),
+        backward_seconds=Spread.of(row.backward for row in rows if row.backward),
+        optimizer_seconds=Spread.of(row.optimizer for row in rows if row.optimizer),
+        loader=read_loader(main, processes, rows, loader_number),
+        syncs=tuple(
+            HostSync(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * usual_sync)
+            for s in _costliest(sites, "sync")
+        ),
+        copies=tuple(
+            PageableCopy(
+                s["where"],
+                s["bytes"] * per_step,
+                s["seconds"] * per_step * on_core,
+                s["calls"] * per_step,
+            )
+            for s in _costliest(sites, "copy")
+        ),
+        kernels=_kernels(state["profile"], step),
+        operators=_operators(state["profile"]),
+        allocator=_allocator(state, sites, per_step),
+        memory=_memory(main.rows),
+        host_calls=_calls(sites, "host", per_step),
+        hdf5=read_hdf5(main, processes, loader_number),
+        ranks=_ranks(processes),
+        bad_values=tuple(
+            BadValues(what, where, count, looks)
+            for what, (count, looks, where) in state["bad"].items()
+            if count
+        ),
+        captured=True if state["kind"] == "replay" else None,
+        timeline=_timeline(main, processes, loader_number),
+        notes=tuple(said),
+    )
+
+
+def _notes(main: Process, processes: Sequence[Process], rows: Sequence[Row]) -> list[str]:
+    state = main.state
+    notes = list(state["notes"])
+    if state["kind"] == "batch":
+        notes.append("no optimizer step and no backward pass was seen: a step is one batch")
+    elif state["kind"] == "backward":
+        notes.append("no optimizer step was seen: a step is one backward pass")
+    if len(rows) < 10:
+        notes.append(f"only {len(rows)} steps were measured: every figure is rough")
+    queued = sum(row.delay for row in rows) / max(1e-9, sum(row.seconds for row in rows))
+    if queued > 0.2:
+        notes.append(
+            f"other work on this machine took the cores: {queued:.0%} of a step was spent queueing for one "
+            "and is left out of the figures"
+        )
+    if not state["loaders"]:
+        notes.append("no DataLoader was used: waiting for data was not measured")
+    if "skipped" in state["profile"]:
+        notes.append(f"operators and kernels were not measured: {state['profile']['skipped']}")
+    if state["stands"]:
+        notes.append(f"at the end the script had been standing at {state['stands']} for a while")
+    others = [
+        one
+        for one in processes
+        if one is not main and one.rank is None and one.rows and one.state["role"] != "worker"
+    ]
+    if others:
+        notes.append(
+            f"{len(others)} other processes of the script trained too; this is the longest"
+        )
+    return notes
+
+
+def _machine(machine: MachineFacts, state: Mapping[str, Any]) -> MachineFacts:
+    torch = state["torch"]
+    return replace(
+        machine,
+        device="cuda" if torch.get("cuda") else "cpu",
+        device_name=torch.get("cuda") or machine.device_name,
+        torch=torch.get("version"),
+        device_free_bytes=torch.get("free_bytes"),
+    )
+
+
+# -- the step --------------------------------------------------------------------------------------
+
+
+def _costliest(sites: Sequence[tuple[dict[str, Any], str]], family: str) -> list[dict[str, Any]]:
+    """Return the sites of one family by line, the costliest first."""
+    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    for site, kind in sites:
+        if kind == family:
+            known = merged.setdefault(
+                (site["where"], site["call"]), {**site, "calls": 0, "seconds": 0.0, "bytes": 0}
+            )
+            for name in ("calls", "seconds", "bytes"):
+                known[name] += site[name]
+    return sorted(merged.values(), key=lambda site: -site["seconds"])[:20]
+
+
+def _usual_sync(state: Mapping[str, Any], rows: Sequence[Row], otherwise: float) -> float:
+    """Return what turns seconds of all syncs into those of a usual step: a few slow steps tell nothing."""
+    whole = sum(site["seconds"] for site in state["sites"] if site["family"] == "sync")
+    usual = statistics.median(row.sync * running(row) for row in rows) if rows else 0.0
+    return usual / whole if usual > 0 and whole > 0 else otherwise
+
+
+def _calls(
+    sites: Sequence[tuple[dict[str, Any], str]], family: str, per_step: float
+) -> tuple[HostCall, ...]:
+    return tuple(
+        HostCall(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * per_step)
+        for s in _costliest(sites, family)
+    )
+
+
+def _allocator(
+    state: Mapping[str, Any],
+    sites: Sequence[tuple[dict[str, Any], str]],
+    per_step: float,
+) -> AllocatorFacts:
+    now, first = state["torch"], state["first_torch"]
+
+    def per_step_of(name: str) -> float | None:
+        if name not in now:
+            return None
+        grown = float(now[name] - first.get(name, 0))
+        return grown / max(1, int(state["num_steps"]) - WARM_UP)
+
+    return AllocatorFacts(
+        per_step_of("retries"),
+        per_step_of("device_allocs"),
+        _calls(sites, "empty", per_step),
+    )
+
+
+def _kernels(profile: Mapping[str, Any], step: Spread | None) -> KernelFacts | None:
+    if not profile.get("kernels") or step is None or step.median <= 0:
+        return None
+    # The profiler slows the host down, not the kernels: their time is held against a usual step.
+    busy = profile["busy_seconds"] / profile["steps"]
+    return KernelFacts(
+        per_step=profile["kernels"] / profile["steps"],
+        mean_seconds=profile["kernel_seconds"] / profile["kernels"],
+        busy_share=min(1.0, busy / step.median),
+    )
+
+
+def _operators(profile: Mapping[str, Any]) -> OperatorFacts | None:
+    if not profile.get("operators"):
+        return None
+    double = profile["double_seconds"]
+    if "double_kernel_seconds" in profile:
+        double = profile["double_kernel_seconds"] / profile["steps"]
+    return OperatorFacts(
+        per_step=profile["operators"],
+        work_seconds=profile["work_seconds"] + profile["update_seconds"],
+        weight_seconds=profile["update_seconds"],
+        double_seconds=double,
+        matmul_seconds=profile["matmul_seconds"],
+    )
+
+
+def _memory(rows: Sequence[Row]) -> MemoryFacts:
+    def last(name: str) -> int | None:
+        return next(
+            (value for row in reversed(rows) if (value := getattr(row, name)) is not None), None
+        )
+
+    return MemoryFacts(
+        device_bytes_per_step=creep(rows, "device_bytes"),
+        host_bytes_per_step=creep(rows, "host_bytes"),
+        device_bytes=last("device_bytes"),
+        host_bytes=last("host_bytes"),
+    )
+
+
+def creep(rows: Sequence[Row], name: str) -> float | None:
+    """Return bytes per step by which memory keeps growing; 0 when it settles, None when unknown.
+
+    The first quarter is left out; the rest must grow from each of six blocks to the next, since an
+    allocator that settles grows once, and one that breathes goes up and down.
+    """
+    points = [
+        (at, value) for at, row in enumerate(rows) if (value := getattr(row, name)) is not None
+    ]
+    points = points[len(points) // 4 :]
+    if len(points) < 2 * _CREEP_BLOCKS:
+        return None
+    size = len(points) // _CREEP_BLOCKS
+    blocks = [points[i * size : (i + 1) * size] for i in range(_CREEP_BLOCKS)]
+    middles = [statistics.median(value for _, value in block) for block in blocks]
+    grown = middles[-1] - middles[0]
+    rises = [after - before for before, after in itertools.pairwise(middles)]
+    if grown < _CREEP_BYTES[name] or min(rises) < 0.08 * grown:
+        return 0.0
+    steps = statistics.median(at for at, _ in blocks[-1]) - statistics.median(
+        at for at, _ in blocks[0]
+    )
+    return float(grown / max(1.0, steps))
+
+
+def _ranks(processes: Sequence[Process]) -> tuple[RankFacts, ...]:
+    """Return every rank's own share of a step.
+
+    What a rank spends in `backward` and in collectives is its own work plus its wait for the others; the
+    rank that waits least shows how much of it is work.
+    """
+    found: dict[int, tuple[float, float]] = {}
+    for one in processes:
+        if one.rank is None or one.state["role"] == "worker":
+            continue
+        rows, _ = usual_rows(one)
+        if rows:
+            shared = statistics.median(row.backward + row.collective for row in rows)
+            found[one.rank] = (statistics.median(map(own_seconds, rows)), shared)
+    if len(found) < 2:
+        return ()
+    least = min(shared for _, shared in found.values())
+    return tuple(
+        RankFacts(rank, step, max(0.0, step - shared + least))
+        for rank, (step, shared) in sorted(found.items())
+    )
+
+
+# -- drawing ---------------------------------------------------------------------------------------
+
+
+def _timeline(
+    main: Process, processes: Sequence[Process], number: int | None
+) -> tuple[TimelineSpan, ...]:
+    """Return the spans of a few steps, with what the workers did meanwhile."""
+    raw = [tuple(span) for span in main.state["spans"]]
+    drawn = sorted({step for step, *_ in raw if step < len(main.rows)})
+    if not drawn:
+        return ()
+    zero = main.rows[drawn[0]].start
+    spans = []
+    for count, step in enumerate(drawn):
+        row = main.rows[step]
+        spans.append(TimelineSpan(count, "main", "step", row.start - zero, row.seconds))
+        inside = sorted((began, ended, kind) for at, kind, began, ended in raw if at == step)
+        data = [ended for began, ended, kind in inside if kind == "wait"]
+        back = [began for began, ended, kind in inside if kind == "backward"]
+        if data and back and back[0] > data[0]:
+            inside.append((data[0], back[0], "forward"))
+        spans += [
+            TimelineSpan(
+                count, "main", kind, max(began, row.start) - zero, ended - max(began, row.start)
+            )
+            for began, ended, kind in inside
+            if ended > row.start
+        ]
+    end = main.rows[drawn[-1]].start + main.rows[drawn[-1]].seconds
+    facts = facts_of(main, number)
+    for one in loading_processes(main, processes, number, facts["workers"]) if facts else ():
+        if facts and facts["workers"]:
+            spans += [
+                TimelineSpan(
+                    0, f"worker {one.state['worker_id']}", "load", f.start - zero, f.seconds
+                )
+                for f in one.fetches
+                if f.start + f.seconds > zero and f.start < end
+            ]
+    return tuple(spans)

@@ -1,0 +1,174 @@
+"""A trained recipe for other programs: an ONNX graph, or its weights alone.
+
+Enters: a model from a checkpoint, and a file name whose ending says what is wanted. Leaves: the file, and
+what a user should know about it. Costs: seconds to a minute for a graph, nothing to speak of for weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import stoker
+from stoker.errors import InputError
+from stoker.recipes.export_graph import Deployed, Sizes, deploy
+from stoker.recipes.inference import Trained, find_training_store
+from stoker.recipes.weights_file import SUFFIX, write_weights
+from stoker.store.reader import open_store
+
+ONNX_SUFFIX = ".onnx"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        path: The file.
+        recipe: Its recipe.
+        size_bytes: Of the file.
+        inputs: Per input name, type, shape and meaning; empty for weights.
+        outputs: Names; empty for weights.
+        opset: Version of ONNX's operators; None for weights.
+        difference: How far onnxruntime is from torch, as a share of the largest output; None where it
+            was not compared.
+        notes: What a user should know.
+    """
+
+    path: Path
+    recipe: str
+    size_bytes: int
+    inputs: Mapping[str, Mapping[str, Any]]
+    outputs: tuple[str, ...]
+    opset: int | None
+    difference: float | None
+    notes: tuple[str, ...]
+
+
+def export_trained(
+    trained: Trained,
+    out: str | Path,
+    sizes: Sizes | None = None,
+    *,
+    opset: int | None = None,
+    repairs: bool = True,
+) -> Exported:
+    """Write a trained model for other programs.
+
+    Args:
+        trained: From `load_trained`, of float weights.
+        out: Ends with `.onnx` (a graph) or `.safetensors` (weights, which `load_trained` takes).
+        sizes: Sizes that shall be fixed; free where nothing is given.
+        opset: Version of ONNX's operators; None is torch's own.
+        repairs: Put the repairs of the training store into the graph.
+
+    Raises:
+        InputError: Another ending, int8 weights, or sizes that do not fit the recipe.
+        MissingExtraError: The packages for this file are not installed.
+        StoreError: The place cannot be written.
+    """
+    path = Path(out)
+    if path.suffix not in (ONNX_SUFFIX, SUFFIX):
+        raise InputError(
+            f"{path} ends with {path.suffix!r}." if path.suffix else f"{path} has no ending.",
+            f"{ONNX_SUFFIX} for a graph, {SUFFIX} for weights",
+            str(path.with_suffix(ONNX_SUFFIX)),
+        )
+    if "int8" in trained.loaded.identity:
+        raise InputError(
+            f"{trained.loaded.saved.path} holds int8 weights, in a form of torch's own.",
+            "a checkpoint of float weights",
+            "export the checkpoint that it was made from; onnxruntime.quantization.quantize_dynamic "
+            "makes int8 of an ONNX file",
+        )
+    if path.suffix == SUFFIX:
+        return _export_weights(trained, path)
+    return _export_graph(trained, path, sizes or Sizes(), opset, repairs)
+
+
+def _export_weights(trained: Trained, path: Path) -> Exported:
+    write_weights(trained.loaded, path)
+    note = "no optimizer inside: a run is resumed from its checkpoint"
+    size = path.stat().st_size
+    return Exported(path, trained.chosen.recipe.name, size, {}, (), None, None, (note,))
+
+
+def _export_graph(
+    trained: Trained, path: Path, sizes: Sizes, opset: int | None, repairs: bool
+) -> Exported:
+    from stoker.recipes.export_onnx import write_onnx
+
+    graph = deploy(trained, sizes, repairs=repairs)
+    written = write_onnx(graph, path, _describe(trained, graph), opset)
+    return Exported(
+        path,
+        trained.chosen.recipe.name,
+        path.stat().st_size,
+        _describe_inputs(graph),
+        graph.outputs,
+        written.opset,
+        written.difference,
+        tuple(_notes(trained, graph)),
+    )
+
+
+def _describe(trained: Trained, graph: Deployed) -> dict[str, str]:
+    """Return the metadata of a graph: all that its user must know, as texts."""
+    saved, facts = trained.loaded.saved, trained.facts
+    made = {
+        field: [entry["repair"] for entry in facts["repairs"][field]] for field in graph.repaired
+    }
+    return {
+        "stoker.version": stoker.__version__,
+        "stoker.recipe": trained.chosen.recipe.name,
+        "stoker.options": json.dumps(trained.chosen.plain),
+        "stoker.blueprint": json.dumps(facts),
+        "stoker.inputs": json.dumps(_describe_inputs(graph)),
+        "stoker.repairs": json.dumps(made),
+        "stoker.windows": json.dumps(_find_windows(trained)),
+        "stoker.checkpoint": json.dumps(
+            {"step": saved.step, "epoch": saved.epoch, "metrics": dict(saved.metrics)}
+        ),
+    }
+
+
+def _find_windows(trained: Trained) -> dict[str, int]:
+    """Return the lengths of windows in the store that was trained on, as far as it is still there."""
+    found = find_training_store(trained.loaded.saved.path)
+    if found is None or trained.chosen.recipe.name != "forex":
+        return {}
+    with open_store(found) as store:
+        known = {name: store.fields.get(name) for name in trained.facts["inputs"]}
+    return {name: info.window for name, info in known.items() if info and info.window}
+
+
+def _describe_inputs(graph: Deployed) -> dict[str, dict[str, Any]]:
+    return {
+        port.name: {
+            "field": port.key,
+            "dtype": str(port.dtype).removeprefix("torch."),
+            "shape": list(port.shape),
+            "about": port.about,
+        }
+        for port in graph.ports
+    }
+
+
+def _notes(trained: Trained, graph: Deployed) -> list[str]:
+    notes = []
+    for field, entries in trained.facts["repairs"].items():
+        named = ", ".join(entry["repair"] for entry in entries)
+        where = (
+            "inside the graph: give raw values" if field in graph.repaired else "not inside: give"
+        )
+        where += "" if field in graph.repaired else " values that are repaired already"
+        notes.append(f"repairs of {field} ({named}) are {where}")
+    windows = ", ".join(f"{name}={bars}" for name, bars in _find_windows(trained).items())
+    if windows:
+        notes.append(f"trained on windows of {windows} bars; the graph takes any length")
+    if trained.facts.get("carried"):
+        notes.append("trained with a carried state; in the graph each window begins without one")
+    return notes

@@ -1,0 +1,138 @@
+"""A trained recipe's weights as a safetensors file: numbers and text, nothing that runs.
+
+Enters: a model from a checkpoint; later the file. Leaves: a `.safetensors` file with the identity of the
+run as JSON in its metadata (recipe, options, blueprint and the rest); later what `load_trained` needs,
+bit for bit. Costs one write or read of the weights, and one hash of them.
+
+The optimizer is left out: a run is resumed from its checkpoint, not from this. The format has no
+checksum, so the metadata holds one over names, types, shapes, bytes and the other metadata.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+import stoker
+from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
+from stoker.store.writer import fsync
+from stoker.train.checkpoint import Loaded
+from stoker.train.checkpoint_file import Saved, unwritable
+
+SUFFIX = ".safetensors"
+_MARK = "stoker_version"
+_DIGEST = "digest"
+_SAVED = ("number", "step", "epoch", "metrics")
+
+
+def write_weights(loaded: Loaded, out: str | Path) -> None:
+    """Write the weights of a checkpoint; replaces an older file of this name when it is whole.
+
+    Args:
+        loaded: Of float weights.
+        out: The file.
+
+    Raises:
+        MissingExtraError: The package safetensors is not installed.
+        StoreError: The place cannot be written.
+    """
+    save = _package().torch.save_file
+    # Each with bytes of its own: weights of an LSTM share one block, which the format refuses.
+    weights = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in loaded.state["model"].items()
+    }
+    about = {name: json.dumps(value) for name, value in loaded.identity.items()}
+    saved = {name: getattr(loaded.saved, name) for name in _SAVED}
+    about |= {
+        "format": "pt",
+        _MARK: stoker.__version__,
+        "checkpoint": json.dumps({**saved, "saved_at": round(time.time(), 3)}),
+    }
+    about[_DIGEST] = _digest(weights, about)
+    path = Path(out)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(weights, temporary, about)
+        fsync(temporary)
+        temporary.replace(path)
+        fsync(path.parent)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def read_weights(path: str | Path) -> Loaded:
+    """Read and verify what `write_weights` wrote.
+
+    Raises:
+        InputError: Another program wrote the file.
+        CorruptError: Bytes are missing or changed.
+        StoreError: There is no such file.
+    """
+    package, path = _package(), Path(path)
+    if not path.is_file():
+        raise StoreError(
+            f"cannot read the weights {path}: no such file.",
+            "an existing file",
+            f"ls -l {path.parent}",
+        )
+    try:
+        with package.safe_open(path, framework="pt") as file:
+            about = dict(file.metadata() or {})
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except package.SafetensorError as error:
+        raise _corrupt(path, str(error)) from error
+    if _MARK not in about:
+        raise InputError(
+            f"{path} was not written by stoker: its metadata names no recipe.",
+            "weights of `stoker export`",
+            "stoker export runs/NAME/best.pt OUT.safetensors",
+        )
+    if about.pop(_DIGEST, None) != _digest(weights, about):
+        raise _corrupt(path, "its bytes do not match their digest")
+    known = json.loads(about.pop("checkpoint"))
+    for name in ("format", _MARK):
+        about.pop(name, None)
+    identity = {name: json.loads(value) for name, value in about.items()}
+    saved = Saved(path=path, size_bytes=path.stat().st_size, **known)
+    return Loaded(saved, {"model": weights}, identity)
+
+
+def _package() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise MissingExtraError.for_package(
+            "safetensors", "safetensors", "a .safetensors file"
+        ) from error
+    return safetensors
+
+
+def _corrupt(path: Path, what: str) -> CorruptError:
+    return CorruptError(
+        f"{path} is not as it was written: {what}.",
+        "the bytes as they were saved",
+        f"stoker export CKPT {path}",
+    )
+
+
+def _digest(weights: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> str:
+    digest = xxhash.xxh3_128(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(weights):
+        value = weights[name]
+        digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
+        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return str(digest.hexdigest())

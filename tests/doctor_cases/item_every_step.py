@@ -1,0 +1,20 @@
+"""Accuracy is counted sample by sample with .item(). Remedy: on tensors, read once in a while."""
+
+import torch
+from loop import DEVICE, arguments, small_model, train
+from torch.utils.data import DataLoader, TensorDataset
+
+if __name__ == "__main__":
+    chosen = arguments()
+    data = TensorDataset(torch.randn(4096, 64), torch.randn(4096))
+    total = torch.zeros((), device=DEVICE)
+    right = []
+
+    def count(loss, output):
+        if chosen.remedied:
+            total.add_((output.detach() > 0).sum())
+            return
+        for row in range(len(output)):
+            right.append(output[row, 0].item() > 0)
+
+    train(DataLoader(data, batch_size=512), small_model(64, 0.010), chosen.steps, after_step=count)

@@ -1,0 +1,440 @@
+"""The doctor's verdicts: pure functions over measurements that are made by hand here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.config.tree import key_schemas
+from stoker.doctor.findings import Finding, Gain, Patch
+from stoker.doctor.gains import Pace, gain, is_starved, pace_of, suggested_workers
+from stoker.doctor.measurements import (
+    Ablation,
+    AllocatorFacts,
+    BadValues,
+    Hdf5Facts,
+    HostCall,
+    HostSync,
+    KernelFacts,
+    LoaderFacts,
+    LoaderWork,
+    MachineFacts,
+    Measurements,
+    MemoryFacts,
+    OperatorFacts,
+    PageableCopy,
+    RankFacts,
+    Spread,
+    TimelineSpan,
+)
+from stoker.doctor.rules import FINDING_NAMES, diagnose
+from stoker.errors import CorruptError, StoreError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def at(seconds: float) -> Spread:
+    return Spread(seconds, seconds * 0.98, seconds * 1.02, 50)
+
+
+def job(step=0.010, wait=0.0, *, load=None, workers=1, work=None, **more) -> Measurements:
+    """Return measurements of a script whose steps take `step` seconds, `wait` of them for data."""
+    load = load if load is not None else (wait if workers == 0 else 0.001)
+    loader = LoaderFacts(
+        workers=workers,
+        batch_size=64,
+        work=work or LoaderWork(other=load),
+        alone_seconds=at(load),
+        blocked_share=more.pop("blocked", 0.0),
+        worker_cpu_shares=more.pop("busy", (0.9,) * workers),
+        main_cpu_share=more.pop("main", 0.2),
+        persistent_workers=True,
+        batch_bytes=1000,
+        where="train.py:20",
+        dataset_where="train.py:5",
+        busiest_line="train.py:7",
+        busiest_share=0.9,
+        **more.pop("loader", {}),
+    )
+    plain = {
+        "machine": MachineFacts(cores=8),
+        "steps": 100,
+        "seconds": 100 * step,
+        "samples_per_step": 64.0,
+        "step_seconds": at(step),
+        "wait_seconds": at(wait),
+        "compute_seconds": at(step - wait),
+        "loader": loader,
+        "operators": OperatorFacts(50, step / 2),
+    }
+    return Measurements("python train.py", **{**plain, **more})
+
+
+GPU = MachineFacts(cores=8, device="cuda", device_name="GPU")
+ROWS = Hdf5Facts("f.h5:/rows", (1000, 512), None, None, 1e6, 1e6, 0.028, 64, "train.py:9")
+
+
+SICK = {
+    "no-workers": job(0.030, 0.020, workers=0),
+    "starved-by-loader": job(0.030, 0.025, load=0.030, busy=(0.95,)),
+    "decode-bound": job(
+        0.030,
+        0.025,
+        load=0.240,
+        workers=8,
+        work=LoaderWork(decode=0.2, other=0.03),
+        busy=(0.95,) * 8,
+    ),
+    "disk-bound": job(0.030, 0.025, load=0.060, workers=2, blocked=0.9),
+    "augment-on-cpu": job(0.030, 0.025, load=0.030, work=LoaderWork(transform=0.028, read=0.002)),
+    "python-collate": job(
+        0.030,
+        0.025,
+        load=0.030,
+        work=LoaderWork(collate=0.028, read=0.002),
+        loader={"collate_where": "train.py:30"},
+    ),
+    "hdf5-compressed": job(
+        0.030,
+        0.025,
+        load=0.030,
+        work=LoaderWork(read=0.029),
+        hdf5=(replace(ROWS, compression="gzip", chunks=(1, 512)),),
+    ),
+    "hdf5-chunks": job(
+        0.030,
+        0.025,
+        load=0.030,
+        work=LoaderWork(read=0.029),
+        hdf5=(replace(ROWS, chunks=(500, 16), bytes_touched_per_batch=4e7),),
+    ),
+    "workers-restarted": replace(
+        job(0.010, 0.0005, load=0.001, workers=2),
+        seconds=1.6,
+        loader=LoaderFacts(
+            workers=2,
+            persistent_workers=False,
+            epoch_starts=10,
+            epoch_start_seconds=0.060,
+            steps_per_epoch=10,
+            alone_seconds=at(0.001),
+            where="train.py:20",
+        ),
+    ),
+    "pageable-copies": job(
+        machine=GPU,
+        kernels=KernelFacts(50, 60e-6, 0.3),
+        copies=(PageableCopy("train.py:40", 20e6, 0.004),),
+    ),
+    "sync-every-step": job(
+        machine=GPU,
+        kernels=KernelFacts(80, 50e-6, 0.4),
+        syncs=(
+            HostSync("train.py:44", "item", 1.0, 0.004),
+            HostSync("train.py:50", "cpu", 0.1, 0.001),
+        ),
+    ),
+    "launch-bound": job(machine=GPU, kernels=KernelFacts(400, 5e-6, 0.2)),
+    "batch-too-small": job(
+        0.002,
+        0.0001,
+        workers=0,
+        samples_per_step=4.0,
+        operators=OperatorFacts(130, 0.0001, 0.00002),
+    ),
+    "empty-cache-each-step": job(
+        machine=GPU,
+        allocator=AllocatorFacts(0.0, 12.0, (HostCall("train.py:60", "empty_cache", 1.0, 0.002),)),
+    ),
+    "gc-each-step": job(host_calls=(HostCall("train.py:61", "gc.collect", 1.0, 0.004),)),
+    "saves-too-often": job(host_calls=(HostCall("train.py:62", "torch.save", 0.1, 0.003),)),
+    "double-precision": job(operators=OperatorFacts(50, 0.009, 0.001, 0.008, {"float64": 0.007})),
+    "allocator-retries": job(machine=GPU, allocator=AllocatorFacts(0.5, 40.0)),
+    "memory-creep": job(memory=MemoryFacts(host_bytes_per_step=2e6, host_bytes=10**9)),
+    "bad-values": job(bad_values=(BadValues("batch", "train.py:5", 2, 12),)),
+    "imbalanced-ranks": job(
+        0.020, ranks=(RankFacts(0, 0.020, 0.008), RankFacts(1, 0.020, 0.020)), samples_per_step=8.0
+    ),
+}
+
+
+def test_there_is_a_sick_job_for_every_finding():
+    assert set(SICK) == set(FINDING_NAMES)
+    assert len(FINDING_NAMES) == len(set(FINDING_NAMES)) >= 12
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_each_finding_is_found_first(name):
+    found = diagnose(SICK[name])
+    assert found
+    assert found[0].name == name
+    top = found[0]
+    assert top.evidence
+    assert all("None" not in line and "nan" not in line for line in top.evidence)
+    assert top.remedy.count(".") <= 3
+    assert top.remedy.endswith(".")
+    assert 1 <= top.gain.low <= top.gain.likely <= top.gain.high < 100
+    assert top.ends_the_run or name == "empty-cache-each-step" or top.gain.likely > 1.05
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        job(),
+        job(wait=0.0008),
+        job(wait=0.0005, workers=0),
+        job(0.002, 0.0001, samples_per_step=2048.0),
+        job(machine=GPU, kernels=KernelFacts(300, 30e-6, 0.95)),
+        job(machine=GPU, kernels=KernelFacts(1, 9e-3, 0.97), captured=True),
+        job(machine=GPU, syncs=(HostSync("a:1", "item", 0.02, 0.0001),)),
+        job(host_calls=(HostCall("a:1", "torch.save", 0.001, 0.0001),)),
+        job(ranks=(RankFacts(0, 0.010, 0.0095), RankFacts(1, 0.010, 0.0099))),
+        job(memory=MemoryFacts(device_bytes_per_step=0.0, host_bytes_per_step=0.0)),
+        Measurements("python nothing.py"),
+    ],
+    ids=str,
+)
+def test_a_healthy_job_gets_no_advice(healthy):
+    assert diagnose(healthy) == []
+
+
+def test_what_ends_the_run_comes_first_and_then_the_larger_gain():
+    sick = job(
+        0.040,
+        0.030,
+        workers=0,
+        bad_values=(BadValues("batch", None, 1, 1),),
+        host_calls=(HostCall("a:1", "gc.collect", 1.0, 0.004),),
+    )
+    names = [finding.name for finding in diagnose(sick)]
+    assert names[0] == "bad-values"
+    gains = [finding.gain.likely for finding in diagnose(sick)[1:]]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_a_named_cause_replaces_the_generic_one():
+    names = [finding.name for finding in diagnose(SICK["disk-bound"])]
+    assert "starved-by-loader" not in names
+
+
+def test_workers_that_are_fast_enough_are_not_blamed():
+    # Loading takes a tenth of the step: whatever the step waits for, it is not the decoding.
+    waiting = job(0.010, 0.002, load=0.001, work=LoaderWork(decode=0.001))
+    assert diagnose(waiting) == []
+    slow_way = job(0.010, 0.006, load=0.001, work=LoaderWork(decode=0.001))
+    (finding,) = diagnose(slow_way)
+    assert finding.name == "starved-by-loader"
+    assert "way" in finding.title or "from the workers" in finding.title
+
+
+def test_workers_that_queue_for_cores_explain_the_waiting():
+    crowded = job(
+        0.040, 0.030, load=0.012, work=LoaderWork(decode=0.012), loader={"queued_share": 0.6}
+    )
+    assert is_starved(crowded)
+
+
+def test_a_larger_batch_that_was_measured_beats_a_guess():
+    tried = Ablation(
+        step_seconds=at(0.010), larger_batches=((128, 0.011), (256, 0.013), (512, 0.026))
+    )
+    (finding,) = diagnose(job(ablation=tried, samples_per_step=64.0))
+    assert finding.name == "batch-too-small"
+    assert finding.patch.config == {"training.batch_size": 256}
+    assert finding.gain.likely == pytest.approx((256 / 0.013) / (64 / 0.010), rel=0.01)
+    flat = Ablation(step_seconds=at(0.010), larger_batches=((128, 0.0199), (256, 0.0398)))
+    assert diagnose(job(ablation=flat)) == []
+
+
+def test_a_captured_step_that_was_measured_beats_a_guess():
+    alone = Ablation(step_seconds=at(0.010), captured_step_seconds=at(0.004))
+    found = diagnose(job(machine=GPU, kernels=KernelFacts(400, 5e-6, 0.2), ablation=alone))
+    finding = next(one for one in found if one.name == "launch-bound")
+    assert finding.gain.likely == pytest.approx(2.5, rel=0.05)
+
+
+def test_a_stoker_job_that_starves_gets_config_keys():
+    waiting = replace(
+        job(0.030, 0.020),
+        kind="job",
+        loader=LoaderFacts(kind="stoker", tier="streamed", alone_seconds=at(0.028)),
+        ablation=Ablation(step_seconds=at(0.010), loader_seconds=at(0.028)),
+    )
+    (finding,) = diagnose(waiting)
+    assert finding.name == "starved-by-loader"
+    assert finding.patch.config["gpu_optimization.use_chunk_loader"] is True
+    assert not finding.patch.loader_arguments
+
+
+def test_every_config_key_that_is_suggested_exists():
+    for name, sick in SICK.items():
+        for finding in diagnose(sick):
+            assert set(finding.patch.config) <= set(key_schemas()), name
+
+
+def test_predictions_are_also_in_samples_per_second():
+    finding = diagnose(SICK["no-workers"])[0]
+    now = SICK["no-workers"].samples_per_second
+    assert now == pytest.approx(64 / 0.030)
+    low, likely, high = finding.predicted_samples_per_second
+    assert (low, likely, high) == pytest.approx(
+        [now * g for g in dataclasses.astuple(finding.gain)]
+    )
+    assert replace(finding, samples_per_second=None).predicted_samples_per_second is None
+
+
+# -- arithmetic ------------------------------------------------------------------------------------
+
+
+def test_without_workers_times_add_with_workers_the_slower_one_counts():
+    assert Pace(0.02, 0.01, lanes=0).step == pytest.approx(0.03)
+    assert Pace(0.02, 0.01, lanes=1).step == pytest.approx(0.02)
+    assert Pace(0.02, 0.01, lanes=4).step == pytest.approx(0.01)
+    assert Pace(0.02, 0.01, lanes=4, hand_over=0.002).step == pytest.approx(0.012)
+    assert Pace(0.0, 0.01, device_busy=0.008).saving(0.009).step == pytest.approx(0.008)
+
+
+@pytest.mark.parametrize("name", ["starved-by-loader", "decode-bound", "disk-bound", "no-workers"])
+def test_the_pace_gives_the_step_that_was_measured(name):
+    assert pace_of(SICK[name]).step == pytest.approx(SICK[name].step_seconds.median, rel=0.01)
+
+
+seconds = st.floats(1e-5, 10.0)
+
+
+@given(seconds, seconds, st.integers(1, 128), st.floats(0, 1))
+def test_workers_that_are_suggested_can_be_had(load, compute, cores, blocked):
+    workers = suggested_workers(load, compute, cores, blocked)
+    assert 1 <= workers <= max(64, cores)
+    assert workers <= math.ceil(load / compute) or workers == 1
+
+
+@given(seconds, seconds, st.floats(0, 16), seconds, seconds)
+def test_a_gain_is_never_below_one_and_always_in_order(load, compute, lanes, likely, other):
+    now = Pace(load, compute, lanes)
+    found = gain(now, now.loading(likely), now.loading(other))
+    assert 1 <= found.low <= found.likely <= found.high or found.low >= 1
+
+
+numbers = st.one_of(st.none(), st.floats(0, 1e3))
+spreads = st.one_of(st.none(), seconds.map(at))
+
+
+@given(
+    step=spreads,
+    wait=spreads,
+    workers=st.integers(0, 64),
+    parts=st.lists(numbers, min_size=6, max_size=6),
+    blocked=st.one_of(st.none(), st.floats(0, 1)),
+    alone=spreads,
+    cuda=st.booleans(),
+    kernels=st.one_of(
+        st.none(), st.builds(KernelFacts, st.floats(1, 1e4), st.floats(1e-6, 1), st.floats(0, 1))
+    ),
+    samples=st.one_of(st.none(), st.floats(1, 1e5)),
+    calls=st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 10)), max_size=3),
+    steps=st.integers(0, 1000),
+)
+def test_no_measurement_breaks_a_rule(
+    step, wait, workers, parts, blocked, alone, cuda, kernels, samples, calls, steps
+):
+    measured = Measurements(
+        "x",
+        machine=MachineFacts(cores=None, device="cuda" if cuda else "cpu"),
+        steps=steps,
+        seconds=steps * (step.median if step else 0.0),
+        samples_per_step=samples,
+        step_seconds=step,
+        wait_seconds=wait,
+        compute_seconds=step,
+        loader=LoaderFacts(
+            workers=workers,
+            work=LoaderWork(*parts),
+            blocked_share=blocked,
+            alone_seconds=alone,
+            epoch_starts=3,
+            epoch_start_seconds=0.1,
+            steps_per_epoch=10,
+        ),
+        syncs=tuple(HostSync("a:1", "item", *one) for one in calls),
+        host_calls=tuple(HostCall("a:1", "gc.collect", *one) for one in calls),
+        copies=tuple(PageableCopy("a:1", 1e6 * n, s) for n, s in calls),
+        kernels=kernels,
+        operators=OperatorFacts(100, 0.001, 0.0001, 0.0005),
+        hdf5=(replace(ROWS, chunks=(7, 7), bytes_touched_per_batch=1e9),),
+    )
+    for finding in diagnose(measured):
+        assert finding.name in FINDING_NAMES
+        assert all(math.isfinite(one) and one >= 1 for one in dataclasses.astuple(finding.gain))
+        assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding
+    assert Measurements.from_json(json.loads(json.dumps(measured.to_json()))) == measured
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50))
+def test_a_spread_is_in_order_and_within_the_values(values):
+    found = Spread.of(values)
+    slack = 1e-6
+    assert min(values) - slack <= found.low <= found.median + slack
+    assert found.median <= found.high + slack <= max(values) + 2 * slack
+    assert found.count == len(values)
+
+
+def test_a_spread_of_nothing_is_unknown():
+    assert Spread.of([]) is None
+    assert Spread.of([math.nan, math.inf]) is None
+    assert Spread.of([1.0, math.nan]).count == 1
+
+
+def test_everything_survives_a_file(tmp_path):
+    full = replace(
+        job(
+            machine=GPU,
+            hdf5=(ROWS,),
+            ranks=(RankFacts(0, 1.0, 0.5),),
+            bad_values=(BadValues("batch", None, 0, 3),),
+            timeline=(TimelineSpan(0, "main", "wait", 0.0, 0.1),),
+            ablation=Ablation(larger_batches=((128, 0.5),)),
+            allocator=AllocatorFacts(0.0, 1.0, (HostCall("a:1", "empty_cache", 1.0, 0.1),)),
+        ),
+        notes=("a",),
+    )
+    full.write(tmp_path / "measured.json")
+    assert Measurements.read(tmp_path / "measured.json") == full
+
+
+def test_a_file_that_is_something_else_is_refused(tmp_path):
+    with pytest.raises(StoreError, match="cannot read"):
+        Measurements.read(tmp_path / "none.json")
+    (tmp_path / "torn.json").write_text('{"subject": ')
+    with pytest.raises(CorruptError, match="not JSON"):
+        Measurements.read(tmp_path / "torn.json")
+    with pytest.raises(CorruptError, match="not measurements"):
+        Measurements.from_json({"subject": "x", "colour": "red"})
+
+
+def test_a_finding_knows_its_docs():
+    finding = Finding("no-workers", "t", ("e",), "r.", Gain(), patch=Patch(config={"a": 1}))
+    assert finding.docs == "docs/doctor.md#no-workers"
+    assert Finding.from_json(finding.to_json()) == finding
+
+
+# -- docs ------------------------------------------------------------------------------------------
+
+
+def test_the_docs_have_an_anchor_for_every_finding():
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    anchors = re.findall(r"^### (\S+)$", page, re.MULTILINE)
+    assert sorted(anchors) == sorted(FINDING_NAMES)
+    # The table of symptoms leads to each of them.
+    assert set(re.findall(r"\]\(#([a-z0-9-]+)\)", page)) >= set(FINDING_NAMES)
