@@ -62,7 +62,6 @@ def test_it_is_installed_in_the_home_folder_only(tmp_path):
         ("stoker mig", ["migrate-config"]),
         ("stoker export --op", ["--opset"]),
         ("stoker pack se", ["segmentation"]),
-        ("stoker config ch", ["check"]),
     ],
 )
 def test_bash_gets_the_words_that_fit(words, wanted):

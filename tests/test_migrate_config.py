@@ -70,7 +70,7 @@ def check(text):
     return made
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(configs)
 def test_any_mix_of_known_keys_comes_to_the_same_settings(flat):
     made = check(nested(flat))
@@ -82,7 +82,7 @@ def test_any_mix_of_known_keys_comes_to_the_same_settings(flat):
 
 @pytest.mark.parametrize("key", key_schemas())
 def test_every_known_key_alone_is_taken_over(key):
-    @settings(max_examples=5, deadline=None)
+    @settings(max_examples=3, deadline=None)
     @given(legal(key_schemas()[key]))
     def one(value):
         made = check(nested({key: value}))
@@ -356,7 +356,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(names | st.sampled_from(["data", "training", "recipe"]), trees, max_size=4))
 def test_any_file_becomes_a_sound_one(tree):
     made = migrate_config(yaml.safe_dump(tree))

@@ -306,7 +306,7 @@ def open_tensorboard(folder: str | Path) -> ScalarWriter:
         raise MissingExtraError(
             f"TensorBoard scalars need the package 'tensorboard': {error}.",
             "an environment with tensorboard, or the JSONL run log alone",
-            "pip install tensorboard, or set train.tensorboard to false",
+            "pip install tensorboard, or set training.tensorboard to false",
         ) from error
     writer: ScalarWriter = SummaryWriter(str(folder))
     return writer

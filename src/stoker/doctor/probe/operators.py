@@ -79,18 +79,13 @@ def install(torch: Any) -> None:
     recorder.get().on_step.append(_step)
     recorder.get().call_at = FIRST_STEP
     hooks.replace(torch.autograd.profiler.profile, "__init__", _giving_way)
-    # A fork has none of the profiler's threads: it must not try to stop it.
-    os.register_at_fork(after_in_child=_forget)
-
-
-def _forget() -> None:
-    global _profiler  # noqa: PLW0603
-    _profiler = None
+    # A fork has none of the profiler's threads, and would wait for them at its end.
+    os.register_at_fork(before=_stop_early)
 
 
 def _giving_way(original: Any) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        if _profiler is not None and not getattr(recorder.get(), "starting_profiler", False):
+        if _profiler is not None:
             with recorder.guarded("profiler"):
                 _stop(recorder.get(), keep=False)
         original(self, *args, **kwargs)
@@ -103,7 +98,7 @@ def _step(seen: Any) -> None:
         _marks.append(time.time_ns())
         if len(_marks) > _num_steps:
             _stop(seen, keep=True)
-    elif seen.num_steps == FIRST_STEP and not seen.profile:
+    elif seen.num_steps >= FIRST_STEP and not seen.profile:
         _start(seen)
 
 
@@ -121,22 +116,23 @@ def _start(seen: Any) -> None:
     if clocks.uses_cuda(torch):
         torch.cuda.synchronize()
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    seen.starting_profiler = True
-    try:
-        profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-        profiler.start()
-    finally:
-        seen.starting_profiler = False
-    _profiler = profiler
+    profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+    profiler.start()
+    _profiler = profiler  # from here on, another profiler that begins is the script's
     _marks[:] = [time.time_ns()]
     # A process that ends with its profiler running crashes in the libraries' last moments.
-    atexit.register(_stop_at_exit)
+    atexit.register(_stop_early)
 
 
-def _stop_at_exit() -> None:
+def _stop_early() -> None:
+    """Stop because the process ends or forks, with what there is; with nothing yet, try again later."""
     if _profiler is not None:
         with recorder.guarded("profiler"):
-            _stop(recorder.get(), keep=len(_marks) > 1)
+            seen = recorder.get()
+            _stop(seen, keep=len(_marks) > 1)
+            if len(_marks) <= 1:
+                seen.profile = {}
+                seen.call_at = seen.num_steps + FIRST_STEP
 
 
 def _stop(seen: Any, keep: bool) -> None:
@@ -149,8 +145,9 @@ def _stop(seen: Any, keep: bool) -> None:
         torch.cuda.synchronize()
     profiler.stop()
     if not keep:
-        seen.profile = {"skipped": "the script ended, or began a profiler of its own"}
+        seen.profile = {"skipped": "the script began a profiler of its own"}
         return
+    seen.profile["steps"] = max(1, len(_marks) - 1)
     with recorder.guarded("profile"):
         events = profiler.profiler.kineto_results.events()
         seen.profile.update(summarise(list(events)[:_MOST_EVENTS], list(_marks)))
