@@ -39,10 +39,10 @@ def missing(monkeypatch, *packages: str) -> None:
     """Make packages look as if they were not installed."""
     plain = peers.importlib.import_module
 
-    def no_module(name):
+    def no_module(name, package=None):  # somebody may keep it: modules import this function by name
         if name.split(".")[0] in packages:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
-        return plain(name)
+        return plain(name, package)
 
     monkeypatch.setattr(peers.importlib, "import_module", no_module)
 

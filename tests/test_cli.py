@@ -25,7 +25,7 @@ def stoker(*args: object, cwd: Path | None = None, **env: str) -> subprocess.Com
         text=True,
         cwd=cwd,
         env={**ENV, **env},
-        timeout=110,
+        timeout=500,
         check=False,
     )
 
@@ -206,6 +206,7 @@ def test_output_into_a_closed_pipe_is_no_error(arrays):
     assert complaint == ""
 
 
+@pytest.mark.timeout(600)
 def test_demo_prints_the_table_and_keeps_its_promise(tmp_path):
     done = stoker("demo", "--json", "--weeks", "4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

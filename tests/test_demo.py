@@ -12,6 +12,8 @@ from stoker.demo.training import TRAINED, train_both_ways
 from stoker.report import Silent
 from stoker.store.reader import open_store
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):

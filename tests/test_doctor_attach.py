@@ -199,12 +199,17 @@ def test_a_script_that_hangs_is_ended_and_the_place_is_named(tmp_path):
         """,
     )
     line = path.read_text().splitlines().index("    time.sleep(1000)") + 1
-    began = time.monotonic()
-    came = attached(path, seconds=7)
-    assert time.monotonic() - began < 25
-    assert came.stopped == "seconds"
+    # A crowded machine may need the longer time to import torch.
+    for seconds in (7, 25):
+        began = time.monotonic()
+        came = attached(path, seconds=seconds)
+        assert time.monotonic() - began < seconds + 15
+        assert came.stopped == "seconds"
+        if any(f"{path}:{line}" in note for note in came.measurements.notes):
+            break
+    else:
+        pytest.fail(f"the place is not named: {came.measurements.notes}")
     assert came.measurements.steps > 10
-    assert any(f"{path}:{line}" in note for note in came.measurements.notes)
 
 
 def test_what_was_seen_survives_a_kill(tmp_path):

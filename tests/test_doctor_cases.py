@@ -73,6 +73,16 @@ def test_the_top_finding_is_the_planted_one(tmp_path):
     assert len(wrong) <= 1, "\n".join(wrong)
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ON_GPU)
+def test_the_top_finding_is_the_planted_one_on_a_gpu(name):
+    measured = run_script([sys.executable, str(CASES / f"{name}.py")], steps=60).measurements
+    found = diagnose(measured)
+    assert found, measured
+    assert found[0].name == ON_GPU[name], describe(name, found, measured)
+
+
 WITHOUT_GAIN = {"empty-cache-each-step", "memory-creep", "bad-values"}
 """Remedies that bring no speed on a CPU: predicted 1, and that is what is measured."""
 

@@ -305,17 +305,6 @@ def test_senseless_arguments_are_refused(change, said):
         find_max_batch_size(Limited(4), **arguments)
 
 
-def test_on_a_cpu_a_size_far_beyond_the_memory_is_not_tried(monkeypatch):
-    model = Limited(10**9, features=1 << 14)
-    monkeypatch.setattr(
-        "stoker.tune.gauge.probe", lambda: replace(probe(), ram_available_bytes=80 << 20)
-    )
-    found = find_max_batch_size(model, (1 << 14,), "cpu", say=lambda _: None)
-    # 64 KiB a sample, and the margin is counted from all that the process holds.
-    assert max(model.sizes) < 2048
-    assert found < 1300
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_a_gpu_the_found_size_trains_and_a_much_larger_one_does_not(precision):

@@ -2,5 +2,5 @@
 
 Files: `measurements.py` what was measured, `findings.py` what a finding says, `gains.py` the arithmetic
 of "what if", `rules.py` and its `rules_*.py` the verdicts, all of them pure; `attach.py` runs somebody's
-script and reads back what the `probe/` folder, put on that script's path, has written.
+script with the `probe/` folder on its path, and the `transcript*.py` read back what that has written.
 """

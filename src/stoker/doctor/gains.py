@@ -132,17 +132,17 @@ def is_starved(measured: Measurements) -> bool:
 
 def gain(now: Pace, likely: Pace, low: Pace | None = None, high: Pace | None = None) -> Gain:
     """Return how many times faster `likely` is, between a cautious and a hopeful case; never below 1."""
-    factors = [
-        max(1.0, now.step / max(after.step, 1e-9))
-        for after in (low or likely, likely, high or likely)
-    ]
-    return Gain(*sorted(factors))
+    return gain_of_steps(now.step, (low or likely).step, likely.step, (high or likely).step)
 
 
 def gain_of_steps(now: float, low: float, likely: float, high: float) -> Gain:
     """Return the gain of steps that take `low` (cautious) to `high` (hopeful) seconds instead."""
-    factors = sorted(max(1.0, now / max(after, 1e-9)) for after in (low, likely, high))
-    return Gain(*factors)
+    least, expected, most = sorted(
+        max(1.0, now / max(after, 1e-9)) for after in (low, likely, high)
+    )
+    # Where the new step is bound by something else in all three cases, measuring is what is uncertain.
+    more = expected - 1
+    return Gain(min(least, 1 + 0.85 * more), expected, max(most, 1 + 1.15 * more))
 
 
 def suggested_workers(load: float, compute: float, cores: int, blocked_share: float) -> int:

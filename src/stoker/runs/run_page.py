@@ -56,12 +56,12 @@ def with_unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run.folder) for run in runs]
+    names = [page.shorten(name, 74) for name in names]  # before they are numbered: ends may be cut
     numbered = [
         f"{name} ({names[:place].count(name) + 1})" if names.count(name) > 1 else name
         for place, name in enumerate(names)
     ]
-    shown = [page.shorten(name, 80) for name in numbered]
-    return [replace(run, name=name) for run, name in zip(runs, shown, strict=True)]
+    return [replace(run, name=name) for run, name in zip(runs, numbered, strict=True)]
 
 
 def verdict(runs: Sequence[RunRecord]) -> str:

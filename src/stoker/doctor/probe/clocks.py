@@ -44,7 +44,8 @@ def uses_cuda(torch: Any) -> bool:
 
     Asking whether there is one would wake the driver, and a script that forks later could not use it.
     """
-    return torch is not None and hasattr(torch, "cuda") and bool(torch.cuda.is_initialized())
+    cuda: Any = getattr(torch, "cuda", None)
+    return bool(getattr(cuda, "_initialized", False)) and bool(cuda.is_initialized())
 
 
 _schedstats: dict[int, int] = {}

@@ -56,9 +56,9 @@ def install(torch: Any) -> None:
     )
     tensor = torch.Tensor
     for name, call in _SCALARS.items():
-        hooks.replace(tensor, name, partial(_fetching, call=call, on_cpu=True))
+        hooks.replace(tensor, name, partial(_reading, call=call))
     for name, call in _DEVICE_ONLY.items():
-        hooks.replace(tensor, name, partial(_fetching, call=call, on_cpu=False))
+        hooks.replace(tensor, name, partial(_fetching, call=call))
     for name in ("cpu", "to", "cuda"):
         hooks.replace(tensor, name, partial(_moving, name=name))
     for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
@@ -103,19 +103,40 @@ def _add(
         loading.add_span(seen, "copy", began, ended)
 
 
-def _fetching(original: Any, call: str, on_cpu: bool) -> Any:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _reading(original: Any, call: str) -> Any:
+    """Wrap a method that turns a tensor into a number or a list; an optimizer may call it per weight."""
+
+    def method(self: Any) -> Any:
         frame = sys._getframe(1)
-        if not self.is_cuda and (not on_cpu or _is_torchs_own(frame.f_code)):
-            return original(self, *args, **kwargs)
+        known = _KNOWN.get(id(frame.f_code))
+        if not self.is_cuda and (known[0] if known else _is_torchs_own(frame.f_code)):
+            return original(self)
         began = time.perf_counter()
-        value = original(self, *args, **kwargs)
+        value = original(self)
         ended = time.perf_counter()
         try:
             _add("sync", call, frame, began, ended)
             if call == "item" and type(value) is float:
                 _check(value)
         except Exception as error:  # noqa: BLE001  a context manager would cost more than the rest
+            recorder.note_failure(call, error)
+        return value
+
+    return method
+
+
+def _fetching(original: Any, call: str) -> Any:
+    """Wrap a method that waits on a GPU only."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_cuda:
+            return original(self, *args, **kwargs)
+        began = time.perf_counter()
+        value = original(self, *args, **kwargs)
+        ended = time.perf_counter()
+        try:
+            _add("sync", call, sys._getframe(1), began, ended)
+        except Exception as error:  # noqa: BLE001
             recorder.note_failure(call, error)
         return value
 

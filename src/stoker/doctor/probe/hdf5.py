@@ -129,10 +129,11 @@ def _chunk_ranges(selection: Any, shape: Any, chunks: Any) -> list[Any] | None:
             start, stop, step = word.indices(length)
             if stop <= start:
                 return None
+            met = range(start, stop, step)
             if step >= size:
-                ranges.append([place // size for place in range(start, stop, step)])
+                ranges.append(sorted({place // size for place in met}))
             else:
-                ranges.append(range(start // size, (stop - 1) // size + 1))
+                ranges.append(range(met[0] // size, met[-1] // size + 1))
         elif hasattr(word, "__index__"):
             ranges.append([(int(word) % length if length else 0) // size])
         else:

@@ -8,6 +8,7 @@ A profiler of the script's own has precedence: ours ends at once when one begins
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import math
 import os
@@ -72,6 +73,7 @@ _OPERATIONS_PER_SECOND, _BYTES_PER_SECOND = 3e10, 2e10
 _profiler: Any = None
 _marks: list[int] = []
 _num_steps = 0
+_was_used = False
 
 
 def install(torch: Any) -> None:
@@ -79,8 +81,20 @@ def install(torch: Any) -> None:
     recorder.get().on_step.append(_step)
     recorder.get().call_at = FIRST_STEP
     hooks.replace(torch.autograd.profiler.profile, "__init__", _giving_way)
-    # A fork has none of the profiler's threads, and would wait for them at its end.
-    os.register_at_fork(before=_stop_early)
+    os.register_at_fork(before=_stop_early, after_in_child=_leave_at_once)
+
+
+def _leave_at_once() -> None:
+    """Let a fork end without the profiler's destructor, which waits for a thread that no fork has.
+
+    torch's own fault, but it is the probe that used the profiler. `on_exit` runs the last one registered
+    first: C's streams are flushed, then the process is gone, with the status it meant to have.
+    """
+    if _was_used:
+        with recorder.guarded("fork"):
+            libc = ctypes.CDLL(None)
+            for function in (libc._exit, libc.fcloseall):
+                libc.on_exit(function, None)
 
 
 def _giving_way(original: Any) -> Any:
@@ -103,7 +117,7 @@ def _step(seen: Any) -> None:
 
 
 def _start(seen: Any) -> None:
-    global _profiler, _num_steps  # noqa: PLW0603
+    global _profiler, _num_steps, _was_used  # noqa: PLW0603
     torch: Any = sys.modules["torch"]
     if torch.autograd.profiler._is_profiler_enabled:
         seen.profile = {"skipped": "the script's own profiler was running"}
@@ -118,6 +132,7 @@ def _start(seen: Any) -> None:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     profiler = torch.profiler.profile(activities=activities, record_shapes=True)
     profiler.start()
+    _was_used = True
     _profiler = profiler  # from here on, another profiler that begins is the script's
     _marks[:] = [time.time_ns()]
     # A process that ends with its profiler running crashes in the libraries' last moments.

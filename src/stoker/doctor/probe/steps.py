@@ -37,9 +37,9 @@ def _before_update(*_: Any) -> None:
 
 def _after_update(optimizer: Any, *_: Any) -> None:
     now = time.perf_counter()
-    if clocks.uses_cuda(_torch) and _torch.cuda.is_current_stream_capturing():
-        return  # nothing runs now, and what runs later is a replay
-    with recorder.guarded("optimizer"):
+    try:
+        if clocks.uses_cuda(_torch) and _torch.cuda.is_current_stream_capturing():
+            return  # nothing runs now, and what runs later is a replay
         seen = recorder.get()
         # Lightning runs forward and backward inside the call: only what comes after them is the update.
         began = max(getattr(_began, "at", now), getattr(_began, "backward_end", 0.0))
@@ -51,6 +51,8 @@ def _after_update(optimizer: Any, *_: Any) -> None:
             seen.stepped.clear()
             seen.mark("optimizer", now)
         seen.stepped.add(id(optimizer))
+    except Exception as error:  # noqa: BLE001  cheaper than a context manager
+        recorder.note_failure("optimizer", error)
 
 
 def _timed_backward(original: Any) -> Any:
@@ -60,15 +62,21 @@ def _timed_backward(original: Any) -> Any:
             return original(*args, **kwargs)
         finally:
             now = _began.backward_end = time.perf_counter()
-            with recorder.guarded("backward"):
-                seen = recorder.get()
-                seen.backward += now - began
-                if seen.drawing:
-                    loading.add_span(seen, "backward", began, now)
-                if seen.kind != "optimizer":
-                    seen.mark("backward", now)
+            _note_backward(began, now)
 
     return backward
+
+
+def _note_backward(began: float, now: float) -> None:
+    try:
+        seen = recorder.get()
+        seen.backward += now - began
+        if seen.drawing:
+            loading.add_span(seen, "backward", began, now)
+        if seen.kind != "optimizer":
+            seen.mark("backward", now)
+    except Exception as error:  # noqa: BLE001
+        recorder.note_failure("backward", error)
 
 
 def _noting_replay(original: Any) -> Any:
