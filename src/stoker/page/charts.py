@@ -190,6 +190,8 @@ def round_ticks(low: float, high: float, most: int = 5) -> tuple[float, ...]:
     span = high - low
     if span <= 0:
         return (low, low + 1.0)
+    if span <= 1e-9 * abs(low):  # a float has no room for round numbers in between
+        return (low, high)
     # Beyond what has a power of ten as a float there are no round numbers to be had.
     size = 10.0 ** math.floor(math.log10(span / most)) if 1e-300 < span < 1e300 else 0.0
     if size == 0.0:
