@@ -242,6 +242,19 @@ def test_workers_that_queue_for_cores_explain_the_waiting():
     assert is_starved(crowded)
 
 
+def test_a_crowded_machine_promises_less():
+    def promised(queued):
+        sick = job(0.030, 0.025, load=0.030 * (1 - queued), busy=(0.9 * (1 - queued),), main=0.1)
+        sick = replace(sick, machine=MachineFacts(cores=2))
+        return diagnose(replace(sick, loader=replace(sick.loader, queued_share=queued)))[
+            0
+        ].gain.likely
+
+    quiet, busy = promised(0.0), promised(0.4)
+    assert quiet == pytest.approx(2, rel=0.1)
+    assert 1.1 < busy < 0.85 * quiet
+
+
 def test_a_larger_batch_that_was_measured_beats_a_guess():
     tried = Ablation(
         step_seconds=at(0.010), larger_batches=((128, 0.011), (256, 0.013), (512, 0.026))

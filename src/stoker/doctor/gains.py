@@ -86,7 +86,25 @@ def hand_over_seconds(loader: LoaderFacts | None) -> float:
     if loader is None or loader.kind != "torch":
         return 0.0
     copied = (loader.batch_bytes or 0) / _HAND_OVER_BYTES_PER_SECOND
-    return (_HAND_OVER_SECONDS + copied) * loader.batches_per_step
+    # On a crowded machine whoever is to hand over has to queue for a core first.
+    return (_HAND_OVER_SECONDS + copied) * loader.batches_per_step / running_share(loader)
+
+
+def running_share(loader: LoaderFacts) -> float:
+    """Return the share of its time on or queued for a core that a loading process had one; 0.25 at least."""
+    return max(0.25, 1 - (loader.queued_share or 0.0))
+
+
+def side_by_side(loader: LoaderFacts, workers: int, cores: int) -> float:
+    """Return how many cores' worth of work that many workers get beside whatever else the machine does.
+
+    Ready processes share the cores evenly, so a worker's queueing tells how many there are.
+    """
+    now = max(1, loader.workers)
+    others = (
+        max(0.0, cores / running_share(loader) - now) if (loader.queued_share or 0) > 0.05 else 0.0
+    )
+    return workers * min(1.0, cores / (workers + others))
 
 
 def _loading(measured: Measurements, step: float, wait: float) -> tuple[float, float]:

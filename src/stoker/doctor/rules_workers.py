@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from stoker.doctor.cases import Case, Rule, milliseconds, worthwhile
 from stoker.doctor.findings import Finding, Gain
-from stoker.doctor.gains import Pace, gain_of_steps, hand_over_seconds, suggested_workers
+from stoker.doctor.gains import (
+    Pace,
+    gain_of_steps,
+    hand_over_seconds,
+    running_share,
+    side_by_side,
+    suggested_workers,
+)
 from stoker.doctor.loader_words import (
     at,
     blocked_share,
@@ -33,8 +40,10 @@ def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gai
     bound = step * busy / case.cores if busy is not None else 0.0
     compute = pace.compute + hand_over_seconds(loader)
     # Processes never overlap perfectly; of what the present ones lose, more of them lose some.
-    efficiency = (1 + min(1.0, pace.lanes / loader.workers)) / 2 if loader.workers else 0.95
-    likely = max(pace.load / (workers * efficiency), compute, bound)
+    now = loader.workers * running_share(loader)
+    efficiency = (1 + min(1.0, pace.lanes / now)) / 2 if loader.workers else 0.95
+    lanes = side_by_side(loader, workers, case.cores) if blocked < 0.5 else float(workers)
+    likely = max(pace.load / (lanes * efficiency), compute, bound)
     hopeful = max(pace.load / workers, pace.compute, bound * 0.9)
     return workers, gain_of_steps(step, likely * 1.25, likely, hopeful)
 
