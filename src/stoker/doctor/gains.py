@@ -98,12 +98,11 @@ def running_share(loader: LoaderFacts) -> float:
 def side_by_side(loader: LoaderFacts, workers: int, cores: int) -> float:
     """Return how many cores' worth of work that many workers get beside whatever else the machine does.
 
-    Ready processes share the cores evenly, so a worker's queueing tells how many there are.
+    Ready processes share the cores evenly, so a worker's queueing tells how many there are; a little of it
+    happens on any machine and tells nothing.
     """
-    now = max(1, loader.workers)
-    others = (
-        max(0.0, cores / running_share(loader) - now) if (loader.queued_share or 0) > 0.05 else 0.0
-    )
+    crowded = min(1.0, max(0.0, ((loader.queued_share or 0.0) - 0.1) / 0.3))
+    others = crowded * max(0.0, cores / running_share(loader) - max(1, loader.workers))
     return workers * min(1.0, cores / (workers + others))
 
 
