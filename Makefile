@@ -5,10 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+DOCS_STAMP := $(VENV)/.installed-docs
 TESTS := $(BIN)/pytest -q -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: run test lint types check campaign bench clean help
+.PHONY: run test lint types check campaign bench docs clean help
 
 run: $(STAMP) ## the main job: `stoker demo`, on data it makes itself
 	$(BIN)/stoker demo
@@ -31,8 +32,12 @@ campaign: $(STAMP) ## fuzz and fault injection: about 12 minutes
 bench: $(BENCH_STAMP) ## the benchmarks, with their peers; JSON lands in benchmarks/results/
 	for script in benchmarks/[a-gi-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
+docs: $(DOCS_STAMP) ## the documentation site, into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --clean
+	@echo "site/index.html; search needs a server: $(BIN)/python -m http.server -d site"
+
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -47,4 +52,8 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 $(BENCH_STAMP): $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@

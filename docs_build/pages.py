@@ -1,0 +1,138 @@
+"""All pages of the site: the hand-written ones in `docs/`, and those that are made here.
+
+Enters: the repository. Leaves: Markdown by its path on the site. Costs about two seconds.
+
+The home page is the README, in four languages; the changelog and the notes for contributors are the files of
+the repository. Their links are turned into links between pages; the text is the same.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from docs_build.reference import reference_pages
+from docs_build.results import benchmarks_page
+from docs_build.symptoms import symptom_pages
+from docs_build.verbs import title_of, verb_pages
+
+ROOT = Path(__file__).resolve().parent.parent
+LANGUAGES = {"ja": "日本語", "zh": "中文", "ru": "Русский"}
+
+# Files of the repository that are pages of the site under another path.
+MOVED = {
+    "README.md": "index.md",
+    **{f"README.{code}.md": f"{code}/index.md" for code in LANGUAGES},
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
+
+
+def written_pages(root: Path = ROOT) -> dict[str, str]:
+    """Return the hand-written pages."""
+    folder = root / "docs"
+    return {
+        path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted(folder.rglob("*.md"))
+    }
+
+
+def generated_pages(root: Path = ROOT) -> dict[str, str]:
+    """Return the pages that are made of code, results and files of the repository."""
+    written = written_pages(root)
+    guides = {path: text for path, text in written.items() if path.split("/")[0] not in LANGUAGES}
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    examples = [path.read_text(encoding="utf-8") for path in sorted(root.glob("examples/*.py"))]
+    pages = {
+        page: moved_page(root, file) for file, page in MOVED.items() if page != "benchmarks.md"
+    }
+    benchmarks = (root / "benchmarks/README.md").read_text(encoding="utf-8")
+    pages["benchmarks.md"] = relinked(
+        benchmarks_page(root / "benchmarks/results", benchmarks), "benchmarks/README.md"
+    )
+    pages |= symptom_pages(written["doctor.md"])
+    pages |= verb_pages(guides)
+    pages |= reference_pages(root / "src/stoker", [readme, *guides.values(), *examples])
+    return pages
+
+
+def published_files(root: Path = ROOT) -> dict[str, bytes]:
+    """Return what the site carries beside its pages: the benchmarks' own result files."""
+    results = sorted((root / "benchmarks/results").glob("*.json"))
+    return {f"results/{path.name}": path.read_bytes() for path in results}
+
+
+def moved_page(root: Path, file: str) -> str:
+    """Return a file of the repository as a page of the site."""
+    return relinked((root / file).read_text(encoding="utf-8"), file)
+
+
+def relinked(text: str, file: str) -> str:
+    """Turn links between files of the repository into links between pages.
+
+    Args:
+        text: Markdown.
+        file: Its path in the repository.
+    """
+    own = page_of(file)
+
+    def turned(found: re.Match[str]) -> str:
+        target, mark, place = found[1].partition("#")
+        if not target or re.match(r"[a-z]+:", target):
+            return found[0]
+        there = page_of(posixpath.normpath(posixpath.join(posixpath.dirname(file), target)))
+        link = posixpath.relpath(there, posixpath.dirname(own) or ".")
+        return f"]({link}{mark}{place})"
+
+    return re.sub(r"\]\(([^()\s]+)\)", turned, text)
+
+
+def page_of(file: str) -> str:
+    """Return the path on the site of a file of the repository."""
+    return MOVED.get(file, file.removeprefix("docs/").removeprefix("benchmarks/"))
+
+
+def filled_nav(nav: list[Any], pages: Mapping[str, str]) -> list[Any]:
+    """Replace each `folder/*` of a navigation by the pages of that folder, and `*` by all that stand nowhere else."""
+    named = {entry for entry in _entries(nav) if not entry.endswith("*")}
+    folders = tuple(entry.removesuffix("*") for entry in _entries(nav) if entry.endswith("/*"))
+    rest = sorted(path for path in pages if path not in named and not path.startswith(folders))
+    return _filled(nav, pages, rest)
+
+
+def _entries(nav: list[Any]) -> Iterator[str]:
+    for entry in nav:
+        for below in entry.values() if isinstance(entry, dict) else [entry]:
+            yield from _entries(below) if isinstance(below, list) else [below]
+
+
+def _filled(nav: list[Any], pages: Mapping[str, str], rest: list[str]) -> list[Any]:
+    filled: list[Any] = []
+    for entry in nav:
+        if isinstance(entry, dict):
+            ((title, below),) = entry.items()
+            inside = _filled(below, pages, rest) if isinstance(below, list) else below
+            filled.append({title: inside})
+        elif entry == "*":
+            filled += rest
+        elif entry.endswith("/*"):
+            filled += _folder(entry.removesuffix("*"), pages)
+        else:
+            filled.append(entry)
+    return filled
+
+
+def _folder(folder: str, pages: Mapping[str, str]) -> list[Any]:
+    inside = sorted(path for path in pages if path.startswith(folder))
+    inside.sort(key=lambda path: not path.endswith("/index.md"))
+    return [
+        path if path.endswith("/index.md") else {_short_title(pages[path]): path} for path in inside
+    ]
+
+
+def _short_title(page: str) -> str:
+    return title_of(page).removeprefix("stoker ")

@@ -1,0 +1,242 @@
+"""The benchmarks page, made of `benchmarks/results/*.json`; no figure is typed by hand.
+
+Enters: result files as `benchmarks/harness.py` writes them. Leaves: Markdown with ours, the peers, the limit and
+the ratios of each, losses marked like wins, and the files themselves. Costs milliseconds, and one `git show` per
+commit that a result names.
+
+`measures.py` says where the figures stand in the files of each benchmark. A file of an unknown benchmark is shown
+whole, so that nothing published is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from docs_build.measures import MEASURES, Keys
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a `Measure` found in one file; None is a figure that the file does not have."""
+
+    what: str
+    unit: str
+    ours: float | None
+    peers: Mapping[str, float | None]
+    limit: tuple[str, float | None] | None
+    less_is_better: bool
+
+    def times(self, other: float | None) -> float | None:
+        """Return how many times as good as `other` ours is: above 1 we win, below 1 we lose."""
+        if not other or not self.ours:
+            return None
+        return other / self.ours if self.less_is_better else self.ours / other
+
+
+def look_up(result: Any, keys: Keys) -> float | None:
+    """Follow keys into a result; None where it does not go on or ends in something else than a number."""
+    for key in keys:
+        if not isinstance(result, Mapping):
+            return None
+        if key.endswith("*"):
+            key = next((name for name in result if name.startswith(key[:-1])), key)
+        result = result.get(key)
+    if isinstance(result, bool) or not isinstance(result, int | float):
+        return None
+    return float(result)
+
+
+def rows_of(document: Mapping[str, Any]) -> list[Row]:
+    """Return the rows of one result file; none for a benchmark that is not known here."""
+    result = document["result"]
+    if document["benchmark"] == "augment":
+        return list(_augment_rows(result))
+    rows = []
+    for measure in MEASURES.get(document["benchmark"], ()):
+        peers = {name: look_up(result, keys) for name, keys in measure.peers.items()}
+        limit = (measure.limit[0], look_up(result, measure.limit[1])) if measure.limit else None
+        ours = look_up(result, measure.ours)
+        rows.append(Row(measure.what, measure.unit, ours, peers, limit, measure.less_is_better))
+    return rows
+
+
+def _augment_rows(result: Mapping[str, Any]) -> Iterator[Row]:
+    """Every table of `augment` has a row per way; ours stand against the peers of the same table."""
+    for types, tables in result["tables"].items():
+        for table in tables.values():
+            times = {row["name"]: row for row in table["rows"]}
+            peers = {name: row["ms"] for name, row in times.items() if row["kind"] == "peer"}
+            limit = next((row for row in table["rows"] if row["kind"] == "limit"), None)
+            mask = ", with a mask" if table["work"]["mask"] else ""
+            for name, row in times.items():
+                if row["kind"] == "ours":
+                    yield Row(
+                        f"{table['title']}{mask}, {types}: {name}",
+                        "ms",
+                        row["ms"],
+                        peers,
+                        (limit["name"].removeprefix("limit: "), limit["ms"]) if limit else None,
+                        less_is_better=True,
+                    )
+
+
+def benchmarks_page(results: Path, readme: str) -> str:
+    """Make the page.
+
+    Args:
+        results: The folder of the JSON files.
+        readme: `benchmarks/README.md`: its table of questions, and how the figures are to be read.
+    """
+    intro, _, reading = readme.partition("\n## ")
+    lines = [
+        intro.strip(),
+        "",
+        "The tables below are made of the published files when this site is built. A ratio above 1 is a win, whatever",
+        "the unit; **bold** ones below 1 are losses. `n/a` was not measured on that machine.",
+        "",
+    ]
+    for path in sorted(results.glob("*.json")):
+        lines += _section(path)
+    return "\n".join(lines) + f"\n## {reading}"
+
+
+def _section(path: Path) -> list[str]:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    machine = document["machine"]
+    rows = rows_of(document)
+    link = f"[{path.name}](results/{path.name})"
+    table = _table(rows) if rows else _whole(document["result"])
+    return [
+        f"## {document['benchmark']}: {machine['host']} {{ #{path.stem} }}",
+        "",
+        f"{_machine_words(machine)}. {_date_words(machine)} {link} has every figure and its spread.",
+        "",
+        *table,
+        "",
+    ]
+
+
+def _machine_words(machine: Mapping[str, Any]) -> str:
+    probe = machine["probe"]
+    gpus = [gpu["name"] for gpu in probe["gpus"]]
+    words = [
+        ", ".join(gpus) or "No GPU",
+        f"{probe['cores_usable']} cores" + (f" ({probe['cpu']})" if probe.get("cpu") else ""),
+        f"{probe['ram_total_bytes'] / 1e9:.0f} GB of RAM",
+        f"torch {probe['torch']}",
+        f"Python {probe['python']}",
+    ]
+    return ", ".join(words)
+
+
+def _date_words(machine: Mapping[str, Any]) -> str:
+    commit = machine.get("commit")
+    if machine.get("date"):
+        return f"Measured on {machine['date']}, code of commit `{commit}`."
+    return f"Code of commit `{commit}`, of {_commit_date(commit) or 'n/a'}."
+
+
+def _commit_date(commit: str | None) -> str | None:
+    if not commit:
+        return None
+    try:
+        shown = subprocess.run(
+            ["git", "show", "-s", "--format=%cs", commit],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
+            cwd=Path(__file__).parent,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return shown.stdout.strip() or None
+
+
+def _table(rows: list[Row]) -> list[str]:
+    lines = ["| what | ours | against the peers | against the limit |", "|---|---|---|---|"]
+    for row in rows:
+        peers = [_against(row, name, value, loses=True) for name, value in row.peers.items()]
+        limit = _against(row, *row.limit, loses=False) if row.limit else ""
+        lines.append(
+            f"| {row.what} | {_figure(row.ours, row.unit)} | {'<br>'.join(peers)} | {limit} |"
+        )
+    return lines
+
+
+def _against(row: Row, name: str, value: float | None, *, loses: bool) -> str:
+    times = row.times(value)
+    if times is None or value is None:
+        return f"n/a: {name}"
+    shown = f"{number_words(times)} ×"
+    shown = f"**{shown}**" if loses and times < 1 else shown
+    return f"{shown} {name} ({_figure(value, row.unit)})"
+
+
+def _whole(result: Mapping[str, Any]) -> list[str]:
+    """Show every number of a result whose layout is not known here; groups of equal entries become tables."""
+    grids = {key: value for key, value in result.items() if _is_grid(value)}
+    rest = {key: value for key, value in result.items() if key not in grids}
+    lines = ["| figure | value |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in _flat(rest, "")]
+    for name, rows in grids.items():
+        columns = list(next(iter(rows.values())))
+        lines += ["", f"{_words(name)}:", "", f"| | {' | '.join(_words(one) for one in columns)} |"]
+        lines.append("|---" * (len(columns) + 1) + "|")
+        for key, row in rows.items():
+            lines.append(f"| {key} | {' | '.join(_plain(row[one]) for one in columns)} |")
+    return lines
+
+
+def _is_grid(value: Any) -> bool:
+    """Tell entries with the same plain figures from anything else."""
+    if not isinstance(value, Mapping) or len(value) < 2:
+        return False
+    rows = list(value.values())
+    return all(
+        isinstance(row, Mapping)
+        and row.keys() == rows[0].keys()
+        and not any(isinstance(item, Mapping | list) for item in row.values())
+        for row in rows
+    )
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}, {_words(key)}" if name else _words(key))
+    elif isinstance(value, list):
+        for number, item in enumerate(value, 1):
+            yield from _flat(item, f"{name} {number}")
+    else:
+        yield name, _plain(value)
+
+
+def _words(key: str) -> str:
+    return str(key).replace("_", " ").replace("|", "\\|")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "n/a" if value is None else str(value).replace("|", "\\|")
+    return number_words(value) if isinstance(value, float) else f"{value:,}"
+
+
+def _figure(value: float | None, unit: str) -> str:
+    return f"{number_words(value)}&nbsp;{unit}" if value is not None else "n/a"
+
+
+def number_words(value: float) -> str:
+    """Write a number with three significant digits, thousands apart."""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    digits = 2
+    size = abs(value)
+    while size < 1 and digits < 8:
+        size, digits = size * 10, digits + 1
+    return f"{value:.{digits - (1 if size >= 10 else 0)}f}"

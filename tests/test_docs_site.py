@@ -1,0 +1,412 @@
+"""The documentation site: what is made of code, results and files says what they say, and links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import posixpath
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import yaml
+from docs_build.blocks import prose
+from docs_build.docstrings import to_markdown
+from docs_build.measures import MEASURES
+from docs_build.pages import (
+    LANGUAGES,
+    filled_nav,
+    generated_pages,
+    published_files,
+    relinked,
+    written_pages,
+)
+from docs_build.reference import anchor, find_home, read_modules
+from docs_build.results import Row, benchmarks_page, number_words, rows_of
+from docs_build.symptoms import findings, symptoms
+from docs_build.verbs import EXIT_CODES, command_tree, leaves, subcommands, verb_pages
+
+import stoker
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    """All pages as mkdocs gets them."""
+    written = {path: relinked(text, f"docs/{path}") for path, text in written_pages().items()}
+    return written | generated_pages()
+
+
+# -- commands ----------------------------------------------------------------------------------------
+
+
+def test_every_verb_has_a_page_with_every_option(pages):
+    tree = command_tree()
+    assert len(subcommands(tree)) >= 19
+    for words, command in leaves(tree):
+        page = pages[f"verbs/{words[0]}.md"]
+        name = f"stoker {' '.join(words)}"
+        assert f"# {name}\n" in page
+        part = page.partition(f"# {name}\n")[2].partition("\n## ")[0]
+        assert f"```text\n{name} [OPTIONS]" in part
+        for param in command.params:
+            for option in param.opts if param.param_type_name == "option" else ():
+                assert re.search(rf"^\| `[^`]*{re.escape(option)}\b", part, re.MULTILINE), (
+                    name,
+                    option,
+                )
+            if param.help:
+                assert " ".join(param.help.replace("|", "\\|").split())[:40] in part
+
+
+def test_defaults_and_ranges_are_those_of_the_parser(pages):
+    page = pages["verbs/demo.md"]
+    assert "| `9` | Weeks of one-minute bars to make. Allowed: `4<=x<=520`. |" in page
+    assert "| `stoker-demo` |" in page
+    assert "| required |" in pages["verbs/verify.md"]
+
+
+def test_every_exit_code_has_words(pages):
+    import stoker.errors
+
+    codes = {value for name, value in vars(stoker.errors).items() if name.startswith("EXIT_")}
+    assert set(EXIT_CODES) == codes
+    for verb in subcommands(command_tree()):
+        for code, words in EXIT_CODES.items():
+            assert f"| {code} | {words} |" in pages[f"verbs/{verb}.md"]
+
+
+def test_a_verb_is_linked_with_the_pages_that_use_it():
+    made = verb_pages({"a.md": "# A\n`stoker plan x`", "b.md": "# B\nstoker plan, stoker plan"})
+    assert "[B](../b.md) · [A](../a.md)" in made["verbs/plan.md"]
+    assert "Read more" not in made["verbs/train.md"]
+
+
+# -- the doctor --------------------------------------------------------------------------------------
+
+
+def test_every_finding_has_its_anchor_and_its_page(pages):
+    from stoker.doctor.findings import Finding
+    from stoker.doctor.rules import FINDING_NAMES
+
+    doctor = pages["doctor.md"]
+    assert set(findings(doctor)) == set(symptoms(doctor)) == set(FINDING_NAMES)
+    for name in FINDING_NAMES:
+        file, _, place = Finding(name, "t", (), "r").docs.partition("#")
+        assert place in anchors((ROOT / file).read_text(encoding="utf-8"))
+        page = pages[f"symptoms/{name}.md"]
+        assert page.startswith(f"# {name}\n")
+        assert all(words in page for words in symptoms(doctor)[name])
+        assert f"({name}.md)" in pages["symptoms/index.md"]
+
+
+# -- benchmarks --------------------------------------------------------------------------------------
+
+
+def test_every_result_is_on_the_page_and_on_the_site(pages):
+    page = pages["benchmarks.md"]
+    assert RESULTS
+    for path in RESULTS:
+        assert f"{{ #{path.stem} }}" in page
+        assert f"(results/{path.name})" in page
+        assert published_files()[f"results/{path.name}"] == path.read_bytes()
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_the_places_of_the_figures_are_right(path, pages):
+    document = json.loads(path.read_text())
+    rows = rows_of(document)
+    part = pages["benchmarks.md"].partition(f"{{ #{path.stem} }}")[2].partition("\n## ")[0]
+    if document["benchmark"] not in (*MEASURES, "augment"):
+        assert part.count("\n| ") > 3, "an unknown result is shown whole"
+        return
+    assert rows
+    for row in rows:
+        assert row.ours is not None, row.what
+        assert row.what in part
+        assert all(value is not None for name, value in row.peers.items() if name != "DALI"), row
+        assert row.limit is None or row.limit[1] is not None, row
+
+
+def test_ratios_are_those_of_the_files():
+    feed = json.loads((ROOT / "benchmarks/results/feed-nvidia-h200.json").read_text())
+    row = rows_of(feed)[0]
+    assert row.times(row.peers["the document's recipe"]) == pytest.approx(
+        feed["result"]["times_document"]
+    )
+    slower = Row("x", "s", 2.0, {"peer": 1.0}, None, less_is_better=True)
+    assert slower.times(1.0) == 0.5
+    assert slower.times(None) is None
+
+
+NEW_RESULT = {
+    "few": {"a": 0.5},
+    "words": "a|b",
+    "nothing": None,
+    "by_ranks": {"1": {"read_bytes": 4096, "fine": True}, "2": {"read_bytes": 2048, "fine": True}},
+}
+
+
+def test_losses_are_shown_and_unknown_results_too(tmp_path):
+    machine = json.loads(RESULTS[0].read_text())["machine"] | {"date": "2026-11-16"}
+    result = {"records_per_second": {"stoker, gzip": 50.0, "matchms": 100.0}}
+    for name, value in (("msp", result), ("new", NEW_RESULT)):
+        document = {"benchmark": name, "machine": machine, "result": value}
+        (tmp_path / f"{name}-x.json").write_text(json.dumps(document))
+    page = benchmarks_page(tmp_path, "# Benchmarks\n\ntext\n\n## How\n\nread")
+    assert (
+        "| 50.0&nbsp;records/s | **0.500 ×** matchms (100&nbsp;records/s)<br>n/a: a plain line loop |"
+        in page
+    )
+    assert "| few, a | 0.500 |\n| words | a\\|b |\n| nothing | n/a |" in page
+    assert (
+        "by ranks:\n\n| | read bytes | fine |\n|---|---|---|\n| 1 | 4,096 | True |\n| 2 | 2,048 | True |"
+        in page
+    )
+    assert "Measured on 2026-11-16" in page
+    assert page.endswith("## How\n\nread")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (0, "0"),
+        (712082.7, "712,083"),
+        (99.96, "100.0"),
+        (48.37, "48.4"),
+        (0.0645, "0.0645"),
+        (1.0, "1.00"),
+    ],
+)
+def test_numbers_in_words(value, words):
+    assert number_words(value) == words
+
+
+# -- the API reference -------------------------------------------------------------------------------
+
+
+def test_every_public_name_is_in_the_reference_with_its_real_signature(pages):
+    """Two ways, one answer: the source read as text, and the imported object."""
+    modules = read_modules(ROOT / "src/stoker")
+    checked = 0
+    for name in stoker.__all__:
+        home = find_home(modules, "stoker", name)
+        assert home is not None
+        room = pages[f"api/{home[0].split('.')[1]}.md"]
+        mark = f"### {home[1]} {{ #{anchor(*home)} }}"
+        assert mark in room
+        assert f"#{anchor(*home)})" in pages["api/index.md"]
+        thing = getattr(stoker, name)
+        if inspect.isfunction(thing):
+            shown = room.partition(mark)[2].partition("```python\n")[2].partition("\n```")[0]
+            signature = inspect.signature(eval(f"lambda {parameters_of(shown)}: 0"))
+            assert list(signature.parameters) == list(inspect.signature(thing).parameters), name
+            checked += 1
+    assert checked >= 8
+
+
+def parameters_of(shown: str) -> str:
+    """The parameters' names of a written signature, with `=0` for every default."""
+    import ast
+
+    tree = ast.parse(f"def {shown}: ...").body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    for one in [*tree.args.args, *tree.args.kwonlyargs, tree.args.vararg, tree.args.kwarg]:
+        if one is not None:
+            one.annotation = None
+    tree.args.defaults = [ast.Constant(0) for _ in tree.args.defaults]
+    tree.args.kw_defaults = [one and ast.Constant(0) for one in tree.args.kw_defaults]
+    return ast.unparse(tree.args)
+
+
+def test_names_that_the_docs_use_are_in_the_reference(pages):
+    assert "### plan_store_lanes" in pages["api/loader.md"]
+    assert "### read_run_log" in pages["api/report.md"]
+    assert "#### Loader.state_dict" in pages["api/loader.md"]
+
+
+def test_docstrings_become_markdown():
+    doc = """Read `a<b>` and *this* [1].
+
+    code = 1
+
+Args:
+    path: A file,
+        or a folder.
+    out: 3 < 4.
+
+Returns:
+    What is there.
+"""
+    assert to_markdown(doc) == (
+        "Read `a<b>` and \\*this\\* \\[1\\].\n\n```text\ncode = 1\n```\n\n**Args**\n\n"
+        "- `path`: A file, or a folder.\n- `out`: 3 &lt; 4.\n\n**Returns**\n\n- What is there."
+    )
+
+
+# -- links and navigation ----------------------------------------------------------------------------
+
+
+def anchors(page: str) -> set[str]:
+    """The places of a page that a link can lead to."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", page, flags=re.DOTALL | re.MULTILINE)
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        given = re.search(r"\{ #(\S+) \}$", heading)
+        words = re.sub(r"[^\w\s-]", "", heading.replace("`", "").lower())
+        found.add(given[1] if given else re.sub(r"\s", "-", words.strip()))
+    return found
+
+
+def test_every_link_leads_to_a_page_and_a_place(pages):
+    files = set(pages) | set(published_files())
+    folder = ROOT / "docs"
+    files |= {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
+    wrong, seen = [], 0
+    for page, text in pages.items():
+        for link in re.findall(r"\]\(([^()\s]+)\)", prose(text)):
+            target, _, place = link.partition("#")
+            there = (
+                posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+                if target
+                else page
+            )
+            seen += 1
+            if there not in files or (place and place not in anchors(pages[there])):
+                wrong.append(f"{page}: {link}")
+    assert not wrong, "\n".join(wrong)
+    assert seen > 400
+
+
+def site_config() -> dict:
+    class Plain(yaml.SafeLoader):
+        pass
+
+    Plain.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+    return yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Plain)
+
+
+def places(nav) -> list[str]:
+    found = []
+    for entry in nav:
+        for below in entry.values() if isinstance(entry, dict) else [entry]:
+            found += places(below) if isinstance(below, list) else [below]
+    return found
+
+
+def test_every_page_has_its_place_in_the_navigation(pages):
+    filled = places(filled_nav(site_config()["nav"], pages))
+    assert len(filled) == len(set(filled))
+    assert set(filled) == set(pages)
+
+
+def test_the_navigation_takes_folders_and_what_is_left():
+    made = {
+        "a/index.md": "# A",
+        "a/x.md": "# stoker x",
+        "b.md": "# B",
+        "c.md": "# C",
+        "d.md": "# D",
+    }
+    nav = ["b.md", {"More": ["*"]}, {"A": ["a/*"]}]
+    assert filled_nav(nav, made) == [
+        "b.md",
+        {"More": ["c.md", "d.md"]},
+        {"A": ["a/index.md", {"x": "a/x.md"}]},
+    ]
+
+
+def test_the_pictures_stand_alone_and_suit_light_and_dark():
+    pictures = sorted((ROOT / "docs/images/concepts").glob("*.svg"))
+    assert len(pictures) == 5
+    concepts = (ROOT / "docs/concepts.md").read_text()
+    for picture in pictures:
+        text = picture.read_text()
+        root = ElementTree.fromstring(text)
+        space = "{http://www.w3.org/2000/svg}"
+        assert root.find(f"{space}title").text, "what a screen reader says"
+        assert "prefers-color-scheme:dark" in text
+        assert not re.search(r"(href|src|url)=|@import|url\((?!#)", text)
+        assert f"](images/concepts/{picture.name})" in concepts
+
+
+# -- figures in prose --------------------------------------------------------------------------------
+
+FIGURES = re.compile(r"<!-- figures: (\S+)\n(.*?)-->", re.DOTALL)
+
+
+def figure(result, keys: list[str]) -> float:
+    for key in keys:
+        if "rows" in result and key not in result:
+            result = next(row for row in result["rows"] if row["name"] == key)["ms"]
+        else:
+            result = result[key]
+    return float(result)
+
+
+@pytest.mark.parametrize("name", ["concepts.md", "faq.md"])
+def test_figures_of_a_page_are_those_of_the_results(name):
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    shown = " ".join(prose(page).split())
+    checked = 0
+    for file, lines in FIGURES.findall(page):
+        result = json.loads((ROOT / "benchmarks/results" / file).read_text())["result"]
+        for line in lines.strip().splitlines():
+            place, _, words = line.partition(" = ")
+            place, _, divisor = place.partition(" / ")
+            place, _, factor = place.partition(" * ")
+            value = figure(result, place.split("/")) * float(factor or 1) / float(divisor or 1)
+            number = re.match(r"[\d,.]*\d", words)[0].replace(",", "")
+            digits = len(number.partition(".")[2])
+            assert f"{value:.{digits}f}" == number, line
+            assert words in shown, f"{words!r} is not in the text"
+            checked += 1
+    assert checked >= 7
+
+
+def test_the_questions_answer_every_corrected_claim():
+    """Claims that the requirements mark as wrong, by their numbers."""
+    page = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
+    wrong = "S0-8 S0-11 S0-14 S0-15 S0-17 S0-18 S0-19 S0-27 S1-19 S2-11 S3-2 S3-6 S3-8 S3-13 S4-5 S4-6 S4-7 S4-8 S4-9"
+    assert [claim for claim in wrong.split() if not re.search(rf"\b{claim}\b", page)] == []
+
+
+# -- the site itself ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    for package in ("mkdocs", "material"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install 'stoker[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
+        timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_site_builds_without_a_warning_and_fetches_nothing(site, pages):
+    for page in pages:
+        text = (site / page.replace("README", "index")).with_suffix(".html").read_text("utf-8")
+        fetched = re.findall(
+            r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=\"?([^\"\s>]+)", text
+        )
+        assert fetched
+        assert [one for one in fetched if re.match(r"(https?:)?//", one)] == [], page
+
+
+def test_translated_pages_say_their_language(site):
+    assert '<html lang="en"' in (site / "index.html").read_text("utf-8")
+    for code in LANGUAGES:
+        assert f'<html lang="{code}"' in (site / code / "quickstart.html").read_text("utf-8")
