@@ -3,8 +3,9 @@
     python benchmarks/step.py [--rows 2850000]
 
 Peer: a torch DataLoader with 8 workers and a plain eager loop at the same batch size. Limit: the same
-step as one CUDA graph over a batch that never changes. Overhead: the same eager step in a hand-written
-loop over the same loader.
+step as one CUDA graph over a batch that never changes. Overhead: the same step in a hand-written loop over
+the same loader, three times: eager where the host is the limit (a small LSTM: every microsecond of Python is
+seen), eager where the GPU is, and captured, which is what the Trainer does by default.
 """
 
 from __future__ import annotations
@@ -144,31 +145,33 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x.view(len(x), -1, 16))[0][:, -1])
 
 
-def overhead(path: Path, device, rows: int) -> dict:
+class Wide(nn.Module):
+    """Work for the GPU: the host is far ahead of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, 4096),
+            nn.ReLU(),
+            nn.Linear(4096, 4096),
+            nn.ReLU(),
+            nn.Linear(4096, 3),
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def in_turns(bare, trained, device, turns: int) -> dict:
     """Seconds of an epoch in a bare loop and in the Trainer, in turns; the median of their ratios."""
     times: dict[str, list[float]] = {"bare": [], "trainer": []}
-    model = Recurrent().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    with Loader(path, 256, device, order="shuffled", samples=np.arange(rows)) as loader:
-        config = {"epochs": 1, "precision": "fp32", "capture": "off"}
-        for _ in range(12):
-            model.train()
+    for _ in range(turns):
+        for name, run in (("bare", bare), ("trainer", trained)):
             sync(device)
             began = time.perf_counter()
-            losses = [
-                one_step(model, optimizer, batch["features"], batch["targets"]) for batch in loader
-            ]
-            torch.stack(losses).tolist()
-            times["bare"].append(time.perf_counter() - began)
-            trainer = Trainer(
-                model, loader, None, nn.functional.cross_entropy, optimizer, None, config, device
-            )
-            loader.set_epoch(0)
+            run()
             sync(device)
-            began = time.perf_counter()
-            trainer.train_epoch()
-            sync(device)
-            times["trainer"].append(time.perf_counter() - began)
+            times[name].append(time.perf_counter() - began)
     best = {name: min(values[1:]) for name, values in times.items()}
     ratios = np.divide(times["trainer"][1:], times["bare"][1:])
     return {
@@ -176,6 +179,68 @@ def overhead(path: Path, device, rows: int) -> dict:
         "ratio": float(np.median(ratios)),
         "of_the_best": best["trainer"] / best["bare"],
     }
+
+
+def overhead(path: Path, device, rows: int, make, batch: int, capture: str, turns: int) -> dict:
+    """What the Trainer costs over a hand-written loop with the same step over the same loader."""
+    model = make().to(device)
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=on_gpu)
+    with Loader(
+        path, batch, device, order="shuffled", samples=np.arange(rows), drop_last=True
+    ) as loader:
+        config = {"epochs": 1, "precision": "fp32", "capture": capture}
+        trainer = Trainer(
+            model, loader, None, nn.functional.cross_entropy, optimizer, None, config, device
+        )
+        trainer.train_epoch()
+
+        def eager() -> None:
+            losses = [
+                one_step(model, optimizer, batch["features"], batch["targets"]) for batch in loader
+            ]
+            torch.stack(losses).tolist()
+
+        def trained() -> None:
+            loader.set_epoch(0)
+            trainer.train_epoch()
+
+        bare = eager if capture == "off" else replay_loop(model, optimizer, loader)
+
+        def from_the_start() -> None:
+            loader.set_epoch(0)
+            bare()
+
+        return in_turns(from_the_start, trained, device, turns)
+
+
+def replay_loop(model, optimizer, loader):
+    """The hand-written form of the captured step: copy the indices, replay, keep the loss."""
+    static = next(iter(loader.index_batches())).indices.clone()
+
+    def step() -> torch.Tensor:
+        batch = loader.assemble(static)
+        return one_step(model, optimizer, batch["features"], batch["targets"])
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def run() -> None:
+        losses = []
+        for index in loader.index_batches():
+            static.copy_(index.indices)
+            graph.replay()
+            losses.append(loss.clone())
+        torch.stack(losses).tolist()
+
+    return run
 
 
 def main() -> None:
@@ -201,7 +266,12 @@ def main() -> None:
             limit = entry["limit_rows_per_second"]
             entry["share_of_limit"] = None if limit is None else ours / limit
             result[f"batch_{batch}"] = entry
-        result["overhead"] = overhead(path, device, min(args.rows, 40_000 if on_gpu else 4_000))
+        rows = min(args.rows, 40_000 if on_gpu else 4_000)
+        result["overhead"] = overhead(path, device, rows, Recurrent, 256, "off", 12)
+        if on_gpu:
+            many = min(args.rows, 400_000)
+            result["overhead_gpu_bound"] = overhead(path, device, many, Wide, 2048, "off", 6)
+            result["overhead_captured"] = overhead(path, device, many, Recurrent, 256, "on", 8)
     for name, value in result.items():
         print(f"  {name:12s} {value}")
     publish("step", result)

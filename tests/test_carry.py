@@ -176,7 +176,8 @@ def test_a_bad_batch_leaves_no_trace_in_the_state(tmp_path, device, nonfinite):
 
 
 def test_a_lane_that_begins_in_a_bad_batch_has_begun():
-    carry, model = Carry(torch.device("cpu")), Recurrent()
+    model = Recurrent()
+    carry = Carry(torch.device("cpu"), model)
     first, reset = torch.randn(2, WINDOW, 2), torch.tensor([False, True])
     carry.run(model, first, torch.tensor([True, True]))
     before = carry.state_dict()["h"]

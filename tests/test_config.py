@@ -82,6 +82,8 @@ EFFECTS: dict[str, tuple[set[str], dict[str, object]]] = {
     "training.tensorboard": ({"tensorboard"}, {}),
     "training.activation_checkpointing": ({"activation_checkpointing"}, {}),
     "training.survive_oom": ({"survive_oom"}, {}),
+    "training.parallel": ({"parallel"}, {}),
+    "training.stall_seconds": ({"stall_seconds"}, {}),
     "training.lr": ({"learning_rate"}, {}),
     "training.learning_rate": ({"learning_rate"}, {}),
     "training.init_gain": ({"init_gain"}, {}),

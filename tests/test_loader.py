@@ -342,8 +342,8 @@ def test_cuda_without_a_device_is_refused(store):
 
 
 def test_a_state_of_another_loader_is_refused_with_the_difference(store):
-    with Loader(store, 4, "cpu", seed=1) as loader, Loader(store, 5, "cpu", seed=1) as other:
-        with pytest.raises(InputError, match="the state has batch_size 4, this loader has 5"):
+    with Loader(store, 4, "cpu", seed=1) as loader, Loader(store, 4, "cpu", seed=2) as other:
+        with pytest.raises(InputError, match="the state has seed 1, this loader has 2"):
             other.load_state_dict(loader.state_dict())
         state = {**loader.state_dict(), "digest": "0"}
         with pytest.raises(InputError, match="order digest"):

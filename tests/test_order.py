@@ -16,6 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from stoker.errors import InputError
+from stoker.loader.lanes import plan_lanes
 from stoker.loader.order import Order, even_chunks, pick_mode
 
 
@@ -118,6 +119,26 @@ def test_drop_last_drops_other_samples_in_other_epochs():
         dropped = [tuple(sorted(set(range(100)) - set(flat(order, epoch)))) for epoch in range(5)]
         assert all(len(each) == 2 for each in dropped)
         assert len(set(dropped)) > 1
+
+
+@given(orders(), st.integers(0, 2))
+def test_every_rank_knows_what_all_ranks_take_in_a_step(order, epoch):
+    steps = zip(*(each.epoch(epoch).batches() for each in ranks(order)), strict=True)
+    for step in steps:
+        total = sum(len(batch.positions) for batch in step)
+        assert {batch.num_together for batch in step} == {total}
+
+
+@given(st.integers(1, 90), st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_every_rank_knows_how_many_lanes_are_left_on_all_ranks(tiles, size, world, drop_last):
+    try:
+        plan = plan_lanes(np.arange(1, tiles + 1), 1, None, size * world)
+        order = Order(tiles, size, "lanes", 0, 0, world, drop_last, None, plan)
+    except InputError:
+        assume(False)
+    for step in zip(*(each.epoch(0).batches() for each in ranks(order)), strict=True):
+        total = sum(int(batch.valid.sum()) for batch in step)
+        assert {batch.num_together for batch in step} == {total}
 
 
 # -------------------------------------------------------------------------------------------- modes

@@ -172,3 +172,9 @@ def train_chunked(store, loader, device="cpu", val=None, **options):
     config = {"epochs": 3, "precision": "fp32", "capture": "off", **options}
     trainer = Trainer(model, loader, val, nn.functional.mse_loss, optimizer, None, config, device)
     return trainer, trainer.fit()
+
+
+def read_rows(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `write_rows` wrote."""
+    with h5py.File(path) as file:
+        return torch.from_numpy(file["features"][:]), torch.from_numpy(file["targets"][:])

@@ -76,6 +76,10 @@ class QualityError(StokerError, ValueError):
     exit_code = EXIT_REFUSED
 
 
+class OtherRankError(StokerError):
+    """An error that another process of the same run has told; this one ends with it, and silently."""
+
+
 class MissingExtraError(StokerError, ImportError):
     """A feature whose optional packages are not installed."""
 

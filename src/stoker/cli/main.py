@@ -34,7 +34,14 @@ from stoker.cli import (
     tune,
     verify,
 )
-from stoker.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OURS, StokerError
+from stoker.errors import (
+    EXIT_DONE,
+    EXIT_INPUT,
+    EXIT_INTERRUPTED,
+    EXIT_OURS,
+    OtherRankError,
+    StokerError,
+)
 
 app = typer.Typer(
     name="stoker",
@@ -88,6 +95,8 @@ def run() -> NoReturn:
     try:
         # Named, so that completion and usage are those of `stoker` under `python -m stoker` too.
         code = app(prog_name="stoker", standalone_mode=False)
+    except OtherRankError as error:
+        code = error.exit_code
     except StokerError as error:
         _complain(str(error))
         code = error.exit_code
@@ -102,7 +111,7 @@ def run() -> NoReturn:
         if code is None:
             _our_fault(error)
             code = EXIT_OURS
-    if code == EXIT_INTERRUPTED:
+    if code == EXIT_INTERRUPTED and not _other_rank():
         _complain("interrupted; what was finished is kept, and the same command goes on from there")
     sys.exit(code if isinstance(code, int) else EXIT_DONE)
 
@@ -123,11 +132,17 @@ def _complain(message: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    first, _, rest = message.partition("\n")
+    first, _, rest = f"{_other_rank()}{message}".partition("\n")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(Text("error: ", style="bold red") + Text(first))
     if rest:
         console.print(Text(rest))
+
+
+def _other_rank() -> str:
+    """Return who speaks, where it is not the first of several processes."""
+    rank = os.environ.get("RANK", "0")
+    return "" if rank == "0" else f"rank {rank}: "
 
 
 def _our_fault(error: Exception) -> None:

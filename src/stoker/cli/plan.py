@@ -53,6 +53,12 @@ def plan(
             "--activations", help="Bytes per sample, such as 2MB; by default estimated.", show_default=False
         ),
     ] = None,
+    ranks_per_host: Annotated[
+        int,
+        typer.Option(
+            "--ranks-per-host", help="Processes with a GPU each that share this machine's RAM.", min=1
+        ),
+    ] = 1,
     optimizer: Annotated[
         str, typer.Option("--optimizer", help="sgd, momentum, rmsprop, adagrad, adam, adamw.")
     ] = "adamw",
@@ -76,7 +82,7 @@ def plan(
     documents = []
     if store is not None:
         cost = _model(parameters, activations, optimizer)
-        made, origins = _make(store, gpu_memory, ram, batch_size, cost, share)
+        made, origins = _make(store, gpu_memory, ram, batch_size, cost, share, ranks_per_host)
         documents.append({"store": str(store), "origins": origins, **made.to_json()})
         if not as_json:
             _print_plan(store, made, origins)
@@ -122,6 +128,7 @@ def _make(
     batch_size: int | None,
     model: ModelCost | None,
     share: str,
+    ranks_per_host: int,
 ) -> tuple[Plan, list[str]]:
     """Return the plan, and where each amount of memory comes from."""
     from stoker.errors import InputError
@@ -148,6 +155,7 @@ def _make(
         gpu_share=data_share,
         fallback_share=min(FALLBACK_SHARE, data_share),
         threads=min(16, machine.cores_usable or 8),
+        ranks_per_host=ranks_per_host,
     )
     return made, [gpu_origin, ram_origin]
 

@@ -10,6 +10,7 @@ finite; 2 when the input cannot be used.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,6 +64,21 @@ def train(
         bool, typer.Option("--resume", help="Go on from the run's latest checkpoint.")
     ] = False,
     device: DeviceOption = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus",
+            help="Train on so many GPUs of this machine; with --device cpu, in so many processes.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts", help="With --gpus: go on so often after a process was lost.", min=0
+        ),
+    ] = 3,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
     ] = False,
@@ -75,16 +91,67 @@ def train(
     if msp is not None or mol_dir is not None:
         _pack_spectra(settings, msp, mol_dir, quiet=as_json)
     again = _command(config, overrides or [], store, run_dir, device)
-    with Bar(quiet=as_json) as bar:
+    if gpus is not None:
+        _train_in_processes(
+            settings, again, gpus, max_restarts, device, resume=resume, as_json=as_json
+        )
+        return
+    if "STOKER_RESTARTS" in os.environ:  # one of the processes of --gpus
+        again += f" --gpus {os.environ['WORLD_SIZE']}"
+    is_other_rank = os.environ.get("RANK", "0") != "0"
+    with Bar(quiet=as_json or is_other_rank) as bar:
         try:
             run = run_recipe(settings, resume=resume, device=device, progress=bar)
         except KeyboardInterrupt:
-            bar.say(f"saved; go on with: {again} --resume")
+            if not is_other_rank:
+                bar.say(f"saved; go on with: {again} --resume")
             raise
+    if is_other_rank:
+        return
     if as_json:
         _print_json(run)
     else:
         _print(run, settings, again)
+
+
+def _train_in_processes(
+    settings: Settings,
+    again: str,
+    num_processes: int,
+    max_restarts: int,
+    device: str | None,
+    *,
+    resume: bool,
+    as_json: bool,
+) -> None:
+    """Start the same command in several processes, after what can be checked has been."""
+    import shlex
+
+    import torch
+
+    from stoker.errors import InputError
+    from stoker.recipes.catalogue import choose_recipe
+    from stoker.recipes.run import share_batch
+    from stoker.train.launch import launch
+    from stoker.train.ranks import is_launched
+
+    if is_launched():
+        raise InputError(
+            "--gpus in a process that torchrun has started.", "one of the two", "leave --gpus out"
+        )
+    choose_recipe(settings)
+    share_batch(settings, num_processes)
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device or "cuda").startswith("cuda") and num_processes > max(present, device is None):
+        raise InputError(
+            f"--gpus {num_processes}, and this machine has {present}.",
+            f"at most {present}" if present else "processes on the CPU, where there is no GPU",
+            f"--gpus {present}" if present else f"--gpus {num_processes} --device cpu",
+        )
+    words = shlex.split(again)[1:] + ["--resume"] * resume + ["--json"] * as_json
+    code = launch(words, num_processes, max_restarts, lambda line: typer.echo(line, err=True))
+    if code:
+        raise typer.Exit(code)
 
 
 def _settle(
@@ -171,8 +238,8 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
     if run.epochs:
         _print_epochs(console, run)
     if run.ended != "done":
-        console.print(Text(f"{run.ended}: saved in {run.run_dir}. Go on with:"))
-        console.print(Text(f"  {again} --resume"))
+        console.print(Text(f"{run.ended}: saved in {run.run_dir}. Go on with:"), soft_wrap=True)
+        console.print(Text(f"  {again} --resume"), soft_wrap=True)
         return
     _print_metrics(console, run)
     console.print(Text(f"checkpoints and log: {run.run_dir}"))
@@ -180,8 +247,9 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
         best = run.run_dir / "best.pt"
         console.print(Text(f"best: {run.best.name} by {run.monitor[0]}, also named {best}. Next:"))
         store = settings.store
-        console.print(Text(f"  stoker predict {best} {store} predictions.parquet --split test"))
-        console.print(Text(f"  stoker quantize {best} {run.run_dir / 'int8.pt'}"))
+        predict = f"  stoker predict {best} {store} predictions.parquet --split test"
+        console.print(Text(predict), soft_wrap=True)
+        console.print(Text(f"  stoker quantize {best} {run.run_dir / 'int8.pt'}"), soft_wrap=True)
 
 
 def _print_epochs(console: Console, run: RecipeRun) -> None:

@@ -64,6 +64,8 @@ QUESTIONS: Mapping[str, tuple[str, ...]] = {
             "tensorboard",
             "activation_checkpointing",
             "survive_oom",
+            "parallel",
+            "stall_seconds",
         )
     },
     "learning_rate": (f"{TRAIN}.lr|{TRAIN}.learning_rate",),
@@ -102,7 +104,7 @@ class Settings:
     """One value per question. What the code reads; a user writes a config instead.
 
     Attributes:
-        batch_size: Samples per step and device.
+        batch_size: Samples per step, over all ranks together.
         num_workers: Loading processes; 0 means the training process loads.
         accumulation_steps: Batches per optimizer update.
         prefetch_factor: Batches ahead per worker; None exactly when there are no workers.
@@ -126,6 +128,8 @@ class Settings:
         tensorboard: Write scalars for TensorBoard.
         activation_checkpointing: Recompute activations in the backward pass.
         survive_oom: Climb down the ladder when memory runs out.
+        parallel: With several ranks, the whole model on each or a part of it.
+        stall_seconds: With several ranks, how long none may move.
         learning_rate: Of the optimizer.
         init_gain: Xavier gain, or None for the model's own initialisation.
         output_bound: Outputs stay within plus or minus this; None is unbounded.
@@ -171,6 +175,8 @@ class Settings:
     tensorboard: bool
     activation_checkpointing: bool
     survive_oom: bool
+    parallel: Literal["ddp", "fsdp"]
+    stall_seconds: int
     learning_rate: float
     init_gain: float | None
     output_bound: float | None
@@ -192,7 +198,7 @@ class Settings:
 
     @property
     def samples_per_update(self) -> int:
-        """Samples behind one optimizer update on one device."""
+        """Samples behind one optimizer update, over all ranks together."""
         return self.batch_size * self.accumulation_steps
 
     def is_default(self, name: str) -> bool:

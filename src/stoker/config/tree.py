@@ -237,6 +237,17 @@ class Training(Section):
         bool,
         _key("Climb down the ladder of S0-23 when memory runs out, instead of ending."),
     ] = True
+    parallel: Annotated[
+        Literal["ddp", "fsdp"],
+        _key(
+            "With several ranks: the whole model on each (ddp), or a part of it where it does not fit "
+            "(fsdp)."
+        ),
+    ] = "ddp"
+    stall_seconds: Annotated[
+        int,
+        _key("With several ranks: end all when none has moved for so long.", ge=5, le=86400),
+    ] = 600
     lr: LearningRate = 1e-4
     learning_rate: Annotated[LearningRate, _key("Another name of training.lr.")] = 1e-4
     init_gain: Annotated[

@@ -37,7 +37,15 @@ from stoker.loader.order import (
     even_chunks,
 )
 from stoker.loader.prefetch import prefetch
-from stoker.loader.ring import Feeder, Ring
+from stoker.loader.rest import Cut, Place, RestEpoch, find_place, save_place
+from stoker.loader.ring import Feeder
+from stoker.loader.scattered import (
+    Handful,
+    Loads,
+    ScatteredRing,
+    plan_loads,
+    rows_for_handfuls,
+)
 from stoker.loader.slabs import usable_device
 from stoker.loader.staging import TableUploader, Uploader
 from stoker.loader.straight import BLOCK_BYTES, StraightReader, can_read_straight
@@ -67,11 +75,18 @@ class Batch(dict[str, torch.Tensor]):
     reset: torch.Tensor | None = None
     valid: torch.Tensor | None = None
     _samples: Array = np.empty(0, np.int64)
+    _num_together: int | None = None
 
     @property
     def sample_ids(self) -> Array:
         """Samples of the store, on the host, in row order."""
         return cast(Array, self._samples[np.maximum(self.positions, 0)])
+
+    @property
+    def num_together(self) -> int:
+        """Samples of this step over all ranks; its own where there is one rank."""
+        own = self._num_together
+        return int((self.positions >= 0).sum()) if own is None else own
 
 
 @dataclass(slots=True, eq=False)
@@ -155,13 +170,14 @@ class Loader:
             len(self.samples), batch_size, order, seed, rank, world_size, drop_last, chunks, lanes
         )
         self._epochs = EpochShelf(self._order)
+        self._cuts: tuple[Cut, ...] = ()
         self._turn: object = None
         self.batch_size = batch_size
         self._uploader = self._make_uploader(once=chunks is None)
         self._tables = TableUploader(self._home)
         whole = ((0, len(self.samples)),)
         num_slots = 1 if chunks is None else max(2, num_slots, self._order.most_chunks_per_batch)
-        self._ring = Ring(self.columns, chunks or whole, num_slots, self._home)
+        self._ring = ScatteredRing(self.columns, chunks or whole, num_slots, self._home)
         self.ring_number = 0
         self.augment = augment
         self._assembler = Assembler(self.columns, self._ring.tensors, augment)
@@ -180,7 +196,18 @@ class Loader:
     # -- what it is ------------------------------------------------------------------------
 
     def __len__(self) -> int:
+        """Batches of a whole epoch, the same on all ranks."""
         return len(self._order)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of the current epoch: as `len`, unless it was begun by other ranks or batch sizes."""
+        return self._epochs.get(self.epoch).num_batches
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the samples."""
+        return self._order.world_size
 
     @property
     def walks_in_lanes(self) -> bool:
@@ -288,14 +315,21 @@ class Loader:
         if self.tier == "streamed":
             with prefetch(self._host_batches(), self.device) as batches:
                 yield from self._hand_out(batches)
-        elif self._straight is not None:
+        elif self._reads_straight:
             yield from self._hand_out(self._host_batches())
         else:
             yield from self._moving(map(self.assemble, self._indices(self.epoch, self._position)))
 
+    @property
+    def _reads_straight(self) -> bool:
+        """Whether this epoch's batches are ranges of rows; a rest has holes."""
+        is_rest = isinstance(self._epochs.get(self.epoch), RestEpoch)
+        return self._straight is not None and not is_rest
+
     def _finish(self, batch: Batch, planned: PlannedBatch) -> Batch:
         batch.step = planned.step
         batch.positions, batch._samples = planned.positions, self.samples
+        batch._num_together = planned.num_together
         if planned.reset is not None:
             batch.reset = torch.from_numpy(planned.reset).to(self.device, non_blocking=True)
             batch.valid = torch.from_numpy(planned.positions >= 0).to(
@@ -305,7 +339,7 @@ class Loader:
 
     def _host_batches(self) -> Iterator[tuple[PlannedBatch, dict[str, torch.Tensor]]]:
         """Yield the rest of the epoch in host memory, ahead of the position if need be."""
-        if self._straight is not None:
+        if self._straight is not None and self._reads_straight:
             planned = self._epochs.get(self.epoch).batches(self._position)
             yield from self._straight.read(planned)
             return
@@ -345,8 +379,7 @@ class Loader:
                 )
             self._position += 1
             yield batch
-        self.epoch += 1
-        self._position = 0
+        self._go_to(Place(self.epoch + 1, 0))
 
     def _indices(self, number: int, position: int) -> Iterator[IndexBatch]:
         """Yield the indices of epoch `number` from batch `position` on, whatever happens to the ring."""
@@ -362,18 +395,21 @@ class Loader:
 
     def _ring_indices(self, number: int, position: int) -> Iterator[IndexBatch]:
         epoch = self._epochs.get(number)
-        feeder, visit_of = self._feed(epoch, position)
+        feeder, first, loads = self._feed(epoch, position)
         self._epochs.prepare(number + 1)
         for block in self._blocks(epoch.batches(position)):
-            chunks = (0,) if self._resident else block[0].chunks
-            feeder.release_before(visit_of[chunks[0]])
-            slots = {chunk: feeder.wait(visit_of[chunk]) for chunk in chunks}
-            yield from self._index_block(block, slots)
+            needed = self._needed(loads, block[0])
+            feeder.release_before(first + needed[0])
+            slots = [feeder.wait(first + visit) for visit in needed]
+            yield from self._index_block(block, [loads.visits[visit] for visit in needed], slots)
         if not self._resident:
             feeder.release_before(feeder.num_visits - len(self._promised[1]))
 
-    def _feed(self, epoch: EpochOrder, position: int) -> tuple[Feeder, dict[int, int]]:
-        """Return a feeder, and chunk to visit number for the rest of the epoch.
+    def _needed(self, loads: Loads, batch: PlannedBatch) -> Sequence[int]:
+        return (0,) if self._resident else loads.needed_by(batch)
+
+    def _feed(self, epoch: EpochOrder, position: int) -> tuple[Feeder, int, Loads]:
+        """Return a feeder, what it loads for the rest of the epoch, and the number of the first of it.
 
         What is resident is loaded once and kept. Otherwise the feeder is promised the next epoch's
         chunks too, so that the first of them load while this epoch's last are trained on; a jump to
@@ -382,22 +418,23 @@ class Loader:
         if self._feeder is not None and self._feeder.failed:
             self._stop_feeder()
         if self._resident:
-            everything = Visit(0, 0, len(self.samples))
+            everything: Visit = Visit(0, 0, len(self.samples))
             self._feeder = self._feeder or Feeder(self._ring, self._uploader, [everything])
-            return self._feeder, {0: 0}
-        visits = list(epoch.visits(position))
-        if self._feeder is None or self._promised != ((epoch.epoch, position), visits):
+            return self._feeder, 0, Loads([everything], {0: 0})
+        loads = plan_loads(epoch, position, self._ring)
+        if self._feeder is None or self._promised != ((epoch.epoch, position), loads.visits):
             self._stop_feeder()
             if self._home.type == "cuda":
                 # The last feeder's copies, and gathers out of its slots, are only queued; this one's
                 # copies go by another stream.
                 torch.cuda.synchronize(self._home)
-            self._feeder = Feeder(self._ring, self._uploader, visits)
-        first = self._feeder.num_visits - len(visits)
-        following = list(self._epochs.get(epoch.epoch + 1).visits())
+            self._feeder = Feeder(self._ring, self._uploader, loads.visits)
+        first = self._feeder.num_visits - len(loads.visits)
+        # An epoch that is read straight needs no chunks.
+        following = [] if self._straight else list(self._epochs.get(epoch.epoch + 1).visits())
         self._feeder.extend(following)
         self._promised = ((epoch.epoch + 1, 0), following)
-        return self._feeder, {visit.chunk: first + number for number, visit in enumerate(visits)}
+        return self._feeder, first, loads
 
     def _stop_feeder(self) -> None:
         if self._feeder is not None:
@@ -420,14 +457,14 @@ class Loader:
             yield block
 
     def _index_block(
-        self, block: list[PlannedBatch], slots: Mapping[int, int]
+        self, block: list[PlannedBatch], visits: Sequence[Visit], slots: Sequence[int]
     ) -> Iterator[IndexBatch]:
         """Compute the indices of many batches on the host and upload them as one."""
         positions = np.maximum(np.concatenate([batch.positions for batch in block]), 0)
         rows: list[Array] = []
         lengths: dict[str, Array] = {}
         for number, column in enumerate(self.columns):
-            rows.append(column.starts[positions] + self._shifts(number, positions, slots))
+            rows.append(column.starts[positions] + self._shifts(number, positions, visits, slots))
             if not isinstance(column.lengths, int):
                 lengths[column.field] = column.lengths[positions]
                 rows.append(lengths[column.field])
@@ -441,16 +478,21 @@ class Loader:
                 at = end
             yield IndexBatch(indices, totals, batch, self.ring_number)
 
-    def _shifts(self, column: int, positions: Array, slots: Mapping[int, int]) -> Array | int:
-        if len(slots) == 1:
-            chunk, slot = next(iter(slots.items()))
-            return self._ring.shift(column, chunk, slot)
-        starts = np.array([start for start, _ in self._ring.chunks])
-        chunk_of = np.searchsorted(starts, positions, side="right") - 1
-        shifts = np.zeros(len(starts), dtype=np.int64)
-        for chunk, slot in slots.items():
-            shifts[chunk] = self._ring.shift(column, chunk, slot)
-        return shifts[chunk_of]
+    def _shifts(
+        self, column: int, positions: Array, visits: Sequence[Visit], slots: Sequence[int]
+    ) -> Array | int:
+        """From rows of the store to rows of the ring, where the visits' rows lie in the slots."""
+        if len(slots) == 1 and not isinstance(visits[0], Handful):
+            return self._ring.shift(column, visits[0].chunk, slots[0])
+        shifts = np.zeros(len(positions), dtype=np.int64)
+        for visit, slot in zip(visits, slots, strict=True):
+            inside = (positions >= visit.start) & (positions < visit.stop)
+            shifts[inside] = (
+                self._ring.shifts(column, positions[inside], visit, slot)
+                if isinstance(visit, Handful)
+                else self._ring.shift(column, visit.chunk, slot)
+            )
+        return shifts
 
     # -- assembling ------------------------------------------------------------------------
 
@@ -479,9 +521,10 @@ class Loader:
         planned = index.planned
         if index.ring_number == self.ring_number:
             return index
-        feeder, visit_of = self._feed(self._epochs.get(self.epoch), planned.step)
-        slots = {chunk: feeder.wait(visit_of[chunk]) for chunk in planned.chunks}
-        return next(self._index_block([planned], slots))
+        feeder, first, loads = self._feed(self._epochs.get(self.epoch), planned.step)
+        needed = self._needed(loads, planned)
+        slots = [feeder.wait(first + visit) for visit in needed]
+        return next(self._index_block([planned], [loads.visits[visit] for visit in needed], slots))
 
     def shrink(self, share: float) -> int:
         """Keep `share` of the chunks on the device, and give the memory of the others back at once.
@@ -501,17 +544,26 @@ class Loader:
         if self.tier != "chunked" or self._straight is not None or num_slots >= ring.num_slots:
             return 0
         before = ring.num_bytes
+        self._replace_ring(num_slots, self._rows_for_handfuls(num_slots))
+        return before - self._ring.num_bytes
+
+    def _rows_for_handfuls(self, num_slots: int) -> list[int]:
+        epoch = self._epochs.get(self.epoch)
+        return rows_for_handfuls(epoch, self._position, self.columns, num_slots)
+
+    def _replace_ring(self, num_slots: int, least_rows: Sequence[int]) -> None:
+        """Make the ring anew; waits for the device. Iterations go on, and load what they need again."""
         self._stop_feeder()
         if self._home.type == "cuda":
             torch.cuda.synchronize(self._home)  # whoever had the memory that the new ring gets
-        ring.tensors.clear()
+        self._ring.tensors.clear()
         self._assembler.close()
         if self._home.type == "cuda":
             torch.cuda.empty_cache()
-        self._ring = Ring(self.columns, ring.chunks, num_slots, self._home)
+        chunks = self._ring.chunks
+        self._ring = ScatteredRing(self.columns, chunks, num_slots, self._home, least_rows)
         self.ring_number += 1
         self._assembler = Assembler(self.columns, self._ring.tensors, self.augment)
-        return before - self._ring.num_bytes
 
     def use_augmentation(self, augment: Augments | None) -> None:
         """Augment from the next batch on; None stops it."""
@@ -547,58 +599,48 @@ class Loader:
         """Begin `epoch` at its first batch with the next iteration."""
         if epoch < 0:
             raise InputError(f"epoch {epoch}.", "0 or more", "loader.set_epoch(0)")
-        self.epoch, self._position = epoch, 0
+        self._go_to(Place(epoch, 0))
         self._turn = None
 
     def order_digest(self) -> str:
-        """Return a digest of the samples yielded so far in this epoch, in order."""
+        """Return a digest of the samples yielded so far in this epoch, in order.
+
+        In an epoch that other ranks began: of those yielded since.
+        """
         return self._epochs.get(self.epoch).digest(self._position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader is: enough to yield the same remaining batches elsewhere."""
-        return {
-            **self._identity(),
-            "epoch": self.epoch,
-            "batch": self._position,
-            "digest": self.order_digest(),
-        }
+        """Return where the loader is, in plain values: every rank can go on from the state of any one."""
+        epoch = self._epochs.get(self.epoch)
+        return save_place(self._order, epoch, self._position, self._cuts)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the place of a `state_dict` of a loader like this one.
+    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
+        """Go to the place of a `state_dict` of a loader over the same samples in the same order.
+
+        The state may be of another rank. With the number of ranks and the batch size of the state the
+        same batches follow; with others, in the middle of an epoch, the rest of it is shared anew:
+        nothing is lost or repeated, and `num_batches` says where it ends. See `stoker.loader.rest`.
+
+        Returns:
+            How the epoch goes on, in words, where others began it.
 
         Raises:
-            InputError: The state is of another store, order or batch size; the message says which.
+            InputError: The state is of other samples, another order or another number of lanes; the
+                message says which.
         """
-        for name, own in self._identity().items():
-            if state.get(name) != own:
-                raise InputError(
-                    f"the state has {name} {state.get(name)!r}, this loader has {own!r}.",
-                    "the state of a loader with the same store, order, seed, ranks and batch size",
-                    "make the loader as it was when the state was saved",
-                )
-        digest = self._epochs.get(int(state["epoch"])).digest(int(state["batch"]))
-        if digest != state["digest"]:
-            raise InputError(
-                "the state's order digest is not this loader's: other samples came before.",
-                "the same samples in the same order",
-                "check that the store was not packed again",
-            )
-        self.epoch, self._position = int(state["epoch"]), int(state["batch"])
+        place = find_place(self._order, state)
+        self._go_to(place)
         self._turn = None
+        if place.begun is not None and not self._resident:
+            rows = self._rows_for_handfuls(self._ring.num_slots)
+            if not self._ring.can_hold(rows):
+                self._replace_ring(self._ring.num_slots, rows)
+        return place.words
 
-    def _identity(self) -> dict[str, Any]:
-        order = self._order
-        chunks = None if order.chunks is None else [list(chunk) for chunk in order.chunks]
-        return {
-            "num_samples": order.num_samples,
-            "batch_size": order.batch_size,
-            "order": order.mode,
-            "seed": order.seed,
-            "rank": order.rank,
-            "world_size": order.world_size,
-            "drop_last": order.drop_last,
-            "chunks": chunks,
-        }
+    def _go_to(self, place: Place) -> None:
+        self._epochs.put(place.begun)
+        self._cuts = place.cuts
+        self.epoch, self._position = place.epoch, place.batch
 
 
 def _end_threads(feeder: Feeder | None, uploader: Uploader, tables: TableUploader) -> None:

@@ -23,35 +23,32 @@ would leave a rank nothing for its last step, the batch before gives up samples 
 `drop_last` the sequence is cut to whole steps of full batches: its last n % (batch_size *
 world_size) samples are left out, other ones in every shuffled epoch.
 
+Every rank knows what all of them take in a step, without asking: blocks have only two sizes. An epoch
+that other ranks began goes on with its rest: see `rest.py`.
+
 numpy keeps the bits of its generators for ever, but may change `permutation` between releases: the
 digest in a saved state tells, and tests pin it.
 """
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import xxhash
 
 from stoker.errors import InputError
 from stoker.loader.lanes import LanePlan
+from stoker.loader.positions import PositionSet
 from stoker.store.fields import Array
 
 Mode = Literal["sequential", "shuffled", "time", "lanes"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-
-_CHUNK_ORDER, _WITHIN, _EVERYTHING = range(3)
-_PIECE = 1 << 20
-"""Positions that a digest takes at once: 8 MB."""
-
-_Take = Callable[[int, int], Array]
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a batch
@@ -65,6 +62,8 @@ class PlannedBatch:
         chunks: Chunks that the rows lie in, in visit order: at most two when every chunk holds a
             batch. One when everything is resident.
         chunk_rows: How many rows come from each of `chunks`; they lie together, in this order.
+        num_together: Samples of this step over all ranks; a data-parallel trainer weights its rows by
+            `world_size / num_together`, so that a short batch counts for what it holds.
         reset: Lanes only: `(rows,)` bool, the row begins anew: at a lane's or segment's start, and
             where there is no sample.
     """
@@ -73,6 +72,7 @@ class PlannedBatch:
     positions: Array
     chunks: tuple[int, ...]
     chunk_rows: tuple[int, ...]
+    num_together: int
     reset: Array | None = None
 
     @property
@@ -131,9 +131,13 @@ class Order:
 
     def __len__(self) -> int:
         """Batches of every epoch, the same on all ranks."""
+        return self.count_steps(self._num_offered)
+
+    def count_steps(self, num_samples: int) -> int:
+        """Return in how many steps all ranks together take this many samples."""
         step_samples = self.batch_size * self.world_size
         spare = 0 if self.drop_last else step_samples - 1
-        return (self._num_offered + spare) // step_samples
+        return (num_samples + spare) // step_samples
 
     @property
     def num_used(self) -> int:
@@ -152,7 +156,7 @@ class Order:
             return "sequential: samples as they stand"
         if self.chunks is None:
             return "full shuffle: everything is resident"
-        largest = int(np.diff(self._edges).max())
+        largest = int(np.diff(self.edges).max())
         return (
             f"chunk order and order within chunks are shuffled: {len(self.chunks):,} chunks of up "
             f"to {largest:,} samples are loaded one after the other"
@@ -163,7 +167,7 @@ class Order:
         """Chunks that one batch can touch at the worst: the slots that a loader needs at least."""
         if self.chunks is None or self.lanes is not None:
             return 1
-        sizes = np.sort(np.diff(self._edges))
+        sizes = np.sort(np.diff(self.edges))
         whole = int(np.searchsorted(np.cumsum(sizes), self.batch_size - 2, side="right"))
         return min(len(sizes), self.batch_size, whole + 2)
 
@@ -171,24 +175,23 @@ class Order:
         """Return the order of one epoch; cheap, nothing is permuted before it is needed."""
         if epoch < 0:
             raise InputError(f"the epoch is {epoch}.", "0 or more", "epoch(0)")
-        if self.lanes is not None:
-            return _LaneEpoch(self, epoch, self.lanes)
-        if self.mode == "shuffled" and self.chunks is None:
-            return _DealtEpoch(self, epoch)
-        return _BlockEpoch(self, epoch)
+        from stoker.loader.epochs import begin_epoch  # which is written in terms of this module
+
+        return begin_epoch(self, epoch)
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether all ranks together walk through one permutation of everything."""
+        return self.mode == "shuffled" and self.chunks is None
 
     def remaining(self, epoch: int, step: int) -> Array:
         """Return the positions, ascending, that no rank was given in the first `step` batches.
 
-        What `drop_last` leaves out is not among them. The answer is the same on every rank, so
-        another number of ranks can go on from here. Costs as much as the rest of the epoch.
+        What `drop_last` leaves out is not among them. The answer is the same on every rank.
         """
         whole = self.epoch(epoch)
-        if isinstance(whole, _DealtEpoch):
-            return np.sort(whole.undealt(step))
-        epochs = (replace(self, rank=rank).epoch(epoch) for rank in range(self.world_size))
-        pieces = [piece for each in epochs for piece in each.stream(step, len(self))]
-        return np.sort(np.concatenate(pieces)) if pieces else np.empty(0, np.int64)
+        left, unused = whole.untaken(step), whole.untaken(len(self))
+        return np.setdiff1d(left.positions(), unused.positions(), assume_unique=True)
 
     @property
     def _num_offered(self) -> int:
@@ -202,45 +205,65 @@ class Order:
         return len(self), "steps (lanes are chunked by step, so that an edge breaks no lane)"
 
     @cached_property
-    def _edges(self) -> Array:
+    def edges(self) -> Array:
         """`(chunks + 1,)` first position of each chunk, and the end."""
         if self.chunks is None:
             return np.array([0, self._chunked[0]])
         return np.array([0, *(stop for _, stop in self.chunks)])
 
 
-class EpochOrder(ABC):
-    """The batches of one rank in one epoch. Made by `Order.epoch`; threads may share it."""
+class Share(NamedTuple):
+    """What all ranks together take of what there is."""
 
-    def __init__(self, order: Order, epoch: int) -> None:
+    num_steps: int
+    num_offered: int
+    num_used: int
+
+
+class EpochOrder(ABC):
+    """The batches of one rank in one epoch, or in its rest; threads may share it.
+
+    Attributes:
+        order: Of the ranks that take these batches.
+        epoch: Number of the epoch.
+        first_step: Number of the first batch; 0 but in a rest.
+        num_batches: One past the number of the last batch, the same on all ranks.
+        num_offered: Samples that are there to be taken from `first_step` on, by all ranks together.
+        num_used: How many of them are taken.
+    """
+
+    def __init__(
+        self, order: Order, epoch: int, first_step: int = 0, rest: Share | None = None
+    ) -> None:
         self.order = order
         self.epoch = epoch
-        self.num_batches = len(order)
+        self.first_step = first_step
+        whole = Share(len(order), order._num_offered, order.num_used)
+        self._num_steps, self.num_offered, self.num_used = rest or whole
+        self.num_batches = first_step + self._num_steps
 
-    def batches(self, start: int = 0) -> Iterator[PlannedBatch]:
+    def batches(self, start: int | None = None) -> Iterator[PlannedBatch]:
         """Iterate from batch `start` on, without going through the ones before it."""
-        self._check_step(start)
-        return self._batches(start)
+        return self._batches(self._checked(start))
 
-    def chunk_visits(self, start: int = 0) -> Sequence[int]:
+    def chunk_visits(self, start: int | None = None) -> Sequence[int]:
         """Return the chunks that batches `start` on need, in order, each once."""
         return [visit.chunk for visit in self.visits(start)]
 
-    def visits(self, start: int = 0) -> Sequence[Visit]:
+    def visits(self, start: int | None = None) -> Sequence[Visit]:
         """Return the same with the part of each chunk that belongs to this rank."""
-        self._check_step(start)
+        start = self._checked(start)
         return self._visits(start) if start < self.num_batches else []
 
     def digest(self, upto: int | None = None) -> str:
-        """Return a digest of the positions of the first `upto` batches (all by default), in order.
+        """Return a digest of the positions of the batches before `upto` (all by default), in order.
 
         Equal digests mean the same samples in the same order; how they are cut into batches does
-        not matter, nor do rows without a sample.
+        not matter, nor do rows without a sample. Of a rest, those from `first_step` on.
         """
-        stop = self.num_batches if upto is None else upto
-        self._check_step(stop)
+        stop = self._checked(self.num_batches if upto is None else upto)
         state = xxhash.xxh3_128()
-        for positions in self.stream(0, stop):
+        for positions in self.stream(self.first_step, stop):
             state.update(np.ascontiguousarray(positions, dtype="<i8").data)
         return state.hexdigest()
 
@@ -249,18 +272,33 @@ class EpochOrder(ABC):
         """Yield the positions of batches `start` to `stop` in order, in pieces of any size."""
 
     @abstractmethod
+    def untaken(self, step: int) -> PositionSet:
+        """Return what no rank is given before batch `step`, and what `drop_last` leaves out.
+
+        The same on every rank; of a rest, out of what it was offered. Costs one permutation: of a
+        chunk for every rank, or of everything where that is one permutation.
+        """
+
+    def prepare(self) -> None:
+        """Begin to compute, in a thread, what takes long before the first batch."""
+        return
+
+    @abstractmethod
     def _batches(self, start: int) -> Iterator[PlannedBatch]: ...
 
     @abstractmethod
     def _visits(self, start: int) -> Sequence[Visit]: ...
 
-    def _check_step(self, step: int) -> None:
-        if not 0 <= step <= self.num_batches:
+    def _checked(self, step: int | None) -> int:
+        step = self.first_step if step is None else step
+        if not self.first_step <= step <= self.num_batches:
             raise InputError(
-                f"batch {step} of an epoch of {self.num_batches} batches.",
-                f"0 to {self.num_batches}",
-                "resume with the batch size and number of ranks of the saved state",
+                f"batch {step} of an epoch of {self.num_batches} batches"
+                + (f", of which {self.first_step} are behind it." if self.first_step else "."),
+                f"{self.first_step} to {self.num_batches}",
+                "resume with the state that was saved last",
             )
+        return step
 
 
 class EpochShelf:
@@ -269,183 +307,25 @@ class EpochShelf:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._epochs: dict[int, EpochOrder] = {}
+        self._begun: EpochOrder | None = None
 
     def get(self, epoch: int) -> EpochOrder:
         """Return the order of an epoch; the last two asked for are kept."""
+        if self._begun is not None and self._begun.epoch == epoch:
+            return self._begun
         found = self._epochs.pop(epoch, None) or self._order.epoch(epoch)
         self._epochs[epoch] = found
         while len(self._epochs) > 2:
             del self._epochs[next(iter(self._epochs))]
         return found
 
+    def put(self, begun: EpochOrder | None) -> None:
+        """Have one epoch go on as it was begun elsewhere; with None, all are as the order says."""
+        self._begun = begun
+
     def prepare(self, epoch: int) -> None:
         """Permute a large epoch in a thread: 0.7 s for 10 million samples that nobody waits for."""
-        found = self.get(epoch)
-        if isinstance(found, _DealtEpoch) and self._order.num_samples >= _PIECE:
-            threading.Thread(target=lambda: found._rows, name="stoker-order", daemon=True).start()
-
-
-class _BlockEpoch(EpochOrder):
-    """A rank has one block of the sequence: parts of chunks, one after the other."""
-
-    def __init__(self, order: Order, epoch: int) -> None:
-        super().__init__(order, epoch)
-        edges, used, ranks = order._edges, order.num_used, order.world_size
-        first, last = used * order.rank // ranks, used * (order.rank + 1) // ranks
-        visited = self._chunk_order(len(edges) - 1)
-        ends = np.cumsum(np.diff(edges)[visited])
-        low, high = np.searchsorted(ends, [first, last - 1], side="right")
-        self._chunks = visited[low : high + 1]
-        ends = ends[low : high + 1]
-        shift = edges[self._chunks + 1] - ends
-        self._stops = np.minimum(ends, last) + shift
-        self._starts = np.maximum(ends - np.diff(edges)[self._chunks], first) + shift
-        self._offsets = np.concatenate([[0], np.cumsum(self._stops - self._starts)])
-        self._num_samples = last - first
-
-    def _chunk_order(self, num_chunks: int) -> Array:
-        if self.order.mode != "shuffled":
-            return np.arange(num_chunks)
-        return _permute(num_chunks, self.order.seed, self.epoch, _CHUNK_ORDER)
-
-    def _sample(self, step: int) -> int:
-        return _first_of_step(step, self.num_batches, self._num_samples, self.order.batch_size, 1)
-
-    def _part(self, sample: int) -> int:
-        return int(np.searchsorted(self._offsets, sample, side="right")) - 1
-
-    def _taker(self, part: int) -> _Take:
-        """Return what gives samples i to j of a part; it holds the part's permutation, if any."""
-        start = int(self._starts[part])
-        if self.order.mode != "shuffled":
-            return lambda low, high: np.arange(start + low, start + high)
-        count = int(self._stops[part]) - start
-        rows = _permute(count, self.order.seed, self.epoch, _WITHIN, int(self._chunks[part]), start)
-        rows += start
-        return lambda low, high: rows[low:high].copy()
-
-    def _visits(self, start: int) -> Sequence[Visit]:
-        first = self._part(self._sample(start))
-        columns = (self._chunks[first:], self._starts[first:], self._stops[first:])
-        return [Visit(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-
-    def _batches(self, start: int) -> Iterator[PlannedBatch]:
-        offsets, chunks = self._offsets.tolist(), self._chunks.tolist()
-        low = self._sample(start)
-        part = self._part(low) - 1
-        take: _Take | None = None
-        for step in range(start, self.num_batches):
-            end = self._sample(step + 1)
-            rows: list[Array] = []
-            touched: list[int] = []
-            while low < end:
-                if take is None or low == offsets[part + 1]:
-                    part += 1
-                    take = self._taker(part)
-                high = min(end, offsets[part + 1])
-                rows.append(take(low - offsets[part], high - offsets[part]))
-                touched.append(chunks[part])
-                low = high
-            positions = rows[0] if len(rows) == 1 else np.concatenate(rows)
-            yield PlannedBatch(step, positions, tuple(touched), tuple(map(len, rows)))
-
-    def stream(self, start: int, stop: int) -> Iterator[Array]:
-        low, end = self._sample(start), self._sample(stop)
-        part = self._part(low)
-        while low < end:
-            base, high = int(self._offsets[part]), min(end, int(self._offsets[part + 1]))
-            take = self._taker(part)
-            for first in range(low, high, _PIECE):
-                yield take(first - base, min(first + _PIECE, high) - base)
-            low, part = high, part + 1
-
-
-class _DealtEpoch(EpochOrder):
-    """One permutation of everything, dealt to the ranks step by step."""
-
-    def __init__(self, order: Order, epoch: int) -> None:
-        super().__init__(order, epoch)
-        self._permuting = threading.Lock()
-
-    @property
-    def _rows(self) -> Array:
-        with self._permuting:  # one of two threads permutes, the other waits for it
-            return self._permuted
-
-    @cached_property
-    def _permuted(self) -> Array:
-        return _permute(self.order.num_samples, self.order.seed, self.epoch, _EVERYTHING)
-
-    def _global(self, step: int) -> int:
-        ranks, used = self.order.world_size, self.order.num_used
-        return _first_of_step(step, self.num_batches, used, self.order.batch_size * ranks, ranks)
-
-    def _share(self, step: int) -> tuple[int, int]:
-        first, last = self._global(step), self._global(step + 1)
-        rank, ranks = self.order.rank, self.order.world_size
-        count = last - first
-        return first + count * rank // ranks, first + count * (rank + 1) // ranks
-
-    def undealt(self, step: int) -> Array:
-        """The used part of the permutation after `step` steps, of all ranks."""
-        self._check_step(step)
-        return self._rows[self._global(step) : self.order.num_used]
-
-    def _visits(self, start: int) -> Sequence[Visit]:  # noqa: ARG002 resident: one for all
-        return [Visit(0, 0, self.order.num_samples)]
-
-    def _batches(self, start: int) -> Iterator[PlannedBatch]:
-        rows, order, count = self._rows, self.order, self.num_batches
-        rank, ranks, used = order.rank, order.world_size, order.num_used
-        dealt = order.batch_size * ranks
-        first = _first_of_step(start, count, used, dealt, ranks)
-        for step in range(start, count):  # as `_share`, without asking for the same twice
-            last = _first_of_step(step + 1, count, used, dealt, ranks)
-            low = first + (last - first) * rank // ranks
-            high = first + (last - first) * (rank + 1) // ranks
-            yield PlannedBatch(step, rows[low:high].copy(), (0,), (high - low,))
-            first = last
-
-    def stream(self, start: int, stop: int) -> Iterator[Array]:
-        if self.order.world_size == 1:
-            yield self._rows[self._global(start) : self._global(stop)]
-            return
-        for step in range(start, stop):
-            low, high = self._share(step)
-            yield self._rows[low:high]
-
-
-class _LaneEpoch(EpochOrder):
-    """Batch k holds the k-th sample of every lane of the rank."""
-
-    def __init__(self, order: Order, epoch: int, plan: LanePlan) -> None:
-        super().__init__(order, epoch)
-        starts, lengths = plan.lay_out(order.world_size, order.drop_last)
-        own = slice(order.rank * order.batch_size, (order.rank + 1) * order.batch_size)
-        self._plan, self._starts, self._lengths = plan, starts[own], lengths[own]
-
-    def _at(self, step: int) -> tuple[Array, Array]:
-        """Where the step's samples stand in the plan, and which lanes have one."""
-        valid = step < self._lengths
-        return np.where(valid, self._starts + step, 0), valid
-
-    def _visits(self, start: int) -> Sequence[Visit]:
-        edges = self.order._edges.tolist()
-        pairs = enumerate(pairwise(edges))
-        return [Visit(chunk, low, high) for chunk, (low, high) in pairs if high > start]
-
-    def _batches(self, start: int) -> Iterator[PlannedBatch]:
-        chunk_of = np.searchsorted(self.order._edges, range(start, self.num_batches), "right") - 1
-        for step, chunk in zip(range(start, self.num_batches), chunk_of.tolist(), strict=True):
-            where, valid = self._at(step)
-            positions = np.where(valid, self._plan.positions[where], -1)
-            reset = self._plan.begins[where] | ~valid | (step == 0)
-            yield PlannedBatch(step, positions, (chunk,), (len(positions),), reset)
-
-    def stream(self, start: int, stop: int) -> Iterator[Array]:
-        for step in range(start, stop):
-            where, valid = self._at(step)
-            yield self._plan.positions[where[valid]]
+        self.get(epoch).prepare()
 
 
 def pick_mode(order: str | None, shuffle: bool | None) -> Mode:
@@ -482,17 +362,6 @@ def even_chunks(num_samples: int, most: int) -> tuple[tuple[int, int], ...]:
     count = -(-num_samples // most)
     edges = [num_samples * number // count for number in range(count + 1)] if count else []
     return tuple(pairwise(edges))
-
-
-def _permute(count: int, seed: int, *key: int) -> Array:
-    """Return a permutation of 0 to count - 1, from the seed and the key alone."""
-    bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key))
-    return np.random.Generator(bits).permutation(count)
-
-
-def _first_of_step(step: int, num_steps: int, count: int, full: int, least: int) -> int:
-    """First of `count` items that a step takes: `full` a step, but `least` are kept for each to come."""
-    return min(step * full, count - (num_steps - step) * least)
 
 
 def _check_numbers(order: Order) -> None:

@@ -72,7 +72,8 @@ def prefetch(
 class Prefetcher:
     """What `prefetch` returns. Iterate it as often as the wrapped loader allows.
 
-    Attributes of the wrapped loader (`dataset`, `sampler`, `batch_size`, ...) are found here too.
+    Attributes of the wrapped loader (`dataset`, `sampler`, `batch_size`, ...) are found here too. Around a
+    loader that has a state it is a `StatefulPrefetcher`, and only then: checkpoint code looks for the methods.
 
     Attributes:
         loader: The wrapped loader.
@@ -80,6 +81,11 @@ class Prefetcher:
         depth: Batches ahead.
         reason: What is done to a batch and why, in words.
     """
+
+    def __new__(cls, loader: Any = None, *_: Any, **__: Any) -> Prefetcher:
+        """Return one with a state where the wrapped loader has one."""
+        knows = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        return object.__new__(StatefulPrefetcher if knows and cls is Prefetcher else cls)
 
     def __init__(
         self,
@@ -127,6 +133,8 @@ class Prefetcher:
         # Here and not in the thread: worker processes are forked and seeds are drawn where the
         # caller would have done it without us.
         source = _Source(self.loader, iter(self.loader), stager, self.depth)
+        # Until you have a batch of it, the state is that of its beginning, not of an iteration before.
+        self._state = source.take_state()
         fetcher: _Fetcher
         if self._background:
             fetcher = Background(source.pull, self.depth, "stoker-prefetch", engine.home)
@@ -168,20 +176,6 @@ class Prefetcher:
                 told.append(part)
                 _tell_epoch(part, epoch)
 
-    def state_dict(self) -> Any:
-        """Return the wrapped loader's state after the last batch that *you* have seen.
-
-        The wrapped loader itself is up to `depth + 1` batches further; to go on after a `break`
-        without losing those, `load_state_dict(state_dict())` first.
-        """
-        return self.loader.state_dict() if self._state is None else self._state
-
-    def load_state_dict(self, state: Any) -> None:
-        """Hand a state back to the wrapped loader; iterate anew afterwards."""
-        self.close()
-        self._state = None
-        self.loader.load_state_dict(state)
-
     def close(self) -> None:
         """End all iterations; waits for the batches that are being fetched."""
         for fetcher, _ in self._busy:
@@ -199,6 +193,24 @@ class Prefetcher:
                 )
             self._busy.remove(pair)
             self._idle.append(pair[1])
+
+
+class StatefulPrefetcher(Prefetcher):
+    """A `Prefetcher` around a loader with a state, such as torchdata's StatefulDataLoader."""
+
+    def state_dict(self) -> Any:
+        """Return the wrapped loader's state after the last batch that *you* have seen.
+
+        The wrapped loader itself is up to `depth + 1` batches further; to go on after a `break`
+        without losing those, `load_state_dict(state_dict())` first.
+        """
+        return self.loader.state_dict() if self._state is None else self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Hand a state back to the wrapped loader; iterate anew afterwards."""
+        self.close()
+        self._state = None
+        self.loader.load_state_dict(state)
 
 
 def _explain(device: torch.device, depth: int, background: bool) -> str:
@@ -302,15 +314,19 @@ class _Source:
                 f"raised while stoker.prefetch took batch {self._num_pulled} from {name}"
             )
             raise
-        state = None
-        if hasattr(self._loader, "state_dict"):
-            state = copy.deepcopy(self._loader.state_dict())
+        state = self.take_state()
         if self._num_pulled >= self._depth + 2:
             # The consumer's work on that batch is done: its memory can serve this one. Otherwise a
             # host that runs ahead of the device would allocate a batch per step it is ahead.
             wait_for(self.used.popleft())
         self._num_pulled += 1
         return _Item(self._stager.stage(batch), state)
+
+    def take_state(self) -> Any:
+        """Return a copy of the loader's state behind the last batch pulled; None where it has none."""
+        if not hasattr(self._loader, "state_dict"):
+            return None
+        return copy.deepcopy(self._loader.state_dict())
 
 
 class _Foreground:

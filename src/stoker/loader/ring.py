@@ -50,6 +50,7 @@ class Ring:
         chunks: Ranges of positions.
         num_slots: Chunks on the device at the same time.
         device: Where.
+        least_rows: Rows of each column that a slot holds at least, where the chunks need fewer.
     """
 
     def __init__(
@@ -58,12 +59,16 @@ class Ring:
         chunks: Sequence[tuple[int, int]],
         num_slots: int,
         device: torch.device,
+        least_rows: Sequence[int] = (),
     ) -> None:
         self.columns = columns
         self.chunks = chunks
         self.num_slots = num_slots
         self.device = device
-        self._places = [_place(column, chunks) for column in columns]
+        least = least_rows or [0] * len(columns)
+        self._places = [
+            _place(column, chunks, rows) for column, rows in zip(columns, least, strict=True)
+        ]
         self.tensors: dict[str, torch.Tensor] = {}
         for column, place in zip(columns, self._places, strict=True):
             for values in column.values:
@@ -108,11 +113,12 @@ class Ring:
             self.used[slot] = event
 
 
-def _place(column: Column, chunks: Sequence[tuple[int, int]]) -> _Place:
+def _place(column: Column, chunks: Sequence[tuple[int, int]], least_rows: int) -> _Place:
     extents = np.array(
         [column.extent(start, stop) for start, stop in chunks], dtype=np.int64
     ).reshape(-1, 2)
-    return _Place(extents[:, 0], extents[:, 1], int((extents[:, 1] - extents[:, 0]).max(initial=0)))
+    capacity = int((extents[:, 1] - extents[:, 0]).max(initial=least_rows))
+    return _Place(extents[:, 0], extents[:, 1], capacity)
 
 
 class Feeder:

@@ -58,6 +58,7 @@ class Question:
     fallback: float
     num_slots: int
     threads: int
+    ranks_per_host: int = 1
 
     @property
     def where(self) -> Where:

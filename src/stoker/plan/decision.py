@@ -87,25 +87,37 @@ def make_plan(
     fallback_share: float = FALLBACK_SHARE,
     num_slots: int = 3,
     threads: int = 8,
+    ranks_per_host: int = 1,
 ) -> Plan:
     """Decide what lives where.
 
     Args:
         facts: Of the store.
         gpu_memory_bytes: Free bytes, not the number on the box; None on a machine without GPU.
-        ram_bytes: Free bytes of RAM.
+        ram_bytes: Free bytes of RAM of the machine, which its ranks share.
         batch_size: None lets the plan choose: 8 per GB of GPU memory, less where that saves the tier.
         model: None keeps the share beside the data free for one.
         gpu_share: Most of the device that data may take.
         fallback_share: The same when the rest does not fit beside `gpu_share`.
         num_slots: Ring slots of the chunked tier.
-        threads: Reader threads.
+        threads: Reader threads, of the machine.
+        ranks_per_host: Processes that each have such a plan on one machine, a GPU each.
 
     Raises:
         InputError: An argument makes no sense, or nothing fits; the message says what to change.
     """
+    if ranks_per_host < 1:
+        raise InputError(f"{ranks_per_host} ranks per host.", "1 or more", "ranks_per_host=1")
     question = Question(
-        facts, gpu_memory_bytes, ram_bytes, model, gpu_share, fallback_share, num_slots, threads
+        facts,
+        gpu_memory_bytes,
+        ram_bytes // ranks_per_host,
+        model,
+        gpu_share,
+        fallback_share,
+        num_slots,
+        max(1, threads // ranks_per_host) if threads > 0 else threads,
+        ranks_per_host,
     )
     _check(question, batch_size)
     tier, batch, reason = _choose(question, batch_size)
@@ -254,7 +266,12 @@ def _write(question: Question, tier: Tier, batch: int, batch_reason: str) -> Pla
         lines += [*question.host(), _staging_line(tier, count, slab)]
     plan = replace(plan, lines=tuple(lines))
     return replace(
-        plan, reasons=(*_tier_reasons(question, plan), *plan.reasons, *_notes(plan, facts))
+        plan,
+        reasons=(
+            *_tier_reasons(question, plan),
+            *plan.reasons,
+            *_notes(plan, facts, question.ranks_per_host),
+        ),
     )
 
 
@@ -324,11 +341,16 @@ def _tier_reasons(question: Question, plan: Plan) -> Iterator[str]:
         )
 
 
-def _notes(plan: Plan, facts: StoreFacts) -> Iterator[str]:
+def _notes(plan: Plan, facts: StoreFacts, ranks: int) -> Iterator[str]:
+    if ranks > 1:
+        yield (
+            f"{ranks} ranks share this machine's {format_bytes(ranks * plan.ram_bytes)} of RAM: each plans "
+            f"with {format_bytes(plan.ram_bytes)}; the page cache is common, and counted once"
+        )
     if plan.gpu_memory_bytes is None:
         yield "no GPU: the data and the model live in RAM, nothing is pinned or copied"
     if plan.tier != "resident":
-        left = max(0, plan.ram_bytes - plan.totals["ram"])
+        left = ranks * max(0, plan.ram_bytes - plan.totals["ram"])
         share = min(1.0, left / max(1, facts.device_bytes))
         yield (
             f"every epoch reads the data again; the page cache can keep {share:.0%} of it in the "

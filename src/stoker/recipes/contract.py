@@ -27,6 +27,12 @@ class Metrics(Protocol):
     def update(self, outputs: Any, targets: Any) -> None:
         """Take a batch; no host synchronisation."""
 
+    def state(self) -> Any:
+        """Return what was counted: tensors, in lists or alone."""
+
+    def merge(self, states: Sequence[Any]) -> None:
+        """Become what all of these have counted together; where ranks share the samples."""
+
     def compute(self) -> dict[str, float]:
         """Return the metrics of everything seen; waits for the device."""
 

@@ -16,7 +16,9 @@ Every limit comes from training samples:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +29,11 @@ from stoker.recipes.forex_model import DOWN, NEUTRAL, SCALP_PIPS, SWING_PIPS, UP
 from stoker.recipes.metrics import (
     ClassCounts,
     MaskedMean,
+    Mergeable,
     class_priors,
     constant_mae,
     majority_baseline,
+    merge_each,
 )
 from stoker.recipes.options import require
 from stoker.store.fields import Array
@@ -168,6 +172,18 @@ class ForexMetrics:
         self._side.update(scores[:, DOWN::UP], (labels == UP).long(), moved)
         for name, errors in self._errors.items():
             errors.update((outputs[name].float() - targets[name]).abs(), valid)
+
+    @property
+    def _parts(self) -> list[Mergeable]:
+        return [self._direction, self._side, *self._errors.values()]
+
+    def state(self) -> list[Any]:
+        """Return what was counted, for `merge`."""
+        return [part.state() for part in self._parts]
+
+    def merge(self, states: Sequence[list[Any]]) -> None:
+        """Become what all of these have counted together."""
+        merge_each(self._parts, states)
 
     def compute(self) -> dict[str, float]:
         """Return the metrics of everything seen."""

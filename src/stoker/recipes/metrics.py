@@ -11,6 +11,8 @@ the end say what a constant reaches on the validation samples, chosen from train
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -49,6 +51,14 @@ class ClassCounts:
         self._counts[0].index_add_(0, labels, seen)
         self._counts[1].index_add_(0, labels, hits)
 
+    def state(self) -> torch.Tensor | None:
+        """Return what was counted, for `merge`."""
+        return self._counts
+
+    def merge(self, states: Sequence[torch.Tensor | None]) -> None:
+        """Become what all of these have counted together."""
+        self._counts = add_up(states)
+
     def compute(self) -> dict[str, float]:
         """Return accuracy, and the mean of the recalls of the classes that occur."""
         if self._counts is None:
@@ -83,12 +93,42 @@ class MaskedMean:
         added = torch.stack([torch.where(seen > 0, per_sample, 0.0).sum(), seen.sum()])
         self._sums = added if self._sums is None else self._sums + added
 
+    def state(self) -> torch.Tensor | None:
+        """Return what was counted, for `merge`."""
+        return self._sums
+
+    def merge(self, states: Sequence[torch.Tensor | None]) -> None:
+        """Become what all of these have counted together."""
+        self._sums = add_up(states)
+
     def compute(self) -> float:
         """Return the mean; NaN when nothing was seen."""
         if self._sums is None:
             return math.nan
         total, count = self._sums.tolist()
         return total / count if count else math.nan
+
+
+class Mergeable(Protocol):
+    """Something that has counted, and can be put together with its likes."""
+
+    def state(self) -> Any:
+        """Return what was counted: tensors, in lists or alone."""
+
+    def merge(self, states: Sequence[Any]) -> None:
+        """Become what all of these have counted together."""
+
+
+def merge_each(parts: Sequence[Mergeable], states: Sequence[Sequence[Any]]) -> None:
+    """Merge every part with its place in each of the states."""
+    for part, theirs in zip(parts, zip(*states, strict=True), strict=True):
+        part.merge(theirs)
+
+
+def add_up(states: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the sum of counts; None where nothing was counted."""
+    counted = [state for state in states if state is not None]
+    return torch.stack(counted).sum(dim=0) if counted else None
 
 
 def majority_baseline(train: Array, val: Array, num_classes: int) -> dict[str, float]:

@@ -25,7 +25,7 @@ from stoker.loader.gather import Augments
 from stoker.loader.lanes import LanePlan, plan_store_lanes
 from stoker.loader.loader import Loader, pick_device
 from stoker.machine import probe
-from stoker.plan import Plan, make_plan, store_facts
+from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan, store_facts
 from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
 from stoker.recipes.catalogue import Chosen, choose_recipe, without_epochs
 from stoker.recipes.contract import Job
@@ -36,8 +36,10 @@ from stoker.runs.telemetry import TelemetryLog
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
 from stoker.train.checkpoint import Checkpoints, load_checkpoint
+from stoker.train.parallel import load_whole_model, shard_model
 from stoker.train.precision import choose_precision
 from stoker.train.predict import evaluate
+from stoker.train.ranks import Ranks, check_alike, join, num_restarts
 from stoker.train.run_lock import RunLock
 from stoker.train.settings import TrainSettings
 from stoker.train.trainer import History, Trainer
@@ -87,14 +89,34 @@ def run_recipe(
 
     Raises:
         ConfigError: The config and the recipe do not fit.
-        InputError: The store, the device or the run folder cannot be used.
+        InputError: The store, the device or the run folder cannot be used, or ranks do not agree.
+        RankLostError: Another process of the run has ended or stands still.
         NonFiniteError: A loss was not finite, and the config says to stop.
         KeyboardInterrupt: Ctrl-C; the run is saved first.
     """
     chosen = choose_recipe(settings)
-    if settings.store is not None and not resume:
-        _require_fresh(run_folder(settings))
-    with open_run(settings, chosen, device=device, progress=progress) as run:
+    with join(device, settings.stall_seconds) as (ranks, place):
+        resume = resume or num_restarts() > 0
+        with ranks.shared_fate():
+            if settings.store is not None and not resume:
+                _require_fresh(run_folder(settings))
+        told = progress if ranks.is_first else None
+        return _train_and_judge(settings, chosen, resume, place, told, ranks)
+
+
+def _train_and_judge(
+    settings: Settings,
+    chosen: Chosen,
+    resume: bool,
+    device: torch.device,
+    progress: Progress | None,
+    ranks: Ranks,
+) -> RecipeRun:
+    with contextlib.ExitStack() as stack:
+        with ranks.shared_fate():
+            opened = open_run(settings, chosen, device=device, progress=progress)
+            run = stack.enter_context(opened)
+        check_alike(ranks, {"the store": fingerprint(run.store), "the config": run.digest})
         history = run.train(resume)
         made = RecipeRun(
             **vars(history),
@@ -224,6 +246,14 @@ class Run:
     ) -> None:
         self.settings, self.chosen, self.store, self.job = settings, chosen, store, job
         self.folder, self.device, self.told = folder, device, told
+        self.ranks = Ranks.current()
+        self.rank_batch = share_batch(settings, self.ranks.world_size)
+
+    @property
+    def digest(self) -> str:
+        """A digest of the settings, which all ranks must share."""
+        values = asdict(self.settings)
+        return xxhash.xxh3_64_hexdigest(repr(sorted(values.items(), key=str)).encode())
 
     @property
     def drawn_augmentation(self) -> Augments | None:
@@ -248,21 +278,29 @@ class Run:
             trainer = self.make_trainer(train, val, watch, run_dir=self.folder)
             trainer.history.notes[:0] = notes
             watch.history = trainer.history
-            self._write_setup(train)
-            with TelemetryLog(
-                self.folder, watch.count, gpu_uuid=_gpu_uuid(self.device)
-            ) as telemetry:
+            self.ranks.first_does(lambda: self._write_setup(train))
+            telemetry = self._telemetry(watch)
+            with telemetry or contextlib.nullcontext():
                 history = trainer.fit(resume=resume)
-                telemetry.ended = history.ended
+                if telemetry is not None:
+                    telemetry.ended = history.ended
             watch.tell_epochs()
             self._save_the_last(trainer)
             return history
+
+    def _telemetry(self, watch: Watch) -> TelemetryLog | None:
+        """Return the run's record of its machine; rank 0 keeps it."""
+        if not self.ranks.is_first:
+            return None
+        return TelemetryLog(self.folder, watch.count, gpu_uuid=_gpu_uuid(self.device))
 
     def make_trainer(
         self, train: Any, val: Any, progress: Progress, *, run_dir: Path | None
     ) -> Trainer:
         """Return the run's trainer over these loaders; without `run_dir` it writes nothing."""
         job, settings = self.job, self.settings
+        if settings.parallel == "fsdp":
+            shard_model(job.model, self.ranks, self.device)
         optimizer = job.make_optimizer(job.model.parameters(), settings.learning_rate)
         windows = -(-len(train) // settings.accumulation_steps)
         scheduler = (
@@ -294,7 +332,7 @@ class Run:
         best = Checkpoints(self.folder, 1, *job.monitor).best()
         step = 0
         if best is not None:
-            job.model.load_state_dict(load_checkpoint(best.path).state["model"])
+            load_whole_model(job.model, load_checkpoint(best.path).state["model"])
             made = replace(made, best=best.path, val=dict(best.metrics))
             step = best.step
         job.model.to(self.device)
@@ -310,6 +348,7 @@ class Run:
                     job.metrics,
                     precision,
                     self.device,
+                    self.ranks,
                 )
             made = replace(made, test=test)
         result = {
@@ -319,15 +358,20 @@ class Run:
             "test": made.test,
             "num_test": len(job.samples["test"]),
         }
-        with RunLock(self.folder), RunLog(self.folder / LOG_NAME) as log:
-            log.write("result", result, step=step)
+
+        def write() -> None:
+            with RunLock(self.folder), RunLog(self.folder / LOG_NAME) as log:
+                log.write("result", result, step=step)
+
+        self.ranks.first_does(write)
         return made
 
     def _save_the_last(self, trainer: Trainer) -> None:
         """Save the end of a run whose last epoch no checkpoint holds."""
         epochs, every = trainer.history.epochs, self.settings.checkpoint_every_epochs
         if epochs and every and (epochs[-1].epoch + 1) % every and trainer.history.ended == "done":
-            with RunLock(self.folder):
+            lock = RunLock(self.folder) if self.ranks.is_first else contextlib.nullcontext()
+            with lock:
                 trainer.save(epochs[-1].metrics or {"loss": epochs[-1].train_loss})
 
     # -- loaders -----------------------------------------------------------------------------
@@ -339,9 +383,11 @@ class Run:
         plan = None
         if not settings.use_chunk_loader and job.lanes is None and self.device.type == "cuda":
             plan = self._streamed_plan(job.samples["train"])
+        elif self.ranks.are_several:  # free memory differs, chunks must not
+            plan = self._make_plan(job.samples["train"], GPU_SHARE, FALLBACK_SHARE)
         return kind(
             self.store,
-            settings.batch_size,
+            self.rank_batch,
             self.device,
             order=job.order,
             seed=settings.seed,
@@ -353,15 +399,21 @@ class Run:
             chunk_bytes=None if asked is None else max(1, asked // _CHUNK_SLOTS),
             num_slots=_CHUNK_SLOTS,
             lanes=job.lanes,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
             augment=None if self.drawn_augmentation else as_augments(job.augmentation),
         )
 
     def _judged_loader(self, split: str) -> Loader:
         job, samples = self.job, self.job.samples[split]
         lanes = None if job.lanes is None else self._judged_lanes(samples)
+        # Lanes, and samples that do not go round, are judged by every rank alike.
+        ranks = (
+            self.ranks if lanes is None and len(samples) >= 2 * self.ranks.world_size else Ranks()
+        )
         return Loader(
             self.store,
-            self.settings.batch_size if lanes is None else lanes.num_lanes,
+            lanes.num_lanes if lanes is not None else _judged_batch(self.rank_batch, ranks),
             self.device,
             order="sequential" if lanes is None else "lanes",
             seed=self.settings.seed,
@@ -369,6 +421,8 @@ class Run:
             fields=job.fields,
             samples=samples,
             lanes=lanes,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
             augment=None
             if job.augmentation is None
             else as_augments(job.augmentation.validation()),
@@ -397,18 +451,20 @@ class Run:
         facts = store_facts(
             self.store.manifest, None if names is None else list(names), len(samples)
         )
+        free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else None
         return make_plan(
             facts,
-            gpu_memory_bytes=torch.cuda.mem_get_info(self.device)[0] if on_gpu else None,
-            ram_bytes=machine.ram_available_bytes or 8 << 30,
-            batch_size=self.settings.batch_size,
+            gpu_memory_bytes=None if free is None else self.ranks.smallest(free),
+            ram_bytes=self.ranks.smallest(machine.ram_available_bytes or 8 << 30),
+            batch_size=self.rank_batch,
+            ranks_per_host=self.ranks.local_world_size,
             gpu_share=share,
             fallback_share=fallback,
-            threads=self.store.threads,
+            threads=self.ranks.smallest(self.store.threads),
         )
 
     def _streamed_plan(self, samples: Array) -> Plan:
-        plan = self._make_plan(samples, 0.75, 0.60)
+        plan = self._make_plan(samples, GPU_SHARE, FALLBACK_SHARE)
         reason = f"streamed: {self.settings.reasons['use_chunk_loader']} is false"
         return replace(plan, tier="streamed", chunk_rows=None, reasons=(reason, *plan.reasons))
 
@@ -420,10 +476,21 @@ class Run:
             f"recipe {self.job.name} on {self.device}",
             f"{STORE_NOTE}{self.store.path.resolve()}",
             *self.job.notes,
+            *self._rank_notes(),
             f"data {train.reason}",
             *settings.notes,
             *chosen.notes,
         ]
+
+    def _rank_notes(self) -> list[str]:
+        if not self.ranks.joined:
+            return []
+        each, ranks = self.rank_batch, self.ranks.world_size
+        here, whole = self.ranks.local_world_size, self.settings.batch_size
+        notes = [f"ranks {ranks}, {here} on this machine: batches of {whole} are {each} on each"]
+        if num_restarts():
+            notes.append(f"started again after a rank was lost, time {num_restarts()}")
+        return notes
 
     def _write_setup(self, train: Loader) -> None:
         """Write what the run is made of into its log: config, plan and machine."""
@@ -447,6 +514,24 @@ class Run:
             "max_training_samples": settings.max_training_samples,
             "teacher": None if self.chosen.teacher is None else _digest(self.chosen.teacher),
         }
+
+
+def share_batch(settings: Settings, world_size: int) -> int:
+    """Return each rank's part of a batch: the config means all of it, whoever computes."""
+    if settings.batch_size % world_size == 0:
+        return settings.batch_size // world_size
+    size = settings.batch_size
+    near = max(world_size, size - size % world_size)
+    raise InputError(
+        f"batch_size is {size} ({settings.reasons['batch_size']}), and {world_size} ranks share it.",
+        f"a multiple of {world_size}: the batch is the same on any number of ranks",
+        f"--set training.batch_size={near}, or {near + world_size}",
+    )
+
+
+def _judged_batch(size: int, ranks: Ranks) -> int:
+    """Return the batch of an evaluation; batches of one cannot go round evenly."""
+    return max(2, size) if ranks.are_several else size
 
 
 def _gpu_uuid(device: torch.device) -> str | None:

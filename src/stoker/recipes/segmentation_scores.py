@@ -7,10 +7,13 @@ passes over the logits; static shapes and no host synchronisation until the metr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch.nn import functional
 
+from stoker.recipes.metrics import add_up
 from stoker.store.fields import Array
 
 Tensor = torch.Tensor
@@ -83,6 +86,14 @@ class SegmentationMetrics:
         cells = torch.where(masks == IGNORE, num * num, masks * num + outputs.argmax(dim=1))
         cells = cells.flatten()
         self._counts.index_add_(0, cells, torch.ones_like(cells))
+
+    def state(self) -> Tensor | None:
+        """Return what was counted, for `merge`."""
+        return self._counts
+
+    def merge(self, states: Sequence[Tensor | None]) -> None:
+        """Become what all of these have counted together."""
+        self._counts = add_up(states)
 
     def compute(self) -> dict[str, float]:
         """Return mIoU and pixel accuracy; waits for the device."""

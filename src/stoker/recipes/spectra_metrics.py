@@ -21,7 +21,7 @@ With the mass filter only compounds within the tolerance of the query's true mas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -124,6 +124,14 @@ class SpectrumMetrics:
         self._seen.append(
             (predicted, measured, targets["mol_weight"].clone(), targets["group"].clone())
         )
+
+    def state(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Return what is kept, for `merge`."""
+        return list(self._seen)
+
+    def merge(self, states: Sequence[list[tuple[Tensor, Tensor, Tensor, Tensor]]]) -> None:
+        """Keep what all of these keep."""
+        self._seen = [batch for state in states for batch in state]
 
     def compute(self) -> dict[str, float]:
         """Return the metrics; waits for the device."""

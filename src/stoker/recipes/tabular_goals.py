@@ -8,6 +8,7 @@ training a gather of a small constant, copied to the device once.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,9 +19,11 @@ from stoker.recipes.contract import Metrics
 from stoker.recipes.metrics import (
     ClassCounts,
     MaskedMean,
+    Mergeable,
     class_priors,
     constant_mae,
     majority_baseline,
+    merge_each,
 )
 from stoker.recipes.options import require
 from stoker.recipes.scaling import OnDevice, fit_robust
@@ -166,6 +169,18 @@ class RegressionMetrics:
         self._absolute.update(errors.abs() * self._scale.on(errors.device))
         self._squares.update(errors.square())
         self._spread.update((targets.double() - self._mean.on(errors.device)).square())
+
+    @property
+    def _parts(self) -> list[Mergeable]:
+        return [self._absolute, self._squares, self._spread]
+
+    def state(self) -> list[Any]:
+        """Return what was counted, for `merge`."""
+        return [part.state() for part in self._parts]
+
+    def merge(self, states: Sequence[list[Any]]) -> None:
+        """Become what all of these have counted together."""
+        merge_each(self._parts, states)
 
     def compute(self) -> dict[str, float]:
         """Return the metrics of everything seen."""

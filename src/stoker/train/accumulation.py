@@ -37,15 +37,21 @@ class AccumulationWindow:
         self.nominal = nominal
         self.steps = steps
         self.num_batches = 0
-        self.num_samples = 0
+        self.num_samples = 0.0
 
     def weight(self, num_samples: int) -> float:
         """Return what the mean loss of a batch of this size is multiplied by; counts nothing."""
         _check_positive("num_samples", num_samples)
         return num_samples / (self.nominal * self.steps)
 
-    def add(self, num_samples: int) -> float:
-        """Count one batch and return its weight."""
+    def add(self, num_samples: int, counted: float | None = None) -> float:
+        """Count one batch and return its weight.
+
+        Args:
+            num_samples: Of the batch.
+            counted: What it adds to the window's samples, where that is another number: the mean over
+                the ranks that share a batch.
+        """
         weight = self.weight(num_samples)
         if self.is_complete:
             raise InputError(
@@ -54,7 +60,7 @@ class AccumulationWindow:
                 "if window.is_complete: scale_gradients(parameters, window.close())",
             )
         self.num_batches += 1
-        self.num_samples += num_samples
+        self.num_samples += num_samples if counted is None else counted
         return weight
 
     @property
@@ -72,16 +78,16 @@ class AccumulationWindow:
     def close(self) -> float:
         """Return the correction and begin the next window."""
         factor = self.correction
-        self.num_batches = self.num_samples = 0
+        self.num_batches, self.num_samples = 0, 0.0
         return factor
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, float]:
         """Return where the window is, for a checkpoint between two batches of it."""
         return {"num_batches": self.num_batches, "num_samples": self.num_samples}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on where a window was."""
-        self.num_batches, self.num_samples = state["num_batches"], state["num_samples"]
+        self.num_batches, self.num_samples = int(state["num_batches"]), state["num_samples"]
 
 
 @torch.no_grad()

@@ -9,12 +9,13 @@ An iteration that ended with an error can be begun again: it goes on with the ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data.distributed import DistributedSampler
 
 from stoker.errors import InputError
 from stoker.loader.gather import Augments
@@ -22,6 +23,7 @@ from stoker.loader.loader import Batch, IndexBatch, Loader
 from stoker.loader.prefetch import Prefetcher, prefetch
 from stoker.store.fields import Array
 from stoker.train.place import EpochPlace
+from stoker.train.ranks import Ranks
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 _PAIRS = (("features", "targets"), ("images", "masks"), ("images", "labels"))
@@ -38,6 +40,7 @@ class Work:
         positions: Places of the samples in the loader's list; None where the loader does not say.
         batch: The stoker batch it comes from, if it does.
         index: What the batch was assembled from, in a captured run.
+        num_together: Rows that count on all ranks; None where this one is alone.
     """
 
     inputs: Any
@@ -46,6 +49,7 @@ class Work:
     positions: Array | None = None
     batch: Batch | None = None
     index: IndexBatch | None = None
+    num_together: int | None = None
 
     @property
     def reset(self) -> torch.Tensor | None:
@@ -92,6 +96,7 @@ class Feed:
         device: Where the model is.
         unpack: Batch to (inputs, targets); by default pairs, and the usual names of fields.
         augmentation: Applied to images on the device; for validation, `Augments.validation()`.
+        ranks: Who shares the epoch; a stoker Loader knows its own.
     """
 
     def __init__(
@@ -100,8 +105,10 @@ class Feed:
         device: torch.device,
         unpack: Unpack | None = None,
         augmentation: Augments | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.loader = loader
+        self._ranks = ranks or Ranks()
         self.device = device
         self.unpack = unpack or unpack_by_name
         self.is_stoker = isinstance(loader, Loader)
@@ -118,10 +125,19 @@ class Feed:
     @property
     def num_batches(self) -> int | None:
         """Batches of an epoch; None where the loader does not know."""
+        if self.is_stoker:
+            return int(self.loader.num_batches)
         try:
             return len(self.loader)
         except TypeError:
             return None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether every rank has its own part of the samples; else each one has them all."""
+        if self.is_stoker:
+            return int(self.loader.world_size) > 1
+        return isinstance(getattr(self.loader, "sampler", None), DistributedSampler)
 
     @property
     def batch_size(self) -> int | None:
@@ -164,13 +180,37 @@ class Feed:
     def __iter__(self) -> Iterator[Work]:
         """Yield the rest of the loader's epoch."""
         yield from map(self._retry, list(self._failed))
-        for batch in self.loader if self.is_stoker else self._foreign_batches():
+        for batch in self.loader if self.is_stoker else self._counted(self._foreign_batches()):
             self._failed.append(batch)
             work = self.make_work(batch)
             self._take()
             yield work
         if not self.is_stoker:
             self._place.end()
+
+    def _counted(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches as long as every rank has one; loaders of others may end at different steps."""
+        if not self._shares_epoch:
+            yield from batches
+            return
+        source = iter(batches)
+        while True:
+            batch = next(source, None)
+            num_ended, num_going = self._ranks.total(batch is None, batch is not None)
+            if num_ended and num_going:
+                raise InputError(
+                    f"after {self._place.num_taken} batches the loaders of {num_ended:.0f} of "
+                    f"{self._ranks.world_size} ranks have ended, and the others have not.",
+                    "the same number of batches on every rank",
+                    "DistributedSampler(dataset, drop_last=True), or stoker.Loader(rank=, world_size=)",
+                )
+            if batch is None:
+                return
+            yield batch
+
+    @property
+    def _shares_epoch(self) -> bool:
+        return self._ranks.are_several and not self.is_stoker
 
     def _retry(self, batch: Any) -> Work:
         """Make work of a batch that failed; its augmentation is drawn as it would have been."""
@@ -203,11 +243,13 @@ class Feed:
             places = batch.positions
             # Only lanes have rows without a sample.
             count = len(places) if batch.valid is None else int((places >= 0).sum())
-            return Work(inputs, targets, count, places, batch)
+            return Work(inputs, targets, count, places, batch, num_together=batch.num_together)
         inputs, targets = self.unpack(map_tensors(self._bring, batch))
         if self.augmentation is not None:
             inputs, targets = _augment(self.augmentation, inputs, targets)
-        return Work(inputs, targets, count_rows(targets))
+        count = count_rows(targets)
+        together = int(self._ranks.total(count)[0]) if self._shares_epoch else None
+        return Work(inputs, targets, count, num_together=together)
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ from stoker.train.step import Step, compact_recurrent, state_tensors
 from stoker.train.window import Window
 
 WARM_UP_STEPS = 3
+WARM_UP_STEPS_OF_RANKS = 11
 CHECKED_REPLAYS = 3
 MOST_MISFITS = 3
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-5
@@ -52,6 +54,10 @@ def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
         return f"{type(parts.optimizer).__name__} is not a fused optimizer"
     if feed.is_stoker and any(column.kind == "ragged" for column in feed.loader.columns):
         return "ragged fields have another size in every batch"
+    if not parts.parallel.can_capture:
+        return "parameters in parts are gathered by the host"
+    if parts.ranks.joined and not feed.is_stoker:
+        return "ranks with loaders of others count their samples at every step"
     if isinstance(parts.model, torch.nn.DataParallel):
         return "DataParallel starts threads in the forward pass"
     return None
@@ -96,7 +102,7 @@ class CapturedStep:
         self._demanded = demanded
         self._num_misfits = 0
         self.active = False
-        self.reason = f"captured after {WARM_UP_STEPS} steps of warm-up"
+        self.reason = f"captured after {self._warm_up_steps} steps of warm-up"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: Any = None
         self._loss: torch.Tensor | None = None
@@ -114,13 +120,14 @@ class CapturedStep:
             return
         for index in loader.index_batches():
             places = index.planned.positions
-            yield Work(None, None, len(places), places, index=index)
+            together = index.planned.num_together
+            yield Work(None, None, len(places), places, index=index, num_together=together)
 
     def run(self, work: Work) -> torch.Tensor:
         """Train on one batch; return its loss on the device."""
         if self._window.is_lowered and not self._given_up:
             self._give_up("memory ran out, and a batch that goes through in parts is not captured")
-        full = work.num_samples == self.step.parts.nominal_batch
+        full = self._is_full(work)
         if self._given_up or not full or not self._fits(work):
             return self._run_eagerly(work)
         if self._num_checked == CHECKED_REPLAYS and self._generation == _generation(self.feed):
@@ -131,6 +138,8 @@ class CapturedStep:
         except RuntimeError as error:
             if not self._window.survives or not is_oom(error):
                 raise
+            if self.step.parts.ranks.are_several:
+                raise self._window.next_time() from error
             forget_frames(error)
         self.forget()
         self._window.restore()
@@ -141,7 +150,7 @@ class CapturedStep:
     def _run_captured(self, work: Work) -> torch.Tensor:
         if self._generation != _generation(self.feed):  # other ops, or the data has moved
             self.forget()
-        if self._graph is None and self._num_warm < WARM_UP_STEPS:
+        if self._graph is None and self._num_warm < self._warm_up_steps:
             self._num_warm += 1
             return self._warm_up(work)
         self._set_static(work)
@@ -155,6 +164,17 @@ class CapturedStep:
         return self._loss.clone()  # the next replay writes there
 
     # -- inside ----------------------------------------------------------------------------
+
+    @property
+    def _warm_up_steps(self) -> int:
+        # DDP looks at its first ten steps, and rebuilds its buckets in them.
+        return WARM_UP_STEPS_OF_RANKS if self.step.parts.ranks.joined else WARM_UP_STEPS
+
+    def _is_full(self, work: Work) -> bool:
+        """Whether the batch is full, on every rank: all replay, or none does."""
+        nominal, ranks = self.step.parts.nominal_batch, self.step.parts.ranks.world_size
+        together = work.num_together
+        return work.num_samples == nominal and (together is None or together == nominal * ranks)
 
     def _run_eagerly(self, work: Work, again: bool = False) -> torch.Tensor:
         """Train as without capture, with the ladder below it.
@@ -184,7 +204,7 @@ class CapturedStep:
         if again and self.feed.augmentation is not None:
             self.feed.augmentation.seek(self.feed.loader.epoch, work.index.planned.step)
         inputs, targets = self.feed.unpack(self.feed.loader.assemble(work.index))
-        return Work(inputs, targets, work.num_samples, work.positions)
+        return replace(work, inputs=inputs, targets=targets, index=None)
 
     def _set_static(self, work: Work) -> None:
         """Put the batch where the graph reads it."""
@@ -219,6 +239,7 @@ class CapturedStep:
         graph = torch.cuda.CUDAGraph()
         generator = self._copy_generator()
         compact_recurrent(self.step.parts.model)
+        why = ""
         try:
             # Threads that feed the ring copy at the same time: only this thread's calls count.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -227,8 +248,9 @@ class CapturedStep:
             self._heal(generator)
             if is_oom(error):
                 raise
-            first = str(error).strip().splitlines()[0].rstrip(".")
-            self._give_up(f"the step cannot be captured ({first})")
+            why = str(error).strip().splitlines()[0].rstrip(".")
+        if not self.step.parts.ranks.all_of(not why):
+            self._give_up(f"the step cannot be captured ({why or 'on another rank'})")
             return False
         self._graph, self.active = graph, True
         return True
@@ -264,6 +286,7 @@ class CapturedStep:
         difference = _difference(
             [eager_loss, *eager_state], [self._loss, *state_tensors(self.step.parts)]
         )
+        difference = max(self.step.parts.ranks.gather(difference))
         if difference <= 1.0:
             self._note_agreement(difference)
             return self._loss.clone()
@@ -278,7 +301,7 @@ class CapturedStep:
         self._worst = max(self._worst, difference)
         if self._num_checked == CHECKED_REPLAYS:
             self.reason = (
-                f"captured after {WARM_UP_STEPS} steps of warm-up; the first {CHECKED_REPLAYS} replays "
+                f"captured after {self._warm_up_steps} steps of warm-up; the first {CHECKED_REPLAYS} replays "
                 f"agreed with eager steps from the same state ({self._worst:.2g} of the tolerance)"
             )
 

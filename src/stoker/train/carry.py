@@ -11,7 +11,7 @@ A stateful model has `initial_state(batch, device)`, `reset_state(state, rows)` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ State = Mapping[str, torch.Tensor]
 class Carry:
     """Holds the state between batches; one for training, another for validation."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, model: Any) -> None:
         self.device = device
+        self._model = model
         self._state: State | None = None
         self._before: State = {}
 
@@ -33,13 +34,19 @@ class Carry:
         """Forget: an epoch begins, or another loader."""
         self._state = None
 
-    def run(self, model: Any, inputs: Any, reset: torch.Tensor) -> Any:
-        """Return the outputs of a batch whose rows continue those before, but where `reset`."""
+    def run(self, runner: Any, inputs: Any, reset: torch.Tensor) -> Any:
+        """Return the outputs of a batch whose rows continue those before, but where `reset`.
+
+        Args:
+            runner: The model, or what calls it.
+            inputs: Of the model.
+            reset: Rows that begin anew.
+        """
         state = self._state
         if state is None:
-            state = model.initial_state(len(reset), self.device)
-        self._before = model.reset_state(state, reset)
-        outputs, following = model(inputs, self._before)
+            state = self._model.initial_state(len(reset), self.device)
+        self._before = self._model.reset_state(state, reset)
+        outputs, following = runner(inputs, self._before)
         self._state = {name: value.detach() for name, value in following.items()}
         return outputs
 
@@ -67,8 +74,28 @@ class Carry:
             else {name: value.to(self.device) for name, value in state.items()}
         )
 
+    def part_of(self, states: Sequence[State | None], rank: int, world_size: int) -> State | None:
+        """Return a rank's rows of what any number of ranks has left: lanes stay in their order.
+
+        Args:
+            states: Of the ranks that saved, in order.
+            rank: Whose rows.
+            world_size: Ranks that share all rows now.
+        """
+        whole = [state for state in states if state is not None]
+        if not whole:
+            return None
+        small, large = (self._model.initial_state(rows, self.device) for rows in (1, 2))
+        made = {}
+        for name in whole[0]:
+            sizes = zip(small[name].shape, large[name].shape, strict=True)
+            axis = next(number for number, (one, two) in enumerate(sizes) if one != two)
+            rows = torch.cat([state[name] for state in whole], axis)
+            made[name] = rows.chunk(world_size, axis)[rank].contiguous()
+        return made
+
 
 def make_carry(model: torch.nn.Module, loader: Any, device: torch.device) -> Carry | None:
     """Return a carry where the loader walks in lanes and the model takes a state; else None."""
     in_lanes = isinstance(loader, Loader) and loader.walks_in_lanes
-    return Carry(device) if in_lanes and hasattr(model, "initial_state") else None
+    return Carry(device, model) if in_lanes and hasattr(model, "initial_state") else None

@@ -7,6 +7,7 @@ something is wrong.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from stoker.loader.loader import Loader
 from stoker.store.fields import Array
 from stoker.train.losses import NonFiniteError, StepLoss
 from stoker.train.precision import PrecisionChoice
+from stoker.train.ranks import Ranks
 
 FLOAT16_MAX = 65504.0
 _MOST_NAMED = 3
@@ -33,8 +35,27 @@ class _BadValue:
         return f"{self.field} column {self.column} is {self.value:g} in sample {self.sample}"
 
 
-def explain_batch(loader: Any, seen: StepLoss, precision: PrecisionChoice) -> NonFiniteError:
-    """Return the error for a loss that is not finite, with what is in its batch."""
+def explain_batch(
+    loader: Any, seen: StepLoss, precision: PrecisionChoice, ranks: Ranks | None = None
+) -> NonFiniteError:
+    """Return the error for a loss that is not finite, with what is in its batch.
+
+    Among several ranks all must ask: the one whose part of the batch it was knows the answer.
+    """
+    if ranks is None or not ranks.are_several:
+        return _explain(loader, seen, precision)
+    is_own = seen.own is not None and not math.isfinite(seen.own)
+    found = _explain(loader, seen, precision) if is_own else None
+    words = None if found is None else (found.given, found.allowed, found.fix)
+    told = {rank: words for rank, words in enumerate(ranks.gather(words)) if words is not None}
+    if not told:  # finite on each, and too large in the sum
+        return _explain(loader, seen, precision)
+    rank = min(told)
+    given, allowed, fix = told[rank]
+    return NonFiniteError(f"on rank {rank}, {given}", allowed, fix)
+
+
+def _explain(loader: Any, seen: StepLoss, precision: PrecisionChoice) -> NonFiniteError:
     epoch, batch = seen.place
     where = f"the loss of step {seen.step} (epoch {epoch}, batch {batch}) is {seen.loss}"
     if seen.positions is None or not isinstance(loader, Loader):

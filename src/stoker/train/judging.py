@@ -16,10 +16,12 @@ import torch
 
 from stoker.errors import InputError
 from stoker.report import Silent
-from stoker.train.batches import Feed, Work
+from stoker.train.batches import Feed, Work, map_tensors
 from stoker.train.carry import Carry, make_carry
+from stoker.train.lookout import LOOKOUT
 from stoker.train.oom import bytes_in_use, forget_frames, is_oom, let_go, smaller_pass
 from stoker.train.precision import PrecisionChoice
+from stoker.train.ranks import Ranks
 from stoker.train.step import Criterion, as_float32, take_rows
 from stoker.units import format_bytes
 
@@ -45,6 +47,8 @@ class Judge:
         survive: Whether to cut batches when memory runs out; False lets the error through.
         say: Told of every cut.
         give_way: Asked first: lets others give memory back, and says whether they did.
+        ranks: Where each has its own part of the samples, what they found is put together; metrics then
+            need `state()` and `merge(states)`.
     """
 
     def __init__(
@@ -57,11 +61,13 @@ class Judge:
         survive: bool = True,
         say: Callable[[str], object] | None = None,
         give_way: Callable[[], bool] = lambda: False,
+        ranks: Ranks | None = None,
     ) -> None:
         self._model, self._criterion, self._metrics = model, criterion, metrics
         self._precision, self._device = precision, device
         self._survives, self._say, self._give_way = survive, say or Silent().say, give_way
         self._most: int | None = None
+        self._ranks = ranks or Ranks()
 
     @torch.no_grad()
     def judge(self, feed: Feed) -> dict[str, float]:
@@ -79,8 +85,30 @@ class Judge:
                     counted.update(judged.outputs, judged.targets)
         finally:
             self._model.train(was_training)
-        found = {"loss": float(total) / max(count, 1)}
+        loss, number = float(total), float(count)
+        if feed.is_shared and self._ranks.are_several:
+            loss, number = self._ranks.total(loss, number)
+            counted = self._merge(counted)
+        found = {"loss": loss / max(number, 1)}
         return found | (counted.compute() if counted is not None else {})
+
+    def _merge(self, counted: Any) -> Any:
+        """Return the metrics of all ranks' samples, in the order of ranks."""
+        if counted is None:
+            return None
+        if not hasattr(counted, "merge"):
+            raise InputError(
+                f"{type(counted).__name__} has no merge, and each rank has seen a part of the samples.",
+                "metrics with state() and merge(states), or all samples on every rank",
+                "Loader(..., rank=0, world_size=1) for validation",
+            )
+        own = map_tensors(torch.Tensor.cpu, counted.state())
+        states = [
+            map_tensors(lambda part: part.to(self._device), state)
+            for state in self._ranks.gather(own)
+        ]
+        counted.merge(states)
+        return counted
 
     def _over(self, feed: Feed) -> Iterator[_Judged]:
         carry = make_carry(self._model, feed.loader, self._device)
@@ -98,6 +126,7 @@ class Judge:
             if work is None:
                 return
             num_failures = 0
+            LOOKOUT.mark("validating")
             yield from self._in_parts(work, carry)
 
     def _in_parts(self, work: Work, carry: Carry | None) -> Iterator[_Judged]:

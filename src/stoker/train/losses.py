@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import distributed
 
 from stoker.errors import EXIT_REFUSED, StokerError
 from stoker.store.fields import Array
+from stoker.train.ranks import Ranks
 
 
 class NonFiniteError(StokerError, ArithmeticError):
@@ -34,6 +36,7 @@ class StepLoss:
         num_samples: Of its batch.
         positions: Places of its samples in the loader's list, where known.
         place: Its epoch, and the number of its batch there.
+        own: The loss of this rank's part of the batch; `loss` and `num_samples` are of all ranks.
     """
 
     step: int
@@ -41,6 +44,7 @@ class StepLoss:
     num_samples: int
     positions: Array | None
     place: tuple[int, int] = (0, 0)
+    own: float | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -51,6 +55,7 @@ class StepLoss:
 class _Note(NamedTuple):
     step: int
     num_samples: int
+    num_together: int
     positions: Array | None
     place: tuple[int, int]
 
@@ -67,10 +72,12 @@ class LossBook:
     Args:
         device: Where losses are.
         read_every: Steps per block.
+        ranks: Whose losses are weighed together; every rank notes the same steps.
     """
 
-    def __init__(self, device: torch.device, read_every: int) -> None:
+    def __init__(self, device: torch.device, read_every: int, ranks: Ranks | None = None) -> None:
         self.device = device
+        self._ranks = ranks or Ranks()
         self._read_every = read_every
         self._losses: list[torch.Tensor] = []
         self._notes: list[_Note] = []
@@ -83,6 +90,7 @@ class LossBook:
         num_samples: int,
         positions: Array | None,
         place: tuple[int, int] = (0, 0),
+        num_together: int | None = None,
     ) -> list[StepLoss]:
         """Keep a step's loss; return those that have arrived on the host since the last call.
 
@@ -92,12 +100,16 @@ class LossBook:
             num_samples: Of its batch.
             positions: Places of its samples in the loader's list.
             place: Its epoch, and the number of its batch there.
+            num_together: Samples of all ranks in this step.
         """
         self._losses.append(loss)
-        self._notes.append(_Note(step, num_samples, positions, place))
+        together = num_samples if num_together is None else num_together
+        self._notes.append(_Note(step, num_samples, together, positions, place))
         if len(self._losses) < self._read_every:
             return []
         self._begin_read()
+        if self._ranks.are_several:  # all ranks learn of a step at the same step
+            return self._arrived(wait=True, but=1)
         return self._arrived(wait=len(self._reads) > 2)
 
     def flush(self) -> list[StepLoss]:
@@ -107,9 +119,9 @@ class LossBook:
         return self._arrived(wait=True)
 
     def _begin_read(self) -> None:
-        values, event = torch.stack(self._losses), None
+        values, event = self._weigh(torch.stack(self._losses)), None
         if self.device.type == "cuda":
-            host = torch.empty(len(values), pin_memory=True)
+            host = torch.empty(values.shape, pin_memory=True)
             host.copy_(values, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
@@ -117,17 +129,33 @@ class LossBook:
         self._reads.append(_Read(self._notes, values, event))
         self._losses, self._notes = [], []
 
-    def _arrived(self, wait: bool) -> list[StepLoss]:
+    def _weigh(self, own: torch.Tensor) -> torch.Tensor:
+        """Return `(2, steps)`: the losses of all ranks by their samples, and this rank's own."""
+        if not self._ranks.are_several:
+            return torch.stack([own, own])
+        shares = [note.num_samples / note.num_together for note in self._notes]
+        weights = torch.tensor(shares, pin_memory=own.is_cuda).to(own.device, non_blocking=True)
+        together = own * weights
+        distributed.all_reduce(together)
+        return torch.stack([together, own])
+
+    def _arrived(self, wait: bool, but: int = 0) -> list[StepLoss]:
+        """Return what has arrived, in order.
+
+        Args:
+            wait: For what has not.
+            but: Reads, the newest, that are left for later.
+        """
         arrived: list[StepLoss] = []
-        while self._reads:
+        while len(self._reads) > but:
             read = self._reads[0]
             if read.event is not None:
                 if not wait and not read.event.query():
                     break
                 read.event.synchronize()
             self._reads.popleft()
-            for note, value in zip(read.notes, read.values.tolist(), strict=True):
+            for note, value, own in zip(read.notes, *read.values.tolist(), strict=True):
                 arrived.append(
-                    StepLoss(note.step, value, note.num_samples, note.positions, note.place)
+                    StepLoss(note.step, value, note.num_together, note.positions, note.place, own)
                 )
         return arrived

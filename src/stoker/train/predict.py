@@ -31,6 +31,7 @@ from stoker.store.repairs import FittedRepair, apply_repairs
 from stoker.train.batches import Feed, Unpack
 from stoker.train.judging import Judge
 from stoker.train.precision import PrecisionChoice
+from stoker.train.ranks import Ranks
 from stoker.train.step import Criterion
 
 Columns = Mapping[str, torch.Tensor]
@@ -49,11 +50,12 @@ def evaluate(
     metrics: Callable[[], Any] | None,
     precision: PrecisionChoice,
     device: torch.device,
+    ranks: Ranks | None = None,
 ) -> dict[str, float]:
     """Return the mean loss and the metrics over one pass of a loader, as validation does."""
     with precision.matmuls():
-        return Judge(model, criterion, metrics, precision, device).judge(
-            Feed(loader, device, unpack)
+        return Judge(model, criterion, metrics, precision, device, ranks=ranks).judge(
+            Feed(loader, device, unpack, ranks=ranks)
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from stoker.train.accumulation import AccumulationWindow, scale_gradients
 from stoker.train.batches import map_tensors
 from stoker.train.buffers import Buffers, Copies
 from stoker.train.carry import Carry
+from stoker.train.parallel import Parallel, gather_whole, is_spread
 from stoker.train.precision import PrecisionChoice
+from stoker.train.ranks import Ranks
 
 Criterion = Callable[[Any, Any], torch.Tensor]
 _NUM_FLAGS = 256
@@ -32,7 +34,7 @@ _NUM_FLAGS = 256
 
 @dataclass
 class StepParts:
-    """What a step works on; the trainer may change `model` (compiled, checkpointed) before it runs."""
+    """What a step works on; `runner` is the model as it is called, where that is not itself."""
 
     model: torch.nn.Module
     criterion: Criterion
@@ -44,6 +46,14 @@ class StepParts:
     nominal_batch: int
     accumulation_steps: int
     carry: Carry | None = None
+    runner: torch.nn.Module | None = None
+    parallel: Parallel = field(default_factory=Parallel)
+    ranks: Ranks = field(default_factory=Ranks)
+
+    @property
+    def forward(self) -> torch.nn.Module:
+        """What is called in the forward pass: the model, compiled or shared among ranks."""
+        return self.model if self.runner is None else self.runner
 
 
 class Step:
@@ -66,6 +76,7 @@ class Step:
         self._epsilon = self._one * (1e-6 / (parts.clip_norm or 1.0))
         self.window = AccumulationWindow(parts.nominal_batch, parts.accumulation_steps)
         self._buffers = Buffers.that_change(parts.model)
+        self._is_exchanged = True
 
     @property
     def num_skipped(self) -> int:
@@ -79,15 +90,27 @@ class Step:
         num_samples: int,
         reset: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
+        num_together: int | None = None,
     ) -> torch.Tensor:
         """Add a batch's gradients to the window; return its loss, on the device, float32."""
-        return self.forward_backward(inputs, targets, self.begin_batch(num_samples), reset, rows)
+        weight = self.begin_batch(num_samples, num_together)
+        exchange = self.window.is_complete
+        return self.forward_backward(inputs, targets, weight, reset, rows, exchange)
 
-    def begin_batch(self, num_samples: int) -> float:
-        """Count a batch in the window; return the weight of its mean loss."""
-        weight = self.window.add(num_samples)
+    def begin_batch(self, num_samples: int, num_together: int | None = None) -> float:
+        """Count a batch in the window; return the weight of its mean loss.
+
+        Args:
+            num_samples: On this rank.
+            num_together: On all ranks, whose gradients are averaged; None where there is one.
+        """
+        ranks = self.parts.ranks.world_size
+        together = num_samples * ranks if num_together is None else num_together
+        weight = self.window.add(num_samples, together / ranks)
+        if self.parts.accumulation_steps > 1:
+            return weight
         # A batch alone in its window is its own mean, however short: no rounding by weights.
-        return 1.0 if self.parts.accumulation_steps == 1 else weight
+        return 1.0 if num_samples * ranks == together else num_samples * ranks / together
 
     def forward_backward(
         self,
@@ -96,6 +119,7 @@ class Step:
         weight: float,
         reset: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
+        exchange: bool = True,
     ) -> torch.Tensor:
         """Add `weight` times the gradients of the mean loss.
 
@@ -105,15 +129,32 @@ class Step:
             weight: Of the loss.
             reset: Rows whose recurrent state begins anew, where state is carried.
             rows: Rows that count; all by default. Lanes that have ended still have a row.
+            exchange: Whether this is the window's last backward pass, in which ranks average.
         """
+        parts = self.parts
+        if not exchange and parts.runner is not None:
+            self._is_exchanged = False
+            with parts.parallel.held_back(parts.runner):
+                return self._forward_backward(inputs, targets, weight, reset, rows)
+        self._is_exchanged = True
+        return self._forward_backward(inputs, targets, weight, reset, rows)
+
+    def _forward_backward(
+        self,
+        inputs: Any,
+        targets: Any,
+        weight: float,
+        reset: torch.Tensor | None,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
         parts = self.parts
         before = self._buffers.copy() if self._buffers else {}
         carry = parts.carry if reset is not None else None
         with parts.precision.autocast(parts.device):
             if carry is not None and reset is not None:
-                outputs = carry.run(parts.model, inputs, reset)
+                outputs = carry.run(parts.forward, inputs, reset)
             else:
-                outputs = parts.model(inputs)
+                outputs = parts.forward(inputs)
         if rows is not None:
             outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
         loss = parts.criterion(as_float32(outputs), targets)
@@ -151,6 +192,9 @@ class Step:
     def update(self, correction: float = 1.0) -> None:
         """Unscale, correct, clip, step; leaves no gradients behind."""
         parts = self.parts
+        if not self._is_exchanged:  # a window that ended before its last batch was known to be it
+            parts.parallel.exchange(self._parameters)
+            self._is_exchanged = True
         if parts.scaler.is_enabled():
             parts.scaler.unscale_(parts.optimizer)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -175,7 +219,7 @@ class Step:
         if parts.scaler.is_enabled():
             parts.scaler.step(parts.optimizer)
             parts.scaler.update()
-        elif self._on_gpu or math.isfinite(norm.item()):  # costs nothing on a CPU
+        elif self._on_gpu or math.isfinite(whole_number(norm)):  # costs nothing on a CPU
             parts.optimizer.step()
         else:
             self._skipped += 1
@@ -220,8 +264,15 @@ class Step:
         return flag
 
 
+def whole_number(norm: torch.Tensor) -> float:
+    """Return a norm on the host; that of gradients in parts is a sum over ranks."""
+    return float(gather_whole(norm))
+
+
 def as_float32(outputs: Any) -> Any:
     """Cast floating tensors of a nested output to float32."""
+    if type(outputs) is torch.Tensor and outputs.dtype is torch.float32:  # most often
+        return outputs
     return map_tensors(lambda x: x.float() if x.is_floating_point() else x, outputs)
 
 
@@ -242,6 +293,8 @@ def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
         return f"{kind.__name__} runs as it is"
     groups = optimizer.param_groups
     floating = all(p.is_floating_point() for group in groups for p in group["params"])
+    if any(is_spread(p) for group in groups for p in group["params"]):
+        return f"{kind.__name__} runs as it is (parameters in parts)"
     on_gpu = device.type == "cuda"
     unlike = [name for name in ("differentiable", "amsgrad") if any(g.get(name) for g in groups)]
     if on_gpu and any(g.get("momentum") and g.get("dampening") for g in groups):

@@ -14,13 +14,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import signal
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -35,12 +32,22 @@ from stoker.train.capture import CapturedStep, cannot_capture, refuse_eager
 from stoker.train.carry import make_carry
 from stoker.train.checkpoint import Checkpoints
 from stoker.train.diagnosis import explain_batch
+from stoker.train.ending import Ending
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
 from stoker.train.history import EpochReport, History
 from stoker.train.judging import Judge
+from stoker.train.lookout import LOOKOUT
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
 from stoker.train.memory import CacheEmptier, LeakWatch, log_gpu_stats
+from stoker.train.parallel import (
+    choose_parallel,
+    gather_whole,
+    load_whole_model,
+    load_whole_optimizer,
+    share_statistics,
+)
 from stoker.train.precision import choose_precision
+from stoker.train.ranks import Ranks, as_ranks, check_alike
 from stoker.train.run_lock import RunLock
 from stoker.train.settings import TrainSettings
 from stoker.train.step import (
@@ -54,6 +61,7 @@ from stoker.train.window import Window
 
 AUGMENTED = "✓ GPU augmentation enabled"
 MOST_ROLLBACKS = 5
+_MAY_CHANGE = ("epochs", "keep_last", "checkpoint_every_epochs", "checkpoint_every_steps")
 
 
 class _RollBackError(Exception):
@@ -111,8 +119,11 @@ class Trainer:
         progress: Progress | None = None,
     ) -> None:
         self.settings = TrainSettings.of(config)
+        self.ranks = Ranks.current()
         self.device = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.model = _move(model, self.device)
+        self.model, self._norms = share_statistics(self.model, self.ranks, self.device)
+        self.parallel = choose_parallel(self.model, self.ranks, self.device)
         _check_parameters(model, optimizer, self.device)
         if isinstance(criterion, torch.nn.Module):
             criterion = criterion.to(self.device)
@@ -121,7 +132,10 @@ class Trainer:
         self._progress = progress or Silent()
         self._metrics = metrics
         self.gpu_augmentation = gpu_augmentation
-        self._train = Feed(train_loader, self.device, unpack, gpu_augmentation)
+        if gpu_augmentation is not None and self.ranks.are_several:  # every rank draws its own
+            drawn = gpu_augmentation.state_dict()
+            gpu_augmentation.load_state_dict(drawn | {"stream": self.ranks.rank})
+        self._train = Feed(train_loader, self.device, unpack, gpu_augmentation, self.ranks)
         if val_loader is not None and val_loader is train_loader and self._train.is_stoker:
             raise InputError(
                 "one Loader was given for training and for validation.",
@@ -129,20 +143,22 @@ class Trainer:
                 "Loader(store, batch_size, samples=...) a second time",
             )
         plain = None if gpu_augmentation is None else gpu_augmentation.validation()
-        self._val = None if val_loader is None else Feed(val_loader, self.device, unpack, plain)
+        self._val = (
+            None if val_loader is None else Feed(val_loader, self.device, unpack, plain, self.ranks)
+        )
         self._identity = dict(identity or {})
         self._folder = None if run_dir is None else Path(run_dir)
         self._checkpoints: Checkpoints | None = None
         self._log: RunLog | None = None
         self._epoch = 0
         self._num_steps = 0
-        self._stop: str | None = None
+        self._ending = Ending(self.ranks)
         self._saved_at = 0
         self._left_out: set[tuple[int, int]] = set()
         self._has_scheduled = False
         self._num_done = 0
         self._good: dict[str, Any] | None = None
-        self._book = LossBook(self.device, self.settings.read_every)
+        self._book = LossBook(self.device, self.settings.read_every, self.ranks)
         self._total, self._count = 0.0, 0
         self._epoch_is_done = False
         self._first_loss = self._num_skipped = self._num_rollbacks = 0
@@ -160,8 +176,13 @@ class Trainer:
         model = self.model
         if settings.activation_checkpointing:
             self.note(f"activations {checkpoint_activations(model).reason}")
+        runner = self.parallel.wrap(model)
+        if self.ranks.joined:
+            self.note(f"ranks {self.parallel.reason}")
+        if self._norms is not None:
+            self.note(self._norms)
         if settings.compile:
-            model = cast(torch.nn.Module, torch.compile(model))
+            runner = cast(torch.nn.Module, torch.compile(runner))
         parts = StepParts(
             model,
             self.criterion,
@@ -173,6 +194,9 @@ class Trainer:
             self._train.batch_size or 1,
             settings.accumulation_steps,
             make_carry(self.model, self._train.loader, self.device),
+            None if runner is model else runner,
+            self.parallel,
+            self.ranks,
         )
         refusal = self._make_step(parts)
         if refusal is not None and settings.capture == "on":
@@ -186,6 +210,7 @@ class Trainer:
             settings.survive_oom,
             self.note,
             self._give_way,
+            self.ranks,
         )
         self.note(f"step {'captured: one CUDA graph' if refusal is None else f'eager: {refusal}'}")
         if self.gpu_augmentation is not None:
@@ -213,7 +238,8 @@ class Trainer:
     def note(self, line: str) -> None:
         """Keep a choice with its reason, say it, and write it to the run's log."""
         self.history.notes.append(line)
-        self._progress.say(line)
+        if self.ranks.is_first:
+            self._progress.say(line)
         self._write("note", {"text": line})
 
     # -- running ---------------------------------------------------------------------------
@@ -224,41 +250,40 @@ class Trainer:
         Args:
             resume: Go on from the run folder's latest checkpoint, if there is one.
         """
-        self._forget_signals()
+        self._ending.forget()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._precision.matmuls())
-            stack.enter_context(self._signals())
+            stack.enter_context(self._ending.signals())
             if self._folder is not None:
                 self._open_folder(stack, resume)
             settings = self.settings
             is_resumed = resume and self.resume()
             if settings.seed is not None and not is_resumed and not self._num_steps:
-                seed_rng(settings.seed)
+                seed_rng(settings.seed + self.ranks.rank)
             leaks = LeakWatch.for_device(self.device, settings.leak_bytes)
             cache = CacheEmptier(
                 settings.empty_cache_every_n_epochs, settings.empty_cache_every_n_batches
             )
             stack.push(self._keep_what_was_done)
-            while self._epoch < settings.epochs and self._stop is None:
+            while self._epoch < settings.epochs and self._ending.reason is None:
                 if self._run_epoch(cache):
                     cache.after_epoch(self._epoch)
                     growth = None if leaks is None else leaks.after_epoch()
                     if growth is not None:
                         self.note(str(growth))
-            if self._stop is not None:
+            if self._ending.reason is not None:
                 if self._saved_step != self._num_steps:
                     self.save()
-                self.history.ended = self._stop
-        if self._stop == "interrupted":
+                self.history.ended = self._ending.reason
+        if self._ending.reason == "interrupted":
             raise KeyboardInterrupt
         return self.history
-
-    def _forget_signals(self) -> None:
-        self._stop = None
 
     def _keep_what_was_done(self, kind: type[BaseException] | None, *_: object) -> None:
         """Save what an error would lose, unless the run itself went wrong or is in mid-window."""
         if kind is None or issubclass(kind, NonFiniteError | KeyboardInterrupt):
+            return
+        if self.ranks.are_several:  # the others are elsewhere; the last checkpoint is of all
             return
         if self._saved_step != self._num_steps and not self._step.window.num_batches:
             with contextlib.suppress(Exception):
@@ -281,7 +306,7 @@ class Trainer:
         if not self._epoch_is_done:
             return False
         self._check_skipped()
-        if self._val is not None and self._stop is None:
+        if self._val is not None and self._ending.reason is None:
             report.metrics = self.validate()
         self._epoch += 1
         self.history.epochs.append(report)
@@ -336,13 +361,14 @@ class Trainer:
         if self._step.parts.carry is not None and not position:
             self._step.parts.carry.begin()
         works = self._works()
-        self._book = LossBook(self.device, self.settings.read_every)
+        self._book = LossBook(self.device, self.settings.read_every, self.ranks)
         self._total, self._count, waited = 0.0, 0, 0.0
         num_batches = self._train.num_batches
         left = None if num_batches is None else num_batches - position
         self._progress.start(f"epoch {self._epoch + 1}", left, "batches")
         began = time.perf_counter()
         while True:
+            LOOKOUT.mark("waiting for data", self._epoch, position)
             asked = time.perf_counter()
             try:
                 work = next(works, None)
@@ -353,18 +379,25 @@ class Trainer:
             if work is None:
                 self._epoch_is_done = True
                 break
+            LOOKOUT.mark("in the step", self._epoch, position)
             self._train_on(work, position)
             position += 1
             self._num_done = position
             self._after_batch(position, cache)
+            self._ending.look(self._num_steps)
             # In the middle of a window its gradients would be lost: it is finished first. And an
             # epoch whose last batch is done is done.
-            if self._stop and not self._step.window.num_batches and position != num_batches:
+            if (
+                self._ending.reason
+                and not self._step.window.num_batches
+                and position != num_batches
+            ):
                 break
         if self._step.window.num_batches:
             self._window.finish()
             self._step_scheduler()
         self._collect(self._book.flush())
+        self._ending.agree()
         seconds = time.perf_counter() - began
         mean = self._total / self._count if self._count else math.nan
         return EpochReport(self._epoch, mean, {}, self._count, seconds, waited / max(seconds, 1e-9))
@@ -400,7 +433,8 @@ class Trainer:
             self._step_scheduler()
         step, self._num_steps = self._num_steps, self._num_steps + 1
         place = (self._epoch, position)
-        self._collect(self._book.note(step, loss, work.num_samples, work.positions, place))
+        count, together = work.num_samples, work.num_together
+        self._collect(self._book.note(step, loss, count, work.positions, place, together))
 
     def _step_scheduler(self) -> None:
         """Move the rate on, also after an update that was left out, which torch would warn of."""
@@ -433,7 +467,7 @@ class Trainer:
             self._write("steps", {"loss": mean, "count": len(arrived)}, arrived[-1].step)
 
     def _not_finite(self, seen: StepLoss) -> None:
-        finding = explain_batch(self._train.loader, seen, self._precision)
+        finding = explain_batch(self._train.loader, seen, self._precision, self.ranks)
         self._write("nonfinite", {"message": finding.given}, seen.step)
         if self.settings.nonfinite == "skip":
             self.note(f"{finding.given} The update was left out.")
@@ -470,7 +504,22 @@ class Trainer:
     def _open_folder(self, stack: contextlib.ExitStack, resume: bool) -> None:
         assert self._folder is not None
         settings = self.settings
-        stack.enter_context(RunLock(self._folder))
+        with self.ranks.shared_fate():
+            self._claim_folder(stack, resume)
+        if not self.ranks.is_first:
+            return
+        scalars = open_tensorboard(self._folder / "tensorboard") if settings.tensorboard else None
+        self._log = stack.enter_context(RunLog(self._folder / "run.jsonl", scalars))
+        stack.callback(self._close_log)
+        for line in self.history.notes:
+            self._write("note", {"text": line})
+
+    def _claim_folder(self, stack: contextlib.ExitStack, resume: bool) -> None:
+        """Lock the run's folder, once for all ranks; refuse one that holds another run."""
+        assert self._folder is not None
+        settings = self.settings
+        if self.ranks.is_first:
+            stack.enter_context(RunLock(self._folder))
         self._checkpoints = Checkpoints(
             self._folder, settings.keep_last, settings.monitor, settings.maximise
         )
@@ -480,11 +529,6 @@ class Trainer:
                 "an empty folder, or the run to go on with",
                 "fit(resume=True), or another run_dir",
             )
-        scalars = open_tensorboard(self._folder / "tensorboard") if settings.tensorboard else None
-        self._log = stack.enter_context(RunLog(self._folder / "run.jsonl", scalars))
-        stack.callback(self._close_log)
-        for line in self.history.notes:
-            self._write("note", {"text": line})
 
     def _write(self, event: str, values: Mapping[str, Any], step: int | None = None) -> None:
         if self._log is not None:
@@ -498,17 +542,22 @@ class Trainer:
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
         """Write a checkpoint, if a run folder is open: every loss before it is known to be finite."""
         self._collect(self._book.flush())
-        if self._checkpoints is not None:
-            self._checkpoints.save(
-                self.state_dict(), self._num_steps, self._epoch, dict(metrics or {}), self.identity
+        if self._checkpoints is None:
+            return
+        LOOKOUT.mark("saving", self._epoch)
+        state, checkpoints = self.state_dict(), self._checkpoints
+        self.ranks.first_does(
+            lambda: checkpoints.save(
+                state, self._num_steps, self._epoch, dict(metrics or {}), self.identity
             )
-            self._saved_step = self._num_steps
+        )
+        self._saved_step = self._num_steps
 
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with to be resumed here."""
         ours = self.settings.to_json()
-        for name in ("epochs", "keep_last", "checkpoint_every_epochs", "checkpoint_every_steps"):
+        for name in _MAY_CHANGE:
             ours.pop(name)
         kinds = {
             "model": type(self.model).__name__,
@@ -520,28 +569,32 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the rest of the run depends on."""
         state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": gather_whole(self.model.state_dict()),
+            "optimizer": gather_whole(self.optimizer.state_dict()),
             "scaler": self._step.parts.scaler.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "loader": self._train.state_dict(),
             "left_out": [list(place) for place in sorted(self._left_out)],
             "augmentation": None,
             "carried": None,
-            "rng": capture_rng(),
+            "rng": self._of_ranks(capture_rng()),
             "epoch": self._epoch,
             "num_steps": self._num_steps,
         }
         if self.gpu_augmentation is not None:
             state["augmentation"] = self.gpu_augmentation.state_dict()
         if self._step.parts.carry is not None:
-            state["carried"] = self._step.parts.carry.state_dict()
+            state["carried"] = self._of_ranks(self._step.parts.carry.state_dict())
         return state
+
+    def _of_ranks(self, value: Any) -> Any:
+        """Return a value that each rank has its own of: all of them, or the only one."""
+        return self.ranks.gather(value) if self.ranks.are_several else value
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_whole_model(self.model, state["model"])
+        load_whole_optimizer(self.optimizer, state["optimizer"])
         make_guarded(self.optimizer, self.device)
         if self._captured is not None:
             self._captured.forget()  # loading made new tensors for the optimizer's state
@@ -553,12 +606,30 @@ class Trainer:
         if words is not None:
             self.note(words)
         if self.gpu_augmentation is not None and state["augmentation"] is not None:
-            self.gpu_augmentation.load_state_dict(state["augmentation"])
-        if self._step.parts.carry is not None:
-            self._step.parts.carry.load_state_dict(state["carried"])
-        restore_rng(state["rng"])
+            self.gpu_augmentation.load_state_dict(
+                dict(state["augmentation"]) | {"stream": self.ranks.rank}
+            )
+        carry, carried = self._step.parts.carry, state["carried"]
+        if carry is not None:
+            own = None if carried is None else carry.part_of(as_ranks(carried), *self._place)
+            carry.load_state_dict(own)
+        self._restore_rng(as_ranks(state["rng"]), int(state["num_steps"]))
         self._left_out = {(int(epoch), int(batch)) for epoch, batch in state["left_out"]}
         self._epoch, self._num_steps = int(state["epoch"]), int(state["num_steps"])
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self.ranks.rank, self.ranks.world_size
+
+    def _restore_rng(self, states: Sequence[Mapping[str, Any]], num_steps: int) -> None:
+        """Let every rank draw as it would have; other ranks than before begin draws of their own."""
+        if len(states) == self.ranks.world_size:
+            restore_rng(states[self.ranks.rank])
+            return
+        seed_rng(hash((self.settings.seed or 0, num_steps, *self._place)) % 2**63)
+        self.note(
+            f"{len(states)} ranks had saved and {self.ranks.world_size} go on: dropout draws anew"
+        )
 
     def resume(self) -> bool:
         """Go on from the latest checkpoint of the run folder; False when there is none."""
@@ -568,31 +639,17 @@ class Trainer:
                 "a folder",
                 "Trainer(..., run_dir='runs/a')",
             )
-        if self._checkpoints.latest() is None:
+        latest = self._checkpoints.latest()
+        check_alike(
+            self.ranks, {"the latest checkpoint": None if latest is None else latest.path.name}
+        )
+        if latest is None:
             self.note("there is no checkpoint yet: beginning anew")
             return False
-        self.load_state_dict(self._checkpoints.load_for(self.identity).state)
+        with self.ranks.shared_fate():
+            self.load_state_dict(self._checkpoints.load_for(self.identity).state)
         self.note(f"resumed at epoch {self._epoch}, step {self._num_steps}")
         return True
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Turn SIGTERM and the first SIGINT into an end after the current step."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-            if number == signal.SIGINT and self._stop == "interrupted":
-                raise KeyboardInterrupt
-            self._stop = "terminated" if number == signal.SIGTERM else "interrupted"
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:

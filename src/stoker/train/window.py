@@ -8,6 +8,9 @@ When memory runs out, in the forward pass, the backward pass or the update, ever
 dropped, generators and buffers go back to where they were, one rung of the ladder (`oom.py`) is taken,
 and the window is run again: the weights after it are those of a run that had the memory. The same where a
 batch cannot be built.
+
+Among several ranks nothing can be run again, for the others are in the middle of an exchange: the rung is
+remembered, the run ends with it, and the next start begins there.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from stoker.errors import EXIT_OURS, StokerError
 from stoker.plan import FALLBACK_SHARE, GPU_SHARE
 from stoker.train.activations import checkpoint_activations, choose_blocks
 from stoker.train.batches import Work
@@ -42,6 +46,12 @@ from stoker.units import format_bytes
 _T = TypeVar("_T")
 _Generators = tuple[torch.Tensor, tuple[int, int] | None]
 """The host's state, and the device's seed and offset."""
+
+
+class MemoryRanOutError(StokerError, RuntimeError):
+    """Memory ran out where the ladder cannot be climbed down at once."""
+
+    exit_code = EXIT_OURS
 
 
 class Window:
@@ -131,6 +141,8 @@ class Window:
         """
         if not self.survives or not is_oom(error):
             raise error
+        if self.step.parts.ranks.are_several:
+            raise self.next_time() from error
         forget_frames(error)
         self._climb_down()
         if self._works:
@@ -176,12 +188,24 @@ class Window:
             or work.num_samples <= self.footing.pass_size
             or self._is_whole(work)
         ):
-            return self.step.add(work.inputs, work.targets, work.num_samples, work.reset, work.rows)
-        weight = self.step.begin_batch(work.num_samples)
+            return self.step.add(
+                work.inputs,
+                work.targets,
+                work.num_samples,
+                work.reset,
+                work.rows,
+                work.num_together,
+            )
+        weight = self.step.begin_batch(work.num_samples, work.num_together)
         total = torch.zeros((), device=self.step.parts.device)
+        left = work.num_samples
         for part in _passes(work, self.footing.pass_size):
             share = part.num_samples / work.num_samples
-            total += self.step.forward_backward(part.inputs, part.targets, weight * share) * share
+            left -= part.num_samples
+            exchange = not left and self.step.window.is_complete
+            total += share * self.step.forward_backward(
+                part.inputs, part.targets, weight * share, exchange=exchange
+            )
         return total
 
     def _is_whole(self, work: Work) -> bool:
@@ -203,6 +227,8 @@ class Window:
         except RuntimeError as error:
             if not self.survives or not is_oom(error):
                 raise
+            if self.step.parts.ranks.are_several:
+                raise self.next_time() from error
             if self._in_update and not self.step.guarded:
                 error.add_note(
                     "in the update of an optimizer that may have changed some weights already: resume "
@@ -258,6 +284,25 @@ class Window:
                 raise exhausted(self.footing, can_cut)
             if self._take(rung, before):
                 return
+
+    def next_time(self) -> MemoryRanOutError:
+        """Return the error that ends this rank: the others wait in the exchange, so nothing can be run again.
+
+        The rung is remembered, and the next start begins on it: torchrun's, or the user's.
+        """
+        rung = next_rung(self.footing, all(work.can_cut for work in self._works))
+        if rung is not None and self._circumstances is not None:
+            self._remembered.remember(self._circumstances, self._asked, self.footing.on(rung))
+        return MemoryRanOutError(
+            "this rank's memory ran out, and the other ranks wait for it.",
+            "a batch whose share fits on every rank",
+            "the same command with --resume"
+            + (
+                f"; it begins a rung lower: {rung.reason}"
+                if rung is not None
+                else ", with a smaller batch"
+            ),
+        )
 
     def _take(self, rung: Rung, before_bytes: int) -> bool:
         """Take a rung, say and remember it; False where it gave nothing."""

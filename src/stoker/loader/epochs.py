@@ -1,0 +1,406 @@
+"""The epochs of an order: blocks of chunks, one dealt permutation, lanes; whole, or what is left of one.
+
+Enters: an `Order` and the number of an epoch; for a rest also its first step and what is left. Leaves:
+the batches of one rank and the chunks they need. Costs: see `order.py`, which says who gets what.
+No torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from stoker.loader.lanes import LanePlan
+from stoker.loader.order import EpochOrder, Order, PlannedBatch, Share, Visit
+from stoker.loader.positions import Part, PositionSet
+from stoker.store.fields import Array, offsets_of
+
+_CHUNK_ORDER, _WITHIN, _EVERYTHING, _REST = range(4)
+_PIECE = 1 << 20
+"""Positions that a digest takes at once: 8 MB."""
+
+_Take = Callable[[int, int], Array]
+
+
+def begin_epoch(order: Order, epoch: int) -> EpochOrder:
+    """Return a whole epoch."""
+    if order.lanes is not None:
+        return LaneEpoch(order, epoch, order.lanes)
+    if order.is_dealt:
+        return DealtEpoch(order, epoch, Deck(order.num_samples, order.seed, epoch))
+    return BlockEpoch(order, epoch)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What one rank has of the sequence: parts of chunks, one after the other.
+
+    `starts` and `stops` are places in the sequence's list of positions, `offsets` in the block.
+    """
+
+    chunks: Array
+    starts: Array
+    stops: Array
+
+    @cached_property
+    def offsets(self) -> Array:
+        return offsets_of(self.stops - self.starts)
+
+    def part(self, sample: int) -> int:
+        return int(np.searchsorted(self.offsets, sample, side="right")) - 1
+
+
+class BlockEpoch(EpochOrder):
+    """A rank has one block of the sequence: parts of chunks, one after the other."""
+
+    def __init__(
+        self,
+        order: Order,
+        epoch: int,
+        first_step: int = 0,
+        rest: Share | None = None,
+        edges: Array | None = None,
+    ) -> None:
+        super().__init__(order, epoch, first_step, rest)
+        self._edges = order.edges if edges is None else edges
+        visited = self._chunk_order(len(self._edges) - 1)
+        sizes = np.diff(self._edges)[visited]
+        self._visited = visited[sizes > 0]
+        self._ends = np.cumsum(sizes[sizes > 0])
+        self._own = self._block(order.rank)
+        self._num_own = int(self._own.offsets[-1])
+        small, num_large = divmod(self.num_used, order.world_size)
+        self._sizes = ((small, order.world_size - num_large), (small + 1, num_large))
+
+    def _chunk_order(self, num_chunks: int) -> Array:
+        if self.order.mode != "shuffled":
+            return np.arange(num_chunks)
+        return _permute(num_chunks, self.order.seed, self.epoch, _CHUNK_ORDER)
+
+    def _block(self, rank: int) -> _Block:
+        ranks = self.order.world_size
+        return self._cut(self.num_used * rank // ranks, self.num_used * (rank + 1) // ranks)
+
+    def _cut(self, first: int, last: int) -> _Block:
+        """Return samples `first` to `last` of the sequence."""
+        low = np.searchsorted(self._ends, first, side="right")
+        high = np.searchsorted(self._ends, last, side="left") + 1 if first < last else low
+        chunks, ends = self._visited[low:high], self._ends[low:high]
+        shift = self._edges[chunks + 1] - ends
+        begins = ends - np.diff(self._edges)[chunks]
+        return _Block(chunks, np.maximum(begins, first) + shift, np.minimum(ends, last) + shift)
+
+    def _sample(self, step: int, count: int | None = None) -> int:
+        """First sample of a step in a block of `count` samples, by default the own one."""
+        count = self._num_own if count is None else count
+        done, batch = step - self.first_step, self.order.batch_size
+        return _first_of_step(done, self._num_steps, count, batch, 1)
+
+    def _together(self, step: int) -> int:
+        if step < self.num_batches - 2:  # all batches but the last two are full
+            return self.order.batch_size * self.order.world_size
+        return sum(
+            ranks * (self._sample(step + 1, count) - self._sample(step, count))
+            for count, ranks in self._sizes
+        )
+
+    def _at(self, low: int, high: int) -> Array:
+        """Return the positions at these places of the list that the edges divide."""
+        return np.arange(low, high)
+
+    def _shuffled(self, start: int, rows: Array) -> Array:
+        """Return the positions at the places `start` + rows; may write to the rows."""
+        rows += start
+        return rows
+
+    def _bounds(self, lows: Array, highs: Array) -> tuple[Array, Array]:
+        """Return ranges of positions for ranges of places."""
+        return lows, highs
+
+    def _chosen(self, places: PositionSet, parts: Sequence[Part]) -> PositionSet:
+        """Return the positions at places, and the parts beside them."""
+        return PositionSet(places.starts, places.stops, tuple(parts))
+
+    def _key(self, chunk: int, start: int) -> tuple[int, ...]:
+        """What the order within a part of a chunk is drawn from."""
+        rest = (_REST, self.first_step) if self.first_step else (_WITHIN,)
+        return *rest, chunk, start
+
+    def _taker(self, block: _Block, part: int) -> _Take:
+        """Return what gives samples i to j of a part; it holds the part's permutation, if any."""
+        start = int(block.starts[part])
+        if self.order.mode != "shuffled":
+            return lambda low, high: self._at(start + low, start + high)
+        count, key = int(block.stops[part]) - start, self._key(int(block.chunks[part]), start)
+        rows = self._shuffled(start, _permute(count, self.order.seed, self.epoch, *key))
+        return lambda low, high: rows[low:high].copy()
+
+    def _visits(self, start: int) -> Sequence[Visit]:
+        own, first = self._own, self._own.part(self._sample(start))
+        chunks, edges = own.chunks[first:], self.order.edges
+        starts, stops = self._bounds(own.starts[first:], own.stops[first:])
+        columns = chunks, np.maximum(starts, edges[chunks]), np.minimum(stops, edges[chunks + 1])
+        return [Visit(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+
+    def num_chunks_of(self, start: int) -> Array:
+        """Return how many chunks each batch from `start` on touches."""
+        samples = np.array([self._sample(step) for step in range(start, self.num_batches + 1)])
+        first = np.searchsorted(self._own.offsets, samples[:-1], side="right")
+        last = np.searchsorted(self._own.offsets, samples[1:], side="left")
+        return last - first + 1
+
+    def chunks_between(self, start: int, stop: int) -> list[int]:
+        """Return the chunks that batches `start` to `stop` touch, in order."""
+        if start >= stop:
+            return []
+        first, last = self._own.part(self._sample(start)), self._own.part(self._sample(stop) - 1)
+        chunks: list[int] = self._own.chunks[first : last + 1].tolist()
+        return chunks
+
+    def _batches(self, start: int) -> Iterator[PlannedBatch]:
+        offsets, chunks = self._own.offsets.tolist(), self._own.chunks.tolist()
+        low = self._sample(start)
+        part = self._own.part(low) - 1
+        take: _Take | None = None
+        for step in range(start, self.num_batches):
+            end = self._sample(step + 1)
+            rows: list[Array] = []
+            touched: list[int] = []
+            while low < end:
+                if take is None or low == offsets[part + 1]:
+                    part += 1
+                    take = self._taker(self._own, part)
+                high = min(end, offsets[part + 1])
+                rows.append(take(low - offsets[part], high - offsets[part]))
+                touched.append(chunks[part])
+                low = high
+            positions = rows[0] if len(rows) == 1 else np.concatenate(rows)
+            counts = tuple(map(len, rows))
+            yield PlannedBatch(step, positions, tuple(touched), counts, self._together(step))
+
+    def stream(self, start: int, stop: int) -> Iterator[Array]:
+        """As `EpochOrder.stream`."""
+        low, end = self._sample(start), self._sample(stop)
+        part = self._own.part(low)
+        while low < end:
+            base, high = int(self._own.offsets[part]), min(end, int(self._own.offsets[part + 1]))
+            take = self._taker(self._own, part)
+            for first in range(low, high, _PIECE):
+                yield take(first - base, min(first + _PIECE, high) - base)
+            low, part = high, part + 1
+
+    def untaken(self, step: int) -> PositionSet:
+        """As `EpochOrder.untaken`: whole parts as ranges, one part of every rank by its positions."""
+        self._checked(step)
+        over = self._cut(self.num_used, self.num_offered)
+        starts, stops, parts = [over.starts], [over.stops], []
+        for rank in range(self.order.world_size):
+            block = self._block(rank)
+            low = self._sample(step, int(block.offsets[-1]))
+            part = block.part(low)
+            if part < len(block.chunks) and low > block.offsets[part]:
+                parts.append(self._second_half(block, part, low))
+                part += 1
+            starts.append(block.starts[part:])
+            stops.append(block.stops[part:])
+        whole = PositionSet.of(starts=np.concatenate(starts), stops=np.concatenate(stops))
+        return self._chosen(whole, parts)
+
+    def _second_half(self, block: _Block, part: int, sample: int) -> Part:
+        """Return what a part has from a sample of the block on; permuted when somebody asks."""
+        base, end = (int(each) for each in block.offsets[part : part + 2])
+        starts, stops = self._bounds(block.starts[part : part + 1], block.stops[part : part + 1])
+
+        def members() -> Array:
+            return np.sort(self._taker(block, part)(sample - base, end - base))
+
+        return Part(int(starts[0]), int(stops[0]), end - sample, members)
+
+
+class Deck:
+    """One permutation of all positions, or of those that are left at a step; made when first needed.
+
+    Threads may share it: one permutes, the others wait.
+    """
+
+    def __init__(
+        self, num_samples: int, seed: int, epoch: int, step: int = 0, of: PositionSet | None = None
+    ) -> None:
+        self._num_samples, self._seed, self._of = num_samples, seed, of
+        self._key = (epoch, _REST, step) if step else (epoch, _EVERYTHING)
+        self._permuting = threading.Lock()
+        self._rows: Array | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the permutation of everything."""
+        return self._of is None
+
+    @property
+    def rows(self) -> Array:
+        """The positions as they are dealt."""
+        with self._permuting:
+            if self._rows is None:
+                rows = _permute(self._num_samples, self._seed, *self._key)
+                self._rows = rows if self._of is None else self._of.positions()[rows]
+            return self._rows
+
+
+class DealtEpoch(EpochOrder):
+    """One permutation, dealt to the ranks step by step, from its place `begin` on."""
+
+    def __init__(
+        self,
+        order: Order,
+        epoch: int,
+        deck: Deck,
+        begin: int = 0,
+        first_step: int = 0,
+        rest: Share | None = None,
+    ) -> None:
+        super().__init__(order, epoch, first_step, rest)
+        self.deck = deck
+        self.begin = begin
+
+    def dealt(self, step: int) -> int:
+        """Return how much of the deck is gone before a step."""
+        ranks, batch = self.order.world_size, self.order.batch_size
+        done = step - self.first_step
+        return self.begin + _first_of_step(
+            done, self._num_steps, self.num_used, batch * ranks, ranks
+        )
+
+    def prepare(self) -> None:
+        """Permute, if that takes long."""
+        if self.num_offered >= _PIECE:
+            threading.Thread(
+                target=lambda: self.deck.rows, name="stoker-order", daemon=True
+            ).start()
+
+    def _share(self, step: int) -> tuple[int, int]:
+        first, last = self.dealt(step), self.dealt(step + 1)
+        rank, ranks = self.order.rank, self.order.world_size
+        count = last - first
+        return first + count * rank // ranks, first + count * (rank + 1) // ranks
+
+    def untaken(self, step: int) -> PositionSet:
+        """As `EpochOrder.untaken`: the rest of the deck, sorted."""
+        first = self.dealt(self._checked(step))
+        return PositionSet.of(self.deck.rows[first : self.begin + self.num_offered])
+
+    def _visits(self, start: int) -> Sequence[Visit]:  # noqa: ARG002 resident: one for all
+        return [Visit(0, 0, self.order.num_samples)]
+
+    def _batches(self, start: int) -> Iterator[PlannedBatch]:
+        rows, rank, ranks = self.deck.rows, self.order.rank, self.order.world_size
+        first = self.dealt(start)
+        for step in range(
+            start, self.num_batches
+        ):  # as `_share`, without asking for the same twice
+            last = self.dealt(step + 1)
+            together = last - first
+            low, high = first + together * rank // ranks, first + together * (rank + 1) // ranks
+            yield PlannedBatch(step, rows[low:high].copy(), (0,), (high - low,), together)
+            first = last
+
+    def stream(self, start: int, stop: int) -> Iterator[Array]:
+        """As `EpochOrder.stream`."""
+        rows = self.deck.rows
+        if self.order.world_size == 1:
+            yield rows[self.dealt(start) : self.dealt(stop)]
+            return
+        for step in range(start, stop):
+            low, high = self._share(step)
+            yield rows[low:high]
+
+
+class LaneEpoch(EpochOrder):
+    """Batch k holds the k-th sample of every lane of the rank.
+
+    Args:
+        order: With as many lanes as the plan.
+        epoch: Its number.
+        plan: The lanes.
+        layout_ranks: For how many ranks the lanes were laid out; those of the order by default.
+        first_step: Of a rest.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        epoch: int,
+        plan: LanePlan,
+        layout_ranks: int | None = None,
+        first_step: int = 0,
+    ) -> None:
+        self.layout_ranks = layout_ranks or order.world_size
+        self._plan = plan
+        self._all_starts, self._all_lengths = plan.lay_out(self.layout_ranks, order.drop_last)
+        rest: Share | None = None
+        if first_step or self.layout_ranks != order.world_size:
+            longest = self._all_lengths.reshape(order.world_size, order.batch_size).max(axis=1)
+            steps = max(0, int(longest.min()) - first_step)  # as many as every rank has samples for
+            left = np.maximum(self._all_lengths - first_step, 0)
+            rest = Share(steps, int(left.sum()), int(np.minimum(left, steps).sum()))
+        super().__init__(order, epoch, first_step, rest)
+        own = slice(order.rank * order.batch_size, (order.rank + 1) * order.batch_size)
+        self._starts, self._lengths = self._all_starts[own], self._all_lengths[own]
+        self._shortest = int(self._all_lengths.min())
+
+    def _at(self, step: int) -> tuple[Array, Array]:
+        """Where the step's samples stand in the plan, and which lanes have one."""
+        valid = step < self._lengths
+        return np.where(valid, self._starts + step, 0), valid
+
+    def _together(self, step: int) -> int:
+        if step < self._shortest:
+            return len(self._all_lengths)
+        return int((self._all_lengths > step).sum())
+
+    def untaken(self, step: int) -> PositionSet:
+        """As `EpochOrder.untaken`: the rest of every lane."""
+        gone = np.minimum(self._checked(step), self._all_lengths)
+        tiles = PositionSet.of(
+            starts=self._all_starts + gone, stops=self._all_starts + self._all_lengths
+        )
+        return PositionSet.of(self._plan.positions[tiles.positions()])
+
+    def _visits(self, start: int) -> Sequence[Visit]:
+        pairs = enumerate(pairwise(self.order.edges.tolist()))
+        return [
+            Visit(chunk, low, high)
+            for chunk, (low, high) in pairs
+            if high > start and low < self.num_batches
+        ]
+
+    def _batches(self, start: int) -> Iterator[PlannedBatch]:
+        steps = range(start, self.num_batches)
+        chunk_of = np.searchsorted(self.order.edges, steps, "right") - 1
+        for step, chunk in zip(steps, chunk_of.tolist(), strict=True):
+            where, valid = self._at(step)
+            positions = np.where(valid, self._plan.positions[where], -1)
+            reset = self._plan.begins[where] | ~valid | (step == 0)
+            together = self._together(step)
+            yield PlannedBatch(step, positions, (chunk,), (len(positions),), together, reset)
+
+    def stream(self, start: int, stop: int) -> Iterator[Array]:
+        """As `EpochOrder.stream`."""
+        for step in range(start, stop):
+            where, valid = self._at(step)
+            yield self._plan.positions[where[valid]]
+
+
+def _permute(count: int, seed: int, *key: int) -> Array:
+    """Return a permutation of 0 to count - 1, from the seed and the key alone."""
+    bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key))
+    return np.random.Generator(bits).permutation(count)
+
+
+def _first_of_step(step: int, num_steps: int, count: int, full: int, least: int) -> int:
+    """First of `count` items that a step takes: `full` a step, but `least` are kept for each to come."""
+    return min(step * full, count - (num_steps - step) * least)

@@ -1,0 +1,76 @@
+"""Start a command in several processes on this machine, and start it again when one is lost.
+
+Enters: the words behind `python -m stoker`, a number of processes. Leaves: an exit code. Costs what torchrun
+costs, for it is torch's own elastic launcher that starts and watches the processes.
+
+Only what another start can mend is started again: a process that was killed or crashed, a rank that stood still.
+Bad input, refused data and Ctrl-C end the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from stoker.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OURS, EXIT_REFUSED
+from stoker.train.ranks import RESTARTS
+
+_FINAL = (EXIT_INPUT, EXIT_REFUSED, EXIT_INTERRUPTED)
+
+
+def launch(
+    words: Sequence[str], num_processes: int, max_restarts: int, say: Callable[[str], object]
+) -> int:
+    """Run `python -m stoker WORDS` in as many processes until it ends; return its exit code.
+
+    Args:
+        words: The verb and its options.
+        num_processes: One per GPU.
+        max_restarts: How often a run that lost a process is started again; it then goes on from its
+            latest checkpoint.
+        say: Told of every restart.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    for restart in range(max_restarts + 1):
+        os.environ[RESTARTS] = str(restart)
+        code, why = _run(words, num_processes)
+        if not why or code in _FINAL or restart == max_restarts:
+            return code
+        say(f"{why}: starting again from the latest checkpoint ({restart + 1} of {max_restarts})")
+    return EXIT_OURS
+
+
+def _run(words: Sequence[str], num_processes: int) -> tuple[int, str]:
+    """Return the exit code, and which process failed how; nothing where none did."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # Its errors are told here in a line each; the ranks tell their own.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id="stoker",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "stoker", *words)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = int(failure.exitcode)
+        if code >= 0:
+            return code, f"rank {rank} ended with exit code {code}"
+        return EXIT_OURS, f"rank {rank} was ended by {signal.Signals(-code).name}"
+    except SignalException as error:  # every process was told, and has saved
+        return (EXIT_INTERRUPTED if error.sigval == signal.SIGINT else EXIT_DONE), ""
+    return EXIT_DONE, ""

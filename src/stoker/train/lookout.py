@@ -1,0 +1,254 @@
+"""Who is still there: every rank gives signs of life, and the one that stands still is named.
+
+Enters: marks of the training loop ("step 37, waiting for data"). Leaves: nothing while all goes well;
+otherwise a sentence with rank, machine and process, and the end of this process. Costs: a thread, and per
+second one small write and, on rank 0 only, one read of all ranks' marks. Nothing is all-to-all.
+
+Collectives cannot be interrupted: a rank that waits for a lost one would wait until torch's own timeout, and
+then say only that something timed out. So the process is ended from beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import distributed
+
+_BEAT_SECONDS = 1.0
+_QUIET_SECONDS = 3.0
+"""Without a sign for so long, a rank is taken for lost where something has failed already."""
+_VERDICT = "verdict"
+
+
+@dataclass
+class _Sighting:
+    """What is known of a rank, and since when it is so."""
+
+    beat: int = -1
+    count: int = -1
+    words: str = ""
+    beat_at: float = 0.0
+    moved_at: float = 0.0
+
+    def update(self, found: dict[str, Any], now: float) -> None:
+        """Take a sign of life."""
+        if found["beat"] != self.beat:
+            self.beat, self.beat_at = found["beat"], now
+        if found["count"] != self.count:
+            self.count, self.moved_at = found["count"], now
+        self.words = f"{found['where']}, {found['doing']}"
+
+
+def _end(words: str) -> NoReturn:
+    """End this process at once, whatever its other threads wait for."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"error: {words}\n")
+        sys.stderr.flush()
+    os._exit(1)
+
+
+class Lookout:
+    """Watches over the ranks of the default process group.
+
+    Args:
+        rank: This one.
+        world_size: All of them.
+        stall_seconds: How long nobody may move, or one give no sign, before all end.
+        end: What to do then.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        stall_seconds: float,
+        end: Callable[[str], object] = _end,
+    ) -> None:
+        self._rank, self._size, self._stall, self._end = rank, world_size, stall_seconds, end
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        base: Any = distributed.distributed_c10d._get_default_store()
+        # A connection of its own: what one thread waits for must not hold up the other.
+        self._store: Any = distributed.distributed_c10d.PrefixStore(
+            f"stoker/lookout/{restart}", base.clone()
+        )
+        self._lock = threading.Lock()
+        self._where = f"{platform.node()}, process {os.getpid()}"
+        self._doing: tuple[str, int | None, int | None] = "starting", None, None
+        self._count = self._beat = 0
+        self._seen = {number: _Sighting(beat_at=time.monotonic(), moved_at=time.monotonic())
+                      for number in range(world_size)}  # fmt: skip
+        self._post()
+        distributed.barrier()  # every rank's key is there from now on
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stoker-lookout", daemon=True)
+        self._thread.start()
+
+    def mark(self, doing: str, epoch: int | None = None, batch: int | None = None) -> None:
+        """Say what this rank does now; all ranks mark the same things in the same order."""
+        self._doing = doing, epoch, batch
+        self._count += 1
+
+    def farewell(self, words: str) -> None:
+        """Leave word why this rank ends."""
+        with self._lock, contextlib.suppress(RuntimeError):
+            self._store.set(f"farewell/{self._rank}", words[:600])
+
+    def close(self) -> None:
+        """Stop watching; waits for the thread."""
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def who_is_lost(self, seconds: float) -> list[str]:
+        """Return a sentence for every rank that gave no sign of life, or said farewell, within `seconds`."""
+        until, since = time.monotonic() + seconds, time.monotonic()
+        while True:
+            try:
+                found = self._farewells()
+                self._look()
+            except RuntimeError:
+                return ["the process that all ranks met at is gone (rank 0, or torchrun itself)"]
+            found |= {
+                number: f"rank {number} ({seen.words}) gave no sign of life for {_QUIET_SECONDS:.0f} s"
+                for number, seen in self._seen.items()
+                if number != self._rank
+                and number not in found
+                and time.monotonic() - max(seen.beat_at, since) > _QUIET_SECONDS
+            }
+            if found or time.monotonic() > until:
+                return [found[number] for number in sorted(found)]
+            time.sleep(0.2)
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _post(self) -> None:
+        self._beat += 1
+        doing, epoch, batch = self._doing
+        place = [
+            f"{name} {number}"
+            for name, number in (("epoch", epoch), ("batch", batch))
+            if number is not None
+        ]
+        sign = {
+            "beat": self._beat,
+            "count": self._count,
+            "where": self._where,
+            "doing": ", ".join([*place, doing]),
+        }
+        with self._lock:
+            self._store.set(f"beat/{self._rank}", json.dumps(sign))
+
+    def _look(self) -> None:
+        with self._lock:
+            signs = self._store.multi_get([f"beat/{number}" for number in range(self._size)])
+        now = time.monotonic()
+        for number, sign in enumerate(signs):
+            self._seen[number].update(json.loads(sign), now)
+
+    def _farewells(self) -> dict[int, str]:
+        found = {}
+        with self._lock:
+            for number in range(self._size):
+                if number != self._rank and self._store.check([f"farewell/{number}"]):
+                    words = self._store.get(f"farewell/{number}").decode()
+                    found[number] = f"rank {number} ({self._seen[number].words}) ended: {words}"
+        return found
+
+    def _watch(self) -> None:
+        unreachable_since: float | None = None
+        while not self._stop.wait(min(_BEAT_SECONDS, self._stall / 4)):
+            try:
+                self._post()
+                verdict = self._judge()
+                unreachable_since = None
+            except RuntimeError:
+                unreachable_since = unreachable_since or time.monotonic()
+                verdict = None
+                if time.monotonic() - unreachable_since > self._stall:
+                    verdict = (
+                        "the process that all ranks met at is gone (rank 0, or torchrun itself)"
+                    )
+            if verdict is not None and not self._stop.is_set():
+                self._end(f"{verdict} This is rank {self._rank}; what was saved last stays.")
+                return
+
+    def _judge(self) -> str | None:
+        """Return why all must end; rank 0 decides, the others look for its word and for rank 0."""
+        with self._lock:
+            if self._store.check([_VERDICT]):
+                return str(self._store.get(_VERDICT).decode())
+        if self._rank != 0:
+            with self._lock:
+                sign = json.loads(self._store.get("beat/0"))
+            first, now = self._seen[0], time.monotonic()
+            first.update(sign, now)
+            quiet = now - first.beat_at
+            return _silent(0, first, quiet) if quiet > 2 * self._stall else None
+        self._look()
+        verdict = self._find_fault()
+        if verdict is not None:
+            with self._lock:
+                self._store.set(_VERDICT, verdict)
+        return verdict
+
+    def _find_fault(self) -> str | None:
+        now = time.monotonic()
+        for number, seen in self._seen.items():
+            if now - seen.beat_at > self._stall:
+                return _silent(number, seen, now - seen.beat_at)
+        still = now - max(seen.moved_at for seen in self._seen.values())
+        if still <= self._stall:
+            return None
+        last = min(seen.count for seen in self._seen.values())
+        behind = [f"rank {n} ({s.words})" for n, s in self._seen.items() if s.count == last]
+        shown = ", ".join(behind[:3]) + (f" and {len(behind) - 3} more" if len(behind) > 3 else "")
+        return (
+            f"no rank has moved for {still:.0f} s; furthest behind: {shown}. Where that is no fault, raise "
+            "training.stall_seconds."
+        )
+
+
+def _silent(number: int, seen: _Sighting, seconds: float) -> str:
+    return f"rank {number} ({seen.words}) has given no sign of life for {seconds:.0f} s."
+
+
+class _Post:
+    """The process's lookout, if there is one: who marks need not know."""
+
+    def __init__(self) -> None:
+        self._lookout: Lookout | None = None
+
+    def set(self, lookout: Lookout | None) -> None:
+        """Begin with a lookout, or without."""
+        self._lookout = lookout
+
+    def mark(self, doing: str, epoch: int | None = None, batch: int | None = None) -> None:
+        """See `Lookout.mark`."""
+        if self._lookout is not None:
+            self._lookout.mark(doing, epoch, batch)
+
+    def farewell(self, words: str) -> None:
+        """See `Lookout.farewell`."""
+        if self._lookout is not None:
+            self._lookout.farewell(words)
+
+    def who_is_lost(self, seconds: float) -> list[str]:
+        """See `Lookout.who_is_lost`."""
+        return [] if self._lookout is None else self._lookout.who_is_lost(seconds)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._lookout is not None:
+            self._lookout.close()
+        self._lookout = None
+
+
+LOOKOUT = _Post()

@@ -1,0 +1,281 @@
+"""Several processes that train one model: who this one is, and what all of them agree on.
+
+Enters: what torchrun put into the environment. Leaves: `Ranks`, with small answers that are the same on
+every rank. Costs: a handshake at the start, and per question one small message through the host's network,
+never through the GPU. Alone, every question answers itself at once.
+
+Every rank must ask the same questions in the same order. A rank that is lost is named by the others
+(`lookout.py`), and everybody ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import platform
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+import stoker
+from stoker.errors import EXIT_OURS, InputError, OtherRankError, StokerError
+from stoker.train.lookout import LOOKOUT, Lookout
+
+_T = TypeVar("_T")
+_FAREWELL_SECONDS = 6.0
+
+
+class RankLostError(StokerError, RuntimeError):
+    """Another process of the run has ended or stands still; what was saved last stays."""
+
+    exit_code = EXIT_OURS
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train together.
+
+    Attributes:
+        rank: Its number, 0 to `world_size` - 1.
+        world_size: How many there are.
+        local_rank: Its number on this machine.
+        local_world_size: How many share this machine's memory, disk and page cache.
+        joined: Whether a process group exists; also with one rank, as under `torchrun --nproc-per-node 1`.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    joined: bool = False
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """Return those of torch's process group, if it has been made; else one alone."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return cls()
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        local = int(os.environ.get("LOCAL_RANK", rank))
+        return cls(rank, size, local, int(os.environ.get("LOCAL_WORLD_SIZE", size)), joined=True)
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is anybody to agree with."""
+        return self.world_size > 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that prints and writes."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in the order of ranks: tensors, numbers and text, in any nesting."""
+        if not self.are_several:
+            return [value]
+        written = io.BytesIO()
+        torch.save(value, written)  # plain pickles lose the type of some tensors
+        gathered: list[Any] = [None] * self.world_size
+        distributed.all_gather_object(gathered, written.getvalue())
+        return [torch.load(io.BytesIO(each), weights_only=True) for each in gathered]
+
+    def all_of(self, flag: bool) -> bool:
+        """Whether it holds on every rank."""
+        return self.smallest(int(flag)) == 1
+
+    def smallest(self, number: int) -> int:
+        """Return the smallest of all ranks' numbers."""
+        return (
+            int(reduce_alike([number], distributed.ReduceOp.MIN)[0]) if self.are_several else number
+        )
+
+    def largest(self, *numbers: int) -> tuple[int, ...]:
+        """Return the largest of all ranks' numbers, place by place."""
+        if not self.are_several:
+            return numbers
+        return tuple(int(n) for n in reduce_alike(list(numbers), distributed.ReduceOp.MAX))
+
+    def total(self, *numbers: float) -> tuple[float, ...]:
+        """Return the sums over all ranks, place by place, with the same bits everywhere."""
+        if not self.are_several:
+            return numbers
+        return tuple(reduce_alike(list(numbers), distributed.ReduceOp.SUM))
+
+    def first_does(self, act: Callable[[], _T]) -> _T | None:
+        """Let rank 0 do something; return what it returned there, None elsewhere.
+
+        Raises:
+            OtherRankError: On the other ranks, where it failed on rank 0.
+        """
+        made: _T | None = None
+        with self.shared_fate():
+            if self.is_first:
+                made = act()
+        return made
+
+    @contextlib.contextmanager
+    def shared_fate(self) -> Iterator[None]:
+        """Make an error of one rank in here the end of all of them, told once.
+
+        Nobody waits for a rank that will not come, and no rank goes on where another one cannot.
+        """
+        if not self.are_several:
+            yield
+            return
+        own: StokerError | None = None
+        try:
+            yield
+        except StokerError as error:
+            own = error
+        told = self.gather(None if own is None else (str(own), own.exit_code))
+        failed = [rank for rank, words in enumerate(told) if words is not None]
+        if not failed:
+            return
+        if own is not None and self.rank == failed[0]:
+            raise own
+        words, code = told[failed[0]]
+        theirs = OtherRankError(f"rank {failed[0]}: {words}")
+        theirs.exit_code = code
+        raise theirs
+
+
+def as_ranks(value: Any) -> list[Any]:
+    """Return what each rank has saved; one value is of one rank alone."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def reduce_alike(numbers: list[float] | list[int], how: Any) -> list[float]:
+    """Return numbers reduced over all ranks, the same bits everywhere; blocking."""
+    values = torch.tensor(numbers, dtype=torch.float64)
+    # A group made by others may have NCCL alone, which takes tensors on the GPU only.
+    on_gpu = distributed.get_backend() == "nccl"
+    values = values.to("cuda") if on_gpu else values
+    distributed.all_reduce(values, op=how)
+    # Sums of floats may depend on the way they took.
+    distributed.broadcast(values, src=0)
+    return [float(value) for value in values.tolist()]
+
+
+def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun, or something that speaks like it, has started this process."""
+    return all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def num_restarts(environment: Mapping[str, str] = os.environ) -> int:
+    """How often the run was started again after a rank was lost."""
+    return sum(int(environment.get(name, "0")) for name in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+
+
+RESTARTS = "STOKER_RESTARTS"
+"""Set by `launch.py`, which restarts by itself."""
+
+
+@contextlib.contextmanager
+def join(
+    device: str | torch.device | None, stall_seconds: int
+) -> Iterator[tuple[Ranks, torch.device]]:
+    """Lend this process's place among the ranks, and its device; alone where torchrun did not start it.
+
+    Args:
+        device: What was asked for; each rank takes the GPU of its local number by default.
+        stall_seconds: How long nobody may move before everybody ends.
+
+    Raises:
+        InputError: There is no GPU for this rank, or ranks run different versions.
+        RankLostError: Another rank was lost on the way.
+    """
+    from stoker.loader.loader import pick_device
+
+    if not is_launched() or distributed.is_initialized():
+        yield Ranks.current(), pick_device(device)
+        return
+    place = _device_of_rank(device)
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=2 * stall_seconds),
+        device_id=place if place.type == "cuda" else None,
+    )
+    ranks = Ranks.current()
+    LOOKOUT.set(Lookout(ranks.rank, ranks.world_size, stall_seconds) if ranks.are_several else None)
+    try:
+        check_alike(ranks, {"stoker": stoker.__version__, "torch": str(torch.__version__)})
+        yield ranks, place
+    except Exception as error:
+        is_foreign = isinstance(error, RuntimeError) and not isinstance(error, StokerError)
+        lost = _find_lost() if is_foreign and ranks.are_several else []
+        LOOKOUT.farewell("; ".join(lost) or f"{type(error).__name__}: {error}".splitlines()[0])
+        if not lost:
+            raise
+        raise RankLostError(
+            f"{'; '.join(lost)}. This is rank {ranks.rank}, which cannot go on alone.",
+            "all ranks of a run, until it ends",
+            "the same command with --resume; torchrun --max-restarts 3, or stoker train --gpus, do so",
+        ) from error
+    finally:
+        LOOKOUT.close()
+        with contextlib.suppress(RuntimeError):
+            distributed.destroy_process_group()
+
+
+def _find_lost() -> list[str]:
+    """Return which ranks are gone, each in a sentence.
+
+    torchrun ends the others as soon as it sees one gone, which is too soon to say so: its SIGTERM waits
+    until this process, which ends anyway, has spoken.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return LOOKOUT.who_is_lost(_FAREWELL_SECONDS)
+
+
+def check_alike(ranks: Ranks, facts: Mapping[str, Any]) -> None:
+    """Raise when ranks do not agree about something that they must share.
+
+    Raises:
+        InputError: On every rank, with the ranks that differ from rank 0.
+    """
+    gathered = ranks.gather((platform.node(), dict(facts)))
+    for name, wanted in gathered[0][1].items():
+        others = [
+            f"{theirs.get(name)} on rank {rank} ({host})"
+            for rank, (host, theirs) in enumerate(gathered)
+            if theirs.get(name) != wanted
+        ]
+        if others:
+            shown = ", ".join(others[:3]) + (
+                f" and {len(others) - 3} more" if len(others) > 3 else ""
+            )
+            raise InputError(
+                f"{name} is {wanted} on rank 0 ({gathered[0][0]}), but {shown}.",
+                f"one {name} for all ranks",
+                "make the machines alike: the same environment, the same config and the same data",
+            )
+
+
+def _device_of_rank(device: str | torch.device | None) -> torch.device:
+    """Return the GPU of this rank's local number; the CPU where that was asked for or there is none."""
+    if torch.device(device or "cuda").type != "cuda" or not torch.cuda.is_available():
+        from stoker.loader.loader import pick_device
+
+        return pick_device(device)
+    if device is not None and torch.device(device).index is not None:
+        raise InputError(
+            f"the device is {device}, and several processes share the work.",
+            "cuda, of which every process takes one; or cpu",
+            "leave --device out; CUDA_VISIBLE_DEVICES=1,2 chooses the GPUs",
+        )
+    local, present = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= present:
+        raise InputError(
+            f"process {local} of this machine has no GPU: there are {present}.",
+            f"at most {present} processes here",
+            f"--gpus {present}, torchrun --nproc-per-node {present}, or --device cpu",
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)

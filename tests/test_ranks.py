@@ -1,0 +1,415 @@
+"""Several processes, one training: equal to one process, in the face of every way to lose a rank."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rank_scenarios import GLOBAL_BATCH, SCENARIOS
+from run_makers import make_store
+from stoker.cli.main import app
+from stoker.errors import InputError
+from stoker.train import launch, lookout
+from stoker.train.ranks import Ranks, is_launched, num_restarts
+from training_makers import write_dirty, write_rows
+
+TESTS = Path(__file__).parent
+NUM_ROWS = 203
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def start(folder: Path, world_size: int, *names: str) -> list[subprocess.Popen]:
+    port = free_port()
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(TESTS / "rank_scenarios.py"), str(folder), *names],
+            env=os.environ | common | {
+                "RANK": str(rank), "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size),
+            },
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+
+
+def run(folder: Path, world_size: int, *names: str) -> list[dict]:
+    """Return what each rank found, scenario by scenario."""
+    ranks = start(folder, world_size, *names)
+    told = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(told)
+    return [pickle.loads((folder / f"rank-{rank}.pkl").read_bytes()) for rank in range(world_size)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("ranks")
+    write_rows(made)
+    write_dirty(made, 137)
+    for kind in ("tabular", "stateful", "massspec"):
+        make_store(kind, made / kind).close()
+    return made
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    """Everything that two ranks do, in one start."""
+    names = [
+        "whole", "accumulated", "in parts", "stopped", "stopped time", "dirty", "unequal", "foreign",
+        "disagree", "one fails", "tabular", "tabular in parts", "stateful", "massspec",
+    ]  # fmt: skip
+    return run(folder, 2, *names)
+
+
+@pytest.fixture(scope="module")
+def three(folder, two):
+    """What three ranks make of what two have left."""
+    return run(folder, 3, "gone on", "gone on time", "one fails")
+
+
+def alone(folder, name):
+    return SCENARIOS[name](folder, Ranks())
+
+
+def same(found, expected, tolerance=2e-6):
+    np.testing.assert_allclose(found["weights"], expected["weights"], rtol=0, atol=tolerance)
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=2e-5)
+    for ours, theirs in zip(found["epochs"], expected["epochs"], strict=True):
+        assert ours[0] == theirs[0]
+        assert ours[1] == pytest.approx(theirs[1], rel=2e-5)
+        assert ours[2] == pytest.approx(theirs[2], rel=2e-5)
+
+
+@pytest.mark.parametrize("name", ["whole", "accumulated", "in parts"])
+def test_ranks_train_as_one_process_with_the_same_global_batch(folder, two, name):
+    expected = alone(folder, "whole" if name == "in parts" else name)
+    assert len(expected["losses"]) == 2 * -(-NUM_ROWS // GLOBAL_BATCH)  # the last batch is short
+    for found in two:
+        same(found[name], expected)
+
+
+def test_what_is_done_is_said(two):
+    assert "ranks the whole model on each of 2 ranks (DDP, gloo)" in two[0]["whole"]["notes"]
+    assert "ranks 1/2 of the model on each rank (FSDP2)" in two[0]["in parts"]["notes"]
+
+
+def test_a_dataloader_of_any_kind_weighs_every_sample_alike(two, folder):
+    """Five batches over all ranks are the same gradient as five batches of one process, in another order."""
+    from training_makers import make_model, read_rows
+
+    features, targets = read_rows(folder / "rows.h5")
+    halves = np.array_split(np.arange(NUM_ROWS), 2)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        for number in range(5):
+            rows = np.concatenate(
+                [
+                    half[number * -(-len(half) // 5) : (number + 1) * -(-len(half) // 5)]
+                    for half in halves
+                ]
+            )
+            loss = torch.nn.functional.mse_loss(model(features[rows]), targets[rows])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = torch.cat([p.detach().flatten() for p in model.state_dict().values()]).tolist()
+    for found in two:
+        np.testing.assert_allclose(found["foreign"]["weights"], expected, rtol=0, atol=2e-6)
+
+
+def samples_of(parts: list[list[int]], epoch: int) -> list[int]:
+    return [sample for first, *samples in parts if first == epoch for sample in samples]
+
+
+@pytest.mark.parametrize("name", ["stopped", "stopped time"])
+def test_a_signal_to_one_rank_ends_all_at_the_same_step(two, name):
+    first, second = (found[name] for found in two)
+    assert first["ended"] == second["ended"] == "terminated"
+    assert len(first["taken"]) == len(second["taken"]) >= 12
+    assert first["epoch"] == second["epoch"] == 1
+
+
+@pytest.mark.parametrize("name", ["stopped", "stopped time"])
+def test_another_number_of_ranks_goes_on_without_losing_or_repeating_a_sample(two, three, name):
+    begun = [row for found in two for row in found[name]["taken"]]
+    ended = [row for found in three for row in found[name.replace("stopped", "gone on")]["taken"]]
+    for epoch in (0, 1):
+        assert sorted(samples_of(begun + ended, epoch)) == list(range(NUM_ROWS))
+    assert samples_of(begun, 1)
+    assert samples_of(ended, 1)
+
+
+def test_going_on_with_other_ranks_is_the_same_training(folder, two, three):
+    expected = alone(folder, "whole")
+    for found in three:
+        np.testing.assert_allclose(
+            found["gone on"]["weights"], expected["weights"], rtol=0, atol=5e-6
+        )
+    assert any("2 ranks had saved and 3 go on" in note for note in three[0]["gone on"]["notes"])
+
+
+def test_a_value_that_breaks_one_rank_is_named_on_all(two):
+    for found in two:
+        assert "column 4 is nan in sample 137" in found["dirty"]
+        assert found["dirty"].startswith("on rank ")
+
+
+def test_loaders_that_end_at_different_steps_do_not_hang(two):
+    for found in two:
+        assert "after 5 batches the loaders of 1 of 2 ranks have ended" in found["unequal"]
+
+
+def test_versions_that_differ_are_named(two):
+    for found in two:
+        assert "stoker is 0.0 on rank 0" in found["disagree"]
+        assert "but 0.1 on rank 1" in found["disagree"]
+
+
+def test_an_error_of_one_rank_is_the_end_of_all_and_told_once(two, three):
+    for ranks in (two, three):
+        kinds = [found["one fails"][0] for found in ranks]
+        assert kinds == ["OtherRankError"] * (len(ranks) - 1) + ["InputError"]
+        assert f"rank {len(ranks) - 1}: this rank cannot." in ranks[0]["one fails"][1]
+
+
+@pytest.mark.parametrize("kind", ["tabular", "tabular in parts", "stateful", "massspec"])
+def test_a_recipe_gives_the_same_on_two_ranks(folder, two, kind, tmp_path):
+    name = kind.removesuffix(" in parts")
+    for store in ("tabular", "stateful", "massspec"):
+        (tmp_path / store).symlink_to(folder / store)
+    expected = alone(tmp_path, name)
+    for found in two:
+        ours = found[kind]
+        assert ours["samples"] == expected["samples"]
+        np.testing.assert_allclose(ours["losses"], expected["losses"], rtol=1e-3, atol=1e-5)
+        assert ours["val"] == pytest.approx(expected["val"], rel=2e-3, abs=1e-4)
+        assert ours["test"] == pytest.approx(expected["test"], rel=2e-3, abs=1e-4)
+    assert "ranks 2, 2 on this machine: batches of 16 are 8 on each" in two[0][kind]["notes"]
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path):
+    from run_makers import settings_for
+    from stoker.recipes.run import share_batch
+
+    settings = settings_for("tabular", tmp_path, tmp_path, "training.batch_size=16")
+    with pytest.raises(InputError, match=r"(?s)3 ranks share it.*batch_size=15, or 18"):
+        share_batch(settings, 3)
+
+
+def test_who_started_this_process():
+    assert not is_launched({"RANK": "0"})
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert is_launched(dict.fromkeys(names, "1"))
+    assert num_restarts({"STOKER_RESTARTS": "2"}) == 2
+    assert num_restarts({"TORCHELASTIC_RESTART_COUNT": "1"}) == 1
+
+
+@pytest.mark.gpu
+def test_the_exchange_of_gradients_is_captured_with_the_step(folder):
+    ((found),) = run(folder, 1, "captured")
+    together, single = found["captured"]["together"], found["captured"]["alone"]
+    assert "captured after 11 steps of warm-up" in together["step"]
+    assert "agreed with eager steps" in together["step"]
+    assert "ranks the whole model on each of 1 ranks (DDP, nccl)" in together["notes"]
+    np.testing.assert_allclose(together["losses"], single["losses"], rtol=1e-4, atol=1e-6)
+
+
+# -- a rank that is lost ---------------------------------------------------------------------------
+
+
+class FakeStore:
+    """What the ranks' lookouts share."""
+
+    def __init__(self):
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key, value):
+        self.values[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key):
+        return self.values[key]
+
+    def multi_get(self, keys):
+        return [self.values[key] for key in keys]
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Return what makes the lookouts of some ranks in one process, and what they have said at the end."""
+    store, made, said = FakeStore(), [], {}
+    base = type("Base", (), {"clone": lambda self: None})()
+    c10d = lookout.distributed.distributed_c10d
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: base)
+    monkeypatch.setattr(c10d, "PrefixStore", lambda prefix, base: store)
+    monkeypatch.setattr(lookout.distributed, "barrier", lambda: None)
+
+    def make(rank, world_size, stall_seconds):
+        found = lookout.Lookout(
+            rank, world_size, stall_seconds, lambda words: said.update({rank: words})
+        )
+        made.append(found)
+        return found
+
+    yield make, said
+    for each in made:
+        each.close()
+
+
+def wait_for(check, seconds=20.0):
+    until = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_a_rank_that_gives_no_sign_of_life_is_named_by_all_others(watch):
+    make, said = watch
+    ranks = [make(rank, 3, 0.6) for rank in range(3)]
+    for each in ranks:
+        each.mark("in the step", 1, 37)
+    time.sleep(0.3)
+    ranks[2].close()  # its process stands still
+    for number in range(40):
+        ranks[0].mark("in the step", 1, 38 + number)
+        ranks[1].mark("in the step", 1, 38 + number)
+        time.sleep(0.05)
+    wait_for(lambda: len(said) == 2)
+    for words in said.values():
+        assert "rank 2 (" in words
+        assert f"process {os.getpid()}, epoch 1, batch 37, in the step) has given no sign" in words
+
+
+def test_a_rank_that_no_longer_moves_is_named(watch):
+    make, said = watch
+    ranks = [make(rank, 3, 0.5) for rank in range(3)]
+    for each in (ranks[0], ranks[2], *ranks):
+        each.mark("waiting for data", 0, 4)
+    ranks[0].mark("in the step", 0, 4)
+    ranks[2].mark("in the step", 0, 4)
+    wait_for(lambda: len(said) == 3)
+    for words in said.values():
+        assert "no rank has moved for" in words
+        assert "furthest behind: rank 1 (" in words
+        assert "epoch 0, batch 4, waiting for data" in words
+        assert "training.stall_seconds" in words
+
+
+def test_ranks_that_move_are_left_alone(watch):
+    make, said = watch
+    ranks = [make(rank, 2, 0.4) for rank in range(2)]
+    for number in range(30):
+        ranks[number % 2].mark("in the step", 0, number)
+        time.sleep(0.04)
+    assert not said
+
+
+def test_a_rank_that_leaves_word_is_quoted(watch):
+    make, _ = watch
+    first, second = (make(rank, 2, 30) for rank in range(2))
+    second.farewell("InputError: no such column")
+    (words,) = first.who_is_lost(5)
+    assert words.startswith("rank 1 (")
+    assert words.endswith("ended: InputError: no such column")
+    first.mark("x")
+    assert second.who_is_lost(0.3) == []
+
+
+CONFIG = """
+recipe: {{name: tabular, store: {store}, options: {{hidden: [16], dropout: 0}}}}
+training: {{epochs: 400, batch_size: 48, precision: fp32, checkpoint_every_steps: 5, stall_seconds: 20}}
+"""
+
+
+def children_of(process: subprocess.Popen) -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "stoker" in child.cmdline() and "--gpus" not in child.cmdline()
+    ]
+
+
+def test_a_killed_rank_is_named_the_run_starts_again_and_goes_on(folder, tmp_path):
+    """Three processes: one is killed, the others end and say so, all start again where the run was saved."""
+    config = tmp_path / "c.yaml"
+    config.write_text(CONFIG.format(store=folder / "tabular"))
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    command = [sys.executable, "-m", "stoker", "train", "--config", str(config), "--run-dir", str(run_dir),
+               "--gpus", "3", "--device", "cpu", "--max-restarts", "2"]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+        try:
+            wait_for(lambda: list(run_dir.glob("step-*.pt")), 120)
+            victim = children_of(process)[1]
+            victim.send_signal(signal.SIGKILL)
+            wait_for(lambda: "resumed at epoch" in log.read_text(), 120)
+            wait_for(lambda: log.read_text().count("recipe tabular on cpu") == 2, 30)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0, log.read_text()
+        finally:
+            process.kill()
+    told = log.read_text()
+    assert "was ended by SIGKILL: starting again from the latest checkpoint (1 of 2)" in told
+    assert f"process {victim.pid}, " in told, told
+    assert "which cannot go on alone." in told
+    assert "terminated: saved in" in told
+    assert "--device cpu --gpus 3 --resume" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpus", "2"], "--gpus 2, and this machine has 0"),
+        (["--gpus", "5", "--device", "cpu"], "batch_size is 48"),
+    ],
+)
+def test_mistakes_with_gpus_are_found_before_anything_starts(
+    folder, tmp_path, monkeypatch, words, said
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("stoker.train.launch.launch", lambda *given: pytest.fail("it was started"))
+    config = tmp_path / "c.yaml"
+    config.write_text(CONFIG.format(store=folder / "tabular"))
+    done = CliRunner().invoke(app, ["train", "--config", str(config), *words])
+    assert isinstance(done.exception, InputError)
+    assert said in str(done.exception)
+
+
+def test_only_what_another_start_can_mend_is_started_again(monkeypatch):
+    outcomes, said = [(1, "rank 1 ended with exit code 1"), (0, "")], []
+    monkeypatch.setattr(launch, "_run", lambda words, count: outcomes.pop(0))
+    monkeypatch.setenv("STOKER_RESTARTS", "0")
+    assert launch.launch(["train"], 2, 3, said.append) == 0
+    assert said == [
+        "rank 1 ended with exit code 1: starting again from the latest checkpoint (1 of 3)"
+    ]
+    for code in (2, 3, 130):
+        outcomes[:] = [(code, f"rank 0 ended with exit code {code}")]
+        assert launch.launch(["train"], 2, 3, said.append) == code
+    outcomes[:] = [(1, "rank 0 ended with exit code 1")] * 2
+    assert launch.launch(["train"], 2, 1, said.append) == 1
+    assert len(said) == 2
