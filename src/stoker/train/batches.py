@@ -156,8 +156,8 @@ class Feed:
         """Go to a place; return how, in words, where that is not obvious."""
         self._failed.clear()
         if self.is_stoker:
-            self.loader.load_state_dict(state)
-            return None
+            words: str | None = self.loader.load_state_dict(state)
+            return words
         if self._place.knows_itself:
             self.loader.load_state_dict(state["loader"])
         return self._place.load_state_dict(state)

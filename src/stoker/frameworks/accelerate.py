@@ -1,0 +1,128 @@
+"""A stoker `Loader` under Hugging Face Accelerate.
+
+Enters: an `Accelerator`, and a Loader or what makes one. Leaves: a loader that passes through
+`accelerator.prepare` as it is: the same batches in the same order, on the process's device, its own share.
+Costs nothing beside `AdaptedLoader`.
+
+Accelerate wraps torch's DataLoader and hands everything else on. What its own wrapper would have told the
+`Accelerator` is told here: when the last batch of an epoch is out (so that a short window of accumulated
+gradients still ends in an update), how many samples that one holds (so that `gather_for_metrics` counts
+right), and how to leave out the first batches of an epoch (`skip_first_batches`) without loading them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from stoker.errors import MissingExtraError
+from stoker.frameworks.adapted import AdaptedLoader, MakesLoader, PlacedBatch, check_share
+from stoker.loader.loader import Loader
+
+try:
+    from accelerate import Accelerator
+    from accelerate.state import GradientState, PartialState
+except ImportError as error:
+    raise MissingExtraError.for_package(
+        "accelerate", "accelerate", "stoker.frameworks.accelerate"
+    ) from error
+
+
+class AccelerateLoader(AdaptedLoader):
+    """An `AdaptedLoader` that tells Accelerate what its own wrapper would.
+
+    Args:
+        loader: Of this process's share.
+        fields: As for `AdaptedLoader`.
+
+    Raises:
+        InputError: The loader is of another rank, or of another number of processes.
+    """
+
+    # What `skip_first_batches` copies from a DataLoader.
+    num_workers = 0
+    prefetch_factor = None
+    pin_memory = False
+    # What `GradientState` asks the loader that is being iterated.
+    end_of_dataloader = False
+    remainder = -1
+
+    def __init__(self, loader: Loader, fields: Mapping[str, str] | None = None) -> None:
+        super().__init__(loader, fields)
+        process = PartialState()
+        check_share(loader, process.process_index, process.num_processes)
+        self._gradients = GradientState()
+        self.dataset = _BatchesByNumber(self)
+
+    def __iter__(self) -> Iterator[PlacedBatch]:
+        """Yield the batches of the epoch that comes, or the rest of one whose state was loaded."""
+        self.end_of_dataloader, self.remainder = False, self._samples_of_last_step()
+        self._gradients._add_dataloader(self)
+        try:
+            for batch in super().__iter__():
+                self.end_of_dataloader = self._taken >= len(self)
+                yield batch
+        finally:
+            self._gradients._remove_dataloader(self)
+
+    @property
+    def sampler(self) -> AccelerateLoader:
+        """What is told the epoch."""
+        return self
+
+    def _samples_of_last_step(self) -> int:
+        """Return the samples that all processes take in the last step; 0 where they are as many as ever."""
+        order = self.loader._order
+        return order.num_used % (order.batch_size * order.world_size)
+
+    @staticmethod
+    def collate_fn(batches: list[PlacedBatch]) -> PlacedBatch:
+        """Return the only batch of a list: what `dataset` yields are batches already."""
+        return batches[0]
+
+
+class _BatchesByNumber:
+    """An epoch's batches by number, read one after the other; as long as the loader has samples."""
+
+    def __init__(self, loader: AccelerateLoader) -> None:
+        self._loader = loader
+        self._batches: Iterator[PlacedBatch] = iter(())
+        self._following = -1
+
+    def __len__(self) -> int:
+        return self._loader.num_samples
+
+    def __getitem__(self, number: int) -> PlacedBatch:
+        loader = self._loader
+        if number != self._following or loader._taken != number:
+            loader.seek(loader.epoch, number)
+            self._batches = iter(loader)
+        self._following = number + 1
+        return next(self._batches)
+
+
+def adapt(loader: Loader, fields: Mapping[str, str] | None = None) -> AccelerateLoader:
+    """Return a loader for `accelerator.prepare`, `register_for_checkpointing` and `skip_first_batches`."""
+    return AccelerateLoader(loader, fields)
+
+
+def load_for(
+    accelerator: Accelerator, make: MakesLoader, fields: Mapping[str, str] | None = None
+) -> AccelerateLoader:
+    """Make a loader of this process's share, on its device.
+
+    Args:
+        accelerator: Knows the device, the rank and the number of processes.
+        make: Such as `partial(Loader, "store/", 128, order="shuffled", seed=1)`.
+        fields: As for `AdaptedLoader`.
+    """
+    loader = make(
+        device=torch.device(accelerator.device),
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+    return AccelerateLoader(loader, fields)
+
+
+__all__ = ["AccelerateLoader", "adapt", "load_for"]

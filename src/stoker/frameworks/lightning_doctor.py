@@ -1,0 +1,256 @@
+"""The doctor inside a Lightning run: what its steps wait for, and what a remedy would bring.
+
+Enters: a Lightning `Trainer` that fits. Leaves: a `Consultation` by the doctor's own rules, said at the end and
+written to `doctor.json` where a run folder is named. Costs about 0.25 ms of the host per step.
+
+The measuring is the probe's of `stoker doctor -- python train.py`, in this process: DataLoaders and their
+workers, backward passes and updates, `.item()` and pageable copies, by file and line. It is put in when the
+fit begins and taken out when it ends. A stoker loader is seen by its waits. What the probe can only do from
+outside (torch's profiler over some steps, h5py, workers that are spawned) is left to the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader
+
+from stoker.doctor import attach
+from stoker.doctor.findings_page import gain_text, spread_text
+from stoker.doctor.measurements import Measurements
+from stoker.doctor.probe import clocks, fetching, hooks, loading, recorder, sampling, steps
+from stoker.doctor.rules import diagnose
+from stoker.doctor.transcript import read_folder
+from stoker.doctor.transcript_measures import measure
+from stoker.doctor.verdict import Consultation
+from stoker.frameworks.adapted import AdaptedLoader, count_samples
+from stoker.frameworks.lightning_watch import WaitClock, pl, rank_zero_info, require_adapted
+from stoker.runs.reading import DOCTOR_NAME
+from stoker.store.writer import write_text_atomically
+from stoker.train.batches import iterate_tensors
+
+
+@contextlib.contextmanager
+def probing(folder: Path) -> Iterator[recorder.Recorder]:
+    """Lend a recorder of this process, with the probe's hooks in torch as long as it lasts.
+
+    Args:
+        folder: Where this process and its workers write.
+    """
+    seen = recorder.Recorder(str(folder))
+    before, recorder._RECORDER = recorder._RECORDER, seen
+    handles = [
+        register_optimizer_step_pre_hook(steps._before_update),
+        register_optimizer_step_post_hook(steps._after_update),
+    ]
+    replaced = _replace_methods()
+    try:
+        yield seen
+    finally:
+        for owner, name, original in reversed(replaced):
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+        for handle in handles:
+            handle.remove()
+        seen.finish()
+        sampling._pid = 0  # ends the thread that looks at what is loaded
+        recorder._RECORDER = before if before is not None else seen  # a thread may still ask for it
+
+
+def _replace_methods() -> list[tuple[Any, str, Any]]:
+    """Put the probe's wrappers in; return what stood there, None where it was inherited."""
+    replaced: list[tuple[Any, str, Any]] = []
+    put_in = hooks.replace
+
+    def keeping(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        if hasattr(owner, name):
+            replaced.append((owner, name, vars(owner).get(name)))
+            put_in(owner, name, make)
+
+    hooks.replace = keeping
+    try:
+        loading.install(torch)
+        fetching.install(torch)
+        hooks.replace(torch.autograd, "backward", steps._timed_backward)
+    finally:
+        hooks.replace = put_in
+    return replaced
+
+
+class DoctorCallback(pl.Callback):
+    """Measures a fit on the first rank, and says at its end what would make it faster.
+
+    Args:
+        run_dir: Folder for `doctor.json`, which `stoker report` shows; None writes nothing.
+        say: Told the findings, line by line; Lightning's own log by default.
+
+    Attributes:
+        consultation: Measurements and findings, once the fit is over.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path | None = None,
+        *,
+        say: Callable[[str], None] = rank_zero_info,
+    ) -> None:
+        self.consultation: Consultation | None = None
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._say = say
+        self._stack: contextlib.ExitStack | None = None
+        self._folder = Path()
+        self._seen: recorder.Recorder | None = None
+        self._stoker: AdaptedLoader | None = None
+        self._facts: dict[str, Any] = {}
+        self._delay = 0.0
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to measure."""
+        if not trainer.is_global_zero:
+            return
+        with contextlib.ExitStack() as stack:
+            name = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-doctor-"))
+            self._folder = Path(name)
+            self._seen = stack.enter_context(probing(self._folder))
+            stack.enter_context(WaitClock(trainer, self._note_wait))
+            self._stack = stack.pop_all()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """See what feeds the run."""
+        require_adapted(trainer)
+        loader = trainer.train_dataloader
+        self._stoker = loader if isinstance(loader, AdaptedLoader) else None
+        self._facts = {} if isinstance(loader, DataLoader) else _facts_of(loader)
+        if self._seen is not None and self._facts:
+            self._seen.loaders["lightning"] = self._facts
+
+    def _note_wait(self, began: float, ended: float) -> None:
+        """Count a wait for a loader that the probe does not see: one that is no DataLoader."""
+        seen, delay = self._seen, clocks.run_delay()
+        queued, self._delay = delay - self._delay, delay
+        if seen is not None and self._facts:
+            loading._add_wait(seen, began, ended, min(queued, ended - began))
+            seen.loader_of_step = self._facts["number"]
+
+    def on_train_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Count the samples of such a loader."""
+        if self._seen is not None and self._facts:
+            self._seen.batches += 1
+            self._seen.samples += count_samples(batch)
+            if self._facts["batch_bytes"] is None:
+                self._facts["batch_bytes"] = sum(t.nbytes for t in iterate_tensors(batch))
+        self._delay = clocks.run_delay()
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """The time queued for a core from here on belongs to the wait."""
+        self._delay = clocks.run_delay()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A step with a validation in it tells nothing."""
+        if self._seen is not None:
+            self._seen.disturb(2)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Judge, and say it."""
+        self._judge()
+
+    def on_exception(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        exception: BaseException,
+    ) -> None:
+        """Judge what was seen until then."""
+        self._judge()
+
+    def _judge(self) -> None:
+        stack, seen, self._stack, self._seen = self._stack, self._seen, None, None
+        if stack is None or seen is None:
+            return
+        with stack:
+            seen.finish()
+            command = f"python {' '.join(sys.argv)}"
+            measured = measure(read_folder(self._folder), command, attach.machine_facts())
+        measured = self._with_loader(measured)
+        self.consultation = Consultation(measured, tuple(diagnose(measured)))
+        if self._run_dir is not None:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(self.consultation.to_json(), indent=1) + "\n"
+            write_text_atomically(self._run_dir / DOCTOR_NAME, text)
+        for line in describe(self.consultation):
+            self._say(line)
+
+    def _with_loader(self, measured: Measurements) -> Measurements:
+        """Return the measurements with what a stoker loader says of itself."""
+        if self._stoker is None or measured.loader is None:
+            return measured
+        loader = self._stoker.loader
+        facts = replace(
+            measured.loader,
+            kind="stoker",
+            workers=loader.store.threads,
+            tier=loader.tier,
+            where=str(loader.store.path),
+        )
+        return replace(measured, loader=facts)
+
+
+def _facts_of(loader: Any) -> dict[str, Any]:
+    """Return what the probe notes of a DataLoader, for another kind of loader."""
+    return {
+        "number": 0,
+        "workers": 0,
+        "batch_size": getattr(loader, "batch_size", None),
+        **dict.fromkeys(("pin_memory", "persistent_workers", "prefetch_factor", "start_method")),
+        **dict.fromkeys(("where", "dataset_where", "collate_where", "batch_bytes")),
+        "batches": 0,
+        "epochs": [],
+        "ends": [],
+        "length": loading._length(loader),
+    }
+
+
+def describe(consultation: Consultation) -> list[str]:
+    """Return what the doctor says, in lines."""
+    measured = consultation.measurements
+    if measured.step_seconds is None:
+        return [f"doctor: {consultation.verdict}"]
+    rate, share = measured.samples_per_second, measured.wait_share
+    first = f"doctor: a step takes {spread_text(measured.step_seconds)}"
+    first += "" if rate is None else f", {rate:,.0f} samples/s"
+    first += "" if share is None else f", {share:.0%} of it waiting for data"
+    lines = [f"{first}; {measured.steps:,} steps measured"]
+    for number, finding in enumerate(consultation.findings, 1):
+        lines.append(f"doctor: {number}. {finding.name}  {gain_text(finding)}  {finding.title}")
+        lines += [f"doctor:    - {line}" for line in finding.evidence]
+        lines.append(f"doctor:    remedy: {finding.remedy}")
+    if not consultation.findings:
+        lines.append(f"doctor: {consultation.verdict}")
+    return lines

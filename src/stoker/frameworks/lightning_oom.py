@@ -1,0 +1,226 @@
+"""Memory that runs out in a Lightning training step: the ladder of `train/oom.py`, under Lightning's loop.
+
+Enters: a Lightning `Trainer` with automatic optimization, in one process. Leaves: the same updates, with the
+batch going through in smaller passes, or activations recomputed, where the whole did not fit. Costs: the
+batches of one update are held until it is done, and the state of torch's generators and of the model's
+buffers is kept for each: 0.1 ms of the host per step.
+
+When a `training_step` or its backward pass runs out, the gradients of the update so far are dropped,
+generators and buffers go back, a rung is taken and its batches are run again (`train/window.py`). A pass
+weighs as many samples as it holds, so the update is that of the whole batch where `training_step` returns
+the mean over its samples.
+
+Not covered: memory that runs out in the optimizer's own update, or while a batch is built; manual
+optimization, whose steps only the module knows; several processes, which would have to run out together.
+Values that a module logs count once per pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+
+from stoker.frameworks.adapted import AdaptedLoader, count_samples
+from stoker.frameworks.lightning_watch import pl, require_adapted, tell
+from stoker.loader.loader import Batch
+from stoker.train.batches import Work
+from stoker.train.oom import Remembered
+from stoker.train.precision import PrecisionChoice
+from stoker.train.step import Step, StepParts
+from stoker.train.window import Window
+
+
+class OomLadderCallback(pl.Callback):
+    """Survives running out of memory in training steps; see the module's text.
+
+    Args:
+        remembered: Where settings that fitted are kept between runs; the user's cache folder by default.
+
+    Attributes:
+        notes: Every rung that was taken, and why the callback stands aside where it does.
+    """
+
+    def __init__(self, remembered: Remembered | None = None) -> None:
+        self.notes: list[str] = []
+        self._remembered = remembered
+        self._window: Window | None = None
+        self._loop: Any = None
+
+    @property
+    def window(self) -> Window | None:
+        """Where the run stands on the ladder; None before the first step and where it stands aside."""
+        return self._window
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Step between Lightning's loop and its closures, where that can be done."""
+        require_adapted(trainer)
+        reason = _stands_aside(trainer, pl_module)
+        if reason is not None:
+            self._tell(trainer, f"the ladder for memory that runs out stands aside: {reason}")
+            return
+        self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        make = self._loop._make_closure
+
+        def make_closure(kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int) -> Closure:
+            plain: Closure = make(kwargs, optimizer, batch_idx)
+            batch = kwargs.get("batch")  # not there where the module draws batches by itself
+            if not count_samples(batch) or plain._backward_fn is None:
+                return plain
+            window = self._window or self._make_window(trainer, pl_module, batch)
+            return _SurvivingClosure(plain, window, _Call(self._loop, kwargs, plain._backward_fn))
+
+        self._loop._make_closure = make_closure
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """After an update its batches are held no longer."""
+        if self._window is not None and not trainer.fit_loop._should_accumulate():
+            self._window.finish()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Step back out."""
+        if self._loop is not None:
+            del self._loop._make_closure
+        self._loop = self._window = None
+
+    def on_exception(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        exception: BaseException,
+    ) -> None:
+        """Likewise: Lightning does not tear down after an error."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def _make_window(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Window:
+        loader = trainer.train_dataloader
+        nominal = getattr(loader, "batch_size", None) or count_samples(batch)
+        parts = StepParts(
+            module,
+            _no_criterion,
+            trainer.optimizers[0],
+            cast(PrecisionChoice, SimpleNamespace(name=str(trainer.precision))),
+            getattr(trainer.precision_plugin, "scaler", None)
+            or torch.amp.GradScaler("cpu", enabled=False),
+            module.device,
+            None,
+            int(nominal),
+            trainer.accumulate_grad_batches,
+        )
+        chunked = isinstance(loader, AdaptedLoader) and loader.loader.tier == "chunked"
+        self._window = Window(
+            _LightningStep(parts),
+            True,
+            lambda line: self._tell(trainer, line),
+            loader.loader.shrink if chunked else None,
+            self._remembered,
+        )
+        return self._window
+
+    def _tell(self, trainer: pl.Trainer, line: str) -> None:
+        self.notes.append(line)
+        tell(trainer, line)
+
+
+def _stands_aside(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    """Return why the ladder cannot be used; None where it can."""
+    if not module.automatic_optimization:
+        return "the module optimizes by hand, and only it knows what a step is"
+    if trainer.world_size > 1:
+        return f"{trainer.world_size} processes would have to run out of memory together"
+    if trainer.strategy.handles_gradient_accumulation:
+        return f"{type(trainer.strategy).__name__} accumulates gradients by itself"
+    return None
+
+
+def _no_criterion(*_: Any) -> torch.Tensor:
+    raise AssertionError("the loss is the module's own")
+
+
+@dataclass
+class _Call:
+    """One `training_step` as Lightning calls it.
+
+    Attributes:
+        loop: Lightning's, which calls it.
+        kwargs: What it is called with.
+        backward: Lightning's backward pass.
+        output: What it returned the last time.
+    """
+
+    loop: Any
+    kwargs: Mapping[str, Any]
+    backward: Callable[[torch.Tensor], None]
+    output: ClosureResult | None = None
+
+    def run(self, batch: Any, weight: float) -> torch.Tensor:
+        """Run forward and backward on a batch, or a part of one; return its loss, as Lightning scales it."""
+        self.output = self.loop._training_step({**self.kwargs, "batch": batch})
+        loss: torch.Tensor | None = self.output.closure_loss
+        if loss is None:  # the module leaves this batch out
+            return torch.zeros((), device=self.loop.trainer.strategy.root_device)
+        self.backward(loss if weight == 1.0 else loss * weight)
+        return loss.detach()
+
+
+class _LightningStep(Step):
+    """A `Step` whose forward and backward passes are Lightning's, and whose update is not made here."""
+
+    def begin_batch(self, num_samples: int, *_: Any, **__: Any) -> float:
+        """Count a batch; Lightning has divided its loss by the batches of an update already."""
+        self.window.num_batches += 1
+        self.window.num_samples += num_samples
+        return 1.0
+
+    def add(self, inputs: Any, targets: Any, num_samples: int, *_: Any, **__: Any) -> torch.Tensor:
+        """Run a whole batch."""
+        return self.forward_backward(inputs, targets, self.begin_batch(num_samples))
+
+    def forward_backward(
+        self, inputs: Any, targets: Any, weight: float, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """Run a batch or a part of one; `targets` holds the call that it belongs to."""
+        call: _Call = targets[0]
+        return call.run(inputs, weight)
+
+    def finish_window(self) -> None:
+        """The update was Lightning's."""
+        self.window.close()
+
+
+class _SurvivingClosure(Closure):
+    """Lightning's closure for one batch, through the window."""
+
+    def __init__(self, plain: Closure, window: Window, call: _Call) -> None:
+        super().__init__(plain._step_fn, plain._backward_fn, plain._zero_grad_fn)
+        self._window, self._call = window, call
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        """Run forward and backward of one batch, in as many passes as fit."""
+        if self._zero_grad_fn is not None:  # the first batch of an update
+            self._window.drop()
+            self._zero_grad_fn()
+        call = self._call
+        batch = call.kwargs["batch"]
+        own = batch if isinstance(batch, Batch) else None
+        positions = None if own is None else own.positions
+        # The call is no tensor, so it goes with every part as it is.
+        work = Work(batch, (call,), count_samples(batch), positions, own)
+        loss = self._window.add(work)
+        output = call.output
+        assert output is not None
+        if output.closure_loss is None or not self._window.is_lowered:
+            return output
+        return ClosureResult(loss)
