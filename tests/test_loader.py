@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.errors import CorruptError, InputError, StokerError
+from stoker.errors import CorruptError, InputError, StokerError, StoreError
 from stoker.loader import staging
 from stoker.loader.gather import window_view
 from stoker.loader.lanes import plan_store_lanes
@@ -498,3 +499,42 @@ def test_a_dropped_loader_does_not_wait_for_its_threads(store, monkeypatch):
     monkeypatch.setattr(staging.Uploader, "close", note)
     del loader
     assert ended.wait(20)
+
+
+# -- a store that changes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["shuffled", "sequential"])
+@pytest.mark.parametrize("change", ["replaced", "written to", "gone"])
+def test_a_store_that_changes_under_a_running_job_is_noticed(tmp_path, order, change):
+    path = tmp_path / "rows.h5"
+
+    def write(to: Path, value: float) -> None:
+        with h5py.File(to, "w") as file:
+            file["features"] = np.full((400, 4), value, "f4")
+
+    write(path, 1.0)
+    with Loader(path, 16, "cpu", order=order, chunk_bytes=1600) as loader:
+        assert loader.tier == "chunked"
+        assert sum(len(batch["features"]) for batch in loader) == 400
+        if change == "replaced":
+            write(tmp_path / "new.h5", 2.0)
+            (tmp_path / "new.h5").replace(path)
+        elif change == "written to":
+            with path.open("r+b") as file:
+                file.seek(-16, 2)
+                file.write(b"\0" * 16)
+        else:
+            path.unlink()
+        with pytest.raises(StoreError, match="has changed since it was opened"):
+            next(iter(loader))
+
+
+def test_what_is_resident_does_not_need_the_store_any_more(tmp_path):
+    path = tmp_path / "rows.h5"
+    with h5py.File(path, "w") as file:
+        file["features"] = np.ones((40, 4), "f4")
+    with Loader(path, 16, "cpu") as loader:
+        assert sum(1 for _ in loader) == 3
+        path.unlink()
+        assert sum(1 for _ in loader) == 3

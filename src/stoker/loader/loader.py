@@ -340,6 +340,7 @@ class Loader:
     def _host_batches(self) -> Iterator[tuple[PlannedBatch, dict[str, torch.Tensor]]]:
         """Yield the rest of the epoch in host memory, ahead of the position if need be."""
         if self._straight is not None and self._reads_straight:
+            self.store.check_unchanged()
             planned = self._epochs.get(self.epoch).batches(self._position)
             yield from self._straight.read(planned)
             return
@@ -395,6 +396,8 @@ class Loader:
 
     def _ring_indices(self, number: int, position: int) -> Iterator[IndexBatch]:
         epoch = self._epochs.get(number)
+        if not self._resident:
+            self.store.check_unchanged()  # while nobody trains on what it does not hold
         feeder, first, loads = self._feed(epoch, position)
         self._epochs.prepare(number + 1)
         for block in self._blocks(epoch.batches(position)):

@@ -135,6 +135,11 @@ class Store:
         for shard in self.shards:
             shard.close()
 
+    def check_unchanged(self) -> None:
+        """Raise when a file of the store is no longer the one that was opened; reads nothing."""
+        for shard in self.shards:
+            shard.check_unchanged()
+
     @property
     def num_bytes(self) -> int:
         """Bytes on disk, of all shards."""

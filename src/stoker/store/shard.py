@@ -7,6 +7,7 @@ and 0.1 ms per dataset, once.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -50,6 +51,7 @@ class Shard:
         self._block_bytes = block_bytes
         self._lock = threading.Lock()
         self._file: OpenFile | None = None
+        self._stamp: tuple[int, int, int] | None = None
         self._arrays: dict[str, StoredArray] | None = None
         self._cached: dict[str, Array] = {}
 
@@ -76,6 +78,28 @@ class Shard:
             for low, high in split_range(0, len(array), rows):
                 array.read(low, high)
 
+    def check_unchanged(self) -> None:
+        """Raise when the file is no longer the one that was opened; nothing is read.
+
+        Blocks are checked when they are first read, and not again: what is written over them later would
+        be taken for data.
+        """
+        if self._stamp is None:
+            return
+        try:
+            now = _stamp(self.path.stat())
+        except OSError as error:
+            raise self._changed(error.strerror or "it is gone") from error
+        if now != self._stamp:
+            raise self._changed("replaced" if now[0] != self._stamp[0] else "written to")
+
+    def _changed(self, how: str) -> StoreError:
+        return StoreError(
+            f"{self.path} has changed since it was opened ({how}): other samples would follow.",
+            "a store that stays as it is while a job reads it",
+            "pack into another folder; a run that was saved goes on with --resume over the old data",
+        )
+
     def release(self) -> bool:
         """Forget the file without closing it under anybody's reads; False when it was not open.
 
@@ -101,6 +125,7 @@ class Shard:
         if self._fetch is None:
             self._check_file()
             self._file = file = OpenFile(self.path)
+            self._stamp = _stamp(self.path.stat())
         else:
             self._file = file = OpenFile(self.path, self._fetch(self._check_copy))
         self.opened_at = time.monotonic()
@@ -174,3 +199,7 @@ class Shard:
                 "copy the whole folder from one place, or pack again",
             )
         return digests
+
+
+def _stamp(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_ino, found.st_size, found.st_mtime_ns
