@@ -123,7 +123,11 @@ def watched(levels_mb, threshold_mb=100, logger=None):
     """Reports of a watch that sees these levels, one per epoch."""
     reports: list = []
     watch = LeakWatch(
-        lambda: levels_mb[len(reports)] * MIB, threshold_mb * MIB, dict, logger, collect=lambda: None
+        lambda: levels_mb[len(reports)] * MIB,
+        threshold_mb * MIB,
+        dict,
+        logger,
+        collect=lambda: None,
     )
     for _ in levels_mb:
         reports.append(watch.after_epoch())

@@ -110,7 +110,10 @@ def test_pcie_rates_are_sampled_where_counters_wrap():
         assert first.pcie_received_bytes_per_second == first.pcie_sent_bytes_per_second == 2.048e9
         nvml.failing = "nvmlDeviceGetPcieThroughput"
         (second,) = meter.read_gpus()
-    assert (second.pcie_received_bytes_per_second, second.pcie_sent_bytes_per_second) == (None, None)
+    assert (second.pcie_received_bytes_per_second, second.pcie_sent_bytes_per_second) == (
+        None,
+        None,
+    )
 
 
 def test_a_process_is_followed_and_may_go():
