@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,12 @@ def machine_facts() -> dict[str, Any]:
     """Name, cores, memory, GPU and versions, as far as they can be read."""
     from stoker.machine import probe
 
-    return {"host": machine_name(), "probe": probe().to_json(), "commit": _commit()}
+    return {
+        "host": machine_name(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "probe": probe().to_json(),
+        "commit": _commit(),
+    }
 
 
 def machine_name() -> str:

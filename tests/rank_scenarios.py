@@ -122,6 +122,29 @@ def captured(folder: Path, ranks: Ranks) -> dict:
     return found
 
 
+def parts_on_gpu(folder: Path, ranks: Ranks) -> dict:
+    """FSDP2 over NCCL, in float32 and in float16 with scaled gradients, against the same on a GPU alone."""
+    found = {}
+    for precision in ("fp32", "fp16"):
+        for name, sharded in (("in parts", True), ("alone", False)):
+            model = make_model().to("cuda")
+            if sharded:
+                shard_model(model, ranks, torch.device("cuda", 0))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            loader = Loader(folder / "rows.h5", 10, "cuda", order="shuffled", seed=1)
+            config = {"epochs": 2, "precision": precision, "capture": "off", "read_every": 3}
+            current, Ranks.current = Ranks.current, Ranks.current if sharded else Ranks
+            try:
+                trainer = Trainer(model, loader, None, LOSS, optimizer, None, config, "cuda")
+            finally:
+                Ranks.current = current
+            trainer.fit()
+            state = trainer.state_dict()
+            trainer.load_state_dict(state)
+            found[f"{precision} {name}"] = outcome(trainer)
+    return found
+
+
 def dirty(folder: Path, ranks: Ranks) -> str:
     trainer = make(folder / "dirty-137.h5", ranks, val=False)
     try:
@@ -201,6 +224,7 @@ SCENARIOS = {
     "gone on": lambda folder, ranks: go_on(folder, ranks, "stopped"),
     "gone on time": lambda folder, ranks: go_on(folder, ranks, "time", order="time"),
     "captured": captured,
+    "parts on a GPU": parts_on_gpu,
     "dirty": dirty,
     "unequal": unequal_loaders,
     "foreign": foreign_loader,

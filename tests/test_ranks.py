@@ -226,12 +226,20 @@ def test_who_started_this_process():
 
 @pytest.mark.gpu
 def test_the_exchange_of_gradients_is_captured_with_the_step(folder):
-    ((found),) = run(folder, 1, "captured")
+    (found,) = run(folder, 1, "captured", "parts on a GPU")
     together, single = found["captured"]["together"], found["captured"]["alone"]
     assert "captured after 11 steps of warm-up" in together["step"]
     assert "agreed with eager steps" in together["step"]
     assert "ranks the whole model on each of 1 ranks (DDP, nccl)" in together["notes"]
     np.testing.assert_allclose(together["losses"], single["losses"], rtol=1e-4, atol=1e-6)
+    parts = found["parts on a GPU"]
+    for precision, tolerance in (("fp32", 1e-4), ("fp16", 2e-2)):
+        np.testing.assert_allclose(
+            parts[f"{precision} in parts"]["losses"],
+            parts[f"{precision} alone"]["losses"],
+            rtol=tolerance,
+            atol=tolerance / 10,
+        )
 
 
 # -- a rank that is lost ---------------------------------------------------------------------------

@@ -9,7 +9,6 @@ the five default timeframes, against 27 this way; and the length of the windows 
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -56,9 +55,6 @@ def translations() -> dict[Any, Any]:
 def traceable(model: nn.Module) -> Iterator[None]:
     """Let a model be traced with LSTMs as one operator, and with a batch whose size stays free.
 
-    Python makes a plain number of what `len()` of a tensor returns, and the trace would be for that many
-    samples only; so the forex model gets a `len` that does not.
-
     Args:
         model: Traced inside; others stay as they are.
     """
@@ -80,10 +76,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
             cells.append(last_cell)
         return rows.transpose(0, 1), torch.cat(hiddens), torch.cat(cells)
 
-    def length(value: Any) -> Any:
-        return value.shape[0] if isinstance(value, Tensor) else builtins.len(value)
-
-    with patch.dict(vars(forex_model), {"len": length, "run_lstm": run_lstm}):
+    with patch.dict(vars(forex_model), {"run_lstm": run_lstm}):
         yield
 
 

@@ -155,7 +155,7 @@ class TimeframeEncoder(nn.Module):
         rows = self.norm(rows)
         if self.pooling == "last":
             return rows[:, -1], hidden, cell
-        query = self.query.to(rows.dtype).expand(len(rows), -1, -1)
+        query = self.query.to(rows.dtype).expand(rows.shape[0], -1, -1)
         pooled, _ = self.pool(query, rows, rows, need_weights=False)
         summary = pooled.squeeze(1)
         # The learned query sees a set: without the last row nothing tells it which bar is now.
@@ -267,7 +267,7 @@ class ForexModel(nn.Module):
                 begins with no memory.
         """
         first = inputs[self.timeframes[0]]
-        started = dict(self._zeros(self.timeframes, len(first), first.device))
+        started = dict(self._zeros(self.timeframes, first.shape[0], first.device))
         started.update(state or {})
         if self.parallel_streams and first.is_cuda:
             encoded = self._encode_on_streams(inputs, started)
