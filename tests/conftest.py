@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Several workers share the cores: threads of torch's that wait for each other cost more than they
+    # give, also in the processes that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile(
     "house", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )

@@ -206,18 +206,6 @@ def test_output_into_a_closed_pipe_is_no_error(arrays):
     assert complaint == ""
 
 
-@pytest.mark.timeout(600)
-def test_demo_prints_the_table_and_keeps_its_promise(tmp_path):
-    done = stoker("demo", "--json", "--weeks", "4", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
-    assert facts["findings"] == []
-    assert facts["materialised"]["stored_bytes"] > 20 * facts["series"]["stored_bytes"]
-    assert facts["series"]["window_bytes"] == facts["materialised"]["window_bytes"]
-    assert not (tmp_path / "stoker-demo" / "windows.h5").exists()
-    assert stoker("verify", "stoker-demo/store", cwd=tmp_path).returncode == 0
-
-
 def test_progress_bars_show_on_a_terminal_only_and_no_color_is_respected(arrays):
     script = (
         "import os, pty, sys\n"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import h5py
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from stoker.cli.main import app
 from stoker.demo.reading import WINDOWS
 from stoker.demo.story import _free_folder, run_demo
 from stoker.demo.training import TRAINED, train_both_ways
@@ -42,6 +46,21 @@ def test_reading_both_ways_gives_the_same_bytes(demo):
     assert result.materialised.stored_bytes > 20 * result.series.stored_bytes
     assert result.plan.tier == "resident"
     assert not (folder / "windows.h5").exists()
+
+
+def test_the_command_tells_the_story_and_keeps_its_promise(demo, monkeypatch):
+    folder, result = demo
+    monkeypatch.setattr("stoker.demo.story.run_demo", lambda *given, **options: result)
+    command = ["demo", "--folder", str(folder), "--weeks", "4"]
+    facts = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert facts["findings"] == []
+    assert facts["materialised"]["stored_bytes"] > 20 * facts["series"]["stored_bytes"]
+    assert facts["series"]["window_bytes"] == facts["materialised"]["window_bytes"]
+    told = CliRunner().invoke(app, command)
+    assert told.exit_code == 0
+    for words in ("x smaller", "x faster", "nothing to fix", str(result.page), "Next:"):
+        assert words in told.stdout
+    assert CliRunner().invoke(app, ["verify", str(folder / "store")]).exit_code == 0
 
 
 def test_other_windows_give_other_losses(demo, tmp_path):

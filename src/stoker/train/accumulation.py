@@ -37,7 +37,7 @@ class AccumulationWindow:
         self.nominal = nominal
         self.steps = steps
         self.num_batches = 0
-        self.num_samples = 0.0
+        self.num_samples: float = 0
 
     def weight(self, num_samples: int) -> float:
         """Return what the mean loss of a batch of this size is multiplied by; counts nothing."""
@@ -78,7 +78,7 @@ class AccumulationWindow:
     def close(self) -> float:
         """Return the correction and begin the next window."""
         factor = self.correction
-        self.num_batches, self.num_samples = 0, 0.0
+        self.num_batches = self.num_samples = 0
         return factor
 
     def state_dict(self) -> dict[str, float]:

@@ -106,7 +106,7 @@ class Step:
         """
         ranks = self.parts.ranks.world_size
         together = num_samples * ranks if num_together is None else num_together
-        weight = self.window.add(num_samples, together / ranks)
+        weight = self.window.add(num_samples, together / ranks if ranks > 1 else None)
         if self.parts.accumulation_steps > 1:
             return weight
         # A batch alone in its window is its own mean, however short: no rounding by weights.
