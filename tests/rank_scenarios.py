@@ -21,7 +21,9 @@ from stoker.errors import InputError, StokerError
 from stoker.loader.loader import Loader
 from stoker.recipes.run import run_recipe
 from stoker.train import ending
-from stoker.train.parallel import shard_model
+from stoker.train.judging import Judge
+from stoker.train.oom import Footing
+from stoker.train.parallel import gather_whole, is_sharded, load_whole_model, shard_model
 from stoker.train.ranks import Ranks, check_alike, join
 from stoker.train.trainer import Trainer
 from training_makers import make_model
@@ -49,8 +51,6 @@ def make(
 
 def outcome(trainer: Trainer) -> dict:
     """What must be the same on any number of ranks."""
-    from stoker.train.parallel import gather_whole
-
     state = gather_whole(trainer.model.state_dict())
     return {
         "weights": torch.cat([value.flatten() for value in state.values()]).tolist(),
@@ -184,6 +184,123 @@ def foreign_loader(folder: Path, ranks: Ranks) -> dict:
     return outcome(trainer)
 
 
+def foreign_windows(folder: Path, ranks: Ranks) -> dict:
+    """Batches of 30 and 10 on two ranks, 40 on one; two of them to an update, the last one alone."""
+    from training_makers import read_rows
+
+    parts = [(0, 30), (150, 10)]
+    parts = [parts[ranks.rank]] if ranks.are_several else parts
+    own = [
+        [first + number * size + row for first, size in parts for row in range(size)]
+        for number in range(5)
+    ]
+    data = torch.utils.data.TensorDataset(*read_rows(folder / "rows.h5"))
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(data, batch_sampler=own)
+    config = {"precision": "fp32", "epochs": 2, "accumulation_steps": 2}
+    trainer = Trainer(model, loader, None, LOSS, optimizer, None, config, "cpu")
+    trainer.fit()
+    return outcome(trainer)
+
+
+def foreign_goes_on(folder: Path, ranks: Ranks) -> list[bool]:
+    """Every rank shuffles a part of its own, with a generator of its own, and is resumed in an epoch."""
+    from training_makers import read_rows
+
+    ending._ASK_SECONDS = 0.0
+    features, targets = read_rows(folder / "rows.h5")
+    own = np.array_split(np.arange(200), ranks.world_size)[ranks.rank]
+    seen: list[tuple[int, int]] = []
+
+    def fit(stop_at: int) -> None:
+        numbers = torch.as_tensor(own, dtype=torch.float32)[:, None]
+        data = torch.utils.data.TensorDataset(features[own], torch.cat([targets[own], numbers], 1))
+        model = make_model()
+
+        def loss(outputs, wanted):
+            seen.extend((trainer._epoch, int(number)) for number in wanted[:, 1])
+            if len(seen) == stop_at:
+                os.kill(os.getpid(), 15)
+            return LOSS(outputs, wanted[:, :1])
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loader = torch.utils.data.DataLoader(data, 10, shuffle=True)
+        config = {"precision": "fp32", "epochs": 2, "seed": 5}
+        run_dir = folder / "foreign"
+        trainer = Trainer(
+            model, loader, None, loss, optimizer, None, config, "cpu", run_dir=run_dir
+        )
+        trainer.fit(resume=not stop_at)
+
+    fit(stop_at=170)
+    torch.manual_seed(99 + ranks.rank)
+    fit(stop_at=0)
+    return [sorted(n for each, n in seen if each == epoch) == own.tolist() for epoch in (0, 1)]
+
+
+def roll_back(folder: Path, ranks: Ranks) -> dict:
+    trainer = make(folder / "dirty-137.h5", ranks, val=False, nonfinite="rollback")
+    trainer.fit()
+    return outcome(trainer) | {"notes": trainer.history.notes}
+
+
+def refused(folder: Path, ranks: Ranks) -> dict[str, str]:
+    """Trainers that ranks cannot share, each with what is said."""
+
+    def fit_unfrozen() -> None:
+        trainer = make(folder / "rows.h5", ranks)
+        trainer.model[0].weight.requires_grad = False
+        trainer.fit()
+
+    def wrap_twice() -> None:
+        model = nn.parallel.DistributedDataParallel(make_model())
+        optimizer = torch.optim.AdamW(model.parameters())
+        loader = Loader(folder / "rows.h5", 12, "cpu", rank=ranks.rank, world_size=2)
+        Trainer(model, loader, None, LOSS, optimizer, device="cpu")
+
+    made = {
+        "unfrozen": fit_unfrozen,
+        "wrapped": wrap_twice,
+        "not shared": lambda: make(folder / "rows.h5", Ranks(), val=False),
+        "chunks": lambda: make(folder / "rows.h5", ranks, chunk_bytes=28 * (30 + 20 * ranks.rank)),
+    }
+    said = {}
+    for name, act in made.items():
+        try:
+            act()
+        except StokerError as error:
+            said[name] = str(error)
+    return said
+
+
+def judge_parts(folder: Path, ranks: Ranks) -> dict:
+    """Weights that are loaded right after a validation, in which those of the root stay whole."""
+    trainer = make(folder / "rows.h5", ranks, sharded=True, checkpoint_every_epochs=0)
+    trainer.fit()
+    before = outcome(trainer)
+    state = gather_whole(trainer.model.state_dict())
+    trainer.validate()
+    was_sharded = is_sharded(trainer.model)
+    load_whole_model(trainer.model, {name: value.clone() for name, value in state.items()})
+    judge = Judge(trainer.model, LOSS, None, trainer._precision, trainer.device, ranks=ranks)
+    kept = gather_whole(trainer.optimizer.state_dict(), keep=False)["state"][0]["exp_avg"]
+    return {
+        "was sharded": was_sharded,
+        "is the same": before["weights"] == outcome(trainer)["weights"],
+        "survives alone": judge._survives,
+        "name": trainer.identity["model"],
+        "kept": kept,
+    }
+
+
+def lowest_rung(folder: Path, ranks: Ranks) -> tuple:
+    """One rank remembers that less fits."""
+    window = make(folder / "rows.h5", ranks)._window
+    known = Footing(12, 6) if ranks.rank else None
+    return window._lowest(known).pass_size, window._lowest(None), window.give_way()
+
+
 def disagree(folder: Path, ranks: Ranks) -> str:
     try:
         check_alike(ranks, {"stoker": f"0.{ranks.rank}"})
@@ -228,6 +345,14 @@ SCENARIOS = {
     "dirty": dirty,
     "unequal": unequal_loaders,
     "foreign": foreign_loader,
+    "foreign windows": foreign_windows,
+    "foreign goes on": foreign_goes_on,
+    "rolled back": roll_back,
+    "refused": refused,
+    "parts judged": judge_parts,
+    "parts stopped": lambda folder, ranks: stop_early(folder, ranks, "parts", sharded=True),
+    "whole gone on": lambda folder, ranks: go_on(folder, ranks, "parts"),
+    "lowest rung": lowest_rung,
     "disagree": disagree,
     "one fails": fail_on_one,
     "tabular": lambda folder, ranks: recipe(folder, ranks, "tabular"),

@@ -218,16 +218,40 @@ def test_options_behind_the_command_are_the_scripts(inside, capsys, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("code", "stopped", "ends"), [(0, "", 0), (None, "steps", 0), (3, "", 3), (-15, "", 143)]
+    ("code", "stopped", "ends"),
+    [
+        (0, "", 0),
+        (None, "steps", 0),
+        (3, "", 3),
+        (-15, "", 143),
+        (None, "interrupt", 130),
+        (None, "termination", 143),
+    ],
 )
 def test_the_scripts_exit_code_is_the_doctors(inside, capsys, monkeypatch, code, stopped, ends):
-    measured = Measurements("python x.py")
+    measured = Measurements("python x.py", notes=("it stood at [x.py:3]",))
     monkeypatch.setattr(scripts, "run_script", lambda *_, **__: Attached(code, stopped, measured))
     ended, out, err = call(capsys, "doctor", "--", "python", "x.py")
     assert ended == ends
     assert out == ""
     assert "no training step was seen" in err
+    assert "note: it stood at [x.py:3]" in err
     assert ("was ended after its steps" in err) == (stopped == "steps")
+
+
+def test_after_ctrl_c_the_script_is_not_run_again(inside, capsys, monkeypatch):
+    runs = []
+
+    def run_script(command, **_):
+        runs.append(command)
+        return Attached(None, "interrupt", script_facts(100.0))
+
+    monkeypatch.setattr(scripts, "run_script", run_script)
+    monkeypatch.setattr(scripts, "diagnose", lambda measured: [no_workers()])
+    code, _, err = call(capsys, "doctor", "--apply", "cut.patch", "--", "python", "x.py")
+    assert (code, len(runs)) == (130, 1)
+    assert "not measured again" in err
+    assert "# no-workers: Do it." in Path("cut.patch").read_text()
 
 
 @pytest.mark.parametrize(

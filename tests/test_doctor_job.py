@@ -39,6 +39,7 @@ from stoker.doctor.measurements import (
     Measurements,
     Spread,
 )
+from stoker.doctor.rules import FINDING_NAMES
 from stoker.doctor.step_parts import split_step
 from stoker.doctor.trace import Schedule, find_kernels, record
 from stoker.errors import ConfigError, InputError
@@ -213,6 +214,7 @@ def test_every_brake_in_a_config_is_proposed_to_be_released():
         },
         "sync-every-step": {"training.read_every": 50},
     }
+    assert set(changes) <= set(FINDING_NAMES)  # each has its place in the docs
     for item in propose(job, measured_job()):
         after = job.with_changes(item.changes).settings
         assert after != job.settings

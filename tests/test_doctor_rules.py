@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.config.tree import key_schemas
+from stoker.doctor.cases import rule_name
 from stoker.doctor.findings import Finding, Gain, Patch
 from stoker.doctor.gains import Pace, gain, is_starved, pace_of, suggested_workers
 from stoker.doctor.measurements import (
@@ -35,7 +36,7 @@ from stoker.doctor.measurements import (
     Spread,
     TimelineSpan,
 )
-from stoker.doctor.rules import FINDING_NAMES, diagnose
+from stoker.doctor.rules import FINDING_NAMES, RULES, diagnose
 from stoker.errors import CorruptError, StoreError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,7 +168,7 @@ SICK = {
 
 
 def test_there_is_a_sick_job_for_every_finding():
-    assert set(SICK) == set(FINDING_NAMES)
+    assert set(SICK) == {rule_name(rule) for rule in RULES}
     assert len(FINDING_NAMES) == len(set(FINDING_NAMES)) >= 12
 
 

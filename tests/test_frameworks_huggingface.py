@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -177,6 +179,22 @@ def test_a_loader_that_decides_its_own_batch_size_is_refused_in_words(rows, tmp_
     trainer._makes["train"] = lambda **given: Loader(rows, 20, **given)
     with pytest.raises(InputError, match="which TrainingArguments decide"):
         trainer.train()
+
+
+def test_last_batches_that_could_not_be_gathered_are_refused(rows, tmp_path, monkeypatch):
+    from transformers import TrainingArguments
+
+    from stoker.frameworks import accelerate
+
+    monkeypatch.setattr(accelerate, "check_share", lambda *_: None)  # one process stands for two
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    trainer = make_trainer(rows, tmp_path)
+    trainer._makes["eval"] = partial(Loader, rows)
+    with pytest.raises(InputError, match=r"203 samples to 2 processes(.|\n)*dataloader_drop_last"):
+        trainer.get_eval_dataloader()
+    trainer.args.dataloader_drop_last = True
+    assert trainer.get_eval_dataloader().num_samples == 200
+    trainer.close_loaders()
 
 
 def test_two_processes_are_one_with_twice_the_batch(rows, tmp_path):

@@ -301,6 +301,21 @@ def test_two_schedules_are_refused(rows):
         fit(rows, [frameworks.ScheduleCallback()], model=Scheduled())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"warmup_share": 1.0},
+        {"num_updates": 0},
+        {"tuned_batch": -1},
+        {"tuned_batch": 20, "batch_size": 0},
+        {"tuned_batch": 20, "rule": "quadratic"},
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_at_once(options):
+    with pytest.raises(InputError, match=[*options][-1]):
+        frameworks.ScheduleCallback(**options)
+
+
 def test_telemetry_is_a_run_that_report_and_monitor_read(rows, tmp_path):
     from stoker.runs.reading import read_run
     from stoker.runs.run_page import run_page
@@ -355,6 +370,23 @@ def test_a_run_that_fails_says_so_and_leaves_the_profiler_as_it_was(rows, tmp_pa
     assert (run.state, len(run.losses)) == ("failed", 1)
     assert "ZeroDivisionError" in run.told
     assert not {"start", "stop", "_stoker_clocks"} & set(vars(ran.profiler))
+
+
+def test_waits_that_lightning_does_not_tell_of_are_unknown_and_not_zero(
+    rows, tmp_path, monkeypatch
+):
+    from stoker.frameworks import lightning_watch
+    from stoker.runs.reading import read_run
+
+    monkeypatch.setattr(lightning_watch, "_QUESTION", "named otherwise")
+    doctor = frameworks.DoctorCallback(say=lambda line: None)
+    fit(rows, [frameworks.TelemetryCallback(tmp_path), doctor], max_epochs=3)
+    run = read_run(tmp_path)
+    assert [epoch.wait_share for epoch in run.epochs] == [None] * 3
+    assert run.wait_share is None
+    assert run.notes.count(lightning_watch.UNTOLD) == 1
+    assert doctor.consultation.measurements.wait_share is None
+    assert lightning_watch.UNTOLD in doctor.consultation.measurements.notes
 
 
 class Slow(Dataset):
@@ -430,6 +462,19 @@ def test_doctor_and_telemetry_together_measure_the_same_waits(rows, tmp_path):
     events = [line.event for line in read_run_log(tmp_path / "run.jsonl")]
     assert events.count("epoch") == 2
     assert (tmp_path / "doctor.json").exists()
+
+
+def test_in_a_lightning_without_that_door_the_ladder_stands_aside(rows, monkeypatch):
+    from stoker.frameworks import lightning_oom
+
+    class Other:
+        epoch_loop = None
+
+    Other.epoch_loop = Other
+    Other.automatic_optimization = object()
+    ran = trainer()
+    monkeypatch.setattr(ran, "fit_loop", Other)
+    assert "in another way" in lightning_oom._stands_aside(ran, Net())
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

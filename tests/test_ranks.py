@@ -9,21 +9,28 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from torch.distributed import TCPStore
 from typer.testing import CliRunner
 
 from rank_scenarios import GLOBAL_BATCH, SCENARIOS
 from run_makers import make_store
 from stoker.cli.main import app
 from stoker.errors import InputError
+from stoker.loader.loader import Loader
 from stoker.train import launch, lookout
-from stoker.train.ranks import Ranks, is_launched, num_restarts
-from training_makers import write_dirty, write_rows
+from stoker.train.batches import Feed
+from stoker.train.carry import Carry
+from stoker.train.ranks import RankLostError, Ranks, is_launched, meet, num_restarts
+from stoker.train.trainer import Trainer
+from training_makers import make_model, read_rows, write_dirty, write_rows
 
 TESTS = Path(__file__).parent
 NUM_ROWS = 203
@@ -74,7 +81,8 @@ def two(folder):
     """Everything that two ranks do, in one start."""
     names = [
         "whole", "accumulated", "in parts", "stopped", "stopped time", "dirty", "unequal", "foreign",
-        "disagree", "one fails", "tabular", "tabular in parts", "stateful", "massspec",
+        "disagree", "one fails", "tabular", "tabular in parts", "stateful", "massspec", "foreign windows",
+        "foreign goes on", "rolled back", "refused", "parts judged", "parts stopped", "lowest rung",
     ]  # fmt: skip
     return run(folder, 2, *names)
 
@@ -113,8 +121,6 @@ def test_what_is_done_is_said(two):
 
 def test_a_dataloader_of_any_kind_weighs_every_sample_alike(two, folder):
     """Five batches over all ranks are the same gradient as five batches of one process, in another order."""
-    from training_makers import make_model, read_rows
-
     features, targets = read_rows(folder / "rows.h5")
     halves = np.array_split(np.arange(NUM_ROWS), 2)
     model = make_model()
@@ -177,6 +183,60 @@ def test_a_value_that_breaks_one_rank_is_named_on_all(two):
 def test_loaders_that_end_at_different_steps_do_not_hang(two):
     for found in two:
         assert "after 5 batches the loaders of 1 of 2 ranks have ended" in found["unequal"]
+
+
+def test_batches_of_other_sizes_on_other_ranks_weigh_what_they_hold_in_a_window_too(folder, two):
+    expected = alone(folder, "foreign windows")
+    for found in two:
+        same(found["foreign windows"], expected)
+
+
+def test_a_dataloader_of_each_rank_goes_on_in_its_own_order(two):
+    for found in two:
+        assert found["foreign goes on"] == [True, True]
+
+
+def test_going_back_is_the_same_on_all_ranks_and_told_once(folder, two):
+    expected = alone(folder, "rolled back")
+    for found in (*(ranks["rolled back"] for ranks in two), expected):
+        same(found, expected)
+        assert any("Went back to epoch" in note for note in found["notes"])
+        assert not any("although their losses were" in note for note in found["notes"])
+
+
+def test_what_ranks_cannot_share_is_refused_on_all(two):
+    for found in two:
+        said = found["refused"]
+        assert "1 parameters were frozen or unfrozen" in said["unfrozen"]
+        assert "Trainer(model.module, ...)" in said["wrapped"]
+        assert "is for rank 0 of 1, and this is rank 0 of 2" in said["not shared"]
+        assert "the training loader's chunks is " in said["chunks"]
+
+
+def test_a_model_in_parts_is_known_as_itself_whatever_was_done_last(two):
+    for found in two:
+        assert found["parts judged"] == {
+            "was sharded": True,
+            "is the same": True,
+            "survives alone": False,
+            "name": "Sequential",
+            "kept": None,
+        }
+
+
+def test_a_run_in_parts_goes_on_whole_in_one_process(folder, two):
+    found = alone(folder, "whole gone on")
+    begun = [row for ranks in two for row in ranks["parts stopped"]["taken"]]
+    for epoch in (0, 1):
+        assert sorted(samples_of(begun + found["taken"], epoch)) == list(range(NUM_ROWS))
+    np.testing.assert_allclose(
+        found["weights"], alone(folder, "whole")["weights"], rtol=0, atol=5e-6
+    )
+
+
+def test_all_ranks_stand_on_the_rung_of_the_lowest(two):
+    for found in two:
+        assert found["lowest rung"] == (6, None, False)
 
 
 def test_versions_that_differ_are_named(two):
@@ -242,7 +302,125 @@ def test_the_exchange_of_gradients_is_captured_with_the_step(folder):
         )
 
 
+# -- one process: as it was before there were several ----------------------------------------------
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_signal_in_validation_ends_the_run_behind_it(folder, epochs):
+    model = make_model()
+
+    def loss(outputs, targets):
+        if not model.training:
+            signal.raise_signal(signal.SIGTERM)
+        return torch.nn.functional.mse_loss(outputs, targets)
+
+    loaders = (Loader(folder / "rows.h5", 24, "cpu") for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    history = Trainer(model, *loaders, loss, optimizer, None, {"epochs": epochs}, "cpu").fit()
+    assert history.ended == "terminated"
+    assert len(history.losses) == 9
+
+
+class Draws:
+    """An augmentation that changes nothing, and knows its place."""
+
+    def __init__(self, stream):
+        self.state = {"seed": 0, "epoch": 0, "step": 0, "stream": stream}
+
+    def __call__(self, images):
+        return images
+
+    def seek(self, epoch, step=0):
+        self.state |= {"epoch": epoch, "step": step}
+
+    def validation(self):
+        return self
+
+    def state_dict(self):
+        return dict(self.state)
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer with a state that belongs to no parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.01)
+        self.state["all"] = {"count": 3}
+
+
+def test_the_state_of_one_process_is_kept_as_it_is(folder):
+    model, draws = make_model(), Draws(7)
+    optimizer = Counting(model.parameters())
+    data = torch.utils.data.TensorDataset(*read_rows(folder / "rows.h5"))
+    loader = torch.utils.data.DataLoader(data, 24)
+    loss = torch.nn.functional.mse_loss
+    trainer = Trainer(model, loader, None, loss, optimizer, None, {}, "cpu", draws)
+    trainer.fit()
+    state = trainer.state_dict()
+    assert state["model"]._metadata[""] == {"version": 1}
+    draws.state["stream"] = 0
+    trainer.load_state_dict(state)
+    assert draws.state["stream"] == 7
+    assert optimizer.state["all"] == {"count": 3}
+
+
+def test_a_loader_of_one_of_several_ranks_weighs_as_itself_in_one_process(folder):
+    with Loader(folder / "rows.h5", 12, "cpu", rank=1, world_size=2) as loader:
+        work = next(iter(Feed(loader, torch.device("cpu"))))
+    assert (work.num_samples, work.num_together) == (12, None)
+
+
+class TwoStates:
+    def initial_state(self, batch, device):
+        return {"rows": torch.zeros(3, batch), "all": torch.zeros(2)}
+
+
+def test_carried_state_moves_with_its_rows():
+    carry = Carry(torch.device("cpu"), TwoStates())
+    saved = [{"rows": torch.full((3, 2), float(n)), "all": torch.ones(2)} for n in range(2)]
+    assert carry.part_of(saved, 1, 2) is saved[1]
+    for rank in range(4):
+        own = carry.part_of(saved, rank, 4)
+        assert own["rows"].tolist() == [[rank // 2]] * 3
+        assert own["all"].tolist() == [1, 1]
+
+
 # -- a rank that is lost ---------------------------------------------------------------------------
+
+
+def meet_all(server: TCPStore, late: int) -> list:
+    """Let three ranks meet, one of them later than the others."""
+
+    def come(rank):
+        time.sleep(0.1 * (rank == late))
+        store = TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=20))
+        return meet(store, rank, 3, 20)
+
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(come, range(3)))
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_new_start_finds_nothing_that_the_one_before_has_left(late):
+    """torchrun's store outlives the processes that it starts again."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for number in range(2):
+        ranks = meet_all(server, late)
+        assert not ranks[2].check(["address"])
+        ranks[0].set("address", f"{number}")
+        assert [rank.get("address") for rank in ranks] == [b"%d" % number] * 3
+
+
+def test_a_rank_that_does_not_come_is_named():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RankLostError, match="rank 1 has not come within 0 s"):
+        meet(server, 0, 2, 0.1)
+    server.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(RankLostError, match="rank 0 has not come"):
+        meet(server, 1, 2, 0.1)
 
 
 class FakeStore:
@@ -405,6 +583,24 @@ def test_mistakes_with_gpus_are_found_before_anything_starts(
     done = CliRunner().invoke(app, ["train", "--config", str(config), *words])
     assert isinstance(done.exception, InputError)
     assert said in str(done.exception)
+
+
+def test_the_process_that_says_why_counts_before_those_that_ended_with_it(monkeypatch):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def fail(*codes):
+        failures = {n: ProcessFailure(n, 1000 + n, code, "") for n, code in enumerate(codes)}
+
+        def ended(*_):
+            raise ChildFailedError("stoker", failures)
+
+        monkeypatch.setattr(
+            "torch.distributed.launcher.api.elastic_launch", lambda config, entry: ended
+        )
+        return launch._run(["train"], len(codes))
+
+    assert fail(1, 3, 1) == (3, "rank 1 ended with exit code 3")
+    assert fail(-9, 1) == (1, "rank 0 was ended by SIGKILL")
 
 
 def test_only_what_another_start_can_mend_is_started_again(monkeypatch):

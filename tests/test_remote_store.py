@@ -220,7 +220,25 @@ def test_verbs_take_a_url_though_their_arguments_are_paths(served, cache):
     assert done.exit_code == 0, done.output
     assert "sound: checksums verified" in done.output
     done = CliRunner().invoke(app, ["inspect", "--json", served.url])
-    assert json.loads(done.output)["refused"] is False
+    document = json.loads(done.output)
+    assert (document["refused"], document["path"]) == (False, served.url)
+    for words in (["verify", served.url], ["inspect", served.url], ["plan", served.url]):
+        said = CliRunner().invoke(app, words).output
+        assert said.lstrip().startswith(served.url), said
+        lines = [line for line in said.splitlines() if "a copy of" not in line]
+        assert str(cache) not in " ".join(lines)
+    plan = CliRunner().invoke(app, ["plan", "--json", served.url])
+    assert json.loads(plan.output)["store"] == served.url
+
+
+def test_a_store_is_called_by_its_url_without_the_password(served, packed):
+    with open_store(served.url) as store:
+        assert store.name == remote_fetch.shown(Path(served.url)) == served.url
+        with pickle.loads(pickle.dumps(store)) as again:
+            assert again.name == served.url
+    assert remote_fetch.shown("http://ann:secret@host/store") == "http://host/store"
+    with open_store(packed) as store:
+        assert store.name == remote_fetch.shown(packed) == str(packed)
 
 
 @given(

@@ -191,13 +191,13 @@ def _from_store(store: Store, count: int, size: tuple[int, int] | None) -> list[
     if info is None or info.kind != "dense" or len(info.shape) != 3 or info.shape[0] not in (1, 3):
         known = ", ".join(f"{name} {tuple(about.shape)}" for name, about in store.fields.items())
         raise InputError(
-            f"{store.path} has no field images of shape (1 or 3, H, W); it has {known}.",
+            f"{store.name} has no field images of shape (1 or 3, H, W); it has {known}.",
             "a store that `stoker pack images` or `stoker pack segmentation` made",
-            f"stoker inspect {store.path}",
+            f"stoker inspect {store.name}",
         )
     if np.dtype(info.dtype) != np.uint8:
         raise InputError(
-            f"the images of {store.path} are {np.dtype(info.dtype).name}.",
+            f"the images of {store.name} are {np.dtype(info.dtype).name}.",
             "uint8",
             "pack them again",
         )
@@ -210,7 +210,7 @@ def _from_store(store: Store, count: int, size: tuple[int, int] | None) -> list[
         )
     count = min(count, store.num_samples)
     if count == 0:
-        raise InputError(f"{store.path} holds no samples.", "one at least")
+        raise InputError(f"{store.name} holds no samples.", "one at least")
     images = store.read_rows("images", 0, count).transpose(0, 2, 3, 1)
     images = np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images
     masks = store.read_rows("masks", 0, count) if "masks" in store.fields else None

@@ -19,8 +19,19 @@ app = typer.Typer(no_args_is_help=True, help="Check config files and show what t
 FileArgument = Annotated[Path, typer.Argument(help="The YAML file.")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace one key, such as data.batch_size=64."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Replace one key, such as training.batch_size=64; repeatable.",
+    ),
 ]
+StoreOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--store", help="Store folder, HDF5 file or URL, instead of the config's recipe.store.",
+        show_default=False,
+    ),
+]  # fmt: skip
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 

@@ -101,7 +101,7 @@ def _print(result: DemoResult, folder: Path, seconds: float) -> None:
         f"stoker doctor --config {folder / 'demo.yaml'}",
         "stoker doctor -- python YOUR_SCRIPT.py",
         f"stoker inspect {folder / 'store'} --html page.html",
-        f"stoker train --config configs/forex.yaml --store {folder / 'store'}",
+        f"stoker train --config {folder / 'demo.yaml'} --run-dir {folder / 'again'}",
     ):
         console.print(f"  {words}", markup=False)
 

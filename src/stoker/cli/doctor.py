@@ -5,7 +5,8 @@ on stdout, or on stderr beside a script, whose own output and exit code are unto
 document, a changed config or a suggested patch where asked. Costs seconds for a config; for a script its
 own time, or `--steps` and `--seconds` of it.
 
-A config ends with 0 whatever is found; a script with its own exit code, or 0 when the doctor ended it.
+A config ends with 0 whatever is found; a script with its own exit code, or 0 when the doctor ended it after
+its steps or seconds. Ctrl-C and SIGTERM end the script as well: 130 and 143.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.config import SetOption
+from stoker.cli.config import SetOption, StoreOption
 from stoker.cli.train import DeviceOption
+from stoker.errors import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +28,13 @@ if TYPE_CHECKING:
     from stoker.doctor.measurements import Measurements
     from stoker.doctor.verdict import Consultation, Outcome
 
+_STOPPED = {
+    "steps": "after its steps",
+    "seconds": "after its seconds",
+    "interrupt": "with the doctor, by Ctrl-C",
+    "termination": "with the doctor, by SIGTERM",
+}
+_ENDED_BY = {"interrupt": EXIT_INTERRUPTED, "termination": 128 + 15}
 _BOTH_FORMS = "stoker doctor --config configs/forex.yaml, or stoker doctor -- python train.py"
 
 
@@ -42,10 +51,7 @@ def doctor(
         typer.Option("--config", help="A job of stoker's own: its YAML file.", show_default=False),
     ] = None,
     overrides: SetOption = None,
-    store: Annotated[
-        Path | None,
-        typer.Option("--store", help="Instead of the config's recipe.store.", show_default=False),
-    ] = None,
+    store: StoreOption = None,
     device: DeviceOption = None,
     steps: Annotated[
         int | None,
@@ -119,7 +125,7 @@ def require_writable(path: Path, option: str, *, replace: bool) -> None:
 
     if path.is_dir() or not path.resolve().parent.is_dir():
         given = f"{path} is a folder." if path.is_dir() else f"there is no folder {path.parent}."
-        fix = f"{option} {path / 'doctor'}" if path.is_dir() else f"mkdir -p {path.parent}"
+        fix = f"{option} {path / 'FILE'}" if path.is_dir() else f"mkdir -p {path.parent}"
         raise InputError(f"{option}: {given}", "a file in a folder that exists", fix)
     if path.exists() and not replace:
         raise InputError(
@@ -191,18 +197,18 @@ def _examine_script(
 
     attached, found = consult_script(command, steps=steps, seconds=seconds)
     console = _console(stderr=True)
-    code = attached.exit_code or 0
+    code = _ENDED_BY.get(attached.stopped, attached.exit_code or 0)
     text = suggest_patch(found.findings) if apply is not None else ""
     if apply is not None and text:
         apply.write_text(text, encoding="utf-8")
         if code == 0 and any(finding.patch.loader_arguments for finding in found.findings):
-            console.print(f"{apply} written; running the script again with it")
+            _print_plain(console, f"{apply} written; running the script again with it")
             outcome = treat_script(command, found, steps=steps, seconds=seconds)
             found = replace(found, outcome=outcome)
     _write(found, html, out)
     _print(console, found)
     if attached.stopped:
-        console.print(f"the script was ended after its {attached.stopped}")
+        _print_plain(console, f"the script was ended {_STOPPED[attached.stopped]}")
     if text:
         _print_plain(console, text)
     if apply is not None and found.outcome is not None:
@@ -257,6 +263,9 @@ def _print(console: Console, found: Consultation) -> None:
         _print_finding(console, finding, number)
     if not found.findings:
         _print_plain(console, found.verdict)
+    # A job's notes are the choices of its run, which `stoker train` prints.
+    for note in found.measurements.notes if found.measurements.kind == "script" else ():
+        _print_plain(console, f"note: {note}")
 
 
 def _headline(found: Consultation) -> str:

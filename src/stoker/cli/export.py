@@ -52,11 +52,26 @@ def export(
     import dataclasses
     import json
 
+    from stoker.errors import InputError
     from stoker.recipes.export import export_trained
     from stoker.recipes.export_graph import Sizes
     from stoker.recipes.inference import load_trained
+    from stoker.recipes.weights_file import SUFFIX
     from stoker.sources.images import parse_size
 
+    for_graphs = {
+        "--opset": opset,
+        "--size": size,
+        "--batch": None if batch == "dynamic" else batch,
+    }
+    given = [name for name, value in for_graphs.items() if value is not None]
+    given += [] if repairs else ["--no-repairs"]
+    if given and out.suffix == SUFFIX:
+        raise InputError(
+            f"{', '.join(given)}: {out} holds weights, which have no such thing.",
+            "these options for a graph, OUT.onnx",
+            str(out.with_suffix(".onnx")),
+        )
     sizes = Sizes(
         batch=_parse_batch(batch),
         image=None if size is None else parse_size(size),

@@ -21,7 +21,9 @@ _ARRAYS = {".npy", ".npz"}
 def inspect(
     path: Annotated[
         Path,
-        typer.Argument(help="Store folder, .h5, .npy, .npz, .csv or .parquet.", show_default=False),
+        typer.Argument(
+            help="Store folder, its URL, .h5, .npy, .npz, .csv or .parquet.", show_default=False
+        ),
     ],
     html: Annotated[
         Path | None,
@@ -41,25 +43,25 @@ def inspect(
 
     from stoker.cli.progress import Bar
     from stoker.errors import EXIT_REFUSED
+    from stoker.store.remote_fetch import shown
 
+    name = shown(path)
     with Bar(quiet=as_json) as bar:
         inspection, facts = _look(path, target, bar)
     if html is not None:
         from stoker.store.quality_page import quality_page
 
-        page = quality_page(f"stoker inspect {path}", inspection.stats, inspection.findings, facts)
+        page = quality_page(f"stoker inspect {name}", inspection.stats, inspection.findings, facts)
         html.write_text(page, encoding="utf-8")
     if as_json:
         stats = {name: stats.to_json(compact=True) for name, stats in inspection.stats.items()}
         findings = [finding.to_json() for finding in inspection.findings]
         refused = bool(inspection.refused)
         typer.echo(
-            json.dumps(
-                {"path": str(path), "refused": refused, "findings": findings, "stats": stats}
-            )
+            json.dumps({"path": name, "refused": refused, "findings": findings, "stats": stats})
         )
     else:
-        _print(path, inspection, facts, html)
+        _print(name, inspection, facts, html)
     if inspection.refused:
         raise typer.Exit(EXIT_REFUSED)
 
@@ -127,13 +129,13 @@ def _look_at_file(
     return inspection, facts
 
 
-def _print(path: Path, inspection: Inspection, facts: dict[str, str], html: Path | None) -> None:
+def _print(name: str, inspection: Inspection, facts: dict[str, str], html: Path | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
-    console.print(str(path), style="bold")
-    for name, value in facts.items():
-        console.print(f"  {name}: {value}", markup=False)
+    console.print(name, style="bold", markup=False)
+    for what, value in facts.items():
+        console.print(f"  {what}: {value}", markup=False)
     styles = {"refuse": "bold red", "warn": "yellow", "note": "dim"}
     shown = inspection.findings[:40]
     for finding in shown:
@@ -145,4 +147,4 @@ def _print(path: Path, inspection: Inspection, facts: dict[str, str], html: Path
     if not inspection.findings:
         console.print("nothing wrong: every value is finite and of usable size")
     if html is not None:
-        console.print(f"page written to {html}")
+        console.print(f"page written to {html}", markup=False)

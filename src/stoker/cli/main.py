@@ -50,26 +50,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(pack.app, name="pack")
-app.add_typer(config.app, name="config")
-app.add_typer(augment.app, name="augment")
-app.add_typer(bench.app, name="bench")
-app.command("inspect")(inspect.inspect)
-app.command("verify")(verify.verify)
-app.command("plan")(plan.plan)
-app.command("train")(train.train)
-app.command("tune")(tune.tune)
-app.command("predict")(predict.predict)
-app.command("quantize")(quantize.quantize)
-app.command("export")(export.export)
-app.command("monitor")(monitor.monitor)
-app.command("report")(report.report)
+_DATA, _TRAINING, _LOOKING = "Data", "Training", "Why it is slow, and how it goes"
+app.add_typer(pack.app, name="pack", rich_help_panel=_DATA)
+app.command("inspect", rich_help_panel=_DATA)(inspect.inspect)
+app.command("verify", rich_help_panel=_DATA)(verify.verify)
+app.command("plan", rich_help_panel=_DATA)(plan.plan)
+app.add_typer(augment.app, name="augment", rich_help_panel=_DATA)
+app.command("train", rich_help_panel=_TRAINING)(train.train)
+app.command("tune", rich_help_panel=_TRAINING)(tune.tune)
+app.command("predict", rich_help_panel=_TRAINING)(predict.predict)
+app.command("quantize", rich_help_panel=_TRAINING)(quantize.quantize)
+app.command("export", rich_help_panel=_TRAINING)(export.export)
+app.add_typer(config.app, name="config", rich_help_panel=_TRAINING)
+app.command("migrate-config", rich_help_panel=_TRAINING)(migrate.migrate_config)
 # What stands behind the first word of a script's command belongs to the script, dashes or not.
-app.command("doctor", context_settings={"allow_interspersed_args": False})(doctor.doctor)
-app.command("profile")(profile.profile)
-app.command("migrate-config")(migrate.migrate_config)
-app.command("machine")(machine.machine)
-app.command("demo")(demo.demo)
+app.command(
+    "doctor", context_settings={"allow_interspersed_args": False}, rich_help_panel=_LOOKING
+)(doctor.doctor)
+app.command("profile", rich_help_panel=_LOOKING)(profile.profile)
+app.command("monitor", rich_help_panel=_LOOKING)(monitor.monitor)
+app.command("report", rich_help_panel=_LOOKING)(report.report)
+app.command("machine", rich_help_panel=_LOOKING)(machine.machine)
+app.add_typer(bench.app, name="bench", rich_help_panel=_LOOKING)
+app.command("demo", rich_help_panel=_LOOKING)(demo.demo)
 
 
 def _version(asked: bool) -> None:
@@ -112,7 +115,7 @@ def run() -> NoReturn:
             _our_fault(error)
             code = EXIT_OURS
     if code == EXIT_INTERRUPTED and not _other_rank():
-        _complain("interrupted; what was finished is kept, and the same command goes on from there")
+        _complain("interrupted; what was finished is kept")
     sys.exit(code if isinstance(code, int) else EXIT_DONE)
 
 

@@ -358,7 +358,11 @@ def _pack(source: Source, out: Path, options: PackOptions, as_json: bool) -> Non
     from stoker.packing import pack
 
     with Bar(quiet=as_json) as bar:
-        result = pack(source, out, options, bar)
+        try:
+            result = pack(source, out, options, bar)
+        except KeyboardInterrupt:
+            bar.say("finished parts are kept; the same command goes on from there")
+            raise
     if as_json:
         import json
 
@@ -391,19 +395,16 @@ def print_result(result: PackResult) -> None:
     from stoker.store.reader import open_store
     from stoker.units import format_count, format_seconds
 
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     with open_store(result.path) as store:
         console.print(store_table(store))
     done = "is up to date" if result.reused else f"packed in {format_seconds(result.seconds)}"
     console.print(
         f"{result.path} {done}: {format_count(result.manifest.num_samples)} samples",
-        highlight=False,
     )
     if result.manifest.num_refused:
         refused = format_count(result.manifest.num_refused, "piece")
-        console.print(
-            f"{refused} of input refused; see {result.path / REFUSED_NAME}", highlight=False
-        )
+        console.print(f"{refused} of input refused; see {result.path / REFUSED_NAME}")
     if result.inspection is not None:
         for line in result.inspection.lines()[:10]:
-            console.print(f"  {line}", highlight=False, markup=False)
+            console.print(f"  {line}")

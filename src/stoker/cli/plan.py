@@ -23,7 +23,7 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 def plan(
     store: Annotated[
-        Path | None, typer.Argument(help="Store folder or HDF5 file.", show_default=False)
+        Path | None, typer.Argument(help="Store folder, HDF5 file or URL.", show_default=False)
     ] = None,
     gpu_memory: Annotated[
         str | None,
@@ -81,11 +81,13 @@ def plan(
         )
     documents = []
     if store is not None:
+        from stoker.store.remote_fetch import shown
+
         cost = _model(parameters, activations, optimizer)
         made, origins = _make(store, gpu_memory, ram, batch_size, cost, share, ranks_per_host)
-        documents.append({"store": str(store), "origins": origins, **made.to_json()})
+        documents.append({"store": shown(store), "origins": origins, **made.to_json()})
         if not as_json:
-            _print_plan(store, made, origins)
+            _print_plan(shown(store), made, origins)
     if table:
         from stoker.plan.published import published_json
 
@@ -104,6 +106,7 @@ def _model(parameters: str | None, activations: str | None, optimizer: str) -> M
     from stoker.units import parse_bytes
 
     if parameters is None:
+        estimate_model(0, optimizer=optimizer)  # a name that is not known is refused all the same
         if activations is not None:
             raise InputError(
                 "--activations without --parameters.", "both", "--parameters 1.8M --activations 2MB"
@@ -139,7 +142,7 @@ def _make(
 
     with open_store(path) as opened:
         facts = store_facts(opened.manifest)
-    machine = probe(path)
+        machine = probe(opened.path)
     gpu_bytes, gpu_origin = _gpu_memory(gpu_memory, machine)
     ram_bytes = machine.ram_available_bytes if ram is None else parse_bytes(ram)
     if ram_bytes is None:
@@ -181,14 +184,16 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=160, highlight=False)
 
 
-def _print_plan(path: Path, made: Plan, origins: list[str]) -> None:
+def _print_plan(name: str, made: Plan, origins: list[str]) -> None:
     from rich.table import Table
     from rich.text import Text
 
     from stoker.units import format_bytes
 
     console = _console()
-    table = Table(title=f"{path}: {made.tier}, batch size {made.batch_size}", title_justify="left")
+    table = Table(
+        title=Text(f"{name}: {made.tier}, batch size {made.batch_size}"), title_justify="left"
+    )
     table.add_column("where")
     table.add_column("what")
     table.add_column("bytes", justify="right")

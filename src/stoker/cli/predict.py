@@ -13,15 +13,19 @@ from typing import Annotated
 import typer
 
 from stoker.cli.train import DeviceOption
+from stoker.cli.verify import StoreArgument
 
 CheckpointArgument = Annotated[
-    Path, typer.Argument(help="best.pt or step-*.pt of a run.", show_default=False)
+    Path,
+    typer.Argument(
+        help="best.pt or step-*.pt of a run, or exported .safetensors.", show_default=False
+    ),
 ]
 
 
 def predict(
     checkpoint: CheckpointArgument,
-    store: Annotated[Path, typer.Argument(help="Store folder or HDF5 file.", show_default=False)],
+    store: StoreArgument,
     out: Annotated[Path, typer.Argument(help="The parquet file to write.", show_default=False)],
     split: Annotated[str, typer.Option("--split", help="all, train, val or test.")] = "all",
     batch_size: Annotated[

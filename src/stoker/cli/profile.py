@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.config import SetOption
+from stoker.cli.config import SetOption, StoreOption
 from stoker.cli.doctor import require_writable
 from stoker.cli.train import DeviceOption
 
@@ -28,10 +28,7 @@ def profile(
         Path, typer.Option("--out", help="The chrome trace; .json.gz is compressed.")
     ] = Path("trace.json"),
     overrides: SetOption = None,
-    store: Annotated[
-        Path | None,
-        typer.Option("--store", help="Instead of the config's recipe.store.", show_default=False),
-    ] = None,
+    store: StoreOption = None,
     device: DeviceOption = None,
     wait: Annotated[int, typer.Option("--wait", help="Steps left out at the beginning.")] = 10,
     warmup: Annotated[int, typer.Option("--warmup", help="Steps under the profiler that are not kept.")] = 3,
@@ -78,6 +75,7 @@ def _print_json(trace: Trace, out: Path, top: int) -> None:
 def _print(trace: Trace, out: Path, top: int) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from stoker.doctor.cases import milliseconds
 
@@ -96,11 +94,12 @@ def _print(trace: Trace, out: Path, top: int) -> None:
         own = item.device_seconds if on_gpu else item.cpu_seconds
         share = f"{own / total:.0%}" if total else "n/a"
         cpu = milliseconds(item.cpu_seconds)
-        table.add_row(item.name[:80], f"{item.calls:,}", cpu, *device, share)
+        table.add_row(Text(item.name[:80]), f"{item.calls:,}", cpu, *device, share)
     console.print(table)
     if trace.kernels is not None:
         console.print(
             f"{trace.kernels.per_step:,.0f} kernels a step of {milliseconds(trace.kernels.mean_seconds)}, "
             f"the device busy {trace.kernels.busy_share:.0%} of the time"
         )
-    console.print(f"trace: {out} (open it at chrome://tracing or in Perfetto)", soft_wrap=True)
+    where = Text(f"trace: {out} (open it at chrome://tracing or in Perfetto)")
+    console.print(where, soft_wrap=True)

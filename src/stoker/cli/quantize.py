@@ -24,7 +24,8 @@ def quantize(
     store: Annotated[
         Path | None,
         typer.Option(
-            "--store", help="To measure on; by default the run's own, if it is there.", show_default=False
+            "--store", help="Store folder, HDF5 file or URL to measure on; by default the run's own, if it is there.",
+            show_default=False,
         ),
     ] = None,
     split: Annotated[str, typer.Option("--split", help="Samples for the metric.")] = "test",
@@ -39,12 +40,17 @@ def quantize(
     import json
 
     from stoker.recipes.inference import find_training_store, load_trained, quantize_trained
+    from stoker.store.remote_fetch import shown
 
     trained = load_trained(checkpoint)
     place = store or find_training_store(checkpoint)
     report, metric = quantize_trained(trained, out, place, split=split, batch_size=batch_size)
     if as_json:
-        facts = {"out": str(out), "store": None if place is None else str(place), "metric": metric}
+        facts = {
+            "out": str(out),
+            "store": None if place is None else shown(place),
+            "metric": metric,
+        }
         typer.echo(json.dumps({**facts, **report.to_json(), "size_bytes": out.stat().st_size}))
         return
     _print(report, metric)

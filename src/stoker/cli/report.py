@@ -22,7 +22,7 @@ PAGE_NAME = "report.html"
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs; ratios are to the first.", show_default=False),
+        typer.Argument(metavar="RUN", help="Folders of runs; ratios are to the first.", show_default=False),
     ],
     out: Annotated[
         Path | None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.config import SetOption
+from stoker.cli.config import SetOption, StoreOption
 from stoker.cli.train import DeviceOption
 
 if TYPE_CHECKING:
@@ -30,10 +30,7 @@ def tune(
         typer.Option("--config", help="The YAML file, such as configs/forex.yaml.", show_default=False),
     ] = None,
     overrides: SetOption = None,
-    store: Annotated[
-        Path | None,
-        typer.Option("--store", help="Instead of the config's recipe.store.", show_default=False),
-    ] = None,
+    store: StoreOption = None,
     device: DeviceOption = None,
     out: Annotated[
         Path | None,
@@ -137,10 +134,12 @@ def _next(
     """Return the command that trains with the result."""
     import shlex
 
+    from stoker.store.remote_fetch import as_url
+
     if out is not None:
         return shlex.join(["stoker", "train", "--config", str(out)])
     words = ["stoker", "train", "--config", str(config)]
-    words += [] if store is None else ["--store", str(store)]
+    words += [] if store is None else ["--store", as_url(store) or str(store)]
     kept = [text for text in overrides if text.partition("=")[0].strip() not in changes]
     for text in [*kept, *(f"{key}={value}" for key, value in changes.items())]:
         words += ["--set", text]

@@ -7,9 +7,13 @@ from typing import Annotated
 
 import typer
 
+StoreArgument = Annotated[
+    Path, typer.Argument(help="Store folder, HDF5 file or URL.", show_default=False)
+]
+
 
 def verify(
-    store: Annotated[Path, typer.Argument(help="Store folder or HDF5 file.", show_default=False)],
+    store: StoreArgument,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document on stdout.")
     ] = False,
@@ -21,6 +25,7 @@ def verify(
     from stoker.cli.progress import Bar
     from stoker.errors import EXIT_INPUT
     from stoker.store.reader import open_store
+    from stoker.store.remote_fetch import shown
     from stoker.units import format_bytes, format_rate
 
     began = time.perf_counter()
@@ -30,7 +35,7 @@ def verify(
     seconds = time.perf_counter() - began
     if as_json:
         facts = {
-            "path": str(store),
+            "path": shown(store),
             "ok": not report.problems,
             "checksummed": report.checksummed,
             "num_bytes": report.num_bytes,
@@ -48,7 +53,7 @@ def verify(
         )
         verdict = f"{len(report.problems)} problems" if report.problems else f"sound: {what}"
         typer.echo(
-            f"{store}: {verdict}, {format_bytes(report.num_bytes)} at {format_rate(report.num_bytes, seconds)}"
+            f"{shown(store)}: {verdict}, {format_bytes(report.num_bytes)} at {format_rate(report.num_bytes, seconds)}"
         )
     if report.problems:
         raise typer.Exit(EXIT_INPUT)

@@ -27,6 +27,7 @@ from stoker.errors import ConfigError
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _RANGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:-|–|\.\.|to)\s*(\d+(?:\.\d+)?)\s*")
+_MOST_SHOWN = 80
 _KINDS = {bool: "a yes/no value", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -344,7 +345,10 @@ def _describe_value(value: Any) -> str:
         return "empty"
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "a section"
-    return f"{json.dumps(value)} ({_KINDS[type(value)]})"
+    text = json.dumps(value)
+    if len(text) > _MOST_SHOWN:  # a CSV file is one long text to YAML
+        text = f"{text[:_MOST_SHOWN]}…"
+    return f"{text} ({_KINDS[type(value)]})"
 
 
 def _describe_given(value: Any, place: Place) -> str:

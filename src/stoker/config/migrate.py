@@ -85,9 +85,8 @@ def migrate_config(
     """
     if recipe is not None and recipe not in RECIPE_OPTIONS:
         known = ", ".join(RECIPE_OPTIONS)
-        raise ConfigError(
-            f"--recipe is {recipe!r}.", known, f"--recipe {next(iter(RECIPE_OPTIONS))}"
-        )
+        near = difflib.get_close_matches(recipe, RECIPE_OPTIONS, n=1) or [*RECIPE_OPTIONS]
+        raise ConfigError(f"--recipe is {recipe!r}.", known, f"--recipe {near[0]}")
     document = read_yaml(text, file)
     loose = [known for known in document.problems if not _is_about_a_value(known, document)]
     if not loose and not isinstance(document.values, dict | None):

@@ -411,7 +411,7 @@ def _loader_facts(
             steps_per_epoch=len(loader),
             batches_per_step=float(run.settings.accumulation_steps),
             batch_bytes=sum(tensor.nbytes for tensor in batch.values()),
-            where=str(run.store.path),
+            where=run.store.name,
             tier=loader.tier,
         )
     _let_go(run.device)

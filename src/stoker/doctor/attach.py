@@ -5,7 +5,8 @@ and 0.1 to 0.25 ms more per step.
 
 The probe (`probe/`) reaches every Python process of the command through the environment: the folder
 `probe/entry` stands first on its path. stdin, stdout, stderr, the working directory and the process group
-stay the caller's; the command is ended by the doctor only when it was given a number of steps or seconds.
+stay the caller's; the command is ended by the doctor only when it was given a number of steps or seconds, or
+when the doctor itself is ended: a script must not go on behind the back of who started it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +45,8 @@ class Attached:
 
     Attributes:
         exit_code: The script's own, negative for a signal; None when the doctor ended it.
-        stopped: Why the doctor ended it: "steps", "seconds" or "interrupt"; "" when it ended by itself.
+        stopped: Why the doctor ended it: "steps", "seconds", "interrupt" (Ctrl-C) or "termination" (SIGTERM to the
+            doctor); "" when it ended by itself.
         measurements: What was seen.
     """
 
@@ -74,11 +78,14 @@ def run_script(
         InputError: The command is empty or cannot be started, or a limit is not above zero.
     """
     _check(command, steps, seconds)
-    with tempfile.TemporaryDirectory(prefix="stoker-doctor-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="stoker-doctor-") as name,
+        _until_terminated() as terminated,
+    ):
         folder = Path(name)
         variables = probe_variables(environment or os.environ, folder, steps, loader_arguments)
         process = _start(command, variables, cwd)
-        stopped = _watch(process, folder, steps, seconds)
+        stopped = _watch(process, folder, steps, seconds, terminated)
         measured = measure(read_folder(folder), shlex.join(command), machine_facts())
     return Attached(None if stopped else process.returncode, stopped, measured)
 
@@ -131,8 +138,26 @@ def _start(
 # -- waiting for it, ending it ---------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _until_terminated() -> Iterator[threading.Event]:
+    """Give an event that SIGTERM sets; only the main thread can listen for one."""
+    told = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _watch(
-    process: subprocess.Popen[bytes], folder: Path, steps: int | None, seconds: float | None
+    process: subprocess.Popen[bytes],
+    folder: Path,
+    steps: int | None,
+    seconds: float | None,
+    terminated: threading.Event,
 ) -> str:
     """Wait for the end; return why the doctor ended the script, "" when it ended by itself."""
     deadline = None if seconds is None else time.monotonic() + seconds
@@ -141,6 +166,9 @@ def _watch(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_SECONDS)
                 return ""
+            if terminated.is_set():
+                end(process)
+                return "termination"
             if steps is not None and any(folder.glob("*.done")):
                 # The other ranks of a data-parallel job stop by themselves at the same step.
                 time.sleep(_POLL_SECONDS * 4)

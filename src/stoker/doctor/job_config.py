@@ -15,6 +15,7 @@ from typing import Any
 from stoker.config import Config, Settings, load_config, parse_config, resolve
 from stoker.config.resolve import QUESTIONS
 from stoker.config.rewrite import find_key, rewrite_config
+from stoker.store.remote_fetch import as_url
 from stoker.store.writer import write_text_atomically
 
 _OPTIONS = "recipe.options"
@@ -44,7 +45,7 @@ class JobConfig:
         config = load_config(path, overrides)
         changes = {key: _written(config, key) for key in map(_key_of, overrides)}
         if store is not None:
-            changes["recipe.store"] = str(store)
+            changes["recipe.store"] = as_url(store) or str(store)
         text = Path(path).read_text(encoding="utf-8-sig")
         return cls(rewrite_config(text, changes, str(path)) if changes else text, str(path))
 

@@ -18,7 +18,10 @@ RULES: tuple[Rule, ...] = (
     *rules_step.RULES,
     *rules_run.RULES,
 )
-FINDING_NAMES = tuple(rule_name(rule) for rule in RULES)
+FINDING_NAMES = (
+    *(rule_name(rule) for rule in RULES),
+    "full-precision",  # no rule gives it: it is promised only where it was tried (alternatives.py)
+)
 
 
 def diagnose(measurements: Measurements) -> list[Finding]:

@@ -103,8 +103,17 @@ class StokerTrainerMixin(_Base):
                 "a Loader without these arguments, which TrainingArguments decide",
                 f"{part}_loader=partial(Loader, 'store/', order='sequential')",
             ) from error
-        self._made[part] = AccelerateLoader(loader, self._fields)
-        return self._made[part]
+        made = AccelerateLoader(loader, self._fields)
+        if part == "eval" and made.num_samples % self.args.world_size:
+            made.close()
+            raise InputError(
+                f"eval_loader deals {made.num_samples:,} samples to {self.args.world_size} processes: their last "
+                "batches are not equally long, and the Trainer gathers them.",
+                f"a multiple of {self.args.world_size}",
+                "dataloader_drop_last=True, or partial(Loader, ..., samples=numpy.arange(N))",
+            )
+        self._made[part] = made
+        return made
 
 
 class _Named:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 
@@ -137,7 +137,17 @@ class ScheduleCallback(pl.Callback):
         rule: LrRule = "linear",
     ) -> None:
         if not 0 <= warmup_share < 1:
-            raise InputError(f"warmup_share is {warmup_share}.", "0 to 1", "warmup_share=0.05")
+            raise InputError(
+                f"warmup_share is {warmup_share}.", "0 or more, below 1", "warmup_share=0.05"
+            )
+        for name, value in (
+            ("num_updates", num_updates), ("tuned_batch", tuned_batch), ("batch_size", batch_size)
+        ):  # fmt: skip
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}.", "1 or more", f"leave {name} out")
+        if rule not in get_args(LrRule):
+            known = ", ".join(get_args(LrRule))
+            raise InputError(f"rule is {rule!r}.", f"one of {known}", "rule='linear'")
         self._warmup_share, self._num_updates = warmup_share, num_updates
         self._tuned_batch, self._batch_size, self._rule = tuned_batch, batch_size, rule
         self._updates = 0

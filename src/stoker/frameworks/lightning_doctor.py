@@ -36,7 +36,13 @@ from stoker.doctor.transcript import read_folder
 from stoker.doctor.transcript_measures import measure
 from stoker.doctor.verdict import Consultation
 from stoker.frameworks.adapted import AdaptedLoader, count_samples
-from stoker.frameworks.lightning_watch import WaitClock, pl, rank_zero_info, require_adapted
+from stoker.frameworks.lightning_watch import (
+    UNTOLD,
+    WaitClock,
+    pl,
+    rank_zero_info,
+    require_adapted,
+)
 from stoker.runs.reading import DOCTOR_NAME
 from stoker.store.writer import write_text_atomically
 from stoker.train.batches import iterate_tensors
@@ -114,6 +120,7 @@ class DoctorCallback(pl.Callback):
         self._stack: contextlib.ExitStack | None = None
         self._folder = Path()
         self._seen: recorder.Recorder | None = None
+        self._clock: WaitClock | None = None
         self._stoker: AdaptedLoader | None = None
         self._facts: dict[str, Any] = {}
         self._delay = 0.0
@@ -126,7 +133,7 @@ class DoctorCallback(pl.Callback):
             name = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-doctor-"))
             self._folder = Path(name)
             self._seen = stack.enter_context(probing(self._folder))
-            stack.enter_context(WaitClock(trainer, self._note_wait))
+            self._clock = stack.enter_context(WaitClock(trainer, self._note_wait))
             self._stack = stack.pop_all()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -198,6 +205,8 @@ class DoctorCallback(pl.Callback):
             seen.finish()
             command = f"python {' '.join(sys.argv)}"
             measured = measure(read_folder(self._folder), command, attach.machine_facts())
+        if self._facts and self._clock is not None and not self._clock.num_waits:
+            measured = replace(measured, wait_seconds=None, notes=(*measured.notes, UNTOLD))
         measured = self._with_loader(measured)
         self.consultation = Consultation(measured, tuple(diagnose(measured)))
         if self._run_dir is not None:
@@ -217,7 +226,7 @@ class DoctorCallback(pl.Callback):
             kind="stoker",
             workers=loader.store.threads,
             tier=loader.tier,
-            where=str(loader.store.path),
+            where=loader.store.name,
         )
         return replace(measured, loader=facts)
 
@@ -241,7 +250,7 @@ def describe(consultation: Consultation) -> list[str]:
     """Return what the doctor says, in lines."""
     measured = consultation.measurements
     if measured.step_seconds is None:
-        return [f"doctor: {consultation.verdict}"]
+        return [f"doctor: {line}" for line in (consultation.verdict, *measured.notes)]
     rate, share = measured.samples_per_second, measured.wait_share
     first = f"doctor: a step takes {spread_text(measured.step_seconds)}"
     first += "" if rate is None else f", {rate:,.0f} samples/s"
@@ -253,4 +262,4 @@ def describe(consultation: Consultation) -> list[str]:
         lines.append(f"doctor:    remedy: {finding.remedy}")
     if not consultation.findings:
         lines.append(f"doctor: {consultation.verdict}")
-    return lines
+    return [*lines, *(f"doctor: note: {note}" for note in measured.notes)]

@@ -135,6 +135,14 @@ class OomLadderCallback(pl.Callback):
 
 def _stands_aside(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     """Return why the ladder cannot be used; None where it can."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    doors = (
+        (loop, "_make_closure"),
+        (loop, "_training_step"),
+        (trainer.fit_loop, "_should_accumulate"),
+    )
+    if not all(hasattr(owner, name) for owner, name in doors):
+        return f"Lightning {pl.__version__} makes its closures in another way than 2.6"
     if not module.automatic_optimization:
         return "the module optimizes by hand, and only it knows what a step is"
     if trainer.world_size > 1:

@@ -39,6 +39,10 @@ except ImportError as error:
     ) from error
 
 _QUESTION, _CLOCKS = "train_dataloader_next", "_stoker_clocks"
+UNTOLD = (
+    "how long the loop waits for batches is not known: Lightning's profiler was never told of it"
+)
+"""Said where another version of Lightning names the question otherwise: no wait that was seen is no 0."""
 
 
 class WaitClock:
@@ -47,6 +51,10 @@ class WaitClock:
     Args:
         trainer: Whose profiler is listened to; it keeps its type, and is left as it was found.
         told: Called after every wait with its begin and end.
+
+    Attributes:
+        waited_seconds: In all.
+        num_waits: How many there were.
     """
 
     def __init__(
@@ -56,6 +64,7 @@ class WaitClock:
         self._told = told
         self._since: float | None = None
         self.waited_seconds = 0.0
+        self.num_waits = 0
 
     def __enter__(self) -> WaitClock:
         own = vars(self._profiler)
@@ -82,6 +91,7 @@ class WaitClock:
             began, self._since = self._since, None
             now = time.perf_counter()
             self.waited_seconds += now - began
+            self.num_waits += 1
             if self._told is not None:
                 self._told(began, now)
 
@@ -169,7 +179,8 @@ class TelemetryCallback(pl.Callback):
 
     def _begin_epoch(self) -> None:
         self._total, self._count = 0.0, 0
-        self._seconds_before, self._waited_before = self.trained_seconds, self._waited_seconds
+        self._seconds_before = self.trained_seconds
+        self._waited_before = self._waited_seconds or 0.0
 
     @property
     def trained_seconds(self) -> float:
@@ -178,8 +189,9 @@ class TelemetryCallback(pl.Callback):
         return finished if since is None else finished + time.perf_counter() - since
 
     @property
-    def _waited_seconds(self) -> float:
-        return 0.0 if self._clock is None else self._clock.waited_seconds
+    def _waited_seconds(self) -> float | None:
+        clock = self._clock
+        return clock.waited_seconds if clock is not None and clock.num_waits else None
 
     def note(self, line: str) -> None:
         """Write a line of words into the run's log."""
@@ -309,16 +321,21 @@ class TelemetryCallback(pl.Callback):
         self._pause()
         self._keep(self._book.flush())
         seconds = self.trained_seconds - self._seconds_before
-        waited = self._waited_seconds - self._waited_before
+        waited = self._waited_seconds
+        share = None
+        if waited is not None:
+            share = min(1.0, (waited - self._waited_before) / max(seconds, 1e-9))
+        elif self._epoch == 0:
+            self.note(UNTOLD)
         mean = self._total / self._count if self._count else math.nan
         metrics = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
             if value.numel() == 1
         }
-        share = min(1.0, waited / max(seconds, 1e-9))
-        report = EpochReport(self._epoch, mean, metrics, self._count, seconds, share)
-        self._write("epoch", vars(report) | {"samples_per_second": report.samples_per_second})
+        report = EpochReport(self._epoch, mean, metrics, self._count, seconds, share or 0.0)
+        told = {"samples_per_second": report.samples_per_second, "wait_share": share}
+        self._write("epoch", vars(report) | told)
 
     def _keep(self, arrived: list[StepLoss]) -> None:
         if not arrived:

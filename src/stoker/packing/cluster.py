@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
 import sys
 import threading
@@ -43,6 +44,7 @@ _VISIBLE_SECONDS = 5.0
 _MOST_INPUTS = 200
 _DISMISSAL_SECONDS = 1.5
 _MARK = "foreman-"
+_ADDRESS = re.compile(r"inproc://\S+|(?:(?:tcp|tls|ucx|ws|wss)://)?[^\s/]+:[0-9]+/?")
 _START = "dask scheduler, then dask worker tcp://HOST:8786 on every machine"
 
 
@@ -150,6 +152,12 @@ def _connected(address: str) -> Iterator[Any]:
         from distributed.utils import silence_logging_cmgr
     except ImportError:
         raise MissingExtraError.for_package("distributed", "cluster", "--cluster") from None
+    if not _ADDRESS.fullmatch(address):  # Dask would end with a traceback of its own, 10 s later
+        raise InputError(
+            f"--cluster is {address!r}.",
+            "the address that `dask scheduler` prints, such as tcp://10.0.0.1:8786",
+            f"{_START}; or leave --cluster out",
+        )
     try:
         client = Client(address, timeout=_CONNECT_SECONDS, set_as_default=False, name="stoker")
     except (OSError, ValueError, ImportError) as error:  # unknown scheme: ValueError

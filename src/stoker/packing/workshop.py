@@ -21,6 +21,7 @@ from stoker.errors import InputError, StoreError
 from stoker.packing.cluster import end_leftovers
 from stoker.sources.fingerprint import difference
 from stoker.store.manifest import MANIFEST_NAME, Manifest, Provenance
+from stoker.store.remote_fetch import as_url, shown
 from stoker.store.writer import fsync, write_text_atomically
 from stoker.units import format_bytes
 
@@ -117,7 +118,13 @@ class Workshop:
 
 
 def check_target(target: Path) -> None:
-    """Refuse to replace anything that is not a store of ours."""
+    """Refuse to replace anything that is not a store of ours, and what is no place on a disk."""
+    if (url := as_url(target)) is not None:
+        raise InputError(
+            f"OUT is {shown(url)}, and stores are packed onto a disk.",
+            "a folder of this machine, or of a disk that it mounts",
+            "pack into a folder, copy it to the server, and read it there by its URL (docs/remote.md)",
+        )
     if target.is_file():
         raise InputError(
             f"{target} is a file.", "a new folder name, or an existing store", "choose another OUT"

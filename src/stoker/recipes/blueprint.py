@@ -310,7 +310,7 @@ def check_columns(store: Store, facts: Facts) -> None:
     for name, trained in facts["columns"].items():
         if name not in store.fields:
             raise InputError(
-                f"{store.path} has no field {name!r}; it holds {', '.join(store.fields)}.",
+                f"{store.name} has no field {name!r}; it holds {', '.join(store.fields)}.",
                 f"a store with {', '.join(facts['inputs'])}, as in training",
                 "pack the new data like the training data",
             )
@@ -322,7 +322,7 @@ def check_columns(store: Store, facts: Facts) -> None:
                 (f"{len(trained)} columns", f"{len(have)}"),
             )
             raise InputError(
-                f"field {name!r} of {store.path} has other columns than in training: "
+                f"field {name!r} of {store.name} has other columns than in training: "
                 f"{first[0]!r} was trained on, {first[1]!r} stands there.",
                 f"the columns {', '.join(map(str, trained[:8]))}{', ...' if len(trained) > 8 else ''}",
                 "pack the new data with the same columns in the same order",

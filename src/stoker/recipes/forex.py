@@ -228,7 +228,7 @@ def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], 
         missing = [name for name in ("time", "label_time") if name not in store.fields]
         if missing:
             raise InputError(
-                f"{store.path} has neither 'split' nor {' and '.join(map(repr, missing))}.",
+                f"{store.name} has neither 'split' nor {' and '.join(map(repr, missing))}.",
                 "a split, or the times of decisions and labels to make one by",
                 "stoker pack bars FOLDER STORE",
             )
@@ -243,7 +243,7 @@ def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], 
         how += f"; {dropped:,} samples left out whose label runs over missing bars"
     if not len(samples["train"]):
         raise InputError(
-            f"{store.path} has no training samples ({how}).", "at least one", "pack more bars"
+            f"{store.name} has no training samples ({how}).", "at least one", "pack more bars"
         )
     counts = ", ".join(f"{len(ids):,} {name}" for name, ids in samples.items())
     return samples, [f"samples: {counts}; {how}"]
@@ -252,7 +252,7 @@ def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], 
 def _drop_label_gaps(store: Store, samples: Mapping[str, Array]) -> tuple[dict[str, Array], int]:
     if "label_gap" not in store.fields:
         raise InputError(
-            f"label_gaps is 'drop', and {store.path} has no field 'label_gap'.",
+            f"label_gaps is 'drop', and {store.name} has no field 'label_gap'.",
             "a store of stoker pack bars",
             "label_gaps='keep'",
         )
@@ -269,7 +269,7 @@ def _find_timeframes(store: Store, options: ForexOptions) -> tuple[str, ...]:
             f"{name} ({info.kind} {info.dtype})" for name, info in store.fields.items()
         )
         raise InputError(
-            f"{store.path} holds {held}.",
+            f"{store.name} holds {held}.",
             "one series per timeframe, and forward returns in a float field 'targets'",
             "stoker pack bars FOLDER STORE",
         )
@@ -277,7 +277,7 @@ def _find_timeframes(store: Store, options: ForexOptions) -> tuple[str, ...]:
     unknown = [name for name in wanted if name not in series]
     if unknown:
         raise InputError(
-            f"the timeframes {', '.join(unknown)} are not in {store.path}.",
+            f"the timeframes {', '.join(unknown)} are not in {store.name}.",
             ", ".join(series),
             f"timeframes=['{next(iter(series))}']",
         )

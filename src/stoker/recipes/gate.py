@@ -78,7 +78,7 @@ def _refusal(store: Store, refused: Sequence[Finding]) -> QualityError:
     kind = "arrays" if made_by is None else made_by.kind
     fix = f"stoker pack {kind} FILE OUT {typed or '--on-bad quarantine'}, and train on OUT"
     return QualityError(
-        f"the quality gate refuses {store.path}:\n{shown}{more}",
+        f"the quality gate refuses {store.name}:\n{shown}{more}",
         "finite values of usable size",
         fix,
     )

@@ -33,6 +33,7 @@ from stoker.recipes.weights_file import SUFFIX, read_weights
 from stoker.report import Progress, Silent, read_run_log
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
+from stoker.store.remote_fetch import as_url
 from stoker.store.repairs import FittedRepair
 from stoker.train.checkpoint import FORMAT, Loaded, load_checkpoint
 from stoker.train.checkpoint_file import loadable, write_file
@@ -91,6 +92,14 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
         InputError: It is not the checkpoint of a recipe, or of another one.
         CorruptError: Bytes are missing or changed.
     """
+    if Path(path).is_dir():
+        raise InputError(f"{path} is a folder.", "a checkpoint in it", f"{Path(path) / 'best.pt'}")
+    if Path(path).suffix == ".onnx":
+        raise InputError(
+            f"{path} is a graph for other programs.",
+            "best.pt or step-*.pt of a run, or an exported .safetensors",
+            f"stoker export CKPT {Path(path).with_suffix(SUFFIX)}",
+        )
     loaded = read_weights(path) if Path(path).suffix == SUFFIX else load_checkpoint(path)
     identity = loaded.identity
     if "facts" not in identity or (recipe is not None and identity["recipe"] != recipe):
@@ -134,7 +143,7 @@ def find_samples(store: Store, trained: Trained, split: str) -> Array:
         return select_samples(store, split)
     if fingerprint(store) != trained.loaded.identity["data"]:
         raise InputError(
-            f"{store.path} has no split, and is not the store that was trained on.",
+            f"{store.name} has no split, and is not the store that was trained on.",
             "--split all for new data",
             "leave --split out",
         )
@@ -234,7 +243,7 @@ def _about(trained: Trained, store: Store, split: str) -> dict[str, Any]:
         "checkpoint": str(saved.path),
         "step": saved.step,
         "recipe": trained.chosen.recipe.name,
-        "store": str(store.path),
+        "store": store.name,
         "data": fingerprint(store),
         "split": split,
     }
@@ -255,7 +264,7 @@ def _find_repairs(
         elif have:
             other = ", ".join(entry["repair"] for entry in have)
             raise InputError(
-                f"{name} of {store.path} was repaired by {other}; the model was trained on {named}.",
+                f"{name} of {store.name} was repaired by {other}; the model was trained on {named}.",
                 "data with the same repairs, or with none: they are then made here",
                 "pack the new data without --repair",
             )
@@ -265,7 +274,7 @@ def _find_repairs(
     extra = [name for name in store.manifest.repairs if name not in facts["repairs"]]
     if set(extra) & set(facts["inputs"]):
         raise InputError(
-            f"{', '.join(extra)} of {store.path} was repaired; the model was trained on data as it was.",
+            f"{', '.join(extra)} of {store.name} was repaired; the model was trained on data as it was.",
             "data without repairs",
             "pack the new data without --repair",
         )
@@ -276,14 +285,17 @@ def _find_repairs(
 # -- int8 ----------------------------------------------------------------------------------------
 
 
-def find_training_store(checkpoint: str | Path) -> Path | None:
-    """Return where the run's log says its store was, if that is still there."""
+def find_training_store(checkpoint: str | Path) -> str | Path | None:
+    """Return where the run's log says its store was, if that is still there; a URL is asked."""
     with contextlib.suppress(StokerError):
         for line in reversed(read_run_log(Path(checkpoint).resolve().parent / LOG_NAME)):
             text = str(line.values.get("text", ""))
             if line.event == "note" and text.startswith(STORE_NOTE):
-                path = Path(text.removeprefix(STORE_NOTE))
-                return path if path.exists() else None
+                place = text.removeprefix(STORE_NOTE)
+                if (url := as_url(place)) is not None:
+                    open_store(url).close()
+                    return url
+                return Path(place) if Path(place).exists() else None
     return None
 
 
@@ -344,7 +356,7 @@ def _compare(
     samples = job.samples[split]
     if not len(samples):
         raise InputError(
-            f"{store.path} has no {split} samples.",
+            f"{store.name} has no {split} samples.",
             "a split with samples",
             "--split val",
         )

@@ -399,7 +399,7 @@ def split_compounds(
     check_apart(groups, samples)
     if not len(samples["train"]):
         raise InputError(
-            f"{store.path} has no training samples.",
+            f"{store.name} has no training samples.",
             "a split with a share for training",
             "stoker pack massspec ... --split 0.8,0.1,0.1",
         )
@@ -428,7 +428,7 @@ def _find_bins(store: Store, options: MassSpecOptions) -> Binning:
     missing = [name for name in (*_SPECTRUM_FIELDS, *_GRAPH_FIELDS) if name not in store.fields]
     if missing:
         raise InputError(
-            f"{store.path} has no field {', '.join(missing)}.",
+            f"{store.name} has no field {', '.join(missing)}.",
             "a store of mass spectra",
             "stoker pack massspec --msp library.msp --mol-dir mols OUT",
         )

@@ -35,6 +35,7 @@ from stoker.report import Progress, RunLog, Silent
 from stoker.runs.telemetry import TelemetryLog
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
+from stoker.store.remote_fetch import as_url
 from stoker.train.checkpoint import Checkpoints, load_checkpoint
 from stoker.train.parallel import load_whole_model, shard_model
 from stoker.train.precision import choose_precision
@@ -96,7 +97,8 @@ def run_recipe(
     """
     chosen = choose_recipe(settings)
     with join(device, settings.stall_seconds) as (ranks, place):
-        resume = resume or num_restarts() > 0
+        # Machines do not count restarts alike: each counts those of its own processes.
+        resume = resume or ranks.largest(num_restarts())[0] > 0
         with ranks.shared_fate():
             if settings.store is not None and not resume:
                 _require_fresh(run_folder(settings))
@@ -330,6 +332,7 @@ class Run:
         """Return the run with the metrics of its best checkpoint; they go into the log as well."""
         job, settings = self.job, self.settings
         best = Checkpoints(self.folder, 1, *job.monitor).best()
+        check_alike(self.ranks, {"the best checkpoint": None if best is None else best.path.name})
         step = 0
         if best is not None:
             load_whole_model(job.model, load_checkpoint(best.path).state["model"])
@@ -474,7 +477,7 @@ class Run:
         chosen, settings = self.chosen, self.settings
         return [
             f"recipe {self.job.name} on {self.device}",
-            f"{STORE_NOTE}{self.store.path.resolve()}",
+            f"{STORE_NOTE}{as_url(self.store.name) or self.store.path.resolve()}",
             *self.job.notes,
             *self._rank_notes(),
             f"data {train.reason}",

@@ -239,7 +239,7 @@ def find_classes(store: Store, options: SegmentationOptions) -> tuple[int, str]:
     values = [int(value) for value in recorded if value not in apart]
     if not values:
         raise InputError(
-            f"the masks of {store.path} hold nothing but ignored values.",
+            f"the masks of {store.name} hold nothing but ignored values.",
             "masks with classes from 0 up",
             "ignore_values=[]",
         )
@@ -270,7 +270,7 @@ def split_images(
         note = f"split: {options.split}" + (f", seed {seed}" if options.split == "random" else "")
     if not len(samples["train"]):
         raise InputError(
-            f"{store.path} has no training samples.",
+            f"{store.name} has no training samples.",
             "at least one image in the training split",
             "ratios=[0.8, 0.1, 0.1]",
         )
@@ -360,7 +360,7 @@ def _check_fields(store: Store) -> int:
             f"{name} {info.dtype} {tuple(info.shape)}" for name, info in store.fields.items()
         )
         raise InputError(
-            f"{store.path} has {have or 'no fields'}.",
+            f"{store.name} has {have or 'no fields'}.",
             "images uint8 (channels, height, width) and masks uint8 (height, width)",
             "stoker pack segmentation --images IMAGES --masks MASKS OUT",
         )

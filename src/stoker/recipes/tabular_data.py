@@ -88,7 +88,7 @@ def find_inputs(store: Store, wanted: str | None, target: str) -> Inputs:
     if name not in usable:
         held = ", ".join(f"{n} ({i.kind} {i.dtype} {i.shape})" for n, i in store.fields.items())
         raise InputError(
-            f"{name!r} is no input." if name else f"{store.path} holds {held}.",
+            f"{name!r} is no input." if name else f"{store.name} holds {held}.",
             ", ".join(usable) or "dense features (n, F) or (n, T, F), or a series",
             f"field='{next(iter(usable))}'" if usable else "stoker pack table FILE.csv OUT",
         )
@@ -212,7 +212,7 @@ def split_samples(
         samples = {name: samples_of(division, name) for name in _SPLITS}
     if not len(samples["train"]):
         raise InputError(
-            f"{store.path} has no training samples (split {mode!r}: {why}).",
+            f"{store.name} has no training samples (split {mode!r}: {why}).",
             "at least one",
             "ratios=[0.8, 0.1, 0.1]",
         )

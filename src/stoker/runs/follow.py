@@ -112,8 +112,11 @@ class RunFollower:
         if self.folder.name == LOG_NAME:
             self.folder = self.folder.parent
         if not self.folder.is_dir():
+            is_file = self.folder.exists()
             raise InputError(
-                f"there is no folder {str(folder)!r}.",
+                f"{str(folder)!r} is a file."
+                if is_file
+                else f"there is no folder {str(folder)!r}.",
                 "the folder of a run, as `stoker train` makes it",
                 f"ls {self.folder.parent}",
             )

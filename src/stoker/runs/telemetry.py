@@ -43,7 +43,7 @@ class RunCounters:
     Attributes:
         samples: Trained on.
         trained_seconds: Spent in epochs; validation and checkpoints do not count.
-        waited_seconds: Of these, spent waiting for batches.
+        waited_seconds: Of these, spent waiting for batches; None where that cannot be told.
         epoch: The current one.
         loss: The last one that was read.
         allocated_bytes: Device memory in tensors; None without a GPU.
@@ -52,7 +52,7 @@ class RunCounters:
 
     samples: int
     trained_seconds: float
-    waited_seconds: float
+    waited_seconds: float | None
     epoch: int | None = None
     loss: float | None = None
     allocated_bytes: int | None = None
@@ -319,10 +319,13 @@ class _Rates:
         trained = counted.trained_seconds - old.trained_seconds
         if trained <= 0 or trained < _LEAST_TRAINED * (now - then):
             return unknown
-        waited = counted.waited_seconds - old.waited_seconds
+        share = None
+        if counted.waited_seconds is not None and old.waited_seconds is not None:
+            waited = counted.waited_seconds - old.waited_seconds
+            share = min(1.0, max(0.0, waited / trained))
         return {
             "samples_per_second": (counted.samples - old.samples) / trained,
-            "wait_share": min(1.0, max(0.0, waited / trained)),
+            "wait_share": share,
         }
 
 

@@ -176,7 +176,9 @@ def read_manifest(folder: Path) -> Manifest:
 def _not_a_store(folder: Path) -> StoreError:
     if not folder.exists():
         return StoreError(
-            f"{folder} does not exist.", "a store folder or an HDF5 file", f"ls {folder.parent}"
+            f"{folder} does not exist.",
+            "a store folder, an HDF5 file or a URL",
+            f"ls {folder.parent}",
         )
     return StoreError(
         f"{folder} has no {MANIFEST_NAME}, so it is not a finished store.",

@@ -71,7 +71,8 @@ def assemble_store(
         shards.append(Shard(folder / info.file, info, datasets, manifest.block_bytes, fetch))
         if mirror is not None:
             mirror.adopt(shards[-1])
-    return Store(folder, manifest, shards, threads, notes)
+    name = None if mirror is None else mirror.remote.name
+    return Store(folder, manifest, shards, threads, notes, name)
 
 
 def _datasets(fields: Mapping[str, FieldInfo]) -> dict[str, tuple[str, list[int]]]:
@@ -94,7 +95,12 @@ class VerifyReport:
 
 
 class Store:
-    """Samples `0 .. num_samples - 1`, in shard order. Made by `open_store`."""
+    """Samples `0 .. num_samples - 1`, in shard order. Made by `open_store`.
+
+    Attributes:
+        path: The folder or file; of a store behind a URL, its copy in the cache.
+        name: What to call it: the path, or the URL without a password.
+    """
 
     def __init__(
         self,
@@ -103,8 +109,10 @@ class Store:
         shards: list[Shard],
         threads: int | None,
         notes: Iterable[str],
+        name: str | None = None,
     ) -> None:
         self.path = path
+        self.name = name or str(path)
         self.manifest = manifest
         self.shards = shards
         self.notes = tuple(notes)

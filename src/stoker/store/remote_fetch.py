@@ -54,6 +54,12 @@ def as_url(path: str | Path) -> str | None:
     return text.removesuffix("/store.json").rstrip("/")
 
 
+def shown(path: str | Path) -> str:
+    """Return a store as people may see it: a URL with its slashes and without a password, or the path."""
+    url = as_url(path)
+    return str(path) if url is None else Remote(url).name
+
+
 @dataclass(frozen=True)
 class Remote:
     """The folder of a store behind a URL."""
@@ -108,6 +114,9 @@ class Remote:
             raise InputError(
                 f"{self.name}: {error}.", "a URL that fsspec knows: http, s3, gs, ...", ""
             ) from error
+        except OSError:  # some protocols (ftp, sftp) connect at once
+            with self._translated("store.json"):
+                raise
         return system, root.rstrip("/")
 
     @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data.distributed import DistributedSampler
 
 from stoker.errors import InputError
@@ -23,9 +24,10 @@ from stoker.loader.loader import Batch, IndexBatch, Loader
 from stoker.loader.prefetch import Prefetcher, prefetch
 from stoker.store.fields import Array
 from stoker.train.place import EpochPlace
-from stoker.train.ranks import Ranks
+from stoker.train.ranks import Ranks, as_ranks, check_alike
 
 Unpack = Callable[[Any], tuple[Any, Any]]
+_SHARED = ("num_samples", "order", "seed", "drop_last", "batch_size", "chunks")
 _PAIRS = (("features", "targets"), ("images", "masks"), ("images", "labels"))
 
 
@@ -122,6 +124,30 @@ class Feed:
         elif device.type == "cuda" and not hasattr(loader, "pinned_bytes"):
             self.loader = prefetch(loader, device)
 
+    def check_ranks(self) -> None:
+        """Raise unless the ranks' loaders share one epoch; for training. Every rank must call it.
+
+        Raises:
+            InputError: A stoker loader of other ranks than those that train, or ranks whose loaders differ.
+        """
+        if not self._ranks.are_several or not self.is_stoker:
+            return
+        state = self.loader.state_dict()
+        ranks = self._ranks
+        with ranks.shared_fate():
+            if (state["rank"], state["world_size"]) != (ranks.rank, ranks.world_size):
+                raise InputError(
+                    f"the training loader is for rank {state['rank']} of {state['world_size']}, and this is "
+                    f"rank {ranks.rank} of {ranks.world_size}.",
+                    "a part of every batch on each rank",
+                    f"Loader(..., rank={ranks.rank}, world_size={ranks.world_size})",
+                )
+        chunks = state["chunks"]
+        if chunks is not None:
+            chunks = f"{len(chunks)} ({xxhash.xxh3_64_hexdigest(repr(chunks).encode())})"
+        facts = {name: state[name] for name in _SHARED} | {"chunks": chunks}
+        check_alike(ranks, {f"the training loader's {name}": fact for name, fact in facts.items()})
+
     @property
     def num_batches(self) -> int | None:
         """Batches of an epoch; None where the loader does not know."""
@@ -137,7 +163,9 @@ class Feed:
         """Whether every rank has its own part of the samples; else each one has them all."""
         if self.is_stoker:
             return int(self.loader.world_size) > 1
-        return isinstance(getattr(self.loader, "sampler", None), DistributedSampler)
+        inner = getattr(getattr(self.loader, "batch_sampler", None), "sampler", None)
+        samplers = (getattr(self.loader, "sampler", None), inner)
+        return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
     @property
     def batch_size(self) -> int | None:
@@ -146,11 +174,12 @@ class Feed:
         return getattr(self.loader, "batch_size", None) or getattr(sampler, "batch_size", None)
 
     def state_dict(self) -> Any:
-        """Return the loader's place in its epoch."""
+        """Return the loader's place in its epoch; of loaders of others, that of every rank."""
         if self.is_stoker:
             return self.loader.state_dict()
         own = self.loader.state_dict() if self._place.knows_itself else None
-        return self._place.state_dict(own)
+        state = self._place.state_dict(own)
+        return self._ranks.gather(state) if self._ranks.are_several else state
 
     def load_state_dict(self, state: Any) -> str | None:
         """Go to a place; return how, in words, where that is not obvious."""
@@ -158,9 +187,24 @@ class Feed:
         if self.is_stoker:
             words: str | None = self.loader.load_state_dict(state)
             return words
+        state = self._own_state(as_ranks(state))
         if self._place.knows_itself:
             self.loader.load_state_dict(state["loader"])
         return self._place.load_state_dict(state)
+
+    def _own_state(self, states: list[Any]) -> Any:
+        """Return what this rank has saved; between two epochs what any rank has."""
+        if len(states) == self._ranks.world_size:
+            return states[self._ranks.rank]
+        taken = max(int(state["taken"]) for state in states)
+        if taken:
+            raise InputError(
+                f"{len(states)} ranks had taken {taken} batches of the epoch from loaders of their own, and "
+                f"{self._ranks.world_size} are to go on.",
+                f"{len(states)} ranks until the epoch ends: only a stoker Loader can share the rest of one",
+                f"torchrun --nproc-per-node {len(states)}, or stoker.Loader(rank=, world_size=)",
+            )
+        return states[0]
 
     def shrink(self, share: float) -> int:
         """Keep a share of the chunks on the device; return the bytes given back."""
@@ -243,7 +287,8 @@ class Feed:
             places = batch.positions
             # Only lanes have rows without a sample.
             count = len(places) if batch.valid is None else int((places >= 0).sum())
-            return Work(inputs, targets, count, places, batch, num_together=batch.num_together)
+            together = batch.num_together if self._ranks.are_several else None
+            return Work(inputs, targets, count, places, batch, num_together=together)
         inputs, targets = self.unpack(map_tensors(self._bring, batch))
         if self.augmentation is not None:
             inputs, targets = _augment(self.augmentation, inputs, targets)

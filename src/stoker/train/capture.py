@@ -120,7 +120,8 @@ class CapturedStep:
             return
         for index in loader.index_batches():
             places = index.planned.positions
-            together = index.planned.num_together
+            several = self.step.parts.ranks.are_several
+            together = index.planned.num_together if several else None
             yield Work(None, None, len(places), places, index=index, num_together=together)
 
     def run(self, work: Work) -> torch.Tensor:

@@ -82,6 +82,8 @@ class Carry:
             rank: Whose rows.
             world_size: Ranks that share all rows now.
         """
+        if len(states) == world_size:
+            return states[rank]
         whole = [state for state in states if state is not None]
         if not whole:
             return None
@@ -89,7 +91,10 @@ class Carry:
         made = {}
         for name in whole[0]:
             sizes = zip(small[name].shape, large[name].shape, strict=True)
-            axis = next(number for number, (one, two) in enumerate(sizes) if one != two)
+            axis = next((number for number, (one, two) in enumerate(sizes) if one != two), None)
+            if axis is None:  # what all rows have in common
+                made[name] = whole[0][name]
+                continue
             rows = torch.cat([state[name] for state in whole], axis)
             made[name] = rows.chunk(world_size, axis)[rank].contiguous()
         return made

@@ -20,6 +20,7 @@ from stoker.train.batches import Feed, Work, map_tensors
 from stoker.train.carry import Carry, make_carry
 from stoker.train.lookout import LOOKOUT
 from stoker.train.oom import bytes_in_use, forget_frames, is_oom, let_go, smaller_pass
+from stoker.train.parallel import is_sharded
 from stoker.train.precision import PrecisionChoice
 from stoker.train.ranks import Ranks
 from stoker.train.step import Criterion, as_float32, take_rows
@@ -65,9 +66,11 @@ class Judge:
     ) -> None:
         self._model, self._criterion, self._metrics = model, criterion, metrics
         self._precision, self._device = precision, device
-        self._survives, self._say, self._give_way = survive, say or Silent().say, give_way
+        self._say, self._give_way = say or Silent().say, give_way
         self._most: int | None = None
         self._ranks = ranks or Ranks()
+        # A model in parts asks all ranks for every pass: none can take smaller ones by itself.
+        self._survives = survive and not (self._ranks.are_several and is_sharded(model))
 
     @torch.no_grad()
     def judge(self, feed: Feed) -> dict[str, float]:
@@ -86,8 +89,10 @@ class Judge:
         finally:
             self._model.train(was_training)
         loss, number = float(total), float(count)
-        if feed.is_shared and self._ranks.are_several:
+        if self._ranks.are_several and (feed.is_shared or not feed.is_stoker):
+            # The mean is right also where a loader of others has all samples on every rank.
             loss, number = self._ranks.total(loss, number)
+        if self._ranks.are_several and feed.is_shared:
             counted = self._merge(counted)
         found = {"loss": loss / max(number, 1)}
         return found | (counted.compute() if counted is not None else {})

@@ -19,6 +19,8 @@ from stoker.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OURS, EX
 from stoker.train.ranks import RESTARTS
 
 _FINAL = (EXIT_INPUT, EXIT_REFUSED, EXIT_INTERRUPTED)
+_SAVING_SECONDS = 300
+"""After a signal: for the end of a validation, and a checkpoint. Torch would kill the processes after 30."""
 
 
 def launch(
@@ -34,6 +36,7 @@ def launch(
         say: Told of every restart.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVING_SECONDS))
     for restart in range(max_restarts + 1):
         os.environ[RESTARTS] = str(restart)
         code, why = _run(words, num_processes)
@@ -66,8 +69,10 @@ def _run(words: Sequence[str], num_processes: int) -> tuple[int, str]:
     try:
         elastic_launch(config, sys.executable)("-m", "stoker", *words)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        code = int(failure.exitcode)
+        # Those that end because of another one can be seen in the same moment as that one.
+        final = [rank for rank, each in error.failures.items() if each.exitcode in _FINAL]
+        rank = final[0] if final else error.get_first_failure()[0]
+        code = int(error.failures[rank].exitcode)
         if code >= 0:
             return code, f"rank {rank} ended with exit code {code}"
         return EXIT_OURS, f"rank {rank} was ended by {signal.Signals(-code).name}"

@@ -74,12 +74,9 @@ class Lookout:
         end: Callable[[str], object] = _end,
     ) -> None:
         self._rank, self._size, self._stall, self._end = rank, world_size, stall_seconds, end
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         base: Any = distributed.distributed_c10d._get_default_store()
         # A connection of its own: what one thread waits for must not hold up the other.
-        self._store: Any = distributed.distributed_c10d.PrefixStore(
-            f"stoker/lookout/{restart}", base.clone()
-        )
+        self._store: Any = distributed.distributed_c10d.PrefixStore("lookout", base.clone())
         self._lock = threading.Lock()
         self._where = f"{platform.node()}, process {os.getpid()}"
         self._doing: tuple[str, int | None, int | None] = "starting", None, None

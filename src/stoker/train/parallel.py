@@ -11,7 +11,9 @@ so a rank's mean loss is weighted with its samples * ranks / the samples of all 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +45,9 @@ class Parallel:
     def exchange(self, parameters: Iterable[torch.Tensor]) -> None:
         """Average gradients that were held back."""
 
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise where the model is no longer the one that was wrapped."""
+
 
 class Replicated(Parallel):
     """The whole model on every rank (DDP).
@@ -54,12 +59,14 @@ class Replicated(Parallel):
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
+        self._trained: set[int] = set()
         backend = "nccl" if device.type == "cuda" else "gloo"
         self.reason = f"the whole model on each of {ranks.world_size} ranks (DDP, {backend})"
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model with its gradients averaged as they come; weights become those of rank 0."""
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+        self._trained = _trained(model)
+        if not self._trained:
             return model
         on_gpu = self._device.type == "cuda"
         # On a stream of its own, so that the exchange can be captured in a CUDA graph.
@@ -74,6 +81,21 @@ class Replicated(Parallel):
         if on_gpu:
             torch.cuda.synchronize(self._device)
         return wrapped
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise where parameters were frozen or unfrozen since: DDP averages those it was made with.
+
+        Raises:
+            InputError: Of one that it does not know every rank would go its own way.
+        """
+        changed = len(self._trained ^ _trained(model))
+        if changed:
+            raise InputError(
+                f"{changed} parameters were frozen or unfrozen after the trainer was made, and "
+                f"{self._ranks.world_size} ranks share the model.",
+                "the same trained parameters as when the trainer was made",
+                "make a new Trainer after each change of requires_grad",
+            )
 
     def held_back(self, runner: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return DDP's `no_sync`."""
@@ -109,7 +131,17 @@ class Sharded(Parallel):
 
 
 def choose_parallel(model: torch.nn.Module, ranks: Ranks, device: torch.device) -> Parallel:
-    """Return how a model is trained by these ranks: as it was sharded, else whole on each."""
+    """Return how a model is trained by these ranks: as it was sharded, else whole on each.
+
+    Raises:
+        InputError: The model was wrapped for several ranks already.
+    """
+    if ranks.joined and isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise InputError(
+            "the model is a DistributedDataParallel already.",
+            "the model itself: the trainer shares it among the ranks, and weighs short batches",
+            "Trainer(model.module, ...)",
+        )
     if is_sharded(model):
         return Sharded(ranks)
     return Replicated(ranks, device) if ranks.joined else Parallel()
@@ -119,12 +151,24 @@ def choose_parallel(model: torch.nn.Module, ranks: Ranks, device: torch.device) 
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether `shard_model` has been here."""
-    return any(is_spread(parameter) for parameter in model.parameters())
+    """Whether `shard_model` has been here; its parameters can be whole for the moment."""
+    return any(_is_fsdp(type(module)) for module in model.modules())
+
+
+def plain_name(model: torch.nn.Module) -> str:
+    """Return the name of a model's class, the same in parts: `fully_shard` makes a class of its own."""
+    return next(kind.__name__ for kind in type(model).__mro__ if not _is_fsdp(kind))
+
+
+def _is_fsdp(kind: type) -> bool:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # whoever has parts has imported it
+    return fsdp is not None and issubclass(kind, fsdp.FSDPModule)
 
 
 def shard_model(model: torch.nn.Module, ranks: Ranks, device: torch.device) -> torch.nn.Module:
     """Spread a model over the ranks, block by block; before its optimizer is made. Returns the model.
+
+    Batch norms share their statistics from here on: the parts belong to the modules that they were made of.
 
     Raises:
         InputError: There is no process group.
@@ -138,7 +182,7 @@ def shard_model(model: torch.nn.Module, ranks: Ranks, device: torch.device) -> t
             "a run that torchrun has started",
             "stoker train --gpus 2, or torchrun --nproc-per-node 2 -m stoker train",
         )
-    model.to(device)
+    model = share_statistics(model.to(device), ranks, device)[0]
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):  # every rank's part of one model
             distributed.broadcast(tensor.detach(), src=0)
@@ -150,17 +194,32 @@ def shard_model(model: torch.nn.Module, ranks: Ranks, device: torch.device) -> t
     return model
 
 
-def gather_whole(value: Any) -> Any:
-    """Return a nested value with every spread tensor whole, on the CPU; every rank must call it."""
+def gather_whole(value: Any, keep: bool = True) -> Any:
+    """Return a nested value with every spread tensor whole, on the CPU; every rank must call it.
+
+    Args:
+        value: Of dicts, lists and tuples.
+        keep: False returns None in the place of these tensors: on ranks that only help to gather them.
+    """
     if is_spread(value):
-        return value.full_tensor().detach().cpu()
+        whole = value.full_tensor()
+        return whole.detach().cpu() if keep else None
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Mapping):
-        return {name: gather_whole(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(gather_whole(item) for item in value)
+        return _map_entries(lambda _, item: gather_whole(item, keep), value)
+    if type(value) in (list, tuple):
+        return type(value)(gather_whole(item, keep) for item in value)
     return value
+
+
+def _map_entries(change: Callable[[Any, Any], Any], entries: Mapping[Any, Any]) -> Any:
+    """Return a dict with every entry changed; that of a model keeps the versions of its modules."""
+    made: Any = OrderedDict() if hasattr(entries, "_metadata") else {}
+    made.update((name, change(name, item)) for name, item in entries.items())
+    if hasattr(entries, "_metadata"):
+        made._metadata = entries._metadata
+    return made
 
 
 def load_whole_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
@@ -169,12 +228,15 @@ def load_whole_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) 
         model.load_state_dict(state)
         return
     own = model.state_dict()
-    model.load_state_dict({name: _like(value, own.get(name)) for name, value in state.items()})
+    model.load_state_dict(_map_entries(lambda name, value: _like(value, own.get(name)), state))
 
 
 def load_whole_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load whole tensors into an optimizer, each spread as its parameter is."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(map(is_spread, parameters)):
+        optimizer.load_state_dict(dict(state))
+        return
     spread = {
         number: {
             name: _like(value, parameters[number]) if name != "step" else value
@@ -222,5 +284,10 @@ def share_statistics(
             f"{len(norms)} batch norms see the {ranks.world_size} ranks' batches apart: torch shares their "
             "statistics on GPUs only, so losses differ a little from those of one process"
         )
-    shared = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return shared, f"{len(norms)} batch norms share their statistics over {ranks.world_size} ranks"
+    if not all(isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms):
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model, f"{len(norms)} batch norms share their statistics over {ranks.world_size} ranks"
+
+
+def _trained(model: torch.nn.Module) -> set[int]:
+    return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}

@@ -16,6 +16,7 @@ import os
 import platform
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 import stoker
 from stoker.errors import EXIT_OURS, InputError, OtherRankError, StokerError
@@ -30,6 +33,7 @@ from stoker.train.lookout import LOOKOUT, Lookout
 
 _T = TypeVar("_T")
 _FAREWELL_SECONDS = 6.0
+_MEETING_SECONDS = 0.02
 
 
 class RankLostError(StokerError, RuntimeError):
@@ -76,14 +80,18 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in the order of ranks: tensors, numbers and text, in any nesting."""
+        """Return every rank's value, in the order of ranks: tensors, numbers and text, in any nesting.
+
+        Tensors come back on the CPU, where there are several ranks.
+        """
         if not self.are_several:
             return [value]
         written = io.BytesIO()
         torch.save(value, written)  # plain pickles lose the type of some tensors
         gathered: list[Any] = [None] * self.world_size
         distributed.all_gather_object(gathered, written.getvalue())
-        return [torch.load(io.BytesIO(each), weights_only=True) for each in gathered]
+        # On the CPU: another rank's GPU may not be there, and would cost a context where it is.
+        return [torch.load(io.BytesIO(each), "cpu", weights_only=True) for each in gathered]
 
     def all_of(self, flag: bool) -> bool:
         """Whether it holds on every rank."""
@@ -196,9 +204,15 @@ def join(
         yield Ranks.current(), pick_device(device)
         return
     place = _device_of_rank(device)
+    timeout = timedelta(seconds=2 * stall_seconds)
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=2 * stall_seconds),
+        store=meet(store, rank, world_size, 2 * stall_seconds),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
         device_id=place if place.type == "cuda" else None,
     )
     ranks = Ranks.current()
@@ -221,6 +235,51 @@ def join(
         LOOKOUT.close()
         with contextlib.suppress(RuntimeError):
             distributed.destroy_process_group()
+
+
+def meet(store: Any, rank: int, world_size: int, seconds: float) -> Any:
+    """Return a part of a store that belongs to this start alone, once all ranks have come.
+
+    A launcher's store outlives the processes that it starts again, and what they left there (addresses,
+    farewells) would be taken for that of the new ones. Machines do not count restarts alike, so rank 0 names
+    the start, and tells it to each process by the word that this one has brought: a name that nobody
+    else can have left.
+
+    Raises:
+        RankLostError: A rank has not come.
+    """
+    hall = PrefixStore("stoker", store)
+    word = f"{platform.node()}/{os.getpid()}/{time.time_ns()}"
+    if rank != 0:
+        hall.set(f"word/{rank}", word)
+        try:
+            turn = hall.get(f"turn/{word}").decode()
+        except RuntimeError as error:
+            raise _absent("rank 0", seconds) from error
+        hall.set(f"here/{turn}/{rank}", "")
+        return PrefixStore(f"stoker/{turn}", store)
+    told: dict[int, bytes] = {}
+    missing, until = list(range(1, world_size)), time.monotonic() + seconds
+    while missing:
+        for other in missing:
+            if hall.check([f"word/{other}"]):
+                theirs = hall.get(f"word/{other}")
+                if theirs != told.get(other):  # it may have been left by one that is gone
+                    hall.set(f"turn/{theirs.decode()}", word)
+                    told[other] = theirs
+        missing = [other for other in missing if not hall.check([f"here/{word}/{other}"])]
+        if missing and time.monotonic() > until:
+            raise _absent(f"rank {missing[0]}", seconds)
+        time.sleep(_MEETING_SECONDS if missing else 0.0)
+    return PrefixStore(f"stoker/{word}", store)
+
+
+def _absent(who: str, seconds: float) -> RankLostError:
+    return RankLostError(
+        f"{who} has not come within {seconds:.0f} s.",
+        "all ranks of a run, at its beginning",
+        "look at the output of that rank and its machine",
+    )
 
 
 def _find_lost() -> list[str]:

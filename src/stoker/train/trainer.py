@@ -44,6 +44,7 @@ from stoker.train.parallel import (
     gather_whole,
     load_whole_model,
     load_whole_optimizer,
+    plain_name,
     share_statistics,
 )
 from stoker.train.precision import choose_precision
@@ -136,6 +137,7 @@ class Trainer:
             drawn = gpu_augmentation.state_dict()
             gpu_augmentation.load_state_dict(drawn | {"stream": self.ranks.rank})
         self._train = Feed(train_loader, self.device, unpack, gpu_augmentation, self.ranks)
+        self._train.check_ranks()
         if val_loader is not None and val_loader is train_loader and self._train.is_stoker:
             raise InputError(
                 "one Loader was given for training and for validation.",
@@ -191,7 +193,7 @@ class Trainer:
             self._precision.make_scaler(self.device),
             self.device,
             settings.clip_norm,
-            self._train.batch_size or 1,
+            self._of_all(self._train.batch_size or 1),
             settings.accumulation_steps,
             make_carry(self.model, self._train.loader, self.device),
             None if runner is model else runner,
@@ -265,12 +267,14 @@ class Trainer:
                 settings.empty_cache_every_n_epochs, settings.empty_cache_every_n_batches
             )
             stack.push(self._keep_what_was_done)
+            self._ending.agree()
             while self._epoch < settings.epochs and self._ending.reason is None:
                 if self._run_epoch(cache):
                     cache.after_epoch(self._epoch)
                     growth = None if leaks is None else leaks.after_epoch()
                     if growth is not None:
                         self.note(str(growth))
+                self._ending.agree()  # validation takes long: a signal in it ends the run here
             if self._ending.reason is not None:
                 if self._saved_step != self._num_steps:
                     self.save()
@@ -345,6 +349,7 @@ class Trainer:
         self.load_state_dict(self._good)
         del self.history.losses[self._first_loss :]  # the state is that of the epoch's beginning
         self._left_out = left_out
+        self._num_skipped = self._step.num_skipped  # the cause is known
         self.note(
             f"{found.finding.given} Went back to epoch {self._epoch}, step {self._num_steps}; batch "
             f"{found.place[1]} of epoch {found.place[0]} is left out."
@@ -353,6 +358,7 @@ class Trainer:
     def train_epoch(self, cache: CacheEmptier | None = None) -> EpochReport:
         """Train on the rest of the current epoch."""
         self.model.train()
+        self.parallel.check(self.model)
         fill_momentum(self.optimizer)  # of parameters that were frozen until now
         self._train.set_epoch(self._epoch)
         self._epoch_is_done = False
@@ -450,8 +456,12 @@ class Trainer:
 
     def _set_batch_size(self, num_samples: int) -> None:
         """Take the first batch's size for that of a full one, where the loader does not say."""
-        self._step.parts.nominal_batch = num_samples
+        self._step.parts.nominal_batch = self._of_all(num_samples)
         self._make_step(self._step.parts)
+
+    def _of_all(self, batch_size: int) -> int:
+        """Return one size of a full batch for all ranks: gradients that were weighed by it are averaged."""
+        return self.ranks.largest(batch_size)[0]
 
     def _collect(self, arrived: list[StepLoss]) -> None:
         """Keep losses that have arrived; deal with one that is not finite."""
@@ -545,7 +555,7 @@ class Trainer:
         if self._checkpoints is None:
             return
         LOOKOUT.mark("saving", self._epoch)
-        state, checkpoints = self.state_dict(), self._checkpoints
+        state, checkpoints = self._state(keep=self.ranks.is_first), self._checkpoints
         self.ranks.first_does(
             lambda: checkpoints.save(
                 state, self._num_steps, self._epoch, dict(metrics or {}), self.identity
@@ -560,17 +570,21 @@ class Trainer:
         for name in _MAY_CHANGE:
             ours.pop(name)
         kinds = {
-            "model": type(self.model).__name__,
+            "model": plain_name(self.model),
             "optimizer": type(self.optimizer).__name__,
             "scheduler": type(self.scheduler).__name__,
         }
         return {"settings": ours, **kinds, **self._identity}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the rest of the run depends on."""
+        """Return everything that the rest of the run depends on; every rank must call it."""
+        return self._state()
+
+    def _state(self, keep: bool = True) -> dict[str, Any]:
+        """Return the same; without `keep`, parameters in parts are only gathered for others."""
         state = {
-            "model": gather_whole(self.model.state_dict()),
-            "optimizer": gather_whole(self.optimizer.state_dict()),
+            "model": gather_whole(self.model.state_dict(), keep),
+            "optimizer": gather_whole(self.optimizer.state_dict(), keep),
             "scaler": self._step.parts.scaler.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "loader": self._train.state_dict(),
@@ -606,9 +620,8 @@ class Trainer:
         if words is not None:
             self.note(words)
         if self.gpu_augmentation is not None and state["augmentation"] is not None:
-            self.gpu_augmentation.load_state_dict(
-                dict(state["augmentation"]) | {"stream": self.ranks.rank}
-            )
+            own_draws = {"stream": self.ranks.rank} if self.ranks.are_several else {}
+            self.gpu_augmentation.load_state_dict(dict(state["augmentation"]) | own_draws)
         carry, carried = self._step.parts.carry, state["carried"]
         if carry is not None:
             own = None if carried is None else carry.part_of(as_ranks(carried), *self._place)
@@ -639,7 +652,8 @@ class Trainer:
                 "a folder",
                 "Trainer(..., run_dir='runs/a')",
             )
-        latest = self._checkpoints.latest()
+        with self.ranks.shared_fate():
+            latest = self._checkpoints.latest()
         check_alike(
             self.ranks, {"the latest checkpoint": None if latest is None else latest.path.name}
         )
@@ -647,7 +661,10 @@ class Trainer:
             self.note("there is no checkpoint yet: beginning anew")
             return False
         with self.ranks.shared_fate():
-            self.load_state_dict(self._checkpoints.load_for(self.identity).state)
+            state = self._checkpoints.load_for(self.identity).state
+        # Apart: parts of a model are handed out among the ranks.
+        with self.ranks.shared_fate():
+            self.load_state_dict(state)
         self.note(f"resumed at epoch {self._epoch}, step {self._num_steps}")
         return True
 

@@ -16,6 +16,7 @@ remembered, the run ends with it, and the next start begins there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -163,9 +164,14 @@ class Window:
             again = True
 
     def give_way(self) -> bool:
-        """Take the rung that the data gives, if it is still there; the step stays as it is."""
+        """Take the rung that the data gives, if it is still there; the step stays as it is.
+
+        Not among several ranks: one whose data has moved would capture its step anew, and the others not.
+        """
         rung = next_rung(self.footing)
         if not self.survives or rung is None or rung.kind != "chunk share":
+            return False
+        if self.step.parts.ranks.are_several:
             return False
         before = bytes_in_use(self.step.parts.device)
         let_go(self.step.parts.device)
@@ -328,13 +334,13 @@ class Window:
         return self._shrink(FALLBACK_SHARE / GPU_SHARE)
 
     def _recall(self) -> None:
-        """Begin where an earlier run of the same model on the same GPU ended."""
+        """Begin where an earlier run of the same model on the same GPU ended; ranks on the lowest rung of all."""
         parts = self.step.parts
         free = torch.cuda.mem_get_info(parts.device)[0]
         signature = sign_model(parts.model, parts.precision.name, type(parts.optimizer).__name__)
         name = torch.cuda.get_device_name(parts.device)
         self._circumstances = Circumstances.of(signature, name, free)
-        known = self._remembered.recall(self._circumstances, self._asked)
+        known = self._lowest(self._remembered.recall(self._circumstances, self._asked))
         if known is None:
             return
         freed = self._apply(known)
@@ -342,6 +348,19 @@ class Window:
             f"remembered from an earlier run: {known.pass_size} samples at once"
             + (", activations recomputed" if known.is_checkpointed else "")
             + (f", {format_bytes(freed)} of chunks given back" if freed else "")
+        )
+
+    def _lowest(self, own: Footing | None) -> Footing | None:
+        """Return the lowest footing of all ranks: their passes and captures must be the same."""
+        ranks = self.step.parts.ranks
+        if not ranks.are_several:
+            return own
+        known = [found for found in ranks.gather(None if own is None else asdict(own)) if found]
+        if not known:
+            return None
+        return min(
+            (Footing(**found) for found in known),
+            key=lambda each: (each.pass_size, not each.is_checkpointed, each.chunk_share or 0.0),
         )
 
 
