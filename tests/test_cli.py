@@ -116,6 +116,12 @@ def test_pack_verify_inspect_and_their_json(arrays):
             3,
             ["quality gate refuses", "nan features['b']", "--on-bad quarantine"],
         ),
+        (
+            ["pack", "arrays", "features.npy", "http://host/store"],
+            2,
+            ["OUT is http://host/store", "a folder of this machine", "docs/remote.md"],
+        ),
+        (["config", "check", "dirty.csv"], 2, ["not a section per line"]),
         (["inspect", "dirty.csv"], 3, ["nan features['b']"]),
         (["inspect", "nothing"], 2, ["nothing does not exist"]),
         (["verify", "features.npy"], 2, ["cannot be opened as HDF5"]),

@@ -250,6 +250,9 @@ def test_a_scheduler_that_does_not_answer_is_an_error_within_seconds(
         assert time.monotonic() - began < 10
     assert "dask scheduler, then dask worker" in caught.value.fix
     assert not list(tmp_path.glob("s*"))
+    for words in ("nonsense", "http://127.0.0.1:1", "tcp://127.0.0.1"):
+        with pytest.raises(InputError, match=f"answers at '{words}': it is no address of one"):
+            pack(NumbersSource(numbers), tmp_path / "s", PackOptions(cluster=words))
     with pytest.raises(InputError, match="no Dask scheduler answers at 'carrier-pigeon://home'"):
         pack(NumbersSource(numbers), tmp_path / "s", PackOptions(cluster="carrier-pigeon://home"))
 

@@ -325,7 +325,25 @@ def test_other_files_are_refused_by_name(made, tmp_path):
         export_trained(made("tabular")[1], tmp_path / "file" / "w.safetensors")
 
 
+def test_a_folder_and_a_graph_are_no_checkpoints(tmp_path):
+    with pytest.raises(InputError, match=r"is a folder(.|\n)*best\.pt"):
+        load_trained(tmp_path)
+    with pytest.raises(InputError, match=r"a graph for other programs(.|\n)*m\.safetensors"):
+        load_trained(tmp_path / "m.onnx")
+
+
 # -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "option", [("--batch", "4"), ("--opset", "18"), ("--size", "8x8"), ("--no-repairs",)]
+)
+def test_options_of_a_graph_are_not_passed_over_for_weights(option, made, tmp_path):
+    checkpoint = str(made("series")[1].loaded.saved.path)
+    done = CliRunner().invoke(app, ["export", checkpoint, str(tmp_path / "w.safetensors"), *option])
+    assert isinstance(done.exception, InputError)
+    assert option[0] in done.exception.given
+    assert not (tmp_path / "w.safetensors").exists()
 
 
 def test_the_command_writes_both_and_prints_what_it_wrote(made, tmp_path):

@@ -449,7 +449,9 @@ def test_the_command_refuses_by_name(tmp_path):
     old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
     assert "does not exist" in str(run(old, new).exception)
     old.write_text("model: {dropout: 7, width: wide}\n")
-    assert "--recipe is 'fores'" in str(run(old, new, "--recipe", "fores").exception)
+    said = str(run(old, new, "--recipe", "tabul").exception)
+    assert "--recipe is 'tabul'" in said
+    assert "Try: --recipe tabular" in said
     shown = run(old, new, "--recipe", "massspec")
     assert "'dropout' is 7" in shown.stdout
     assert "'width' of the recipe 'massspec' is 'wide'" in shown.stdout

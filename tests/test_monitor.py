@@ -595,6 +595,7 @@ def test_once_as_json_and_as_text(tmp_path):
     ("args", "words"),
     [
         (("nowhere", "--once"), "there is no folder 'nowhere'"),
+        ((__file__, "--once"), "is a file"),
         (("--interval", "1ms"), "an interval of 0.001 s"),
         (("--interval", "soon"), "cannot read 'soon'"),
         (("--once", "--csv", "no/log.csv"), "cannot write no/log.csv"),

@@ -460,6 +460,7 @@ def test_verb_without_gpu_memory_asks_the_machine(own_file):
         (("--parameters", "many"), InputError),
         (("--activations", "2MB"), InputError),
         (("--share", "120%"), InputError),
+        (("--optimizer", "adamm"), InputError),
     ],
 )
 def test_verb_mistakes(own_file, words, error):

@@ -603,6 +603,22 @@ def test_the_process_that_says_why_counts_before_those_that_ended_with_it(monkey
     assert fail(-9, 1) == (1, "rank 0 was ended by SIGKILL")
 
 
+def test_a_second_signal_leaves_no_process_behind(monkeypatch):
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "stoker"])
+
+    def ended(*_):
+        raise SignalException("again", signal.SIGINT)
+
+    monkeypatch.setattr(
+        "torch.distributed.launcher.api.elastic_launch", lambda config, entry: ended
+    )
+    wait_for(lambda: "stoker" in psutil.Process(left.pid).cmdline())
+    assert launch._run(["train"], 2) == (130, "")
+    assert left.wait(10) == -signal.SIGKILL
+
+
 def test_only_what_another_start_can_mend_is_started_again(monkeypatch):
     outcomes, said = [(1, "rank 1 ended with exit code 1"), (0, "")], []
     monkeypatch.setattr(launch, "_run", lambda words, count: outcomes.pop(0))

@@ -275,6 +275,19 @@ def test_a_folder_that_looks_like_a_url_is_a_folder(packed, tmp_path, monkeypatc
         assert store.path == Path("http:/store")
 
 
+def test_a_run_finds_the_url_that_it_was_trained_from(served, tmp_path, monkeypatch):
+    from stoker.recipes.inference import LOG_NAME, STORE_NOTE, find_training_store
+    from stoker.report import RunLog
+
+    monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.01)
+    nobody = "http://127.0.0.1:1/store"
+    for folder, place in (("here", served.url), ("gone", nobody)):
+        with RunLog(tmp_path / folder / LOG_NAME) as log:
+            log.write("note", {"text": f"{STORE_NOTE}{place}"})
+    assert find_training_store(tmp_path / "here" / "best.pt") == served.url
+    assert find_training_store(tmp_path / "gone" / "best.pt") is None
+
+
 # -- servers that stumble ------------------------------------------------------------------
 
 
@@ -382,6 +395,15 @@ def test_nobody_at_the_address_and_unknown_schemes(tmp_path):
         open_store("carrier-pigeon://home/store")
     with pytest.raises(InputError, match="has a query"):
         open_store("http://host/store?token=1")
+
+
+def test_a_protocol_that_connects_at_once_and_cannot(monkeypatch):
+    def refuse(*_, **__):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
+    with pytest.raises(StoreError, match=r"cannot be read from ftp://nohost/x(.|\n)*not known"):
+        open_store("ftp://nohost/x")
 
 
 def test_passwords_are_not_shown(served):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import math
@@ -50,6 +51,12 @@ from tune_rank import Limited, decide
 
 QUICK = Effort(0.06, 3)
 shapes = st.builds(UpdateShape, st.integers(1, 700), st.integers(1, 40))
+
+
+def forget_other_tests() -> None:
+    """Let go of what tests before this one have left on the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 # -- ladders ---------------------------------------------------------------------------------------
@@ -309,7 +316,7 @@ def test_senseless_arguments_are_refused(change, said):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_a_gpu_the_found_size_trains_and_a_much_larger_one_does_not(precision):
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.empty_cache()
+    forget_other_tests()
     torch.cuda.set_per_process_memory_fraction((1 << 30) / total)
     try:
         model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096)).cuda()
@@ -837,6 +844,7 @@ def test_on_a_gpu_a_batch_that_does_not_fit_is_an_outcome_and_is_let_go(tmp_path
         "tabular", tmp_path / "store", tmp_path / "run", "recipe.options.hidden=[8192]"
     )
     total = torch.cuda.get_device_properties(0).total_memory
+    forget_other_tests()
     torch.cuda.set_per_process_memory_fraction((1 << 30) / total)
     try:
         with open_run(settings, device="cuda") as run:

@@ -159,7 +159,7 @@ class Loader:
         streamed = self.plan.tier == "streamed" and chunk_bytes is None and lanes is None
         # Streamed batches are assembled in host memory, by the same code, and copied afterwards.
         self._home = torch.device("cpu") if streamed else self.device
-        local = self._make_plan(batch_size, self._home) if streamed else self.plan
+        local = self._make_plan(batch_size, self._home, plan) if streamed else self.plan
         if chunk_bytes is None:
             num_slots = local.num_slots
         chunks, reason = self._choose_chunks(local, batch_size, chunk_bytes, lanes)
@@ -254,19 +254,21 @@ class Loader:
                 "the loader is closed.", "an open loader", "make a new Loader over the same store"
             )
 
-    def _make_plan(self, batch_size: int, device: torch.device) -> Plan:
+    def _make_plan(self, batch_size: int, device: torch.device, given: Plan | None = None) -> Plan:
+        """Plan with the free memory; with that of a plan that was given, which ranks have agreed on."""
         from stoker.machine import probe
 
         machine = probe(self.store.path)
+        ram = machine.ram_available_bytes if given is None else given.ram_bytes
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         return make_plan(
             store_facts(
                 self.store.manifest, [column.field for column in self.columns], len(self.samples)
             ),
             gpu_memory_bytes=free,
-            ram_bytes=machine.ram_available_bytes or 8 << 30,
+            ram_bytes=ram or 8 << 30,
             batch_size=batch_size,
-            threads=self.store.threads,
+            threads=self.store.threads if given is None else given.threads,
         )
 
     def _choose_chunks(

@@ -148,7 +148,8 @@ class GpuReader:
         """Return every GPU as it is now; empty without NVML or outside the context."""
         if not self._started:
             return ()
-        return tuple(self._read_one(index, handle) for index, handle in self._handles.items())
+        readings = [self._read_one(index, handle) for index, handle in self._handles.items()]
+        return tuple(readings)
 
     def sample_traffic(self, index: int) -> tuple[float | None, float | None]:
         """Return bytes per second into and out of a GPU, each over the next 20 ms; waits for that long."""

@@ -154,7 +154,7 @@ def _connected(address: str) -> Iterator[Any]:
         raise MissingExtraError.for_package("distributed", "cluster", "--cluster") from None
     if not _ADDRESS.fullmatch(address):  # Dask would end with a traceback of its own, 10 s later
         raise InputError(
-            f"--cluster is {address!r}.",
+            f"no Dask scheduler answers at {address!r}: it is no address of one.",
             "the address that `dask scheduler` prints, such as tcp://10.0.0.1:8786",
             f"{_START}; or leave --cluster out",
         )

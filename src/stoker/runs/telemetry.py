@@ -150,7 +150,10 @@ class Meter:
         """Return every GPU that is meant; empty without NVML."""
         seen = [gpu for gpu in self._reader.read() if gpu.visible is not False]
         meant = [gpu for gpu in seen if gpu.uuid == self._uuid] if self._uuid else []
-        return tuple(self._reading(gpu) for gpu in meant or seen)
+        # A list first: a tuple that grows while readings wait would break when the leak watch, in the
+        # training thread, looks at all objects (CPython refuses to grow what somebody else holds).
+        readings = [self._reading(gpu) for gpu in meant or seen]
+        return tuple(readings)
 
     def read_process(self) -> ProcessReading | None:
         """Return the process; None when it is gone or there is none."""

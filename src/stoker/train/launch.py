@@ -9,11 +9,14 @@ Bad input, refused data and Ctrl-C end the run.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+
+import psutil
 
 from stoker.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OURS, EXIT_REFUSED
 from stoker.train.ranks import RESTARTS
@@ -77,5 +80,14 @@ def _run(words: Sequence[str], num_processes: int) -> tuple[int, str]:
             return code, f"rank {rank} ended with exit code {code}"
         return EXIT_OURS, f"rank {rank} was ended by {signal.Signals(-code).name}"
     except SignalException as error:  # every process was told, and has saved
+        _end_the_rest()
         return (EXIT_INTERRUPTED if error.sigval == signal.SIGINT else EXIT_DONE), ""
     return EXIT_DONE, ""
+
+
+def _end_the_rest() -> None:
+    """End processes that a second signal did not let come to their end: nobody would watch them."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "stoker" in child.cmdline():
+                child.kill()

@@ -26,7 +26,11 @@ from torch import distributed
 _BEAT_SECONDS = 1.0
 _QUIET_SECONDS = 3.0
 """Without a sign for so long, a rank is taken for lost where something has failed already."""
-_VERDICT = "verdict"
+_VERDICT, _LEFT = "verdict", "left"
+_SILENT_SECONDS = 120.0
+"""Without a sign for so long, a rank is lost, however long a step may take."""
+_LEFT_SECONDS = 10.0
+"""After one has left word: collectives of the others end by then, or never."""
 
 
 @dataclass
@@ -85,6 +89,7 @@ class Lookout:
                       for number in range(world_size)}  # fmt: skip
         self._post()
         distributed.barrier()  # every rank's key is there from now on
+        self._left_at: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stoker-lookout", daemon=True)
         self._thread.start()
@@ -98,6 +103,7 @@ class Lookout:
         """Leave word why this rank ends."""
         with self._lock, contextlib.suppress(RuntimeError):
             self._store.set(f"farewell/{self._rank}", words[:600])
+            self._store.set(_LEFT, str(self._rank))
 
     def close(self) -> None:
         """Stop watching; waits for the thread."""
@@ -188,7 +194,9 @@ class Lookout:
             first, now = self._seen[0], time.monotonic()
             first.update(sign, now)
             quiet = now - first.beat_at
-            return _silent(0, first, quiet) if quiet > 2 * self._stall else None
+            return (
+                _silent(0, first, quiet) if quiet > 2 * min(self._stall, _SILENT_SECONDS) else None
+            )
         self._look()
         verdict = self._find_fault()
         if verdict is not None:
@@ -198,8 +206,14 @@ class Lookout:
 
     def _find_fault(self) -> str | None:
         now = time.monotonic()
+        with self._lock:
+            is_left = self._store.check([_LEFT])
+        if is_left:
+            self._left_at = self._left_at or now
+            if now - self._left_at > _LEFT_SECONDS:
+                return f"{'; '.join(self._farewells().values()) or 'a rank has ended'}."
         for number, seen in self._seen.items():
-            if now - seen.beat_at > self._stall:
+            if now - seen.beat_at > min(self._stall, _SILENT_SECONDS):
                 return _silent(number, seen, now - seen.beat_at)
         still = now - max(seen.moved_at for seen in self._seen.values())
         if still <= self._stall:

@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ from stoker.errors import EXIT_OURS, InputError, OtherRankError, StokerError
 from stoker.train.lookout import LOOKOUT, Lookout
 
 _T = TypeVar("_T")
+_is_alone: ContextVar[bool] = ContextVar("stoker_alone", default=False)
 _FAREWELL_SECONDS = 6.0
 _MEETING_SECONDS = 0.02
 
@@ -63,11 +65,21 @@ class Ranks:
     @classmethod
     def current(cls) -> Ranks:
         """Return those of torch's process group, if it has been made; else one alone."""
-        if not (distributed.is_available() and distributed.is_initialized()):
+        if _is_alone.get() or not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         rank, size = distributed.get_rank(), distributed.get_world_size()
         local = int(os.environ.get("LOCAL_RANK", rank))
         return cls(rank, size, local, int(os.environ.get("LOCAL_WORLD_SIZE", size)), joined=True)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def alone() -> Iterator[None]:
+        """Let what is made in here work by itself, on every rank: for measurements that may fail on one."""
+        token = _is_alone.set(True)
+        try:
+            yield
+        finally:
+            _is_alone.reset(token)
 
     @property
     def are_several(self) -> bool:

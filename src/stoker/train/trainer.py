@@ -40,6 +40,7 @@ from stoker.train.lookout import LOOKOUT
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
 from stoker.train.memory import CacheEmptier, LeakWatch, log_gpu_stats
 from stoker.train.parallel import (
+    Sharded,
     choose_parallel,
     gather_whole,
     load_whole_model,
@@ -178,6 +179,17 @@ class Trainer:
         model = self.model
         if settings.activation_checkpointing:
             self.note(f"activations {checkpoint_activations(model).reason}")
+        if (
+            isinstance(self.parallel, Sharded)
+            and settings.nonfinite == "skip"
+            and self.device.type == "cuda"
+            and not self._precision.scales
+        ):
+            raise InputError(
+                "nonfinite is 'skip', and the model is in parts on GPUs, where such an update is not left out.",
+                "nonfinite='stop' or 'rollback', or fp16, which leaves it out",
+                "nonfinite='rollback'",
+            )
         runner = self.parallel.wrap(model)
         if self.ranks.joined:
             self.note(f"ranks {self.parallel.reason}")

@@ -24,6 +24,7 @@ from stoker.loader.loader import Loader
 from stoker.recipes.run import Run
 from stoker.report import Silent
 from stoker.train.oom import forget_frames, is_oom
+from stoker.train.ranks import Ranks
 from stoker.tune.gauge import Gauge
 from stoker.tune.ranks import agree
 from stoker.tune.search import Outcome, UpdateShape
@@ -223,6 +224,16 @@ class JobBench:
         return replace(done, fits=False, reason=reason)
 
     def _try(self, settings: Settings, shape: UpdateShape, effort: Effort) -> Measured:
+        # Each rank measures its part of the batch by itself: memory that runs out on one would leave the
+        # others waiting in an exchange.
+        ranks = Ranks.current()
+        if ranks.are_several:
+            each = max(1, settings.batch_size // ranks.world_size)
+            with Ranks.alone():
+                return self._try_alone(replace(settings, batch_size=each), shape, effort)
+        return self._try_alone(settings, shape, effort)
+
+    def _try_alone(self, settings: Settings, shape: UpdateShape, effort: Effort) -> Measured:
         run = self._run
         job = replace(run.job, model=copy.deepcopy(run.job.model))
         trial = Run(
