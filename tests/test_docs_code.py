@@ -154,6 +154,7 @@ NEEDS = {
     "docs/recipes/massspec.md": _recipe("massspec", "OUT"),
     "docs/recipes/segmentation.md": _recipe("segmentation", "OUT"),
     "docs/recipes/tabular.md": _recipe("tabular", "flows.store"),
+    "docs/scaling.md": _loading,
     "docs/store.md": _store("stoker-demo/store"),
 }
 
