@@ -244,3 +244,30 @@ def test_memory_that_runs_out_in_assembly_of_a_captured_run(store, pretend_captu
     trainer, history = train_chunked(store, loader, capture="on")
     assert trainer._window.footing.chunk_share == 0.6
     assert history.losses == expected.losses
+
+
+@pytest.mark.gpu
+def test_a_capture_that_failed_does_not_make_the_allocator_keep_everything(path, monkeypatch):
+    """Torch leaves the allocator in the capture: memory that another stream has used is never freed."""
+    forward_backward, calls = Step.forward_backward, []
+
+    def peeks(self, *args, **kwargs):
+        calls.append(1)
+        loss = forward_backward(self, *args, **kwargs)
+        loss.item()
+        return loss
+
+    monkeypatch.setattr(Step, "forward_backward", peeks)
+    trainer = make_capturing(path, "auto")
+    trainer.fit()
+    assert "the step cannot be captured" in trainer._captured.reason
+    side, kept = torch.cuda.Stream(), []
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    for _ in range(20):
+        tensor = torch.empty(1 << 20, device="cuda")
+        tensor.record_stream(side)
+        del tensor
+        torch.cuda.synchronize()
+        kept.append(torch.cuda.memory_stats()["active_bytes.all.current"] - before)
+    assert max(kept) <= 3 * (4 << 20)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.config import SetOption
+from stoker.cli.config import SetOption, StoreOption
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,10 +38,7 @@ def train(
         typer.Option("--config", help="The YAML file, such as configs/forex.yaml.", show_default=False),
     ] = None,
     overrides: SetOption = None,
-    store: Annotated[
-        Path | None,
-        typer.Option("--store", help="Instead of the config's recipe.store.", show_default=False),
-    ] = None,
+    store: StoreOption = None,
     run_dir: Annotated[
         Path | None,
         typer.Option("--run-dir", help="Instead of the config's run.dir.", show_default=False),
@@ -160,6 +157,7 @@ def _settle(
     from dataclasses import replace
 
     from stoker.config import load_config, parse_config, resolve
+    from stoker.store.remote_fetch import as_url
 
     read = (
         parse_config("", overrides=overrides) if config is None else load_config(config, overrides)
@@ -167,7 +165,8 @@ def _settle(
     settings = resolve(read)
     reasons = dict(settings.reasons)
     if store is not None:
-        settings = replace(settings, store=str(store), reasons=reasons | {"store": "--store"})
+        named = as_url(store) or str(store)
+        settings = replace(settings, store=named, reasons=reasons | {"store": "--store"})
     if run_dir is not None:
         reasons = dict(settings.reasons) | {"run_dir": "--run-dir"}
         settings = replace(settings, run_dir=str(run_dir), reasons=reasons)
@@ -211,8 +210,11 @@ def _command(
     """Return the command as it was typed, to be typed again."""
     import shlex
 
+    from stoker.store.remote_fetch import as_url
+
     words = ["stoker", "train"]
-    for option, value in (("--config", config), ("--store", store), ("--run-dir", run_dir)):
+    named = None if store is None else as_url(store) or store
+    for option, value in (("--config", config), ("--store", named), ("--run-dir", run_dir)):
         words += [option, str(value)] if value is not None else []
     for text in overrides:
         words += ["--set", text]

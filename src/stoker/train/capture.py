@@ -237,16 +237,16 @@ class CapturedStep:
         return loss
 
     def _capture(self) -> bool:
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         generator = self._copy_generator()
         compact_recurrent(self.step.parts.model)
         why = ""
         try:
             # Threads that feed the ring copy at the same time: only this thread's calls count.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                 self._loss = self._static_step()
         except (RuntimeError, AssertionError, ValueError) as error:
-            self._heal(generator)
+            self._heal(generator, pool)
             if is_oom(error):
                 raise
             why = str(error).strip().splitlines()[0].rstrip(".")
@@ -260,11 +260,20 @@ class CapturedStep:
         device = self.step.parts.device
         return torch.cuda.default_generators[device.index or 0].clone_state()
 
-    def _heal(self, generator: Any) -> None:
-        """Put the generator back: a capture that failed leaves it believing that it is captured."""
-        device = self.step.parts.device
+    def _heal(self, generator: Any, pool: Any) -> None:
+        """Put back what a capture that failed leaves behind: both would believe that it still goes on.
+
+        The generator would refuse to draw; the allocator would keep every tensor that another stream has
+        used, such as a prefetched batch, for as long as the process lives (torch 2.13 and before).
+        """
+        number = self.step.parts.device.index or 0
         with contextlib.suppress(RuntimeError):
-            torch.cuda.default_generators[device.index or 0].graphsafe_set_state(generator)
+            torch.cuda.default_generators[number].graphsafe_set_state(generator)
+        with contextlib.suppress(
+            RuntimeError, AttributeError
+        ):  # it has ended, or torch has changed
+            torch._C._cuda_endAllocateToPool(number, pool)
+            torch._C._cuda_releasePool(number, pool)
 
     def _replay_and_check(self, work: Work) -> torch.Tensor:
         """Compute the step both ways from the same state; keep the replay if they agree."""

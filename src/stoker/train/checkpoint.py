@@ -279,7 +279,7 @@ def _corrupt(path: Path, what: str) -> CorruptError:
     if earlier or usable:
         fix = f"resume from {(earlier or usable)[-1]}, or remove the damaged file"
     else:
-        fix = "train from the start: there is no other checkpoint here"
+        fix = "best.pt or step-*.pt of a run; there is no other checkpoint beside it"
     return CorruptError(
         f"{path} is not a whole checkpoint: {what}.", "the bytes as they were saved", fix
     )

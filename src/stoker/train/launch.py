@@ -38,7 +38,9 @@ def launch(
             latest checkpoint.
         say: Told of every restart.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_processes))
+    )
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVING_SECONDS))
     for restart in range(max_restarts + 1):
         os.environ[RESTARTS] = str(restart)
