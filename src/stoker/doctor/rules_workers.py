@@ -36,15 +36,16 @@ def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gai
     workers = suggested_workers(pace.load, pace.compute, case.cores, blocked)
     busy = busy_cores(loader)
     step = pace.step
-    # However the work is spread, the cores cannot do more of it than they can.
-    bound = step * busy / case.cores if busy is not None else 0.0
+    # However the work is spread, the cores cannot do more of it than they can. What was counted holds the
+    # probe's own work, and waking up for each batch, which becomes less: a twentieth.
+    bound = 0.95 * step * busy / case.cores if busy is not None else 0.0
     compute = pace.compute + hand_over_seconds(loader)
     # Processes never overlap perfectly; of what the present ones lose, more of them lose some.
     now = loader.workers * running_share(loader)
     efficiency = (1 + min(1.0, pace.lanes / now)) / 2 if loader.workers else 0.95
     lanes = side_by_side(loader, workers, case.cores) if blocked < 0.5 else float(workers)
     likely = max(pace.load / (lanes * efficiency), compute, bound)
-    hopeful = max(pace.load / workers, pace.compute, bound * 0.9)
+    hopeful = max(pace.load / workers, pace.compute, bound * 0.95)
     return workers, gain_of_steps(step, likely * 1.25, likely, hopeful)
 
 
