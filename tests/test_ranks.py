@@ -276,6 +276,23 @@ def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path):
         share_batch(settings, 3)
 
 
+def test_a_restart_goes_on_with_its_own_run_and_refuses_an_older_one(folder, tmp_path, monkeypatch):
+    """Torchrun starts again whatever ended: also a command that was refused because of an older run."""
+    from run_makers import settings_for
+    from stoker.recipes.run import run_recipe
+
+    run_dir = tmp_path / "run"
+    settings = settings_for("tabular", folder / "tabular", run_dir, "training.epochs=1")
+    assert len(run_recipe(settings).epochs) == 1
+    monkeypatch.setenv("STOKER_RESTARTS", "1")
+    longer = settings_for("tabular", folder / "tabular", run_dir, "training.epochs=2")
+    monkeypatch.setattr("stoker.recipes.run.launched_at", lambda: time.time() + 60)
+    with pytest.raises(InputError, match="has checkpoints of an earlier run"):
+        run_recipe(longer)
+    monkeypatch.setattr("stoker.recipes.run.launched_at", lambda: time.time() - 60)
+    assert [report.epoch for report in run_recipe(longer).epochs] == [1]
+
+
 def test_who_started_this_process():
     assert not is_launched({"RANK": "0"})
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -40,12 +40,14 @@ from stoker.train.checkpoint import Checkpoints, load_checkpoint
 from stoker.train.parallel import load_whole_model, shard_model
 from stoker.train.precision import choose_precision
 from stoker.train.predict import evaluate
-from stoker.train.ranks import Ranks, check_alike, join, num_restarts
+from stoker.train.ranks import Ranks, check_alike, join, launched_at, num_restarts
 from stoker.train.run_lock import RunLock
 from stoker.train.settings import TrainSettings
 from stoker.train.trainer import History, Trainer
 
 _CHUNK_SLOTS = 3
+_CLOCK_SECONDS = 2.0
+"""By which a process's start and a file's time may differ."""
 # Beside the training data, whose share leaves a quarter of the memory: of that, a quarter again.
 _JUDGED_SHARE, _JUDGED_FALLBACK = 0.25, 0.20
 
@@ -97,8 +99,11 @@ def run_recipe(
     """
     chosen = choose_recipe(settings)
     with join(device, settings.stall_seconds) as (ranks, place):
-        # Machines do not count restarts alike: each counts those of its own processes.
-        resume = resume or ranks.largest(num_restarts())[0] > 0
+        # Machines do not count restarts alike: each counts those of its own processes. Whether the run in
+        # the folder is the one that was lost is rank 0's to say.
+        is_again = ranks.largest(num_restarts())[0] > 0
+        is_ours = ranks.is_first and _is_of_this_launch(run_folder(settings))
+        resume = resume or (is_again and ranks.largest(int(is_ours))[0] == 1)
         with ranks.shared_fate():
             if settings.store is not None and not resume:
                 _require_fresh(run_folder(settings))
@@ -198,6 +203,12 @@ def train_settings(
         activation_checkpointing=settings.activation_checkpointing,
         tensorboard=settings.tensorboard,
     )
+
+
+def _is_of_this_launch(folder: Path) -> bool:
+    """Whether the latest checkpoint was written since torchrun, or `--gpus`, began: not an older run's."""
+    latest = Checkpoints(folder).latest()
+    return latest is not None and latest.path.stat().st_mtime >= launched_at() - _CLOCK_SECONDS
 
 
 def _require_fresh(folder: Path) -> None:

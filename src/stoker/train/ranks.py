@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore
@@ -190,6 +191,11 @@ def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
 def num_restarts(environment: Mapping[str, str] = os.environ) -> int:
     """How often the run was started again after a rank was lost."""
     return sum(int(environment.get(name, "0")) for name in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+
+
+def launched_at() -> float:
+    """When the process began that has started this one, in seconds since 1970; it outlives restarts."""
+    return float(psutil.Process(os.getppid()).create_time())
 
 
 RESTARTS = "STOKER_RESTARTS"
