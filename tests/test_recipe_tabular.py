@@ -363,6 +363,8 @@ def test_splits_choose_what_cannot_leak(tmp_path, classes, windows, series):
 def test_the_rate_follows_the_batch(classes):
     assert lr_factor(1024, 128, "linear")[0] == 8
     assert lr_factor(512, 128, "sqrt")[0] == 2
+    with pytest.raises(InputError, match="'cubic'"):
+        lr_factor(512, 128, "cubic")
     assert lr_factor(512, 128, "none")[0] == 1
     assert lr_factor(None, 128, "linear") == (
         1.0,

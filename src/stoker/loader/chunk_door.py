@@ -240,12 +240,12 @@ def _find_fields(store: Store) -> list[FieldInfo]:
     if missing:
         found = ", ".join(f"{name} ({info.kind})" for name, info in store.fields.items())
         raise InputError(
-            f"{store.path} has no dense field {' and no '.join(map(repr, missing))}; it has {found}.",
+            f"{store.name} has no dense field {' and no '.join(map(repr, missing))}; it has {found}.",
             "an HDF5 file with arrays 'features' and 'targets' of equal length",
             "stoker.Loader(path, batch_size, fields=[...]) takes any names",
         )
     if not store.num_samples:
-        raise InputError(f"{store.path} holds no samples.", "at least one", "")
+        raise InputError(f"{store.name} holds no samples.", "at least one", "")
     return [store.fields[name] for name in _FIELDS]
 
 

@@ -97,7 +97,7 @@ def make_columns(store: Store, fields: Sequence[str] | None, samples: Array) -> 
     unknown = [name for name in fields if name not in store.fields]
     if unknown or not fields:
         raise InputError(
-            f"fields {unknown or 'none'} were asked of {store.path}.",
+            f"fields {unknown or 'none'} were asked of {store.name}.",
             ", ".join(store.fields),
             "Loader(store, ..., fields=[...]) with names from `stoker inspect`",
         )

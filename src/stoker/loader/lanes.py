@@ -149,7 +149,7 @@ def plan_store_lanes(
     windows = [_window(store, name) for name in names]
     filled = [number for number, info in enumerate(store.manifest.shards) if info.num_samples]
     if not filled:
-        raise InputError(f"{store.path} has no samples.", "at least one per lane", "")
+        raise InputError(f"{store.name} has no samples.", "at least one per lane", "")
     shards = [_look_at_shard(store, shard, names, max_gap_rows) for shard in filled]
     ends, breaks, over_gap = (np.concatenate(column) for column in zip(*shards, strict=True))
     if "split" in store.fields:
@@ -234,7 +234,7 @@ def _series_of(store: Store) -> list[str]:
     names = [name for name, info in store.fields.items() if info.kind == "series"]
     if not names:
         raise InputError(
-            f"{store.path} has no series, so its windows cannot be laid out in lanes.",
+            f"{store.name} has no series, so its windows cannot be laid out in lanes.",
             "a store of series (stoker pack bars), or window ends of your own",
             "plan_lanes(ends, window, breaks, num_lanes)",
         )
@@ -245,7 +245,7 @@ def _window(store: Store, name: str) -> int:
     info = store.fields.get(name)
     if info is None or info.window is None:
         raise InputError(
-            f"{name!r} is no series of {store.path}.", ", ".join(_series_of(store)), "fields=['M5']"
+            f"{name!r} is no series of {store.name}.", ", ".join(_series_of(store)), "fields=['M5']"
         )
     return int(info.window)
 

@@ -47,7 +47,7 @@ def usable_device(device: str | int | torch.device) -> torch.device:
         raise InputError(
             f"device {device!r} was asked for, but torch sees {num_gpus} CUDA devices.",
             "'cpu'" if not num_gpus else f"'cpu' or 'cuda:0' to 'cuda:{num_gpus - 1}'",
-            "device='cpu', or `stoker machine` to see what is there",
+            "device='cpu' (--device cpu), or `stoker machine` to see what is there",
         )
     return torch.device("cuda", index)
 

@@ -39,14 +39,14 @@ def select_samples(store: Store, split: SplitName | None = None) -> Array:
         if split is None:
             return np.arange(store.num_samples)
         raise InputError(
-            f"{store.path} has no field 'split', so it has no {split!r} samples.",
+            f"{store.name} has no field 'split', so it has no {split!r} samples.",
             "a store packed with a split, or a split made here",
             f"stoker pack table ... --split 0.8,0.1,0.1; or Loader(..., samples={_MAKE_ONE})",
         )
     info = store.fields["split"]
     if info.kind != "dense" or info.shape or np.dtype(info.dtype).kind not in "iu":
         raise InputError(
-            f"the field 'split' of {store.path} is {info.kind} {info.dtype} {tuple(info.shape)}.",
+            f"the field 'split' of {store.name} is {info.kind} {info.dtype} {tuple(info.shape)}.",
             "one whole number per sample: 0 train, 1 val, 2 test, 3 purged",
             f"Loader(..., samples={_MAKE_ONE})",
         )

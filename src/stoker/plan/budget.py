@@ -24,9 +24,8 @@ MIN_CHUNK_BATCHES = 4
 """Chunks below this many batches are no better than streaming: nothing to shuffle, nothing to hide."""
 _PAGE = 4096
 _ACTIVATION_FACTOR = 8
-SLAB_BYTES = 16 * MIB
-"""46 GB/s with 12 threads on an H200, 36 the first time; 4 MB reaches 28, 32 MB 37. 8 MB is as fast on a
-quiet machine, and falls to 23 where 16 MB keeps 37 on a busy one."""
+SLAB_BYTES = 8 * MIB
+"""50 GB/s with 12 threads on an H200, 45 the first time; 4 MB reaches 33, 16 MB 51, but 40 the first time."""
 MAX_READERS = 12
 """More gain nothing, and on a busy machine lose a third: 25 GB/s with 16, 37 with 12, of 16 cores."""
 SPARE_SLABS = 2

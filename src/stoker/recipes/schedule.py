@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
+
+from stoker.errors import InputError
 
 LrRule = Literal["linear", "sqrt", "none"]
 
@@ -63,6 +65,10 @@ def lr_factor(batch_size: int | None, reference: int, rule: LrRule) -> tuple[flo
         return 1.0, "lr as given: no batch_size was given to scale it by"
     if rule == "none":
         return 1.0, "lr as given: lr_rule is 'none'"
+    if rule not in get_args(LrRule):
+        raise InputError(
+            f"the rule for the learning rate is {rule!r}.", ", ".join(get_args(LrRule)), "'linear'"
+        )
     ratio = batch_size / reference
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     return factor, (

@@ -74,7 +74,7 @@ def _explain(loader: Any, seen: StepLoss, precision: PrecisionChoice) -> NonFini
         return NonFiniteError(
             f"{where}. Its batch (samples {shown}) holds bad values: {named}{more}.",
             "finite values" if limit == np.inf else f"finite values up to {limit:g} in float16",
-            f"stoker inspect {loader.store.path}, then pack again with a repair it names",
+            f"stoker inspect {loader.store.name}, then pack again with a repair it names",
         )
     return NonFiniteError(
         f"{where}. Its batch (samples {shown}) holds finite values only: the model diverged.",
