@@ -114,7 +114,7 @@ def test_a_failed_read_ends_its_upload_and_no_other(columns, data, device, monke
 def test_a_failed_copy_ends_its_upload_and_its_slab_comes_back(columns, data):
     targets = make_targets(columns, "cuda")
     uploader = Uploader(torch.device("cuda"), 4, slab_bytes=512, num_slabs=5)
-    short = [Copy(columns[0].values[0], 0, ROWS, targets[0][:, :7])]  # no room for 40 columns
+    short = [Copy(columns[0].values[0], 0, ROWS, targets[0][:7])]  # no room for the rest
     try:
         for _ in range(10):
             with pytest.raises(RuntimeError):

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stoker
+from fresh_process import in_a_fresh_process
 from run_makers import make_store, settings_for
 from stoker.cli.main import app
 from stoker.config import load_config, resolve
@@ -51,13 +52,6 @@ from tune_rank import Limited, decide
 
 QUICK = Effort(0.06, 3)
 shapes = st.builds(UpdateShape, st.integers(1, 700), st.integers(1, 40))
-
-
-def forget_other_tests() -> int:
-    """Let go of what tests before this one have left on the GPU; return the bytes that stay all the same."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
 
 
 # -- ladders ---------------------------------------------------------------------------------------
@@ -315,10 +309,10 @@ def test_senseless_arguments_are_refused(change, said):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@in_a_fresh_process
 def test_on_a_gpu_the_found_size_trains_and_a_much_larger_one_does_not(precision):
     total = torch.cuda.get_device_properties(0).total_memory
-    left = forget_other_tests()
-    torch.cuda.set_per_process_memory_fraction((left + (1 << 30)) / total)
+    torch.cuda.set_per_process_memory_fraction((1 << 30) / total)
     try:
         model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096)).cuda()
         before = everything(model)
@@ -836,6 +830,7 @@ def test_on_a_gpu_capture_is_tried_and_memory_is_what_torch_reserved(table):
 
 
 @pytest.mark.gpu
+@in_a_fresh_process
 def test_on_a_gpu_a_batch_that_does_not_fit_is_an_outcome_and_is_let_go(tmp_path):
     rng = np.random.default_rng(0)
     values = rng.normal(size=(60_000, 64)).astype("f4")
@@ -845,8 +840,7 @@ def test_on_a_gpu_a_batch_that_does_not_fit_is_an_outcome_and_is_let_go(tmp_path
         "tabular", tmp_path / "store", tmp_path / "run", "recipe.options.hidden=[8192]"
     )
     total = torch.cuda.get_device_properties(0).total_memory
-    left = forget_other_tests()
-    torch.cuda.set_per_process_memory_fraction((left + (1 << 30)) / total)
+    torch.cuda.set_per_process_memory_fraction((1 << 30) / total)
     try:
         with open_run(settings, device="cuda") as run:
             bench = JobBench(run, QUICK)

@@ -25,9 +25,9 @@ MIN_CHUNK_BATCHES = 4
 _PAGE = 4096
 _ACTIVATION_FACTOR = 8
 SLAB_BYTES = 8 * MIB
-"""50 GB/s with 12 threads on an H200, 45 the first time; 4 MB reaches 33, 16 MB 51, but 40 the first time."""
-MAX_READERS = 12
-"""More gain nothing, and on a busy machine lose a third: 25 GB/s with 16, 37 with 12, of 16 cores."""
+"""50 GB/s on an H200 with a quiet host, 45 the first time; 4 MB reaches 33, 16 MB 51, but 40 the first time."""
+MAX_READERS = 10
+"""More gain nothing, and lose on a busy machine: 45 GB/s with 10, 40 with 12, 37 with 16, of 16 cores."""
 SPARE_SLABS = 2
 """Being copied while every reader fills one."""
 _STREAM_DEPTH, _LEAST_DEPTH = 4, 2

@@ -25,6 +25,7 @@ from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.batches import Feed, Work, map_tensors
 from stoker.train.oom import forget_frames, is_oom
+from stoker.train.pieces import UpdateInPieces
 from stoker.train.settings import Capture
 from stoker.train.step import Step, compact_recurrent, state_tensors
 from stoker.train.window import Window
@@ -222,7 +223,8 @@ class CapturedStep:
         else:
             inputs, targets = self._static
         loss = self.step.forward_backward(inputs, targets, 1.0)
-        self.step.update()
+        with UpdateInPieces():
+            self.step.update()
         return loss
 
     def _warm_up(self, work: Work) -> torch.Tensor:
