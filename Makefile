@@ -9,7 +9,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 TESTS := $(BIN)/pytest -q -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: run test lint types check campaign bench docs clean help
+.PHONY: run test test-gpu lint types check campaign bench docs clean help
 
 run: $(STAMP) ## the main job: `stoker demo`, on data it makes itself
 	$(BIN)/stoker demo
@@ -26,8 +26,12 @@ types: $(STAMP) ## mypy, strict
 
 check: lint types test ## everything that CI checks
 
-campaign: $(STAMP) ## fuzz and fault injection: about 12 minutes
-	$(BIN)/pytest -q -m slow tests/campaign
+test-gpu: $(STAMP) ## what needs a CUDA device; tests that measure its memory one after the other
+	$(BIN)/pytest -q -n 8 -m "gpu and not whole_gpu"
+	$(BIN)/pytest -q -m whole_gpu
+
+campaign: $(STAMP) ## fuzz, fault injection, planted bottlenecks: about 22 minutes on a quiet machine
+	$(BIN)/pytest -q -m slow
 
 bench: $(BENCH_STAMP) ## the benchmarks, with their peers; JSON lands in benchmarks/results/
 	for script in benchmarks/[a-gi-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

@@ -275,7 +275,9 @@ def main() -> None:
             entry["share_of_limit"] = None if limit is None else ours / limit
             result[f"batch_{batch}"] = entry
         rows = min(args.rows, 40_000 if on_gpu else 4_000)
-        result["overhead"] = overhead(path, device, rows, Recurrent, 256, "off", 12)
+        result["overhead"] = overhead(
+            path, device, rows, Recurrent, 256, "off", 40 if on_gpu else 12
+        )
         if on_gpu:
             many = min(args.rows, 400_000)
             result["overhead_gpu_bound"] = overhead(path, device, many, Wide, 2048, "off", 6)

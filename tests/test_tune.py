@@ -308,6 +308,7 @@ def test_senseless_arguments_are_refused(change, said):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @in_a_fresh_process
 def test_on_a_gpu_the_found_size_trains_and_a_much_larger_one_does_not(precision):
@@ -821,6 +822,7 @@ def test_the_options_and_links_of_the_pages_exist(capsys):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_on_a_gpu_capture_is_tried_and_memory_is_what_torch_reserved(table):
     settings = settings_for("tabular", table / "store", table / "run")
     tuned = tune_job(settings, device="cuda", effort=QUICK)
@@ -830,6 +832,7 @@ def test_on_a_gpu_capture_is_tried_and_memory_is_what_torch_reserved(table):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 @in_a_fresh_process
 def test_on_a_gpu_a_batch_that_does_not_fit_is_an_outcome_and_is_let_go(tmp_path):
     rng = np.random.default_rng(0)
