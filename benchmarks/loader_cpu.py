@@ -8,9 +8,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import tempfile
+import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import h5py
@@ -50,14 +53,22 @@ def document_epoch(path: Path, batch: int, chunk_rows: int) -> int:
     return seen
 
 
-def read_once(path: Path) -> int:
-    """The limit: every byte of the file read once, into a buffer that stays in the cache."""
-    buffer = memoryview(bytearray(4 << 20))
-    done = 0
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            done += count
-    return done
+def read_once(path: Path, threads: int = 1) -> None:
+    """The limit: every byte of the file read once, into buffers that stay in the cache."""
+    size = 2 << 20
+    places = deque(range(0, path.stat().st_size, size))
+
+    def read() -> None:
+        buffer = bytearray(size)
+        with path.open("rb", buffering=0) as file, contextlib.suppress(IndexError):
+            while True:
+                os.preadv(file.fileno(), [buffer], places.popleft())
+
+    readers = [threading.Thread(target=read) for _ in range(threads)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
 
 
 def seconds(run) -> float:
@@ -111,11 +122,15 @@ def main() -> None:
                 lambda: sum(len(features) for features, _ in whole)
             ),
             "read_once_seconds": seconds(lambda: read_once(path)),
+            "read_once_two_threads_seconds": seconds(lambda: read_once(path, 2)),
             "growth": growth(folder, args.rows // 2),
         }
     result["times_document"] = result["document_seconds"] / result["chunk_data_loader_seconds"]
     result["times_limit"] = result["chunk_data_loader_seconds"] / result["read_once_seconds"]
     result["most_times_document"] = result["document_seconds"] / result["read_once_seconds"]
+    result["most_times_document_two_threads"] = (
+        result["document_seconds"] / result["read_once_two_threads_seconds"]
+    )
     result["times_document_one_chunk"] = (
         result["document_one_chunk_seconds"] / result["chunk_data_loader_one_chunk_seconds"]
     )

@@ -313,7 +313,7 @@ def test_senseless_arguments_are_refused(change, said):
 @in_a_fresh_process
 def test_on_a_gpu_the_found_size_trains_and_a_much_larger_one_does_not(precision):
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((1 << 30) / total)
+    torch.cuda.set_per_process_memory_fraction((2 << 30) / total)
     try:
         model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096)).cuda()
         before = everything(model)
@@ -843,7 +843,7 @@ def test_on_a_gpu_a_batch_that_does_not_fit_is_an_outcome_and_is_let_go(tmp_path
         "tabular", tmp_path / "store", tmp_path / "run", "recipe.options.hidden=[8192]"
     )
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((1 << 30) / total)
+    torch.cuda.set_per_process_memory_fraction((2 << 30) / total)
     try:
         with open_run(settings, device="cuda") as run:
             bench = JobBench(run, QUICK)
