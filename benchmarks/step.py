@@ -6,12 +6,14 @@ Peer: a torch DataLoader with 8 workers and a plain eager loop at the same batch
 step with torch's own update as one CUDA graph, over a batch that never changes. Limit: stoker's graph
 replayed with nothing in between. Overhead: the same step in a hand-written loop over
 the same loader, three times: eager where the host is the limit (a small LSTM: every microsecond of Python is
-seen), eager where the GPU is, and captured, which is what the Trainer does by default.
+seen), eager where the GPU is, and captured, which is what the Trainer does by default. Captured once more over a
+graph with torch's own update.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +25,7 @@ from torch import nn
 
 from harness import publish
 from stoker.loader.loader import Loader
+from stoker.train.pieces import UpdateInPieces, in_pieces
 from stoker.train.trainer import Trainer
 
 FEATURES = 256
@@ -54,11 +57,15 @@ def sync(device) -> None:
         torch.cuda.synchronize()
 
 
-def one_step(model, optimizer, features, targets) -> torch.Tensor:
+def one_step(model, optimizer, features, targets, pieces: bool = False) -> torch.Tensor:
+    """A step as people write it; with the update in pieces, as the Trainer records it."""
     loss = nn.functional.cross_entropy(model(features), targets)
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    norm = nn.utils.get_total_norm(in_pieces(gradients) if pieces else gradients)
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+    with UpdateInPieces() if pieces else contextlib.nullcontext():
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.detach()
 
@@ -102,12 +109,13 @@ def trainer_rate(path: Path, batch: int, device, capture: str, rows: int) -> dic
             device,
         )
         history = trainer.fit()
+        graph = None if trainer._captured is None else trainer._captured._graph
+        limit = None if graph is None else replay_rate(graph, batch)
     best = max(report.samples_per_second for report in history.epochs[1:])
     captured = trainer._captured
-    graph = None if captured is None else captured._graph
     return {
         "rows_per_second": best,
-        "limit_rows_per_second": None if graph is None else replay_rate(graph, batch),
+        "limit_rows_per_second": limit,
         "wait_share": history.epochs[-1].wait_share,
         "step": "eager" if captured is None else captured.reason,
     }
@@ -132,6 +140,7 @@ def torch_graph_rate(batch: int, device) -> float | None:
     features = torch.randn(batch, FEATURES, device=device)
     targets = torch.randint(0, 3, (batch,), device=device)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             one_step(model, optimizer, features, targets)
@@ -188,8 +197,13 @@ def in_turns(bare, trained, device, turns: int) -> dict:
     }
 
 
-def overhead(path: Path, device, rows: int, make, batch: int, capture: str, turns: int) -> dict:
-    """What the Trainer costs over a hand-written loop with the same step over the same loader."""
+def overhead(
+    path: Path, device, rows: int, make, batch: int, capture: str, turns: int, pieces: bool = False
+) -> dict:
+    """What the Trainer costs over a hand-written loop with the same step over the same loader.
+
+    Captured, the Trainer updates in pieces; the hand-written loop does so too if it is told to.
+    """
     model = make().to(device)
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=on_gpu)
@@ -212,7 +226,7 @@ def overhead(path: Path, device, rows: int, make, batch: int, capture: str, turn
             loader.set_epoch(0)
             trainer.train_epoch()
 
-        bare = eager if capture == "off" else replay_loop(model, optimizer, loader)
+        bare = eager if capture == "off" else replay_loop(model, optimizer, loader, pieces)
 
         def from_the_start() -> None:
             loader.set_epoch(0)
@@ -221,13 +235,13 @@ def overhead(path: Path, device, rows: int, make, batch: int, capture: str, turn
         return in_turns(from_the_start, trained, device, turns)
 
 
-def replay_loop(model, optimizer, loader):
+def replay_loop(model, optimizer, loader, pieces: bool):
     """The hand-written form of the captured step: copy the indices, replay, keep the loss."""
     static = next(iter(loader.index_batches())).indices.clone()
 
     def step() -> torch.Tensor:
         batch = loader.assemble(static)
-        return one_step(model, optimizer, batch["features"], batch["targets"])
+        return one_step(model, optimizer, batch["features"], batch["targets"], pieces)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -281,7 +295,8 @@ def main() -> None:
         if on_gpu:
             many = min(args.rows, 400_000)
             result["overhead_gpu_bound"] = overhead(path, device, many, Wide, 2048, "off", 6)
-            result["overhead_captured"] = overhead(path, device, many, Recurrent, 256, "on", 8)
+            for name, pieces in (("overhead_captured", True), ("captured_over_torch_graph", False)):
+                result[name] = overhead(path, device, many, Recurrent, 256, "on", 8, pieces)
     for name, value in result.items():
         print(f"  {name:12s} {value}")
     publish("step", result)

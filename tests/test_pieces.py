@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stoker.train.pieces import UpdateInPieces, piece_size
+from stoker.train.pieces import UpdateInPieces, _spread, in_pieces, piece_size
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -67,30 +67,78 @@ def test_an_update_in_pieces_is_the_update(device, kind, amsgrad):
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_norm_of_pieces_is_the_norm(device):
     torch.manual_seed(1)
-    tensors = [torch.randn(n, m, device=device) for n, m in [(300, 500), (1, 1), (0, 4), (700, 9)]]
-    tensors.append(torch.randn(80, 90, device=device).t())
+    shapes = [(300, 500), (1, 1), (0, 4), (700, 9)]
+    tensors = [torch.randn(*shape, device=device) for shape in shapes]
+    tensors.append(torch.randn(800, 90, device=device).t())
+    pieces = in_pieces(tensors)
+    assert len(pieces) > 20
+    assert any(piece is tensors[-1] for piece in pieces), "not contiguous, so not cut"
     whole = torch.nn.utils.get_total_norm(tensors)
-    with UpdateInPieces():
-        in_pieces = torch.nn.utils.get_total_norm(tensors)
-    torch.testing.assert_close(in_pieces, whole)
+    torch.testing.assert_close(torch.nn.utils.get_total_norm(pieces), whole)
     tensors[0][7, 7] = float("nan")
+    assert torch.nn.utils.get_total_norm(in_pieces(tensors)).isnan()
+
+
+def test_what_hooks_compute_is_not_cut():
+    """Clipping each parameter by its own norm, in a hook of the optimizer: one norm for each."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    counts = []
+
+    def clip_each(*_):
+        grads = [p.grad for p in model.parameters()]
+        counts.append((len(grads), len(torch._foreach_norm(grads))))
+
+    optimizer.register_step_pre_hook(clip_each)
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
     with UpdateInPieces():
-        assert torch.nn.utils.get_total_norm(tensors).isnan()
+        optimizer.step()
+    assert counts
+    assert all(given == norms for given, norms in counts)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 30_000_000), max_size=40), st.sampled_from([36, 110]))
-def test_pieces_are_never_more_launches_than_they_save(sizes, most):
-    size = piece_size(sizes, most)
-    assert 2048 <= size <= 65_536
-    if sum(sizes) > most * 65_536:
-        whole = -(-len(sizes) // most)
-        cut = -(-sum(-(-n // size) for n in sizes) // most) if size < 65_536 else whole
-        assert cut * size <= 2 * whole * 65_536
+def spread_meta(sizes):
+    """How many tensors an update of these sizes is given."""
+    tensors = [torch.empty(size, device="meta") for size in sizes]
+    lists = _spread([tensors, tensors, tensors, tensors, [], tensors])
+    assert lists[4] == []
+    assert sum(tensor.numel() for tensor in lists[0]) == sum(sizes)
+    return len(lists[0])
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[30_000_000], [16_800_000] * 2 + [4096] * 3, [100_000_000] * 2, [2_400_000], [70_000] * 200],
+)
+def test_large_models_stay_whole(sizes):
+    assert spread_meta(sizes) == len(sizes)
 
 
 def test_a_small_model_fills_one_launch():
     mlp = [256 * 512, 512, 512 * 512, 512, 512 * 3, 3]
-    size = piece_size(mlp, 36)
-    assert sum(-(-n // size) for n in mlp) <= 36
-    assert size < 20_000
+    assert 25 < spread_meta(mlp) <= 36
+    assert len(in_pieces([torch.empty(size, device="meta") for size in mlp])) <= 110
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 3_000_000), min_size=1, max_size=40),
+    st.sampled_from([(1, 110), (4, 36)]),
+)
+def test_pieces_take_no_more_launches_than_they_are_shorter(sizes, kind):
+    lists, most = kind
+    size = piece_size(sizes, lists)
+    if size is not None:
+        launches = -(-sum(-(-n // size) for n in sizes) // most)
+        assert launches * size < -(-len(sizes) // most) * 65_536
+
+
+def test_tensors_of_other_kinds_stay_whole():
+    class Special(torch.Tensor):
+        pass
+
+    special = torch.zeros(200_000).as_subclass(Special)
+    plain = torch.zeros(200_000)
+    pieces = in_pieces([special, plain])
+    assert any(piece is special for piece in pieces)
+    assert len(pieces) > 10

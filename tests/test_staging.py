@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from fake_cuda import FakeCuda, FakeEvent, FakeTarget
 from stoker.loader.columns import make_columns
-from stoker.loader.staging import Copy, Uploader, torch_dtype
+from stoker.loader.staging import Copy, Upload, Uploader, torch_dtype
 from stoker.store.arrays import StoredArray
 from stoker.store.fields import Dense
 from store_makers import write_store
@@ -124,3 +125,122 @@ def test_a_failed_copy_ends_its_upload_and_its_slab_comes_back(columns, data):
         assert_equal(targets, columns, data)
     finally:
         uploader.close()
+
+
+# -- the same threads, with streams that are threads ------------------------------------------------
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    fake = FakeCuda(monkeypatch)
+    yield fake
+    fake.end()
+
+
+def fake_copies(columns, targets, fake, low, high):
+    return [
+        Copy(copy.values, copy.start, copy.stop, FakeTarget(copy.target, fake))
+        for copy in copies_of(columns, targets, low, high)
+    ]
+
+
+def assert_all_slabs_are_back(uploader):
+    assert not uploader._ready
+    assert uploader._slabs.qsize() == uploader._num_slabs
+
+
+@pytest.mark.parametrize(
+    ("threads", "slab_bytes", "num_slabs"), [(1, 1024, None), (8, 512, None), (8, 100, 3)]
+)
+def test_copies_queued_for_others_arrive_in_their_place(
+    columns, data, fake, threads, slab_bytes, num_slabs
+):
+    uploader = fake.make_uploader(threads, slab_bytes, num_slabs)
+    for _ in range(3):
+        targets = make_targets(columns, "cpu")
+        edges = [0, 400, 1100, 1101, ROWS]
+        uploads = [
+            uploader.begin(fake_copies(columns, targets, fake, low, high))
+            for low, high in pairwise(edges)
+        ]
+        for upload in uploads:
+            upload.wait().synchronize()
+        assert_equal(targets, columns, data)
+        assert_all_slabs_are_back(uploader)
+    uploader.close()
+
+
+def test_an_upload_that_waits_for_its_target_does_not_hold_up_the_one_before_it(
+    columns, data, fake
+):
+    uploader = fake.make_uploader(4, 1024)
+    first, second = make_targets(columns, "cpu"), make_targets(columns, "cpu")
+    in_use = FakeEvent()
+    in_use._reached.clear()
+    going = uploader.begin(fake_copies(columns, first, fake, 0, ROWS))
+    waiting = uploader.begin(fake_copies(columns, second, fake, 0, ROWS), wait_for=in_use)
+    going.wait().synchronize()
+    assert_equal(first, columns, data)
+    assert all(not target.any() for target in second), "copied into memory that is still in use"
+    in_use._reached.set()
+    waiting.wait().synchronize()
+    assert_equal(second, columns, data)
+    uploader.close()
+
+
+def test_refused_copies_end_their_uploads_and_no_other(columns, data, fake):
+    uploader = fake.make_uploader(8, 512)
+    for _ in range(5):
+        fake.share_of_failing_copies = 0.05
+        with pytest.raises(RuntimeError, match="refused"):
+            uploader.upload(fake_copies(columns, make_targets(columns, "cpu"), fake, 0, ROWS))
+        assert_all_slabs_are_back(uploader)
+    fake.share_of_failing_copies = 0.0
+    targets = make_targets(columns, "cpu")
+    uploader.upload(fake_copies(columns, targets, fake, 0, ROWS)).synchronize()
+    assert_equal(targets, columns, data)
+    uploader.close()
+
+
+def test_stopped_in_the_middle_and_begun_again(columns, data, fake):
+    uploader = fake.make_uploader(8, 512)
+    for _ in range(5):
+        upload = uploader.begin(fake_copies(columns, make_targets(columns, "cpu"), fake, 0, ROWS))
+        uploader.stop()
+        if upload.error is not None:
+            with pytest.raises(InterruptedError):
+                upload.wait()
+        uploader.stop(False)
+    targets = make_targets(columns, "cpu")
+    uploader.upload(fake_copies(columns, targets, fake, 0, ROWS)).synchronize()
+    assert_equal(targets, columns, data)
+    assert_all_slabs_are_back(uploader)
+    uploader.close()
+
+
+@pytest.mark.parametrize("what", ["the last event", "the callback"])
+def test_what_goes_wrong_at_the_very_end_is_raised_not_waited_for(columns, fake, what):
+    uploader = fake.make_uploader(4, 1024)
+
+    def end(_upload) -> None:
+        if what == "the callback":
+            raise RuntimeError("CUDA error: in the callback")
+
+    real = Upload._finish
+
+    def finish(self):
+        FakeEvent.fail = what == "the last event"
+        try:
+            real(self)
+        finally:
+            FakeEvent.fail = False
+
+    targets = make_targets(columns, "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Upload, "_finish", finish)
+        upload = uploader.begin(fake_copies(columns, targets, fake, 0, ROWS), when_done=end)
+        assert upload._finished.wait(10), "waits forever"
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            upload.wait()
+    assert_all_slabs_are_back(uploader)
+    uploader.close()

@@ -105,15 +105,23 @@ class Upload:
             self._finish()
 
     def _finish(self) -> None:
-        if self.stream is not None and self.error is None:
-            self.event = torch.cuda.Event()
-            self.event.record(self.stream)
+        try:
+            if self.stream is not None and self.error is None:
+                event = torch.cuda.Event()
+                event.record(self.stream)
+                self.event = event
+        except Exception as error:  # noqa: BLE001  a failed kernel, which CUDA reports at the next call
+            self.error = error
         # Let go of the callback: in a cycle the event would be freed by the garbage collector, maybe
         # in a forked child, where CUDA aborts the process.
         when_done, self._when_done = self._when_done, None
-        if when_done is not None:
-            when_done(self)
-        self._finished.set()
+        try:
+            if when_done is not None:
+                when_done(self)
+        except Exception as error:  # noqa: BLE001  whoever waits for the upload raises it
+            self.error = self.error or error
+        finally:
+            self._finished.set()  # or whoever waits would wait forever
 
 
 class _Piece(NamedTuple):

@@ -61,14 +61,14 @@ def lr_factor(batch_size: int | None, reference: int, rule: LrRule) -> tuple[flo
     (Goyal et al. 2017, SGD). Sqrt keeps the noise of a step instead, and is the safer one for Adam,
     whose step does not grow with the gradient.
     """
-    if batch_size is None:
-        return 1.0, "lr as given: no batch_size was given to scale it by"
-    if rule == "none":
-        return 1.0, "lr as given: lr_rule is 'none'"
     if rule not in get_args(LrRule):
         raise InputError(
             f"the rule for the learning rate is {rule!r}.", ", ".join(get_args(LrRule)), "'linear'"
         )
+    if batch_size is None:
+        return 1.0, "lr as given: no batch_size was given to scale it by"
+    if rule == "none":
+        return 1.0, "lr as given: lr_rule is 'none'"
     ratio = batch_size / reference
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     return factor, (

@@ -14,6 +14,7 @@ that is an error.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,7 +26,6 @@ from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.batches import Feed, Work, map_tensors
 from stoker.train.oom import forget_frames, is_oom
-from stoker.train.pieces import UpdateInPieces
 from stoker.train.settings import Capture
 from stoker.train.step import Step, compact_recurrent, state_tensors
 from stoker.train.window import Window
@@ -223,13 +223,12 @@ class CapturedStep:
         else:
             inputs, targets = self._static
         loss = self.step.forward_backward(inputs, targets, 1.0)
-        with UpdateInPieces():
-            self.step.update()
+        self.step.update(pieces=True)
         return loss
 
     def _warm_up(self, work: Work) -> torch.Tensor:
         """Train eagerly on a side stream, as capture demands."""
-        stream = torch.cuda.Stream(self.step.parts.device)
+        stream = _side_stream(self.step.parts.device)
         current = torch.cuda.current_stream(self.step.parts.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -245,7 +244,8 @@ class CapturedStep:
         why = ""
         try:
             # Threads that feed the ring copy at the same time: only this thread's calls count.
-            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+            stream = _side_stream(self.step.parts.device)
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 self._loss = self._static_step()
         except (RuntimeError, AssertionError, ValueError) as error:
             self._heal(generator, pool)
@@ -332,6 +332,16 @@ class CapturedStep:
         self._num_warm = self._num_checked = 0
         self._worst, self.active = 0.0, False
         self._generation = _generation(self.feed)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream that steps warm up and are recorded on.
+
+    Torch keeps a workspace for cuBLAS with every stream that ever multiplied, 32 MB on an H200: a new stream for
+    every warm-up would take a gigabyte in time.
+    """
+    return torch.cuda.Stream(device)
 
 
 class _Snapshot:

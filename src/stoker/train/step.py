@@ -12,6 +12,7 @@ is not finite leaves no trace in running statistics and carried state either.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from stoker.train.batches import map_tensors
 from stoker.train.buffers import Buffers, Copies
 from stoker.train.carry import Carry
 from stoker.train.parallel import Parallel, gather_whole, is_spread
+from stoker.train.pieces import UpdateInPieces, in_pieces
 from stoker.train.precision import PrecisionChoice
 from stoker.train.ranks import Ranks
 
@@ -189,8 +191,13 @@ class Step:
         if self.parts.scaler.is_enabled():
             self.parts.scaler._per_optimizer_states.clear()
 
-    def update(self, correction: float = 1.0) -> None:
-        """Unscale, correct, clip, step; leaves no gradients behind."""
+    def update(self, correction: float = 1.0, pieces: bool = False) -> None:
+        """Unscale, correct, clip, step; leaves no gradients behind.
+
+        Args:
+            correction: What gradients are multiplied with.
+            pieces: Whether small models are updated in pieces, which pays where the step is recorded.
+        """
         parts = self.parts
         if not self._is_exchanged:  # a window that ended before its last batch was known to be it
             parts.parallel.exchange(self._parameters)
@@ -205,9 +212,10 @@ class Step:
                 "give the optimizer the parameters of this model: AdamW(model.parameters())",
             )
         scale_gradients(self._parameters, correction)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm(in_pieces(gradients) if pieces else gradients)
         if self._on_gpu and self.guarded:
-            self._step_fused(norm)
+            with UpdateInPieces() if pieces else contextlib.nullcontext():
+                self._step_fused(norm)
         else:
             if parts.clip_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, parts.clip_norm, norm)
