@@ -452,13 +452,19 @@ class PrefetchingDataLoader:
                 iter(self.loader).__next__, self.prefetch_size, "stoker-prefetching"
             )
         try:
-            return self._work.take()
+            batch = self._work.take()
         except StopIteration:
             self.close()
             return None
         except Exception:
             self.close()
             raise
+        if batch is None:
+            self.close()
+            raise InputError(
+                "the loader yielded None.", "anything else: next_batch() says None at the end", ""
+            )
+        return batch
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from stoker.errors import InputError
-from stoker.loader.columns import make_columns
+from stoker.loader.columns import left_aside, make_columns
 from stoker.loader.loader import Loader
 from stoker.loader.order import Mode, Order, even_chunks
 from stoker.loader.slabs import usable_device
@@ -240,12 +240,17 @@ def _find_fields(store: Store) -> list[FieldInfo]:
     if missing:
         found = ", ".join(f"{name} ({info.kind})" for name, info in store.fields.items())
         raise InputError(
-            f"{store.name} has no dense field {' and no '.join(map(repr, missing))}; it has {found}.",
+            f"{store.name} has no dense field {' and no '.join(map(repr, missing))}; it has {found}."
+            f"{left_aside(store, missing)}",
             "an HDF5 file with arrays 'features' and 'targets' of equal length",
             "stoker.Loader(path, batch_size, fields=[...]) takes any names",
         )
     if not store.num_samples:
         raise InputError(f"{store.name} holds no samples.", "at least one", "")
+    if not all(sample_bytes(store.fields[name]) for name in _FIELDS):
+        raise InputError(
+            f"{store.name} has arrays of no width.", "at least one value in each sample", ""
+        )
     return [store.fields[name] for name in _FIELDS]
 
 

@@ -97,12 +97,18 @@ def make_columns(store: Store, fields: Sequence[str] | None, samples: Array) -> 
     unknown = [name for name in fields if name not in store.fields]
     if unknown or not fields:
         raise InputError(
-            f"fields {unknown or 'none'} were asked of {store.name}.",
+            f"fields {unknown or 'none'} were asked of {store.name}.{left_aside(store, unknown)}",
             ", ".join(store.fields),
             "Loader(store, ..., fields=[...]) with names from `stoker inspect`",
         )
     makers = {"dense": _dense, "ragged": _ragged, "series": _series}
     return [makers[store.fields[name].kind](store, name, samples) for name in fields]
+
+
+def left_aside(store: Store, names: Sequence[str]) -> str:
+    """Return what the store says of datasets that it has but could not take as fields; "" of none."""
+    notes = [note for note in store.notes if any(f"{name!r}" in note for name in names)]
+    return "".join(f" ({note})" for note in notes)
 
 
 def _values(store: Store, dataset: str, name: str, shape: Sequence[int], dtype: str) -> Values:

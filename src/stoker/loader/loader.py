@@ -13,6 +13,8 @@ a batch (`ring.py`, `staging.py`).
 from __future__ import annotations
 
 import contextlib
+import operator
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +23,7 @@ from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import torch
+import xxhash
 
 from stoker.errors import InputError
 from stoker.loader.background import JANITOR
@@ -153,6 +156,16 @@ class Loader:
         self._owns_store = not isinstance(store, Store)
         self.store = store if isinstance(store, Store) else open_store(store)
         self.device = pick_device(device)
+        batch_size, seed, rank, world_size, num_slots = (
+            whole_number(name, value)
+            for name, value in (
+                ("batch_size", batch_size),
+                ("seed", seed),
+                ("rank", rank),
+                ("world_size", world_size),
+                ("num_slots", num_slots),
+            )
+        )
         self.samples = check_samples(samples, self.store)
         self.columns = make_columns(self.store, fields, self.samples)
         self.plan = plan or self._make_plan(batch_size, self.device)
@@ -163,13 +176,25 @@ class Loader:
         if chunk_bytes is None:
             num_slots = local.num_slots
         chunks, reason = self._choose_chunks(local, batch_size, chunk_bytes, lanes)
-        self.reason = self.plan.reasons[0] if streamed else reason
         self.tier: Tier = "streamed" if streamed else "resident" if chunks is None else "chunked"
         self._resident = chunks is None
         self._order = Order(
-            len(self.samples), batch_size, order, seed, rank, world_size, drop_last, chunks, lanes
+            len(self.samples),
+            batch_size,
+            order,
+            seed,
+            rank,
+            world_size,
+            bool(drop_last),
+            chunks,
+            lanes,
+            xxhash.xxh3_64_hexdigest(self.samples.data),
         )
+        where = self.plan.reasons[0] if streamed else reason
+        self.reason = f"{where}; {self._order.reason}"
         self._epochs = EpochShelf(self._order)
+        self._process = os.getpid()
+        self._ended: tuple[int, EpochOrder | None] | None = None
         self._cuts: tuple[Cut, ...] = ()
         self._turn: object = None
         self.batch_size = batch_size
@@ -228,8 +253,9 @@ class Loader:
     def close(self) -> None:
         """End the threads and give the memory back; the loader cannot be used afterwards."""
         self._closed = True
-        self._stop_feeder()
-        self._uploader.close()
+        if self._process == os.getpid():
+            self._stop_feeder()
+            self._uploader.close()
         self._tables.close()
         self._ring.tensors.clear()
         self._assembler.close()
@@ -244,9 +270,18 @@ class Loader:
         Without waiting: the collector may run in one of these threads.
         """
         with contextlib.suppress(AttributeError):  # a constructor that failed leaves less behind
-            if not self._closed:
+            if not self._closed and self._process == os.getpid():
                 parts = self._feeder, self._uploader, self._tables
                 JANITOR.hand_over(partial(_end_threads, *parts))
+
+    def _settle_after_fork(self) -> None:
+        """Begin with new threads in a forked child: none came along, whatever they were at."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            JANITOR.start()
+            self._uploader = self._make_uploader(once=self._resident)
+            self._feeder, self._promised = None, ((-1, 0), [])
+            self._epochs = self._epochs.renewed()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -277,11 +312,20 @@ class Loader:
         """Return the chunks (None: all resident), and why."""
         count = len(self.samples)
         if lanes is not None:
+            if chunk_bytes is not None or plan.tier != "resident":
+                why = plan.reasons[0] if chunk_bytes is None else f"chunk_bytes is {chunk_bytes}"
+                raise InputError(
+                    f"lanes walk through the whole series at once, which must be resident; {why}.",
+                    "series that fit",
+                    "fewer fields or samples, a larger device, or order='time', which loads chunks",
+                )
             return None, "resident: lanes walk through the whole series at once"
         if chunk_bytes is not None:
+            if whole_number("chunk_bytes", chunk_bytes) < 1:
+                raise InputError(f"chunk_bytes is {chunk_bytes}.", "1 or more", "chunk_bytes=2**28")
             per_sample = self._bytes_per_sample()
             rows = max(batch_size, int(chunk_bytes / max(1.0, per_sample)))
-            reason = f"chunks of {rows:,} samples were asked for"
+            reason = f"chunks of up to {rows:,} samples were asked for"
         elif plan.tier == "resident" or plan.chunk_rows is None:
             return None, plan.reasons[0]
         else:
@@ -313,6 +357,7 @@ class Loader:
         A loader has one place, so a new iteration ends the one before it.
         """
         self._check_open()
+        self._settle_after_fork()
         self._seek_augment()
         if self.tier == "streamed":
             with prefetch(self._host_batches(), self.device) as batches:
@@ -362,6 +407,7 @@ class Loader:
 
         The slots an index points into stay loaded until the next index is asked for.
         """
+        self._settle_after_fork()
         self._seek_augment()
         yield from self._moving(self._indices(self.epoch, self._position))
 
@@ -382,7 +428,9 @@ class Loader:
                 )
             self._position += 1
             yield batch
+        ended = self.epoch, self._epochs.begun(self.epoch)
         self._go_to(Place(self.epoch + 1, 0))
+        self._ended = ended
 
     def _indices(self, number: int, position: int) -> Iterator[IndexBatch]:
         """Yield the indices of epoch `number` from batch `position` on, whatever happens to the ring."""
@@ -424,7 +472,9 @@ class Loader:
             self._stop_feeder()
         if self._resident:
             everything: Visit = Visit(0, 0, len(self.samples))
-            self._feeder = self._feeder or Feeder(self._ring, self._uploader, [everything])
+            if self._feeder is None:
+                self._start_feeder([everything])
+            assert self._feeder is not None
             return self._feeder, 0, Loads([everything], {0: 0})
         loads = plan_loads(epoch, position, self._ring)
         if self._feeder is None or self._promised != ((epoch.epoch, position), loads.visits):
@@ -433,13 +483,18 @@ class Loader:
                 # The last feeder's copies, and gathers out of its slots, are only queued; this one's
                 # copies go by another stream.
                 torch.cuda.synchronize(self._home)
-            self._feeder = Feeder(self._ring, self._uploader, loads.visits)
+            self._start_feeder(loads.visits)
+        assert self._feeder is not None
         first = self._feeder.num_visits - len(loads.visits)
         # An epoch that is read straight needs no chunks.
         following = [] if self._straight else list(self._epochs.get(epoch.epoch + 1).visits())
         self._feeder.extend(following)
         self._promised = ((epoch.epoch + 1, 0), following)
         return self._feeder, first, loads
+
+    def _start_feeder(self, visits: Sequence[Visit]) -> None:
+        self._feeder = Feeder(self._ring, self._uploader, visits)
+        self._feeder.start()
 
     def _stop_feeder(self) -> None:
         if self._feeder is not None:
@@ -602,6 +657,7 @@ class Loader:
 
     def set_epoch(self, epoch: int, batch: int = 0) -> None:
         """Begin `epoch` at batch number `batch` with the next iteration."""
+        epoch, batch = whole_number("epoch", epoch), whole_number("batch", batch)
         if epoch < 0 or not 0 <= batch <= len(self):
             raise InputError(
                 f"epoch {epoch}, batch {batch}.",
@@ -614,8 +670,12 @@ class Loader:
     def order_digest(self) -> str:
         """Return a digest of the samples yielded so far in this epoch, in order.
 
-        In an epoch that other ranks began: of those yielded since.
+        After an epoch's last batch and before the next one's first: of the whole epoch. In an epoch that
+        other ranks began: of those yielded since.
         """
+        if self._ended is not None and self._position == 0:
+            number, begun = self._ended
+            return (begun or self._order.epoch(number)).digest()
         return self._epochs.get(self.epoch).digest(self._position)
 
     def state_dict(self) -> dict[str, Any]:
@@ -648,6 +708,7 @@ class Loader:
 
     def _go_to(self, place: Place) -> None:
         self._epochs.put(place.begun)
+        self._ended = None
         self._cuts = place.cuts
         self.epoch, self._position = place.epoch, place.batch
 
@@ -661,7 +722,17 @@ def _end_threads(feeder: Feeder | None, uploader: Uploader, tables: TableUploade
 
 def pick_device(device: str | torch.device | None) -> torch.device:
     """Return the device asked for; the first GPU when none is named, else the CPU."""
-    return usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return usable_device(device)
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Return a whole number as Python's own, whatever kind it is: states are plain values."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InputError(f"{name} is {value!r}.", "a whole number", f"{name}=8") from None
 
 
 def check_samples(samples: Array | None, store: Store) -> Array:

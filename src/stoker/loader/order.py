@@ -106,6 +106,7 @@ class Order:
             resident. With lanes they are ranges of *steps*: a chunk holds the samples of all of a
             rank's lanes at these steps, so its edge breaks no lane.
         lanes: From `plan_lanes`, for "lanes" only.
+        samples_digest: Of the samples that the positions stand for; states of others are refused.
 
     Raises:
         InputError: The values do not fit together; the message says which, and what to type.
@@ -120,6 +121,7 @@ class Order:
     drop_last: bool = False
     chunks: tuple[tuple[int, int], ...] | None = None
     lanes: LanePlan | None = None
+    samples_digest: str = ""
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -256,13 +258,13 @@ class EpochOrder(ABC):
         return self._visits(start) if start < self.num_batches else []
 
     def digest(self, upto: int | None = None) -> str:
-        """Return a digest of the positions of the batches before `upto` (all by default), in order.
+        """Return a digest of the samples of the batches before `upto` (all by default), in order.
 
         Equal digests mean the same samples in the same order; how they are cut into batches does
         not matter, nor do rows without a sample. Of a rest, those from `first_step` on.
         """
         stop = self._checked(self.num_batches if upto is None else upto)
-        state = xxhash.xxh3_128()
+        state = xxhash.xxh3_128(self.order.samples_digest.encode())
         for positions in self.stream(self.first_step, stop):
             state.update(np.ascontiguousarray(positions, dtype="<i8").data)
         return state.hexdigest()
@@ -318,6 +320,16 @@ class EpochShelf:
         while len(self._epochs) > 2:
             del self._epochs[next(iter(self._epochs))]
         return found
+
+    def begun(self, epoch: int) -> EpochOrder | None:
+        """Return the order of an epoch that others began; None where it is a whole one."""
+        return self._begun if self._begun is not None and self._begun.epoch == epoch else None
+
+    def renewed(self) -> EpochShelf:
+        """Return a shelf for a forked process, where a thread of the other may have held a lock."""
+        shelf = EpochShelf(self._order)
+        shelf.put(self._begun)
+        return shelf
 
     def put(self, begun: EpochOrder | None) -> None:
         """Have one epoch go on as it was begun elsewhere; with None, all are as the order says."""

@@ -103,7 +103,14 @@ class Cut:
         )
         if plain.get("chunks") is None:
             return cls(batch_size, world_size, None, batch)
-        chunks = np.asarray(plain["chunks"], np.int64).reshape(-1, 2).tolist()
+        try:
+            chunks = np.asarray(plain["chunks"], np.int64).reshape(-1, 2).tolist()
+        except (ValueError, TypeError) as error:
+            raise InputError(
+                f"the state's chunks cannot be read ({error}).",
+                "pairs of whole numbers, as Loader.state_dict() gives them",
+                "loader.load_state_dict(state) with a state that was saved whole",
+            ) from None
         return cls(batch_size, world_size, tuple((low, high) for low, high in chunks), batch)
 
 
@@ -173,6 +180,12 @@ def find_place(order: Order, state: Mapping[str, Any]) -> Place:
             the message says which.
     """
     for name, own in _data_of(order).items():
+        if name == "samples" and state.get(name) != own:
+            raise InputError(
+                f"the state is of {order.num_samples:,} other samples.",
+                "the state of a loader over the same samples",
+                "the same split, files and samples= as when the state was saved",
+            )
         if state.get(name) != own:
             raise InputError(
                 f"the state has {name} {state.get(name)!r}, this loader has {own!r}.",
@@ -205,7 +218,7 @@ def find_place(order: Order, state: Mapping[str, Any]) -> Place:
 
 def _read(state: Mapping[str, Any], name: str) -> int:
     value = state.get(name)
-    if not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InputError(
             f"the state has {name} {value!r}.",
             "a whole number of 0 or more, as Loader.state_dict() gives it",
@@ -221,6 +234,7 @@ def _data_of(order: Order) -> dict[str, Any]:
         "order": order.mode,
         "seed": order.seed,
         "drop_last": order.drop_last,
+        "samples": order.samples_digest,
     }
 
 
@@ -290,5 +304,5 @@ def _check_digest(begun: EpochOrder, batch: int, state: Mapping[str, Any]) -> No
         raise InputError(
             "the state's order digest is not this loader's: other samples came before.",
             "the same samples in the same order",
-            "check that the store was not packed again",
+            "the order, seed and ranks of the loader that saved it",
         )

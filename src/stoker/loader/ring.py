@@ -16,6 +16,7 @@ a read. Nothing is dropped, nothing is loaded twice.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from stoker.errors import StokerError
+from stoker.errors import InputError, StokerError
 from stoker.loader.columns import Column
 from stoker.loader.order import Visit
 from stoker.loader.staging import Copy, Upload, Uploader, torch_dtype
@@ -132,8 +133,15 @@ class Feeder:
         self._released = 0
         self._error: BaseException | None = None
         self._stopping = False
-        self._changed = threading.Condition()
+        # Taken as a plain lock: an exception out of a signal handler can come between taking a Condition
+        # and entering its block, and would leave it taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name="stoker-feeder", daemon=True)
+        self._process = os.getpid()
+
+    def start(self) -> None:
+        """Begin; apart from making it, so that whoever is interrupted in between can still stop it."""
         self._thread.start()
 
     @property
@@ -148,7 +156,7 @@ class Feeder:
 
     def extend(self, visits: Sequence[Visit]) -> int:
         """Ask for more visits after the last; return the number of the first of them."""
-        with self._changed:
+        with self._lock:
             first = len(self._visits)
             self._visits.extend(visits)
             self._changed.notify_all()
@@ -159,25 +167,41 @@ class Feeder:
         assert visit < self._released + self._ring.num_slots, (
             "a batch touches more chunks than slots"
         )
-        with self._changed:
+        with self._lock:
             while visit not in self._ready:
-                if self._error is not None:
+                if self._error is not None and not self._stopping:
                     raise self._error
-                if not self._thread.is_alive():
-                    raise StokerError(
-                        f"the feeder thread ended before chunk {self._visits[visit].chunk} was loaded.",
-                        "a living thread",
-                        "look for what killed it, then resume from the last state_dict",
-                    )
+                if self._stopping or not self._thread.is_alive():
+                    raise self._ended(visit)
                 self._changed.wait(_POLL_SECONDS)
             event = self._ready[visit]
         if event is not None:
             torch.cuda.current_stream(self._ring.device).wait_event(event)
         return visit % self._ring.num_slots
 
+    def _ended(self, visit: int) -> StokerError:
+        """Return why nothing more is loaded."""
+        if self._stopping:
+            return InputError(
+                "the loader is closed, or its place was set, and an iteration goes on.",
+                "one iteration at a time, over an open loader",
+                "begin a new iteration, with a new Loader where it was closed",
+            )
+        if self._process != os.getpid():
+            return InputError(
+                "an iteration goes on in a forked process, where the loader's threads are not.",
+                "an iteration that stays in the process that began it",
+                "begin a new iteration in this process",
+            )
+        return StokerError(
+            f"the feeder thread ended before chunk {self._visits[visit].chunk} was loaded.",
+            "a living thread",
+            "look for what killed it, then resume from the last state_dict",
+        )
+
     def release_before(self, visit: int) -> None:
         """Say that no later batch needs the visits before this one."""
-        with self._changed:
+        with self._lock:
             for done in range(self._released, visit):
                 self._ring.release(done % self._ring.num_slots)
                 self._ready.pop(done, None)
@@ -186,11 +210,12 @@ class Feeder:
 
     def stop(self) -> None:
         """End the thread; waits for it, at most one piece of a read."""
-        with self._changed:
+        with self._lock:
             self._stopping = True
             self._changed.notify_all()
         self._uploader.stop()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._uploader.stop()  # what the thread may have begun since
         self._uploader.stop(False)
 
@@ -213,12 +238,12 @@ class Feeder:
         if upload.error is not None:
             self._fail(visit, upload.error)
             return
-        with self._changed:
+        with self._lock:
             self._ready[visit] = upload.event
             self._changed.notify_all()
 
     def _fail(self, visit: int, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             if self._error is None:
                 chunk = self._visits[visit].chunk
                 error.add_note(f"while loading chunk {chunk} ahead of the training loop")
@@ -227,7 +252,7 @@ class Feeder:
 
     def _await_turn(self, visit: int) -> bool:
         """Wait until there is such a visit and its slot is free; False when being stopped."""
-        with self._changed:
+        with self._lock:
             while not (self._stopping or self._error) and (
                 visit >= len(self._visits) or visit >= self._released + self._ring.num_slots
             ):

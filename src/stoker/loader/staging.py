@@ -21,6 +21,7 @@ from __future__ import annotations
 import mmap
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ from stoker.plan.budget import MAX_READERS, SLAB_BYTES, SPARE_SLABS
 from stoker.store.arrays import StoredArray
 from stoker.store.fields import Array
 
+_POLL_SECONDS = 0.2
 _NUM_TABLES = 4
 _LEAST_TABLE_BYTES = 64 << 10
 _SIGNED = {"u2": "i2", "u4": "i4", "u8": "i8"}
@@ -64,6 +66,36 @@ class Copy:
     target: torch.Tensor
 
 
+class OnceFlag:
+    """Something that happens once, and can be waited for.
+
+    As `threading.Event`, but an exception that a signal handler raises in the middle of a wait leaves nothing
+    locked for ever: an Event's own lock is taken in Python, where such an exception can come in between.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._until = threading.Lock()
+        self._until.acquire()
+
+    def is_set(self) -> bool:
+        """Whether it has happened."""
+        return self._is_set
+
+    def set(self) -> None:
+        """It happens; call this once."""
+        self._is_set = True
+        self._until.release()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it has happened, at most so long; return whether it has."""
+        end = None if seconds is None else time.monotonic() + seconds
+        while not self._is_set and (end is None or time.monotonic() < end):
+            if self._until.acquire(timeout=_POLL_SECONDS):
+                self._until.release()
+        return self._is_set
+
+
 class Upload:
     """Copies on their way. `wait` for them, or be called when they are all queued.
 
@@ -84,7 +116,7 @@ class Upload:
         self._when_done = when_done
         self._left = num_pieces
         self._lock = threading.Lock()
-        self._finished = threading.Event()
+        self._finished = OnceFlag()
         if not num_pieces:
             self._finish()
 

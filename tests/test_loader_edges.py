@@ -1,0 +1,246 @@
+"""A loader in a forked process, under interrupts, over other samples; and what it says of itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import signal
+import threading
+import time
+
+import h5py
+import numpy as np
+import pytest
+
+from stoker.basics import PrefetchingDataLoader
+from stoker.errors import InputError, StokerError
+from stoker.loader.chunk_door import ChunkDataLoader
+from stoker.loader.lanes import plan_store_lanes
+from stoker.loader.loader import Loader
+from stoker.loader.staging import OnceFlag
+
+ROWS = 400
+
+
+@pytest.fixture
+def path(tmp_path):
+    rng = np.random.default_rng(0)
+    path = tmp_path / "rows.h5"
+    with h5py.File(path, "w") as file:
+        file["features"] = rng.normal(size=(ROWS, 5)).astype("f4")
+        file["targets"] = np.arange(ROWS, dtype="i4")
+    return path
+
+
+def targets_of(loader):
+    return [batch["targets"].tolist() for batch in loader]
+
+
+# -- forks ---------------------------------------------------------------------------------------
+
+
+def _iterate_in_child(loader, pipe):
+    pipe.send(targets_of(loader))
+
+
+@pytest.mark.filterwarnings("ignore:This process")  # Python warns of forks beside threads
+@pytest.mark.parametrize("chunk_bytes", [None, 1000])
+@pytest.mark.parametrize("taken", [1, None])
+def test_a_forked_child_can_iterate_what_the_parent_has_iterated(path, chunk_bytes, taken):
+    context = multiprocessing.get_context("fork")
+    with Loader(path, 32, "cpu", order="shuffled", seed=3, chunk_bytes=chunk_bytes) as loader:
+        iterator = iter(loader)
+        for _ in range(taken or len(loader)):
+            next(iterator)
+        if taken is None:
+            assert next(iterator, None) is None
+        mine, theirs = context.Pipe()
+        child = context.Process(target=_iterate_in_child, args=(loader, theirs), daemon=True)
+        child.start()
+        assert mine.poll(30), "the child hangs"
+        seen = mine.recv()
+        child.join(10)
+        assert child.exitcode == 0
+        place = {"epoch": loader.epoch, "batch": taken or 0}
+        loader.set_epoch(**place)
+        assert seen == targets_of(loader)
+
+
+def _go_on_in_child(iterator, pipe):
+    try:
+        for _ in iterator:
+            pass
+    except StokerError as error:
+        pipe.send(str(error))
+    else:
+        pipe.send("went on")
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+def test_an_iteration_does_not_go_on_in_a_child(path):
+    context = multiprocessing.get_context("fork")
+    with Loader(path, 8, "cpu", order="shuffled", chunk_bytes=300) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        mine, theirs = context.Pipe()
+        child = context.Process(target=_go_on_in_child, args=(iterator, theirs), daemon=True)
+        child.start()
+        assert mine.poll(30), "the child hangs"
+        assert "forked" in mine.recv()
+        child.join(10)
+
+
+# -- interrupts ----------------------------------------------------------------------------------
+
+
+class InterruptError(Exception):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer
+def test_an_interrupt_at_any_moment_leaves_a_loader_that_goes_on(path):
+    def interrupt(*_):
+        raise InterruptError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    rng = np.random.default_rng(1)
+    try:
+        with Loader(path, 16, "cpu", order="shuffled", chunk_bytes=1000) as loader:
+            for _ in range(60):
+                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-4, 6e-3)))
+                try:
+                    while True:
+                        targets_of(loader)
+                except InterruptError:
+                    pass
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            loader.set_epoch(1)
+            assert sorted(itertools.chain(*targets_of(loader))) == list(range(ROWS))
+        feeders = [t for t in threading.enumerate() if t.name == "stoker-feeder"]
+        assert not feeders
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_flag_that_was_interrupted_while_waited_for_can_still_be_set_and_seen():
+    flag = OnceFlag()
+    assert not flag.wait(0.01)
+    flag._until.acquire(blocking=False)  # as if an interrupt came behind taking it
+    threading.Timer(0.05, lambda: setattr(flag, "_is_set", True)).start()
+    began = time.monotonic()
+    assert flag.wait(5)
+    assert time.monotonic() - began < 2
+
+
+# -- which samples -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["sequential", "shuffled"])
+def test_digests_and_states_know_their_samples(path, order):
+    one, other = (
+        Loader(path, 8, "cpu", order=order, samples=np.arange(low, low + 100)) for low in (0, 100)
+    )
+    with one, other:
+        next(iter(one))
+        next(iter(other))
+        assert one.order_digest() != other.order_digest()
+        with pytest.raises(InputError, match="other samples"):
+            other.load_state_dict(one.state_dict())
+
+
+def test_the_digest_after_an_epoch_is_that_of_the_epoch(path):
+    digests = []
+    for seed in (1, 2, 1):
+        with Loader(path, 16, "cpu", order="shuffled", seed=seed) as loader:
+            for _ in loader:
+                inside = loader.order_digest()
+            digests.append(loader.order_digest())
+            assert digests[-1] == inside
+            next(iter(loader))
+            assert loader.order_digest() != digests[-1]
+            loader.set_epoch(1)
+            assert loader.order_digest() not in digests, "nothing is taken yet"
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_states_of_numpy_numbers_are_plain(path):
+    with Loader(
+        path, np.int64(8), "cpu", order="shuffled", seed=np.int32(3), world_size=np.int64(2)
+    ) as loader:
+        loader.set_epoch(np.int64(1))
+        next(iter(loader))
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = targets_of(loader)
+        loader.load_state_dict(state)
+        assert targets_of(loader) == rest
+
+
+@pytest.mark.parametrize(
+    "change", [{"batch_size": 1.5}, {"batch_size": "a"}, {"seed": 1.5}, {"rank": None}]
+)
+def test_numbers_that_are_none_are_refused(path, change):
+    with pytest.raises(InputError, match=f"(?s){next(iter(change))} is .*whole number"):
+        Loader(path, **{"batch_size": 8, "device": "cpu"} | change)
+
+
+def test_a_damaged_state_is_refused(path):
+    with Loader(path, 8, "cpu", order="shuffled", chunk_bytes=1000) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+        for damage in ({"chunks": [[1], [2, 3]]}, {"batch": True}, {"epoch": "2"}):
+            with pytest.raises(InputError):
+                loader.load_state_dict(state | damage)
+
+
+# -- words ---------------------------------------------------------------------------------------
+
+
+def test_the_loader_says_how_it_shuffles(path):
+    with (
+        Loader(path, 8, "cpu", order="shuffled") as whole,
+        Loader(path, 8, "cpu", order="shuffled", chunk_bytes=1000) as parts,
+        Loader(path, 8, "cpu") as straight,
+    ):
+        assert "full shuffle" in whole.reason
+        assert "within chunks" in parts.reason
+        assert "sequential" in straight.reason
+
+
+def test_a_dataset_of_another_length_is_named(tmp_path):
+    path = tmp_path / "short.h5"
+    with h5py.File(path, "w") as file:
+        file["features"], file["targets"] = np.zeros((10, 3), "f4"), np.zeros(9, "f4")
+    with pytest.raises(InputError, match="9 rows"):
+        ChunkDataLoader(path, 4, device="cpu")
+    with pytest.raises(InputError, match="9 rows"):
+        Loader(path, 4, "cpu", fields=["features", "targets"])
+
+
+def test_closed_in_the_middle_of_compressed_data(tmp_path):
+    path = tmp_path / "zipped.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("features", data=np.ones((500, 50), "f4"), compression="gzip")
+    loader = Loader(path, 16, "cpu", chunk_bytes=2000)
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    with pytest.raises(InputError, match="closed"):
+        next(iterator)
+
+
+def test_lanes_in_chunks_are_refused(path, tmp_path):
+    from run_makers import make_store
+
+    store = make_store("forex", tmp_path / "forex")
+    lanes = plan_store_lanes(store, num_lanes=4)
+    with pytest.raises(InputError, match=r"lanes .* resident"):
+        Loader(store, 4, "cpu", order="lanes", lanes=lanes, chunk_bytes=500)
+
+
+def test_none_is_no_batch():
+    loader = PrefetchingDataLoader([1, None, 3])
+    assert loader.next_batch() == 1
+    with pytest.raises(InputError, match="None"):
+        loader.next_batch()
