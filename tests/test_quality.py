@@ -277,6 +277,16 @@ class TestJudge:
         assert "--repair 'clip@feature 37'" in found.remedy
         assert (overflow.name, overflow.severity) == ("overflows-fp16", "warn")
 
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e15])
+    def test_no_repair_is_named_for_targets_which_repairs_do_not_reach(self, bad):
+        values = clean(2000, 1)
+        values[5] = bad
+        found = judge(TableStats.scan(values, field="targets"))
+        refused = [finding for finding in found if finding.severity == "refuse"]
+        assert refused
+        assert all("--on-bad quarantine" in finding.remedy for finding in refused)
+        assert not [finding for finding in found if "--repair" in finding.remedy]
+
     @given(st.integers(0, 2**32 - 1), st.integers(1, 120))
     def test_the_clip_it_names_removes_the_extremes_however_many(self, seed, count):
         rng = np.random.default_rng(seed)

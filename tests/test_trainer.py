@@ -410,10 +410,11 @@ def test_a_signal_near_the_end_of_an_epoch_loses_and_repeats_nothing(path, tmp_p
     def stop(position, cache):
         original(position, cache)
         if first._epoch == 1 and position == at:
-            first._stop = "terminated"
+            os.kill(os.getpid(), signal.SIGTERM)
 
     first._after_batch = stop
     begun = first.fit()
+    assert begun.ended == "terminated"
     rest = make_trainer(path, epochs=3, run_dir=tmp_path / "run").fit(resume=True)
     assert begun.losses + rest.losses == whole.losses
     assert all(report.num_samples for report in rest.epochs)

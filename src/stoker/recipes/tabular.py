@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from stoker.errors import InputError
 from stoker.recipes.contract import Job, Tensors
 from stoker.recipes.gate import gate_notes, quality_gate
 from stoker.recipes.options import parse_options, require
@@ -238,6 +239,13 @@ def _scaled_adamw(
 
 def _require_targets(store: Store, target: str) -> None:
     info = store.fields.get(target)
+    aside = [note for note in store.notes if note.startswith(f"dataset {target!r} ")]
+    if info is None and aside:
+        raise InputError(
+            f"the option 'target_field' is {target!r}, and {aside[0]}.",
+            f"a dataset of numbers with {store.num_samples:,} rows, a target for every sample",
+            f"write {target!r} again, or recipe.options.target_field=ANOTHER",
+        )
     require(
         info is not None and info.kind == "dense" and np.dtype(info.dtype).kind in "fiu",
         "target_field",

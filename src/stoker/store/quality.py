@@ -70,6 +70,7 @@ FindingName = Literal[
 SEVERITIES: tuple[Severity, ...] = ("refuse", "warn", "note")
 LEAK_CORRELATION = 0.9999
 _LEAK_MIN_ROWS = 32
+_LEAVE_OUT = "leave these rows out: --on-bad quarantine, or correct them in the input"
 _EXTREME_OCTAVES = 20
 
 
@@ -253,6 +254,11 @@ class _Column:
             else "leave the column out of the array"
         )
 
+    @property
+    def _can_repair(self) -> bool:
+        """Repairs act on features only: a made-up target would be learned."""
+        return self._stats.field == "features"
+
     def _repair(self, text: str) -> str:
         return f"--repair {shlex.quote(f'{text}@{escape_name(self._name)}')}"
 
@@ -290,10 +296,12 @@ class _Column:
         if num_nan:
             rows = self._values.rows_of("nan", self._column)
             remedy = f"{self._repair('fill:median')}, or {self._drop}"
+            remedy = remedy if self._can_repair else _LEAVE_OUT
             found.append(self._finding("nan", "refuse", num_nan, rows, "are NaN", remedy))
         if num_inf:
             rows = self._values.rows_of("inf", self._column)
             remedy = f"{self._repair('clip')}, or {self._drop}"
+            remedy = remedy if self._can_repair else _LEAVE_OUT
             found.append(self._finding("inf", "refuse", num_inf, rows, "are infinite", remedy))
         return found
 
@@ -317,6 +325,7 @@ class _Column:
             f"{self._clip(count)}; if it is a ratio, look at its denominator: "
             "--repair min-denominator:RATIO=NUMERATOR/DENOMINATOR,min=0.01"
         )
+        remedy = remedy if self._can_repair else _LEAVE_OUT
         return [self._finding("extreme", "refuse", count, rows, what, remedy)]
 
     def overflow(self, dtype: np.dtype[Any]) -> list[Finding]:
@@ -327,6 +336,7 @@ class _Column:
         severity: Severity = "refuse" if dtype == np.float16 else "warn"
         what = f"are above 65,504, the largest float16 (up to {self._largest():.3g})"
         remedy = f"{self._repair('robust')} or {self._repair('asinh')}; or train in bfloat16"
+        remedy = remedy if self._can_repair else "train in bfloat16, or store them in a larger unit"
         return [self._finding("overflows-fp16", severity, count, rows, what, remedy)]
 
     def constant(self) -> list[Finding]:

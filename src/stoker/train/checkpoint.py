@@ -17,8 +17,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,13 @@ class Loaded:
         saved: Its description.
         state: As it was saved; tensors are on the CPU unless `map_location` said otherwise.
         identity: Of the run that saved it.
+        changes: What differs from the run that loads it, and may; with both values.
     """
 
     saved: Saved
     state: Mapping[str, Any]
     identity: Mapping[str, Any]
+    changes: tuple[str, ...] = ()
 
 
 def load_checkpoint(path: str | Path, map_location: str | torch.device = "cpu") -> Loaded:
@@ -201,21 +203,31 @@ class Checkpoints:
         identity: Mapping[str, Any],
         path: str | Path | None = None,
         map_location: str | torch.device = "cpu",
+        free: Collection[str] = (),
     ) -> Loaded:
         """Like `load`, and refuse a checkpoint of another identity.
+
+        Args:
+            identity: Of the run that asks.
+            path: The latest one by default.
+            map_location: Where tensors go.
+            free: Places of the identity that may differ: "settings.epochs".
 
         Raises:
             InputError: It was saved by another run; every differing key is shown with both values.
         """
         loaded = self.load(path, map_location)
         changes = differences(loaded.identity, _as_json(identity))
-        if changes:
+        refused = [line for line in changes if _place_of(line) not in free]
+        if refused:
             raise InputError(
-                f"{loaded.saved.path} is of another run:\n  " + "\n  ".join(changes),
+                f"{loaded.saved.path} is of another run:\n  " + "\n  ".join(refused),
                 "a checkpoint of the same config, model and data",
                 "change these back, or train in a new run directory",
             )
-        return loaded
+        # Older checkpoints do not have all that may differ.
+        known = [line for line in changes if f": {_shown(_ABSENT)} in the" not in line]
+        return replace(loaded, changes=tuple(known))
 
     def _make_room(self) -> None:
         """Make the folder; remove what a killed save left, whose bytes may be what the disk lacks."""
@@ -344,6 +356,11 @@ def differences(old: Any, new: Any, place: str = "") -> list[str]:
     if alike or repr(old) == repr(new):
         return []
     return [f"{place}: {_shown(old)} in the checkpoint, {_shown(new)} now"]
+
+
+def _place_of(line: str) -> str:
+    """Return the key that a line of `differences` is about."""
+    return line.partition(": ")[0]
 
 
 def _shown(value: Any) -> str:

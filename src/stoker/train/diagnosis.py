@@ -42,29 +42,32 @@ def explain_batch(
 
     Among several ranks all must ask: the one whose part of the batch it was knows the answer.
     """
+    epoch, batch = seen.place
+    where = f"the loss of step {seen.step} (epoch {epoch}, batch {batch}) is {seen.loss}"
     if ranks is None or not ranks.are_several:
-        return _explain(loader, seen, precision)
+        return explain_samples(loader, seen.positions, precision, where)
     is_own = seen.own is not None and not math.isfinite(seen.own)
-    found = _explain(loader, seen, precision) if is_own else None
+    found = explain_samples(loader, seen.positions, precision, where) if is_own else None
     words = None if found is None else (found.given, found.allowed, found.fix)
     told = {rank: words for rank, words in enumerate(ranks.gather(words)) if words is not None}
     if not told:  # finite on each, and too large in the sum
-        return _explain(loader, seen, precision)
+        return explain_samples(loader, seen.positions, precision, where)
     rank = min(told)
     given, allowed, fix = told[rank]
     return NonFiniteError(f"on rank {rank}, {given}", allowed, fix)
 
 
-def _explain(loader: Any, seen: StepLoss, precision: PrecisionChoice) -> NonFiniteError:
-    epoch, batch = seen.place
-    where = f"the loss of step {seen.step} (epoch {epoch}, batch {batch}) is {seen.loss}"
-    if seen.positions is None or not isinstance(loader, Loader):
+def explain_samples(
+    loader: Any, positions: Array | None, precision: PrecisionChoice, where: str
+) -> NonFiniteError:
+    """Return the error for samples whose loss is not finite; `where` begins its words."""
+    if positions is None or not isinstance(loader, Loader):
         return NonFiniteError(
             f"{where}; the loader does not say which samples were in it.",
             "finite losses",
             "stoker inspect FILE looks for values that break training; stoker.Loader names samples",
         )
-    ids = loader.samples[seen.positions[seen.positions >= 0]]
+    ids = loader.samples[positions[positions >= 0]]
     limit = FLOAT16_MAX if str(precision.dtype) == "torch.float16" else np.inf
     bad = list(_bad_values(loader, ids, limit))
     shown = ", ".join(map(str, ids[:5].tolist())) + (", ..." if len(ids) > 5 else "")

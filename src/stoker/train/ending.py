@@ -52,6 +52,12 @@ class Ending:
             self.agree()
             self._next_step = step + self._steps_until_next(step)
 
+    def look_alone(self) -> bool:
+        """Heed what was asked for where no other rank must agree; return whether to end."""
+        if not self._ranks.are_several:
+            self.reason = self._asked
+        return self.reason is not None
+
     def agree(self) -> None:
         """Learn what any rank was asked for; all ranks must call it."""
         (code,) = self._ranks.largest(_REASONS.index(self._asked))

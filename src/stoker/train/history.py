@@ -1,11 +1,17 @@
 """What a training run did: one report per epoch, every loss, and every choice with its reason.
 
 Enters: what the trainer fills in. Leaves: plain values for pages, logs and tests. Costs one float per step.
+
+An epoch that was killed and resumed is one epoch: its tally is in the checkpoint, so that its report is of
+all its samples, not of those behind the last resume.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -32,6 +38,50 @@ class EpochReport:
     def samples_per_second(self) -> float:
         """Training rate."""
         return self.num_samples / max(self.seconds, 1e-9)
+
+
+@dataclass
+class EpochTally:
+    """The epoch under way, in all processes that had a part in it.
+
+    Attributes:
+        total: Sum of its losses, each times its samples.
+        num_samples: Of these losses.
+        seconds: Of training.
+        waited_seconds: Of them, for batches.
+        is_trained: Whether only its validation is left.
+    """
+
+    total: float = 0.0
+    num_samples: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0
+    is_trained: bool = False
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any] | None) -> EpochTally:
+        """Return what `state_dict` gave; checkpoints from before there was one have none."""
+        return cls() if state is None else cls(**state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        return asdict(self)
+
+    def add(self, loss: float, num_samples: int) -> None:
+        """Count a step."""
+        self.total += loss * num_samples
+        self.num_samples += num_samples
+
+    def spend(self, since: float, now: float) -> float:
+        """Count the time of training since then; return `now`."""
+        self.seconds += now - since
+        return now
+
+    def report(self, epoch: int) -> EpochReport:
+        """Return the epoch so far, without metrics."""
+        mean = self.total / self.num_samples if self.num_samples else math.nan
+        share = self.waited_seconds / max(self.seconds, 1e-9)
+        return EpochReport(epoch, mean, {}, self.num_samples, self.seconds, share)
 
 
 @dataclass

@@ -9,8 +9,10 @@ output does not depend on the others. Losses are weighted by their samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from contextlib import closing
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -18,6 +20,7 @@ from stoker.errors import InputError
 from stoker.report import Silent
 from stoker.train.batches import Feed, Work, map_tensors
 from stoker.train.carry import Carry, make_carry
+from stoker.train.diagnosis import explain_samples
 from stoker.train.lookout import LOOKOUT
 from stoker.train.oom import bytes_in_use, forget_frames, is_oom, let_go, smaller_pass
 from stoker.train.parallel import is_sharded
@@ -27,9 +30,14 @@ from stoker.train.step import Criterion, as_float32, take_rows
 from stoker.units import format_bytes
 
 
-class _Judged(NamedTuple):
-    """Some samples of a batch: their mean loss, and what the metrics compare."""
+class JudgingStopped(Exception):  # noqa: N818 (no error: somebody asked for it)
+    """The run is to end; the split was not judged to its end."""
 
+
+class _Judged(NamedTuple):
+    """Some samples of a batch: its number, their mean loss, and what the metrics compare."""
+
+    number: int
     loss: torch.Tensor
     outputs: Any
     targets: Any
@@ -68,22 +76,38 @@ class Judge:
         self._precision, self._device = precision, device
         self._say, self._give_way = say or Silent().say, give_way
         self._most: int | None = None
+        self._first_bad: int | None = None
         self._ranks = ranks or Ranks()
         # A model in parts asks all ranks for every pass: none can take smaller ones by itself.
         self._survives = survive and not (self._ranks.are_several and is_sharded(model))
 
     @torch.no_grad()
-    def judge(self, feed: Feed) -> dict[str, float]:
-        """Return the mean loss and the metrics over the whole of a feed's first epoch."""
+    def judge(
+        self, feed: Feed, when: str = "", is_over: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
+        """Return the mean loss and the metrics over the whole of a feed's first epoch.
+
+        Args:
+            feed: The split.
+            when: For the words of an error: "in epoch 3".
+            is_over: Asked before every batch whether to stop.
+
+        Raises:
+            InputError: The feed has no batch.
+            JudgingStopped: It was over.
+        """
         was_training = self._model.training
         self._model.eval()
         counted = self._metrics() if self._metrics is not None else None
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        count = 0
+        count, numbers = 0, []
+        num_good = torch.zeros((), dtype=torch.int64, device=self._device)
         try:
-            for judged in self._over(feed):
+            for judged in self._over(feed, is_over):
                 total += judged.loss.double() * judged.num_samples
+                num_good += torch.isfinite(total)  # once it is not, it stays so
                 count += judged.num_samples
+                numbers.append(judged.number)
                 if counted is not None:
                     counted.update(judged.outputs, judged.targets)
         finally:
@@ -92,10 +116,30 @@ class Judge:
         if self._ranks.are_several and (feed.is_shared or not feed.is_stoker):
             # The mean is right also where a loader of others has all samples on every rank.
             loss, number = self._ranks.total(loss, number)
+        if not number:
+            raise no_batches(f"the validation loader yielded no batch{when and f' {when}'}.")
+        self._first_bad = None if math.isfinite(float(total)) else numbers[int(num_good)]
         if self._ranks.are_several and feed.is_shared:
             counted = self._merge(counted)
-        found = {"loss": loss / max(number, 1)}
+        found = {"loss": loss / number}
         return found | (counted.compute() if counted is not None else {})
+
+    def explain(self, feed: Feed) -> str:
+        """Return what is known of the first batch that made the last `judge`'s loss not finite.
+
+        Costs, for a stoker loader, one more read of the batches up to it.
+        """
+        if self._first_bad is None:
+            return "Every loss on this rank was finite."
+        positions = None
+        if feed.is_stoker:
+            feed.begin_anew()
+            with closing(cast(Any, iter(feed))) as works:
+                for _ in range(self._first_bad + 1):
+                    positions = next(works).positions
+        where = f"the loss of validation batch {self._first_bad} is not finite"
+        finding = explain_samples(feed.loader, positions, self._precision, where)
+        return f"{finding.given} Try: {finding.fix}"
 
     def _merge(self, counted: Any) -> Any:
         """Return the metrics of all ranks' samples, in the order of ranks."""
@@ -115,11 +159,13 @@ class Judge:
         counted.merge(states)
         return counted
 
-    def _over(self, feed: Feed) -> Iterator[_Judged]:
+    def _over(self, feed: Feed, is_over: Callable[[], bool]) -> Iterator[_Judged]:
         carry = make_carry(self._model, feed.loader, self._device)
         feed.begin_anew()
-        works, num_failures = iter(feed), 0
+        works, num_failures, number = iter(feed), 0, 0
         while True:
+            if is_over():
+                raise JudgingStopped
             try:
                 work = next(works, None)
             except RuntimeError as error:
@@ -132,16 +178,17 @@ class Judge:
                 return
             num_failures = 0
             LOOKOUT.mark("validating")
-            yield from self._in_parts(work, carry)
+            yield from self._in_parts(work, carry, number)
+            number += 1
 
-    def _in_parts(self, work: Work, carry: Carry | None) -> Iterator[_Judged]:
+    def _in_parts(self, work: Work, carry: Carry | None, number: int) -> Iterator[_Judged]:
         start = 0
         while start < work.num_samples:
             whole = self._most is None or not work.can_cut
             part = work if whole else work.part(start, start + (self._most or 0))
             state = None if carry is None else carry.state_dict()
             try:
-                judged = self._forward(part, carry)
+                judged = self._forward(part, carry, number)
             except RuntimeError as error:
                 before = bytes_in_use(self._device)
                 if not self._let_go(error):
@@ -152,7 +199,7 @@ class Judge:
             yield judged
             start += part.num_samples
 
-    def _forward(self, work: Work, carry: Carry | None) -> _Judged:
+    def _forward(self, work: Work, carry: Carry | None, number: int) -> _Judged:
         with self._precision.autocast(self._device):
             if carry is not None and work.reset is not None:
                 outputs = carry.run(self._model, work.inputs, work.reset)
@@ -161,7 +208,8 @@ class Judge:
         outputs, targets, rows = as_float32(outputs), work.targets, work.rows
         if rows is not None:
             outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
-        return _Judged(self._criterion(outputs, targets), outputs, targets, work.num_samples)
+        loss = self._criterion(outputs, targets)
+        return _Judged(number, loss, outputs, targets, work.num_samples)
 
     def _let_go(self, error: RuntimeError) -> bool:
         """Let go of all that can be after memory ran out; raise other errors.
@@ -192,3 +240,12 @@ class Judge:
             f"({format_bytes(bytes_in_use(self._device))} after letting go): {size} samples at once, now "
             f"{smaller}"
         )
+
+
+def no_batches(given: str) -> InputError:
+    """Return the error for a loader of an epoch without a batch."""
+    return InputError(
+        given,
+        "something that can be iterated every epoch, and has a batch in it",
+        "drop_last=False, or a list or DataLoader instead of a generator, which can be read once",
+    )

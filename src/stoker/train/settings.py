@@ -14,6 +14,7 @@ from stoker.errors import InputError
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 Capture = Literal["auto", "on", "off"]
 NonFinite = Literal["stop", "skip", "rollback"]
+_LEAST = {"accumulation_steps": 1, "read_every": 1, "keep_last": 1}
 
 
 @dataclass(frozen=True)
@@ -80,24 +81,13 @@ class TrainSettings:
                     ", ".join(allowed),
                     f"{name}={allowed[0]!r}",
                 )
-        least = {"epochs": 0, "accumulation_steps": 1, "read_every": 1, "keep_last": 1}
         for entry in fields(self):
             value = getattr(self, entry.name)
-            optional = entry.type == "int | None"
-            if (entry.type == "int" or (optional and value is not None)) and (
-                isinstance(value, bool)
-                or not isinstance(value, int)
-                or value < least.get(entry.name, 0)
-            ):
+            wanted = _refusal(entry.name, str(entry.type), value)
+            if wanted is not None:
                 raise InputError(
-                    f"{entry.name} is {value!r}.",
-                    f"a whole number, {least.get(entry.name, 0)} or more{', or None' if optional else ''}",
-                    f"{entry.name}={entry.default!r}",
+                    f"{entry.name} is {value!r}.", wanted, f"{entry.name}={entry.default!r}"
                 )
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise InputError(
-                f"clip_norm is {self.clip_norm!r}.", "a number above 0, or None", "clip_norm=1.0"
-            )
 
     @classmethod
     def of(cls, config: TrainSettings | Mapping[str, Any] | None) -> TrainSettings:
@@ -118,3 +108,21 @@ class TrainSettings:
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain values, for run logs and checkpoints."""
         return asdict(self)
+
+
+def _refusal(name: str, kind: str, value: Any) -> str | None:
+    """Return what is allowed where a value is not of its field's kind; None where it is."""
+    if value is None and kind.endswith("| None"):
+        return None
+    or_none = ", or None" if kind.endswith("| None") else ""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    least = _LEAST.get(name, 0)
+    if kind.startswith("int") and not (is_whole and value >= least):
+        return f"a whole number, {least} or more{or_none}"
+    if kind.startswith("float") and not ((is_whole or isinstance(value, float)) and value > 0):
+        return f"a number above 0{or_none}"
+    if kind == "bool" and not isinstance(value, bool):
+        return "True or False"
+    if kind == "str" and not isinstance(value, str):
+        return "a name"
+    return None

@@ -79,6 +79,7 @@ class Step:
         self.window = AccumulationWindow(parts.nominal_batch, parts.accumulation_steps)
         self._buffers = Buffers.that_change(parts.model)
         self._is_exchanged = True
+        self._has_loss = False
 
     @property
     def num_skipped(self) -> int:
@@ -160,6 +161,9 @@ class Step:
         if rows is not None:
             outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
         loss = parts.criterion(as_float32(outputs), targets)
+        if not self._has_loss:
+            check_loss(loss)
+            self._has_loss = True
         scaled = parts.scaler.scale(loss if weight == 1.0 else loss * weight)
         scaled.backward()
         loss = loss.detach().float()
@@ -282,6 +286,20 @@ def as_float32(outputs: Any) -> Any:
     if type(outputs) is torch.Tensor and outputs.dtype is torch.float32:  # most often
         return outputs
     return map_tensors(lambda x: x.float() if x.is_floating_point() else x, outputs)
+
+
+def check_loss(loss: Any) -> None:
+    """Raise unless it is a tensor with one value, as a criterion is to return."""
+    if isinstance(loss, torch.Tensor) and not loss.dim():
+        return
+    given = "None" if loss is None else f"a {type(loss).__name__}"
+    if isinstance(loss, torch.Tensor):
+        given = f"a tensor of shape {tuple(loss.shape)}"
+    raise InputError(
+        f"the criterion returned {given}.",
+        "the mean loss of the batch: a scalar tensor",
+        "return loss.mean() at its end, or reduction='mean' in torch's losses",
+    )
 
 
 def take_rows(value: Any, rows: torch.Tensor) -> Any:

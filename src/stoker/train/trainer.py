@@ -34,8 +34,8 @@ from stoker.train.checkpoint import Checkpoints
 from stoker.train.diagnosis import explain_batch
 from stoker.train.ending import Ending
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
-from stoker.train.history import EpochReport, History
-from stoker.train.judging import Judge
+from stoker.train.history import EpochReport, EpochTally, History
+from stoker.train.judging import Judge, JudgingStopped, no_batches
 from stoker.train.lookout import LOOKOUT
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
 from stoker.train.memory import CacheEmptier, LeakWatch, log_gpu_stats
@@ -63,7 +63,13 @@ from stoker.train.window import Window
 
 AUGMENTED = "✓ GPU augmentation enabled"
 MOST_ROLLBACKS = 5
-_MAY_CHANGE = ("epochs", "keep_last", "checkpoint_every_epochs", "checkpoint_every_steps")
+# What a run may be told otherwise when it goes on: the weights it arrives at do not depend on it, but for
+# batches whose loss is not finite.
+_MAY_CHANGE = (
+    "epochs", "keep_last", "checkpoint_every_epochs", "checkpoint_every_steps", "monitor", "maximise",
+    "nonfinite", "read_every", "survive_oom", "leak_bytes", "tensorboard", "log_gpu_stats_every_n_batches",
+    "empty_cache_every_n_epochs", "empty_cache_every_n_batches",
+)  # fmt: skip
 
 
 class _RollBackError(Exception):
@@ -86,7 +92,7 @@ class Trainer:
 
     Args:
         model: Moved to `device`.
-        train_loader: A stoker `Loader`, a torch DataLoader, or any iterable of batches.
+        train_loader: A stoker `Loader`, a torch DataLoader, or batches that can be iterated every epoch.
         val_loader: The same for validation, or None.
         criterion: `(outputs, targets) -> mean loss of the batch`; a module is moved to `device`.
         optimizer: Over the model's parameters.
@@ -162,8 +168,8 @@ class Trainer:
         self._num_done = 0
         self._good: dict[str, Any] | None = None
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
-        self._total, self._count = 0.0, 0
-        self._epoch_is_done = False
+        self._tally = EpochTally()
+        self._has_judged = self._has_warned = False
         self._first_loss = self._num_skipped = self._num_rollbacks = 0
         self._saved_step = -1
         self._prepare()
@@ -267,6 +273,7 @@ class Trainer:
         self._ending.forget()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._precision.matmuls())
+            stack.callback(self._ending.forget)  # a later call of `validate` is not to end
             stack.enter_context(self._ending.signals())
             if self._folder is not None:
                 self._open_folder(stack, resume)
@@ -291,7 +298,8 @@ class Trainer:
                 if self._saved_step != self._num_steps:
                     self.save()
                 self.history.ended = self._ending.reason
-        if self._ending.reason == "interrupted":
+            is_interrupted = self._ending.reason == "interrupted"
+        if is_interrupted:
             raise KeyboardInterrupt
         return self.history
 
@@ -301,7 +309,8 @@ class Trainer:
             return
         if self.ranks.are_several:  # the others are elsewhere; the last checkpoint is of all
             return
-        if self._saved_step != self._num_steps and not self._step.window.num_batches:
+        is_new = self._saved_step != self._num_steps > 0
+        if is_new and not self._step.window.num_batches:
             with contextlib.suppress(Exception):
                 self.save()
                 if self._checkpoints is not None and self._train.position > self._num_done:
@@ -312,26 +321,66 @@ class Trainer:
 
     def _run_epoch(self, cache: CacheEmptier) -> bool:
         """Train and validate one epoch; False when it was cut short."""
-        if self.settings.nonfinite == "rollback":
-            self._good = copy.deepcopy(self.state_dict())
-        try:
-            report = self.train_epoch(cache)
-        except _RollBackError as found:
-            self._roll_back(found)
+        # It is trained where a run that ended before its validation goes on.
+        if not self._tally.is_trained and not self._train_to_end(cache):
             return False
-        if not self._epoch_is_done:
+        report = self._tally.report(self._epoch)
+        if self._val is not None and not self._judge_epoch(report):
             return False
-        self._check_skipped()
-        if self._val is not None and self._ending.reason is None:
-            report.metrics = self.validate()
         self._epoch += 1
+        self._tally = EpochTally()
         self.history.epochs.append(report)
         self._write("epoch", vars(report) | {"samples_per_second": report.samples_per_second})
         every = self.settings.checkpoint_every_epochs
         if every and self._epoch % every == 0:
-            stopped = self._val is not None and not report.metrics
-            self.save({} if stopped else report.metrics or {"loss": report.train_loss})
+            self.save(report.metrics or {"loss": report.train_loss})
         return True
+
+    def _train_to_end(self, cache: CacheEmptier) -> bool:
+        """Train the rest of the epoch; False when it was cut short or rolled back."""
+        if self.settings.nonfinite == "rollback":
+            self._good = copy.deepcopy(self.state_dict())
+        try:
+            self.train_epoch(cache)
+        except _RollBackError as found:
+            self._roll_back(found)
+            return False
+        if self._tally.is_trained:
+            self._check_skipped()
+        return self._tally.is_trained
+
+    def _judge_epoch(self, report: EpochReport) -> bool:
+        """Validate the trained epoch; where the run is to end first, save it for later and return False."""
+        try:
+            if self._ending.reason is not None:
+                raise JudgingStopped
+            report.metrics = self.validate()
+        except JudgingStopped:
+            self.save()
+            self.note(f"epoch {self._epoch} is trained; a resumed run validates it first")
+            return False
+        self._check_metrics(report.metrics)
+        return True
+
+    def _check_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Raise where the monitored metric is not among them; say once that the loss is not finite."""
+        monitor = self.settings.monitor
+        if not self._has_judged and monitor not in metrics:
+            raise InputError(
+                f"monitor is {monitor!r}, and validation has no metric of that name.",
+                ", ".join(metrics),
+                "monitor='loss', and fit(resume=True) where the run has a folder",
+            )
+        self._has_judged = True
+        loss = metrics.get("loss", 0.0)
+        if self._has_warned or math.isfinite(loss):
+            return
+        self._has_warned = True
+        assert self._val is not None
+        self.note(
+            f"the validation loss of epoch {self._epoch} is {loss}: the best checkpoint cannot be told by it. "
+            f"{self._judge.explain(self._val)}"
+        )
 
     def _check_skipped(self) -> None:
         """Say or raise that updates were left out although every loss was finite."""
@@ -373,18 +422,18 @@ class Trainer:
         self.parallel.check(self.model)
         fill_momentum(self.optimizer)  # of parameters that were frozen until now
         self._train.set_epoch(self._epoch)
-        self._epoch_is_done = False
         self._first_loss = len(self.history.losses)
         position = self._saved_at = self._num_done = self._train.position
         if self._step.parts.carry is not None and not position:
             self._step.parts.carry.begin()
         works = self._works()
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
-        self._total, self._count, waited = 0.0, 0, 0.0
+        tally = self._tally = self._tally if position else EpochTally()
+        tally.is_trained = False
         num_batches = self._train.num_batches
         left = None if num_batches is None else num_batches - position
         self._progress.start(f"epoch {self._epoch + 1}", left, "batches")
-        began = time.perf_counter()
+        since = time.perf_counter()
         while True:
             LOOKOUT.mark("waiting for data", self._epoch, position)
             asked = time.perf_counter()
@@ -393,14 +442,19 @@ class Trainer:
             except RuntimeError as error:
                 works = self._begin_again(error)
                 continue
-            waited += time.perf_counter() - asked
+            tally.waited_seconds += time.perf_counter() - asked
             if work is None:
-                self._epoch_is_done = True
+                if not position:
+                    raise no_batches(
+                        f"the training loader yielded no batch in epoch {self._epoch}."
+                    )
+                tally.is_trained = True
                 break
             LOOKOUT.mark("in the step", self._epoch, position)
             self._train_on(work, position)
             position += 1
             self._num_done = position
+            since = tally.spend(since, time.perf_counter())
             self._after_batch(position, cache)
             self._ending.look(self._num_steps)
             # In the middle of a window its gradients would be lost: it is finished first. And an
@@ -416,9 +470,8 @@ class Trainer:
             self._step_scheduler()
         self._collect(self._book.flush())
         self._ending.agree()
-        seconds = time.perf_counter() - began
-        mean = self._total / self._count if self._count else math.nan
-        return EpochReport(self._epoch, mean, {}, self._count, seconds, waited / max(seconds, 1e-9))
+        tally.spend(since, time.perf_counter())
+        return tally.report(self._epoch)
 
     def _works(self) -> Iterator[Work]:
         """Return the work of the rest of the epoch."""
@@ -482,8 +535,7 @@ class Trainer:
             if not seen.is_finite:
                 self._not_finite(seen)
                 continue
-            self._total += seen.loss * seen.num_samples
-            self._count += seen.num_samples
+            self._tally.add(seen.loss, seen.num_samples)
         if arrived and self._log is not None:
             mean = float(np.mean([seen.loss for seen in arrived]))
             self._write("steps", {"loss": mean, "count": len(arrived)}, arrived[-1].step)
@@ -519,7 +571,8 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         """Return the mean loss and the metrics over the validation loader; never augmented."""
         assert self._val is not None
-        return self._judge.judge(self._val)
+        when = f"in epoch {self._epoch}"
+        return self._judge.judge(self._val, when, self._ending.look_alone)
 
     # -- keeping ---------------------------------------------------------------------------
 
@@ -577,16 +630,13 @@ class Trainer:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with to be resumed here."""
-        ours = self.settings.to_json()
-        for name in _MAY_CHANGE:
-            ours.pop(name)
+        """What a checkpoint must agree with to be resumed here, but for `_MAY_CHANGE`."""
         kinds = {
             "model": plain_name(self.model),
             "optimizer": type(self.optimizer).__name__,
             "scheduler": type(self.scheduler).__name__,
         }
-        return {"settings": ours, **kinds, **self._identity}
+        return {"settings": self.settings.to_json(), **kinds, **self._identity}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the rest of the run depends on; every rank must call it."""
@@ -605,6 +655,7 @@ class Trainer:
             "carried": None,
             "rng": self._of_ranks(capture_rng()),
             "epoch": self._epoch,
+            "tally": self._tally.state_dict(),
             "num_steps": self._num_steps,
         }
         if self.gpu_augmentation is not None:
@@ -641,6 +692,7 @@ class Trainer:
         self._restore_rng(as_ranks(state["rng"]), int(state["num_steps"]))
         self._left_out = {(int(epoch), int(batch)) for epoch, batch in state["left_out"]}
         self._epoch, self._num_steps = int(state["epoch"]), int(state["num_steps"])
+        self._tally = EpochTally.of(state.get("tally"))
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -672,11 +724,14 @@ class Trainer:
         if latest is None:
             self.note("there is no checkpoint yet: beginning anew")
             return False
+        free = {f"settings.{name}" for name in _MAY_CHANGE}
         with self.ranks.shared_fate():
-            state = self._checkpoints.load_for(self.identity).state
+            loaded = self._checkpoints.load_for(self.identity, free=free)
         # Apart: parts of a model are handed out among the ranks.
         with self.ranks.shared_fate():
-            self.load_state_dict(state)
+            self.load_state_dict(loaded.state)
+        for change in loaded.changes:
+            self.note(change)
         self.note(f"resumed at epoch {self._epoch}, step {self._num_steps}")
         return True
 
