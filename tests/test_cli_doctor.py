@@ -160,7 +160,7 @@ def test_a_script_runs_as_it_is_and_is_judged_beside(folder):
     # It failed: a second run with other arguments would fail too, and is not tried.
     assert "not measured again: the script ended with 7" in done.stderr
     patched = subprocess.run(
-        ["patch", "-p0", "-o", "patched.py", "-i", "script.patch"], cwd=folder, check=False,
+        ["patch", "-p1", "-o", "patched.py", "-i", "script.patch"], cwd=folder, check=False,
         capture_output=True, text=True,
     )  # fmt: skip
     assert patched.returncode == 0, patched.stdout
@@ -338,10 +338,10 @@ def test_a_call_is_edited_where_it_stands(tmp_path, monkeypatch, line, wanted):
     if wanted is None:
         assert diff is None
         return
-    assert diff.startswith("--- train.py\n+++ train.py\n")
+    assert diff.startswith("--- a/train.py\n+++ b/train.py\n")
     assert wanted in diff.splitlines()
     done = subprocess.run(
-        ["patch", "-p0", "--quiet"], input=diff, text=True, cwd=tmp_path, check=True, timeout=20
+        ["patch", "-p1", "--quiet"], input=diff, text=True, cwd=tmp_path, check=True, timeout=20
     )
     assert done.returncode == 0
     compile(path.read_text(encoding="utf-8"), "train.py", "exec")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import h5py
 import pytest
@@ -61,6 +63,21 @@ def test_the_command_tells_the_story_and_keeps_its_promise(demo, monkeypatch):
     for words in ("x smaller", "x faster", "nothing to fix", str(result.page), "Next:"):
         assert words in told.stdout
     assert CliRunner().invoke(app, ["verify", str(folder / "store")]).exit_code == 0
+
+
+def test_a_folder_that_is_a_file_is_the_users_mistake(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for given, words in (
+        (file, f"{file} is a file"),
+        (file / "sub", f"cannot make {file / 'sub'}"),
+    ):
+        command = [sys.executable, "-m", "stoker", "demo", "--folder", str(given)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert "stoker demo --folder stoker-demo" in done.stderr
+    assert file.read_text() == "mine"
 
 
 def test_other_windows_give_other_losses(demo, tmp_path):

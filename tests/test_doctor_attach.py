@@ -141,6 +141,7 @@ def test_a_command_without_python_measures_nothing_and_says_so():
     assert came.exit_code == 3
     assert came.measurements.steps == 0
     assert "no Python process" in came.measurements.notes[0]
+    assert came.measurements.notes[0].endswith("it ended with exit code 3 before its first step")
 
 
 def test_a_signal_of_its_own_is_its_exit_code():

@@ -368,7 +368,7 @@ def test_a_run_is_followed_from_before_it_begins_to_its_end(tmp_path):
         write_run(tmp_path, epochs=2, finished=False, rate=1000.0, wait_share=0.25)
         now = follower.look()
         assert (now.state, now.pid) == ("going", os.getpid())
-        assert (now.epoch, now.num_epochs) == (1, 2)
+        assert (now.epoch, now.num_epochs) == (2, 2)
         assert now.samples_per_second == 1000.0
         assert now.wait_share == 0.25
         assert now.age_seconds is not None
@@ -380,12 +380,39 @@ def test_a_run_is_followed_from_before_it_begins_to_its_end(tmp_path):
     assert follower.look().pid is None
 
 
+def test_the_loss_of_a_finished_epoch_is_the_epochs(tmp_path):
+    clock = Clock()
+    with (
+        RunLog(tmp_path / LOG_NAME, clock=clock) as log,
+        RunLog(tmp_path / TELEMETRY_NAME, clock=clock) as telemetry,
+    ):
+        follower = RunFollower(tmp_path, clock)
+
+        def look(epoch, loss):
+            clock.now += 1
+            telemetry.write("telemetry", {"run": {"epoch": epoch, "loss": loss}})
+            return follower.look().loss
+
+        assert look(0, 0.9) == 0.9
+        clock.now += 1
+        log.write("epoch", {"epoch": 0, "train_loss": 0.7, "metrics": {"loss": 0.6}}, epoch=1)
+        assert follower.look().loss == 0.7
+        # What is read after an epoch is still that of its last batches.
+        assert look(0, 0.9) == 0.7
+        assert look(1, 0.5) == 0.5
+        clock.now += 1
+        log.write("config", {"settings": {"epochs": 3}})  # a resume begins the epoch again
+        assert look(0, 0.8) == 0.8
+    assert follower.look().val_loss == 0.6
+
+
 def test_a_plain_trainers_log_is_enough(tmp_path):
     with RunLog(tmp_path / LOG_NAME) as log:
         log.write("note", {"text": "precision fp32"}, step=0, epoch=0)
         log.write("steps", {"loss": 0.5, "count": 50}, step=49, epoch=0)
         epoch = {
             "epoch": 0,
+            "train_loss": 0.6,
             "samples_per_second": 70.0,
             "wait_share": 0.1,
             "metrics": {"loss": 0.4},
@@ -393,7 +420,7 @@ def test_a_plain_trainers_log_is_enough(tmp_path):
         log.write("epoch", epoch, step=50, epoch=1)
         log.write("steps", {"loss": "nan", "count": "many"}, step=99, epoch=1)
     now = RunFollower(tmp_path).look()
-    assert (now.epoch, now.step, now.loss, now.val_loss) == (1, 99, 0.5, 0.4)
+    assert (now.epoch, now.step, now.loss, now.val_loss) == (2, 99, 0.6, 0.4)
     assert (now.samples_per_second, now.wait_share) == (70.0, 0.1)
     assert now.note == "precision fp32"
 
@@ -585,6 +612,9 @@ def test_once_as_json_and_as_text(tmp_path):
     document = json.loads(done.stdout)
     assert document["run"]["folder"] == "run"
     assert len(rows_of(tmp_path / "log.csv")) == max(1, len(document["gpus"]))
+    # From 1 everywhere, as on the screen.
+    assert document["run"]["epoch"] == 8
+    assert rows_of(tmp_path / "log.csv")[0]["run.epoch"] == "8"
     plain = stoker_monitor("run", "--once", cwd=tmp_path)
     assert plain.returncode == 0
     assert "epoch 8/8" in plain.stdout
@@ -598,6 +628,7 @@ def test_once_as_json_and_as_text(tmp_path):
         ((__file__, "--once"), "is a file"),
         (("--interval", "1ms"), "an interval of 0.001 s"),
         (("--interval", "soon"), "cannot read 'soon'"),
+        (("--once", "--interval", "0"), "an interval of 0 s"),
         (("--once", "--csv", "no/log.csv"), "cannot write no/log.csv"),
     ],
 )

@@ -108,6 +108,14 @@ class TestReading:
         text, _ = page_of(tmp_path)
         assert "Nothing is written yet." in text
 
+    def test_a_log_of_random_bytes_is_said_to_be_unreadable(self, tmp_path):
+        (tmp_path / LOG_NAME).write_bytes(bytes(range(256)) * 20)
+        run = read_run(tmp_path)
+        assert run.state == "empty"
+        text, _ = page_of(tmp_path)
+        assert f"Nothing in {LOG_NAME} can be read" in text
+        assert "Nothing is written yet." not in text
+
     @settings(max_examples=25)
     @given(share=st.floats(0, 1), which=st.sampled_from([LOG_NAME, TELEMETRY_NAME]))
     def test_logs_cut_anywhere_give_a_page(self, pair, tmp_path_factory, share, which):

@@ -203,6 +203,12 @@ def _examine_script(
         apply.write_text(text, encoding="utf-8")
         if code == 0 and any(finding.patch.loader_arguments for finding in found.findings):
             _print_plain(console, f"{apply} written; running the script again with it")
+            if _stdin_is_used_up():
+                _print_plain(
+                    console,
+                    "note: stdin is a pipe or a file, which the first run has read: "
+                    "the second gets an empty one",
+                )
             outcome = treat_script(command, found, steps=steps, seconds=seconds)
             found = replace(found, outcome=outcome)
     _write(found, html, out)
@@ -217,6 +223,18 @@ def _examine_script(
         _print_plain(console, f"\nnot measured again: {_why_not(text, code)}")
     # A shell names the signal that ended a process by 128 and its number.
     return code if code >= 0 else 128 - code
+
+
+def _stdin_is_used_up() -> bool:
+    """Return whether a second run finds nothing on stdin that the first one has found."""
+    import os
+    import stat
+
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
 def _why_not(text: str, code: int) -> str:
@@ -340,4 +358,6 @@ def _print_outcome(console: Console, outcome: Outcome, written: Path) -> None:
     ratio = "" if outcome.ratio is None else f"  × {outcome.ratio:.2f}"
     _print_plain(console, f"\napplied {outcome.finding.name}: {outcome.change}")
     _print_plain(console, f"samples/s before {before}, predicted {said}, after {after}{ratio}")
+    if outcome.failure:
+        _print_plain(console, outcome.failure)
     _print_plain(console, f"written: {written}")

@@ -53,10 +53,17 @@ def monitor(
     ] = "1",
 ) -> None:  # fmt: skip
     """Watch GPUs and a run: busy share, memory, PCIe, power, heat, samples/s, waits."""
-    from stoker.monitor import CsvLog, Monitor
+    from stoker.errors import InputError
+    from stoker.monitor import LEAST_INTERVAL_SECONDS, CsvLog, Monitor
     from stoker.units import parse_seconds
 
     seconds = parse_seconds(interval)
+    if not seconds >= LEAST_INTERVAL_SECONDS:  # also with --once, and before a file is made
+        raise InputError(
+            f"an interval of {seconds:g} s.",
+            f"{LEAST_INTERVAL_SECONDS:g} s or more",
+            "--interval 1",
+        )
     with contextlib.ExitStack() as stack:
         watching = stack.enter_context(Monitor(run_dir))
         log = None if csv is None else stack.enter_context(CsvLog(csv))
@@ -241,7 +248,7 @@ def _run_lines(run: RunNow) -> Iterator[tuple[str, str]]:
     heard = "" if run.age_seconds is None else f", last line {format_seconds(run.age_seconds)} ago"
     yield "run", f"{run.folder}: {run.state}{heard}"
     of = "" if run.num_epochs is None else f"/{run.num_epochs}"
-    epoch = "n/a" if run.epoch is None else f"{run.epoch + 1}{of}"
+    epoch = "n/a" if run.epoch is None else f"{run.epoch}{of}"
     losses = f"loss {_or(run.loss, '.4g')}, validation {_or(run.val_loss, '.4g')}"
     yield "", f"epoch {epoch}, step {_or(run.step, ',')}, {losses}"
     wait = "n/a" if run.wait_share is None else f"{run.wait_share:.1%}"
@@ -265,10 +272,9 @@ def one_line(snapshot: Snapshot) -> str:
         )
     run = snapshot.run
     if run is not None:
-        epoch = "n/a" if run.epoch is None else str(run.epoch + 1)
         wait = "n/a" if run.wait_share is None else f"{run.wait_share:.1%}"
         parts.append(
-            f"run {run.state}: epoch {epoch}, loss {_or(run.loss, '.4g')}, "
+            f"run {run.state}: epoch {_or(run.epoch)}, loss {_or(run.loss, '.4g')}, "
             f"{_or(run.samples_per_second, ',.0f')} samples/s, waited {wait}"
         )
     parts.append(f"CPU {_or(snapshot.host.cpu_percent, '.0f')} %")

@@ -30,6 +30,7 @@ from stoker.demo.training import LEARNING_RATE, OPTIONS, TRAINED, Training, trai
 from stoker.doctor.findings_page import findings_page
 from stoker.doctor.scripts import consult_script
 from stoker.doctor.verdict import Consultation
+from stoker.errors import InputError
 from stoker.machine import probe
 from stoker.packing import PackOptions, PackResult, pack
 from stoker.plan import Plan, make_plan, store_facts
@@ -153,6 +154,19 @@ class DemoResult:
     page: Path
 
 
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--folder: {folder} is a file."
+            if folder.is_file()
+            else f"--folder: cannot make {folder}: {error.strerror}.",
+            "a folder, or a name where one can be made",
+            "stoker demo --folder stoker-demo",
+        ) from error
+
+
 def run_demo(
     folder: Path, weeks: int = 9, seed: int = 0, progress: Progress | None = None
 ) -> DemoResult:
@@ -163,8 +177,12 @@ def run_demo(
         weeks: How much data; nine weeks are 64,800 one-minute bars.
         seed: Of the made-up prices and of the model's weights.
         progress: Told about every step.
+
+    Raises:
+        InputError: `folder` is a file, or cannot be made.
     """
     progress = progress or Silent()
+    _make_folder(folder)
     progress.say(f"making {weeks} weeks of EURUSD-like bars in five timeframes")
     make_bars(folder / "bars", weeks, seed)
     source = BarsSource((folder / "bars",), windows=WINDOWS, horizon=36)

@@ -84,10 +84,29 @@ def run_script(
     ):
         folder = Path(name)
         variables = probe_variables(environment or os.environ, folder, steps, loader_arguments)
+        if seconds is not None:
+            variables["STOKER_DOCTOR_SECONDS"] = f"{seconds:g}"
         process = _start(command, variables, cwd)
         stopped = _watch(process, folder, steps, seconds, terminated)
-        measured = measure(read_folder(folder), shlex.join(command), machine_facts())
-    return Attached(None if stopped else process.returncode, stopped, measured)
+        code = None if stopped else process.returncode
+        ending = describe_ending(code, stopped, seconds)
+        measured = measure(read_folder(folder), shlex.join(command), machine_facts(), ending=ending)
+    return Attached(code, stopped, measured)
+
+
+def describe_ending(
+    code: int | None, stopped: str, seconds: float | None = None, who: str = "it"
+) -> str:
+    """Return how a script ended, such as "it was killed by signal 9 (SIGKILL)"; `who` names it."""
+    if stopped == "seconds" and seconds is not None:
+        return f"the doctor ended {who} after {seconds:g} s"
+    if stopped:
+        by = {"interrupt": "Ctrl-C", "termination": "SIGTERM"}
+        return f"{who} was ended by {by[stopped]}" if stopped in by else f"the doctor ended {who}"
+    if code is not None and code < 0:
+        known = {one.value: f" ({one.name})" for one in signal.Signals}
+        return f"{who} was killed by signal {-code}{known.get(-code, '')}"
+    return f"{who} ended with exit code {code}" if code else f"{who} finished"
 
 
 def _check(command: Sequence[str], steps: int | None, seconds: float | None) -> None:
@@ -181,12 +200,32 @@ def _watch(
                 end(process)
                 return "seconds"
     except KeyboardInterrupt:
-        # A terminal sends the interrupt to the script as well: it may want to end in its own way.
+        _give_way(process)
+        return "interrupt"
+    finally:
+        if process.poll() is None:
+            _kill(process, _family(process.pid))
+
+
+def _give_way(process: subprocess.Popen[bytes]) -> None:
+    """End a script after Ctrl-C: in its own way, since a terminal interrupts it too; a second one kills it."""
+    family = _family(process.pid)
+    try:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_SECONDS)
-            return "interrupt"
+            return
         end(process)
-        return "interrupt"
+    except KeyboardInterrupt:
+        _kill(process, family)
+
+
+def _kill(process: subprocess.Popen[bytes], family: Sequence[psutil.Process]) -> None:
+    """Kill a script and the processes it has started, without asking."""
+    process.kill()
+    for one in family:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+    process.wait()
 
 
 def _ask_for_last_words(process: subprocess.Popen[bytes], folder: Path) -> None:

@@ -43,7 +43,7 @@ def findings_page(consultation: Consultation) -> str:
     if consultation.outcome is not None:
         body = _outcome(consultation.outcome)
         sections.append(page.Section("outcome", "Before, predicted, after", body))
-    found = _findings(consultation.findings, measured.kind == "job")
+    found = _findings(consultation, measured.kind == "job")
     sections.append(page.Section("findings", "Findings", found))
     if measured.step_seconds is not None:
         sections.append(page.Section("step", "Where a step's time goes", _waterfall(measured)))
@@ -101,11 +101,12 @@ def gain_text(finding: Finding) -> str:
 # -- findings --------------------------------------------------------------------------------------
 
 
-def _findings(findings: Sequence[Finding], of_job: bool) -> Html:
-    if not findings:
-        return page.paragraph("Nothing to fix.")
+def _findings(consultation: Consultation, of_job: bool) -> Html:
+    if not consultation.findings:
+        said = consultation.verdict
+        return page.paragraph(f"{said[:1].upper()}{said[1:]}.")
     rows = []
-    for number, finding in enumerate(findings, 1):
+    for number, finding in enumerate(consultation.findings, 1):
         rows.append(
             (
                 page.join([page.badge(f"{number}", "note"), " ", page.name(finding.name)]),
@@ -169,7 +170,8 @@ def _outcome(outcome: Outcome) -> Html:
         "After, samples/s": _rate(outcome.after),
         "Measured gain": "n/a" if outcome.ratio is None else f"× {outcome.ratio:.2f}",
     }
-    return page.join([page.paragraph(page.code(outcome.change)), page.facts(facts)])
+    failed = [_prose(f"{outcome.failure}.")] if outcome.failure else []
+    return page.join([page.paragraph(page.code(outcome.change)), page.facts(facts), *failed])
 
 
 def _rate(value: float | None) -> str:

@@ -446,6 +446,8 @@ class Measurements:
         ablation: Only for stoker's own jobs.
         precision: "fp32", "bf16", ... of the step, where it is known.
         captured: Whether the step is replayed as a CUDA graph.
+        elsewhere_share: Of the time since the first step, what went to other DataLoaders or came after the
+            last step; it is in no other figure.
         timeline: A few steps.
         notes: What could not be measured, and why.
     """
@@ -475,6 +477,7 @@ class Measurements:
     ablation: Ablation | None = None
     precision: str | None = None
     captured: bool | None = None
+    elsewhere_share: float | None = None
     timeline: tuple[TimelineSpan, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stoker.doctor.attach import Attached, run_script
+from stoker.doctor.attach import Attached, describe_ending, run_script
 from stoker.doctor.findings import Finding
 from stoker.doctor.rules import diagnose
 from stoker.doctor.verdict import Consultation, Outcome
+from stoker.units import format_count
 
 _CONTEXT = 2
+_NO_NEWLINE = "\\ No newline at end of file\n"
 _POSITIONAL = 5
 """Arguments of a DataLoader before those that the doctor suggests: dataset to batch_sampler."""
 
@@ -51,7 +53,20 @@ def treat_script(
         f"DataLoader({words})",
         consultation.measurements.samples_per_second,
         again.measurements.samples_per_second,
+        _describe_failure(again, seconds),
     )
+
+
+def _describe_failure(again: Attached, seconds: float | None) -> str:
+    """Return what went wrong in the second run; "" when it ended as it should and was measured."""
+    num_steps = again.measurements.steps
+    ended_well = not again.exit_code and again.stopped not in ("interrupt", "termination")
+    if ended_well and num_steps:
+        return ""
+    ending = describe_ending(again.exit_code, again.stopped, seconds, "the second run")
+    if num_steps:
+        return f"{ending} after {format_count(num_steps, 'step')} that counted"
+    return f"{ending} before its first step: nothing was measured"
 
 
 # -- suggested edits ---------------------------------------------------------------------------------
@@ -104,14 +119,15 @@ def edit_call(where: str | None, arguments: Mapping[str, Any]) -> str | None:
         return None
     before, after = source.splitlines(keepends=True), edited.splitlines(keepends=True)
     name = _short_name(file)
-    found = difflib.unified_diff(before, after, name, name, n=_CONTEXT)
-    return "".join(line if line.endswith("\n") else f"{line}\n" for line in found)
+    # With a/ and b/, as `git apply` and `patch -p1` expect them.
+    found = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", n=_CONTEXT)
+    return "".join(line if line.endswith("\n") else f"{line}\n{_NO_NEWLINE}" for line in found)
 
 
 def _short_name(file: str) -> str:
-    """Return the name below the working folder: `patch` refuses others."""
+    """Return the name below the working folder, where the patch is applied; else the one below /."""
     path, here = Path(file).resolve(), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else file
+    return str(path.relative_to(here if path.is_relative_to(here) else path.anchor))
 
 
 def _parses(source: str) -> bool:

@@ -17,6 +17,9 @@ from typing import Any
 from stoker.doctor.measurements import Spread
 from stoker.doctor.probe.recorder import DISTURBED, OTHER_LOADER, WARM_UP, Fetch, Row
 
+_LONG_AFTER_SECONDS = 2.0
+"""After the last step: less is the end of any script."""
+
 
 @dataclass
 class Process:
@@ -91,6 +94,50 @@ def usual_rows(main: Process) -> tuple[list[Row], int | None]:
     if len(good) < len(warm) / 3:
         good = [row for row in warm if not row.flags & DISTURBED] or warm
     return good, number
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Seconds since the first step that are in no figure: neither steps nor what the probe cost.
+
+    Attributes:
+        loaders: In steps that read another DataLoader, less a usual step each; also after the last step.
+        after: After the last step, where that read no other loader and took long.
+        whole: Since the first step.
+    """
+
+    loaders: float
+    after: float
+    whole: float
+
+    @property
+    def share(self) -> float | None:
+        """Of the whole; None when there was none."""
+        return (self.loaders + self.after) / self.whole if self.whole > 0 else None
+
+
+def find_elsewhere(main: Process, counted: Sequence[Row], number: int | None) -> Elsewhere:
+    """Return the time that the counted steps, fed by loader `number`, leave out."""
+    usual = statistics.median(row.seconds for row in counted) if counted else 0.0
+    seconds, flags, loader = main.state.get("running") or (0.0, 0, -1)
+    whole = sum(row.seconds for row in main.rows) + seconds
+    if any(_reads_other(row.flags, row.loader, number) for row in counted):
+        loaders = 0.0  # every step reads several
+    else:
+        # A step behind a validation holds a step of its own.
+        loaders = sum(
+            row.seconds if row.loader not in (number, -1) else max(0.0, row.seconds - usual)
+            for row in main.rows
+            if _reads_other(row.flags, row.loader, number)
+        )
+        if _reads_other(flags, loader, number):
+            return Elsewhere(loaders + seconds, 0.0, whole)
+    after = seconds - usual
+    return Elsewhere(loaders, after if after > _LONG_AFTER_SECONDS else 0.0, whole)
+
+
+def _reads_other(flags: int, loader: int, number: int | None) -> bool:
+    return bool(flags & OTHER_LOADER) or loader not in (number, -1)
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,12 @@ from stoker.doctor.measurements import (
     Spread,
     TimelineSpan,
 )
+from stoker.doctor.probe.places import is_foreign
 from stoker.doctor.probe.recorder import WARM_UP, Row
 from stoker.doctor.transcript import (
+    Elsewhere,
     Process,
+    find_elsewhere,
     main_process,
     own_seconds,
     own_wait,
@@ -40,24 +43,29 @@ from stoker.doctor.transcript import (
 from stoker.doctor.transcript_loading import facts_of, loading_processes, read_hdf5, read_loader
 from stoker.units import MIB
 
+_NOTABLE_SHARE = 0.1
 _CREEP_BLOCKS = 6
 _CREEP_BYTES = {"host_bytes": 8 * MIB, "device_bytes": 1 * MIB}
 
 
 def measure(
-    processes: Sequence[Process], subject: str, machine: MachineFacts, notes: Iterable[str] = ()
+    processes: Sequence[Process],
+    subject: str,
+    machine: MachineFacts,
+    notes: Iterable[str] = (),
+    ending: str = "",
 ) -> Measurements:
-    """Return what the processes of one script saw."""
+    """Return what the processes of one script saw; `ending` says how it ended, such as "it finished"."""
     main = main_process(processes)
     said = list(notes)
     if main is None:
-        said.append(
-            "no Python process of the script trained with torch, or it ended before its first step"
-        )
+        said.append(_why_no_step(processes, ending))
         return Measurements(subject, machine=machine, notes=tuple(said))
     state = main.state
     rows, loader_number = usual_rows(main)
+    elsewhere = find_elsewhere(main, rows, loader_number)
     said += _notes(main, processes, rows)
+    said += _notes_elsewhere(main, elsewhere, loader_number)
     per_step = 1.0 / max(1, state["num_steps"])
     facts = facts_of(main, loader_number)
     rhythm = rhythm_of(rows, facts["workers"] if facts else 0)
@@ -107,9 +115,48 @@ def measure(
             if count
         ),
         captured=True if state["kind"] == "replay" else None,
+        elsewhere_share=elsewhere.share,
         timeline=_timeline(main, processes, loader_number),
         notes=tuple(said),
     )
+
+
+def _why_no_step(processes: Sequence[Process], ending: str) -> str:
+    """Return why nothing was measured: how the script ended, and where it stood until then."""
+    standing = [
+        place
+        for one in processes
+        if one.state.get("role") != "worker" and (place := one.state.get("stands"))
+    ]
+    # A launcher stands in a library, what it has launched in the user's code.
+    standing.sort(key=lambda place: is_foreign(place.rpartition(":")[0]))
+    if standing:
+        return f"no step was seen: {ending or 'it ended'}, and until then it stood at {standing[0]}"
+    when = "without a step" if ending == "it finished" else "before its first step"
+    return (
+        "no Python process of the script was seen to train with torch: "
+        f"{ending or 'it ended'} {when}"
+    )
+
+
+def _notes_elsewhere(main: Process, elsewhere: Elsewhere, number: int | None) -> list[str]:
+    """Return what to say of the time that is in no figure; nothing when it is little."""
+    whole = max(elsewhere.whole, 1e-9)
+    notes = []
+    if elsewhere.loaders / whole >= _NOTABLE_SHARE:
+        others = [one for one in main.state["loaders"] if one["number"] != number and one["where"]]
+        others.sort(key=lambda one: -one.get("batches", 0))
+        places = ", ".join(dict.fromkeys(one["where"] for one in others[:3]))
+        notes.append(
+            f"{elsewhere.loaders / whole:.0%} of the time since the first step went to another DataLoader, "
+            f"such as one for validation{f' ({places})' if places else ''}; it is not in these figures"
+        )
+    if elsewhere.after / whole >= _NOTABLE_SHARE and not main.state["stands"]:
+        notes.append(
+            f"{elsewhere.after / whole:.0%} of the time since the first step came after the last one; "
+            "it is not in these figures"
+        )
+    return notes
 
 
 def _notes(main: Process, processes: Sequence[Process], rows: Sequence[Row]) -> list[str]:

@@ -15,6 +15,8 @@ from stoker.doctor.findings import Finding
 from stoker.doctor.measurements import Measurements
 
 HEALTHY = "nothing to fix"
+_MOST_ELSEWHERE = 0.5
+"""Of the time since the first step; above, the steps are not what the job is about."""
 
 
 def describe_changes(changes: Mapping[str, Any]) -> str:
@@ -35,12 +37,14 @@ class Outcome:
         change: What was changed, in words.
         before: Samples per second as it was.
         after: With the change; None when it could not be measured.
+        failure: What went wrong in the run with the change; "" when nothing did.
     """
 
     finding: Finding
     change: str
     before: float | None
     after: float | None
+    failure: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -66,6 +70,7 @@ class Outcome:
             "predicted": self.predicted,
             "after": self.after,
             "ratio": self.ratio,
+            "failure": self.failure,
         }
 
 
@@ -89,6 +94,12 @@ class Consultation:
         if not self.findings:
             if not self.measurements.steps:
                 return "no training step was seen, so there is nothing to judge"
+            elsewhere = self.measurements.elsewhere_share or 0.0
+            if elsewhere > _MOST_ELSEWHERE:
+                return (
+                    f"{HEALTHY} in the training steps, but they are only {1 - elsewhere:.0%} of the time "
+                    "since the first one; the notes say where the rest went"
+                )
             return HEALTHY
         first = self.findings[0]
         if first.gain.likely <= 1.0:

@@ -32,10 +32,10 @@ class RunNow:
             "interrupted", "failed: ..."; "not going" where its log does not say.
         pid: The process that works on it, on this host.
         age_seconds: Since the last line of its logs.
-        epoch: The current one, from 0; the last finished one where nothing else is known.
+        epoch: The current one, from 1; the last finished one where nothing else is known.
         num_epochs: As the config says.
         step: Batches trained on.
-        loss: Training loss, the last one that was read.
+        loss: Training loss, the last one that was read; after an epoch, of the whole epoch.
         val_loss: After the last finished epoch.
         samples_per_second: Lately, or of the last epoch.
         wait_share: Share of the same time that was spent waiting for batches.
@@ -126,6 +126,7 @@ class RunFollower:
         self._known: dict[str, Any] = {}
         self._last_time: float | None = None
         self._ended: str | None = None
+        self._finished: int | None = None
 
     def look(self) -> RunNow:
         """Return how the run stands."""
@@ -134,7 +135,7 @@ class RunFollower:
         lines = sorted(self._log.read() + readings, key=lambda line: line.time)
         for line in lines:
             self._last_time = line.time
-            self._known |= {n: v for n, v in _told_by(line).items() if v is not None}
+            self._learn(line)
             if line.event in ("end", "config", "begin"):
                 self._ended = str(line.values.get("ended")) if line.event == "end" else None
             elif line.event == "result":
@@ -148,6 +149,17 @@ class RunFollower:
             age_seconds=age,
             **self._known,
         )
+
+    def _learn(self, line: LogLine) -> None:
+        told = {name: value for name, value in _told_by(line).items() if value is not None}
+        if line.event == "epoch":
+            self._finished = told.get("epoch")
+        elif line.event in ("config", "begin"):
+            self._finished = None
+        elif line.event == "telemetry" and told.get("epoch", 0) <= (self._finished or -1):
+            # A reading after an epoch repeats the last batches' loss beside the whole epoch's.
+            told.pop("loss", None)
+        self._known |= told
 
     def _state(self, going: bool) -> str:
         if going:
@@ -166,12 +178,13 @@ def _told_by(line: LogLine) -> Mapping[str, Any]:
         return {
             "loss": as_number(values.get("loss")),
             "step": _whole(line.step),
-            "epoch": _whole(line.epoch),
+            "epoch": _from_one(line.epoch),
         }
     if line.event == "epoch":
         told = _numbers(values, ("samples_per_second", "wait_share"))
-        loss = as_number(as_mapping(values.get("metrics")).get("loss"))
-        return told | {"epoch": _whole(values.get("epoch")), "val_loss": loss}
+        told["loss"] = as_number(values.get("train_loss"))
+        told["val_loss"] = as_number(as_mapping(values.get("metrics")).get("loss"))
+        return told | {"epoch": _from_one(values.get("epoch"))}
     if line.event == "config":
         return {"num_epochs": _whole(as_mapping(values.get("settings")).get("epochs"))}
     if line.event == "note" and isinstance(values.get("text"), str):
@@ -181,7 +194,8 @@ def _told_by(line: LogLine) -> Mapping[str, Any]:
 
 def _from_telemetry(run: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from _numbers(run, ("samples_per_second", "wait_share", "loss")).items()
-    for name in ("epoch", "allocated_bytes", "reserved_bytes"):
+    yield "epoch", _from_one(run.get("epoch"))
+    for name in ("allocated_bytes", "reserved_bytes"):
         yield name, _whole(run.get(name))
 
 
@@ -192,3 +206,9 @@ def _numbers(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 def _whole(value: Any) -> int | None:
     number = as_number(value)
     return None if number is None else int(number)
+
+
+def _from_one(epoch: Any) -> int | None:
+    """Return an epoch as people count; logs count from 0."""
+    number = _whole(epoch)
+    return None if number is None else number + 1

@@ -58,6 +58,8 @@ def read_run(path: str | Path, *, now: Callable[[], float] = time.time) -> RunRe
     session = log[_last_begin(log) :]
     epochs = _epochs(log, clock)
     state, told = _judge(folder, log, readings, epochs, now())
+    if state == "empty" and _has_bytes(folder / LOG_NAME):
+        told = f"Nothing in {LOG_NAME} can be read: it is no log of a run, or it is damaged."
     config = _last(session, "config") or _last(log, "config")
     return RunRecord(
         folder=folder,
@@ -128,6 +130,13 @@ def _read_lines(path: Path, problems: list[str]) -> list[LogLine]:
     if path.name == LOG_NAME and not raw:
         problems.append(f"{path.name} is empty: the run has not written anything yet.")
     return [line for _, line in parsed if line is not None]
+
+
+def _has_bytes(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return False
 
 
 class _Clock:

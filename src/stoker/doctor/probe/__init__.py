@@ -30,6 +30,9 @@ def start(folder: str) -> None:
     hooks.when_imported("torch", steps.install)
     hooks.when_imported("torch", fetching.install)
     hooks.when_imported("torch", loading.install)
+    if os.environ.get("STOKER_DOCTOR_SECONDS"):
+        # A thread before the first step, for scripts that never get there; only where somebody will ask.
+        hooks.when_imported("torch", recorder.get().start_flusher)
     hooks.when_imported("torch._dynamo.trace_rules", hooks.hide_from_compiler)
     hooks.when_imported("h5py", hdf5.install)
     hooks.watch()

@@ -88,7 +88,7 @@ def _add(
         if site.num_in_step >= _LOOP_CALLS and gap < _LOOP_GAP_SECONDS:
             seconds += gap
     else:
-        site.mark, site.num_in_step = seen.num_steps, 1
+        site.begin_step(seen.num_steps)
     site.last_end = ended
     site.calls += 1
     site.seconds += seconds

@@ -80,11 +80,11 @@ class Site:
     """A line of somebody's code and what it cost.
 
     `mark` and `num_in_step` belong to the step that is running: a loop of fetches counts with what stands
-    between its calls.
+    between its calls. `before` is what the steps before it cost.
     """
 
     __slots__ = (
-        *("call", "calls", "code", "last_end", "mark"),
+        *("before", "call", "calls", "code", "last_end", "mark"),
         *("num_bytes", "num_in_step", "seconds", "where"),
     )
 
@@ -98,15 +98,23 @@ class Site:
         self.last_end = 0.0
         self.mark = -1
         self.num_in_step = 0
+        self.before = (0, 0.0, 0)
 
-    def plain(self) -> dict[str, Any]:
-        """Return it as plain values."""
+    def begin_step(self, number: int) -> None:
+        """The first call in step `number`."""
+        self.before = (self.calls, self.seconds, self.num_bytes)
+        self.mark, self.num_in_step = number, 1
+
+    def plain(self, running: int) -> dict[str, Any]:
+        """Return it as plain values, without step `running`: the others are what it is divided by."""
+        whole = (self.calls, self.seconds, self.num_bytes)
+        calls, seconds, num_bytes = self.before if self.mark == running else whole
         return {
             "where": self.where,
             "call": self.call,
-            "calls": self.calls,
-            "seconds": self.seconds,
-            "bytes": self.num_bytes,
+            "calls": calls,
+            "seconds": seconds,
+            "bytes": num_bytes,
         }
 
 
@@ -125,6 +133,7 @@ class Recorder:
         self.role = role
         self.lock = threading.RLock()
         self.finished = False
+        self.asked_at: float | None = None
         self.kind = ""
         self.training_thread = 0
         self.rows: list[Row] = []
@@ -197,7 +206,7 @@ class Recorder:
             self.write({"event": "restart", "kind": kind})
         self.step_cpu, self.step_delay = time.thread_time(), clocks.run_delay()
         self._begin_step()
-        self._start_flusher()
+        self.start_flusher()
 
     def _begin_step(self) -> None:
         self.wait = self.wait_delay = 0.0
@@ -270,6 +279,9 @@ class Recorder:
         cpu = None
         if self.first_cpu is not None:
             cpu = [time.process_time() - self.first_cpu[0], time.perf_counter() - self.first_cpu[1]]
+        until = time.perf_counter() if self.asked_at is None else self.asked_at
+        running = [until - self.step_start, self.flags, self.loader_of_step]
+        sites = list(self.sites.items())
         return {
             "event": "state",
             "pid": self.pid,
@@ -278,7 +290,8 @@ class Recorder:
             "kind": self.kind,
             "num_steps": self.num_steps,
             "cpu": cpu,
-            "sites": [{"family": key[0], **site.plain()} for key, site in list(self.sites.items())],
+            "running": running if self.kind else None,
+            "sites": [{"family": key[0], **site.plain(self.num_steps)} for key, site in sites],
             "loaders": [dict(facts) for facts in list(self.loaders.values())],
             "hdf5": [dict(data) for data in list(self.hdf5.values())],
             "bad": {what: list(counts) for what, counts in list(self.bad.items())},
@@ -308,7 +321,7 @@ class Recorder:
             if self.fetches:
                 fetches, self.fetches = self.fetches, []
                 self.write({"event": "fetches", "rows": fetches})
-            if self.kind or self.num_fetches or self.loaders:
+            if self.kind or self.num_fetches or self.loaders or self.asked_at is not None:
                 self.write(self.snapshot())
 
     def flush_when_due(self) -> None:
@@ -327,13 +340,20 @@ class Recorder:
             os.write(self._file, (json.dumps(line, default=str) + "\n").encode("utf-8", "replace"))
 
     def _stuck_place(self) -> str | None:
-        """Return where the training thread stands when no step has ended for a while."""
-        if not self.kind or time.perf_counter() - self.step_start < _STUCK_SECONDS:
-            return None
-        frame = sys._current_frames().get(self.training_thread)
-        return None if frame is None else places.place_of(frame)
+        """Return where the training thread stands when no step has ended for a while.
 
-    def _start_flusher(self) -> None:
+        Before the first step that is the main thread. A thread that asks for itself is at its end.
+        """
+        if self.kind and time.perf_counter() - self.step_start < _STUCK_SECONDS:
+            return None
+        thread = self.training_thread if self.kind else threading.main_thread().ident
+        frame = sys._current_frames().get(thread or 0)
+        if frame is None or thread == threading.get_ident():
+            return None
+        return places.place_of(frame)
+
+    def start_flusher(self, *_: Any) -> None:
+        """Begin to write now and then, and to look whether the doctor asks for the last words."""
         if self._flusher is None:
             self._flusher = threading.Thread(
                 target=self._flush_forever, daemon=True, name="stoker-probe"
@@ -342,15 +362,22 @@ class Recorder:
 
     def _flush_forever(self) -> None:
         stop = Path(self.folder) / "stop"
-        while not self.finished and self.pid == os.getpid():
+        # What a spawned worker has begun before it knew that it is one ends here.
+        while not self.finished and self.pid == os.getpid() and self.role != "worker":
             time.sleep(_STOP_POLL_SECONDS)
-            if stop.exists():
+            if stop.exists() and self.kind:
                 self.say_done()
+                return
+            if stop.exists():
+                # Without a step it may be a launcher: the doctor waits for those that have some.
+                self.asked_at = time.perf_counter()
+                self.flush()
                 return
             self.flush_when_due()
 
     def say_done(self) -> None:
         """Write everything, and tell the doctor that it may end the script."""
+        self.asked_at = time.perf_counter()
         self.flush()
         (Path(self.folder) / f"{self.pid}.done").touch()
 
