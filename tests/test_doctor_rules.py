@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from stoker.config.tree import key_schemas
 from stoker.doctor.cases import rule_name
@@ -77,6 +78,18 @@ def job(step=0.010, wait=0.0, *, load=None, workers=1, work=None, **more) -> Mea
         "operators": OperatorFacts(50, step / 2),
     }
     return Measurements("python train.py", **{**plain, **more})
+
+
+def test_more_workers_than_it_is_worth():
+    """4 ms of waiting for what one process makes in 0.3: none are better."""
+    found = diagnose(job(0.006, 0.004, load=0.0003, workers=8, busy=(0.05,) * 8))[0]
+    assert found.name == "starved-by-loader"
+    assert "num_workers=0" in found.remedy
+    assert found.gain.likely == pytest.approx(0.006 / 0.0023)
+    assert len(DataLoader(range(4), 2, **found.patch.loader_arguments)) == 2  # torch takes them
+    # The same wait for batches that cost a lot to make: workers are right, there are enough.
+    dear = diagnose(job(0.006, 0.004, load=0.006, workers=8, busy=(0.2,) * 8))
+    assert all("num_workers=0" not in one.remedy for one in dear)
 
 
 GPU = MachineFacts(cores=8, device="cuda", device_name="GPU")
@@ -230,7 +243,7 @@ def test_workers_that_are_fast_enough_are_not_blamed():
     # Loading takes a tenth of the step: whatever the step waits for, it is not the decoding.
     waiting = job(0.010, 0.002, load=0.001, work=LoaderWork(decode=0.001))
     assert diagnose(waiting) == []
-    slow_way = job(0.010, 0.006, load=0.001, work=LoaderWork(decode=0.001))
+    slow_way = job(0.010, 0.006, load=0.005, workers=4, work=LoaderWork(decode=0.005))
     (finding,) = diagnose(slow_way)
     assert finding.name == "starved-by-loader"
     assert "way" in finding.title or "from the workers" in finding.title

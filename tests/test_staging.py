@@ -188,6 +188,17 @@ def test_an_upload_that_waits_for_its_target_does_not_hold_up_the_one_before_it(
     uploader.close()
 
 
+def test_a_small_first_upload_does_not_keep_the_next_ones_slow(columns, data, fake):
+    uploader = fake.make_uploader(4, 1024)
+    targets = make_targets(columns, "cpu")
+    uploader.upload(fake_copies(columns, targets, fake, 0, 1)).synchronize()
+    assert uploader._slabs.qsize() == 2  # a piece of each column
+    uploader.upload(fake_copies(columns, targets, fake, 0, ROWS)).synchronize()
+    assert_all_slabs_are_back(uploader)
+    assert_equal(targets, columns, data)
+    uploader.close()
+
+
 def test_refused_copies_end_their_uploads_and_no_other(columns, data, fake):
     uploader = fake.make_uploader(8, 512)
     for _ in range(5):

@@ -26,6 +26,8 @@ from stoker.doctor.loader_words import (
 from stoker.doctor.measurements import LoaderFacts
 from stoker.units import format_bytes, format_count
 
+_WORTH_ALONE = 0.85
+"""Of a step: where loading and training one after the other take less, workers cost more than they bring."""
 _SLOW_HAND_OVER = 0.3
 """Share of a step spent waiting, with workers that are fast enough, from which the way is the cause."""
 
@@ -131,6 +133,9 @@ def _slow_hand_over(case: Case) -> Finding | None:
     if case.share_of_step(wait.median) < _SLOW_HAND_OVER:
         return None
     step = pace.compute + wait.median
+    alone = pace.load + pace.compute
+    if loader.kind == "torch" and 0 < alone < _WORTH_ALONE * step:
+        return worthwhile(_too_many_workers(case, loader, step, alone))
     return worthwhile(
         case.finding(
             "starved-by-loader",
@@ -145,6 +150,30 @@ def _slow_hand_over(case: Case) -> Finding | None:
             gain_of_steps(step, step, step - wait.median / 2, pace.compute),
             where=loader.where,
         )
+    )
+
+
+def _too_many_workers(case: Case, loader: LoaderFacts, step: float, alone: float) -> Finding:
+    """Making a batch costs less than getting it from a worker."""
+    # What workers need, torch refuses without them.
+    arguments = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
+    return case.finding(
+        "starved-by-loader",
+        "samples are cheaper to make than to get from workers",
+        [
+            case.wait_line(),
+            (
+                f"the DataLoader{at(loader.where)} has num_workers={loader.workers}, {case.cores} cores may "
+                "be used"
+            ),
+            work_line(loader),
+        ],
+        "Set num_workers=0 in the DataLoader: the training process makes a batch in less time than it waits "
+        "for one.",
+        gain_of_steps(step, (step + alone) / 2, alone, 0.9 * alone),
+        loader_arguments=arguments,
+        where=loader.where,
+        script="DataLoader(..., num_workers=0), without persistent_workers and prefetch_factor",
     )
 
 

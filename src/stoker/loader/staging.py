@@ -199,6 +199,7 @@ class Uploader:
         self._waiting: deque[_Piece] = deque()
         self._recent: deque[Upload] = deque(maxlen=2)
         self._slabs: queue.SimpleQueue[_Slab] | None = None
+        self._num_made = 0
         self._ready: deque[tuple[_Piece, _Slab]] = deque()
         self._queueing = threading.Lock()
         # Two, in turn: an upload that waits for its target must not hold up the one before it.
@@ -251,10 +252,7 @@ class Uploader:
                 stream = self._streams[0]
                 if wait_for is not None:
                     stream.wait_event(wait_for)
-                if (
-                    self._slabs is None and cuts
-                ):  # none for a chunk without values: it would stay none
-                    self._slabs = self._make_slabs(copies, len(cuts))
+                self._add_slabs(copies, len(cuts))
             upload = Upload(len(cuts), stream, when_done)
             self._recent.append(upload)
             self._waiting.extend(_Piece(upload, *cut) for cut in cuts)
@@ -280,7 +278,7 @@ class Uploader:
         """Give the pinned memory back once the copies out of it are done; blocks until then."""
         while self._slabs is not None and not self._slabs.empty():
             self._slabs.get().release()
-        self._slabs = None
+        self._slabs, self._num_made = None, 0
 
     def _cut(
         self, copies: Sequence[Copy]
@@ -369,12 +367,16 @@ class Uploader:
         self._slabs.put(slab)
         piece.upload.count_piece(error)
 
-    def _make_slabs(self, copies: Sequence[Copy], num_pieces: int) -> queue.SimpleQueue[_Slab]:
+    def _add_slabs(self, copies: Sequence[Copy], num_pieces: int) -> None:
+        """Make as many slabs as so many pieces can use; the uploads before may have been small ones."""
+        missing = min(self._num_slabs, num_pieces) - self._num_made
+        if missing <= 0:
+            return
         size = max(self._slab_bytes, *(copy.values.row_bytes for copy in copies))
-        slabs: queue.SimpleQueue[_Slab] = queue.SimpleQueue()
-        for slab in self._pool.map(lambda _: _Slab(size), range(min(self._num_slabs, num_pieces))):
-            slabs.put(slab)
-        return slabs
+        self._slabs = self._slabs or queue.SimpleQueue()
+        for slab in self._pool.map(lambda _: _Slab(size), range(missing)):
+            self._slabs.put(slab)
+        self._num_made += missing
 
 
 def signed_twin(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -80,6 +80,8 @@ def _add(
     seen = recorder.get()
     if not seen.kind or seen.training_thread != clocks.current_thread():
         return
+    if family == "sync" and loading.is_inside():
+        return
     site = seen.site(family, frame, call)
     seconds = ended - began
     if site.mark == seen.num_steps:
@@ -107,6 +109,8 @@ def _reading(original: Any, call: str) -> Any:
     """Wrap a method that turns a tensor into a number or a list; an optimizer may call it per weight."""
 
     def method(self: Any) -> Any:
+        if loading.is_inside():  # a collate may do so for every value
+            return original(self)
         frame = sys._getframe(1)
         known = _KNOWN.get(id(frame.f_code))
         if not self.is_cuda and (known[0] if known else _is_torchs_own(frame.f_code)):

@@ -162,10 +162,15 @@ def _add_wait(seen: Any, began: float, ended: float, queued: float) -> float:
     return max(0.0, ended - began - queued)
 
 
+def is_inside() -> bool:
+    """Return whether this thread is making a batch: what it does there is loading, no part of the step."""
+    return bool(getattr(_depth, "inside", False))
+
+
 def _timed_next(original: Any) -> Any:
     def __next__(self: Any) -> Any:  # noqa: N807
         facts = getattr(self, "_stoker_facts", None)
-        if facts is None or getattr(_depth, "inside", False):
+        if facts is None or is_inside():
             return original(self)
         seen = recorder.get()
         # Without workers the fetch itself asks the kernel, and asking twice would cost twice.
