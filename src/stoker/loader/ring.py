@@ -16,6 +16,7 @@ a read. Nothing is dropped, nothing is loaded twice.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -137,6 +138,7 @@ class Feeder:
         # and entering its block, and would leave it taken.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._news = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="stoker-feeder", daemon=True)
         self._process = os.getpid()
 
@@ -167,14 +169,14 @@ class Feeder:
         assert visit < self._released + self._ring.num_slots, (
             "a batch touches more chunks than slots"
         )
-        with self._lock:
-            while visit not in self._ready:
-                if self._error is not None and not self._stopping:
-                    raise self._error
-                if self._stopping or not self._thread.is_alive():
-                    raise self._ended(visit)
-                self._changed.wait(_POLL_SECONDS)
-            event = self._ready[visit]
+        while visit not in self._ready:
+            if self._error is not None and not self._stopping:
+                raise self._error
+            if self._stopping or not self._thread.is_alive():
+                raise self._ended(visit)
+            # Not by the Condition, whose wait is Python: an interrupt in it breaks its lock.
+            self._news.acquire(timeout=_POLL_SECONDS)
+        event = self._ready[visit]
         if event is not None:
             torch.cuda.current_stream(self._ring.device).wait_event(event)
         return visit % self._ring.num_slots
@@ -240,7 +242,7 @@ class Feeder:
             return
         with self._lock:
             self._ready[visit] = upload.event
-            self._changed.notify_all()
+        self._tell()
 
     def _fail(self, visit: int, error: BaseException) -> None:
         with self._lock:
@@ -249,6 +251,12 @@ class Feeder:
                 error.add_note(f"while loading chunk {chunk} ahead of the training loop")
                 self._error = error
             self._changed.notify_all()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wake who waits for a visit; news that were not taken yet will do."""
+        with contextlib.suppress(RuntimeError):
+            self._news.release()
 
     def _await_turn(self, visit: int) -> bool:
         """Wait until there is such a visit and its slot is free; False when being stopped."""
