@@ -14,7 +14,7 @@ TESTS := $(BIN)/pytest -q -n 2 --dist worksteal -m "not whole_gpu"
 run: $(STAMP) ## the main job: `stoker demo`, on data it makes itself
 	$(BIN)/stoker demo
 
-test: $(STAMP) ## the whole test suite (nine minutes on two cores)
+test: $(STAMP) ## the whole test suite (ten minutes on two cores)
 	$(TESTS)
 
 lint: $(STAMP) ## ruff, as linter and as formatter

@@ -106,9 +106,8 @@ def make_columns(store: Store, fields: Sequence[str] | None, samples: Array) -> 
 
 
 def left_aside(store: Store, names: Sequence[str]) -> str:
-    """Return what the store says of datasets that it has but could not take as fields; "" of none."""
-    notes = [note for note in store.notes if any(f"{name!r}" in note for name in names)]
-    return "".join(f" ({note})" for note in notes)
+    """Return why these datasets are no fields, to be put behind a sentence; "" where that is not known."""
+    return "".join(f" ({note})" for note in map(store.left_aside, names) if note)
 
 
 def _values(store: Store, dataset: str, name: str, shape: Sequence[int], dtype: str) -> Values:

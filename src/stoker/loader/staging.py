@@ -2,8 +2,9 @@
 
 Enters: rows of stored datasets and a tensor to put them in. Leaves: the tensor filled, and on CUDA
 an event that says when. Costs: on CUDA `threads + 2` pinned slabs of 8 MB, pinned once for the
-uploader's life; each thread reads into one slab while others are being copied. 50 GB/s from the page
-cache with 10 threads on an H200, whose bus gives 55, against 1.3 for pinning every chunk anew.
+uploader's life; each thread reads into one slab while others are being copied. From the page cache
+50 GB/s on an H200 with a quiet host (12 threads), 42 to 45 with a restless one (10); its bus gives 55,
+pinning every chunk anew 1.3.
 
 One thread at a time speaks to the driver: whoever has read a slab and finds nobody there queues the
 copies of all slabs that are ready. Twelve threads that each queue their own copy wait for each other at

@@ -239,10 +239,10 @@ def _scaled_adamw(
 
 def _require_targets(store: Store, target: str) -> None:
     info = store.fields.get(target)
-    aside = [note for note in store.notes if note.startswith(f"dataset {target!r} ")]
-    if info is None and aside:
+    aside = store.left_aside(target)
+    if info is None and aside is not None:
         raise InputError(
-            f"the option 'target_field' is {target!r}, and {aside[0]}.",
+            f"the option 'target_field' is {target!r}, and {aside}.",
             f"a dataset of numbers with {store.num_samples:,} rows, a target for every sample",
             f"write {target!r} again, or recipe.options.target_field=ANOTHER",
         )

@@ -143,6 +143,10 @@ class Store:
         for shard in self.shards:
             shard.close()
 
+    def left_aside(self, name: str) -> str | None:
+        """Return why a dataset that the file has is no field; None of others."""
+        return next((note for note in self.notes if note.startswith(f"dataset {name!r} ")), None)
+
     def check_unchanged(self) -> None:
         """Raise when a file of the store is no longer the one that was opened; reads nothing."""
         for shard in self.shards:
