@@ -6,6 +6,8 @@ import itertools
 import json
 import multiprocessing
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -35,6 +37,34 @@ def path(tmp_path):
 
 def targets_of(loader):
     return [batch["targets"].tolist() for batch in loader]
+
+
+# -- the end of the process ------------------------------------------------------------------------
+
+LEFT_AT_EXIT = """
+import atexit, sys, threading
+atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))  # runs last
+import torch
+from stoker.loader.loader import Loader
+from stoker.loader.background import JANITOR
+
+loader = Loader(sys.argv[1], 32, "cpu", order="shuffled", chunk_bytes=1000)
+batches = iter(loader)
+next(batches)
+dropped = Loader(sys.argv[1], 32, "cpu", order="shuffled", chunk_bytes=1000)
+next(iter(dropped))
+del dropped
+# Freed while the interpreter goes down, a tensor aborts the process.
+JANITOR.hand_over(lambda: [torch.ones(10) for _ in range(100_000)])
+"""
+
+
+def test_no_thread_is_left_when_the_interpreter_goes_down(path):
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_AT_EXIT, str(path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "['MainThread']"
 
 
 # -- forks ---------------------------------------------------------------------------------------

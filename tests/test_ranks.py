@@ -119,6 +119,10 @@ def test_what_is_done_is_said(two):
     assert "ranks 1/2 of the model on each rank (FSDP2)" in two[0]["in parts"]["notes"]
 
 
+def test_nothing_of_the_group_is_left_that_could_abort_the_interpreter(three):
+    assert [rank["threads left"] for rank in three] == [[]] * 3  # torch keeps FSDP's for good
+
+
 def test_a_dataloader_of_any_kind_weighs_every_sample_alike(two, folder):
     """Five batches over all ranks are the same gradient as five batches of one process, in another order."""
     features, targets = read_rows(folder / "rows.h5")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch._dynamo  # before the group, which it would keep alive: see train/ranks.py
 from torch import nn
 
 from stoker.tune.max_batch import find_max_batch_size

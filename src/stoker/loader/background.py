@@ -14,15 +14,33 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from stoker.errors import StokerError
 
 _POLL_SECONDS = 1.0
+_FINISH_SECONDS = 10.0
 
 T = TypeVar("T")
 
-_running: weakref.WeakSet[Background[Any]] = weakref.WeakSet()
+
+class Stoppable(Protocol):
+    """A thread of the loader's, or what owns one."""
+
+    def stop(self) -> None:
+        """End it."""
+
+
+_running: weakref.WeakSet[Stoppable] = weakref.WeakSet()
+
+
+def stop_at_exit(thread: Stoppable) -> None:
+    """Have a thread ended before the interpreter goes down, which may abort the process otherwise.
+
+    A daemon thread that wants the interpreter's lock then is made to exit where it stands; inside torch's C++
+    (freeing a tensor is enough) that ends the whole process, with exit code 134, after all work is done.
+    """
+    _running.add(thread)
 
 
 class Background(Generic[T]):
@@ -54,7 +72,7 @@ class Background(Generic[T]):
         """Return the next result; blocks until it is there."""
         with self._changed:
             if self._thread.ident is None and not self.stopped:
-                _running.add(self)
+                stop_at_exit(self)
                 self._thread.start()
             while not self._ready:
                 if self._error is not None:
@@ -125,22 +143,29 @@ class _Janitor:
     """
 
     def __init__(self) -> None:
-        self._dropped: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._dropped: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._process = -1
 
     def start(self) -> None:
         """Make sure that there is a thread in this process."""
         if self._process != os.getpid():
             self._process = os.getpid()
-            threading.Thread(target=self._run, name="stoker-janitor", daemon=True).start()
+            self._thread = threading.Thread(target=self._run, name="stoker-janitor", daemon=True)
+            self._thread.start()
 
     def hand_over(self, end: Callable[[], None]) -> None:
         """Have `end` called soon, by the janitor."""
         self._dropped.put(end)
 
+    def finish(self, seconds: float) -> None:
+        """Do what was handed over, then end; what comes later is left to the end of the process."""
+        if self._thread is not None and self._process == os.getpid():
+            self._dropped.put(None)
+            self._thread.join(seconds)
+
     def _run(self) -> None:
-        while True:
-            end = self._dropped.get()
+        while (end := self._dropped.get()) is not None:
             with contextlib.suppress(Exception):
                 end()
             del end
@@ -151,9 +176,14 @@ JANITOR = _Janitor()
 
 @atexit.register
 def _end_threads() -> None:
-    # A daemon thread inside CUDA while the interpreter goes down can crash it.
     threads = list(_running)
     for thread in threads:
         thread.stop()
     for thread in threads:
-        thread.join(_POLL_SECONDS)
+        if isinstance(thread, Background):
+            thread.join(_POLL_SECONDS)
+    JANITOR.finish(_FINISH_SECONDS)
+
+
+# A forked child has none of the threads, and may find their locks taken.
+os.register_at_fork(after_in_child=_running.clear)

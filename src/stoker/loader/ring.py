@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from stoker.errors import InputError, StokerError
+from stoker.loader.background import stop_at_exit
 from stoker.loader.columns import Column
 from stoker.loader.order import Visit
 from stoker.loader.staging import Copy, Upload, Uploader, torch_dtype
@@ -144,6 +145,7 @@ class Feeder:
 
     def start(self) -> None:
         """Begin; apart from making it, so that whoever is interrupted in between can still stop it."""
+        stop_at_exit(self)
         self._thread.start()
 
     @property

@@ -11,6 +11,8 @@ Every rank must ask the same questions in the same order. A rank that is lost is
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import io
 import os
 import platform
@@ -221,6 +223,9 @@ def join(
     if not is_launched() or distributed.is_initialized():
         yield Ranks.current(), pick_device(device)
         return
+    # Every optimizer imports it, and imported within a group it keeps that group for good: its threads then
+    # live when the interpreter ends, and may abort it after all work is done.
+    importlib.import_module("torch._dynamo")
     place = _device_of_rank(device)
     timeout = timedelta(seconds=2 * stall_seconds)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
@@ -251,6 +256,7 @@ def join(
         ) from error
     finally:
         LOOKOUT.close()
+        gc.collect()  # a model that is in a circle with its DDP would keep the group too
         with contextlib.suppress(RuntimeError):
             distributed.destroy_process_group()
 
