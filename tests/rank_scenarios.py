@@ -7,6 +7,7 @@ Apart from the tests, so that it starts quickly; all scenarios of a start share 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -365,6 +366,15 @@ SCENARIOS = {
 }
 
 
+def thread_names() -> list[str]:
+    """Return what the kernel calls this process's threads, torch's own among them."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended since
+            names.append((task / "comm").read_text().strip())
+    return names
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
@@ -372,11 +382,7 @@ def main() -> None:
     with join("cuda" if "captured" in sys.argv else "cpu", 60) as (ranks, _):
         for name in sys.argv[2:]:
             found[name] = SCENARIOS[name](folder, ranks)
-    found["threads left"] = [
-        name
-        for task in Path("/proc/self/task").glob("*/comm")
-        if "gloo" in (name := task.read_text().strip())
-    ]
+    found["threads left"] = [name for name in thread_names() if "gloo" in name]
     (folder / f"rank-{ranks.rank}.pkl").write_bytes(pickle.dumps(found))
 
 

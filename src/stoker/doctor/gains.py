@@ -19,6 +19,8 @@ from stoker.doctor.measurements import LoaderFacts, Measurements
 STARVED_SHARE = 0.10
 """Waiting below this share of a step is what handing over a batch costs."""
 _HAND_OVER_SECONDS, _HAND_OVER_BYTES_PER_SECOND = 7e-4, 2e9
+_CROWDED_SHARE = 0.2
+"""Of a step, queued for a core behind the workers: what they do takes too long, however many do it."""
 _EXPLAINED = 0.5
 """Loading explains the waiting if the workers at their best need at least this share of a step for it."""
 
@@ -142,6 +144,8 @@ def is_starved(measured: Measurements) -> bool:
     if not waits(measured) or loader is None or step is None:
         return False
     if loader.kind == "stoker" or loader.workers == 0:
+        return True
+    if (loader.crowding_share or 0.0) > _CROWDED_SHARE:
         return True
     taken = _load_seconds(loader) / max(0.05, 1 - (loader.queued_share or 0.0))
     return taken <= 0 or taken / loader.workers >= _EXPLAINED * step.median

@@ -125,6 +125,8 @@ class LoaderFacts:
         blocked_share: Of these seconds, how much was not computing: a disk, a network, a sleep.
         queued_share: Of the time from asking for a batch to having it, how much the loading process was
             ready and no core was free; not part of `alone_seconds`.
+        crowding_share: Of a step, how much the training queued for a core behind loading processes; part of
+            the wait for data.
         worker_cpu_shares: Of one core each, by worker, over the measured time.
         main_cpu_share: Cores the training process itself keeps busy.
         epoch_starts: How often an iterator was made within the measured time.
@@ -151,6 +153,7 @@ class LoaderFacts:
     alone_seconds: Spread | None = None
     blocked_share: float | None = None
     queued_share: float | None = None
+    crowding_share: float | None = None
     worker_cpu_shares: tuple[float, ...] = ()
     main_cpu_share: float | None = None
     epoch_starts: int = 0

@@ -151,19 +151,63 @@ class Rhythm:
         return Spread.of(statistics.fmean(map(seconds, group)) for group in self.groups)
 
 
-def own_seconds(row: Row) -> float:
-    """Return a step's seconds less those queued for a core: they are other work's on the machine."""
-    return max(0.0, row.seconds - row.delay)
+@dataclass(frozen=True)
+class Clock:
+    """Whose the time is that a step queues for a core.
+
+    Behind other work of the machine it is not the step's own and left out. Behind the script's own loading
+    processes it is time that loading costs the step, as waiting for data is.
+
+    Attributes:
+        outside: Of the queueing, the share behind work that is not the script's.
+        loading: Of the queueing, the share behind its loading processes.
+    """
+
+    outside: float = 1.0
+    loading: float = 0.0
+
+    @classmethod
+    def of(cls, process: Process, processes: Sequence[Process]) -> Clock:
+        """Return it for the training thread of one process: it queues behind whoever keeps the cores busy."""
+        cpu, busy = process.state.get("cpu"), process.state.get("busy")
+        seconds = sum(row.seconds for row in process.rows)
+        if not cpu or busy is None or seconds <= 0:
+            return cls()
+        known = [one for one in processes if one.state.get("cpu")]
+        script = sum(one.state["cpu"][0] for one in known)
+        loading = sum(one.state["cpu"][0] for one in known if one.state.get("role") == "worker")
+        thread = sum(row.cpu for row in process.rows) / seconds * cpu[1]
+        outside, others = max(0.0, busy - script), max(loading, script - thread)
+        whole = outside + others
+        return cls(outside / whole, loading / whole) if whole > 0 else cls()
+
+    def seconds(self, row: Row) -> float:
+        """Return a step's own seconds."""
+        return max(0.0, row.seconds - self.outside * row.delay)
+
+    def wait(self, row: Row) -> float:
+        """Return those that loading costs it."""
+        return max(0.0, row.wait - self.outside * row.wait_delay) + self.crowding(row)
+
+    def crowding(self, row: Row) -> float:
+        """Return those of them that it computed with one core too few, while a loading process had it."""
+        return self.loading * max(0.0, row.delay - row.wait_delay)
+
+
+def computing(row: Row) -> float:
+    """Return a step's seconds without its wait for data and without any queueing for a core."""
+    return max(0.0, row.seconds - row.delay) - max(0.0, row.wait - row.wait_delay)
+
+
+def undisturbed(row: Row) -> float:
+    """Return the share of a step's time apart from its wait that was not queueing for a core."""
+    apart = row.seconds - row.wait
+    return min(1.0, max(0.0, computing(row) / apart)) if apart > 0 else 1.0
 
 
 def running(row: Row) -> float:
     """Return the share of the time on or queued for a core that was on one."""
     return row.cpu / (row.cpu + row.delay) if row.cpu > 0 else 1.0
-
-
-def own_wait(row: Row) -> float:
-    """Return a step's wait for data, likewise."""
-    return max(0.0, row.wait - row.wait_delay)
 
 
 def rhythm_of(rows: Sequence[Row], workers: int) -> Rhythm:

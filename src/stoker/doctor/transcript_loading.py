@@ -12,7 +12,7 @@ from typing import Any
 
 from stoker.doctor.measurements import Hdf5Facts, LoaderFacts, LoaderWork, Spread
 from stoker.doctor.probe.recorder import WARM_UP, Fetch, Row
-from stoker.doctor.transcript import Process, own_wait
+from stoker.doctor.transcript import Clock, Process
 
 _WARM_FETCHES = 2
 
@@ -56,7 +56,9 @@ def read_loader(
     lines = sum((Counter(one.state["lines"]) for one in crew), Counter[str]())
     seen, looks = (lines.most_common(1) or [(None, 0)])[0], max(1, lines.total())
     batches = sum(row.batches for row in rows)
-    waits = Spread.of(map(own_wait, rows))
+    clock = Clock.of(main, processes)
+    waits = Spread.of(map(clock.wait, rows))
+    steps = sum(map(clock.seconds, rows))
     starts, start_seconds = _epoch_starts(facts, waits.median if waits else 0.0)
     cpu = main.state["cpu"]
     return LoaderFacts(
@@ -71,6 +73,7 @@ def read_loader(
         # Seconds queued for a core are the machine's affair: they are neither work nor waiting.
         blocked_share=idle / ran if ran > 0 else None,
         queued_share=1 - ran / wall if wall > 0 else None,
+        crowding_share=sum(map(clock.crowding, rows)) / steps if steps > 0 else None,
         worker_cpu_shares=_cpu_shares(crew if facts["workers"] else []),
         main_cpu_share=cpu[0] / cpu[1] if cpu and cpu[1] > 0 else None,
         epoch_starts=starts,

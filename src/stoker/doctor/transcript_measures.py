@@ -30,20 +30,22 @@ from stoker.doctor.measurements import (
 from stoker.doctor.probe.places import is_foreign
 from stoker.doctor.probe.recorder import WARM_UP, Row
 from stoker.doctor.transcript import (
+    Clock,
     Elsewhere,
     Process,
+    computing,
     find_elsewhere,
     main_process,
-    own_seconds,
-    own_wait,
     rhythm_of,
     running,
+    undisturbed,
     usual_rows,
 )
 from stoker.doctor.transcript_loading import facts_of, loading_processes, read_hdf5, read_loader
 from stoker.units import MIB
 
 _NOTABLE_SHARE = 0.1
+_NOTABLE_QUEUEING = 0.2
 _CREEP_BLOCKS = 6
 _CREEP_BYTES = {"host_bytes": 8 * MIB, "device_bytes": 1 * MIB}
 
@@ -64,18 +66,19 @@ def measure(
     state = main.state
     rows, loader_number = usual_rows(main)
     elsewhere = find_elsewhere(main, rows, loader_number)
-    said += _notes(main, processes, rows)
+    clock = Clock.of(main, processes)
+    said += _notes(main, processes, rows, clock)
     said += _notes_elsewhere(main, elsewhere, loader_number)
     per_step = 1.0 / max(1, state["num_steps"])
     facts = facts_of(main, loader_number)
     rhythm = rhythm_of(rows, facts["workers"] if facts else 0)
-    step = rhythm.spread(own_seconds)
-    wait = rhythm.spread(own_wait) if facts else None
+    step = rhythm.spread(clock.seconds)
+    wait = rhythm.spread(clock.wait) if facts else None
     # Fetches are too many to ask the kernel at each: they queue as the rest of the step's work does.
     on_core = statistics.median(map(running, rows)) if rows else 1.0
     usual_sync = _usual_sync(state, rows, per_step * on_core)
     sites = [(site, site.pop("family")) for site in map(dict, state["sites"])]
-    seconds = sum(map(own_seconds, rows))
+    seconds = sum(map(clock.seconds, rows))
     samples = sum(row.samples for row in rows)
     return Measurements(
         subject,
@@ -85,9 +88,11 @@ def measure(
         samples_per_step=samples / len(rows) if rows and samples else None,
         step_seconds=step,
         wait_seconds=wait,
-        compute_seconds=Spread.of(own_seconds(row) - own_wait(row) for row in rows),
-        backward_seconds=Spread.of(row.backward for row in rows if row.backward),
-        optimizer_seconds=Spread.of(row.optimizer for row in rows if row.optimizer),
+        compute_seconds=Spread.of(map(computing, rows)),
+        backward_seconds=Spread.of(row.backward * undisturbed(row) for row in rows if row.backward),
+        optimizer_seconds=Spread.of(
+            row.optimizer * undisturbed(row) for row in rows if row.optimizer
+        ),
         loader=read_loader(main, processes, rows, loader_number),
         syncs=tuple(
             HostSync(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * usual_sync)
@@ -159,7 +164,9 @@ def _notes_elsewhere(main: Process, elsewhere: Elsewhere, number: int | None) ->
     return notes
 
 
-def _notes(main: Process, processes: Sequence[Process], rows: Sequence[Row]) -> list[str]:
+def _notes(
+    main: Process, processes: Sequence[Process], rows: Sequence[Row], clock: Clock
+) -> list[str]:
     state = main.state
     notes = list(state["notes"])
     if state["kind"] == "batch":
@@ -169,10 +176,16 @@ def _notes(main: Process, processes: Sequence[Process], rows: Sequence[Row]) -> 
     if len(rows) < 10:
         notes.append(f"only {len(rows)} steps were measured: every figure is rough")
     queued = sum(row.delay for row in rows) / max(1e-9, sum(row.seconds for row in rows))
-    if queued > 0.2:
+    if queued * clock.outside > _NOTABLE_QUEUEING:
         notes.append(
-            f"other work on this machine took the cores: {queued:.0%} of a step was spent queueing for one "
-            "and is left out of the figures"
+            f"other work on this machine took the cores: {queued * clock.outside:.0%} of a step was spent "
+            "queueing for one and is left out of the figures"
+        )
+    crowding = sum(map(clock.crowding, rows)) / max(1e-9, sum(map(clock.seconds, rows)))
+    if crowding > _NOTABLE_QUEUEING:
+        notes.append(
+            f"the workers took the cores from the training: {crowding:.0%} of a step was spent queueing for one "
+            "behind them, and counts as waiting for data"
         )
     if not state["loaders"]:
         notes.append("no DataLoader was used: waiting for data was not measured")
@@ -334,7 +347,10 @@ def _ranks(processes: Sequence[Process]) -> tuple[RankFacts, ...]:
         rows, _ = usual_rows(one)
         if rows:
             shared = statistics.median(row.backward + row.collective for row in rows)
-            found[one.rank] = (statistics.median(map(own_seconds, rows)), shared)
+            found[one.rank] = (
+                statistics.median(map(Clock.of(one, processes).seconds, rows)),
+                shared,
+            )
     if len(found) < 2:
         return ()
     least = min(shared for _, shared in found.values())

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 current_thread = threading.get_ident
@@ -66,6 +67,21 @@ def run_delay() -> float:
         return int(os.pread(file, 64, 0).split(None, 2)[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0
+
+
+def busy_seconds() -> float | None:
+    """Return seconds that the cores this process may use were busy, whoever kept them so; None if unknown."""
+    try:
+        usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        ticks = 0
+        for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
+            name, *fields = line.split()
+            if name in usable:
+                user, nice, system, _, _, irq, softirq = map(int, fields[:7])
+                ticks += user + nice + system + irq + softirq
+    except (OSError, ValueError, AttributeError):
+        return None
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def torch_facts() -> dict[str, Any]:

@@ -171,6 +171,7 @@ class Recorder:
         self.spans: list[tuple[Any, ...]] = []
         self.profile: dict[str, Any] = {}
         self.first_cpu: tuple[float, float] | None = None
+        self.first_busy: float | None = None
         self.first_torch: dict[str, Any] = {}
         self.torch: dict[str, Any] = {}
         self._file: Any = None
@@ -248,6 +249,7 @@ class Recorder:
             )
         if self.num_steps == WARM_UP:
             self.first_cpu = (time.process_time(), time.perf_counter())
+            self.first_busy = clocks.busy_seconds()
             self.first_torch = clocks.torch_facts()
         self.step_cpu, self.step_delay = cpu, delay
         if self.num_steps >= self.call_at or self.num_counted >= self.stop_at:
@@ -279,6 +281,8 @@ class Recorder:
         cpu = None
         if self.first_cpu is not None:
             cpu = [time.process_time() - self.first_cpu[0], time.perf_counter() - self.first_cpu[1]]
+        cores = clocks.busy_seconds() if self.first_busy is not None else None
+        busy = None if cores is None or self.first_busy is None else cores - self.first_busy
         until = time.perf_counter() if self.asked_at is None else self.asked_at
         running = [until - self.step_start, self.flags, self.loader_of_step]
         sites = list(self.sites.items())
@@ -290,6 +294,7 @@ class Recorder:
             "kind": self.kind,
             "num_steps": self.num_steps,
             "cpu": cpu,
+            "busy": busy,
             "running": running if self.kind else None,
             "sites": [{"family": key[0], **site.plain(self.num_steps)} for key, site in sites],
             "loaders": [dict(facts) for facts in list(self.loaders.values())],

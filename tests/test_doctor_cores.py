@@ -1,0 +1,115 @@
+"""Who had the core that a step was queueing for: other work, which is left out, or the job's own workers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.doctor.measurements import MachineFacts
+from stoker.doctor.probe import clocks
+from stoker.doctor.probe.recorder import Fetch
+from stoker.doctor.rules import diagnose
+from stoker.doctor.transcript import Clock, Process
+from stoker.doctor.transcript_measures import measure
+from test_doctor_attach import attached, row, script, state
+from test_doctor_endings import loader
+
+STEPS = 40
+SECONDS = 0.030 * STEPS
+
+
+def measured(outside: float, workers: float):
+    """40 steps of 30 ms, of which 10 are queued for a core, beside work of so many seconds of cores."""
+    facts = loader(0, "train.py:1") | {"workers": 4, "persistent_workers": True}
+    queued = {"delay": 0.010, "wait": 0.012, "wait_delay": 0.004, "cpu": 0.012}
+    rows = [
+        row(seconds=0.030, backward=0.009, loader=0, batches=1, samples=4, **queued)
+        for _ in range(STEPS)
+    ]
+    own = 0.012 * STEPS
+    main = state(loaders=[facts], num_steps=STEPS, cpu=[own, SECONDS], busy=own + workers + outside)
+    fetches = [Fetch(0.0, 0.040, 0.005, 0.020, 0.010, 0) for _ in range(STEPS)]
+    crew = [
+        Process([], fetches, state(role="worker", loader_id=0, worker_id=n, cpu=[workers / 4, 1.2]))
+        for n in range(4)
+    ]
+    return measure([Process(rows, [], main), *crew], "crowded", MachineFacts())
+
+
+def test_queueing_behind_other_work_is_left_out():
+    seen = measured(outside=0.8, workers=0.0)
+    assert seen.step_seconds.median == pytest.approx(0.020)
+    assert seen.wait_seconds.median == pytest.approx(0.008)
+    assert seen.loader.crowding_share == 0
+    (note,) = [note for note in seen.notes if "took the cores" in note]
+    assert note.startswith(
+        "other work on this machine took the cores: 33% of a step was spent queueing"
+    )
+
+
+def test_queueing_behind_the_jobs_own_workers_is_time_that_loading_costs():
+    seen = measured(outside=0.0, workers=0.8)
+    assert seen.step_seconds.median == pytest.approx(0.030)  # by the clock on the wall
+    assert seen.seconds == pytest.approx(sum([0.030] * seen.steps))
+    assert seen.wait_seconds.median == pytest.approx(0.018)
+    assert seen.compute_seconds.median == pytest.approx(0.012)
+    assert seen.backward_seconds.median == pytest.approx(0.006)  # a third of it was queueing
+    assert seen.loader.crowding_share == pytest.approx(0.2)
+    assert not any("other work" in note for note in seen.notes)
+
+
+@given(st.floats(0, 5), st.floats(0, 5))
+def test_a_step_is_what_it_waits_and_what_it_computes(outside, workers):
+    seen = measured(outside, workers)
+    assert 0.020 - 1e-9 <= seen.step_seconds.median <= 0.030 + 1e-9
+    if outside + workers > 0.01:
+        parts = seen.wait_seconds.median + seen.compute_seconds.median
+        assert parts == pytest.approx(seen.step_seconds.median)
+
+
+def test_without_the_kernels_word_all_queueing_is_other_work():
+    rows = [row(seconds=0.03, delay=0.01, cpu=0.02)]
+    for facts in ({}, {"cpu": None, "busy": 1.0}, {"cpu": [1.0, 2.0], "busy": None}):
+        one = Process(rows, [], facts)
+        assert Clock.of(one, [one]) == Clock(outside=1.0, loading=0.0)
+
+
+def test_the_cores_that_count_are_those_the_process_may_use():
+    before = clocks.busy_seconds()
+    assert before is not None
+    assert before > 0
+    assert clocks.busy_seconds() >= before
+
+
+CROWDED = """
+import os, time, torch
+from torch.utils.data import DataLoader, Dataset
+os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+torch.set_num_threads(1)
+class Costly(Dataset):
+    def __len__(self):
+        return 300
+    def __getitem__(self, index):
+        until = time.process_time() + 0.002
+        while time.process_time() < until:
+            pass
+        return torch.ones(16)
+model = torch.nn.Sequential(torch.nn.Linear(16, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512))
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+for batch in DataLoader(Costly(), 8, num_workers=4):
+    optimizer.zero_grad()
+    for _ in range(3):
+        model(batch.repeat(32, 1)).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_more_workers_than_cores_are_found_to_cost_the_step(tmp_path):
+    came = attached(script(tmp_path, "crowded", CROWDED, head=""))
+    seen = came.measurements
+    assert seen.loader.crowding_share > 0.2
+    assert any("the workers took the cores from the training" in note for note in seen.notes)
+    first = diagnose(seen)[0]
+    assert first.name == "decode-bound"
+    assert "other dataset code" in " ".join(first.evidence)
