@@ -255,3 +255,17 @@ def test_what_goes_wrong_at_the_very_end_is_raised_not_waited_for(columns, fake,
             upload.wait()
     assert_all_slabs_are_back(uploader)
     uploader.close()
+
+
+def test_an_upload_that_finds_no_threads_any_more_ends_and_can_be_stopped(columns):
+    """As at the end of the process, when tasks are refused and a feeder still wants its next chunk."""
+    uploader = Uploader(torch.device("cpu"), 2, 256)
+    uploader._pool.shutdown()
+    told = []
+    copies = copies_of(columns, make_targets(columns, torch.device("cpu")), 0, ROWS)
+    upload = uploader.begin(copies, when_done=told.append)
+    assert told == [upload]
+    with pytest.raises(RuntimeError, match="cannot schedule"):
+        upload.wait()
+    uploader.stop()
+    uploader.close()

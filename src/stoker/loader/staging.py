@@ -257,8 +257,12 @@ class Uploader:
             upload = Upload(len(cuts), stream, when_done)
             self._recent.append(upload)
             self._waiting.extend(_Piece(upload, *cut) for cut in cuts)
-            for _ in range(min(self.threads, len(cuts))):
-                self._pool.submit(self._drain)
+            try:
+                for _ in range(min(self.threads, len(cuts))):
+                    self._pool.submit(self._drain)
+            except RuntimeError as error:  # at the end of the process there are no new tasks
+                upload.error = upload.error or error
+                self._drain()  # count its pieces, or whoever waits for it would wait forever
             return upload
 
     def stop(self, stopped: bool = True) -> None:
