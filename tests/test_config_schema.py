@@ -1,0 +1,177 @@
+"""The config's schema, its presets, and the files in configs/."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.config import (
+    Config,
+    config_schema,
+    load_config,
+    resolve,
+)
+from stoker.config.load import describe_allowed
+from stoker.units import GIB
+from test_config import CONFIGS, LEAVES, SCHEMA, nested
+
+
+def schema_accepts(schema: dict, value: object, whole: dict) -> bool:
+    """Judge by the part of JSON Schema that ours uses; unknown words fail."""
+    known = {"$schema", "$defs", "title", "description", "default", "unit", "$ref", "type", "enum",
+             "anyOf", "properties", "additionalProperties", "minimum", "maximum",
+             "exclusiveMinimum", "minLength"}  # fmt: skip
+    assert set(schema) <= known, set(schema) - known
+    if "$ref" in schema:
+        return schema_accepts(whole["$defs"][schema["$ref"].rpartition("/")[2]], value, whole)
+    if "anyOf" in schema:
+        return any(schema_accepts(option, value, whole) for option in schema["anyOf"])
+    kinds = {"object": dict, "string": str, "boolean": bool, "null": type(None)}
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if schema["type"] in ("integer", "number"):
+        return (
+            number
+            and (schema["type"] == "number" or isinstance(value, int))
+            and value >= schema.get("minimum", value)
+            and value <= schema["maximum"]
+            and ("exclusiveMinimum" not in schema or value > schema["exclusiveMinimum"])
+        )
+    if not isinstance(value, kinds[schema["type"]]):
+        return False
+    if isinstance(value, dict) and "properties" not in schema:
+        assert schema["additionalProperties"] is True
+        return True
+    if isinstance(value, dict):
+        assert schema["additionalProperties"] is False
+        return all(
+            name in schema["properties"]
+            and schema_accepts(schema["properties"][name], below, whole)
+            for name, below in value.items()
+        )
+    return value in schema.get("enum", [value]) and (
+        not isinstance(value, str) or len(value) >= schema.get("minLength", 0)
+    )
+
+
+ANY_SCALAR = st.one_of(
+    st.none(), st.booleans(), st.integers(-5, 2**33), st.floats(-2, 200, allow_nan=False), st.text()
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(LEAVES)), ANY_SCALAR)
+def test_schema_and_types_agree_on_every_leaf(key, value):
+    tree = yaml.safe_load(nested({key: value}))
+    value = tree
+    while isinstance(value, dict):
+        value = next(iter(value.values()))
+    try:
+        Config.model_validate(tree)
+        accepted = True
+    except ValueError:
+        accepted = False
+    assert schema_accepts(SCHEMA, tree, SCHEMA) == accepted
+
+
+def test_schema_says_what_editors_need():
+    schema = SCHEMA
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["additionalProperties"] is False
+    assert LEAVES["gpu_optimization.chunk_size_gb"]["unit"] == "GiB"
+    assert LEAVES["data.batch_size"]["minimum"] == 1
+
+
+def test_shipped_schema_is_in_step():
+    shipped = json.loads((CONFIGS / "schema.json").read_text(encoding="utf-8"))
+    assert shipped == config_schema(), "run: stoker config schema > configs/schema.json"
+
+
+PRESETS: dict[str, dict[str, object]] = {
+    "segmentation_best": {
+        "batch_size": 32, "num_workers": 4, "use_amp": True,
+        "augmentation.horizontal_flip_prob": 0.5, "augmentation.rotation_degrees": 15.0,
+        "augmentation.brightness": 0.2, "augmentation.contrast": 0.2,
+    },
+    "segmentation_low_memory": {
+        "batch_size": 16, "num_workers": 2, "use_amp": True,
+        "augmentation.horizontal_flip_prob": 0.5, "augmentation.rotation_degrees": 0.0,
+        "augmentation.brightness": 0.0, "augmentation.contrast": 0.0,
+        "augmentation.saturation": 0.0,
+    },
+    "segmentation_debug": {
+        "batch_size": 8, "num_workers": 0, "use_amp": False, "augmentation": None,
+    },
+    "s0_chunk_loader": {
+        "use_chunk_loader": True, "chunk_bytes": 12 * GIB, "batch_size": 128, "num_workers": 0,
+        "pin_memory": True, "use_amp": True, "accumulation_steps": 1, "prefetch_factor": None,
+        "persistent_workers": False, "drop_last": False, "empty_cache_every_n_epochs": 1,
+        "log_gpu_stats_every_n_batches": 100,
+    },
+    "s1_massspec": {
+        "batch_size": 32, "num_workers": 4, "accumulation_steps": 2, "lazy_loading": True,
+        "lazy_cache_dir": "data/processed/lazy_cache", "precompute_graphs": False,
+        "max_training_samples": None, "empty_cache_every_n_batches": 50,
+    },
+    "s4_tabular": {
+        "batch_size": 1024, "accumulation_steps": 1, "num_workers": 8, "persistent_workers": True,
+        "pin_memory": True, "prefetch_factor": 4, "init_gain": 0.5, "output_bound": 10.0,
+        "learning_rate": 1e-4,
+    },
+    "forex": {
+        "recipe": "forex", "store": "stores/forex", "run_dir": "runs/forex", "batch_size": 128,
+        "epochs": 20, "learning_rate": 1e-3, "precision": "auto", "capture": "auto",
+        "clip_norm": 1.0, "checkpoint_every_steps": 1000,
+    },
+    "massspec": {
+        "recipe": "massspec", "store": "stores/massspec", "run_dir": "runs/massspec",
+        "batch_size": 100, "epochs": 30, "learning_rate": 1e-3,
+    },
+    "segmentation": {
+        "recipe": "segmentation", "store": "stores/segmentation", "run_dir": "runs/segmentation",
+        "batch_size": 32, "epochs": 100, "learning_rate": 8e-4,
+        "augmentation.horizontal_flip_prob": 0.5, "augmentation.rotation_degrees": 15.0,
+        "augmentation.brightness": 0.2, "augmentation.contrast": 0.2,
+    },
+    "tabular": {
+        "recipe": "tabular", "store": "stores/tabular", "run_dir": "runs/tabular",
+        "batch_size": 1024, "epochs": 20, "learning_rate": 1e-4, "init_gain": 0.5,
+        "output_bound": 10.0,
+    },
+}  # fmt: skip
+
+
+def test_every_shipped_config_has_documented_values():
+    assert {file.stem for file in CONFIGS.glob("*.yaml")} == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_give_the_documented_values(name):
+    file = CONFIGS / f"{name}.yaml"
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith("# yaml-language-server: $schema=schema.json\n")
+    settled = resolve(load_config(file))
+    assert settled.notes == ()
+    values = settled.values()
+    assert {key: values[key] for key in PRESETS[name]} == PRESETS[name]
+    assert schema_accepts(SCHEMA, yaml.safe_load(text), SCHEMA)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if "recipe" in PRESETS[name]])
+def test_configs_of_recipes_give_options_that_the_recipe_takes(name):
+    from stoker.recipes.catalogue import choose_recipe
+
+    chosen = choose_recipe(resolve(load_config(CONFIGS / f"{name}.yaml")))
+    assert chosen.recipe.name == name
+    assert chosen.notes == ()
+
+
+def test_docs_name_every_key():
+    page = (CONFIGS.parent / "docs" / "config.md").read_text(encoding="utf-8")
+    for key, leaf in LEAVES.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{key}` |")]
+        assert leaf["description"] in row, f"{key}: the page tells something else"
+        assert f"| {describe_allowed(leaf)} |" in row
