@@ -116,7 +116,7 @@ def _listen(profiler: Any) -> None:
 
 
 def require_adapted(trainer: pl.Trainer) -> None:
-    """Refuse a plain Loader, of which Lightning would find every second epoch empty, and another rank's.
+    """Refuse a plain Loader, whose place Lightning's checkpoints would not hold, and another rank's.
 
     Raises:
         InputError: The training loader is a stoker Loader as it is, or of another share.
@@ -126,8 +126,8 @@ def require_adapted(trainer: pl.Trainer) -> None:
         check_share(loader.loader, trainer.global_rank, trainer.world_size)
     if isinstance(loader, Loader):
         raise InputError(
-            "the training loader is a plain stoker Loader, whose epoch ends with the question after its last "
-            "batch; Lightning never asks it.",
+            "the training loader is a plain stoker Loader: Lightning sets no epoch of it, and keeps no place of it "
+            "in its checkpoints.",
             "a loader that is adapted to Lightning",
             "trainer.fit(model, stoker.frameworks.lightning.adapt(loader)), or StokerData",
         )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import os
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -150,6 +152,10 @@ class _Janitor:
     def start(self) -> None:
         """Make sure that there is a thread in this process."""
         if self._process != os.getpid():
+            if self._process != -1:
+                # After a fork: what the parent has handed over is its own, and has no threads here. Kept, since
+                # freeing a CUDA event in a child aborts it.
+                self._parents, self._dropped = self._dropped, queue.SimpleQueue()
             self._process = os.getpid()
             self._thread = threading.Thread(target=self._run, name="stoker-janitor", daemon=True)
             self._thread.start()
@@ -174,15 +180,25 @@ class _Janitor:
 JANITOR = _Janitor()
 
 
-@atexit.register
-def _end_threads() -> None:
-    threads = list(_running)
+def _stop_threads() -> None:
+    threads, until = list(_running), time.monotonic() + _FINISH_SECONDS
     for thread in threads:
         thread.stop()
     for thread in threads:
         if isinstance(thread, Background):
-            thread.join(_POLL_SECONDS)
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+@atexit.register
+def _end_threads() -> None:
+    _stop_threads()
     JANITOR.finish(_FINISH_SECONDS)
+
+
+# Executors wait for all their tasks before `atexit`: a whole dataset may be waiting to be read. What is
+# registered later runs first, so theirs must be there.
+importlib.import_module("concurrent.futures.thread")
+getattr(threading, "_register_atexit", atexit.register)(_stop_threads)
 
 
 # A forked child has none of the threads, and may find their locks taken.

@@ -28,6 +28,7 @@ targets).
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -126,6 +127,7 @@ class ChunkDataLoader:
         self.reason = self._loader.reason
         self._resumed = False
         self._uploader: Uploader | None = None
+        self._process = os.getpid()
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -192,8 +194,9 @@ class ChunkDataLoader:
                 f"a range within 0 to {self.num_samples}",
                 "loader._load_chunk_to_gpu(*loader.chunk_ranges[0])",
             )
-        if self._uploader is None:
+        if self._uploader is None or self._process != os.getpid():  # threads do not come along
             self._uploader = Uploader(self.device, self.store.threads)
+            self._process = os.getpid()
         every = np.arange(self.num_samples)
         values = [column.values[0] for column in make_columns(self.store, _FIELDS, every)]
         targets = [
@@ -201,7 +204,13 @@ class ChunkDataLoader:
             for v in values
         ]
         copies = [Copy(v, start, end, t) for v, t in zip(values, targets, strict=True)]
-        done = self._uploader.upload(copies)
+        free = None
+        if (
+            self.device.type == "cuda"
+        ):  # the memory may be that of a chunk which queued work still reads
+            free = torch.cuda.Event()
+            free.record(torch.cuda.current_stream(self.device))
+        done = self._uploader.upload(copies, free)
         if done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
         features, labels = (restore_sign(t, v.dtype) for v, t in zip(values, targets, strict=True))

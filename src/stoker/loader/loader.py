@@ -197,6 +197,7 @@ class Loader:
         self._ended: tuple[int, EpochOrder | None] | None = None
         self._cuts: tuple[Cut, ...] = ()
         self._turn: object = None
+        self._taken_in: object = None  # the turn that took an epoch's last batch
         self.batch_size = batch_size
         self._uploader = self._make_uploader(once=chunks is None)
         self._tables = TableUploader(self._home)
@@ -356,9 +357,7 @@ class Loader:
 
         A loader has one place, so a new iteration ends the one before it.
         """
-        self._check_open()
-        self._settle_after_fork()
-        self._seek_augment()
+        self._begin_turn()
         if self.tier == "streamed":
             with prefetch(self._host_batches(), self.device) as batches:
                 yield from self._hand_out(batches)
@@ -407,9 +406,21 @@ class Loader:
 
         The slots an index points into stay loaded until the next index is asked for.
         """
-        self._settle_after_fork()
-        self._seek_augment()
+        self._begin_turn()
         yield from self._moving(self._indices(self.epoch, self._position))
+
+    def _begin_turn(self) -> None:
+        """Be ready for a new iteration; one that took every batch may not have asked for more."""
+        self._check_open()
+        self._settle_after_fork()
+        if self._taken_in is not None and self._taken_in is self._turn:
+            self._begin_next_epoch()
+        self._seek_augment()
+
+    def _begin_next_epoch(self) -> None:
+        ended = self.epoch, self._epochs.begun(self.epoch)
+        self._go_to(Place(self.epoch + 1, 0))
+        self._ended, self._taken_in = ended, None
 
     def _moving(self, batches: Iterable[_T]) -> Iterator[_T]:
         """Move the position with every batch; refuse to when another iteration has taken over.
@@ -417,6 +428,7 @@ class Loader:
         A batch that could not be built was not taken: a new iteration begins with it.
         """
         self._turn = turn = object()
+        num_batches = self.num_batches
         for batch in batches:
             self._check_open()
             if self._turn is not turn:
@@ -427,10 +439,11 @@ class Loader:
                     "begin a new iteration, or take a second Loader over the same store",
                 )
             self._position += 1
+            if self._position == num_batches:
+                self._taken_in = turn
             yield batch
-        ended = self.epoch, self._epochs.begun(self.epoch)
-        self._go_to(Place(self.epoch + 1, 0))
-        self._ended = ended
+        if self._turn is turn:
+            self._begin_next_epoch()
 
     def _indices(self, number: int, position: int) -> Iterator[IndexBatch]:
         """Yield the indices of epoch `number` from batch `position` on, whatever happens to the ring."""
@@ -468,6 +481,7 @@ class Loader:
         chunks too, so that the first of them load while this epoch's last are trained on; a jump to
         another epoch or batch begins anew.
         """
+        self._settle_after_fork()
         if self._feeder is not None and self._feeder.failed:
             self._stop_feeder()
         if self._resident:
@@ -477,12 +491,10 @@ class Loader:
             assert self._feeder is not None
             return self._feeder, 0, Loads([everything], {0: 0})
         loads = plan_loads(epoch, position, self._ring)
-        if self._feeder is None or self._promised != ((epoch.epoch, position), loads.visits):
+        is_promised = self._promised == ((epoch.epoch, position), loads.visits)
+        # An epoch that was left in the middle has visits that nobody waits for: they would be read first.
+        if self._feeder is None or not is_promised or not self._feeder.has_taken(len(loads.visits)):
             self._stop_feeder()
-            if self._home.type == "cuda":
-                # The last feeder's copies, and gathers out of its slots, are only queued; this one's
-                # copies go by another stream.
-                torch.cuda.synchronize(self._home)
             self._start_feeder(loads.visits)
         assert self._feeder is not None
         first = self._feeder.num_visits - len(loads.visits)
@@ -493,6 +505,10 @@ class Loader:
         return self._feeder, first, loads
 
     def _start_feeder(self, visits: Sequence[Visit]) -> None:
+        if self._home.type == "cuda":
+            # The last feeder's copies, gathers out of its slots, and whatever is still done with the memory
+            # that the ring was given, are only queued; this one's copies go by another stream.
+            torch.cuda.synchronize(self._home)
         self._feeder = Feeder(self._ring, self._uploader, visits)
         self._feeder.start()
 
@@ -568,8 +584,8 @@ class Loader:
             totals: Number of values per ragged field. Without it the shapes are static: ragged
                 values are padded with zeros to the most that any batch can have.
         """
+        self._check_open()
         if isinstance(indices, IndexBatch):
-            self._check_open()
             index = self._renew(indices)
             return self._finish(self.assemble(index.indices, index.totals), index.planned)
         if indices.dim() == 1:
@@ -613,6 +629,7 @@ class Loader:
 
     def _replace_ring(self, num_slots: int, least_rows: Sequence[int]) -> None:
         """Make the ring anew; waits for the device. Iterations go on, and load what they need again."""
+        self._settle_after_fork()
         self._stop_feeder()
         if self._home.type == "cuda":
             torch.cuda.synchronize(self._home)  # whoever had the memory that the new ring gets

@@ -132,7 +132,7 @@ class Feeder:
         self._uploader = uploader
         self._visits = list(visits)
         self._ready: dict[int, torch.cuda.Event | None] = {}
-        self._released = 0
+        self._released = self._taken = 0
         self._error: BaseException | None = None
         self._stopping = False
         # Taken as a plain lock: an exception out of a signal handler can come between taking a Condition
@@ -158,6 +158,10 @@ class Feeder:
         """Whether the thread has ended with an error, or was ended."""
         return self._error is not None or not self._thread.is_alive()
 
+    def has_taken(self, but: int) -> bool:
+        """Whether all visits but the last so many were waited for, or are not needed any more."""
+        return max(self._taken, self._released) >= len(self._visits) - but
+
     def extend(self, visits: Sequence[Visit]) -> int:
         """Ask for more visits after the last; return the number of the first of them."""
         with self._lock:
@@ -172,12 +176,19 @@ class Feeder:
             "a batch touches more chunks than slots"
         )
         while visit not in self._ready:
+            if visit < self._released:
+                raise InputError(
+                    "an iteration goes on after a newer one over the same loader began.",
+                    "one iteration at a time",
+                    "begin a new iteration, or take a second Loader over the same store",
+                )
             if self._error is not None and not self._stopping:
                 raise self._error
             if self._stopping or not self._thread.is_alive():
                 raise self._ended(visit)
             # Not by the Condition, whose wait is Python: an interrupt in it breaks its lock.
             self._news.acquire(timeout=_POLL_SECONDS)
+        self._taken = max(self._taken, visit + 1)
         event = self._ready[visit]
         if event is not None:
             torch.cuda.current_stream(self._ring.device).wait_event(event)
