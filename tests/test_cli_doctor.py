@@ -397,3 +397,10 @@ def test_profile_as_json_and_its_mistakes(inside, capsys):
         with pytest.raises(StokerError, match=word) as caught:
             app(["profile", *args], standalone_mode=False)
         assert caught.value.exit_code == 2
+
+
+def test_a_job_of_short_epochs_is_measured_until_the_time_is_over(inside, capsys):
+    options = ("--device", "cpu", "--seconds", 0.3, "--steps", 5000)
+    code, out, err = call(capsys, "doctor", "--config", "c.yaml", *options)
+    assert code in (None, 0), err
+    assert "samples/s" in out

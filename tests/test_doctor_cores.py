@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +17,13 @@ from stoker.doctor.transcript import Clock, Process
 from stoker.doctor.transcript_measures import measure
 from test_doctor_attach import attached, row, script, state
 from test_doctor_endings import loader
+from test_doctor_rules import job
 
 STEPS = 40
 SECONDS = 0.030 * STEPS
 
 
-def measured(outside: float, workers: float):
+def measured(outside: float, workers: float, loader_id: int = 0, seen_share: float = 1.0):
     """40 steps of 30 ms, of which 10 are queued for a core, beside work of so many seconds of cores."""
     facts = loader(0, "train.py:1") | {"workers": 4, "persistent_workers": True}
     queued = {"delay": 0.010, "wait": 0.012, "wait_delay": 0.004, "cpu": 0.012}
@@ -31,7 +35,16 @@ def measured(outside: float, workers: float):
     main = state(loaders=[facts], num_steps=STEPS, cpu=[own, SECONDS], busy=own + workers + outside)
     fetches = [Fetch(0.0, 0.040, 0.005, 0.020, 0.010, 0) for _ in range(STEPS)]
     crew = [
-        Process([], fetches, state(role="worker", loader_id=0, worker_id=n, cpu=[workers / 4, 1.2]))
+        Process(
+            [],
+            fetches,
+            state(
+                role="worker",
+                loader_id=loader_id,
+                worker_id=n,
+                cpu=[workers / 4 * seen_share, SECONDS * seen_share],
+            ),
+        )
         for n in range(4)
     ]
     return measure([Process(rows, [], main), *crew], "crowded", MachineFacts())
@@ -80,6 +93,36 @@ def test_the_cores_that_count_are_those_the_process_may_use():
     assert before is not None
     assert before > 0
     assert clocks.busy_seconds() >= before
+
+
+def test_workers_of_another_loader_do_not_crowd_this_ones_steps():
+    seen = measured(outside=0.0, workers=0.8, loader_id=1)
+    assert seen.loader.crowding_share == 0
+    assert seen.wait_seconds.median == pytest.approx(0.012)
+
+
+def test_workers_that_were_ended_without_a_last_word_count_as_they_were_seen():
+    seen = measured(outside=0.0, workers=0.8, seen_share=0.1)
+    assert seen.loader.crowding_share == pytest.approx(0.2)
+    assert not any("other work" in note for note in seen.notes)
+
+
+def test_a_wait_that_is_queueing_is_no_slow_hand_over():
+    """Decoding keeps both cores busy: three runs of one script must not get three verdicts."""
+    for crowding in (0.16, 0.196, 0.241):
+        wait = 0.15 + crowding
+        seen = job(
+            0.010, wait * 0.010, load=0.018, workers=4, busy=(0.4,) * 4,
+            loader={"crowding_share": crowding, "queued_share": 0.5},
+            machine=MachineFacts(cores=2),
+        )  # fmt: skip
+        assert [one.name for one in diagnose(seen)][:1] == ["decode-bound"], crowding
+
+
+def test_what_a_worker_has_others_do_is_its_own_work():
+    before = clocks.children_seconds()
+    subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
+    assert clocks.children_seconds() > before
 
 
 CROWDED = """

@@ -465,3 +465,15 @@ def test_the_docs_have_an_anchor_for_every_finding():
     assert sorted(anchors) == sorted(FINDING_NAMES)
     # The table of symptoms leads to each of them.
     assert set(re.findall(r"\]\(#([a-z0-9-]+)\)", page)) >= set(FINDING_NAMES)
+
+
+def test_a_stream_is_not_given_workers_that_would_each_go_through_all_of_it():
+    stream = {"loader": {"is_stream": True}}
+    for workers, is_safe in ((0, False), (1, False), (2, True)):
+        first = diagnose(
+            job(0.030, 0.025, load=0.029 * max(1, workers), workers=workers, **stream)
+        )[0]
+        assert first.name in ("no-workers", "starved-by-loader")
+        assert ("get_worker_info" in first.remedy) == (not is_safe)
+        assert bool(first.patch.loader_arguments) == is_safe
+        assert first.patch.where == "train.py:20"

@@ -19,8 +19,6 @@ from stoker.doctor.measurements import LoaderFacts, Measurements
 STARVED_SHARE = 0.10
 """Waiting below this share of a step is what handing over a batch costs."""
 _HAND_OVER_SECONDS, _HAND_OVER_BYTES_PER_SECOND = 7e-4, 2e9
-_CROWDED_SHARE = 0.2
-"""Of a step, queued for a core behind the workers: what they do takes too long, however many do it."""
 _EXPLAINED = 0.5
 """Loading explains the waiting if the workers at their best need at least this share of a step for it."""
 
@@ -145,7 +143,9 @@ def is_starved(measured: Measurements) -> bool:
         return False
     if loader.kind == "stoker" or loader.workers == 0:
         return True
-    if (loader.crowding_share or 0.0) > _CROWDED_SHARE:
+    if (
+        loader.crowding_share or 0.0
+    ) > STARVED_SHARE:  # what workers do takes too long, however many do it
         return True
     taken = _load_seconds(loader) / max(0.05, 1 - (loader.queued_share or 0.0))
     return taken <= 0 or taken / loader.workers >= _EXPLAINED * step.median

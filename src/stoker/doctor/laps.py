@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from stoker.errors import InputError
 from stoker.loader.loader import Batch, IndexBatch
 from stoker.recipes.run import Run
 from stoker.recipes.watch import TimedLoader
@@ -256,7 +258,7 @@ class HeldLoader:
     def __init__(self, batch: Batch, stopwatch: Stopwatch, most: int) -> None:
         self.batch_size = len(batch.positions)
         self._batch = batch
-        self._stopwatch = stopwatch
+        self.stopwatch = stopwatch
         self._most = most
 
     def __len__(self) -> int:
@@ -264,7 +266,7 @@ class HeldLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batch until the stopwatch has enough."""
-        yield from self._stopwatch.timed(itertools.repeat(self._batch, self._most))
+        yield from self.stopwatch.timed(itertools.repeat(self._batch, self._most))
 
 
 def make_measured_loader(run: Run) -> MeasuredLoader:
@@ -290,4 +292,12 @@ def train_over(run: Run, loader: Any, most: int) -> tuple[tuple[str, ...], NonFi
         trainer.fit()
     except NonFiniteError as error:
         trouble = error
+    except InputError:
+        # What was wanted of the last epoch may be nothing: then it has no batch.
+        if not loader.stopwatch.is_enough:
+            raise
+    if (
+        trainer.history.ended == "terminated"
+    ):  # the trainer has heeded the signal, the measurement must too
+        raise SystemExit(128 + signal.SIGTERM)
     return tuple(trainer.history.notes), trouble

@@ -125,6 +125,8 @@ class LoaderFacts:
         blocked_share: Of these seconds, how much was not computing: a disk, a network, a sleep.
         queued_share: Of the time from asking for a batch to having it, how much the loading process was
             ready and no core was free; not part of `alone_seconds`.
+        is_stream: Whether its dataset is an IterableDataset, whose workers each go through all of it unless
+            they share it out themselves.
         crowding_share: Of a step, how much the training queued for a core behind loading processes; part of
             the wait for data.
         worker_cpu_shares: Of one core each, by worker, over the measured time.
@@ -154,6 +156,7 @@ class LoaderFacts:
     blocked_share: float | None = None
     queued_share: float | None = None
     crowding_share: float | None = None
+    is_stream: bool = False
     worker_cpu_shares: tuple[float, ...] = ()
     main_cpu_share: float | None = None
     epoch_starts: int = 0

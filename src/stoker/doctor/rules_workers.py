@@ -51,7 +51,20 @@ def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gai
     return workers, gain_of_steps(step, likely * 1.25, likely, hopeful)
 
 
+_SHARE_OUT = (
+    " Its dataset is an IterableDataset: each worker must yield a share of its own "
+    "(torch.utils.data.get_worker_info), or every sample comes as often as there are workers."
+)
+
+
+def _sharing(loader: LoaderFacts) -> str:
+    """Return what to say of a stream that more workers would go through each; "" where it is shared already."""
+    return _SHARE_OUT if loader.is_stream and loader.workers < 2 else ""
+
+
 def _worker_patch(case: Case, loader: LoaderFacts, workers: int) -> dict[str, object]:
+    if _sharing(loader):
+        return {"where": loader.where}  # not to be tried as it is
     arguments: dict[str, object] = {"num_workers": workers, "persistent_workers": True}
     if case.on_gpu:
         arguments["pin_memory"] = True
@@ -86,7 +99,7 @@ def no_workers(case: Case) -> Finding | None:
                 busiest_line(loader),
             ],
             f"Set num_workers={workers} in the DataLoader, so that the next batches are made while this one "
-            "trains.",
+            f"trains.{_sharing(loader)}",
             gained,
             **_worker_patch(case, loader, workers),
         )
@@ -118,7 +131,7 @@ def starved_by_loader(case: Case) -> Finding | None:
                 work_line(loader),
                 busiest_line(loader),
             ],
-            f"Raise num_workers from {loader.workers} to {workers}.",
+            f"Raise num_workers from {loader.workers} to {workers}.{_sharing(loader)}",
             gained,
             **_worker_patch(case, loader, workers),
         )
@@ -130,7 +143,7 @@ def _slow_hand_over(case: Case) -> Finding | None:
     loader, pace, wait = case.measured.loader, case.pace, case.measured.wait_seconds
     if loader is None or pace is None or wait is None or loader.workers == 0:
         return None
-    if case.share_of_step(wait.median) < _SLOW_HAND_OVER:
+    if case.share_of_step(wait.median) - (loader.crowding_share or 0.0) < _SLOW_HAND_OVER:
         return None
     step = pace.compute + wait.median
     alone = pace.load + pace.compute

@@ -21,6 +21,7 @@ from stoker.doctor.laps import Patience, Stopwatch, make_measured_loader, train_
 from stoker.doctor.measurements import KernelFacts
 from stoker.errors import InputError, StoreError
 from stoker.recipes.run import Run
+from stoker.train.losses import NonFiniteError
 
 _NO_KERNEL = ("Memcpy", "Memset", "ProfilerStep", "Optimizer.")
 
@@ -96,6 +97,7 @@ def record(run: Run, plan: Schedule, out: Path | None = None) -> Trace:
 
     Raises:
         InputError: An epoch of the job has no batch.
+        NonFiniteError: The loss was not finite before the last of them.
         StoreError: The trace cannot be written.
     """
     on_gpu = run.device.type == "cuda"
@@ -109,7 +111,9 @@ def record(run: Run, plan: Schedule, out: Path | None = None) -> Trace:
             marks.append((before, time.perf_counter()))
 
         loader.stopwatch = Stopwatch(Patience(0, plan.most, math.inf), run.device, next_step)
-        train_over(run, loader, plan.most)
+        _, trouble = train_over(run, loader, plan.most)
+        if trouble is not None:
+            raise trouble
     if out is not None:
         _export(profiler, out)
     began = plan.wait + plan.warmup
@@ -123,7 +127,10 @@ def record(run: Run, plan: Schedule, out: Path | None = None) -> Trace:
 
 def measure_kernels(run: Run, warm_up: int, steps: int = 8) -> KernelFacts | None:
     """Return what the device does in a few steps; None where the profiler sees no kernel."""
-    return record(run, Schedule(warm_up, 2, steps)).kernels
+    try:
+        return record(run, Schedule(warm_up, 2, steps)).kernels
+    except NonFiniteError:  # it was found before
+        return None
 
 
 def _make_profiler(plan: Schedule, on_gpu: bool) -> profile:

@@ -151,6 +151,18 @@ class Rhythm:
         return Spread.of(statistics.fmean(map(seconds, group)) for group in self.groups)
 
 
+def worker_shares(crew: Sequence[Process]) -> dict[int, float]:
+    """Return the share of a core that each worker kept busy, by its number; started again it is the same."""
+    spent: dict[int, list[float]] = {}
+    for one in crew:
+        cpu = one.state.get("cpu")
+        if cpu and cpu[1] > 0:
+            known = spent.setdefault(one.state["worker_id"], [0.0, 0.0])
+            known[0] += cpu[0]
+            known[1] += cpu[1]
+    return {number: busy / seconds for number, (busy, seconds) in sorted(spent.items())}
+
+
 @dataclass(frozen=True)
 class Clock:
     """Whose the time is that a step queues for a core.
@@ -173,9 +185,16 @@ class Clock:
         seconds = sum(row.seconds for row in process.rows)
         if not cpu or busy is None or seconds <= 0:
             return cls()
+        _, number = usual_rows(process)
         known = [one for one in processes if one.state.get("cpu")]
-        script = sum(one.state["cpu"][0] for one in known)
-        loading = sum(one.state["cpu"][0] for one in known if one.state.get("role") == "worker")
+        crew = [
+            one
+            for one in known
+            if one.state.get("role") == "worker" and one.state.get("loader_id") == number
+        ]
+        # Workers tell of themselves now and then, and are told to end without a word: their share counts.
+        loading = sum(worker_shares(crew).values()) * cpu[1]
+        script = loading + sum(one.state["cpu"][0] for one in known if one not in crew)
         thread = sum(row.cpu for row in process.rows) / seconds * cpu[1]
         outside, others = max(0.0, busy - script), max(loading, script - thread)
         whole = outside + others

@@ -12,7 +12,7 @@ from typing import Any
 
 from stoker.doctor.measurements import Hdf5Facts, LoaderFacts, LoaderWork, Spread
 from stoker.doctor.probe.recorder import WARM_UP, Fetch, Row
-from stoker.doctor.transcript import Clock, Process
+from stoker.doctor.transcript import Clock, Process, worker_shares
 
 _WARM_FETCHES = 2
 
@@ -64,6 +64,7 @@ def read_loader(
     return LoaderFacts(
         workers=facts["workers"],
         batch_size=facts["batch_size"],
+        is_stream=facts.get("is_stream", False),
         pin_memory=facts["pin_memory"],
         persistent_workers=facts["persistent_workers"],
         prefetch_factor=facts["prefetch_factor"],
@@ -74,7 +75,7 @@ def read_loader(
         blocked_share=idle / ran if ran > 0 else None,
         queued_share=1 - ran / wall if wall > 0 else None,
         crowding_share=sum(map(clock.crowding, rows)) / steps if steps > 0 else None,
-        worker_cpu_shares=_cpu_shares(crew if facts["workers"] else []),
+        worker_cpu_shares=tuple(worker_shares(crew if facts["workers"] else []).values()),
         main_cpu_share=cpu[0] / cpu[1] if cpu and cpu[1] > 0 else None,
         epoch_starts=starts,
         epoch_start_seconds=start_seconds,
@@ -87,16 +88,6 @@ def read_loader(
         busiest_line=seen[0],
         busiest_share=seen[1] / looks if seen[0] else None,
     )
-
-
-def _cpu_shares(crew: Sequence[Process]) -> tuple[float, ...]:
-    shares: dict[int, float] = {}
-    for one in crew:
-        cpu = one.state["cpu"]
-        if cpu and cpu[1] > 0:
-            # Workers that were started again have the same number: the last one stands for it.
-            shares[one.state["worker_id"]] = cpu[0] / cpu[1]
-    return tuple(shares[number] for number in sorted(shares))
 
 
 def _work(crew: Sequence[Process], fetches: Sequence[Fetch]) -> LoaderWork:

@@ -99,6 +99,7 @@ def _facts(loader: Any) -> dict[str, Any]:
             "number": len(seen.loaders),
             "workers": loader.num_workers,
             "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+            "is_stream": isinstance(loader.dataset, _torch.utils.data.IterableDataset),
             "pin_memory": bool(loader.pin_memory),
             "persistent_workers": bool(loader.persistent_workers),
             "prefetch_factor": loader.prefetch_factor,
@@ -272,13 +273,13 @@ def _timed_fetch(original: Any) -> Any:
         sampling.begin()
         self._stoker_collate = 0.0
         sampling.active_thread = clocks.current_thread()
-        began, cpu, delay = time.perf_counter(), time.thread_time(), clocks.run_delay()
+        began, cpu, delay = time.perf_counter(), _fetching_cpu(seen), clocks.run_delay()
         try:
             return original(self, possibly_batched_index)
         finally:
             sampling.active_thread = 0
             with recorder.guarded("fetch"):
-                wall, busy = time.perf_counter() - began, time.thread_time() - cpu
+                wall, busy = time.perf_counter() - began, _fetching_cpu(seen) - cpu
                 seen.fetch_delay = max(0.0, clocks.run_delay() - delay)
                 seen.short_fetches = wall < _SHORT_FETCH_SECONDS
                 if seen.num_fetches <= _MOST_FETCH_ROWS:
@@ -289,6 +290,12 @@ def _timed_fetch(original: Any) -> Any:
                     seen.flush_when_due()
 
     return fetch
+
+
+def _fetching_cpu(seen: Any) -> float:
+    """Return the CPU of this thread, and in a worker also that of programs it has run, such as a decoder."""
+    own = time.thread_time()
+    return own + clocks.children_seconds() if seen.role == "worker" else own
 
 
 def _counted_fetch(original: Any, fetcher: Any, indices: Any) -> Any:

@@ -281,6 +281,8 @@ class Recorder:
         cpu = None
         if self.first_cpu is not None:
             cpu = [time.process_time() - self.first_cpu[0], time.perf_counter() - self.first_cpu[1]]
+            if self.role == "worker":  # the training process's own children are its workers
+                cpu[0] += clocks.children_seconds()
         cores = clocks.busy_seconds() if self.first_busy is not None else None
         busy = None if cores is None or self.first_busy is None else cores - self.first_busy
         until = time.perf_counter() if self.asked_at is None else self.asked_at
