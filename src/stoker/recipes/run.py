@@ -298,7 +298,6 @@ class Run:
                 if telemetry is not None:
                     telemetry.ended = history.ended
             watch.tell_epochs()
-            self._save_the_last(trainer)
             return history
 
     def _telemetry(self, watch: Watch) -> TelemetryLog | None:
@@ -379,14 +378,6 @@ class Run:
 
         self.ranks.first_does(write)
         return made
-
-    def _save_the_last(self, trainer: Trainer) -> None:
-        """Save the end of a run whose last epoch no checkpoint holds."""
-        epochs, every = trainer.history.epochs, self.settings.checkpoint_every_epochs
-        if epochs and every and (epochs[-1].epoch + 1) % every and trainer.history.ended == "done":
-            lock = RunLock(self.folder) if self.ranks.is_first else contextlib.nullcontext()
-            with lock:
-                trainer.save(epochs[-1].metrics or {"loss": epochs[-1].train_loss})
 
     # -- loaders -----------------------------------------------------------------------------
 

@@ -9,8 +9,11 @@ An iteration that ended with an error can be begun again: it goes on with the ba
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,7 +74,9 @@ class Work:
     @property
     def can_cut(self) -> bool:
         """Whether it can go through in parts: every tensor has a row per sample, and none carries state."""
-        return self.reset is None and all(
+        if self.reset is not None or _lists_samples(self.inputs) or _lists_samples(self.targets):
+            return False
+        return all(
             tensor.dim() and tensor.shape[0] == self.num_samples
             for tensor in iterate_tensors((self.inputs, self.targets))
         )
@@ -292,7 +297,7 @@ class Feed:
         inputs, targets = self.unpack(map_tensors(self._bring, batch))
         if self.augmentation is not None:
             inputs, targets = _augment(self.augmentation, inputs, targets)
-        count = count_rows(targets)
+        count = _count_samples(inputs, targets)
         together = int(self._ranks.total(count)[0]) if self._shares_epoch else None
         return Work(inputs, targets, count, num_together=together)
 
@@ -352,34 +357,134 @@ def unpack_by_name(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a nested value (mappings, named tuples, tuples, lists) with every tensor changed."""
+def map_tensors(
+    change: Callable[[torch.Tensor], torch.Tensor], value: Any, *, in_records: bool = False
+) -> Any:
+    """Return a nested value (mappings, named tuples, tuples, lists) with every tensor changed.
+
+    Subclasses of dict and of tuples stay what they are. What else there is stays itself: an object that goes
+    with a batch may be looked at by whoever sent it.
+
+    Args:
+        change: Applied to each.
+        value: What holds them.
+        in_records: Whether dataclasses count too, as what a model returns; one in which nothing changes is itself.
+    """
+    again = partial(map_tensors, change, in_records=in_records)
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return {name: map_tensors(change, item) for name, item in value.items()}
+        made = {name: again(item) for name, item in value.items()}
+        return made if type(value) is dict else _with_items(value, made)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(change, item) for item in value))
+        return type(value)(*map(again, value))
     if isinstance(value, tuple | list):
-        return type(value)(map_tensors(change, item) for item in value)
+        return type(value)(map(again, value))
+    if in_records and _is_record(value):
+        return _with_fields(value, change)
     return value
+
+
+def _with_items(value: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
+    """Return a mapping of the same class with other items; a plain dict where its class refuses."""
+    if not isinstance(value, dict):  # a copy of others may share its items with the original
+        return made
+    try:
+        clone = copy.copy(value)
+        if clone is value:  # one that cannot change
+            return made
+        for name, item in made.items():
+            clone[name] = item
+    except Exception:  # noqa: BLE001 (a class of others may raise anything)
+        return made
+    attributes = getattr(clone, "__dict__", {})
+    for name in attributes.keys() & made.keys():  # copies of items, as in `self.__dict__ = self`
+        if attributes[name] is value[name]:
+            attributes[name] = made[name]
+    return clone
+
+
+def _with_fields(record: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a dataclass instance with its tensors changed; itself where none becomes another."""
+    num_changed = 0
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal num_changed
+        made = change(tensor)
+        num_changed += made is not tensor
+        return made
+
+    names = [field.name for field in dataclasses.fields(record) if field.init]
+    made = {name: map_tensors(counted, getattr(record, name), in_records=True) for name in names}
+    if not num_changed:  # its __post_init__ runs once, not for every batch again
+        return record
+    try:
+        return dataclasses.replace(record, **made)
+    except (TypeError, ValueError):  # an InitVar, or an __init__ of its own
+        clone = copy.copy(record)
+        for name, item in made.items():
+            object.__setattr__(clone, name, item)  # frozen ones too
+        return clone
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a nested value."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping | tuple | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
+    else:
+        for item in _items(value):
             yield from iterate_tensors(item)
 
 
-def count_rows(value: Any) -> int:
-    """Return the length of the first tensor in a nested value."""
+def _items(value: Any) -> Iterable[Any]:
+    """Return what a nested value is made of; nothing of one that is not nested."""
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, tuple | list) else ()
+
+
+def count_rows(value: Any) -> int | None:
+    """Return how many samples a nested value holds; None where it does not say.
+
+    That is the length of its first tensor; a list of mappings, as detection has it, holds one per sample.
+    """
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.dim() else 1
-    items = value.values() if isinstance(value, Mapping) else value
-    return next((count_rows(item) for item in items), 0)
+    if _is_per_sample(value):
+        return len(value)
+    counts = map(count_rows, _items(value))
+    return next((count for count in counts if count is not None), None)
+
+
+def _is_per_sample(value: Any) -> bool:
+    """Whether it is a list or tuple of mappings: one for each sample."""
+    if not isinstance(value, tuple | list) or hasattr(value, "_fields") or not value:
+        return False
+    return all(isinstance(item, Mapping) for item in value)
+
+
+def _lists_samples(value: Any) -> bool:
+    """Whether something in a nested value is one per sample, and no rows of a tensor."""
+    if isinstance(value, torch.Tensor):
+        return False
+    return _is_per_sample(value) or any(map(_lists_samples, _items(value)))
+
+
+def _count_samples(inputs: Any, targets: Any) -> int:
+    """Return the samples of a batch; where targets hold none, those of the inputs."""
+    count = count_rows(targets) or count_rows(inputs)
+    if count is None:
+        raise InputError(
+            f"a batch whose inputs are a {type(inputs).__name__} and whose targets are a "
+            f"{type(targets).__name__}: neither has a tensor.",
+            "tensors with a row per sample, at least in the inputs",
+            "Trainer(..., unpack=lambda batch: (batch['images'], None))",
+        )
+    return count
 
 
 def _augment(augmentation: Augments, inputs: Any, targets: Any) -> tuple[Any, Any]:

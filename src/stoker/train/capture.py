@@ -8,7 +8,7 @@ What is replayed reads its batch through an index tensor that is overwritten bef
 (stoker loaders on the device), or from input tensors that are (any loader whose batches keep their
 shape). A short last batch goes eager. When the model cannot be captured, or a replay does not give
 what the eager step gives, training goes on eagerly, and `reason` says why; where capture was demanded
-that is an error.
+that is an error. The same where the optimizer's numbers change, all but its rate (`frozen.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import torch
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.batches import Feed, Work, map_tensors
+from stoker.train.frozen import DRAWS_ON_HOST, FrozenGroups, has_drawn, is_equal, quiet_host_rng
+from stoker.train.generators import restore_rng
 from stoker.train.oom import forget_frames, is_oom
 from stoker.train.settings import Capture
 from stoker.train.step import Step, compact_recurrent, state_tensors
@@ -105,6 +107,7 @@ class CapturedStep:
         self.active = False
         self.reason = f"captured after {self._warm_up_steps} steps of warm-up"
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._frozen: FrozenGroups | None = None
         self._static: Any = None
         self._loss: torch.Tensor | None = None
         self._num_warm = 0
@@ -157,6 +160,11 @@ class CapturedStep:
             return self._warm_up(work)
         self._set_static(work)
         if self._graph is None and not self._capture():
+            return self._run_eagerly(work)
+        assert self._frozen is not None
+        change = self._frozen.find_change()
+        if change is not None:  # often at every step: another graph would be wrong as soon
+            self._give_up(change)
             return self._run_eagerly(work)
         if self._num_checked < CHECKED_REPLAYS:
             return self._replay_and_check(work)
@@ -239,8 +247,9 @@ class CapturedStep:
 
     def _capture(self) -> bool:
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        generator = self._copy_generator()
+        generator, on_host = self._copy_generator(), quiet_host_rng(not self.feed.is_stoker)
         compact_recurrent(self.step.parts.model)
+        self._frozen = FrozenGroups(self.step.parts.optimizer, self.step.parts.device)
         why = ""
         try:
             # Threads that feed the ring copy at the same time: only this thread's calls count.
@@ -251,9 +260,13 @@ class CapturedStep:
             self._heal(generator, pool)
             if is_oom(error):
                 raise
-            why = str(error).strip().splitlines()[0].rstrip(".")
+            first_line = str(error).strip().splitlines()[0].rstrip(".")
+            why = f"the step cannot be captured ({first_line})"
+        if on_host is not None and has_drawn(on_host):
+            restore_rng(on_host)  # nothing was computed: the step that comes draws these
+            why = why or DRAWS_ON_HOST
         if not self.step.parts.ranks.all_of(not why):
-            self._give_up(f"the step cannot be captured ({why or 'on another rank'})")
+            self._give_up(why or "the step cannot be captured (on another rank)")
             return False
         self._graph, self.active = graph, True
         return True
@@ -329,6 +342,7 @@ class CapturedStep:
     def forget(self) -> None:
         """Capture anew: what the graph works on has changed."""
         self._graph, self._static, self._loss = None, None, None
+        self._frozen = None
         self._num_warm = self._num_checked = 0
         self._worst, self.active = 0.0, False
         self._generation = _generation(self.feed)
@@ -350,8 +364,12 @@ class _Snapshot:
     def __init__(self, captured: CapturedStep) -> None:
         device = captured.step.parts.device
         self._device = device
+        self._step = captured.step
         self._parts = captured.step.parts
-        self._tensors = [tensor.detach().clone() for tensor in state_tensors(self._parts)]
+        self._owners = list(state_tensors(self._parts))
+        self._tensors = [tensor.detach().clone() for tensor in self._owners]
+        self._states = {key: dict(state) for key, state in self._parts.optimizer.state.items()}
+        self._num_skipped = captured.step.num_skipped
         self._rng = torch.cuda.get_rng_state(device), torch.get_rng_state()
         self._augmentation = cast(Any, captured.feed.augmentation)
         self._draws: Any = None
@@ -360,13 +378,28 @@ class _Snapshot:
 
     def restore(self) -> None:
         """Put it back."""
+        self._drop_new_states()
+        owners = list(state_tensors(self._parts))
+        if len(owners) != len(self._owners):  # a buffer came or went: nothing is in its place
+            owners = self._owners
         with torch.no_grad():
-            for tensor, kept in zip(state_tensors(self._parts), self._tensors, strict=True):
+            for tensor, kept in zip(owners, self._tensors, strict=True):
                 tensor.copy_(kept)
+        self._step._skipped += self._num_skipped - self._step.num_skipped
         torch.cuda.set_rng_state(self._rng[0], self._device)
         torch.set_rng_state(self._rng[1])
         if self._draws is not None:
             self._augmentation.load_state_dict(self._draws)
+
+    def _drop_new_states(self) -> None:
+        """Let the optimizer have the states it had: the step may have given a parameter its first one."""
+        states = self._parts.optimizer.state
+        for key in list(states):
+            if key not in self._states:
+                del states[key]
+        for key, kept in self._states.items():
+            states[key].clear()
+            states[key].update(kept)
 
 
 def _generation(feed: Feed) -> tuple[int, int]:
@@ -393,7 +426,7 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, tuple | list):
         same = isinstance(other, type(one)) and len(one) == len(other)
         return same and all(map(_alike, one, other))
-    return bool(one == other)
+    return is_equal(one, other)
 
 
 def _copy(target: Any, source: Any) -> None:
@@ -408,7 +441,12 @@ def _copy(target: Any, source: Any) -> None:
 
 
 def _difference(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
-    """Return the largest difference in units of the tolerance; infinite where only one is a number."""
+    """Return the largest difference in units of the tolerance; infinite where only one is a number.
+
+    Also where one list is longer: a parameter or a buffer that only one way knows.
+    """
+    if len(wanted) != len(got):
+        return math.inf
     worst = 0.0
     for one, other in zip(wanted, got, strict=True):
         if one.is_floating_point() and one.numel():

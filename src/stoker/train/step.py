@@ -6,7 +6,8 @@ model's own work; no host synchronisation on a GPU where the optimizer is fused.
 The order is that of S0-15: autocast forward, scaled backward, unscale, clip, step, update of the
 scale. Gradients of several batches add up to exactly those of one batch of all their samples.
 A gradient that is not finite never reaches the weights: a fused optimizer skips the update on the GPU,
-and on the CPU the host looks first. Other optimizers on a GPU are not held up for it. A batch whose loss
+and on the CPU the host looks first, as it does where gradients are sparse: making their rows unique waits
+for the device anyway. Other optimizers on a GPU are not held up for it. A batch whose loss
 is not finite leaves no trace in running statistics and carried state either.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,22 +217,39 @@ class Step:
                 "give the optimizer the parameters of this model: AdamW(model.parameters())",
             )
         scale_gradients(self._parameters, correction)
+        is_sparse = any(gradient.is_sparse for gradient in gradients)
+        if is_sparse:
+            gradients = self._use_sparse()
+        if self.guarded and len(parts.optimizer.state) < len(self._parameters):
+            make_moments(parts.optimizer)
         norm = torch.nn.utils.get_total_norm(in_pieces(gradients) if pieces else gradients)
         if self._on_gpu and self.guarded:
             with UpdateInPieces() if pieces else contextlib.nullcontext():
                 self._step_fused(norm)
         else:
-            if parts.clip_norm is not None:
+            if parts.clip_norm is not None and is_sparse:
+                clip_values(gradients, parts.clip_norm, norm)
+            elif parts.clip_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, parts.clip_norm, norm)
-            self._step(norm)
+            self._step(norm, look=is_sparse or not self._on_gpu)
         parts.optimizer.zero_grad(set_to_none=True)
 
-    def _step(self, norm: torch.Tensor) -> None:
+    def _use_sparse(self) -> list[torch.Tensor]:
+        """Make ready for sparse gradients; return the values of all: changed, the gradients change."""
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("sparse gradients have another size at every step")
+        optimizer = self.parts.optimizer
+        make_unfused(optimizer)
+        self.guarded = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        return coalesce_gradients(self._parameters)
+
+    def _step(self, norm: torch.Tensor, look: bool) -> None:
+        """Update; where the host may `look`, which costs nothing, not with a norm that is not finite."""
         parts = self.parts
         if parts.scaler.is_enabled():
             parts.scaler.step(parts.optimizer)
             parts.scaler.update()
-        elif self._on_gpu or math.isfinite(whole_number(norm)):  # costs nothing on a CPU
+        elif not look or math.isfinite(whole_number(norm)):
             parts.optimizer.step()
         else:
             self._skipped += 1
@@ -276,6 +294,31 @@ class Step:
         return flag
 
 
+@torch.no_grad()
+def coalesce_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Give every row of a sparse gradient once; return the dense ones, and the values of sparse ones.
+
+    A row that came several times is a sum: the norm of its parts would be another.
+    """
+    values = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            parameter.grad = gradient.coalesce()
+            gradient = parameter.grad.values()
+        if gradient is not None:
+            values.append(gradient)
+    return values
+
+
+@torch.no_grad()
+def clip_values(values: Iterable[torch.Tensor], most: float, norm: torch.Tensor) -> None:
+    """Clip in place as torch clips gradients, whose own way is for dense ones."""
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)
+    for value in values:
+        value.mul_(factor.to(value.device))
+
+
 def whole_number(norm: torch.Tensor) -> float:
     """Return a norm on the host; that of gradients in parts is a sum over ranks."""
     return float(gather_whole(norm))
@@ -285,7 +328,9 @@ def as_float32(outputs: Any) -> Any:
     """Cast floating tensors of a nested output to float32."""
     if type(outputs) is torch.Tensor and outputs.dtype is torch.float32:  # most often
         return outputs
-    return map_tensors(lambda x: x.float() if x.is_floating_point() else x, outputs)
+    return map_tensors(
+        lambda x: x.float() if x.is_floating_point() else x, outputs, in_records=True
+    )
 
 
 def check_loss(loss: Any) -> None:
@@ -344,6 +389,22 @@ def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
     return f"{kind.__name__} runs fused"
 
 
+def make_unfused(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer run as it is: torch's fused SGD refuses sparse gradients."""
+    groups = optimizer.param_groups
+    if any(group.get("fused") for group in groups):
+        for group in groups:
+            group["fused"] = False
+        vars(optimizer).pop("_step_supports_amp_scaling", None)
+    for parameter in (p for group in groups if group.get("nesterov") for p in group["params"]):
+        # Nesterov's gradient is that plus momentum, and torch adds nothing dense to a sparse one.
+        momentum = optimizer.state.get(parameter, {}).get("momentum_buffer")
+        sparse = parameter.grad is not None and parameter.grad.is_sparse
+        if sparse and momentum is not None and not momentum.is_sparse:
+            dims = parameter.grad.sparse_dim()
+            optimizer.state[parameter]["momentum_buffer"] = momentum.to_sparse(dims)
+
+
 def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Give SGD's missing momentum the value 0, from which its first update is torch's own.
 
@@ -364,6 +425,24 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(
                     parameter, memory_format=torch.preserve_format
                 )
+
+
+def make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Make what Adam keeps of every parameter that has a gradient, before any of them is changed.
+
+    Torch makes it group by group, each before its own update: where memory runs out in a later group, the
+    first ones are changed already, and the update cannot be taken back.
+    """
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and not optimizer.state.get(parameter):
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
 
 
 def compact_recurrent(model: torch.nn.Module) -> None:

@@ -33,6 +33,7 @@ from stoker.train.carry import make_carry
 from stoker.train.checkpoint import Checkpoints
 from stoker.train.diagnosis import explain_batch
 from stoker.train.ending import Ending
+from stoker.train.fitness import check_parameters, check_skipping, check_steps, move_model
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
 from stoker.train.history import EpochReport, EpochTally, History
 from stoker.train.judging import Judge, JudgingStopped, no_batches
@@ -40,7 +41,6 @@ from stoker.train.lookout import LOOKOUT
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
 from stoker.train.memory import CacheEmptier, LeakWatch, log_gpu_stats
 from stoker.train.parallel import (
-    Sharded,
     choose_parallel,
     gather_whole,
     load_whole_model,
@@ -55,7 +55,6 @@ from stoker.train.settings import TrainSettings
 from stoker.train.step import (
     Step,
     StepParts,
-    compact_recurrent,
     fill_momentum,
     make_guarded,
 )
@@ -129,10 +128,11 @@ class Trainer:
         self.settings = TrainSettings.of(config)
         self.ranks = Ranks.current()
         self.device = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.model = _move(model, self.device)
+        self.model = move_model(model, self.device)
         self.model, self._norms = share_statistics(self.model, self.ranks, self.device)
         self.parallel = choose_parallel(self.model, self.ranks, self.device)
-        _check_parameters(model, optimizer, self.device)
+        check_parameters(model, optimizer, self.device)
+        check_steps(optimizer, scheduler)
         if isinstance(criterion, torch.nn.Module):
             criterion = criterion.to(self.device)
         self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
@@ -172,6 +172,7 @@ class Trainer:
         self._has_judged = self._has_warned = False
         self._first_loss = self._num_skipped = self._num_rollbacks = 0
         self._saved_step = -1
+        self._has_batch_size = self._train.batch_size is not None
         self._prepare()
 
     # -- setting up ------------------------------------------------------------------------
@@ -185,17 +186,6 @@ class Trainer:
         model = self.model
         if settings.activation_checkpointing:
             self.note(f"activations {checkpoint_activations(model).reason}")
-        if (
-            isinstance(self.parallel, Sharded)
-            and settings.nonfinite == "skip"
-            and self.device.type == "cuda"
-            and not self._precision.scales
-        ):
-            raise InputError(
-                "nonfinite is 'skip', and the model is in parts on GPUs, where such an update is not left out.",
-                "nonfinite='stop' or 'rollback', or fp16, which leaves it out",
-                "nonfinite='rollback'",
-            )
         runner = self.parallel.wrap(model)
         if self.ranks.joined:
             self.note(f"ranks {self.parallel.reason}")
@@ -219,6 +209,7 @@ class Trainer:
             self.ranks,
         )
         refusal = self._make_step(parts)
+        check_skipping(self._step, settings.nonfinite)
         if refusal is not None and settings.capture == "on":
             raise refuse_eager(refusal)
         self._judge = Judge(
@@ -232,6 +223,10 @@ class Trainer:
             self._give_way,
             self.ranks,
         )
+        if self._val is None and settings.monitor != "loss":
+            self.note(
+                f"without validation there is no {settings.monitor!r}: no checkpoint is the best"
+            )
         self.note(f"step {'captured: one CUDA graph' if refusal is None else f'eager: {refusal}'}")
         if self.gpu_augmentation is not None:
             self._progress.say(AUGMENTED)
@@ -294,6 +289,8 @@ class Trainer:
                     if growth is not None:
                         self.note(str(growth))
                 self._ending.agree()  # validation takes long: a signal in it ends the run here
+            if self._ending.reason is None:
+                self._save_the_last()
             if self._ending.reason is not None:
                 if self._saved_step != self._num_steps:
                     self.save()
@@ -302,6 +299,15 @@ class Trainer:
         if is_interrupted:
             raise KeyboardInterrupt
         return self.history
+
+    def _save_the_last(self) -> None:
+        """Save the end of a run whose last epoch no checkpoint holds."""
+        epochs, every = self.history.epochs, self.settings.checkpoint_every_epochs
+        if epochs and every and self._saved_step != self._num_steps:
+            self._save_epoch(epochs[-1])
+
+    def _save_epoch(self, report: EpochReport) -> None:
+        self.save(report.metrics or {"loss": report.train_loss})
 
     def _keep_what_was_done(self, kind: type[BaseException] | None, *_: object) -> None:
         """Save what an error would lose, unless the run itself went wrong or is in mid-window."""
@@ -333,7 +339,7 @@ class Trainer:
         self._write("epoch", vars(report) | {"samples_per_second": report.samples_per_second})
         every = self.settings.checkpoint_every_epochs
         if every and self._epoch % every == 0:
-            self.save(report.metrics or {"loss": report.train_loss})
+            self._save_epoch(report)
         return True
 
     def _train_to_end(self, cache: CacheEmptier) -> bool:
@@ -351,14 +357,20 @@ class Trainer:
 
     def _judge_epoch(self, report: EpochReport) -> bool:
         """Validate the trained epoch; where the run is to end first, save it for later and return False."""
+        # A torch DataLoader draws from the global generators, and a resumed run validates once more.
+        drawn = capture_rng(renew_cudnn=False)
         try:
             if self._ending.reason is not None:
                 raise JudgingStopped
             report.metrics = self.validate()
         except JudgingStopped:
+            restore_rng(drawn)
             self.save()
             self.note(f"epoch {self._epoch} is trained; a resumed run validates it first")
             return False
+        except Exception:
+            restore_rng(drawn)
+            raise
         self._check_metrics(report.metrics)
         return True
 
@@ -490,8 +502,8 @@ class Trainer:
             if work.index is not None and self.gpu_augmentation is not None:
                 self.gpu_augmentation.seek(self._epoch, position + 1)  # its draw is left out too
             return
-        if self._train.batch_size is None and self._num_steps == 0:
-            self._set_batch_size(work.num_samples)
+        if not self._has_batch_size:
+            self._set_batch_size(self._of_all(work.num_samples))
         if self._captured is not None:
             loss = self._captured.run(work)
             updated = True
@@ -521,7 +533,8 @@ class Trainer:
 
     def _set_batch_size(self, num_samples: int) -> None:
         """Take the first batch's size for that of a full one, where the loader does not say."""
-        self._step.parts.nominal_batch = self._of_all(num_samples)
+        self._has_batch_size = True
+        self._step.parts.nominal_batch = num_samples
         self._make_step(self._step.parts)
 
     def _of_all(self, batch_size: int) -> int:
@@ -656,8 +669,12 @@ class Trainer:
             "rng": self._of_ranks(capture_rng()),
             "epoch": self._epoch,
             "tally": self._tally.state_dict(),
+            "criterion": None,
+            "full_batch": self._step.parts.nominal_batch if self._has_batch_size else None,
             "num_steps": self._num_steps,
         }
+        if isinstance(self.criterion, torch.nn.Module):
+            state["criterion"] = self.criterion.state_dict()
         if self.gpu_augmentation is not None:
             state["augmentation"] = self.gpu_augmentation.state_dict()
         if self._step.parts.carry is not None:
@@ -670,9 +687,15 @@ class Trainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
+        full = state.get("full_batch")
+        if full and self._train.batch_size is None and full != self._step.parts.nominal_batch:
+            self._set_batch_size(int(full))
+        self._has_batch_size = self._has_batch_size or bool(full)
         load_whole_model(self.model, state["model"])
         load_whole_optimizer(self.optimizer, state["optimizer"])
         make_guarded(self.optimizer, self.device)
+        if isinstance(self.criterion, torch.nn.Module) and state.get("criterion") is not None:
+            self.criterion.load_state_dict(state["criterion"])
         if self._captured is not None:
             self._captured.forget()  # loading made new tensors for the optimizer's state
         if state["scaler"]:
@@ -732,38 +755,11 @@ class Trainer:
             self.load_state_dict(loaded.state)
         for change in loaded.changes:
             self.note(change)
+        self._saved_step = (
+            self._num_steps
+        )  # a run that ends before its first step has nothing to save
         self.note(f"resumed at epoch {self._epoch}, step {self._num_steps}")
         return True
-
-
-def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise InputError(
-            "the model is on the meta device: its parameters have no values.",
-            "a model with weights",
-            f"model.to_empty(device='{device}'), then initialise its weights or load them",
-        )
-    moved = model.to(device)
-    compact_recurrent(moved)
-    return moved
-
-
-def _check_parameters(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> None:
-    own = {id(parameter) for parameter in model.parameters()}
-    strange = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) not in own
-    ]
-    if strange:
-        raise InputError(
-            f"the optimizer has {len(strange)} tensors that are not parameters of the model on {device}.",
-            "an optimizer over this model's parameters",
-            "make the model first, then torch.optim.AdamW(model.parameters(), lr=1e-4)",
-        )
 
 
 __all__ = ["AUGMENTED", "EpochReport", "History", "NonFiniteError", "Trainer"]

@@ -1,0 +1,91 @@
+"""Whether what a trainer was given can be trained at all: told before anything runs.
+
+Enters: model, optimizer, scheduler, device. Leaves: nothing, or an `InputError` that says what to give
+instead. Costs nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from stoker.errors import InputError
+from stoker.train.step import Step, compact_recurrent
+
+
+def move_model(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Return the model on the device, its recurrent weights laid together."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError(
+            "the model is on the meta device: its parameters have no values.",
+            "a model with weights",
+            f"model.to_empty(device='{device}'), then initialise its weights or load them",
+        )
+    moved = model.to(device)
+    compact_recurrent(moved)
+    return moved
+
+
+def check_parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> None:
+    """Raise where the optimizer is over something else than this model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    strange = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in own
+    ]
+    if strange:
+        raise InputError(
+            f"the optimizer has {len(strange)} tensors that are not parameters of the model on {device}.",
+            "an optimizer over this model's parameters",
+            "make the model first, then torch.optim.AdamW(model.parameters(), lr=1e-4)",
+        )
+
+
+def check_steps(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Raise where a step needs more than the trainer has to give: a closure, or a metric."""
+    if _needs(optimizer):
+        raise InputError(
+            f"{type(optimizer).__name__}.step needs {_needs(optimizer)!r}, and a step has one forward pass.",
+            "an optimizer whose step needs nothing",
+            "torch.optim.AdamW(model.parameters(), lr=1e-4)",
+        )
+    if scheduler is not None and _needs(scheduler):
+        raise InputError(
+            f"{type(scheduler).__name__}.step needs {_needs(scheduler)!r}, and rates move on after every update.",
+            "a scheduler whose step needs nothing",
+            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * batches_per_epoch)",
+        )
+
+
+def _needs(thing: Any) -> str | None:
+    """Return the first argument that its `step` does not do without."""
+    try:
+        # Of the class: a scheduler puts a function of its own over an optimizer's method.
+        _, *parameters = inspect.signature(type(thing).step).parameters.values()
+    except (TypeError, ValueError, AttributeError):
+        return None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return next(
+        (one.name for one in parameters if one.kind in positional and one.default is one.empty),
+        None,
+    )
+
+
+def check_skipping(step: Step, nonfinite: str) -> None:
+    """Raise where an update that is not finite should be left out, and cannot be."""
+    parts = step.parts
+    if nonfinite != "skip" or parts.device.type != "cuda":
+        return
+    if not step.guarded and not parts.precision.scales:
+        raise InputError(
+            f"nonfinite is 'skip', and {type(parts.optimizer).__name__} on a GPU cannot leave an update out "
+            "(it does not run fused, or the model is in parts).",
+            "nonfinite='stop' or 'rollback'; torch's Adam, AdamW or SGD; or fp16, which leaves it out",
+            "nonfinite='rollback'",
+        )
