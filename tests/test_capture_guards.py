@@ -20,15 +20,10 @@ from stoker.train.capture import CHECKED_REPLAYS, WARM_UP_STEPS, CapturedStep, _
 from stoker.train.frozen import FrozenGroups, has_drawn, is_equal, quiet_host_rng
 from stoker.train.step import state_tensors
 from stoker.train.trainer import Trainer
+from test_capture import forgetful  # noqa: F401  a fixture
 from training_makers import DEVICES, make_model, write_dirty, write_rows
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def forgetful(tmp_path, monkeypatch):
-    """What was learned on a GPU is kept between runs; not between tests."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -25,14 +25,19 @@ from stoker.loader.staging import OnceFlag
 ROWS = 400
 
 
-@pytest.fixture
-def path(tmp_path):
+def write_numbered(folder):
+    """Write rows whose targets are their numbers."""
     rng = np.random.default_rng(0)
-    path = tmp_path / "rows.h5"
+    path = folder / "rows.h5"
     with h5py.File(path, "w") as file:
         file["features"] = rng.normal(size=(ROWS, 5)).astype("f4")
         file["targets"] = np.arange(ROWS, dtype="i4")
     return path
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write_numbered(tmp_path)
 
 
 def targets_of(loader):

@@ -16,23 +16,28 @@ from stoker.loader.background import JANITOR, Background
 from stoker.loader.chunk_door import ChunkDataLoader
 from stoker.loader.loader import Loader
 from stoker.store.arrays import StoredArray
-from test_loader_edges import path, targets_of  # noqa: F401  a fixture
+from test_loader_edges import targets_of, write_numbered
 
 KINDS = {"resident": None, "chunked": 1000}
 
 
-def make(path, kind, **options):  # noqa: F811
+@pytest.fixture
+def path(tmp_path):
+    return write_numbered(tmp_path)
+
+
+def make(path, kind, **options):
     return Loader(path, 8, "cpu", order="shuffled", seed=3, chunk_bytes=KINDS[kind], **options)
 
 
 @pytest.fixture(params=KINDS)
-def loader(request, path):  # noqa: F811
+def loader(request, path):
     with make(path, request.param) as made:
         yield made
 
 
 @pytest.fixture
-def epochs(path):  # noqa: F811
+def epochs(path):
     with make(path, "resident") as made:
         return [targets_of(made) for _ in range(4)]
 
@@ -85,7 +90,7 @@ def test_an_old_iteration_that_ends_moves_nobody(loader, epochs):
 # -- left early --------------------------------------------------------------------------------------
 
 
-def test_an_epoch_left_early_is_not_read_to_its_end(path, reads):  # noqa: F811
+def test_an_epoch_left_early_is_not_read_to_its_end(path, reads):
     with make(path, "chunked") as loader:
         whole = len(loader._ring.chunks)
         for epoch in range(4):
@@ -97,7 +102,7 @@ def test_an_epoch_left_early_is_not_read_to_its_end(path, reads):  # noqa: F811
 
 
 @pytest.mark.parametrize("taken", range(1, 50, 5))
-def test_an_old_iteration_is_told_and_does_not_wait(path, taken):  # noqa: F811
+def test_an_old_iteration_is_told_and_does_not_wait(path, taken):
     with make(path, "chunked") as loader:
         old = iter(loader)
         for _ in range(taken):
@@ -127,7 +132,7 @@ def _in_child(loader, what, pipe):
     ("what", "expected"),
     [("assemble", [0, 1, 2, 3]), ("shrink", list(range(400))), ("chunk", [0, 1, 2, 3])],
 )
-def test_a_forked_child_has_threads_of_its_own(path, what, expected):  # noqa: F811
+def test_a_forked_child_has_threads_of_its_own(path, what, expected):
     if what == "chunk":
         loader = ChunkDataLoader(path, batch_size=8, device="cpu")
         loader._load_chunk_to_gpu(0, 8)
@@ -202,7 +207,7 @@ for batch in loader:
 """
 
 
-def test_an_error_ends_the_process_without_reading_what_was_asked_for_ahead(path):  # noqa: F811
+def test_an_error_ends_the_process_without_reading_what_was_asked_for_ahead(path):
     done = subprocess.run(
         [sys.executable, "-c", ENDS, str(path)], capture_output=True, text=True, check=False
     )

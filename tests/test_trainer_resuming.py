@@ -14,8 +14,8 @@ from stoker.errors import InputError
 from stoker.train.checkpoint import Checkpoints
 from stoker.train.fitness import check_skipping, check_steps
 from stoker.train.trainer import Trainer
-from test_trainer_edges import make, path  # noqa: F401  a fixture
-from training_makers import make_model, read_rows, weights
+from test_trainer_edges import make
+from training_makers import make_model, read_rows, weights, write_rows
 
 
 class Flaky(TensorDataset):
@@ -30,7 +30,12 @@ class Flaky(TensorDataset):
 
 
 @pytest.fixture
-def rows(path):  # noqa: F811
+def path(tmp_path):
+    return write_rows(tmp_path)
+
+
+@pytest.fixture
+def rows(path):
     return Flaky(*read_rows(path))
 
 
@@ -63,7 +68,7 @@ def test_a_resumed_run_that_fails_before_its_first_step_changes_nothing(tmp_path
     assert torch.equal(weights(resumed), weights(unbroken))
 
 
-def test_a_signal_before_the_first_step_of_a_resumed_run_saves_nothing_anew(tmp_path, path):  # noqa: F811
+def test_a_signal_before_the_first_step_of_a_resumed_run_saves_nothing_anew(tmp_path, path):
     run = {"run_dir": tmp_path / "run", "keep_last": 9}
     make(path, epochs=2, **run).fit()
     before = saved(run["run_dir"])
@@ -118,7 +123,7 @@ def test_a_validation_that_was_cut_has_drawn_nothing(tmp_path, rows, how):
 # -- loaders that do not say their batch size --------------------------------------------------------
 
 
-def test_a_list_of_batches_is_weighed_after_resuming_as_before(tmp_path, path):  # noqa: F811
+def test_a_list_of_batches_is_weighed_after_resuming_as_before(tmp_path, path):
     options = {"accumulation_steps": 3, "val": None}
     whole = make(path, **options)
     expected = whole.fit().losses
@@ -143,7 +148,7 @@ class Small(nn.Module):
         return self.inner(x)
 
 
-def test_memory_that_runs_out_after_resuming_is_survived_too(tmp_path, path):  # noqa: F811
+def test_memory_that_runs_out_after_resuming_is_survived_too(tmp_path, path):
     inputs, targets = read_rows(path)
     batches = [(inputs[at : at + 8], targets[at : at + 8]) for at in range(0, 64, 8)]
 
@@ -174,7 +179,7 @@ class Normalised(nn.Module):
         return loss / self.mean
 
 
-def test_the_criterions_own_state_goes_on(tmp_path, path):  # noqa: F811
+def test_the_criterions_own_state_goes_on(tmp_path, path):
     whole = make(path, val=None, criterion=Normalised())
     expected = whole.fit().losses
     first = make(path, val=None, criterion=Normalised(), epochs=1, run_dir=tmp_path / "run")
@@ -184,8 +189,10 @@ def test_the_criterions_own_state_goes_on(tmp_path, path):  # noqa: F811
     assert first.history.losses + second.history.losses == expected
 
 
-def test_the_last_epoch_is_saved_whatever_the_interval(tmp_path, path):  # noqa: F811
-    trainer = make(path, run_dir=tmp_path / "run", checkpoint_every_epochs=2)
+@pytest.mark.parametrize("every_steps", [0, 11])  # 11: also at the last batch, not judged yet
+def test_the_last_epoch_is_saved_whatever_the_interval(tmp_path, path, every_steps):
+    options = {"checkpoint_every_epochs": 2, "checkpoint_every_steps": every_steps, "keep_last": 9}
+    trainer = make(path, run_dir=tmp_path / "run", **options)
     history = trainer.fit()
     kept, best = saved(tmp_path / "run")
     assert kept[-1] == (33, pytest.approx(history.epochs[-1].metrics))
@@ -208,7 +215,7 @@ def test_steps_that_need_more_than_there_is_are_refused_at_once():
         check_steps(plain, schedules.ReduceLROnPlateau(plain))
 
 
-def test_an_update_that_cannot_be_left_out_on_a_gpu_is_not_promised_to_be(path, monkeypatch):  # noqa: F811
+def test_an_update_that_cannot_be_left_out_on_a_gpu_is_not_promised_to_be(path, monkeypatch):
     step = make(path)._step
     check_skipping(step, "skip")  # a CPU looks first
     monkeypatch.setattr(step.parts, "device", torch.device("cuda"))
@@ -219,7 +226,7 @@ def test_an_update_that_cannot_be_left_out_on_a_gpu_is_not_promised_to_be(path, 
         check_skipping(step, "skip")
 
 
-def test_a_metric_that_nothing_measures_is_told(path):  # noqa: F811
+def test_a_metric_that_nothing_measures_is_told(path):
     told = make(path, val=None, monitor="accuracy").history.notes
     assert any("without validation there is no 'accuracy'" in note for note in told)
 
@@ -228,7 +235,7 @@ def test_a_metric_that_nothing_measures_is_told(path):  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_memory_that_runs_out_in_a_later_group_changes_no_weight_twice(path, monkeypatch, kind):  # noqa: F811
+def test_memory_that_runs_out_in_a_later_group_changes_no_weight_twice(path, monkeypatch, kind):
     inputs, targets = read_rows(path)
     batches = [(inputs[at : at + 8], targets[at : at + 8]) for at in range(0, 64, 8)]
 

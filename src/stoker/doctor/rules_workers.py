@@ -30,6 +30,10 @@ _WORTH_ALONE = 0.85
 """Of a step: where loading and training one after the other take less, workers cost more than they bring."""
 _SLOW_HAND_OVER = 0.3
 """Share of a step spent waiting, with workers that are fast enough, from which the way is the cause."""
+_SHARE_OUT = (
+    " Its dataset is an IterableDataset: each worker must yield a share of its own "
+    "(torch.utils.data.get_worker_info), or every sample comes as often as there are workers."
+)
 
 
 def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gain]:
@@ -49,12 +53,6 @@ def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gai
     likely = max(pace.load / (lanes * efficiency), compute, bound)
     hopeful = max(pace.load / workers, pace.compute, bound * 0.95)
     return workers, gain_of_steps(step, likely * 1.25, likely, hopeful)
-
-
-_SHARE_OUT = (
-    " Its dataset is an IterableDataset: each worker must yield a share of its own "
-    "(torch.utils.data.get_worker_info), or every sample comes as often as there are workers."
-)
 
 
 def _sharing(loader: LoaderFacts) -> str:

@@ -186,15 +186,16 @@ class Clock:
         if not cpu or busy is None or seconds <= 0:
             return cls()
         _, number = usual_rows(process)
-        known = [one for one in processes if one.state.get("cpu")]
-        crew = [
-            one
-            for one in known
-            if one.state.get("role") == "worker" and one.state.get("loader_id") == number
-        ]
+        crew: list[Process] = []
+        rest = 0.0
+        for one in processes:
+            if one.state.get("role") == "worker" and one.state.get("loader_id") == number:
+                crew.append(one)
+            elif one.state.get("cpu"):
+                rest += one.state["cpu"][0]
         # Workers tell of themselves now and then, and are told to end without a word: their share counts.
         loading = sum(worker_shares(crew).values()) * cpu[1]
-        script = loading + sum(one.state["cpu"][0] for one in known if one not in crew)
+        script = loading + rest
         thread = sum(row.cpu for row in process.rows) / seconds * cpu[1]
         outside, others = max(0.0, busy - script), max(loading, script - thread)
         whole = outside + others

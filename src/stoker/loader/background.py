@@ -146,6 +146,7 @@ class _Janitor:
 
     def __init__(self) -> None:
         self._dropped: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._parents = self._dropped
         self._thread: threading.Thread | None = None
         self._process = -1
 

@@ -205,9 +205,8 @@ class ChunkDataLoader:
         ]
         copies = [Copy(v, start, end, t) for v, t in zip(values, targets, strict=True)]
         free = None
-        if (
-            self.device.type == "cuda"
-        ):  # the memory may be that of a chunk which queued work still reads
+        if self.device.type == "cuda":
+            # The memory may be that of a chunk which queued work still reads.
             free = torch.cuda.Event()
             free.record(torch.cuda.current_stream(self.device))
         done = self._uploader.upload(copies, free)

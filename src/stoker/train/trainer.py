@@ -303,7 +303,7 @@ class Trainer:
     def _save_the_last(self) -> None:
         """Save the end of a run whose last epoch no checkpoint holds."""
         epochs, every = self.history.epochs, self.settings.checkpoint_every_epochs
-        if epochs and every and self._saved_step != self._num_steps:
+        if epochs and every and self._epoch % every:
             self._save_epoch(epochs[-1])
 
     def _save_epoch(self, report: EpochReport) -> None:
