@@ -189,6 +189,13 @@ def test_the_criterions_own_state_goes_on(tmp_path, path):
     assert first.history.losses + second.history.losses == expected
 
 
+def test_another_criterion_is_refused_in_words(tmp_path, path):
+    make(path, val=None, criterion=Normalised(), epochs=1, run_dir=tmp_path / "run").fit()
+    second = make(path, val=None, criterion=nn.MSELoss(), run_dir=tmp_path / "run")
+    with pytest.raises(InputError, match="criterion kept mean; MSELoss keeps nothing"):
+        second.fit(resume=True)
+
+
 @pytest.mark.parametrize("every_steps", [0, 11])  # 11: also at the last batch, not judged yet
 def test_the_last_epoch_is_saved_whatever_the_interval(tmp_path, path, every_steps):
     options = {"checkpoint_every_epochs": 2, "checkpoint_every_steps": every_steps, "keep_last": 9}

@@ -1,12 +1,13 @@
 """Whether what a trainer was given can be trained at all: told before anything runs.
 
-Enters: model, optimizer, scheduler, device. Leaves: nothing, or an `InputError` that says what to give
+Enters: model, optimizer, scheduler, criterion, device. Leaves: nothing, or an `InputError` that says what to give
 instead. Costs nothing.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -89,3 +90,16 @@ def check_skipping(step: Step, nonfinite: str) -> None:
             "nonfinite='stop' or 'rollback'; torch's Adam, AdamW or SGD; or fp16, which leaves it out",
             "nonfinite='rollback'",
         )
+
+
+def load_criterion(criterion: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Let a criterion go on with what it had kept; raise in words where it is another one."""
+    try:
+        criterion.load_state_dict(state)
+    except RuntimeError as error:
+        raise InputError(
+            f"the checkpoint's criterion kept {', '.join(state) or 'nothing'}; {type(criterion).__name__} keeps "
+            f"{', '.join(criterion.state_dict()) or 'nothing'}, or in other shapes.",
+            "the criterion that the run began with",
+            "the same criterion, or a new run_dir",
+        ) from error

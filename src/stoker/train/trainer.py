@@ -33,7 +33,13 @@ from stoker.train.carry import make_carry
 from stoker.train.checkpoint import Checkpoints
 from stoker.train.diagnosis import explain_batch
 from stoker.train.ending import Ending
-from stoker.train.fitness import check_parameters, check_skipping, check_steps, move_model
+from stoker.train.fitness import (
+    check_parameters,
+    check_skipping,
+    check_steps,
+    load_criterion,
+    move_model,
+)
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
 from stoker.train.history import EpochReport, EpochTally, History
 from stoker.train.judging import Judge, JudgingStopped, no_batches
@@ -695,7 +701,7 @@ class Trainer:
         load_whole_optimizer(self.optimizer, state["optimizer"])
         make_guarded(self.optimizer, self.device)
         if isinstance(self.criterion, torch.nn.Module) and state.get("criterion") is not None:
-            self.criterion.load_state_dict(state["criterion"])
+            load_criterion(self.criterion, state["criterion"])
         if self._captured is not None:
             self._captured.forget()  # loading made new tensors for the optimizer's state
         if state["scaler"]:
@@ -755,9 +761,8 @@ class Trainer:
             self.load_state_dict(loaded.state)
         for change in loaded.changes:
             self.note(change)
-        self._saved_step = (
-            self._num_steps
-        )  # a run that ends before its first step has nothing to save
+        # A run that ends before its first step has nothing to save.
+        self._saved_step = self._num_steps
         self.note(f"resumed at epoch {self._epoch}, step {self._num_steps}")
         return True
 
