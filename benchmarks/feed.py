@@ -24,6 +24,7 @@ from stoker.loader.loader import Loader
 from stoker.loader.staging import Copy, Uploader
 
 ROW = 6250  # 25 kB rows
+TURNS, EPOCHS_A_TURN = 5, 3
 
 
 def drop_caches() -> bool:
@@ -125,25 +126,32 @@ def overlap(
     sync(device)
     repeats = max(1, round(compute_ms / ((time.perf_counter() - began) / 50 * 1e3)))
     with Loader(path, 2000, device, chunk_bytes=chunk_bytes, num_slots=num_slots) as loader:
-        timings = {}
-        epochs = 4
-        for name, with_load, with_compute in (("read", 1, 0), ("compute", 0, 1), ("both", 1, 1)):
-            for number in range(
-                epochs
-            ):  # the first is warm-up: an epoch begins while the last one ends
-                if number == 1:
+
+        def epoch_seconds(with_load: bool, with_compute: bool) -> float:
+            for number in range(EPOCHS_A_TURN):
+                if number == 1:  # the first is warm-up: an epoch begins while the last one ends
                     sync(device)
                     began = time.perf_counter()
                 for _ in loader if with_load else range(len(loader)):
                     if with_compute:
                         compute()
             sync(device)
-            timings[name] = (time.perf_counter() - began) / (epochs - 1)
+            return (time.perf_counter() - began) / (EPOCHS_A_TURN - 1)
+
+        turns = [  # in turns, so that what slows the host slows all three
+            (epoch_seconds(True, False), epoch_seconds(False, True), epoch_seconds(True, True))
+            for _ in range(TURNS)
+        ]
+    read, compute_alone, both = (float(np.median(times)) for times in zip(*turns, strict=True))
+    ratios = [both / max(read, alone) for read, alone, both in turns]
     return {
-        **timings,
+        "read": read,
+        "compute": compute_alone,
+        "both": both,
         "tier": loader.tier,
         "num_batches": len(loader),
-        "ratio_to_slower": timings["both"] / max(timings["read"], timings["compute"]),
+        "ratio_to_slower": float(np.median(ratios)),
+        "ratios": [round(ratio, 3) for ratio in ratios],
     }
 
 

@@ -20,6 +20,9 @@ from stoker.train.step import Step, as_float32, clip_values, coalesce_gradients,
 from stoker.train.trainer import Trainer
 from training_makers import DEVICES, make_model
 
+# Said once in a process by torch 2.11, by whatever makes the first sparse tensor on a GPU.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
 CPU = torch.device("cpu")
 
 
@@ -138,6 +141,20 @@ def test_a_list_of_samples_is_not_cut_through_its_boxes():
     assert not Work(torch.zeros(3, 2), boxes(3, 3, 3), 3).can_cut
     assert not Work([{"image": torch.zeros(2, 2)}] * 2, torch.zeros(2), 2).can_cut
     assert Work(torch.zeros(3, 2), {"y": torch.zeros(3)}, 3).can_cut
+
+
+class Graph:
+    """As PyTorch Geometric has it: tensors that only their own class finds, and moves."""
+
+    def to(self, device, non_blocking=False):
+        return self
+
+
+@pytest.mark.parametrize("inputs", [Record(torch.zeros(3)), [Graph()], {"graph": Graph()}])
+def test_a_batch_whose_objects_hold_tensors_is_not_cut(inputs):
+    """Its targets would be cut, and what is in the object would not."""
+    assert not Work(inputs, torch.zeros(3), 3).can_cut
+    assert Work({"x": torch.zeros(3), "names": ["a", "b", "c"], "n": 3}, torch.zeros(3), 3).can_cut
 
 
 def test_an_object_that_goes_with_a_batch_stays_itself():
@@ -304,9 +321,11 @@ def test_a_criterion_sees_the_output_it_knows_in_float32(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [Output, Record])
 def test_unusual_batches_arrive_on_the_device(kind):
-    feed = Feed([], torch.device("cuda"), unpack=lambda batch: (batch, None))
-    work = feed.make_work(kind(logits=torch.zeros(4)))
+    batches = [(kind(logits=torch.arange(4.0)), torch.zeros(4))]
+    (work,) = Feed(batches, torch.device("cuda"))
+    assert type(work.inputs) is kind
     assert work.inputs.logits.is_cuda
+    assert work.inputs.logits.tolist() == [0, 1, 2, 3]
     assert work.num_samples == 4
 
 

@@ -74,7 +74,7 @@ class Work:
     @property
     def can_cut(self) -> bool:
         """Whether it can go through in parts: every tensor has a row per sample, and none carries state."""
-        if self.reset is not None or _lists_samples(self.inputs) or _lists_samples(self.targets):
+        if self.reset is not None or any(map(_resists_cutting, (self.inputs, self.targets))):
             return False
         return all(
             tensor.dim() and tensor.shape[0] == self.num_samples
@@ -467,11 +467,20 @@ def _is_per_sample(value: Any) -> bool:
     return all(isinstance(item, Mapping) for item in value)
 
 
-def _lists_samples(value: Any) -> bool:
-    """Whether something in a nested value is one per sample, and no rows of a tensor."""
+def _resists_cutting(value: Any) -> bool:
+    """Whether something in a nested value is no tensor, and yet not the same for every part of a batch.
+
+    That is a list with one mapping per sample, and an object that has tensors of its own: a dataclass, or
+    what moves itself to a device, as graphs do.
+    """
     if isinstance(value, torch.Tensor):
         return False
-    return _is_per_sample(value) or any(map(_lists_samples, _items(value)))
+    if _is_per_sample(value) or _is_record(value):
+        return True
+    is_nested = isinstance(value, Mapping | tuple | list)
+    if not is_nested and callable(getattr(value, "to", None)):
+        return True
+    return any(map(_resists_cutting, _items(value)))
 
 
 def _count_samples(inputs: Any, targets: Any) -> int:
