@@ -59,6 +59,9 @@ from stoker.store.reader import Store, open_store
 _BLOCK_SAMPLES = 1 << 15
 """Samples whose indices are uploaded together: 2 MB per column, for hundreds of batches."""
 
+_FIRST_BATCHES = 2
+"""Batches of an epoch's first block, which the device waits for; every block after it is twice as long."""
+
 
 _T = TypeVar("_T")
 
@@ -462,12 +465,13 @@ class Loader:
         if not self._resident:
             self.store.check_unchanged()  # while nobody trains on what it does not hold
         feeder, first, loads = self._feed(epoch, position)
-        self._epochs.prepare(number + 1)
-        for block in self._blocks(epoch.batches(position)):
+        for block_number, block in enumerate(self._blocks(epoch.batches(position))):
             needed = self._needed(loads, block[0])
             feeder.release_before(first + needed[0])
             slots = [feeder.wait(first + visit) for visit in needed]
             yield from self._index_block(block, [loads.visits[visit] for visit in needed], slots)
+            if block_number == 0:  # not before: the first batch is waited for
+                self._epochs.prepare(number + 1)
         if not self._resident:
             feeder.release_before(feeder.num_visits - len(self._promised[1]))
 
@@ -518,15 +522,16 @@ class Loader:
         self._feeder = None
 
     def _blocks(self, batches: Iterator[PlannedBatch]) -> Iterator[list[PlannedBatch]]:
-        """Group batches that touch the same chunks, up to a size."""
+        """Group batches that touch the same chunks, up to a size that grows."""
         block: list[PlannedBatch] = []
-        samples = 0
+        samples, most_samples = 0, _FIRST_BATCHES * self.batch_size
         for batch in batches:
             if block and (
-                batch.chunks != block[0].chunks or samples + len(batch.positions) > _BLOCK_SAMPLES
+                batch.chunks != block[0].chunks or samples + len(batch.positions) > most_samples
             ):
                 yield block
                 block, samples = [], 0
+                most_samples = min(2 * most_samples, _BLOCK_SAMPLES)
             block.append(batch)
             samples += len(batch.positions)
         if block:
