@@ -294,7 +294,11 @@ def _load_sidecar(folder: Path, index: int) -> StagedPart | None:
 
 def _check_fields(stage: Stage) -> None:
     if not stage.parts:
-        raise InputError("the source has nothing to pack.", "at least one file or row", "")
+        raise InputError(
+            "the source has nothing to pack.",
+            "at least one file or row of the kind that is packed",
+            "stoker pack --help lists the kinds, stoker pack KIND --help what each one reads",
+        )
     first = stage.parts[0]
     for part in stage.parts[1:]:
         if part.fields != first.fields:

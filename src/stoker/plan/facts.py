@@ -205,6 +205,7 @@ def estimate_model(
         raise InputError(
             f"a model of {num_parameters} parameters of {dtype_bytes} bytes.",
             "0 or more parameters of 1 or more bytes",
+            "estimate_model(25_000_000, dtype_bytes=4)",
         )
     if optimizer not in _STATES:
         raise InputError(f"unknown optimizer {optimizer!r}.", ", ".join(_STATES), "adamw")

@@ -102,6 +102,7 @@ class BarsSource:
             raise InputError(
                 f"horizon {self.horizon}, embargo {self.embargo}, latency {self.latency_seconds} s.",
                 "a horizon of at least 1, an embargo and a latency of at least 0",
+                "horizon=1, embargo=None, latency_seconds=0",
             )
         if min(self.ratios) < 0 or abs(sum(self.ratios) - 1) > 1e-6:
             raise InputError(
