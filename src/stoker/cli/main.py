@@ -7,6 +7,7 @@ so that `stoker --help` answers in well under half a second.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Annotated, NoReturn
 
@@ -114,8 +115,11 @@ def run() -> NoReturn:
         if code is None:
             _our_fault(error)
             code = EXIT_OURS
-    if code == EXIT_INTERRUPTED and not _other_rank():
-        _complain("interrupted; what was finished is kept")
+    if code == EXIT_INTERRUPTED:
+        # It ends already: one more Ctrl-C would only change how (Python gives the signal back at its end).
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if not _other_rank():
+            _complain("interrupted; what was finished is kept")
     sys.exit(code if isinstance(code, int) else EXIT_DONE)
 
 

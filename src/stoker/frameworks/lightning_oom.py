@@ -18,7 +18,6 @@ Values that a module logs count once per pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -156,29 +155,33 @@ def _no_criterion(*_: Any) -> torch.Tensor:
     raise AssertionError("the loss is the module's own")
 
 
-@dataclass
 class _Call:
-    """One `training_step` as Lightning calls it.
+    """One `training_step` as Lightning calls it; no dataclass, whose tensors would count as the batch's.
 
-    Attributes:
+    Args:
         loop: Lightning's, which calls it.
         kwargs: What it is called with.
         backward: Lightning's backward pass.
+
+    Attributes:
+        kwargs: As given.
         output: What it returned the last time.
     """
 
-    loop: Any
-    kwargs: Mapping[str, Any]
-    backward: Callable[[torch.Tensor], None]
-    output: ClosureResult | None = None
+    def __init__(
+        self, loop: Any, kwargs: Mapping[str, Any], backward: Callable[[torch.Tensor], None]
+    ) -> None:
+        self.kwargs = kwargs
+        self.output: ClosureResult | None = None
+        self._loop, self._backward = loop, backward
 
     def run(self, batch: Any, weight: float) -> torch.Tensor:
         """Run forward and backward on a batch, or a part of one; return its loss, as Lightning scales it."""
-        self.output = self.loop._training_step({**self.kwargs, "batch": batch})
+        self.output = self._loop._training_step({**self.kwargs, "batch": batch})
         loss: torch.Tensor | None = self.output.closure_loss
         if loss is None:  # the module leaves this batch out
-            return torch.zeros((), device=self.loop.trainer.strategy.root_device)
-        self.backward(loss if weight == 1.0 else loss * weight)
+            return torch.zeros((), device=self._loop.trainer.strategy.root_device)
+        self._backward(loss if weight == 1.0 else loss * weight)
         return loss.detach()
 
 
