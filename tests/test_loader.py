@@ -302,20 +302,24 @@ def test_an_error_in_the_feeder_keeps_its_traceback(store, monkeypatch):
 
 
 def test_leaving_in_the_middle_ends_the_threads(store):
-    before = threading.active_count()
+    before = set(threading.enumerate())  # loaders of other tests may not be collected yet
+
+    def feeders():
+        now = set(threading.enumerate()) - before
+        return [thread for thread in now if thread.name == "stoker-feeder"]
+
     loader = Loader(store, 5, "cpu", chunk_bytes=2000)
     for _ in range(3):
         for batch in loader:
             if batch.step == 2:
                 break
+        assert feeders()
         loader.set_epoch(0)
     loader.close()
     deadline = time.monotonic() + 10
-    while threading.active_count() > before + store.threads and time.monotonic() < deadline:
+    while feeders() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not [
-        thread.name for thread in threading.enumerate() if thread.name in ("stoker-feeder",)
-    ]
+    assert not feeders()
 
 
 @pytest.mark.parametrize(
