@@ -143,9 +143,8 @@ def is_starved(measured: Measurements) -> bool:
         return False
     if loader.kind == "stoker" or loader.workers == 0:
         return True
-    if (
-        loader.crowding_share or 0.0
-    ) > STARVED_SHARE:  # what workers do takes too long, however many do it
+    # What workers do takes too long, however many do it.
+    if (loader.crowding_share or 0.0) > STARVED_SHARE:
         return True
     taken = _load_seconds(loader) / max(0.05, 1 - (loader.queued_share or 0.0))
     return taken <= 0 or taken / loader.workers >= _EXPLAINED * step.median

@@ -296,8 +296,7 @@ def train_over(run: Run, loader: Any, most: int) -> tuple[tuple[str, ...], NonFi
         # What was wanted of the last epoch may be nothing: then it has no batch.
         if not loader.stopwatch.is_enough:
             raise
-    if (
-        trainer.history.ended == "terminated"
-    ):  # the trainer has heeded the signal, the measurement must too
+    # The trainer has heeded the signal, the measurement must too.
+    if trainer.history.ended == "terminated":
         raise SystemExit(128 + signal.SIGTERM)
     return tuple(trainer.history.notes), trouble

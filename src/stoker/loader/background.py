@@ -169,7 +169,8 @@ class _Janitor:
         """Do what was handed over, then end; what comes later is left to the end of the process."""
         if self._thread is not None and self._process == os.getpid():
             self._dropped.put(None)
-            self._thread.join(seconds)
+            with contextlib.suppress(RuntimeError):  # an interrupt broke its start
+                self._thread.join(seconds)
 
     def _run(self) -> None:
         while (end := self._dropped.get()) is not None:

@@ -41,7 +41,7 @@ from stoker.loader.order import (
 )
 from stoker.loader.prefetch import prefetch
 from stoker.loader.rest import Cut, Place, RestEpoch, find_place, save_place
-from stoker.loader.ring import Feeder
+from stoker.loader.ring import Feeder, superseded
 from stoker.loader.scattered import (
     Handful,
     Loads,
@@ -435,12 +435,7 @@ class Loader:
         for batch in batches:
             self._check_open()
             if self._turn is not turn:
-                raise InputError(
-                    "an iteration goes on after a newer one over the same loader began, or after its "
-                    "place was set.",
-                    "one iteration at a time",
-                    "begin a new iteration, or take a second Loader over the same store",
-                )
+                raise superseded()
             self._position += 1
             if self._position == num_batches:
                 self._taken_in = turn

@@ -177,11 +177,7 @@ class Feeder:
         )
         while visit not in self._ready:
             if visit < self._released:
-                raise InputError(
-                    "an iteration goes on after a newer one over the same loader began.",
-                    "one iteration at a time",
-                    "begin a new iteration, or take a second Loader over the same store",
-                )
+                raise superseded()
             if self._error is not None and not self._stopping:
                 raise self._error
             if self._stopping or not self._thread.is_alive():
@@ -230,7 +226,8 @@ class Feeder:
             self._changed.notify_all()
         self._uploader.stop()
         if self._thread.ident is not None:
-            self._thread.join()
+            with contextlib.suppress(RuntimeError):  # an interrupt broke its start
+                self._thread.join()
         self._uploader.stop()  # what the thread may have begun since
         self._uploader.stop(False)
 
@@ -279,3 +276,12 @@ class Feeder:
             ):
                 self._changed.wait(_POLL_SECONDS)
             return not (self._stopping or self._error)
+
+
+def superseded() -> InputError:
+    """Return the error of an iteration that goes on although the loader's place is another's by now."""
+    return InputError(
+        "an iteration goes on after a newer one over the same loader began, or after its place was set.",
+        "one iteration at a time",
+        "begin a new iteration, or take a second Loader over the same store",
+    )

@@ -477,10 +477,9 @@ def _resists_cutting(value: Any) -> bool:
         return False
     if _is_per_sample(value) or _is_record(value):
         return True
-    is_nested = isinstance(value, Mapping | tuple | list)
-    if not is_nested and callable(getattr(value, "to", None)):
-        return True
-    return any(map(_resists_cutting, _items(value)))
+    if isinstance(value, Mapping | tuple | list):
+        return any(map(_resists_cutting, _items(value)))
+    return callable(getattr(value, "to", None))
 
 
 def _count_samples(inputs: Any, targets: Any) -> int:
