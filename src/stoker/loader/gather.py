@@ -20,15 +20,15 @@ from stoker.loader.staging import restore_sign
 
 
 def window_view(values: torch.Tensor, window: int) -> torch.Tensor:
-    """Return `(rows - window + 1, window * width)`: every window as one row of an overlapping view.
+    """Return `(rows - window + 1, window, ...)`: every window as one row of an overlapping view.
 
     One `index_select` of it moves whole windows: 3.6 TB/s on an H200, where indexing with
     `starts + arange` reaches 0.8. Nothing is copied here.
     """
-    flat = values.view(values.shape[0], -1)
-    num_rows, width = flat.shape
-    shape = (max(0, num_rows - window + 1), window * width)
-    return flat.as_strided(shape, (width, 1), flat.storage_offset())
+    num_rows, *inner = values.shape
+    by_row, *by_inner = values.stride()
+    shape = (max(0, num_rows - window + 1), window, *inner)
+    return values.as_strided(shape, (by_row, by_row, *by_inner), values.storage_offset())
 
 
 def ragged_offsets(lengths: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class _Take(NamedTuple):
     name: str
     values: torch.Tensor
     row: int
-    window: tuple[int, ...] | None
+    is_window: bool
     dtype: np.dtype[np.generic]
     unsigned: bool
 
@@ -149,8 +149,6 @@ class Assembler:
         rows = indices.unbind(0)
         for take in takes:
             taken = take.values.index_select(0, rows[take.row])
-            if take.window is not None:
-                taken = taken.view(-1, *take.window)
             batch[take.name] = restore_sign(taken, take.dtype) if take.unsigned else taken
         for column, row in self._ragged:
             batch |= self._take_ragged(column, rows[row], rows[row + 1], totals)
@@ -191,19 +189,18 @@ def _plan_takes(
         for values in column.values:
             tensor = tensors[values.name]
             unsigned = values.dtype.kind == "u" and values.dtype.itemsize > 1
-            window = None
-            if column.kind == "series":
+            is_window = column.kind == "series"
+            if is_window:
                 assert isinstance(column.lengths, int)
-                window = (column.lengths, *values.shape)
                 tensor = window_view(tensor, column.lengths)
-            takes.append(_Take(values.name, tensor, row, window, values.dtype, unsigned))
+            takes.append(_Take(values.name, tensor, row, is_window, values.dtype, unsigned))
         row += 1
     return takes, ragged
 
 
 def _find_pictures(takes: Sequence[_Take]) -> list[_Take]:
     """What an augmentation is applied to: images, then masks."""
-    found = {take.name: take for take in takes if take.window is None}
+    found = {take.name: take for take in takes if not take.is_window}
     if "images" not in found:
         raise InputError(
             f"an augmentation was given, but the loader has no images; it has {', '.join(found)}.",
