@@ -587,7 +587,8 @@ class Loader:
         self._check_open()
         if isinstance(indices, IndexBatch):
             index = self._renew(indices)
-            return self._finish(self.assemble(index.indices, index.totals), index.planned)
+            batch = Batch(self._assembler.assemble(index.indices, index.totals))
+            return self._finish(batch, index.planned)
         if indices.dim() == 1:
             indices = self._positions_table().index_select(1, indices)
         return Batch(self._assembler.assemble(indices, totals))
