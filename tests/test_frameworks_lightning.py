@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from framework_makers import BATCH, RATE, docs_code, flat, makes, plain_losses, run_ranks, step_loss
 from stoker.errors import InputError
-from stoker.loader.loader import Batch, Loader
+from stoker.loader.batch import Batch
+from stoker.loader.loader import Loader
 from stoker.loader.prefetch import prefetch
 from stoker.report import read_run_log
 from training_makers import make_model, out_of_memory, write_linear, write_rows

@@ -77,6 +77,16 @@ def test_a_place_at_the_end_that_was_set_has_nothing_left(loader):
     assert len(targets_of(loader)) == len(loader)
 
 
+def test_a_loader_does_not_remember_the_chunks_of_epochs_that_are_over(path):
+    with make(path, "chunked") as loader:
+        remembered = []
+        for _ in range(6):
+            assert sum(1 for _ in loader) == len(loader)
+            remembered.append(len(loader._feeder._visits))
+        assert loader._feeder.num_visits == 7 * remembered[0]
+    assert remembered == remembered[:1] * 6  # the next epoch's
+
+
 def test_an_old_iteration_that_ends_moves_nobody(loader, epochs):
     old = iter(loader)
     for _ in range(len(loader)):

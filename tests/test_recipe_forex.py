@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from stoker.errors import InputError, QualityError
-from stoker.loader.loader import Batch, Loader
+from stoker.loader.batch import Batch
+from stoker.loader.loader import Loader
 from stoker.recipes.contract import Job, Metrics
 from stoker.recipes.forex import ForexOptions, ForexRecipe
 from stoker.recipes.forex_labels import (

@@ -17,7 +17,8 @@ import torch
 from torch.nn import functional
 
 from stoker.errors import InputError, QualityError
-from stoker.loader.loader import Batch, Loader
+from stoker.loader.batch import Batch
+from stoker.loader.loader import Loader
 from stoker.recipes.contract import Job
 from stoker.recipes.gate import quality_gate
 from stoker.recipes.options import parse_options

@@ -46,7 +46,7 @@ from stoker.doctor.measurements import (
     TimelineSpan,
 )
 from stoker.doctor.trace import measure_kernels
-from stoker.loader.loader import Batch
+from stoker.loader.batch import Batch
 from stoker.machine import probe
 from stoker.recipes.run import Run
 from stoker.train.losses import NonFiniteError

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from stoker.errors import InputError
-from stoker.loader.loader import Batch, IndexBatch
+from stoker.loader.batch import Batch, IndexBatch
 from stoker.recipes.run import Run
 from stoker.recipes.watch import TimedLoader
 from stoker.report import Silent

@@ -19,7 +19,8 @@ import torch
 from h5py.h5z import FILTER_DEFLATE, FILTER_LZF
 
 from stoker.doctor.measurements import Hdf5Facts, LoaderWork, Spread
-from stoker.loader.loader import Batch, Loader
+from stoker.loader.batch import Batch
+from stoker.loader.loader import Loader
 from stoker.recipes.run import Run
 from stoker.store.arrays import StoredArray
 

@@ -21,7 +21,8 @@ from typing import Any, Protocol, Self
 import torch
 
 from stoker.errors import InputError
-from stoker.loader.loader import Batch, Loader
+from stoker.loader.batch import Batch
+from stoker.loader.loader import Loader
 from stoker.train.batches import iterate_tensors
 
 

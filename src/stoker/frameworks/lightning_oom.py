@@ -26,7 +26,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 
 from stoker.frameworks.adapted import AdaptedLoader, count_samples
 from stoker.frameworks.lightning_watch import pl, require_adapted, tell
-from stoker.loader.loader import Batch
+from stoker.loader.batch import Batch
 from stoker.train.batches import Work
 from stoker.train.oom import Remembered
 from stoker.train.precision import PrecisionChoice

@@ -116,21 +116,21 @@ class Assembler:
         self._takes, self._others, self._pictures, self._tensors = [], [], [], {}
 
     def assemble(
-        self, indices: torch.Tensor, totals: Mapping[str, int] | None
+        self, rows: Sequence[torch.Tensor], totals: Mapping[str, int] | None
     ) -> dict[str, torch.Tensor]:
         """Return a batch, augmented straight from where the images lie."""
         if self._augment is None:
-            return self.gather(indices, totals)
-        batch = self._take(indices, totals, self._others)
-        rows = indices[self._pictures[0].row]
-        made = self._augment(*(take.values for take in self._pictures), rows=rows)
+            return self.gather(rows, totals)
+        batch = self._take(rows, totals, self._others)
+        images, *_ = self._pictures
+        made = self._augment(*(take.values for take in self._pictures), rows=rows[images.row])
         return batch | self._named(made)
 
     def gather(
-        self, indices: torch.Tensor, totals: Mapping[str, int] | None
+        self, rows: Sequence[torch.Tensor], totals: Mapping[str, int] | None
     ) -> dict[str, torch.Tensor]:
         """Return a batch as it is stored."""
-        return self._take(indices, totals, self._takes)
+        return self._take(rows, totals, self._takes)
 
     def augment(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Augment a batch that was gathered elsewhere."""
@@ -143,10 +143,12 @@ class Assembler:
         return {take.name: value for take, value in zip(self._pictures, made, strict=True)}
 
     def _take(
-        self, indices: torch.Tensor, totals: Mapping[str, int] | None, takes: Sequence[_Take]
+        self,
+        rows: Sequence[torch.Tensor],
+        totals: Mapping[str, int] | None,
+        takes: Sequence[_Take],
     ) -> dict[str, torch.Tensor]:
         batch: dict[str, torch.Tensor] = {}
-        rows = indices.unbind(0)
         for take in takes:
             taken = take.values.index_select(0, rows[take.row])
             batch[take.name] = restore_sign(taken, take.dtype) if take.unsigned else taken

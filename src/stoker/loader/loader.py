@@ -16,10 +16,9 @@ import contextlib
 import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ import xxhash
 
 from stoker.errors import InputError
 from stoker.loader.background import JANITOR
+from stoker.loader.batch import Batch, IndexBatch, IndexTable
 from stoker.loader.columns import make_columns
 from stoker.loader.gather import Assembler, Augments
 from stoker.loader.lanes import LanePlan
@@ -57,59 +57,14 @@ from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
 
 _BLOCK_SAMPLES = 1 << 15
-"""Samples whose indices are uploaded together: 2 MB per column, for hundreds of batches."""
+"""Samples whose indices are uploaded together: 256 kB per column, for hundreds of batches."""
 
-_FIRST_BATCHES = 2
-"""Batches of an epoch's first block, which the device waits for; every block after it is twice as long."""
+_FIRST_BATCHES, _GROWTH = 2, 8
+"""Batches of an epoch's first block, which the device waits for, and how much longer each block after it is:
+the device trains on one while the host computes the next, which costs a millisecond whatever it holds."""
 
 
 _T = TypeVar("_T")
-
-
-class Batch(dict[str, torch.Tensor]):
-    """Tensors on the device by name, and which samples they are.
-
-    Attributes:
-        step: Number of the batch in its epoch.
-        positions: Places in the loader's list of samples, in row order; -1 for a lane that has ended.
-        reset: Lanes only: rows whose recurrent state must be reset, on the device.
-        valid: Lanes only: rows that hold a sample (a lane that has ended does not).
-    """
-
-    step: int = -1
-    positions: Array = np.empty(0, np.int64)
-    reset: torch.Tensor | None = None
-    valid: torch.Tensor | None = None
-    _samples: Array = np.empty(0, np.int64)
-    _num_together: int | None = None
-
-    @property
-    def sample_ids(self) -> Array:
-        """Samples of the store, on the host, in row order."""
-        return cast(Array, self._samples[np.maximum(self.positions, 0)])
-
-    @property
-    def num_together(self) -> int:
-        """Samples of this step over all ranks; its own where there is one rank."""
-        own = self._num_together
-        return int((self.positions >= 0).sum()) if own is None else own
-
-
-@dataclass(slots=True, eq=False)
-class IndexBatch:
-    """What one batch is assembled from.
-
-    Attributes:
-        indices: `(rows of the table, batch)` int64 on the device; see `Loader.assemble`.
-        totals: Ragged field to its number of values in the batch, known to the host.
-        planned: The batch as the order planned it.
-        ring_number: Which of the loader's rings the indices point into; see `Loader.shrink`.
-    """
-
-    indices: torch.Tensor
-    totals: Mapping[str, int]
-    planned: PlannedBatch
-    ring_number: int = 0
 
 
 class Loader:
@@ -394,7 +349,7 @@ class Loader:
             yield from self._straight.read(planned)
             return
         for index in self._indices(self.epoch, self._position):
-            yield index.planned, self._assembler.gather(index.indices, index.totals)
+            yield index.planned, self._assembler.gather(index.rows, index.totals)
 
     def _hand_out(
         self, batches: Iterable[tuple[PlannedBatch, dict[str, torch.Tensor]]]
@@ -526,7 +481,7 @@ class Loader:
             ):
                 yield block
                 block, samples = [], 0
-                most_samples = min(2 * most_samples, _BLOCK_SAMPLES)
+                most_samples = min(_GROWTH * most_samples, _BLOCK_SAMPLES)
             block.append(batch)
             samples += len(batch.positions)
         if block:
@@ -537,22 +492,22 @@ class Loader:
     ) -> Iterator[IndexBatch]:
         """Compute the indices of many batches on the host and upload them as one."""
         positions = np.maximum(np.concatenate([batch.positions for batch in block]), 0)
-        rows: list[Array] = []
+        host: list[Array] = []
         lengths: dict[str, Array] = {}
         for number, column in enumerate(self.columns):
-            rows.append(column.starts[positions] + self._shifts(number, positions, visits, slots))
+            host.append(column.starts[positions] + self._shifts(number, positions, visits, slots))
             if not isinstance(column.lengths, int):
                 lengths[column.field] = column.lengths[positions]
-                rows.append(lengths[column.field])
-        table = self._tables.upload(np.stack(rows))
+                host.append(lengths[column.field])
+        sizes = [len(batch.positions) for batch in block]
+        table = IndexTable(self._tables.upload(np.stack(host)), sizes)
         at, totals = 0, {}
-        parts = table.split([len(batch.positions) for batch in block], dim=1)
-        for batch, indices in zip(block, parts, strict=True):
+        for number, batch in enumerate(block):
             if lengths:
-                end = at + len(batch.positions)
+                end = at + sizes[number]
                 totals = {name: int(count[at:end].sum()) for name, count in lengths.items()}
                 at = end
-            yield IndexBatch(indices, totals, batch, self.ring_number)
+            yield IndexBatch(table, number, totals, batch, self.ring_number)
 
     def _shifts(
         self, column: int, positions: Array, visits: Sequence[Visit], slots: Sequence[int]
@@ -587,11 +542,11 @@ class Loader:
         self._check_open()
         if isinstance(indices, IndexBatch):
             index = self._renew(indices)
-            batch = Batch(self._assembler.assemble(index.indices, index.totals))
+            batch = Batch(self._assembler.assemble(index.rows, index.totals))
             return self._finish(batch, index.planned)
         if indices.dim() == 1:
             indices = self._positions_table().index_select(1, indices)
-        return Batch(self._assembler.assemble(indices, totals))
+        return Batch(self._assembler.assemble(indices.unbind(0), totals))
 
     def _renew(self, index: IndexBatch) -> IndexBatch:
         """Return an index into the ring as it is now, loading its chunks again if they are gone."""

@@ -125,12 +125,17 @@ def _place(column: Column, chunks: Sequence[tuple[int, int]], least_rows: int) -
 
 
 class Feeder:
-    """Loads visits ahead of the consumer; `extend` it with the next epoch's before this one ends."""
+    """Loads visits ahead of the consumer; `extend` it with the next epoch's before this one ends.
+
+    Attributes:
+        num_visits: Visits asked for so far; those that are no longer needed are forgotten.
+    """
 
     def __init__(self, ring: Ring, uploader: Uploader, visits: Sequence[Visit]) -> None:
         self._ring = ring
         self._uploader = uploader
-        self._visits = list(visits)
+        self._visits = dict(enumerate(visits))
+        self.num_visits = len(self._visits)
         self._ready: dict[int, torch.cuda.Event | None] = {}
         self._released = self._taken = 0
         self._error: BaseException | None = None
@@ -149,24 +154,20 @@ class Feeder:
         self._thread.start()
 
     @property
-    def num_visits(self) -> int:
-        """Visits asked for so far."""
-        return len(self._visits)
-
-    @property
     def failed(self) -> bool:
         """Whether the thread has ended with an error, or was ended."""
         return self._error is not None or not self._thread.is_alive()
 
     def has_taken(self, but: int) -> bool:
         """Whether all visits but the last so many were waited for, or are not needed any more."""
-        return max(self._taken, self._released) >= len(self._visits) - but
+        return max(self._taken, self._released) >= self.num_visits - but
 
     def extend(self, visits: Sequence[Visit]) -> int:
         """Ask for more visits after the last; return the number of the first of them."""
         with self._lock:
-            first = len(self._visits)
-            self._visits.extend(visits)
+            first = self.num_visits
+            self._visits.update(enumerate(visits, first))
+            self.num_visits = first + len(visits)
             self._changed.notify_all()
             return first
 
@@ -205,17 +206,20 @@ class Feeder:
                 "begin a new iteration in this process",
             )
         return StokerError(
-            f"the feeder thread ended before chunk {self._visits[visit].chunk} was loaded.",
+            f"the feeder thread ended before {self._named(visit)} was loaded.",
             "a living thread",
             "look for what killed it, then resume from the last state_dict",
         )
 
     def release_before(self, visit: int) -> None:
         """Say that no later batch needs the visits before this one."""
+        if visit <= self._released:
+            return  # a thread that is woken for nothing takes the interpreter from the training loop
         with self._lock:
             for done in range(self._released, visit):
                 self._ring.release(done % self._ring.num_slots)
                 self._ready.pop(done, None)
+                self._visits.pop(done, None)
             self._released = max(self._released, visit)
             self._changed.notify_all()
 
@@ -235,12 +239,14 @@ class Feeder:
         visit = 0
         try:
             while self._await_turn(visit):
-                slot = visit % self._ring.num_slots
-                done = partial(self._note, visit)
-                upload = self._ring.load(self._visits[visit], slot, self._uploader, done)
-                if self._uploader.once:
-                    upload.wait()
-                    self._uploader.release()  # nobody waits for this
+                if (
+                    wanted := self._visits.get(visit)
+                ) is not None:  # else it was released meanwhile
+                    slot, done = visit % self._ring.num_slots, partial(self._note, visit)
+                    upload = self._ring.load(wanted, slot, self._uploader, done)
+                    if self._uploader.once:
+                        upload.wait()
+                        self._uploader.release()  # nobody waits for this
                 visit += 1
         except BaseException as error:  # noqa: BLE001  the consumer raises it, whatever it is
             self._fail(visit, error)
@@ -257,11 +263,14 @@ class Feeder:
     def _fail(self, visit: int, error: BaseException) -> None:
         with self._lock:
             if self._error is None:
-                chunk = self._visits[visit].chunk
-                error.add_note(f"while loading chunk {chunk} ahead of the training loop")
+                error.add_note(f"while loading {self._named(visit)} ahead of the training loop")
                 self._error = error
             self._changed.notify_all()
         self._tell()
+
+    def _named(self, visit: int) -> str:
+        known = self._visits.get(visit)
+        return "a chunk" if known is None else f"chunk {known.chunk}"
 
     def _tell(self) -> None:
         """Wake who waits for a visit; news that were not taken yet will do."""
@@ -272,7 +281,7 @@ class Feeder:
         """Wait until there is such a visit and its slot is free; False when being stopped."""
         with self._lock:
             while not (self._stopping or self._error) and (
-                visit >= len(self._visits) or visit >= self._released + self._ring.num_slots
+                visit >= self.num_visits or visit >= self._released + self._ring.num_slots
             ):
                 self._changed.wait(_POLL_SECONDS)
             return not (self._stopping or self._error)

@@ -22,8 +22,9 @@ import xxhash
 from torch.utils.data.distributed import DistributedSampler
 
 from stoker.errors import InputError
+from stoker.loader.batch import Batch, IndexBatch
 from stoker.loader.gather import Augments
-from stoker.loader.loader import Batch, IndexBatch, Loader
+from stoker.loader.loader import Loader
 from stoker.loader.prefetch import Prefetcher, prefetch
 from stoker.store.fields import Array
 from stoker.train.place import EpochPlace

@@ -24,7 +24,8 @@ import pyarrow.parquet as pq
 import torch
 
 from stoker.errors import InputError, StoreError
-from stoker.loader.loader import Batch, Loader
+from stoker.loader.batch import Batch
+from stoker.loader.loader import Loader
 from stoker.report import Progress, Silent
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs

@@ -1,0 +1,98 @@
+"""What a loader hands out: batches, and the indices that batches are assembled from.
+
+Enters: tensors by name and where they come from, from the loader. Leaves: `Batch` for training loops,
+`IndexBatch` for who assembles on the device, in a CUDA graph say. Costs: nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import torch
+
+from stoker.loader.order import PlannedBatch
+from stoker.store.fields import Array
+
+
+class Batch(dict[str, torch.Tensor]):
+    """Tensors on the device by name, and which samples they are.
+
+    Attributes:
+        step: Number of the batch in its epoch.
+        positions: Places in the loader's list of samples, in row order; -1 for a lane that has ended.
+        reset: Lanes only: rows whose recurrent state must be reset, on the device.
+        valid: Lanes only: rows that hold a sample (a lane that has ended does not).
+    """
+
+    step: int = -1
+    positions: Array = np.empty(0, np.int64)
+    reset: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
+    _samples: Array = np.empty(0, np.int64)
+    _num_together: int | None = None
+
+    @property
+    def sample_ids(self) -> Array:
+        """Samples of the store, on the host, in row order."""
+        return cast(Array, self._samples[np.maximum(self.positions, 0)])
+
+    @property
+    def num_together(self) -> int:
+        """Samples of this step over all ranks; its own where there is one rank."""
+        own = self._num_together
+        return int((self.positions >= 0).sum()) if own is None else own
+
+
+class IndexTable:
+    """The indices of many batches, cut batch by batch: all at once, which costs the host least.
+
+    Args:
+        indices: `(rows, samples)` int64 on the device.
+        sizes: Samples of each batch.
+    """
+
+    def __init__(self, indices: torch.Tensor, sizes: list[int]) -> None:
+        self._indices, self._sizes = indices, sizes
+
+    @cached_property
+    def batches(self) -> Sequence[torch.Tensor]:
+        """Every batch's `(rows, batch)`."""
+        return torch.split(self._indices, self._sizes, dim=1)
+
+    @cached_property
+    def rows(self) -> Sequence[Sequence[torch.Tensor]]:
+        """The same, each batch row by row."""
+        return list(zip(*(row.split(self._sizes) for row in self._indices.unbind(0)), strict=True))
+
+
+@dataclass(slots=True, eq=False)
+class IndexBatch:
+    """What one batch is assembled from.
+
+    Attributes:
+        table: Holds its indices and those of batches beside it.
+        number: Which of the table's batches it is.
+        totals: Ragged field to its number of values in the batch, known to the host.
+        planned: The batch as the order planned it.
+        ring_number: Which of the loader's rings the indices point into; see `Loader.shrink`.
+    """
+
+    table: IndexTable
+    number: int
+    totals: Mapping[str, int]
+    planned: PlannedBatch
+    ring_number: int
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """`(rows of the table, batch)` int64 on the device; see `Loader.assemble`."""
+        return self.table.batches[self.number]
+
+    @property
+    def rows(self) -> Sequence[torch.Tensor]:
+        """The rows of `indices`."""
+        return self.table.rows[self.number]
