@@ -52,21 +52,27 @@ class IndexTable:
 
     Args:
         indices: `(rows, samples)` int64 on the device.
-        sizes: Samples of each batch.
+        sizes: Samples of each batch; an attribute too.
     """
 
     def __init__(self, indices: torch.Tensor, sizes: list[int]) -> None:
-        self._indices, self._sizes = indices, sizes
+        self.sizes = sizes
+        self._indices = indices
 
     @cached_property
     def batches(self) -> Sequence[torch.Tensor]:
         """Every batch's `(rows, batch)`."""
-        return torch.split(self._indices, self._sizes, dim=1)
+        return torch.split(self._indices, self.sizes, dim=1)
 
     @cached_property
     def rows(self) -> Sequence[Sequence[torch.Tensor]]:
         """The same, each batch row by row."""
-        return list(zip(*(row.split(self._sizes) for row in self._indices.unbind(0)), strict=True))
+        return list(zip(*(row.split(self.sizes) for row in self._indices.unbind(0)), strict=True))
+
+    def rows_of(self, first: int, last: int) -> Sequence[torch.Tensor]:
+        """Row by row the indices of batches `first` to `last`, one after the other."""
+        start = sum(self.sizes[:first])
+        return self._indices[:, start : start + sum(self.sizes[first:last])].unbind(0)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,8 +1,8 @@
 """The Loader: batches that are already on the device, in an order you can repeat, resume and check.
 
 Enters: a store, a batch size, a device, an order. Leaves: `Batch`es, assembled on the device from an
-index tensor. Costs: the plan's bytes on the device and no more; per batch one gather per field and a
-slice of an index block that is uploaded for many batches at once.
+index tensor. Costs: the plan's bytes on the device and no more (and up to 8 MB of batches to come); per
+batch one gather per large field and slices of what is uploaded, or gathered, for many batches at once.
 
 The contract is DESIGN's: every sample once per epoch; order from (seed, epoch) alone; a state that
 resumes at any batch; device memory within the plan while the consumer holds a batch; failures end in
@@ -542,8 +542,7 @@ class Loader:
         self._check_open()
         if isinstance(indices, IndexBatch):
             index = self._renew(indices)
-            batch = Batch(self._assembler.assemble(index.rows, index.totals))
-            return self._finish(batch, index.planned)
+            return self._finish(Batch(self._assembler.assemble_in_turn(index)), index.planned)
         if indices.dim() == 1:
             indices = self._positions_table().index_select(1, indices)
         return Batch(self._assembler.assemble(indices.unbind(0), totals))
