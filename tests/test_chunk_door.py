@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import stoker.loader.chunk_door as door
 from stoker.errors import InputError, StoreError
 from stoker.loader.chunk_door import ChunkDataLoader, samples_that_fit
-from stoker.loader.gather import AHEAD_BYTES
+from stoker.loader.takes import AHEAD_BYTES
 
 gpu = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]

@@ -58,16 +58,18 @@ class IndexTable:
     def __init__(self, indices: torch.Tensor, sizes: list[int]) -> None:
         self.sizes = sizes
         self._indices = indices
+        self._parts: dict[int, Sequence[torch.Tensor]] = {}
 
     @cached_property
     def batches(self) -> Sequence[torch.Tensor]:
         """Every batch's `(rows, batch)`."""
         return torch.split(self._indices, self.sizes, dim=1)
 
-    @cached_property
-    def rows(self) -> Sequence[Sequence[torch.Tensor]]:
-        """The same, each batch row by row."""
-        return list(zip(*(row.split(self.sizes) for row in self._indices.unbind(0)), strict=True))
+    def row(self, row: int) -> Sequence[torch.Tensor]:
+        """Every batch's part of one row."""
+        if (parts := self._parts.get(row)) is None:
+            parts = self._parts[row] = self._indices[row].split(self.sizes)
+        return parts
 
     def rows_of(self, first: int, last: int) -> Sequence[torch.Tensor]:
         """Row by row the indices of batches `first` to `last`, one after the other."""
@@ -98,7 +100,6 @@ class IndexBatch:
         """`(rows of the table, batch)` int64 on the device; see `Loader.assemble`."""
         return self.table.batches[self.number]
 
-    @property
-    def rows(self) -> Sequence[torch.Tensor]:
-        """The rows of `indices`."""
-        return self.table.rows[self.number]
+    def __getitem__(self, row: int) -> torch.Tensor:
+        """Return a row of `indices`."""
+        return self.table.row(row)[self.number]

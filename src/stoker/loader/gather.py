@@ -10,21 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from stoker.errors import InputError
-from stoker.loader.batch import IndexBatch, IndexTable
+from stoker.loader.batch import IndexBatch
 from stoker.loader.columns import Column
 from stoker.loader.staging import restore_sign
-
-AHEAD_BYTES = 4 << 20
-"""What may be gathered for batches to come; with those that were handed out, twice that is held."""
-
-_ALIGNMENT = 16
-"""Bytes; kernels take wide loads from such addresses only, and a compiled model copies other inputs."""
+from stoker.loader.takes import Ahead, Rows, Take
 
 
 def window_view(values: torch.Tensor, window: int) -> torch.Tensor:
@@ -86,82 +80,6 @@ class Augments(Protocol):
         """Make the next draw that of (epoch, step)."""
 
 
-class _Take(NamedTuple):
-    """One gather of a batch: rows of `values`, whose first axis is rows or windows."""
-
-    name: str
-    values: torch.Tensor
-    row: int
-    is_window: bool
-    dtype: np.dtype[np.generic]
-    unsigned: bool
-
-    def __call__(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        taken = self.values.index_select(0, rows[self.row])
-        return restore_sign(taken, self.dtype) if self.unsigned else taken
-
-
-class _Ahead:
-    """Small fields of the next batches, gathered at once for who takes batches one after the other.
-
-    A gather costs the host 20 to 50 µs, whatever it moves. Every batch is given out once: its tensors are the
-    caller's own, on 16-byte boundaries, and may be changed in place.
-    """
-
-    def __init__(self, takes: Sequence[_Take]) -> None:
-        self._takes = takes
-        self._chosen: dict[int, tuple[Sequence[_Take], int]] = {}
-        self._last: tuple[IndexTable | None, int] = (None, 0)
-        self._made_in: tuple[object, ...] = ()
-        self._first = 0
-        self._parts: list[dict[str, torch.Tensor]] = []
-
-    def pop(self, table: IndexTable, number: int) -> dict[str, torch.Tensor]:
-        """Return the small fields of a batch by name; none out of turn, or of a batch that was given out."""
-        size = table.sizes[number]
-        if size not in self._chosen:
-            self._chosen[size] = self._choose(size)
-        takes, most = self._chosen[size]
-        if not takes:
-            return {}
-        device = takes[0].values.device
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        within = (table, stream, torch.is_inference_mode_enabled())
-        is_next, self._last = self._last == (table, number - 1), (table, number)
-        place = number - self._first
-        if within != self._made_in or not 0 <= place < len(self._parts):
-            # Nobody else may use what is written by replays of a graph that is being captured.
-            if not (is_next or number == 0) or (
-                stream and torch.cuda.is_current_stream_capturing()
-            ):
-                return {}
-            self._fill(table, number, takes, most)
-            self._made_in, self._first, place = within, number, 0
-        given, self._parts[place] = self._parts[place], {}
-        return given
-
-    def _choose(self, size: int) -> tuple[Sequence[_Take], int]:
-        """Return the fields that are small in batches of `size`, and how many batches to gather at once."""
-        small, total = [], 0
-        for take in self._takes:
-            num_bytes = size * take.values[:1].nbytes
-            if 0 < 8 * num_bytes <= AHEAD_BYTES and num_bytes % _ALIGNMENT == 0:
-                small.append(take)
-                total += num_bytes
-        most = AHEAD_BYTES // max(1, total)
-        return (small, most) if most > 1 else ([], 1)
-
-    def _fill(self, table: IndexTable, number: int, takes: Sequence[_Take], most: int) -> None:
-        self._parts = []  # first: theirs is the memory for the next
-        sizes = table.sizes[number : number + most]
-        count = next((at for at, size in enumerate(sizes) if size != sizes[0]), len(sizes))
-        rows = table.rows_of(number, number + count)
-        names = [take.name for take in takes]
-        # "unsafe": without the version counter in common, by which autograd finds values changed in place
-        parts = zip(*(torch.unsafe_split(take(rows), sizes[0]) for take in takes), strict=True)
-        self._parts = [dict(zip(names, batch, strict=True)) for batch in parts]
-
-
 class Assembler:
     """Builds batches from one tensor per dataset.
 
@@ -183,22 +101,20 @@ class Assembler:
         self._pictures = [] if augment is None else _find_pictures(self._takes)
         drawn = {take.name for take in self._pictures}
         self._others = [take for take in self._takes if take.name not in drawn]
-        self._ahead = _Ahead(self._others)
+        self._ahead = Ahead(self._others)
 
     def close(self) -> None:
         """Let go of the values."""
         self._takes, self._others, self._pictures, self._tensors = [], [], [], {}
-        self._ahead = _Ahead([])
+        self._ahead = Ahead([])
 
     def assemble_in_turn(self, index: IndexBatch) -> dict[str, torch.Tensor]:
-        """`assemble` a batch for who takes one after the other: small fields of many are gathered at once."""
-        ready = self._ahead.pop(index.table, index.number)
-        is_ready = len(ready) == len(self._takes) and not self._ragged
-        return self.assemble(() if is_ready else index.rows, index.totals, ready)
+        """`assemble` a batch for who takes one after the other; what it needs may have been gathered before."""
+        return self.assemble(index, index.totals, self._ahead.pop(index.table, index.number))
 
     def assemble(
         self,
-        rows: Sequence[torch.Tensor],
+        rows: Rows,
         totals: Mapping[str, int] | None,
         ready: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> dict[str, torch.Tensor]:
@@ -210,9 +126,7 @@ class Assembler:
         made = self._augment(*(take.values for take in self._pictures), rows=rows[images.row])
         return batch | self._named(made)
 
-    def gather(
-        self, rows: Sequence[torch.Tensor], totals: Mapping[str, int] | None
-    ) -> dict[str, torch.Tensor]:
+    def gather(self, rows: Rows, totals: Mapping[str, int] | None) -> dict[str, torch.Tensor]:
         """Return a batch as it is stored."""
         return self._take(rows, totals, self._takes)
 
@@ -228,9 +142,9 @@ class Assembler:
 
     def _take(
         self,
-        rows: Sequence[torch.Tensor],
+        rows: Rows,
         totals: Mapping[str, int] | None,
-        takes: Sequence[_Take],
+        takes: Sequence[Take],
         ready: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> dict[str, torch.Tensor]:
         batch: dict[str, torch.Tensor] = {}
@@ -263,9 +177,9 @@ class Assembler:
 
 def _plan_takes(
     columns: Sequence[Column], tensors: Mapping[str, torch.Tensor]
-) -> tuple[list[_Take], list[tuple[Column, int]]]:
+) -> tuple[list[Take], list[tuple[Column, int]]]:
     """Decide once how each field is gathered, so that a batch costs one call per field."""
-    takes: list[_Take] = []
+    takes: list[Take] = []
     ragged: list[tuple[Column, int]] = []
     row = 0
     for column in columns:
@@ -280,12 +194,12 @@ def _plan_takes(
             if is_window:
                 assert isinstance(column.lengths, int)
                 tensor = window_view(tensor, column.lengths)
-            takes.append(_Take(values.name, tensor, row, is_window, values.dtype, unsigned))
+            takes.append(Take(values.name, tensor, row, is_window, values.dtype, unsigned))
         row += 1
     return takes, ragged
 
 
-def _find_pictures(takes: Sequence[_Take]) -> list[_Take]:
+def _find_pictures(takes: Sequence[Take]) -> list[Take]:
     """What an augmentation is applied to: images, then masks."""
     found = {take.name: take for take in takes if not take.is_window}
     if "images" not in found:

@@ -349,7 +349,7 @@ class Loader:
             yield from self._straight.read(planned)
             return
         for index in self._indices(self.epoch, self._position):
-            yield index.planned, self._assembler.gather(index.rows, index.totals)
+            yield index.planned, self._assembler.gather(index, index.totals)
 
     def _hand_out(
         self, batches: Iterable[tuple[PlannedBatch, dict[str, torch.Tensor]]]

@@ -1,0 +1,115 @@
+"""One field of a batch, or of several batches at once.
+
+Enters: values on the device and the rows to take. Leaves: new tensors. Costs: a gather costs the host 20 to
+50 µs, whatever it moves, which is what a loop of small kernels waits for; so batches that are taken one after
+the other share the gathers of small fields. (For large ones that gained little: four batches at once took as
+long to cut as they saved.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from stoker.loader.batch import IndexTable
+from stoker.loader.staging import restore_sign
+
+AHEAD_BYTES = 4 << 20
+"""What may be gathered for batches to come; with the batches given out before, twice that is held."""
+
+_LEAST_BATCHES = 8
+"""A field is small when so many batches of it can be gathered at once."""
+
+_ALIGNMENT = 16
+"""Bytes; kernels take wide loads from such addresses only, and a compiled model copies other inputs."""
+
+
+class Rows(Protocol):
+    """Indices row by row: of a batch, or of several."""
+
+    def __getitem__(self, row: int, /) -> torch.Tensor: ...
+
+
+class Take(NamedTuple):
+    """One gather: rows of `values`, whose first axis is rows or windows."""
+
+    name: str
+    values: torch.Tensor
+    row: int
+    is_window: bool
+    dtype: np.dtype[np.generic]
+    unsigned: bool
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        """Gather; `rows` are those of a table, one of which is this field's."""
+        taken = self.values.index_select(0, rows[self.row])
+        return restore_sign(taken, self.dtype) if self.unsigned else taken
+
+
+class Ahead:
+    """Small fields of the next batches, gathered at once for who takes batches one after the other.
+
+    Every batch is given out once: its tensors are the caller's own, on 16-byte boundaries, and may be
+    changed in place.
+    """
+
+    def __init__(self, takes: Sequence[Take]) -> None:
+        self._takes = takes
+        device = takes[0].values.device if takes else torch.device("cpu")
+        self._gpu = device.index if device.type == "cuda" else None
+        self._chosen: dict[int, tuple[Sequence[Take], int]] = {}
+        self._table: IndexTable | None = None
+        self._first = self._end = 0
+        self._made_in: tuple[int, bool] = (0, False)
+        self._parts: list[dict[str, torch.Tensor]] = []
+
+    def pop(self, table: IndexTable, number: int) -> dict[str, torch.Tensor]:
+        """Return the small fields of a batch by name; none out of turn, or of a batch that was given out."""
+        is_here = table is self._table and self._first <= number < self._end
+        if not is_here or self._where() != self._made_in:
+            is_next = number == 0 or (table is self._table and number == self._end)
+            if is_here or not is_next or not self._gather(table, number):
+                return {}
+        place = number - self._first
+        given, self._parts[place] = self._parts[place], {}
+        return given
+
+    def _where(self) -> tuple[int, bool]:
+        """Whose the tensors are that are made now: the current stream's, and inference's or not."""
+        stream = 0 if self._gpu is None else torch._C._cuda_getCurrentRawStream(self._gpu)
+        return stream, torch.is_inference_mode_enabled()
+
+    def _choose(self, size: int) -> tuple[Sequence[Take], int]:
+        """Return the fields that are small in batches of `size`, and how many batches to gather at once."""
+        small, total = [], 0
+        for take in self._takes:
+            num_bytes = size * take.values[:1].nbytes
+            if 0 < num_bytes * _LEAST_BATCHES <= AHEAD_BYTES and num_bytes % _ALIGNMENT == 0:
+                small.append(take)
+                total += num_bytes
+        most = AHEAD_BYTES // max(1, total)
+        return (small, most) if most > 1 else ([], 1)
+
+    def _gather(self, table: IndexTable, first: int) -> bool:
+        """Gather for batch `first` of a table and those after it; False where there is nothing to gain."""
+        size = table.sizes[first]
+        if size not in self._chosen:
+            self._chosen[size] = self._choose(size)
+        takes, most = self._chosen[size]
+        # What a graph that is being captured gathers is there when it is replayed, for its own use.
+        if not takes or (self._gpu is not None and torch.cuda.is_current_stream_capturing()):
+            return False
+        self._parts = []  # first: theirs is the memory for the next
+        self._table, self._first, self._end = table, first, first
+        others = (at for at in range(first, len(table.sizes)) if table.sizes[at] != size)
+        end = min(first + most, next(others, len(table.sizes)))
+        rows = table.rows_of(first, end)
+        # "unsafe": without the version counter in common, by which autograd finds values changed in place
+        parts = zip(*(torch.unsafe_split(take(rows), size) for take in takes), strict=True)
+        names = [take.name for take in takes]
+        self._parts = [dict(zip(names, batch, strict=True)) for batch in parts]
+        self._end, self._made_in = end, self._where()
+        return True
