@@ -56,12 +56,12 @@ from stoker.plan import Plan, Tier, make_plan, store_facts
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
 
-_BLOCK_SAMPLES = 1 << 15
-"""Samples whose indices are uploaded together: 256 kB per column, for hundreds of batches."""
+_BLOCK_SAMPLES, _BLOCK_BATCHES = 1 << 15, 256
+"""Samples, and batches, whose indices are uploaded together: 256 kB per column; the host is held up by more."""
 
 _FIRST_BATCHES, _GROWTH = 2, 8
 """Batches of an epoch's first block, which the device waits for, and how much longer each block after it is:
-the device trains on one while the host computes the next, which costs a millisecond whatever it holds."""
+the device trains on one while the host computes the next."""
 
 
 _T = TypeVar("_T")
@@ -69,6 +69,8 @@ _T = TypeVar("_T")
 
 class Loader:
     """Iterate for batches on `device`; see the module's text for the contract.
+
+    One iteration is for one CUDA stream: that which is current when a batch is asked for.
 
     Args:
         store: An open store, a store folder or a plain HDF5 file.
@@ -474,14 +476,16 @@ class Loader:
     def _blocks(self, batches: Iterator[PlannedBatch]) -> Iterator[list[PlannedBatch]]:
         """Group batches that touch the same chunks, up to a size that grows."""
         block: list[PlannedBatch] = []
-        samples, most_samples = 0, _FIRST_BATCHES * self.batch_size
+        samples, most = 0, _FIRST_BATCHES
         for batch in batches:
             if block and (
-                batch.chunks != block[0].chunks or samples + len(batch.positions) > most_samples
+                batch.chunks != block[0].chunks
+                or len(block) == most
+                or samples + len(batch.positions) > _BLOCK_SAMPLES
             ):
                 yield block
                 block, samples = [], 0
-                most_samples = min(_GROWTH * most_samples, _BLOCK_SAMPLES)
+                most = min(_GROWTH * most, _BLOCK_BATCHES)
             block.append(batch)
             samples += len(batch.positions)
         if block:

@@ -11,7 +11,7 @@ second chunk of memory that slices of a chunk would keep alive never exists.
 Contract of the `Feeder`: one thread loads the visits in order, visit i into slot i modulo the slots,
 as soon as visit i - slots was released and the device is done with it. `wait` returns when a visit
 is loaded, or raises the thread's error with its traceback; `stop` ends the thread within one piece of
-a read. Nothing is dropped, nothing is loaded twice.
+a read. Nothing is loaded twice, and what was released before its turn is not loaded at all.
 """
 
 from __future__ import annotations
@@ -239,9 +239,8 @@ class Feeder:
         visit = 0
         try:
             while self._await_turn(visit):
-                if (
-                    wanted := self._visits.get(visit)
-                ) is not None:  # else it was released meanwhile
+                wanted = self._visits.get(visit)
+                if wanted is not None:  # else it was released before its turn
                     slot, done = visit % self._ring.num_slots, partial(self._note, visit)
                     upload = self._ring.load(wanted, slot, self._uploader, done)
                     if self._uploader.once:
@@ -257,7 +256,8 @@ class Feeder:
             self._fail(visit, upload.error)
             return
         with self._lock:
-            self._ready[visit] = upload.event
+            if visit >= self._released:
+                self._ready[visit] = upload.event
         self._tell()
 
     def _fail(self, visit: int, error: BaseException) -> None:

@@ -17,11 +17,11 @@ import torch
 from stoker.loader.batch import IndexTable
 from stoker.loader.staging import restore_sign
 
-AHEAD_BYTES = 4 << 20
-"""What may be gathered for batches to come; with the batches given out before, twice that is held."""
+AHEAD_BYTES = 2 << 20
+"""What may be gathered for batches to come: little, for a tensor that is kept or saved brings its neighbours."""
 
-_LEAST_BATCHES = 8
-"""A field is small when so many batches of it can be gathered at once."""
+_LEAST_BATCHES, _MOST_BATCHES = 32, 64
+"""A field is small when `_LEAST_BATCHES` of it fit; the host is held up by more than `_MOST_BATCHES` at once."""
 
 _ALIGNMENT = 16
 """Bytes; kernels take wide loads from such addresses only, and a compiled model copies other inputs."""
@@ -49,11 +49,23 @@ class Take(NamedTuple):
         return restore_sign(taken, self.dtype) if self.unsigned else taken
 
 
+class _Made(NamedTuple):
+    """Batches of a table up to `end`, gathered; `parts` are those that were not given out."""
+
+    table: IndexTable | None
+    end: int
+    where: tuple[int, bool]
+    parts: dict[int, dict[str, torch.Tensor]]
+
+
+_NOTHING = _Made(None, 0, (0, False), {})
+
+
 class Ahead:
     """Small fields of the next batches, gathered at once for who takes batches one after the other.
 
-    Every batch is given out once: its tensors are the caller's own, on 16-byte boundaries, and may be
-    changed in place.
+    Every batch is given out once, and nobody else's values change with it, also in place; but its tensors
+    lie beside those of its neighbours, on 16-byte boundaries. Threads may share it.
     """
 
     def __init__(self, takes: Sequence[Take]) -> None:
@@ -61,21 +73,19 @@ class Ahead:
         device = takes[0].values.device if takes else torch.device("cpu")
         self._gpu = device.index if device.type == "cuda" else None
         self._chosen: dict[int, tuple[Sequence[Take], int]] = {}
-        self._table: IndexTable | None = None
-        self._first = self._end = 0
-        self._made_in: tuple[int, bool] = (0, False)
-        self._parts: list[dict[str, torch.Tensor]] = []
+        self._made = _NOTHING
 
     def pop(self, table: IndexTable, number: int) -> dict[str, torch.Tensor]:
         """Return the small fields of a batch by name; none out of turn, or of a batch that was given out."""
-        is_here = table is self._table and self._first <= number < self._end
-        if not is_here or self._where() != self._made_in:
-            is_next = number == 0 or (table is self._table and number == self._end)
-            if is_here or not is_next or not self._gather(table, number):
+        if self._gpu is not None and torch.cuda.is_current_stream_capturing():
+            return {}  # a graph gathers for itself: its replays read new indices, and nobody else what they write
+        made, where = self._made, self._where()  # once: another thread may gather meanwhile
+        if table is not made.table or number >= made.end:
+            if number != 0 and (table is not made.table or number != made.end):
                 return {}
-        place = number - self._first
-        given, self._parts[place] = self._parts[place], {}
-        return given
+            made = _NOTHING  # the memory of those before is for the next
+            made = self._gather(table, number)
+        return made.parts.pop(number, {}) if made.where == where else {}
 
     def _where(self) -> tuple[int, bool]:
         """Whose the tensors are that are made now: the current stream's, and inference's or not."""
@@ -90,26 +100,24 @@ class Ahead:
             if 0 < num_bytes * _LEAST_BATCHES <= AHEAD_BYTES and num_bytes % _ALIGNMENT == 0:
                 small.append(take)
                 total += num_bytes
-        most = AHEAD_BYTES // max(1, total)
+        most = min(AHEAD_BYTES // max(1, total), _MOST_BATCHES)
         return (small, most) if most > 1 else ([], 1)
 
-    def _gather(self, table: IndexTable, first: int) -> bool:
-        """Gather for batch `first` of a table and those after it; False where there is nothing to gain."""
+    def _gather(self, table: IndexTable, first: int) -> _Made:
+        """Gather for batch `first` of a table and those after it, where there is something to gain."""
+        self._made = _NOTHING
         size = table.sizes[first]
         if size not in self._chosen:
             self._chosen[size] = self._choose(size)
         takes, most = self._chosen[size]
-        # What a graph that is being captured gathers is there when it is replayed, for its own use.
-        if not takes or (self._gpu is not None and torch.cuda.is_current_stream_capturing()):
-            return False
-        self._parts = []  # first: theirs is the memory for the next
-        self._table, self._first, self._end = table, first, first
+        if not takes:
+            return _NOTHING
         others = (at for at in range(first, len(table.sizes)) if table.sizes[at] != size)
         end = min(first + most, next(others, len(table.sizes)))
         rows = table.rows_of(first, end)
         # "unsafe": without the version counter in common, by which autograd finds values changed in place
-        parts = zip(*(torch.unsafe_split(take(rows), size) for take in takes), strict=True)
+        cut = zip(*(torch.unsafe_split(take(rows), size) for take in takes), strict=True)
         names = [take.name for take in takes]
-        self._parts = [dict(zip(names, batch, strict=True)) for batch in parts]
-        self._end, self._made_in = end, self._where()
-        return True
+        parts = {at: dict(zip(names, part, strict=True)) for at, part in enumerate(cut, first)}
+        self._made = made = _Made(table, end, self._where(), parts)
+        return made
