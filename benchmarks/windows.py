@@ -5,7 +5,8 @@
 Two jobs: 12,944 windows of 360 x 167, batch 128 (DESIGN's table), and five timeframes of
 480/288/192/96/48 x 128. The limit is the same training loop with every window already on the device.
 All loops train the same model eagerly; only where the batch comes from differs. On the CPU the model
-is left out: loading alone is compared.
+is left out: loading alone is compared. A last job, always on one core of the CPU, is all host: a tiny
+LSTM, whose loop costs what it takes to issue it, as with a GPU that waits for its launches.
 """
 
 from __future__ import annotations
@@ -74,12 +75,12 @@ def materialise(store: Store, path: Path, windows: dict[str, int]) -> None:
 
 
 class Model(torch.nn.Module):
-    def __init__(self, names: list[str], features: int) -> None:
+    def __init__(self, names: list[str], features: int, hidden: int = 128) -> None:
         super().__init__()
         self.lstms = torch.nn.ModuleDict(
-            {n: torch.nn.LSTM(features, 128, batch_first=True) for n in names}
+            {n: torch.nn.LSTM(features, hidden, batch_first=True) for n in names}
         )
-        self.head = torch.nn.Linear(128 * len(names), 1)
+        self.head = torch.nn.Linear(hidden * len(names), 1)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self.head(
@@ -113,8 +114,7 @@ def document_chunks(
             whole[name] = (
                 host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
             )
-    for low in range(0, count, BATCH):
-        yield {name: values[low : low + BATCH] for name, values in whole.items()}
+    yield from slices(whole, count)
 
 
 def resident_windows(
@@ -127,6 +127,12 @@ def resident_windows(
         rows = torch.from_numpy(store.read_series(name, "rows")).to(device)
         whole[name] = rows.unfold(0, window, 1).transpose(1, 2).contiguous()
     return whole
+
+
+def slices(whole: dict[str, torch.Tensor], count: int) -> Iterable[dict[str, torch.Tensor]]:
+    """Batches of windows that are on the device already."""
+    for low in range(0, count, BATCH):
+        yield {name: values[low : low + BATCH] for name, values in whole.items()}
 
 
 def epoch_seconds(batches: Iterable, model: torch.nn.Module | None, device: torch.device) -> float:
@@ -181,10 +187,7 @@ def run_job(name: str, device: torch.device, workers: int, repeats: int, scale: 
         )
         whole = resident_windows(store, windows, device)
         ways = {
-            "limit: windows on the device": lambda: (
-                {k: v[low : low + BATCH] for k, v in whole.items()}
-                for low in range(0, count, BATCH)
-            ),
+            "limit: windows on the device": lambda: slices(whole, count),
             "stoker Loader": lambda: loader,
             f"torch DataLoader, {workers} workers": lambda: torch_loader,
             "document's chunk loader": lambda: document_chunks(
@@ -224,6 +227,30 @@ def run_job(name: str, device: torch.device, workers: int, repeats: int, scale: 
     return result
 
 
+def run_host_bound(count: int = 12_928, repeats: int = 12) -> dict:
+    """The loader against slices of windows that are there, where every call of the host counts."""
+    windows, features, device = {"S": 4}, 40, torch.device("cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        targets = Dense(np.zeros((count, 1), "f4"))
+        fields = {"targets": targets, **make_series(windows, features, count)}
+        store = write_store(Path(folder), fields, count)
+        whole = resident_windows(store, windows, device)
+        model = Model(list(windows), features, hidden=8)
+        with Loader(store, BATCH, device, fields=[*windows, "targets"]) as loader:
+            ways = [lambda: slices(whole, count), lambda: loader]
+            pairs = [
+                side_by_side(ways, model, device, swapped=number % 2 == 1)
+                for number in range(repeats + 2)
+            ][2:]
+    torch.set_num_threads(threads)
+    step_us = float(np.median([limit for limit, _ in pairs])) / (count / BATCH) * 1e6
+    ratio = float(np.median([mine / limit for limit, mine in pairs]))
+    print(f"all host: {step_us:.0f} us a step, {ratio:.3f} x with stoker's Loader")
+    return {"limit_us_per_step": step_us, "ratio_to_limit": ratio}
+
+
 def loader_bytes(result: dict) -> str:
     return f"{result['device_bytes'] / 1e6:.1f} MB, 1/{result['bytes_ratio']:.0f} of the windows"
 
@@ -237,6 +264,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     results = {name: run_job(name, device, args.workers, args.repeats, args.scale) for name in JOBS}
+    results["all host"] = run_host_bound()
     publish("windows", {"device": str(device), "batch": BATCH, **results})
 
 
