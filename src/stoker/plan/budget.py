@@ -81,7 +81,7 @@ class Question:
         if self.gpu is None:
             return (*device, *self.host())
         reserve = min(_CONTEXT_BYTES, self.cap // 16)
-        why = "kernels, cuDNN and cuBLAS workspaces, fragments; estimated"
+        why = "kernels, cuDNN and cuBLAS workspaces, fragments, coming batches; estimated"
         return (*device, PlanLine("gpu", "CUDA context", reserve, why))
 
     def rest_bytes(self, batch: int) -> int:
