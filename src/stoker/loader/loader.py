@@ -1,8 +1,8 @@
 """The Loader: batches that are already on the device, in an order you can repeat, resume and check.
 
 Enters: a store, a batch size, a device, an order. Leaves: `Batch`es, assembled on the device from an
-index tensor. Costs: the plan's bytes on the device and no more (and up to 8 MB of batches to come); per
-batch one gather per large field and slices of what is uploaded, or gathered, for many batches at once.
+index tensor. Costs: the plan's bytes on the device (its reserve holds up to 4 MB of coming batches); per batch
+one gather per large field and slices of what is uploaded, or gathered, for many batches at once (`takes.py`).
 
 The contract is DESIGN's: every sample once per epoch; order from (seed, epoch) alone; a state that
 resumes at any batch; device memory within the plan while the consumer holds a batch; failures end in
