@@ -1,6 +1,6 @@
 """Loading on two CPU cores, no GPU: the documents' chunk loader, and how cost grows with the rows.
 
-    python benchmarks/loader_cpu.py [--rows 12000]
+    python benchmarks/loader_cpu.py [--rows 40000]
 
 (`windows.py` on the CPU has the comparison with torch's DataLoader.)
 """
@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -40,16 +41,18 @@ def write_file(path: Path, rows: int) -> None:
         os.fsync(file.fileno())  # or the disk would be written to while the epochs are timed
 
 
-def document_epoch(path: Path, batch: int, chunk_rows: int) -> int:
+def document_epoch(path: Path, batch: int, chunk_rows: int, use=len) -> float:
     """S0's loader with its bugs mended as little as needed to run here: slice, copy, cut."""
-    seen = 0
+    seen = 0.0
     with h5py.File(path) as file:
         total = len(file["features"])
         for start in range(0, total, chunk_rows):
             features = torch.from_numpy(file["features"][start : start + chunk_rows]).clone()
             targets = torch.from_numpy(file["targets"][start : start + chunk_rows]).clone()
             for low in range(0, len(features), batch):
-                seen += len(features[low : low + batch]) + 0 * len(targets[low : low + batch])
+                seen += float(use(features[low : low + batch])) + 0 * len(
+                    targets[low : low + batch]
+                )
     return seen
 
 
@@ -71,37 +74,54 @@ def read_once(path: Path, threads: int = 1) -> None:
         reader.join()
 
 
-def seconds(run) -> float:
-    run()
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return float(np.median(times))
+def in_turn(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way, after one round unmeasured; in turns, so that all see the same machine.
+
+    Every other round goes backwards.
+    """
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, run in list(ways.items())[:: -1 if number % 2 else 1]:
+            began = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - began)
+    return {name: taken[1:] for name, taken in times.items()}
 
 
-def growth(folder: Path, rows: int) -> dict:
-    """An epoch over rows and ten times the rows, in chunks of the same size."""
-    result = {}
-    for name, count in (("one", rows), ("ten", 10 * rows)):
-        path = folder / f"{name}.h5"
-        write_file(path, count)
-        before = psutil.Process().memory_info().rss
-        with Loader(path, 128, "cpu", chunk_bytes=rows * STEPS * FEATURES * 4 // 4) as loader:
-            result[name] = {
-                "rows": count,
-                "epoch_seconds": seconds(lambda loader=loader: [None for _ in loader]),
-            }
-            result[name]["rss_growth_mb"] = (psutil.Process().memory_info().rss - before) / 1e6
-        path.unlink()
-    result["ratio"] = result["ten"]["epoch_seconds"] / result["one"]["epoch_seconds"]
+def ratio(times: dict[str, list[float]], above: str, below: str) -> float:
+    """Of two ways, the median over the rounds."""
+    return float(np.median(np.divide(times[above], times[below])))
+
+
+def growth(folder: Path, rows: int, rounds: int) -> dict:
+    """An epoch over rows and ten times the rows, in chunks of the same size, in turns."""
+    result: dict = {}
+    epochs: dict[str, Callable[[], object]] = {}
+    with contextlib.ExitStack() as stack:
+        for name, count, repeats in (("one", rows, 10), ("ten", 10 * rows, 1)):
+            path = folder / f"{name}.h5"
+            write_file(path, count)
+            before = psutil.Process().memory_info().rss
+            loader = stack.enter_context(
+                Loader(path, 128, "cpu", chunk_bytes=rows * STEPS * FEATURES * 4 // 4)
+            )
+            epochs[name] = lambda loader=loader, repeats=repeats: [
+                None for _ in range(repeats) for _ in loader
+            ]
+            epochs[name]()
+            growth_mb = (psutil.Process().memory_info().rss - before) / 1e6
+            result[name] = {"rows": count, "rss_growth_mb": growth_mb}
+        times = in_turn(epochs, rounds)
+    result["one"]["epoch_seconds"] = float(np.median(times["one"])) / 10
+    result["ten"]["epoch_seconds"] = float(np.median(times["ten"]))
+    result["ratio"] = 10 * ratio(times, "ten", "one")
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=40_000)
+    parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder_text:
         folder = Path(folder_text)
@@ -111,29 +131,33 @@ def main() -> None:
         chunk_rows = args.rows // 4
         door = ChunkDataLoader(path, 128, chunk_size_gb=chunk_gib, device="cpu")
         whole = ChunkDataLoader(path, 128, chunk_size_gb=64, device="cpu")
+        times = in_turn(
+            {
+                "document": lambda: document_epoch(path, 128, chunk_rows),
+                "chunk_data_loader": lambda: sum(len(features) for features, _ in door),
+                "read_once": lambda: read_once(path),
+                "read_once_two_threads": lambda: read_once(path, 2),
+                "document_one_chunk": lambda: document_epoch(path, 128, args.rows),
+                "chunk_data_loader_one_chunk": lambda: sum(len(features) for features, _ in whole),
+                "document_summed": lambda: document_epoch(path, 128, chunk_rows, use=torch.sum),
+                "chunk_data_loader_summed": lambda: sum(float(x.sum()) for x, _ in door),
+            },
+            args.rounds,
+        )
         result = {
             "rows": args.rows,
-            "document_seconds": seconds(lambda: document_epoch(path, 128, chunk_rows)),
-            "document_one_chunk_seconds": seconds(lambda: document_epoch(path, 128, args.rows)),
-            "chunk_data_loader_seconds": seconds(
-                lambda: sum(len(features) for features, _ in door)
+            "rounds": args.rounds,
+            **{f"{name}_seconds": float(np.median(taken)) for name, taken in times.items()},
+            "times_document": ratio(times, "document", "chunk_data_loader"),
+            "times_document_one_chunk": ratio(
+                times, "document_one_chunk", "chunk_data_loader_one_chunk"
             ),
-            "chunk_data_loader_one_chunk_seconds": seconds(
-                lambda: sum(len(features) for features, _ in whole)
-            ),
-            "read_once_seconds": seconds(lambda: read_once(path)),
-            "read_once_two_threads_seconds": seconds(lambda: read_once(path, 2)),
-            "growth": growth(folder, args.rows // 2),
+            "times_document_summed": ratio(times, "document_summed", "chunk_data_loader_summed"),
+            "times_limit": ratio(times, "chunk_data_loader", "read_once"),
+            "most_times_document": ratio(times, "document", "read_once"),
+            "most_times_document_two_threads": ratio(times, "document", "read_once_two_threads"),
+            "growth": growth(folder, args.rows // 2, args.rounds),
         }
-    result["times_document"] = result["document_seconds"] / result["chunk_data_loader_seconds"]
-    result["times_limit"] = result["chunk_data_loader_seconds"] / result["read_once_seconds"]
-    result["most_times_document"] = result["document_seconds"] / result["read_once_seconds"]
-    result["most_times_document_two_threads"] = (
-        result["document_seconds"] / result["read_once_two_threads_seconds"]
-    )
-    result["times_document_one_chunk"] = (
-        result["document_one_chunk_seconds"] / result["chunk_data_loader_one_chunk_seconds"]
-    )
     for name, value in result.items():
         print(f"  {name:40s} {value}")
     publish("loader_cpu", result)

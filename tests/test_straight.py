@@ -84,6 +84,18 @@ def test_buffers_are_used_again(tmp_path):
         assert len(places) <= 12
 
 
+def test_a_small_column_is_read_for_many_batches_and_a_large_one_batch_by_batch(tmp_path):
+    shard = {"x": Dense(np.zeros((4000, 256), "f4")), "y": Dense(np.arange(4000))}
+    store = write_store(tmp_path / "store", [shard])
+    with Loader(store, 8, "cpu", chunk_bytes=100_000) as loader:
+        assert loader._straight is not None
+        loader._straight._block_bytes = 8 * 256 * 4
+        held = list(loader)
+    places = [{batch[name].untyped_storage().data_ptr() for batch in held} for name in "xy"]
+    assert [len(place) for place in places] == [500, 8]  # 500 batches of one, 8 groups of 64
+    assert torch.equal(torch.cat([batch["y"] for batch in held]), torch.arange(4000))
+
+
 def test_resumes_in_the_middle(tmp_path):
     store = make_store(tmp_path / "store", [30, 30])
     with (
@@ -115,7 +127,9 @@ def test_a_kept_target_does_not_keep_its_features(tmp_path):
     store = make_store(tmp_path / "store", [400])
     with Loader(store, 4, "cpu", chunk_bytes=1) as loader:
         kept = [batch["y"] for batch in loader]
-        assert sum(y.untyped_storage().nbytes() for y in kept) <= 400 * 2 + 100
+        storages = [y.untyped_storage() for y in kept]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        assert sum(sizes.values()) <= 400 * 2 + 100
         del kept
         assert sum(len(free) for free in loader._straight._free.values()) <= 3 * 4
     assert not loader._straight._free

@@ -2,11 +2,15 @@
 
 Enters: dense columns whose samples lie one after the other on disk, and batches in that order.
 Leaves: the batches' tensors. Costs: one copy of every byte, from the page cache into a buffer that
-stays in the processor's cache: 14 GB/s where reading a chunk and gathering from it reached 6
-(benchmarks/loader_cpu.py). About four buffers of 4 MB; the kernel reads ahead of them.
+stays in the processor's cache: three quarters of the time of reading a chunk and gathering from it
+(benchmarks/loader_cpu.py). Two buffers a column while one batch is held; the kernel reads ahead of them.
 
-A few batches of one column share a buffer. It is used again when the last tensor in it is gone, whoever
-held it: keep what you like, and change it as you like.
+A few batches of one column share a buffer, if they are small. It is used again when the last tensor in
+it is gone, whoever held it: keep what you like, and change it as you like.
+
+Not mapped into memory, though that would copy nothing: a batch would change with its file, a file cut
+short by somebody else would end the process (SIGBUS), and each first write to a page of a batch costs
+a fault (adding 1 in place took ten times as long).
 """
 
 from __future__ import annotations
@@ -14,20 +18,23 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 import torch
 
-from stoker.loader.columns import Column
+from stoker.loader.columns import Column, Values
 from stoker.loader.order import Mode, PlannedBatch
 from stoker.loader.staging import restore_sign, signed_twin
 from stoker.store.fields import Array
 
 BLOCK_BYTES = 4 << 20
-"""Larger blocks leave the processor's cache: 4 MB read at 14.4 GB/s here, 32 MB at 11.4."""
+"""Of all columns together. What is read into has to stay in the processor's cache: a buffer of 2 MB was
+filled at 6 GB/s, two of 4 MB in turn at 4 (a core with 2 MB of its own)."""
 _AHEAD_BYTES = 32 << 20
 _MOST_KEPT = 4
+_MOST_TOGETHER = 64
+"""Batches whose columns are cut together; a large column is read one batch at a time."""
 
 
 def can_read_straight(columns: Sequence[Column], mode: Mode) -> bool:
@@ -48,57 +55,48 @@ class StraightReader:
 
     Args:
         columns: For which `can_read_straight` holds.
-        block_bytes: Size of a buffer; at least one batch goes into each.
+        block_bytes: Of the buffers that all columns fill together; at least one batch goes into each.
     """
 
     def __init__(self, columns: Sequence[Column], block_bytes: int) -> None:
         self._columns = [
-            (int(column.starts[0]), values, signed_twin(values.dtype))
-            for column in columns
-            for values in column.values
+            (int(column.starts[0]), values) for column in columns for values in column.values
         ]
-        self._sample_bytes = sum(values.row_bytes for _, values, _ in self._columns)
-        self._block_bytes = block_bytes
+        self._block_bytes = block_bytes // max(1, len(self._columns))
         self._free: dict[str, list[mmap.mmap]] = {}
 
     def read(
         self, batches: Iterator[PlannedBatch]
     ) -> Iterator[tuple[PlannedBatch, dict[str, torch.Tensor]]]:
         """Yield each batch with its tensors."""
-        for block in self._blocks(batches):
-            edges = [0, *accumulate(len(batch.positions) for batch in block)]
-            first = int(block[0].positions[0])
-            whole = self._read_block(first, first + edges[-1])
-            for batch, (low, high) in zip(block, pairwise(edges), strict=True):
-                yield batch, {name: tensor[low:high] for name, tensor in whole.items()}
-            del whole
+        while group := list(islice(batches, _MOST_TOGETHER)):
+            sizes = [len(batch.positions) for batch in group]
+            edges = list(accumulate(sizes, initial=int(group[0].positions[0])))
+            columns = [(self._batches_a_block(v, sizes[0]), b, v) for b, v in self._columns]
+            blocks: dict[str, tuple[torch.Tensor, int]] = {}
+            for index, (low, high) in enumerate(pairwise(edges)):
+                for together, base, values in columns:
+                    if index % together == 0:
+                        last = edges[min(index + together, len(group))]
+                        blocks[values.name] = self._read_block(values, base + low, base + last), low
+                yield (
+                    group[index],
+                    {name: block[low - at : high - at] for name, (block, at) in blocks.items()},
+                )
 
-    def _blocks(self, batches: Iterator[PlannedBatch]) -> Iterator[list[PlannedBatch]]:
-        block: list[PlannedBatch] = []
-        num_bytes = 0
-        for batch in batches:
-            block.append(batch)
-            num_bytes += len(batch.positions) * self._sample_bytes
-            if num_bytes + len(batch.positions) * self._sample_bytes > self._block_bytes:
-                yield block
-                block, num_bytes = [], 0
-        if block:
-            yield block
+    def _batches_a_block(self, values: Values, batch_size: int) -> int:
+        return max(1, self._block_bytes // max(1, batch_size * values.row_bytes))
 
-    def _read_block(self, first: int, last: int) -> dict[str, torch.Tensor]:
+    def _read_block(self, values: Values, first: int, last: int) -> torch.Tensor:
         count = last - first
-        tensors: dict[str, torch.Tensor] = {}
-        for base, values, twin in self._columns:
-            memory = self._lend(values.name, count * values.row_bytes)
-            out = memory.view(values.dtype).reshape(count, *values.shape)
-            for array, low, high, where in values.spans(base + first, base + last):
-                array.read_into(low, high, out[where : where + high - low])
-                ahead = max(1, _AHEAD_BYTES // max(1, values.row_bytes))
-                if low // ahead != high // ahead or low == 0:  # once for each window of this size
-                    array.expect(high, (high // ahead + 2) * ahead)
-            signed = torch.from_numpy(out.view(twin))
-            tensors[values.name] = restore_sign(signed, values.dtype)
-        return tensors
+        memory = self._lend(values.name, count * values.row_bytes)
+        out = memory.view(values.dtype).reshape(count, *values.shape)
+        for array, low, high, where in values.spans(first, last):
+            array.read_into(low, high, out[where : where + high - low])
+            ahead = max(1, _AHEAD_BYTES // max(1, values.row_bytes))
+            if low // ahead != high // ahead or low == 0:  # once for each window of this size
+                array.expect(high, (high // ahead + 2) * ahead)
+        return restore_sign(torch.from_numpy(out.view(signed_twin(values.dtype))), values.dtype)
 
     def close(self) -> None:
         """Give back the buffers that nobody holds; the others go with their tensors."""
