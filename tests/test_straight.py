@@ -131,5 +131,5 @@ def test_a_kept_target_does_not_keep_its_features(tmp_path):
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         assert sum(sizes.values()) <= 400 * 2 + 100
         del kept
-        assert sum(len(free) for free in loader._straight._free.values()) <= 3 * 4
-    assert not loader._straight._free
+        assert 0 < loader._straight._memory.num_free <= 3 * 4
+    assert loader._straight._memory.num_free == 0

@@ -17,6 +17,7 @@ import torch
 from stoker.errors import InputError
 from stoker.loader.batch import IndexBatch
 from stoker.loader.columns import Column
+from stoker.loader.recycled import Recycled
 from stoker.loader.staging import restore_sign
 from stoker.loader.takes import Ahead, Rows, Take
 
@@ -97,7 +98,8 @@ class Assembler:
     ) -> None:
         self._tensors = tensors
         self._augment = augment
-        self._takes, self._ragged = _plan_takes(columns, tensors)
+        self._memory = Recycled()
+        self._takes, self._ragged = _plan_takes(columns, tensors, self._memory)
         self._pictures = [] if augment is None else _find_pictures(self._takes)
         drawn = {take.name for take in self._pictures}
         self._others = [take for take in self._takes if take.name not in drawn]
@@ -107,6 +109,7 @@ class Assembler:
         """Let go of the values."""
         self._takes, self._others, self._pictures, self._tensors = [], [], [], {}
         self._ahead = Ahead([])
+        self._memory.close()
 
     def assemble_in_turn(self, index: IndexBatch) -> dict[str, torch.Tensor]:
         """`assemble` a batch for who takes one after the other; what it needs may have been gathered before."""
@@ -176,7 +179,7 @@ class Assembler:
 
 
 def _plan_takes(
-    columns: Sequence[Column], tensors: Mapping[str, torch.Tensor]
+    columns: Sequence[Column], tensors: Mapping[str, torch.Tensor], memory: Recycled
 ) -> tuple[list[Take], list[tuple[Column, int]]]:
     """Decide once how each field is gathered, so that a batch costs one call per field."""
     takes: list[Take] = []
@@ -194,7 +197,8 @@ def _plan_takes(
             if is_window:
                 assert isinstance(column.lengths, int)
                 tensor = window_view(tensor, column.lengths)
-            takes.append(Take(values.name, tensor, row, is_window, values.dtype, unsigned))
+            host = memory if tensor.device.type == "cpu" else None
+            takes.append(Take(values.name, tensor, row, is_window, values.dtype, unsigned, host))
         row += 1
     return takes, ragged
 

@@ -6,7 +6,7 @@ stays in the processor's cache: three quarters of the time of reading a chunk an
 (benchmarks/loader_cpu.py). Two buffers a column while one batch is held; the kernel reads ahead of them.
 
 A few batches of one column share a buffer, if they are small. It is used again when the last tensor in
-it is gone, whoever held it: keep what you like, and change it as you like.
+it is gone: keep what you like, and change it as you like.
 
 Not mapped into memory, though that would copy nothing: a batch would change with its file, a file cut
 short by somebody else would end the process (SIGBUS), and each first write to a page of a batch costs
@@ -15,8 +15,6 @@ a fault (adding 1 in place took ten times as long).
 
 from __future__ import annotations
 
-import mmap
-import weakref
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice, pairwise
 
@@ -25,14 +23,13 @@ import torch
 
 from stoker.loader.columns import Column, Values
 from stoker.loader.order import Mode, PlannedBatch
+from stoker.loader.recycled import Recycled
 from stoker.loader.staging import restore_sign, signed_twin
-from stoker.store.fields import Array
 
 BLOCK_BYTES = 4 << 20
 """Of all columns together. What is read into has to stay in the processor's cache: a buffer of 2 MB was
 filled at 6 GB/s, two of 4 MB in turn at 4 (a core with 2 MB of its own)."""
 _AHEAD_BYTES = 32 << 20
-_MOST_KEPT = 4
 _MOST_TOGETHER = 64
 """Batches whose columns are cut together; a large column is read one batch at a time."""
 
@@ -63,7 +60,7 @@ class StraightReader:
             (int(column.starts[0]), values) for column in columns for values in column.values
         ]
         self._block_bytes = block_bytes // max(1, len(self._columns))
-        self._free: dict[str, list[mmap.mmap]] = {}
+        self._memory = Recycled()
 
     def read(
         self, batches: Iterator[PlannedBatch]
@@ -89,7 +86,7 @@ class StraightReader:
 
     def _read_block(self, values: Values, first: int, last: int) -> torch.Tensor:
         count = last - first
-        memory = self._lend(values.name, count * values.row_bytes)
+        memory = self._memory.lend(values.name, count * values.row_bytes)
         out = memory.view(values.dtype).reshape(count, *values.shape)
         for array, low, high, where in values.spans(first, last):
             array.read_into(low, high, out[where : where + high - low])
@@ -100,25 +97,4 @@ class StraightReader:
 
     def close(self) -> None:
         """Give back the buffers that nobody holds; the others go with their tensors."""
-        self._free.clear()
-
-    def _lend(self, name: str, num_bytes: int) -> Array:
-        """Return memory that comes back here when the last array over it is gone.
-
-        Each column has its own, so that a kept target does not keep its features.
-        """
-        free = self._free.setdefault(name, [])
-        buffer = free.pop() if free else None
-        if buffer is None or len(buffer) < num_bytes:
-            size = max(num_bytes, 1)
-            buffer = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        whole = np.frombuffer(buffer, dtype=np.uint8)
-        weakref.finalize(whole, _take_back, self._free, name, buffer).atexit = False
-        return whole[:num_bytes]
-
-
-def _take_back(free: dict[str, list[mmap.mmap]], name: str, buffer: mmap.mmap) -> None:
-    """Keep a few; more were needed only while somebody held many batches."""
-    kept = free.get(name)
-    if kept is not None and len(kept) < _MOST_KEPT:
-        kept.append(buffer)
+        self._memory.close()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from stoker.loader.batch import IndexTable
+from stoker.loader.recycled import Recycled
 from stoker.loader.staging import restore_sign
 
 AHEAD_BYTES = 2 << 20
@@ -25,6 +26,9 @@ _LEAST_BATCHES, _MOST_BATCHES = 32, 64
 
 _ALIGNMENT = 16
 """Bytes; kernels take wide loads from such addresses only, and a compiled model copies other inputs."""
+
+
+_LARGE_BYTES = 1 << 20
 
 
 class Rows(Protocol):
@@ -42,11 +46,24 @@ class Take(NamedTuple):
     is_window: bool
     dtype: np.dtype[np.generic]
     unsigned: bool
+    memory: Recycled | None = None
+    """For large batches in host memory."""
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         """Gather; `rows` are those of a table, one of which is this field's."""
-        taken = self.values.index_select(0, rows[self.row])
+        indices = rows[self.row]
+        out = None if self.memory is None else self._room(len(indices), self.memory)
+        taken = torch.index_select(self.values, 0, indices, out=out)
         return restore_sign(taken, self.dtype) if self.unsigned else taken
+
+    def _room(self, size: int, memory: Recycled) -> torch.Tensor | None:
+        """Return where a batch of `size` goes if it is large; malloc does well with others."""
+        row = self.values.shape[1:]
+        num_bytes = size * row.numel() * self.values.element_size()
+        if num_bytes < _LARGE_BYTES:
+            return None
+        lent = torch.from_numpy(memory.lend(self.name, num_bytes))
+        return lent.view(self.values.dtype).view(size, *row)
 
 
 class _Made(NamedTuple):
