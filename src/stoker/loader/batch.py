@@ -21,8 +21,8 @@ from stoker.store.fields import Array
 class Batch(dict[str, torch.Tensor]):
     """Tensors on the device by name, and which samples they are.
 
-    They are yours to change, but small ones lie beside those of other batches in one storage: `clone` what
-    you keep for long, save, resize or send to another process.
+    They are yours to change, but small ones lie beside those of other batches in one storage, and large ones
+    on the host cannot be resized: `clone` what you keep for long, save, resize or send to another process.
 
     Attributes:
         step: Number of the batch in its epoch.
