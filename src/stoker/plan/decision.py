@@ -134,7 +134,7 @@ def _check(question: Question, batch_size: int | None) -> None:
         if memory is not None and memory < 1:
             refuse(f"{name} of {memory} bytes.", "more than 0", "the free bytes, such as 16GB")
     if batch_size is not None and batch_size < 1:
-        refuse(f"a batch size of {batch_size}.", "1 or more", "--batch-size 128")
+        refuse(f"a batch size of {batch_size}.", "1 or more", "--batch-size 128, or batch_size=128")
     if not 0 < question.fallback <= question.share <= 0.9:
         refuse(
             f"shares of {question.share} and {question.fallback} for data.",
