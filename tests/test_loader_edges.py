@@ -144,8 +144,9 @@ def test_an_interrupt_at_any_moment_leaves_a_loader_that_goes_on(path):
         with Loader(path, 16, "cpu", order="shuffled", chunk_bytes=1000) as loader:
             for _ in range(60):
                 until = time.monotonic() + 1  # Python swallows one that comes in a finalizer
-                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-4, 6e-3)))
+                seconds = float(rng.uniform(1e-4, 6e-3))
                 try:
+                    signal.setitimer(signal.ITIMER_REAL, seconds)  # may come before this returns
                     while time.monotonic() < until:
                         targets_of(loader)
                 except (InterruptError, RuntimeError):
