@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Several workers share the cores: threads of torch's that wait for each other cost more than they
     # give, also in the processes that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that starts this in the background has SIGINT ignored, also in the processes that tests
+    # start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "house", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
