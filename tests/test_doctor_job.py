@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import statistics
 import time
 from dataclasses import replace
 
@@ -91,8 +92,10 @@ def test_waits_and_steps_are_told_apart():
     laps = watch.laps()
     assert len(laps) == 6
     for lap in laps:
-        assert 0.01 <= lap.wait_seconds < 0.03
+        assert lap.wait_seconds >= 0.01
         assert lap.seconds >= 0.04
+    # Of six: other work on the machine can hold one up.
+    assert statistics.median(lap.wait_seconds for lap in laps) < 0.03
     assert all(b.began > a.began for a, b in itertools.pairwise(laps))
 
 
