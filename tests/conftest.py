@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Several workers share the cores: threads of torch's that wait for each other cost more than they
     # give, also in the processes that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Tests start hundreds of processes; told to keep no bytecode, each of them would compile stoker again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts this in the background has SIGINT ignored, also in the processes that tests

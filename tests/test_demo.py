@@ -25,7 +25,9 @@ def demo(tmp_path_factory):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("demo")
-    yield folder, run_demo(folder, weeks=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stoker.demo.story._SECONDS_PER_TRY", 0.2)
+        yield folder, run_demo(folder, weeks=4)
     torch.set_num_threads(before)
 
 

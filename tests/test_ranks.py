@@ -526,8 +526,8 @@ def test_a_rank_that_no_longer_moves_is_named(watch):
 
 def test_ranks_that_move_are_left_alone(watch):
     make, said = watch
-    ranks = [make(rank, 2, 0.4) for rank in range(2)]
-    for number in range(30):
+    ranks = [make(rank, 2, 1.0) for rank in range(2)]
+    for number in range(50):
         ranks[number % 2].mark("in the step", 0, number)
         time.sleep(0.04)
     assert not said
