@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.doctor.measurements import MachineFacts
-from stoker.doctor.probe import clocks
+from stoker.doctor.probe import clocks, recorder
 from stoker.doctor.probe.recorder import Fetch
 from stoker.doctor.rules import diagnose
 from stoker.doctor.transcript import Clock, Process
@@ -117,6 +119,35 @@ def test_a_wait_that_is_queueing_is_no_slow_hand_over():
             machine=MachineFacts(cores=2),
         )  # fmt: skip
         assert [one.name for one in diagnose(seen)][:1] == ["decode-bound"], crowding
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 0.02)] * 4), min_size=1, max_size=20))
+def test_queueing_between_two_steps_is_no_steps(steps):
+    """Other work comes while the probe writes a step down: once "192% of a step was spent queueing"."""
+    wall = on_core = in_queue = 0.0
+    fake = SimpleNamespace(
+        perf_counter=lambda: wall, thread_time=lambda: on_core, process_time=lambda: on_core
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "time", fake)
+        patch.setattr(clocks, "run_delay", lambda: in_queue)
+        patch.setattr(clocks, "memory", lambda: (None, None))
+        seen = recorder.Recorder("")
+        seen.kind, seen.training_thread = "optimizer", threading.get_ident()
+        for ran, blocked, queued, between in steps:
+            wall, on_core, in_queue = (
+                wall + ran + blocked + queued,
+                on_core + ran,
+                in_queue + queued,
+            )
+            seen.mark("optimizer", wall)
+            written = seen.rows[-1]
+            assert written.seconds == pytest.approx(ran + blocked + queued)
+            # What the step has queued is there, and what came before it only as far as it was blocked.
+            assert queued - 1e-9 <= written.delay <= queued + blocked + 1e-9
+            assert Clock().seconds(written) >= ran - 1e-9
+            wall, in_queue = wall + between, in_queue + between
+            seen._begin_step()  # the probe was held up: the next step begins after it
 
 
 def test_what_a_worker_has_others_do_is_its_own_work():

@@ -157,8 +157,9 @@ def _add_wait(seen: Any, began: float, ended: float, queued: float) -> float:
     """Add a wait to the running step and return its seconds, those queued for a core left out."""
     if clocks.current_thread() == seen.training_thread or not seen.training_thread:
         # A batch that ends a step by itself belongs to the step that it begins.
-        seen.wait += ended - max(began, seen.step_start)
-        seen.wait_delay += queued
+        waited = ended - max(began, seen.step_start)
+        seen.wait += waited
+        seen.wait_delay += min(queued, waited)
         add_span(seen, "wait", began, ended)
     return max(0.0, ended - began - queued)
 

@@ -220,6 +220,10 @@ class Recorder:
     def _end_step(self, now: float) -> None:
         # One look at the thread's clocks ends this step and begins the next.
         cpu, delay = time.thread_time(), clocks.run_delay()
+        seconds, ran = now - self.step_start, cpu - self.step_cpu
+        # Queueing for a core between two steps, while the probe writes one down, is no step's: a step has
+        # queued for no longer than it was off a core.
+        queued = min(delay - self.step_delay, max(self.wait_delay, seconds - ran))
         if self.disturbed_steps:
             self.disturbed_steps -= 1
             self.flags |= DISTURBED
@@ -231,9 +235,9 @@ class Recorder:
             self.rows.append(
                 Row(
                     self.step_start,
-                    now - self.step_start,
-                    cpu - self.step_cpu,
-                    delay - self.step_delay,
+                    seconds,
+                    ran,
+                    queued,
                     self.wait,
                     self.wait_delay,
                     self.batches,
