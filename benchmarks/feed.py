@@ -13,13 +13,14 @@ import os
 import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import h5py
 import numpy as np
 import torch
 
-from harness import publish
+from harness import publish, side_by_side
 from stoker.loader.loader import Loader
 from stoker.loader.staging import Copy, Uploader
 
@@ -138,10 +139,8 @@ def overlap(
             sync(device)
             return (time.perf_counter() - began) / (EPOCHS_A_TURN - 1)
 
-        turns = [  # in turns, so that what slows the host slows all three
-            (epoch_seconds(True, False), epoch_seconds(False, True), epoch_seconds(True, True))
-            for _ in range(TURNS)
-        ]
+        ways = [(True, False), (False, True), (True, True)]
+        turns = side_by_side([partial(epoch_seconds, *way) for way in ways], TURNS)
     read, compute_alone, both = (float(np.median(times)) for times in zip(*turns, strict=True))
     ratios = [both / max(read, alone) for read, alone, both in turns]
     return {

@@ -11,7 +11,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,13 +34,28 @@ def timed(run: Callable[[], Any], repeats: int = 5, warmup: int = 1) -> Timing:
     """Run `warmup` times unmeasured, then `repeats` times."""
     for _ in range(warmup):
         run()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
+    seconds = [seconds_of(run) for _ in range(repeats)]
     median = statistics.median(seconds)
     return Timing(median, min(seconds), (max(seconds) - min(seconds)) / median, repeats)
+
+
+def side_by_side(ways: Sequence[Callable[[], float]], turns: int) -> list[list[float]]:
+    """Run every way once a turn: what slows the host slows them all. Every other turn goes backwards.
+
+    A way returns the seconds it took. Returned: the seconds of every turn, in the order of `ways`.
+    """
+    taken = [[0.0] * len(ways) for _ in range(turns)]
+    for turn, seconds in enumerate(taken):
+        for number in range(len(ways))[:: -1 if turn % 2 else 1]:
+            seconds[number] = ways[number]()
+    return taken
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    """Return how long one call takes."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 def machine_facts() -> dict[str, Any]:

@@ -12,9 +12,9 @@ import contextlib
 import os
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 import torch
 
-from harness import publish
+from harness import publish, seconds_of, side_by_side
 from stoker.loader.chunk_door import ChunkDataLoader
 from stoker.loader.loader import Loader
 
@@ -75,17 +75,9 @@ def read_once(path: Path, threads: int = 1) -> None:
 
 
 def in_turn(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way, after one round unmeasured; in turns, so that all see the same machine.
-
-    Every other round goes backwards.
-    """
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, run in list(ways.items())[:: -1 if number % 2 else 1]:
-            began = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - began)
-    return {name: taken[1:] for name, taken in times.items()}
+    """Seconds of each way, after one round unmeasured."""
+    taken = side_by_side([partial(seconds_of, run) for run in ways.values()], rounds + 1)
+    return dict(zip(ways, map(list, zip(*taken[1:], strict=True)), strict=True))
 
 
 def ratio(times: dict[str, list[float]], above: str, below: str) -> float:

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from harness import publish
+from harness import publish, seconds_of, side_by_side
 from stoker.loader.loader import Loader
 from stoker.train.pieces import UpdateInPieces, in_pieces
 from stoker.train.trainer import Trainer
@@ -180,20 +181,22 @@ class Wide(nn.Module):
 
 def in_turns(bare, trained, device, turns: int) -> dict:
     """Seconds of an epoch in a bare loop and in the Trainer, in turns; the median of their ratios."""
-    times: dict[str, list[float]] = {"bare": [], "trainer": []}
-    for _ in range(turns):
-        for name, run in (("bare", bare), ("trainer", trained)):
-            sync(device)
-            began = time.perf_counter()
-            run()
-            sync(device)
-            times[name].append(time.perf_counter() - began)
-    best = {name: min(values[1:]) for name, values in times.items()}
-    ratios = np.divide(times["trainer"][1:], times["bare"][1:])
+
+    def to_the_end(run) -> None:
+        run()
+        sync(device)
+
+    sync(device)
+    ways = [partial(seconds_of, partial(to_the_end, run)) for run in (bare, trained)]
+    pairs = np.array(side_by_side(ways, turns + 1)[1:])
+    ratios = pairs[:, 1] / pairs[:, 0]
+    best = pairs.min(axis=0).tolist()
     return {
-        **best,
+        "bare": best[0],
+        "trainer": best[1],
         "ratio": float(np.median(ratios)),
-        "of_the_best": best["trainer"] / best["bare"],
+        "of_the_best": best[1] / best[0],
+        "quartiles": np.quantile(ratios, (0.25, 0.75)).tolist(),
     }
 
 

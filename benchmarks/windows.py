@@ -14,14 +14,14 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import h5py
 import numpy as np
 import torch
 
-from harness import publish
+from harness import publish, side_by_side
 from stoker.loader.loader import Loader
 from stoker.store.fields import Dense, FieldData, Series
 from stoker.store.manifest import FieldInfo, Manifest
@@ -152,20 +152,6 @@ def epoch_seconds(batches: Iterable, model: torch.nn.Module | None, device: torc
     return time.perf_counter() - began
 
 
-def side_by_side(
-    ways: list[Callable[[], Iterable]],
-    model: torch.nn.Module | None,
-    device: torch.device,
-    *,
-    swapped: bool,
-) -> list[float]:
-    """One epoch of each, at once: what slows the host slows both, and neither is always the first."""
-    seconds = [0.0] * len(ways)
-    for number in range(len(ways))[:: -1 if swapped else 1]:
-        seconds[number] = epoch_seconds(ways[number](), model, device)
-    return seconds
-
-
 def run_job(name: str, device: torch.device, workers: int, repeats: int, scale: float) -> dict:
     windows, features, count = JOBS[name]
     count = int(count * scale)
@@ -201,10 +187,13 @@ def run_job(name: str, device: torch.device, workers: int, repeats: int, scale: 
                 seconds[way].append(epoch_seconds(make(), model, device))
         medians = {way: float(np.median(times[1:])) for way, times in seconds.items()}
         ours = medians["stoker Loader"]
-        pairs = [
-            side_by_side(list(ways.values())[:2], model, device, swapped=number % 2 == 1)
-            for number in range(10 * repeats)
-        ]
+        pairs = side_by_side(
+            [
+                lambda make=make: epoch_seconds(make(), model, device)
+                for make in [*ways.values()][:2]
+            ],
+            10 * repeats,
+        )
         materialised_bytes = sum(count * window * features * 4 for window in windows.values())
         result = {
             "samples": count,
@@ -239,11 +228,11 @@ def run_host_bound(count: int = 12_928, repeats: int = 12) -> dict:
         whole = resident_windows(store, windows, device)
         model = Model(list(windows), features, hidden=8)
         with Loader(store, BATCH, device, fields=[*windows, "targets"]) as loader:
-            ways = [lambda: slices(whole, count), lambda: loader]
-            pairs = [
-                side_by_side(ways, model, device, swapped=number % 2 == 1)
-                for number in range(repeats + 2)
-            ][2:]
+            ways = [
+                lambda: epoch_seconds(slices(whole, count), model, device),
+                lambda: epoch_seconds(loader, model, device),
+            ]
+            pairs = side_by_side(ways, repeats + 2)[2:]
     torch.set_num_threads(threads)
     step_us = float(np.median([limit for limit, _ in pairs])) / (count / BATCH) * 1e6
     ratio = float(np.median([mine / limit for limit, mine in pairs]))
