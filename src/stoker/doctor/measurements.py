@@ -122,6 +122,8 @@ class LoaderFacts:
         work: Where the seconds of one batch go, in one loading process.
         alone_seconds: Of one batch in one loading process (torch), or of the whole loader with nobody
             training beside it (stoker).
+        sample_seconds: Of one sample more in a batch, where samples are fetched one by one; the first, with
+            all that a fetch costs however small, left out.
         blocked_share: Of these seconds, how much was not computing: a disk, a network, a sleep.
         queued_share: Of the time from asking for a batch to having it, how much the loading process was
             ready and no core was free; not part of `alone_seconds`.
@@ -153,6 +155,7 @@ class LoaderFacts:
     start_method: str | None = None
     work: LoaderWork = field(default_factory=LoaderWork)
     alone_seconds: Spread | None = None
+    sample_seconds: Spread | None = None
     blocked_share: float | None = None
     queued_share: float | None = None
     crowding_share: float | None = None

@@ -11,6 +11,7 @@ from dataclasses import replace
 from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved, worthwhile
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import Pace, gain
+from stoker.doctor.measurements import LoaderFacts
 from stoker.units import format_bytes
 
 _SHORT_KERNEL_SECONDS = 25e-6
@@ -25,6 +26,8 @@ _MOST_TIMES_LARGER, _ENOUGH = 32, 512
 """The larger batch that is proposed: at most so many times this one, and not beyond so many samples."""
 _FETCH_SECONDS = 60e-6
 """Of asking a dataset for a batch, however small."""
+_COLLATE_CALLS, _COLLATE_BYTES_PER_SECOND = 40, 4e9
+"""torch's collating of nothing costs as much as so many small samples; large ones are copied so fast."""
 
 
 def pageable_copies(case: Case) -> Finding | None:
@@ -150,7 +153,7 @@ def batch_too_small(case: Case) -> Finding | None:
     if samples > _SMALL_BATCH or fixed_and_growing is None:
         return None
     fixed, growing = fixed_and_growing
-    loading = _growing_load(case, pace)
+    loading = _growing_load(case, pace, samples)
     times = 2
     while times < _MOST_TIMES_LARGER and times * growing < fixed and times * samples < _ENOUGH:
         times *= 2
@@ -166,13 +169,26 @@ def batch_too_small(case: Case) -> Finding | None:
     return _batch_finding(case, samples, round(samples * times), gains, fixed / pace.compute)
 
 
-def _growing_load(case: Case, pace: Pace) -> float:
+def _growing_load(case: Case, pace: Pace, samples: float) -> float:
     """Return seconds of a step's loading that its samples cost, not the asking for a batch."""
     loader = case.measured.loader
     if loader is None or loader.alone_seconds is None:
         return pace.load
-    alone = loader.alone_seconds.median - _FETCH_SECONDS
-    return max(0.0, min(pace.load, alone * loader.batches_per_step))
+    if loader.sample_seconds is None:
+        growing = max(0.0, loader.alone_seconds.median - _FETCH_SECONDS)
+    else:
+        per_batch = samples / loader.batches_per_step
+        growing = loader.sample_seconds.median * per_batch + _growing_collate(loader, per_batch)
+    return min(pace.load, growing * loader.batches_per_step)
+
+
+def _growing_collate(loader: LoaderFacts, samples: float) -> float:
+    """Return seconds of collating a batch that its samples cost; all of it where the function is the user's."""
+    collate = loader.work.collate or 0.0
+    if loader.collate_where is not None:
+        return collate
+    called = collate * samples / (samples + _COLLATE_CALLS)
+    return max(called, min(collate, (loader.batch_bytes or 0) / _COLLATE_BYTES_PER_SECOND))
 
 
 def _fixed_and_growing(case: Case, pace: Pace) -> tuple[float, float] | None:

@@ -71,6 +71,7 @@ def read_loader(
         start_method=facts["start_method"],
         work=_work(crew, fetches),
         alone_seconds=Spread.of(fetch.seconds - fetch.delay for fetch in fetches),
+        sample_seconds=Spread.of(fetch.sample for fetch in fetches if fetch.sample is not None),
         # Seconds queued for a core are the machine's affair: they are neither work nor waiting.
         blocked_share=idle / ran if ran > 0 else None,
         queued_share=1 - ran / wall if wall > 0 else None,

@@ -18,6 +18,8 @@ from . import clocks, hooks, places, recorder, sampling
 _LOADER_VARIABLE = "STOKER_DOCTOR_LOADER"
 _MOST_FETCH_ROWS = 4000
 _ALL_FETCHES, _SHORT_FETCH_SECONDS = 64, 2e-3
+_FEW_SAMPLES = 64
+"""Up to so many in a batch, one sample more is timed: larger batches are not too small."""
 _depth = threading.local()
 
 
@@ -273,10 +275,11 @@ def _timed_fetch(original: Any) -> Any:
             return _counted_fetch(original, self, possibly_batched_index)
         sampling.begin()
         self._stoker_collate = 0.0
+        indices = _StampedIndices.of(self, possibly_batched_index)
         sampling.active_thread = clocks.current_thread()
         began, cpu, delay = time.perf_counter(), _fetching_cpu(seen), clocks.run_delay()
         try:
-            return original(self, possibly_batched_index)
+            return original(self, indices)
         finally:
             sampling.active_thread = 0
             with recorder.guarded("fetch"):
@@ -285,8 +288,10 @@ def _timed_fetch(original: Any) -> Any:
                 seen.short_fetches = wall < _SHORT_FETCH_SECONDS
                 if seen.num_fetches <= _MOST_FETCH_ROWS:
                     collate, number = self._stoker_collate, seen.loader_id
-                    row = recorder.Fetch(began, wall, busy, seen.fetch_delay, collate, number)
-                    seen.fetches.append(row)
+                    sample = getattr(indices, "sample_seconds", None)
+                    seen.fetches.append(
+                        recorder.Fetch(began, wall, busy, seen.fetch_delay, collate, number, sample)
+                    )
                 if seen.role == "worker":
                     seen.flush_when_due()
 
@@ -306,6 +311,43 @@ def _counted_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
         return original(fetcher, indices)
     finally:
         sampling.active_thread = 0
+
+
+class _StampedIndices(list[Any]):
+    """The indices of a small batch, which notes when each one is asked for.
+
+    A fetch costs something before its first sample, whose code is cold too, so a small batch does not tell
+    what a large one would take. What the samples after the first cost does.
+    """
+
+    def __init__(self, indices: list[Any]) -> None:
+        super().__init__(indices)
+        self.asked: list[float] = []
+
+    @classmethod
+    def of(cls, fetcher: Any, indices: Any) -> Any:
+        """Return the indices, noting; those that are not asked for one by one as they are."""
+        if (
+            type(indices) is not list
+            or not 2 <= len(indices) <= _FEW_SAMPLES
+            or not fetcher.auto_collation
+            or hasattr(fetcher.dataset, "__getitems__")
+        ):
+            return indices
+        return cls(indices)
+
+    def __iter__(self) -> Any:
+        self.asked.clear()
+        for index in super().__iter__():
+            self.asked.append(time.perf_counter())
+            yield index
+        self.asked.append(time.perf_counter())
+
+    @property
+    def sample_seconds(self) -> float | None:
+        """Of one sample, without the first."""
+        num_timed = len(self.asked) - 2
+        return (self.asked[-1] - self.asked[1]) / num_timed if num_timed > 0 else None
 
 
 class _TimedCollate:

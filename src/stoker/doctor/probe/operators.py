@@ -54,6 +54,8 @@ _VIEWS = frozenset(
             "flatten",
             "to",
             "result_type",
+            "resolve_conj",
+            "resolve_neg",
         ),
     )
 )
@@ -247,7 +249,7 @@ def _host_totals(host: list[Any]) -> dict[str, Any]:
 
 def _size_seconds(name: str, shapes: list[list[int]]) -> float:
     """Return what an operator's arithmetic and memory traffic would take one unhurried core."""
-    if name in _VIEWS or name.startswith("autograd::"):
+    if name in _VIEWS or name.startswith(("autograd::", "torch::autograd::")):
         return 0.0
     matrices = [shape for shape in shapes if len(shape) >= 2]
     if name in _PRODUCTS and len(matrices) >= 2:

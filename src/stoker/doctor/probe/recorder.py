@@ -66,7 +66,10 @@ class Row(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """One batch being made: when it began, wall seconds, those on a core, those queued for one."""
+    """One batch being made: when it began, wall seconds, those on a core, those queued for one.
+
+    `sample` is what one sample more costs, where they are asked for one by one.
+    """
 
     start: float
     seconds: float
@@ -74,6 +77,7 @@ class Fetch(NamedTuple):
     delay: float
     collate: float
     loader: int
+    sample: float | None = None
 
 
 class Site:
