@@ -5,8 +5,8 @@ of chunks, or "library" with the reason. Costs: about 1.2 µs per chunk, once pe
 
 h5py serialises every call of a process behind one lock, and its default chunk shape makes one
 row of a wide array cost 47 ms; positional reads at known offsets have neither problem. What
-this file does not understand (other filters, checksums of HDF5's own, virtual or external data)
-goes through the library, slower and right.
+this file does not understand (other filters, checksums of HDF5's own, virtual or external data,
+numbers of other bits than numpy's) goes through the library, slower and right.
 """
 
 from __future__ import annotations
@@ -85,6 +85,10 @@ def locate(file: Path, dataset: h5py.Dataset) -> Location:
         "dtype": dataset.dtype,
         "fill": dataset.fillvalue,
     }
+    if not _is_numpys(dataset):
+        stored = dataset.id.get_type()
+        bits = f"{8 * stored.get_size()} bits that are not numpy's {dataset.dtype}"
+        return Location(**facts, layout="library", reason=f"its numbers are {bits}")
     layout = plist.get_layout()
     if layout == h5py.h5d.CONTIGUOUS and plist.get_external_count() == 0:
         return _locate_contiguous(facts, dataset)
@@ -94,6 +98,15 @@ def locate(file: Path, dataset: h5py.Dataset) -> Location:
     return Location(
         **facts, layout="library", reason=f"its data is {names.get(layout, 'external')}"
     )
+
+
+def _is_numpys(dataset: h5py.Dataset) -> bool:
+    """Return whether the file holds numbers bit by bit as numpy does: not bfloat16, nor 12 bits in 16."""
+    stored, kind = dataset.id.get_type(), dataset.dtype
+    if isinstance(stored, h5py.h5t.TypeEnumID):  # also booleans: small numbers with names
+        stored = stored.get_super()
+        kind = np.dtype(kind.str.replace("b", "i"))
+    return bool(stored.equal(h5py.h5t.py_create(np.dtype(kind.str))))
 
 
 def _locate_contiguous(facts: dict[str, Any], dataset: h5py.Dataset) -> Location:

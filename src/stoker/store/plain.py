@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 
 from stoker.errors import StoreError
 from stoker.store.hdf5 import named_damage, open_hdf5
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
+
+_MOST_BYTES = 8
+"""Of a number: torch has no longer ones."""
 
 
 def describe_plain_file(path: Path) -> tuple[Manifest, tuple[str, ...]]:
@@ -35,7 +39,7 @@ def describe_plain_file(path: Path) -> tuple[Manifest, tuple[str, ...]]:
             else:
                 notes.append(f"dataset {name!r} has {shape[0]} rows, not {num_samples}: left aside")
         stated = file.attrs.get("num_samples")
-        if stated is not None and int(stated) != num_samples:
+        if stated is not None and not np.array_equal(stated, num_samples):
             notes.append(
                 f"the attribute num_samples says {stated}, but the data has {num_samples} rows"
             )
@@ -60,12 +64,17 @@ def _find_arrays(file: h5py.File) -> tuple[dict[str, tuple[tuple[int, ...], str]
         if not isinstance(name, str):  # h5py gives bytes where a name is not UTF-8
             notes.append(f"dataset {name!r} has a name that is not text: left aside")
             return
+        try:
+            dtype = node.dtype
+        except TypeError as error:  # numbers of 24 bits, for example
+            notes.append(f"dataset {name!r} has a type that numpy has not ({error}): left aside")
+            return
         if node.shape is None or len(node.shape) == 0:
             notes.append(f"dataset {name!r} is a single value: left aside")
-        elif node.dtype.kind not in "biuf":
-            notes.append(f"dataset {name!r} has dtype {node.dtype}: left aside")
+        elif dtype.kind not in "biuf" or dtype.itemsize > _MOST_BYTES:
+            notes.append(f"dataset {name!r} has dtype {dtype}: left aside")
         else:
-            arrays[name] = (tuple(map(int, node.shape)), node.dtype.str)
+            arrays[name] = (tuple(map(int, node.shape)), dtype.str)
 
     file.visititems(visit)
     return arrays, notes
