@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from stoker.loader import ragged
+from stoker.loader.loader import Loader
 from stoker.sources.molecules.functional_groups import expand_functional_groups
 from stoker.sources.molecules.packed import expand_atoms, expand_bonds
 from stoker.sources.msp import bin_spectrum
-from stoker.store.fields import offsets_of
+from stoker.store.fields import Ragged, offsets_of
+from store_makers import write_store
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
@@ -133,3 +135,26 @@ def test_graphs_join_as_pytorch_geometric_joins_them(device):
     theirs = geometric.Batch.from_data_list(singles)
     for name in ("x", "edge_index", "edge_attr", "batch", "ptr"):
         assert torch.equal(getattr(graphs, name).cpu(), getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("first", [np.nan, np.inf, 7.0])
+@pytest.mark.parametrize("chunk_bytes", [None, 16])
+def test_the_padding_of_static_shapes_is_zero_whatever_the_first_value_is(
+    tmp_path, device, first, chunk_bytes
+):
+    values = np.array([first, np.nan, 1, 2, 3, 4, 5], "f4")
+    fields = {
+        "r": Ragged(values, np.array([0, 2, 2, 5, 7])),
+        "words": Ragged(values > 2, [0, 1, 1, 4, 7]),
+    }
+    store = write_store(tmp_path / "store", [fields])
+    with Loader(store, 2, device, chunk_bytes=chunk_bytes) as loader:
+        for index in loader.index_batches():
+            exact = loader.assemble(index.indices, index.totals)
+            padded = loader.assemble(index.indices)
+            for name in fields:
+                held = len(exact[name])
+                np.testing.assert_array_equal(padded[name][:held].cpu(), exact[name].cpu())
+                assert padded[name].dtype == exact[name].dtype
+                assert not padded[name][held:].any()

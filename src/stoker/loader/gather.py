@@ -62,7 +62,8 @@ def take_ranges(
         return values.index_select(0, source)
     inside = place < offsets[-1]
     taken = values.index_select(0, torch.where(inside, source, 0))
-    return taken * inside.view(-1, *[1] * (values.dim() - 1)).to(taken.dtype)
+    # Not a product with 0: the first value may be anything, also not a number.
+    return taken.masked_fill_(~inside.view(-1, *[1] * (values.dim() - 1)), 0)
 
 
 class Augments(Protocol):
