@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from molecule_makers import SMILES, inchikey, mol_block, msp_record, write_library, write_mols
-from stoker.errors import InputError, SourceError
+from stoker.errors import InputError, SourceError, StoreError
 from stoker.loader.massspec_doors import LazyMassSpecDataset, NISTDataLoader, collate_molecules
 from stoker.sources.molecules.functional_groups import expand_functional_groups
 from stoker.sources.molecules.packed import (
@@ -140,14 +141,26 @@ def test_max_samples_has_a_cache_of_its_own(library, cache, dataset):
     assert len(dataset) == len(SMALL), "the whole library's cache stands untouched"
 
 
-def test_another_max_mz_builds_again_and_says_why(library, tmp_path):
+def test_another_max_mz_has_a_cache_of_its_own(library, cache, dataset):
+    before = [dataset[number]["spectrum"] for number in range(len(dataset))]
+    other = LazyMassSpecDataset(*library, max_mz=30, cache_dir=cache, jobs=1)
+    assert other[0]["spectrum"].shape == (31,)
+    assert other.store.path == cache / "spectra_mz30"
+    again = pickle.loads(pickle.dumps(dataset))  # as in a spawned worker
+    assert all(torch.equal(again[n]["spectrum"], old) for n, old in enumerate(before))
+
+
+def test_a_changed_library_builds_again_says_why_and_is_no_longer_the_pickled_one(tmp_path):
     lines = []
-    for max_mz in (500, 300):
-        dataset = LazyMassSpecDataset(
-            *library, max_mz=max_mz, cache_dir=tmp_path, say=lines.append, jobs=1
-        )
-    assert dataset[0]["spectrum"].shape == (301,)
-    assert any("again:" in line and "max_mz" in line for line in lines)
+    library = write_library(tmp_path, SMALL[:6])
+    options = {"cache_dir": tmp_path / "cache", "say": lines.append, "jobs": 1}
+    text = pickle.dumps(LazyMassSpecDataset(*library, **options))
+    (tmp_path / "other").mkdir()
+    shutil.copy(write_library(tmp_path / "other", SMALL[:4])[0], library[0])
+    assert len(LazyMassSpecDataset(*library, **options)) == 4
+    assert any("again:" in line for line in lines)
+    with pytest.raises(StoreError, match="was built anew since this dataset was opened"):
+        pickle.loads(text)
 
 
 def test_memory_is_counted_and_small(dataset):
@@ -348,6 +361,11 @@ def test_bad_input_says_what_is_allowed(dataset, library, tmp_path):
         (lambda: create(dataset, batch_size=0), "batch_size is 0"),
         (lambda: create(dataset, num_workers="4-6"), "num_workers is '4-6'"),
         (lambda: create(dataset, train_ratio=0.9, val_ratio=0.2), "add up to at most 1"),
+        (lambda: create(dataset, train_ratio="a"), "train_ratio is a"),
+        (lambda: create(dataset, train_ratio=float("nan")), "train_ratio is nan"),
+        (lambda: dataset[0:2], "item slice(0, 2, None)"),
+        (lambda: dataset[1.7], "item 1.7"),
+        (lambda: dataset.read_batch([]), "a batch of no items"),
         (lambda: create(dataset, train_ratio=0.0, val_ratio=0.5), "fell into training"),
         (lambda: LazyMassSpecDataset(*library, max_mz=0, cache_dir=tmp_path), "max_mz is 0"),
     ]

@@ -8,8 +8,8 @@ CPU per molecule); later runs open the store. In memory only offsets and three n
 
 The documents trade memory for time: lazy graphs, or 5 GB of precomputed ones. Packed graphs need
 200 bytes a molecule, so there is nothing to trade; `precompute_graphs=True` keeps the packed ones in
-memory. The cache is a store (`stoker inspect` opens it), rebuilt by itself when the library, `max_mz`
-or the featuriser changes. For batches built on the GPU use `stoker.Loader` on `dataset.store`.
+memory. The cache is a store (`stoker inspect` opens it), one for each `max_mz` and `max_samples`, rebuilt by
+itself when the library or the featuriser changes. For batches built on the GPU use `stoker.Loader` on `dataset.store`.
 
 The lines that the documents print go to the logger "stoker.massspec" at level INFO, or to whatever is
 given as `say`; sizes and counts in them are measured.
@@ -18,15 +18,17 @@ given as `say`; sizes and counts in them are measured.
 from __future__ import annotations
 
 import logging
+import numbers
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
 from torch.utils import data as torch_data
 
-from stoker.errors import InputError, StokerError
+from stoker.errors import InputError, StokerError, StoreError
 from stoker.loader.splits import split_by_group
 from stoker.packing import PackOptions, PackResult, pack
 from stoker.sources.massspec import MassSpecSource
@@ -34,7 +36,7 @@ from stoker.sources.molecules.functional_groups import expand_functional_groups
 from stoker.sources.molecules.packed import ECFP_SIZE, expand_atoms, expand_bonds
 from stoker.sources.msp import bin_spectrum
 from stoker.store.fields import Array, offsets_of
-from stoker.store.manifest import MANIFEST_NAME, REFUSED_NAME
+from stoker.store.manifest import MANIFEST_NAME, REFUSED_NAME, read_manifest
 from stoker.store.reader import Store, open_store
 from stoker.units import MB
 
@@ -45,6 +47,7 @@ _LOGGER = logging.getLogger("stoker.massspec")
 _PER_ITEM = ("mz", "intensity", "atoms", "bonds", "ecfp_bits", "ecfp_counts")
 _COLUMNS = ("functional_groups", "mol_weight", "group")
 _GRAPH = ("x", "batch", "ptr")
+_MAX_MZ = 500
 _TEXTS = ("name", "inchikey", "formula", "identifier")
 
 
@@ -81,7 +84,7 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
         self,
         msp_file: str | Path,
         mol_files_dir: str | Path,
-        max_mz: int = 500,
+        max_mz: int = _MAX_MZ,
         cache_dir: str | Path = "data/processed/lazy_cache",
         use_functional_groups: bool = True,
         precompute_graphs: bool = False,
@@ -94,11 +97,22 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
         source = MassSpecSource(
             Path(msp_file), Path(mol_files_dir), max_mz=max_mz, max_samples=max_samples
         )
+        # What lies in the store depends on both: another dataset must not take its place.
         suffix = "" if max_samples is None else f"_n{max_samples}"
+        suffix += "" if max_mz == _MAX_MZ else f"_mz{max_mz}"
         folder = Path(cache_dir) / f"spectra{suffix}"
         result = _build(source, folder, jobs, self._say)
         self._open(str(folder), max_mz, use_functional_groups, precompute_graphs)
         self._report(result)
+
+    @classmethod
+    def from_store(cls, folder: str | Path, precompute_graphs: bool = False) -> Self:
+        """Open the dataset over a store that was built, without looking at the library again."""
+        dataset = cls.__new__(cls)
+        dataset._say = _LOGGER.info
+        max_mz = int(read_manifest(Path(folder)).attributes["max_mz"])
+        dataset._open(str(folder), max_mz, True, precompute_graphs)
+        return dataset
 
     def _open(self, folder: str, max_mz: int, functional_groups: bool, graphs: bool) -> None:
         self._options = (folder, max_mz, functional_groups, graphs)
@@ -144,12 +158,24 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
         self._say(f"Dataset ready: {count} samples (Memory-efficient mode)")
         self._say(f"Estimated memory usage: ~{self.resident_bytes / MB:.1f} MB")
 
-    def __getstate__(self) -> tuple[str, int, bool, bool]:
-        return self._options
+    def __getstate__(self) -> tuple[str, tuple[str, int, bool, bool]]:
+        return self._identity, self._options
 
-    def __setstate__(self, options: tuple[str, int, bool, bool]) -> None:
+    def __setstate__(self, state: tuple[str, tuple[str, int, bool, bool]]) -> None:
+        identity, options = state
         self._say = _LOGGER.info
         self._open(*options)
+        if identity != self._identity:
+            raise StoreError(
+                f"{self.store.path} was built anew since this dataset was opened.",
+                "the store that was there",
+                "open the dataset again, and give each one a cache_dir of its own",
+            )
+
+    @property
+    def _identity(self) -> str:
+        """What is in the store: its shards by checksum."""
+        return " ".join(shard.checksum for shard in self.store.manifest.shards)
 
     def __len__(self) -> int:
         return int(self.store.num_samples)
@@ -188,6 +214,8 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
     def read_batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """Return a batch as `collate_molecules` makes it, unpacked in one go: 5 times as fast."""
         rows = [self._check(index) for index in indices]
+        if not rows:
+            raise InputError("a batch of no items.", "1 or more", "dataset.read_batch([0, 1])")
         words = {name: self._join(name, rows) for name in _PER_ITEM}
         mz, peaks = words["mz"]
         atoms, ptr = words["atoms"]
@@ -224,6 +252,12 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
 
     def _check(self, index: int) -> int:
         count = len(self)
+        try:
+            index = operator.index(index)
+        except TypeError:
+            raise InputError(
+                f"item {index!r} of a dataset.", "a whole number", "dataset[0]"
+            ) from None
         if not -count <= index < count:
             raise _OutOfRangeError(
                 f"item {index} of a dataset with {count} samples.", f"0 to {count - 1}", ""
@@ -384,7 +418,12 @@ def _check_options(
             raise InputError(
                 f"{name} is {value!r}.", f"a whole number, {least} or more", f"{name}=4"
             )
-    if min(train_ratio, val_ratio) < 0 or train_ratio + val_ratio > 1 + 1e-9:
+    ratios = (train_ratio, val_ratio)
+    if (
+        not all(isinstance(ratio, numbers.Real) for ratio in ratios)
+        or not min(ratios) >= 0
+        or not sum(ratios) <= 1 + 1e-9
+    ):
         raise InputError(
             f"train_ratio is {train_ratio} and val_ratio is {val_ratio}.",
             "two shares of 0 or more that add up to at most 1; the rest is test",

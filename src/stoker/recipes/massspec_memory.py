@@ -278,14 +278,9 @@ def answer(task: str, *arguments: Any) -> None:
 
 
 def _open(store: str, kind: Kind) -> Any:
-    """Return the dataset over a store, without looking at the library again."""
     from stoker.loader.massspec_doors import LazyMassSpecDataset
-    from stoker.store.manifest import read_manifest
 
-    max_mz = int(read_manifest(Path(store)).attributes["max_mz"])
-    dataset = LazyMassSpecDataset.__new__(LazyMassSpecDataset)
-    dataset.__setstate__((store, max_mz, True, kind == "precomputed"))
-    return dataset
+    return LazyMassSpecDataset.from_store(store, precompute_graphs=kind == "precomputed")
 
 
 def _dataset(store: str, kind: Kind, in_parts: str | None) -> dict[str, Any]:
