@@ -327,8 +327,15 @@ def test_leaving_in_the_middle_ends_the_threads(store):
     [
         ({"batch_size": 0}, "batch"),
         ({"fields": ["nothing"]}, r"fields \['nothing'\]"),
-        ({"samples": np.array([3, 2])}, "not rising"),
-        ({"samples": np.array([0, 200])}, "not rising numbers of samples"),
+        ({"fields": "features"}, "fields is 'features'"),
+        ({"samples": np.array([1, 3, 2])}, "sample 2 was asked for after 3"),
+        ({"samples": np.array([3, 3])}, "sample 3 was asked for after 3"),
+        ({"samples": np.array([0, 200])}, "sample 200 was asked of"),
+        ({"samples": np.array([-1, 2])}, "sample -1 was asked of"),
+        ({"samples": np.array([2**63], np.uint64)}, "sample 9223372036854775808 was asked of"),
+        ({"samples": []}, "no samples were asked for"),
+        ({"plan": 3}, "plan is 3"),
+        ({"num_slots": -1, "chunk_bytes": 1000}, "num_slots is -1"),
         ({"rank": 2, "world_size": 2}, "rank"),
         ({"order": "random"}, "random"),
     ],
@@ -344,6 +351,11 @@ def test_cuda_without_a_device_is_refused(store):
     with pytest.raises(InputError, match="torch sees 0 CUDA devices") as caught:
         Loader(store, 4, "cuda")
     assert "device='cpu'" in caught.value.fix
+
+
+def test_what_is_no_state_is_refused(store):
+    with Loader(store, 4, "cpu") as loader, pytest.raises(InputError, match="the state is None"):
+        loader.load_state_dict(None)
 
 
 def test_a_state_of_another_loader_is_refused_with_the_difference(store):

@@ -17,6 +17,7 @@ import pytest
 
 from stoker.basics import PrefetchingDataLoader
 from stoker.errors import InputError, StokerError
+from stoker.loader.batch import Batch
 from stoker.loader.chunk_door import ChunkDataLoader
 from stoker.loader.lanes import plan_store_lanes
 from stoker.loader.loader import Loader
@@ -279,3 +280,9 @@ def test_none_is_no_batch():
     assert loader.next_batch() == 1
     with pytest.raises(InputError, match="None"):
         loader.next_batch()
+
+
+def test_an_ended_lane_holds_no_sample():
+    batch = Batch()
+    batch.positions, batch._samples = np.array([-1, 1]), np.array([5, 9])
+    assert batch.sample_ids.tolist() == [-1, 9]

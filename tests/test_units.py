@@ -11,6 +11,7 @@ from stoker.units import (
     format_rate,
     format_seconds,
     parse_bytes,
+    parse_memory,
     parse_seconds,
     parse_share,
 )
@@ -75,3 +76,18 @@ def test_unknown_reads_na_and_units_grow():
     ]
     assert format_count(1, "shard") == "1 shard"
     assert format_count(300_000, "shard") == "300,000 shards"
+
+
+@pytest.mark.parametrize("text", ["16", " 512 ", "1"])
+def test_memory_without_a_unit_is_asked_for_one(text):
+    with pytest.raises(InputError, match="bytes") as caught:
+        parse_memory(text, "--ram")
+    assert caught.value.fix == f"--ram {text.strip()}GB"
+    assert parse_memory("4096", "--ram") == parse_bytes("4096") == 4096
+    assert parse_memory("16GB", "--ram") == 16 * 10**9
+
+
+def test_what_is_no_share_is_answered_with_what_is():
+    with pytest.raises(InputError) as caught:
+        parse_share("abc")
+    assert caught.value.allowed == "a number of 0 or more"

@@ -49,7 +49,7 @@ def _parse(text: str | float, units: dict[str, float] | dict[str, int], example:
         known = ", ".join(name for name in units if name)
         raise InputError(
             f"cannot read {text!r} as a quantity.",
-            f"a number and one of {known}",
+            f"a number and one of {known}" if known else "a number of 0 or more",
             f"for example {example}",
         )
     return float(match[1]) * units[unit]
@@ -58,6 +58,16 @@ def _parse(text: str | float, units: dict[str, float] | dict[str, int], example:
 def parse_bytes(text: str | float) -> int:
     """Return bytes for "12GB", "1.5 GiB", "4096" or a number."""
     return int(_parse(text, _BYTE_UNITS, "12GB"))
+
+
+def parse_memory(text: str, option: str) -> int:
+    """Return the bytes of a machine's memory: "16" is no 16 bytes, but a unit that was forgotten."""
+    size = parse_bytes(text)
+    if 0 < size < KIB:
+        raise InputError(
+            f"{option} {text} is {size} bytes.", "a size with its unit", f"{option} {size}GB"
+        )
+    return size
 
 
 def parse_seconds(text: str | float) -> float:

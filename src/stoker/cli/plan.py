@@ -138,13 +138,13 @@ def _make(
     from stoker.machine import probe
     from stoker.plan import FALLBACK_SHARE, make_plan, store_facts
     from stoker.store.reader import open_store
-    from stoker.units import parse_bytes, parse_share
+    from stoker.units import parse_memory, parse_share
 
     with open_store(path) as opened:
         facts = store_facts(opened.manifest)
         machine = probe(opened.path)
     gpu_bytes, gpu_origin = _gpu_memory(gpu_memory, machine)
-    ram_bytes = machine.ram_available_bytes if ram is None else parse_bytes(ram)
+    ram_bytes = machine.ram_available_bytes if ram is None else parse_memory(ram, "--ram")
     if ram_bytes is None:
         raise InputError("the free RAM of this machine is unknown.", "an amount", "--ram 32GB")
     ram_origin = "RAM: free on this machine" if ram is None else "RAM: as given"
@@ -164,12 +164,12 @@ def _make(
 
 
 def _gpu_memory(given: str | None, machine: Machine) -> tuple[int | None, str]:
-    from stoker.units import parse_bytes
+    from stoker.units import parse_memory
 
     if given is not None:
         if given.strip().lower() == "none":
             return None, "GPU: none, as given"
-        return parse_bytes(given), "GPU: as given"
+        return parse_memory(given, "--gpu-memory"), "GPU: as given"
     seen = [gpu for gpu in machine.gpus if gpu.visible is not False and gpu.memory_free_bytes]
     if not seen:
         return None, "GPU: none on this machine; --gpu-memory 16GB plans for another"

@@ -40,8 +40,9 @@ class Batch(dict[str, torch.Tensor]):
 
     @property
     def sample_ids(self) -> Array:
-        """Samples of the store, on the host, in row order."""
-        return cast(Array, self._samples[np.maximum(self.positions, 0)])
+        """Samples of the store, on the host, in row order; -1 for a lane that has ended."""
+        found = self._samples[np.maximum(self.positions, 0)]
+        return cast(Array, np.where(self.positions < 0, -1, found))
 
     @property
     def num_together(self) -> int:

@@ -94,6 +94,8 @@ def make_columns(store: Store, fields: Sequence[str] | None, samples: Array) -> 
     """Return the columns of `fields` (all but text when None) for the given samples, in order."""
     if fields is None:
         fields = [name for name, info in store.fields.items() if info.encoding is None]
+    if isinstance(fields, str):
+        raise InputError(f"fields is {fields!r}.", "a list of names", f"fields=[{fields!r}]")
     unknown = [name for name in fields if name not in store.fields]
     if unknown or not fields:
         raise InputError(

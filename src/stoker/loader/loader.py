@@ -128,11 +128,15 @@ class Loader:
         )
         self.samples = check_samples(samples, self.store)
         self.columns = make_columns(self.store, fields, self.samples)
+        if plan is not None and not isinstance(plan, Plan):
+            raise InputError(f"plan is {plan!r}.", "a Plan", "plan=make_plan(...), or none")
         self.plan = plan or self._make_plan(batch_size, self.device)
         streamed = self.plan.tier == "streamed" and chunk_bytes is None and lanes is None
         # Streamed batches are assembled in host memory, by the same code, and copied afterwards.
         self._home = torch.device("cpu") if streamed else self.device
         local = self._make_plan(batch_size, self._home, plan) if streamed else self.plan
+        if num_slots < 1:
+            raise InputError(f"num_slots is {num_slots}.", "1 or more", "num_slots=3")
         if chunk_bytes is None:
             num_slots = local.num_slots
         chunks, reason = self._choose_chunks(local, batch_size, chunk_bytes, lanes)
@@ -716,18 +720,28 @@ def check_samples(samples: Array | None, store: Store) -> Array:
     if samples is None:
         return np.arange(store.num_samples, dtype=np.int64)
     samples = np.asarray(samples)
+    if not samples.size:
+        raise InputError("no samples were asked for.", "1 or more", "look at what chose them")
     if samples.ndim != 1 or samples.dtype.kind not in "iu":
         raise InputError(
             f"samples are {samples.dtype} {samples.shape}.",
             "1-D whole numbers",
             "np.flatnonzero(mask)",
         )
-    samples = samples.astype(np.int64)
-    rising = len(samples) < 2 or bool((np.diff(samples) > 0).all())
-    if not rising or (len(samples) and not (samples[0] >= 0 and samples[-1] < store.num_samples)):
+    allowed = f"rising, without repeats, from 0 to {store.num_samples - 1}"
+    outside = samples[(samples < 0) | (samples >= store.num_samples)]
+    if len(outside):
         raise InputError(
-            "the samples are not rising numbers of samples of the store.",
-            f"rising, without repeats, from 0 to {store.num_samples - 1}",
-            "np.unique(samples)",
+            f"sample {outside[0]} was asked of {store.name}, which has {store.num_samples:,}.",
+            allowed,
+            f"samples[(samples >= 0) & (samples < {store.num_samples})]",
+        )
+    samples = samples.astype(np.int64)
+    if not (np.diff(samples) > 0).all():
+        place = int(np.argmin(np.diff(samples) > 0))
+        raise InputError(
+            f"sample {samples[place + 1]} was asked for after {samples[place]}.",
+            allowed,
+            "np.unique(samples), with order='shuffled' for another order",
         )
     return samples

@@ -179,6 +179,12 @@ def find_place(order: Order, state: Mapping[str, Any]) -> Place:
         InputError: The state is of other data or another kind of order, or of another number of lanes;
             the message says which.
     """
+    if not isinstance(state, Mapping):
+        raise InputError(
+            f"the state is {state!r}.",
+            "what state_dict() returned",
+            "loader.load_state_dict(state)",
+        )
     for name, own in _data_of(order).items():
         if name == "samples" and state.get(name) != own:
             raise InputError(
