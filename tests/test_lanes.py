@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import InputError
 from stoker.loader.lanes import OVER_GAP, OVERLAPS, LanePlan, plan_lanes, plan_store_lanes
+from stoker.loader.loader import Loader
 from stoker.loader.order import Order, PlannedBatch, even_chunks
 from stoker.store.fields import Dense, Series
 from store_makers import write_store
@@ -428,3 +429,92 @@ def test_an_order_refuses_a_plan_for_something_else():
     one_each = plan_lanes(np.arange(1, 20), 1, None, 2)
     with pytest.raises(InputError, match="equal steps"):
         Order(19, 1, "lanes", world_size=2, lanes=one_each)
+
+
+def tiling(folder, num_samples=20, window=4):
+    """A store whose every window begins where the one before it ended."""
+    part = shard(num_samples, [], [0] * num_samples)
+    num_rows = num_samples * window
+    series = replace(
+        part["M1"],
+        rows=np.arange(num_rows, dtype="f4")[:, None],
+        time=np.arange(num_rows) * 60,
+        ends=(np.arange(num_samples) + 1) * window,
+        gap=np.zeros(num_rows, np.uint8),
+    )
+    return write_store(folder, [{**part, "M1": series}])
+
+
+def test_a_loader_refuses_lanes_over_as_many_other_samples(tmp_path):
+    """State would flow over the holes between every second window, unreset."""
+    with tiling(tmp_path / "store") as store:
+        every_second = np.arange(0, 20, 2)
+        for planned, loaded in ((np.arange(10), every_second), (every_second, np.arange(10))):
+            plan = plan_store_lanes(store, 2, samples=planned)
+            with pytest.raises(
+                InputError, match="over 10 samples, the order has as many others"
+            ) as caught:
+                Loader(store, 2, "cpu", order="lanes", samples=loaded, lanes=plan)
+            assert caught.value.allowed == "one list of samples for both"
+            assert "samples=samples" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("samples", "resets"),
+    [
+        (None, [[True] * 2] + [[False] * 2] * 9),
+        (list(range(10)), [[True] * 2] + [[False] * 2] * 4),
+        (np.arange(0, 20, 2, dtype=np.uint8), [[True] * 2] * 5),
+        (np.arange(20)[::-2][::-1], [[True] * 2] * 5),
+    ],
+)
+def test_a_loader_takes_lanes_over_its_own_samples(tmp_path, samples, resets):
+    with tiling(tmp_path / "store") as store:
+        plan = plan_store_lanes(store, 2, samples=samples)
+        with Loader(store, 2, "cpu", order="lanes", samples=samples, lanes=plan) as loader:
+            assert [batch.reset.tolist() for batch in loader] == resets
+
+
+def test_plans_and_orders_that_do_not_know_their_samples_are_held_to_the_number():
+    plan = plan_lanes(np.arange(1, 21), 1, None, 4)
+    assert plan.samples_digest == ""
+    assert len(Order(20, 4, "lanes", lanes=plan, samples_digest="a")) == 5
+    known = replace(plan, samples_digest="a")
+    assert len(Order(20, 4, "lanes", lanes=known)) == 5
+    assert len(Order(20, 4, "lanes", lanes=known, samples_digest="a")) == 5
+    with pytest.raises(InputError, match="planned over 20 samples, the order has as many others"):
+        Order(20, 4, "lanes", lanes=known, samples_digest="b")
+    with pytest.raises(InputError, match="planned over 20 samples, the order has 21"):
+        Order(21, 4, "lanes", lanes=known, samples_digest="b")
+
+
+@pytest.mark.parametrize(
+    ("samples", "given", "allowed"),
+    [
+        ([30], "sample 30 was asked of", "from 0 to 19"),
+        ([-1, 3], "sample -1 was asked of", "from 0 to 19"),
+        ([3, 3], "sample 3 was asked for after 3", "rising, without repeats"),
+        (np.array([3, 2], np.uint8), "sample 2 was asked for after 3", "rising, without repeats"),
+        (np.ones(20, bool), "samples are bool (20,)", "1-D whole numbers"),
+        ([[1, 2]], "samples are int64 (1, 2)", "1-D whole numbers"),
+        ([], "no samples were asked for", "1 or more"),
+    ],
+)
+def test_lanes_over_samples_that_a_store_has_not_are_refused(tmp_path, samples, given, allowed):
+    with tiling(tmp_path / "store") as store, pytest.raises(InputError) as caught:
+        plan_store_lanes(store, 1, samples=samples)
+    assert given in caught.value.given
+    assert allowed in caught.value.allowed
+    assert caught.value.fix
+
+
+def test_lanes_over_no_series_are_refused(tmp_path):
+    with (
+        tiling(tmp_path / "store") as store,
+        pytest.raises(InputError, match="no fields") as caught,
+    ):
+        plan_store_lanes(store, 1, fields=[])
+    assert "M1" in caught.value.allowed
+    assert "fields=['M1']" in caught.value.fix
+    with pytest.raises(InputError, match=r"ends \(3, 0\)"):
+        plan_lanes(np.empty((3, 0), int), [], None, 1)

@@ -186,7 +186,23 @@ def test_splits_are_in_order_and_apart(opens, horizon, embargo, shares):
 
 def test_boundaries_need_samples():
     with pytest.raises(InputError, match="cannot be split"):
-        find_boundaries(np.arange(1), (0.7, 0.15, 0.15))
+        find_boundaries(np.arange(1), (0.4, 0.3, 0.3))
+    with pytest.raises(InputError, match="cannot be split"):
+        find_boundaries(np.arange(0), (0.7, 0.15, 0.15))
+    assert find_boundaries(np.array([5]), (0.7, 0.15, 0.15)) == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("num", "ratios", "bounds"),
+    [
+        (10, (0.7, 0.1, 0.2), (6, 7)),  # 10 * (0.7 + 0.1) is 7.999...
+        (10, (0.7, 0.2, 0.1), (6, 8)),
+        (100, (0.29, 0.29, 0.42), (28, 57)),  # 100 * 0.29 is 28.999...
+        (1999, (0.7, 0.15, 0.15), (1398, 1698)),
+    ],
+)
+def test_boundaries_are_rounded_to_whole_samples(num, ratios, bounds):
+    assert find_boundaries(np.arange(num), ratios) == bounds
 
 
 def bars_of(num, seed=0, **further):

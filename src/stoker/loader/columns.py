@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
+import xxhash
 
 from stoker.errors import InputError
 from stoker.store.arrays import StoredArray
@@ -88,6 +89,44 @@ class Column:
     def row_bytes(self) -> int:
         """Bytes of one row of all its datasets."""
         return sum(values.row_bytes for values in self.values)
+
+
+def check_samples(samples: Array | None, store: Store) -> Array:
+    """Return the samples as rising int64; all of the store's when None."""
+    if samples is None:
+        return np.arange(store.num_samples, dtype=np.int64)
+    samples = np.asarray(samples)
+    if not samples.size:
+        raise InputError("no samples were asked for.", "1 or more", "look at what chose them")
+    if samples.ndim != 1 or samples.dtype.kind not in "iu":
+        raise InputError(
+            f"samples are {samples.dtype} {samples.shape}.",
+            "1-D whole numbers",
+            "np.flatnonzero(mask)",
+        )
+    allowed = f"rising, without repeats, from 0 to {store.num_samples - 1}"
+    outside = samples[(samples < 0) | (samples >= store.num_samples)]
+    if len(outside):
+        raise InputError(
+            f"sample {outside[0]} was asked of {store.name}, which has {store.num_samples:,}.",
+            allowed,
+            f"samples[(samples >= 0) & (samples < {store.num_samples})]",
+        )
+    samples = samples.astype(np.int64)
+    falls = np.flatnonzero(np.diff(samples) <= 0)
+    if len(falls):
+        before, after = samples[falls[0] : falls[0] + 2]
+        raise InputError(
+            f"sample {after} was asked for after {before}.",
+            allowed,
+            "np.unique(samples), with order='shuffled' for another order",
+        )
+    return samples
+
+
+def digest_samples(samples: Array) -> str:
+    """Return a digest of sample numbers, the same for a lane plan and for the loader it is given to."""
+    return str(xxhash.xxh3_64_hexdigest(np.ascontiguousarray(samples, dtype=np.int64).data))
 
 
 def make_columns(store: Store, fields: Sequence[str] | None, samples: Array) -> list[Column]:

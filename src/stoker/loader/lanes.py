@@ -28,11 +28,12 @@ lanes, are left out. A cut between two lanes can fall inside a segment; state th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stoker.errors import InputError
+from stoker.loader.columns import check_samples, digest_samples
 from stoker.store.fields import Array, offsets_of
 from stoker.store.reader import Store
 
@@ -50,6 +51,8 @@ class LanePlan:
         positions: `(tiles,)` int64, positions of the taken samples, ascending.
         begins: `(tiles,)` bool, state begins anew at this tile.
         left_out: Reason to number of samples that are not taken.
+        samples_digest: Of the samples of a store that were offered; "" where they are not known.
+            A loader over others would carry state over holes, so an `Order` refuses the plan.
     """
 
     num_samples: int
@@ -57,6 +60,7 @@ class LanePlan:
     positions: Array
     begins: Array
     left_out: Mapping[str, int]
+    samples_digest: str = ""
 
     @property
     def num_segments(self) -> int:
@@ -142,24 +146,32 @@ def plan_store_lanes(
         num_lanes: `batch_size * world_size`.
         fields: Series whose states are carried; all of them by default. Their windows must cover
             the same stretch of time, or they cannot all tile.
-        samples: Samples of the store, rising; all by default. Give the loader's.
+        samples: Samples of the store, rising; all by default. Give the loader's: it refuses a plan
+            over others.
         max_gap_rows: Rows that may be missing in a row without breaking the state.
     """
     names = list(fields) if fields is not None else _series_of(store)
+    if not names:
+        raise InputError(
+            "no fields were given to carry state over.",
+            f"at least one series of {store.name}: {', '.join(_series_of(store))}",
+            f"fields={_series_of(store)[:1]}, or no fields= for all of them",
+        )
     windows = [_window(store, name) for name in names]
     filled = [number for number, info in enumerate(store.manifest.shards) if info.num_samples]
     if not filled:
         raise InputError(f"{store.name} has no samples.", "at least one per lane", "")
+    chosen = check_samples(samples, store)
     shards = [_look_at_shard(store, shard, names, max_gap_rows) for shard in filled]
     ends, breaks, over_gap = (np.concatenate(column) for column in zip(*shards, strict=True))
     if "split" in store.fields:
         split = store.read_rows("split", 0, store.num_samples)
         breaks[1:] |= split[1:] != split[:-1]
-    chosen = np.arange(store.num_samples) if samples is None else np.asarray(samples)
     # A number per segment of the whole store: what a selection skips still breaks it.
     segments = np.cumsum(breaks)[chosen]
     breaks = np.concatenate([[True], segments[1:] != segments[:-1]])[: len(chosen)]
-    return plan_lanes(ends[chosen], windows, breaks, num_lanes, over_gap=over_gap[chosen])
+    plan = plan_lanes(ends[chosen], windows, breaks, num_lanes, over_gap=over_gap[chosen])
+    return replace(plan, samples_digest=digest_samples(chosen))
 
 
 def _check_arguments(
@@ -169,7 +181,8 @@ def _check_arguments(
     ends, windows = np.asarray(ends, np.int64), np.atleast_1d(np.asarray(window, np.int64))
     ends = ends[:, None] if ends.ndim == 1 else ends
     starts = np.zeros(len(ends), bool) if breaks is None else np.asarray(breaks, bool)
-    if ends.shape[1:] != windows.shape or starts.shape != ends.shape[:1] or windows.min() < 1:
+    fits = ends.shape[1:] == windows.shape and starts.shape == ends.shape[:1]
+    if not fits or not windows.size or windows.min() < 1:
         raise InputError(
             f"ends {ends.shape}, window {window}, breaks {starts.shape}.",
             "ends (n,) with one window of 1 or more, or (n, k) with k windows; breaks (n,)",

@@ -22,12 +22,11 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
-import xxhash
 
 from stoker.errors import InputError
 from stoker.loader.background import JANITOR
 from stoker.loader.batch import Batch, IndexBatch, IndexTable
-from stoker.loader.columns import make_columns
+from stoker.loader.columns import check_samples, digest_samples, make_columns
 from stoker.loader.gather import Assembler, Augments
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import (
@@ -152,7 +151,7 @@ class Loader:
             bool(drop_last),
             chunks,
             lanes,
-            xxhash.xxh3_64_hexdigest(self.samples.data),
+            digest_samples(self.samples),
         )
         where = self.plan.reasons[0] if streamed else reason
         self.reason = f"{where}; {self._order.reason}"
@@ -713,35 +712,3 @@ def whole_number(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise InputError(f"{name} is {value!r}.", "a whole number", f"{name}=8") from None
-
-
-def check_samples(samples: Array | None, store: Store) -> Array:
-    """Return the samples as rising int64; all of the store's when None."""
-    if samples is None:
-        return np.arange(store.num_samples, dtype=np.int64)
-    samples = np.asarray(samples)
-    if not samples.size:
-        raise InputError("no samples were asked for.", "1 or more", "look at what chose them")
-    if samples.ndim != 1 or samples.dtype.kind not in "iu":
-        raise InputError(
-            f"samples are {samples.dtype} {samples.shape}.",
-            "1-D whole numbers",
-            "np.flatnonzero(mask)",
-        )
-    allowed = f"rising, without repeats, from 0 to {store.num_samples - 1}"
-    outside = samples[(samples < 0) | (samples >= store.num_samples)]
-    if len(outside):
-        raise InputError(
-            f"sample {outside[0]} was asked of {store.name}, which has {store.num_samples:,}.",
-            allowed,
-            f"samples[(samples >= 0) & (samples < {store.num_samples})]",
-        )
-    samples = samples.astype(np.int64)
-    if not (np.diff(samples) > 0).all():
-        place = int(np.argmin(np.diff(samples) > 0))
-        raise InputError(
-            f"sample {samples[place + 1]} was asked for after {samples[place]}.",
-            allowed,
-            "np.unique(samples), with order='shuffled' for another order",
-        )
-    return samples

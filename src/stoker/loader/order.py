@@ -412,10 +412,13 @@ def _check_lanes(order: Order) -> None:
             f"batch_size * world_size = {wanted} lanes",
             f"num_lanes={wanted}",
         )
-    if plan.num_samples != order.num_samples:
+    # A plan or an order that does not know its samples can only be held to their number.
+    digests = {plan.samples_digest, order.samples_digest} - {""}
+    as_many = plan.num_samples == order.num_samples
+    if not as_many or len(digests) > 1:
         raise InputError(
             f"the lanes were planned over {plan.num_samples} samples, the order has "
-            f"{order.num_samples}.",
+            + ("as many others." if as_many else f"{order.num_samples}."),
             "one list of samples for both",
             "plan_store_lanes(store, ..., samples=samples) with the loader's samples",
         )

@@ -12,7 +12,8 @@ and leaves an embargo. Neither: `split_randomly`. The rules for groups and times
 
 from __future__ import annotations
 
-from typing import Literal
+import operator
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,6 +27,8 @@ Ratios = tuple[float, float, float]
 DEFAULT_RATIOS: Ratios = (0.8, 0.1, 0.1)
 
 _MAKE_ONE = "samples_of(split_randomly(store.num_samples), 'train')"
+_LARGEST_SEED = 2**64 - 1  # of the hash of groups
+_LARGEST_IN_FLOAT = 2**53  # beyond it float64 leaves whole numbers out
 
 
 def select_samples(store: Store, split: SplitName | None = None) -> Array:
@@ -83,12 +86,12 @@ def split_by_group(groups: Array, ratios: Ratios = DEFAULT_RATIOS, seed: int = 4
     Decided by each group's hash: the ratios hold on average, more data does not move old samples.
 
     Args:
-        groups: `(n,)` whole numbers or text; equal ones stay together.
+        groups: `(n,)` whole numbers or text (bytes are read as UTF-8); equal ones stay together.
         ratios: Expected shares of the groups in train, val and test.
-        seed: 0 or more; another seed, another division.
+        seed: 0 to 2**64 - 1; another seed, another division.
     """
     train, val, _ = check_ratios(ratios)
-    _check_seed(seed)
+    seed = _whole_number("seed", seed, "seed=42", _LARGEST_SEED)
     groups = np.asarray(groups)
     if groups.ndim != 1 or groups.dtype.kind not in "iuUSO":
         raise InputError(
@@ -97,8 +100,7 @@ def split_by_group(groups: Array, ratios: Ratios = DEFAULT_RATIOS, seed: int = 4
             "store.read_rows('group', 0, store.num_samples)",
         )
     if groups.dtype.kind in "USO":
-        keys, inverse = np.unique(groups.astype(str), return_inverse=True)
-        groups = np.array([group_of(key) for key in keys.tolist()], dtype=np.int64)[inverse]
+        groups = _number_texts(groups)
     split = assign_splits(groups, train, val, seed)
     # A hash above train + val is test by rounding even where test has no share.
     return np.minimum(split, _last_share(ratios)).astype(np.uint8)
@@ -115,20 +117,25 @@ def split_by_time(
     A sample is purged when its label ends after the last decision of its split, or when it decides
     within `embargo` decision times after a border.
 
+    Times are whole numbers, floats or datetime64, and are compared exactly; datetime64 of two units
+    are brought to the finer one.
+
     Args:
-        time: `(n,)` int64, when each sample's inputs end; any order, repeats allowed.
-        label_time: `(n,)` int64, when its label is known; not before `time`.
+        time: `(n,)`, when each sample's inputs end; any order, repeats allowed; no NaN or NaT.
+        label_time: `(n,)` on the same clock, when its label is known; not before `time`.
         ratios: Shares of the samples, before purging.
         embargo: Distinct decision times left out after each border; take at least the horizon.
     """
     from stoker.sources.bars import timeframes  # pyarrow comes with it: 0.2 s
 
     shares = check_ratios(ratios)
-    time, label_time = np.asarray(time, np.int64), np.asarray(label_time, np.int64)
+    embargo = _whole_number("embargo", embargo, "embargo=36")
+    time, label_time = np.asarray(time), np.asarray(label_time)
     if time.ndim != 1 or time.shape != label_time.shape:
         raise InputError(
             f"time {time.shape} and label_time {label_time.shape}.", "(n,) both", "label_time=time"
         )
+    time, label_time = _on_one_clock(time, label_time)
     early = np.flatnonzero(label_time < time)
     if len(early):
         raise InputError(
@@ -136,8 +143,6 @@ def split_by_time(
             "label_time >= time for every sample",
             "split_by_time(time, label_time, ...), in this order",
         )
-    if embargo < 0:
-        raise InputError(f"the embargo is {embargo}.", "0 or more", "embargo=36")
     decisions = np.sort(time)
     borders = timeframes.find_boundaries(decisions, shares)
     samples = timeframes.Samples(
@@ -160,7 +165,7 @@ def split_randomly(num_samples: int, ratios: Ratios = DEFAULT_RATIOS, seed: int 
         seed: 0 or more.
     """
     shares = check_ratios(ratios)
-    _check_seed(seed)
+    seed = _whole_number("seed", seed, "seed=42")
     if num_samples < 0:
         raise InputError(f"{num_samples} samples.", "0 or more", "store.num_samples")
     borders = np.rint(np.cumsum(shares)[:2] * num_samples)
@@ -184,6 +189,110 @@ def _last_share(ratios: Ratios) -> int:
     return max(number for number, share in enumerate(ratios) if share > 0)
 
 
-def _check_seed(seed: int) -> None:
-    if seed < 0:
-        raise InputError(f"the seed is {seed}.", "0 or more", "seed=42")
+def _whole_number(name: str, value: Any, fix: str, most: int | None = None) -> int:
+    """Return a whole number of 0 or more as Python's own, or raise."""
+    allowed = "a whole number, 0 or more" if most is None else f"a whole number from 0 to {most}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InputError(f"the {name} is {value!r}.", allowed, fix) from None
+    if number < 0 or (most is not None and number > most):
+        raise InputError(f"the {name} is {number}.", allowed, fix)
+    return number
+
+
+def _number_texts(groups: Array) -> Array:
+    """Return the number of each text, as `stoker pack` has it."""
+    if groups.dtype.kind == "O":  # bytes and text may stand side by side, and do not sort
+        groups = np.array([_as_text(key) for key in groups.tolist()], dtype=str)
+    keys, inverse = np.unique(groups, return_inverse=True)
+    return np.array([group_of(_as_text(key)) for key in keys.tolist()], dtype=np.int64)[inverse]
+
+
+def _as_text(key: object) -> str:
+    try:
+        text = key.decode() if isinstance(key, bytes) else str(key)
+        text.encode()  # half of a surrogate pair is text that has no bytes
+    except UnicodeError:
+        raise InputError(
+            f"the group {key!r} is not UTF-8.",
+            "whole numbers, text, or bytes in UTF-8",
+            "np.char.decode(groups, 'latin-1')",
+        ) from None
+    return text
+
+
+def _on_one_clock(time: Array, label_time: Array) -> tuple[Array, Array]:
+    """Return int64 that compare as the times do, or raise."""
+    _check_times("time", time)
+    _check_times("label_time", label_time)
+    kinds = time.dtype.kind + label_time.dtype.kind
+    if kinds in ("MM", "mm"):
+        return _in_one_unit(time, label_time)
+    if "M" in kinds or "m" in kinds:
+        raise InputError(
+            f"time is {time.dtype} and label_time is {label_time.dtype}.",
+            "two of datetime64, or two of numbers",
+            "np.asarray(label_time, 'datetime64[ns]'), where it counts nanoseconds",
+        )
+    if "f" not in kinds:
+        return time.astype(np.int64), label_time.astype(np.int64)
+    _check_whole_beside_floats(time, label_time)
+    # Ranks: nothing but the order of the times matters from here on.
+    _, ranks = np.unique(np.concatenate([time, label_time]), return_inverse=True)
+    return ranks[: len(time)], ranks[len(time) :]
+
+
+def _check_whole_beside_floats(time: Array, label_time: Array) -> None:
+    for values, floats in ((time, "label_time"), (label_time, "time")):
+        if values.dtype.kind == "f" or not len(values):
+            continue
+        largest = max(abs(int(values.min())), abs(int(values.max())))
+        if largest > _LARGEST_IN_FLOAT:
+            raise InputError(
+                f"time is {time.dtype} and label_time is {label_time.dtype}, with whole numbers up "
+                f"to {largest}, which floats do not tell apart.",
+                "both whole numbers, or both floats",
+                f"np.ceil({floats}).astype(np.int64)",
+            )
+
+
+def _check_times(name: str, values: Array) -> None:
+    if values.dtype.kind not in "iufmM":
+        raise InputError(
+            f"{name} is {values.dtype}.",
+            "whole numbers, floats or datetime64",
+            f"np.asarray({name}, 'datetime64[ns]')",
+        )
+    strange = np.flatnonzero(~np.isfinite(values))
+    if len(strange):
+        raise InputError(
+            f"the {name} of sample {strange[0]} is {values[strange[0]]}.",
+            "times without NaN, inf and NaT",
+            f"leave such samples out: keep = np.isfinite({name})",
+        )
+    if values.dtype.kind == "u" and values.max(initial=0) > np.iinfo(np.int64).max:
+        raise InputError(
+            f"{name} reaches {values.max()}.", "at most 2**63 - 1", f"{name} - {name}.min()"
+        )
+
+
+def _in_one_unit(time: Array, label_time: Array) -> tuple[Array, Array]:
+    """Return datetimes of two units as int64 in the finer one, or raise where it does not reach."""
+    try:
+        unit = np.promote_types(time.dtype, label_time.dtype)
+        moved = [values.astype(unit) for values in (time, label_time)]
+        # A date that the finer unit cannot hold comes back as another one: years 1677 to 2262 in ns.
+        held = all(
+            (new.astype(old.dtype) == old).all()
+            for new, old in zip(moved, (time, label_time), strict=True)
+        )
+    except (TypeError, OverflowError):  # months have no fixed number of seconds
+        held = False
+    if not held:
+        raise InputError(
+            f"time is {time.dtype} and label_time is {label_time.dtype}, and no one unit holds both.",
+            "one unit that holds both: datetime64[ns] reaches from 1677 to 2262",
+            "time.astype('datetime64[us]'), label_time.astype('datetime64[us]')",
+        )
+    return moved[0].astype(np.int64), moved[1].astype(np.int64)

@@ -299,9 +299,14 @@ def _forward_max(missing: Array, horizon: int, num_bars: int) -> Array:
 
 
 def find_boundaries(decisions: Array, ratios: tuple[float, float, float]) -> tuple[int, int]:
-    """Return the last decision time of train and of val, for sorted decisions of all symbols."""
-    num_train = int(len(decisions) * ratios[0])
-    num_val = int(len(decisions) * (ratios[0] + ratios[1]))
+    """Return the last decision time of train and of val, for sorted decisions of all symbols.
+
+    Counts are rounded to whole samples, as `split_randomly` does: cut off, 0.7 + 0.1 of 10 was 7.
+    """
+    most = len(decisions)  # shares may add up to a little more than 1
+    num_train, num_val = (
+        min(round(share * most), most) for share in np.cumsum(ratios)[:2].tolist()
+    )
     if not 0 < num_train <= num_val <= len(decisions):
         raise InputError(
             f"{len(decisions)} samples cannot be split {ratios}.",
