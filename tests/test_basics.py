@@ -86,6 +86,26 @@ def test_index_out_of_bounds_is_an_index_error_with_the_documented_text(index):
     assert pickle.loads(pickle.dumps(caught.value)).given == caught.value.given
 
 
+@pytest.mark.parametrize(
+    "index", [slice(1, 3), 1.5, "1", None, np.array([1, 2])], ids=lambda index: type(index).__name__
+)
+def test_an_index_that_is_no_whole_number_says_what_is_allowed(index):
+    with pytest.raises(InputError, match="the index is") as caught:
+        numbers()[index]
+    assert "Subset" in caught.value.fix
+    assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("index", [np.int64(3), torch.tensor(3)])
+def test_whole_numbers_of_any_kind_are_indices(index):
+    assert CustomDataset(list(range(10)), list(range(10)))[index] == (3, 3)
+
+
+def test_what_the_message_says_to_type_works():
+    subset = torch.utils.data.Subset(numbers(), range(1, 3))
+    assert [int(label) for _, label in (subset[k] for k in range(len(subset)))] == [1, 2]
+
+
 def test_iterating_a_dataset_ends():
     assert [int(label) for _, label in numbers(4)] == [0, 1, 2, 3]
 
@@ -117,6 +137,20 @@ def test_the_chapters_own_example():
         (RandomSampler, "one of the two"),
         (lambda: RandomSampler(10, num_samples=10), "one of the two"),
         (lambda: RandomSampler(10).sample(11), "11 of 10 samples"),
+        (lambda: RandomSampler(10).sample(2.5), "n is 2.5"),
+        (lambda: RandomSampler(10).sample(-1), "n is -1"),
+        (lambda: RandomSampler(num_samples=5.5), "num_samples is 5.5"),
+        (lambda: RandomSampler(num_samples=-1), "num_samples is -1"),
+        (lambda: RandomSampler(num_samples=True), "num_samples is True"),
+        (lambda: RandomSampler(-1), "num_samples is -1"),
+        (lambda: RandomSampler(5.5), "data_source is 5.5, which has no length"),
+        (lambda: RandomSampler(10, seed=-1), "seed is -1"),
+        (lambda: RandomSampler(10, seed=1.5), "seed is 1.5"),
+        (lambda: RandomSampler(10).set_epoch(-1), "epoch is -1"),
+        (lambda: RandomSampler(10).set_epoch("1"), "epoch is '1'"),
+        (lambda: DataLoader(numbers(), seed=-1), "seed is -1"),
+        (lambda: ParallelDataLoader(numbers()).set_epoch(-1), "epoch is -1"),
+        (lambda: BatchSampler(range(3), True), "batch_size is True"),
         (lambda: BatchSampler(range(3), 0), "batch_size is 0"),
         (lambda: BatchSampler(range(3), 2.5), "batch_size is 2.5"),
         (lambda: DataLoader(numbers(), num_workers="4-6"), "num_workers is '4-6'"),
@@ -167,6 +201,39 @@ def test_sample_n_gives_n_different_indices():
     drawn = RandomSampler(num_samples=50).sample(20)
     assert len(set(drawn)) == 20
     assert len(RandomSampler(num_samples=50)) == 50
+
+
+@pytest.mark.parametrize("number", [np.int64(5), np.uint8(5), np.array(5), torch.tensor(5)])
+def test_samplers_take_whole_numbers_of_any_kind(number):
+    expected = RandomSampler(5, seed=5)
+    expected.set_epoch(5)
+    for sampler in (RandomSampler(number, seed=number), RandomSampler(num_samples=number, seed=5)):
+        sampler.set_epoch(number)
+        assert (len(sampler), type(len(sampler))) == (5, int)
+        expected.set_epoch(5)
+        assert sampler.sample(number) == expected.sample()
+
+
+def test_a_one_axis_array_is_a_dataset_not_a_number():
+    assert len(RandomSampler(torch.tensor([7]))) == len(RandomSampler(np.array([7]))) == 1
+
+
+def test_an_error_of_a_datasets_own_length_is_not_hidden():
+    class Broken:
+        def __len__(self):
+            raise TypeError("the index file is torn")
+
+    with pytest.raises(TypeError, match="the index file is torn"):
+        RandomSampler(Broken())
+
+
+def test_sizes_of_numpy_are_sizes():
+    four = np.int64(4)
+    assert BatchSampler(range(10), four).batches() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert len(DataLoader(numbers(10), four, num_workers=np.int64(0))) == 3
+    assert len(list(ParallelDataLoader(numbers(10), four, np.int64(2), np.int64(1)))) == 3
+    assert PrefetchBuffer(four).capacity == 4
+    assert PinnedMemoryAllocator("cpu").alloc_pinned(four).nbytes == 4
 
 
 # -- S2-4 DataLoader -----------------------------------------------------------------------------
@@ -468,6 +535,39 @@ def test_pipelined_loader_overlaps_and_trains_like_a_plain_loop(device):
 
     plain = train((x.to(device), y.to(device)) for x, y in batches)
     assert torch.equal(train(pipelined()), plain)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pipelined_loader_lets_a_batch_be_reused_at_once(device):
+    loader = PipelinedDataLoader(device)
+    x, y, label = torch.zeros(5), torch.zeros(3, dtype=torch.int64), "first"
+    loader.load_batch_async(0, {"x": x, "parts": [(y, label)]})
+    x.fill_(1)
+    y.fill_(1)
+    loader.load_batch_async(1, {"x": x, "parts": [(y, "second")]})
+    x.fill_(2)
+    y.fill_(2)
+    for number, name in enumerate(("first", "second")):
+        batch = loader.synchronize(number)
+        assert batch["x"].device.type == device
+        assert batch["x"].tolist() == [number] * 5
+        assert batch["parts"][0][0].tolist() == [number] * 3
+        assert batch["parts"][0][1] == name
+
+
+def test_pipelined_loader_on_the_cpu_copies_what_moves_by_its_own_method():
+    source, sparse = torch.ones(3), torch.eye(2).to_sparse()
+    packed = torch.nn.utils.rnn.pack_sequence([source, torch.ones(2)])
+    grown = torch.ones(2, requires_grad=True) * 3
+    loader = PipelinedDataLoader("cpu")
+    loader.load_batch_async(0, (packed, sparse, grown))
+    packed.data.zero_()
+    sparse.values().zero_()
+    mine, mine_sparse, mine_grown = loader.synchronize(0)
+    assert type(mine) is type(packed)
+    assert mine.data.sum().item() == 5
+    assert mine_sparse.to_dense().sum().item() == 2
+    assert mine_grown.requires_grad
 
 
 def test_pipelined_loader_refuses_more_than_it_was_given_room_for():

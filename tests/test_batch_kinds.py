@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, UserDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -475,3 +475,19 @@ def test_dense_gradients_stay_fused():
     assert trainer._step.guarded
     assert all(group["fused"] for group in trainer.optimizer.param_groups)
     assert make_guarded(trainer.optimizer, CPU) == "SGD runs fused"
+
+
+class Doubled(namedtuple("Doubled", "x y")):
+    """A named tuple whose constructor takes something else than its parts."""
+
+    __slots__ = ()
+
+    def __new__(cls, x):
+        return super().__new__(cls, x, x * 2)
+
+
+def test_a_named_tuple_with_a_constructor_of_its_own_is_kept():
+    moved = map_tensors(lambda tensor: tensor + 1, {"a": [Doubled(torch.ones(2))]})["a"][0]
+    assert type(moved) is Doubled
+    assert moved.x.tolist() == [2, 2]
+    assert moved.y.tolist() == [3, 3]

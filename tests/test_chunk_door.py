@@ -7,6 +7,7 @@ tuple) to `train`, p (leak baseline) and r (`log_gpu_stats`) to `monitor`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 import threading
@@ -201,6 +202,48 @@ def test_an_iteration_begins_at_the_first_batch(path):
         for _ in range(2):
             assert rows_of([next(iter(loader))]) == list(range(8))
         assert rows_of(loader) == list(range(N))
+
+
+@pytest.mark.parametrize("chunk", [200, 50])
+@pytest.mark.parametrize("way", ["zip", "islice"])
+def test_taking_exactly_all_batches_begins_the_next_epoch(path, chunk, way):
+    with ChunkDataLoader(path, 8, gib(chunk), "cpu", shuffle=True, seed=4) as loader:
+        expected = [rows_of(loader) for _ in range(3)]
+        assert len({tuple(order) for order in expected}) == 3
+        loader.set_epoch(0)
+        seen = []
+        for epoch in range(3):
+            taken = (
+                itertools.islice(loader, len(loader))
+                if way == "islice"
+                else (batch for _, batch in zip(range(len(loader)), loader))  # noqa: B905
+            )
+            seen.append(rows_of(taken))
+            assert loader.epoch == epoch
+        assert seen == expected
+        fourth = rows_of(loader)
+        assert loader.epoch == 4
+        loader.set_epoch(3)
+        assert rows_of(loader) == fourth
+
+
+def test_only_the_last_batch_ends_an_epoch_and_a_place_that_is_set_counts(path):
+    with ChunkDataLoader(path, 8, device="cpu", shuffle=True) as loader:
+        whole = rows_of(loader)
+        loader.set_epoch(0)
+        assert rows_of(itertools.islice(loader, len(loader) - 1)) == whole[:-7]
+        assert rows_of(itertools.islice(loader, len(loader))) == whole, "left early: begun again"
+        loader.set_epoch(0)
+        assert rows_of(itertools.islice(loader, 5)) == whole[:40]
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        assert rows_of(itertools.islice(loader, len(loader) - 5)) == whole[40:]
+        assert rows_of(loader) != whole, "the rest was taken to its end"
+        assert loader.epoch == 2
+        loader.set_epoch(0)
+        assert rows_of(itertools.islice(loader, len(loader))) == whole
+        loader.set_epoch(0)
+        assert rows_of(loader) == whole
 
 
 @on_each_device
@@ -403,6 +446,11 @@ def test_bug_s_the_ring_is_allocated_once(path):
     [
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 2.5}, "batch_size is 2.5"),
+        ({"batch_size": True}, "batch_size is True"),
+        ({"batch_size": np.int64(0)}, "batch_size is np.int64(0)"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"world_size": "2"}, "world_size is '2'"),
+        ({"chunk_size_gb": True}, "chunk_size_gb is True"),
         ({"chunk_size_gb": 0}, "chunk_size_gb is 0"),
         ({"chunk_size_gb": "12GB"}, "chunk_size_gb is '12GB'"),
         ({"chunk_size_gb": float("nan")}, "chunk_size_gb is nan"),
@@ -415,6 +463,24 @@ def test_bad_input_says_what_is_allowed(path, options, words):
         ChunkDataLoader(path, **{"device": "cpu", **options})
     assert words in str(caught.value)
     assert caught.value.allowed
+
+
+def test_numbers_of_numpy_are_numbers(path):
+    numpys = {
+        "batch_size": np.int64(4),
+        "chunk_size_gb": np.float32(1),
+        "seed": np.int32(3),
+        "rank": np.int64(1),
+        "world_size": np.uint8(2),
+    }
+    plain = {name: value.item() for name, value in numpys.items()}
+    orders = []
+    for options in (numpys, plain):
+        with ChunkDataLoader(path, device="cpu", shuffle=True, **options) as loader:
+            assert (loader.batch_size, type(loader.batch_size)) == (4, int)
+            orders.append(rows_of(loader))
+    assert orders[0] == orders[1]
+    assert samples_that_fit(np.int64(12), 240_624) == samples_that_fit(12, 240_624) == 53_547
 
 
 def test_files_without_the_two_arrays_are_named(tmp_path):

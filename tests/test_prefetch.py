@@ -507,7 +507,7 @@ def test_the_thread_ends(how):
         del iterator
     elif how == "close":
         wrapped.close()
-        with pytest.raises(StopIteration):
+        with pytest.raises(InputError, match="closed after 2 batches"):
             next(iterator)
     elif how == "collect":
         del iterator, wrapped

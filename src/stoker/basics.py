@@ -19,6 +19,8 @@ training use `stoker.Loader`, or `stoker.prefetch` around your own DataLoader: t
 
 from __future__ import annotations
 
+import copy
+import operator
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -34,7 +36,14 @@ from stoker.augment.compose import Compose
 from stoker.augment.ops import Normalize, RandomCrop, RandomHorizontalFlip, Transform
 from stoker.errors import InputError, StokerError
 from stoker.loader.background import Background
-from stoker.loader.slabs import CudaEngine, Staged, Stager, usable_device
+from stoker.loader.slabs import (
+    CudaEngine,
+    Staged,
+    Stager,
+    map_batch,
+    usable_count,
+    usable_device,
+)
 from stoker.train.accumulation import GradientAccumulator
 
 __all__ = [
@@ -94,6 +103,14 @@ class Dataset(torch_data.Dataset[Any], ABC):
 
     def check_index(self, index: int) -> int:
         """Return `index`, or raise; negative numbers are out of bounds, as in the chapter."""
+        try:
+            index = operator.index(index)
+        except TypeError:
+            raise InputError(
+                f"the index is {index!r}.",
+                "one whole number",
+                "torch.utils.data.Subset(dataset, range(1, 3)) for several items",
+            ) from None
         if not 0 <= index < len(self):
             raise IndexOutOfBounds(
                 f"Index out of bounds: {index} of a dataset with {len(self)} items.",
@@ -167,7 +184,7 @@ class RandomSampler(torch_data.Sampler[int]):
     Args:
         data_source: A dataset, or the number of samples.
         shuffle: False gives 0, 1, 2, ...
-        seed: Another seed, other orders.
+        seed: 0 or more; another seed, other orders.
         num_samples: The number of samples, instead of `data_source`.
     """
 
@@ -185,16 +202,10 @@ class RandomSampler(torch_data.Sampler[int]):
                 "one of the two",
                 "RandomSampler(dataset), or RandomSampler(num_samples=1000)",
             )
-        if num_samples is not None:
-            self.num_samples = num_samples
-        elif isinstance(data_source, int):
-            self.num_samples = data_source
-        elif data_source is not None:
-            self.num_samples = len(data_source)
-        if self.num_samples < 0:
-            raise InputError(f"{self.num_samples} samples.", "0 or more", "RandomSampler(dataset)")
+        count = _count_samples(data_source) if num_samples is None else num_samples
+        self.num_samples = usable_count("num_samples", count, least=0, example=1000)
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = usable_count("seed", seed, least=0, example=0)
         self.epoch = 0
 
     def __len__(self) -> int:
@@ -204,13 +215,13 @@ class RandomSampler(torch_data.Sampler[int]):
         return iter(self.sample())
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next order that of `epoch`."""
-        self.epoch = epoch
+        """Make the next order that of `epoch`, which is 0 or more."""
+        self.epoch = usable_count("epoch", epoch, least=0, example=0)
 
     def sample(self, n: int | None = None) -> list[int]:
         """Return `n` different indices (all by default) of the next order."""
-        count = self.num_samples if n is None else n
-        if not 0 <= count <= self.num_samples:
+        count = self.num_samples if n is None else usable_count("n", n, least=0, example=10)
+        if count > self.num_samples:
             raise InputError(
                 f"{count} of {self.num_samples} samples were asked for.",
                 f"0 to {self.num_samples}: each index comes once",
@@ -223,12 +234,25 @@ class RandomSampler(torch_data.Sampler[int]):
         return [int(index) for index in generator.permutation(self.num_samples)[:count]]
 
 
+def _count_samples(source: Any) -> Any:
+    """Return a dataset's length, or the number that was given in its place."""
+    is_scalar = getattr(source, "ndim", None) == 0  # has a length in name only
+    if isinstance(source, Sized) and not is_scalar:
+        return len(source)
+    if hasattr(source, "__index__"):
+        return source
+    raise InputError(
+        f"data_source is {source!r}, which has no length.",
+        "a dataset with a length, or the number of samples",
+        "RandomSampler(dataset), or RandomSampler(num_samples=1000)",
+    )
+
+
 class BatchSampler(torch_data.BatchSampler):
     """Consecutive groups of a sampler's indices; the last may be short, or is left out."""
 
     def __init__(self, sampler: Iterable[int], batch_size: int, drop_last: bool = False) -> None:
-        _check_positive("batch_size", batch_size)
-        super().__init__(sampler, batch_size, drop_last)
+        super().__init__(sampler, usable_count("batch_size", batch_size, example=4), drop_last)
 
     def batches(self) -> list[list[int]]:
         """Draw one epoch and return its batches."""
@@ -284,9 +308,8 @@ class DataLoader:
         collate_fn: Collate | None = None,
         multiprocessing_context: str | None = None,
     ) -> None:
-        _check_positive("num_workers", num_workers, least=0)
+        self.num_workers = usable_count("num_workers", num_workers, least=0, example=4)
         self.dataset = dataset
-        self.num_workers = num_workers
         self._collate_fn = collate_fn
         self._context = multiprocessing_context
         self.sampler = RandomSampler(dataset, shuffle, seed)
@@ -351,11 +374,9 @@ class ParallelDataLoader:
         seed: int = 0,
         collate_fn: Collate | None = None,
     ) -> None:
-        _check_positive("num_workers", num_workers)
-        _check_positive("prefetch_factor", prefetch_factor)
+        self.num_workers = usable_count("num_workers", num_workers, example=4)
+        self.prefetch_factor = usable_count("prefetch_factor", prefetch_factor)
         self.dataset = dataset
-        self.num_workers = num_workers
-        self.prefetch_factor = prefetch_factor
         self._collate = collate_fn or torch_data.default_collate
         self.sampler = RandomSampler(dataset, shuffle, seed)
         self.batch_sampler = BatchSampler(self.sampler, batch_size, drop_last)
@@ -387,11 +408,6 @@ class ParallelDataLoader:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _check_positive(name: str, value: int, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name} is {value!r}.", f"a whole number, {least} or more", f"{name}=4")
-
-
 # -- prefetching -------------------------------------------------------------------------------
 
 
@@ -399,8 +415,7 @@ class PrefetchBuffer(Generic[T]):
     """A bounded first-in, first-out queue that never blocks. Thread-safe."""
 
     def __init__(self, capacity: int) -> None:
-        _check_positive("capacity", capacity)
-        self.capacity = capacity
+        self.capacity = usable_count("capacity", capacity)
         self._items: deque[T] = deque()
         self._lock = threading.Lock()
 
@@ -436,9 +451,8 @@ class PrefetchingDataLoader:
     """
 
     def __init__(self, loader: Iterable[Any], prefetch_size: int = 2) -> None:
-        _check_positive("prefetch_size", prefetch_size)
+        self.prefetch_size = usable_count("prefetch_size", prefetch_size)
         self.loader = loader
-        self.prefetch_size = prefetch_size
         self._work: Background[Any] | None = None
 
     def next_batch(self) -> Any | None:
@@ -512,7 +526,7 @@ class PinnedMemoryAllocator:
         Allocate once and reuse: pinning 64 MB takes up to 0.1 s. Torch's host allocator rounds up to
         a power of two and keeps what you let go of until the copies out of it are done.
         """
-        _check_positive("size", size, least=0)
+        size = usable_count("size", size, least=0, example=4096)
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.is_pinned)
 
     def copy_to_device_async(
@@ -552,15 +566,14 @@ class PipelinedDataLoader:
     the copy of the batch that you synchronise.
 
     Args:
-        device: "cuda" or "cpu" (batches are handed on unchanged).
+        device: "cuda" or "cpu" (batches are copied in host memory, at once).
         num_streams: Batches that may be loaded and not yet synchronised; more is an error, not a
             growing heap of device memory.
     """
 
     def __init__(self, device: str | torch.device = "cuda", num_streams: int = 2) -> None:
-        _check_positive("num_streams", num_streams)
+        self.num_streams = usable_count("num_streams", num_streams)
         self.device = usable_device(device)
-        self.num_streams = num_streams
         self._under_way: dict[int, Staged] = {}
         self._stager: Stager | None = None
         if self.device.type == "cuda":
@@ -580,7 +593,7 @@ class PipelinedDataLoader:
                 f"synchronize({waiting[0]}) first",
             )
         if self._stager is None:
-            self._under_way[batch_idx] = Staged(batch, [], [])
+            self._under_way[batch_idx] = Staged(map_batch(batch, _copy_to_host), [], [])
             return
         self._under_way[batch_idx] = self._stager.stage(batch)
         self._stager.settle()
@@ -597,6 +610,13 @@ class PipelinedDataLoader:
         if self._stager is not None:
             self._stager.engine.receive(staged.tensors, staged.marks)
         return staged.batch
+
+
+def _copy_to_host(leaf: Any) -> Any:
+    """Return a copy that shares no memory with `leaf`; `to` alone hands on what is there already."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to("cpu", copy=True)
+    return copy.deepcopy(leaf).to("cpu")
 
 
 # -- accumulation ------------------------------------------------------------------------------

@@ -39,9 +39,9 @@ import torch
 
 from stoker.errors import InputError
 from stoker.loader.columns import left_aside, make_columns
-from stoker.loader.loader import Loader
+from stoker.loader.loader import Loader, whole_number
 from stoker.loader.order import Mode, Order, even_chunks
-from stoker.loader.slabs import usable_device
+from stoker.loader.slabs import usable_count, usable_device
 from stoker.loader.staging import Copy, Uploader, restore_sign, torch_dtype
 from stoker.store.manifest import FieldInfo
 from stoker.store.reader import Store, open_store
@@ -53,8 +53,10 @@ _FIELDS = ("features", "targets")
 class ChunkDataLoader:
     """Iterate for `(features, targets)` that are already on the device.
 
-    Each iteration is one epoch from its first batch; the epoch number rises when one ends. After
-    `load_state_dict` the next iteration is the rest of that epoch. One iteration at a time.
+    Each iteration is one epoch from its first batch; the epoch number rises when one ends. One that was
+    left early is begun again; one that took its last batch, by `zip` or `islice` too, is followed by the
+    next epoch. After `load_state_dict` the next iteration is the rest of that epoch. One iteration at a
+    time.
 
     Args:
         hdf5_path: An HDF5 file (or a store) with `features (n, ...)` and `targets (n, ...)`, of any
@@ -93,10 +95,12 @@ class ChunkDataLoader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        self.batch_size = batch_size = usable_count("batch_size", batch_size, example=128)
+        seed, rank = whole_number("seed", seed), whole_number("rank", rank)
+        world_size = whole_number("world_size", world_size)
         self.device = usable_device(device)
         self.store = open_store(hdf5_path)
         infos = _find_fields(self.store)
-        self.batch_size = _positive("batch_size", batch_size)
         self.chunk_size_gb = chunk_size_gb
         self.num_samples = self.store.num_samples
         self.sequence_length, self.feature_count = _window(infos[0].shape)
@@ -126,6 +130,7 @@ class ChunkDataLoader:
         )
         self.reason = self._loader.reason
         self._resumed = False
+        self._taken_epoch: int | None = None  # the one whose last batch was taken
         self._uploader: Uploader | None = None
         self._process = os.getpid()
 
@@ -134,10 +139,14 @@ class ChunkDataLoader:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield `(features, targets)`; new tensors, not views of a chunk: hold what you like."""
-        if not self._resumed:
-            self._loader.set_epoch(self._loader.epoch)
+        loader = self._loader
+        # After the last batch `Loader` begins the next epoch by itself, unless its place is set.
+        if not self._resumed and self._taken_epoch != loader.epoch:
+            loader.set_epoch(loader.epoch)
         self._resumed = False
-        for batch in self._loader:
+        for batch in loader:
+            if batch.step + 1 == loader.num_batches:
+                self._taken_epoch = loader.epoch
             yield batch["features"], batch["targets"]
 
     def __enter__(self) -> Self:
@@ -148,7 +157,7 @@ class ChunkDataLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next iteration yields."""
+        """The epoch under way; when an iteration has run to its end, the next one."""
         return self._loader.epoch
 
     @property
@@ -159,7 +168,7 @@ class ChunkDataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`, from its first batch."""
         self._loader.set_epoch(epoch)
-        self._resumed = False
+        self._resumed, self._taken_epoch = False, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place after the last batch, for `load_state_dict`."""
@@ -168,7 +177,7 @@ class ChunkDataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to a place; the next iteration yields what came after it."""
         self._loader.load_state_dict(state)
-        self._resumed = True
+        self._resumed, self._taken_epoch = True, None
 
     def order_digest(self) -> str:
         """Return a digest of the samples yielded so far in this epoch, in order."""
@@ -218,14 +227,15 @@ class ChunkDataLoader:
 
 def samples_that_fit(chunk_size_gb: float, bytes_per_sample: int) -> int:
     """Return how many samples `chunk_size_gb` GiB hold: the documents' formula (S0-5)."""
-    is_number = isinstance(chunk_size_gb, int | float) and not isinstance(chunk_size_gb, bool)
+    numbers = int | float | np.integer | np.floating
+    is_number = isinstance(chunk_size_gb, numbers) and not isinstance(chunk_size_gb, bool)
     if not is_number or not 0 < chunk_size_gb < math.inf:
         raise InputError(
             f"chunk_size_gb is {chunk_size_gb!r}.",
             "a number of GiB above 0",
             "chunk_size_gb=12.0 on a GPU of 16 GB; `stoker plan` computes it",
         )
-    return int(chunk_size_gb * GIB / bytes_per_sample)
+    return int(float(chunk_size_gb) * GIB / bytes_per_sample)
 
 
 def sample_bytes(info: FieldInfo) -> int:
@@ -304,9 +314,3 @@ def _check_free(needed_bytes: int, free: int | None) -> None:
             "what is free now, less what the model will take",
             f"chunk_size_gb={math.floor(0.75 * free / GIB * 10) / 10:g} (75 % of what is free)",
         )
-
-
-def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} is {value!r}.", "a whole number, 1 or more", f"{name}=128")
-    return value

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,19 @@ def usable_device(device: str | int | torch.device) -> torch.device:
             "device='cpu' (--device cpu), or `stoker machine` to see what is there",
         )
     return torch.device("cuda", index)
+
+
+def usable_count(name: str, value: Any, least: int = 1, example: int = 2) -> int:
+    """Return a whole number of any kind, numpy's too, as Python's own; True and False are none."""
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or count < least:
+        raise InputError(
+            f"{name} is {value!r}.", f"a whole number, {least} or more", f"{name}={example}"
+        )
+    return count
 
 
 class Mark(Protocol):
@@ -353,7 +367,11 @@ def map_batch(batch: Any, move: Callable[[Any], Any]) -> Any:
     """Rebuild `batch` with `move(leaf)` for every tensor and every object that has a `to` method.
 
     Goes into dicts, lists, tuples, named tuples and dataclasses, and keeps their types; what has
-    nothing to move comes back as the same object.
+    nothing to move comes back as the same object. `batch` is never written to.
+
+    Classes of your own keep their type and their attributes, and their constructors are not called
+    again. Where a class cannot be rebuilt so (it refuses to be copied, or computes its items), its
+    items come as a plain dict, list or tuple.
     """
     if isinstance(batch, torch.Tensor):
         return move(batch)
@@ -362,11 +380,13 @@ def map_batch(batch: Any, move: Callable[[Any], Any]) -> Any:
     if callable(getattr(batch, "to", None)):
         return move(batch)
     if isinstance(batch, Mapping):
-        moved = {key: map_batch(value, move) for key, value in batch.items()}
-        return batch if _all_same(moved.values(), batch.values()) else _with_items(batch, moved)
+        items = dict(batch.items())
+        moved = {key: map_batch(value, move) for key, value in items.items()}
+        same = _all_same(moved.values(), items.values())
+        return batch if same else _with_items(batch, items, moved)
     if isinstance(batch, list | tuple):
         parts = [map_batch(part, move) for part in batch]
-        return batch if _all_same(parts, batch) else _with_parts(batch, parts)
+        return batch if _all_same(parts, batch) else with_parts(batch, parts)
     if dataclasses.is_dataclass(batch):
         return _with_fields(batch, move)
     return batch
@@ -376,25 +396,66 @@ def _all_same(these: Iterable[Any], those: Iterable[Any]) -> bool:
     return all(this is that for this, that in zip(these, those, strict=True))
 
 
-def _with_items(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Mapping[Any, Any]:
+def _with_items(
+    batch: Mapping[Any, Any], items: dict[Any, Any], moved: dict[Any, Any]
+) -> Mapping[Any, Any]:
+    """Return a mapping of the same class with `moved` in the place of `items`, or `moved` itself."""
     if type(batch) is dict:
         return moved
-    if isinstance(batch, MutableMapping):
-        clone = copy.copy(batch)
-        for key, value in moved.items():
-            clone[key] = value
-        return clone
-    return type(batch)(moved)  # type: ignore[call-arg]
+    try:
+        made = _remade(batch, items, moved)
+        held = dict(made.items())
+    except Exception:  # noqa: BLE001  a class of others may raise anything
+        return moved
+    changed = [key for key, value in moved.items() if value is not items[key]]
+    is_right = held.keys() == moved.keys() and all(held[key] is moved[key] for key in changed)
+    return made if is_right else moved
 
 
-def _with_parts(batch: list[Any] | tuple[Any, ...], parts: list[Any]) -> Any:
+def _remade(
+    batch: Mapping[Any, Any], items: dict[Any, Any], moved: dict[Any, Any]
+) -> Mapping[Any, Any]:
+    clone = _own_copy(batch)
+    if clone is None:
+        has_more = getattr(batch, "__dict__", None)  # which a constructor would lose
+        return moved if has_more else type(batch)(moved)  # type: ignore[call-arg]
+    # Not `clone[key] = value`: what a copy keeps its items in may be the original's too. A dict's own
+    # memory is not, and attributes get new containers.
+    if isinstance(clone, dict):
+        dict.update(clone, moved)
+    _swap_attributes(clone, items, moved)
+    return clone  # type: ignore[no-any-return]
+
+
+def with_parts(batch: list[Any] | tuple[Any, ...], parts: list[Any]) -> Any:
+    """Return a list or tuple of the same class with other parts, or a plain one."""
+    if type(batch) is list:
+        return parts
+    if type(batch) is tuple:
+        return tuple(parts)
+    clone: Any
     if isinstance(batch, list):
-        if type(batch) is list:
+        clone = _own_copy(batch)
+        if clone is None:
             return parts
-        clone = copy.copy(batch)
-        clone[:] = parts
-        return clone
-    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        list.__setitem__(clone, slice(None), parts)
+    else:
+        try:
+            clone = tuple.__new__(type(batch), parts)  # its own __new__ may take something else
+        except TypeError:  # a type in C, such as torch.return_types.max
+            return _constructed(type(batch), parts)
+        getattr(clone, "__dict__", {}).update(getattr(batch, "__dict__", {}))
+    _swap_attributes(clone, dict(enumerate(batch)), dict(enumerate(parts)))
+    return clone
+
+
+def _constructed(kind: type[tuple[Any, ...]], parts: list[Any]) -> tuple[Any, ...]:
+    plain = tuple(parts)
+    try:
+        made = kind(plain)
+    except Exception:  # noqa: BLE001  a class of others may raise anything
+        return plain
+    return made if len(made) == len(plain) and _all_same(made, plain) else plain
 
 
 def _with_fields(batch: Any, move: Callable[[Any], Any]) -> Any:
@@ -403,7 +464,44 @@ def _with_fields(batch: Any, move: Callable[[Any], Any]) -> Any:
     after = [map_batch(value, move) for value in before]
     if _all_same(after, before):
         return batch
-    clone = copy.copy(batch)
+    clone = _own_copy(batch)
+    if clone is None:
+        clone = object.__new__(type(batch))
+        getattr(clone, "__dict__", {}).update(getattr(batch, "__dict__", {}))
     for name, value in zip(names, after, strict=True):
         object.__setattr__(clone, name, value)  # frozen ones too
     return clone
+
+
+def _own_copy(batch: Any) -> Any | None:
+    """Return a shallow copy with attributes of its own; None where the class gives none."""
+    try:
+        clone = copy.copy(batch)
+    except Exception:  # noqa: BLE001  a class of others may raise anything
+        return None
+    own = getattr(clone, "__dict__", None)
+    is_shared = clone is batch or (own is not None and own is getattr(batch, "__dict__", None))
+    return None if is_shared or type(clone) is not type(batch) else clone
+
+
+def _swap_attributes(clone: Any, items: dict[Any, Any], moved: dict[Any, Any]) -> None:
+    """Replace items that were moved in the clone's attributes, and in the containers that are there."""
+    swaps = {id(old): moved[key] for key, old in items.items() if moved[key] is not old}
+
+    def swap(key: Any, value: Any) -> Any:
+        is_item = key in items and items[key] is value  # one object may be two items
+        return moved[key] if is_item else swaps.get(id(value), value)
+
+    attributes = getattr(clone, "__dict__", {})
+    for name, value in list(attributes.items()):
+        new = swap(name, value)
+        if new is value and isinstance(value, dict):
+            values = {key: swap(key, item) for key, item in value.items()}
+            if not _all_same(values.values(), value.values()):
+                new = _with_items(value, value, values)
+        elif new is value and isinstance(value, list | tuple):
+            parts = [swap(number, part) for number, part in enumerate(value)]
+            if not _all_same(parts, value):
+                new = with_parts(value, parts)
+        if new is not value:
+            attributes[name] = new

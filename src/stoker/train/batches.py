@@ -26,6 +26,7 @@ from stoker.loader.batch import Batch, IndexBatch
 from stoker.loader.gather import Augments
 from stoker.loader.loader import Loader
 from stoker.loader.prefetch import Prefetcher, prefetch
+from stoker.loader.slabs import with_parts
 from stoker.store.fields import Array
 from stoker.train.place import EpochPlace
 from stoker.train.ranks import Ranks, as_ranks, check_alike
@@ -377,10 +378,8 @@ def map_tensors(
     if isinstance(value, Mapping):
         made = {name: again(item) for name, item in value.items()}
         return made if type(value) is dict else _with_items(value, made)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(again, value))
     if isinstance(value, tuple | list):
-        return type(value)(map(again, value))
+        return with_parts(value, list(map(again, value)))
     if in_records and _is_record(value):
         return _with_fields(value, change)
     return value
