@@ -25,7 +25,7 @@ from stoker.loader.loader import Loader
 from stoker.loader.staging import Copy, Uploader
 
 ROW = 6250  # 25 kB rows
-TURNS, EPOCHS_A_TURN = 5, 3
+TURNS, EPOCHS_A_TURN, COLD_TURNS = 5, 3, 4
 
 
 def drop_caches() -> bool:
@@ -92,7 +92,8 @@ def pinned_copy_rate(device: torch.device) -> float:
     return 8 * (1 << 30) / (time.perf_counter() - began) / 1e9
 
 
-def dd_rate(path: Path) -> float | None:
+def dd_seconds(path: Path) -> float:
+    """The disk's own speed; nan where it cannot be read directly."""
     drop_caches()
     began = time.perf_counter()
     done = subprocess.run(
@@ -100,9 +101,29 @@ def dd_rate(path: Path) -> float | None:
         capture_output=True,
         check=False,
     )
-    return (
-        path.stat().st_size / (time.perf_counter() - began) / 1e9 if done.returncode == 0 else None
-    )
+    return time.perf_counter() - began if done.returncode == 0 else float("nan")
+
+
+def from_cold_disk(path: Path, loader: Loader, target: torch.Tensor) -> dict:
+    """The file with nothing of it in the page cache, and the same bytes by dd, in turns."""
+    if not drop_caches():
+        return {}
+
+    def ours() -> float:
+        drop_caches()
+        reader = Uploader(loader.device, loader.store.threads, once=True)
+        seconds = upload_seconds(loader, reader, target)
+        reader.close()
+        return seconds
+
+    turns = np.array(side_by_side([ours, lambda: dd_seconds(path)], COLD_TURNS))
+    rates = path.stat().st_size / np.median(turns, axis=0) / 1e9
+    return {
+        "cold_stoker_gb_per_second": float(rates[0]),
+        "cold_dd_direct_gb_per_second": float(rates[1]),
+        "share_of_direct": float(np.median(turns[:, 1] / turns[:, 0])),
+        "shares_of_direct": (turns[:, 1] / turns[:, 0]).round(3).tolist(),
+    }
 
 
 def overlap(
@@ -173,11 +194,8 @@ def main() -> None:
             times = [upload_seconds(loader, uploader, target) for _ in range(8)]
             first, ours = times[0], float(np.median(times[1:]))
             uploader.close()
-            reader = Uploader(device, threads, once=True)
-            cold = gigabytes / upload_seconds(loader, reader, target) if drop_caches() else None
-            reader.close()
+            cold = from_cold_disk(path, loader, target)
         del target
-        direct = dd_rate(path)
         document = [document_seconds(path, rows, device) for _ in range(3)]
         result = {
             "gigabytes": gigabytes,
@@ -187,8 +205,7 @@ def main() -> None:
             "document_first_time_gb_per_second": gigabytes / document[0],
             "document_gb_per_second": gigabytes / float(np.median(document[1:])),
             "pinned_copy_gb_per_second": pinned_copy_rate(device),
-            "cold_stoker_gb_per_second": cold,
-            "cold_dd_direct_gb_per_second": direct,
+            **cold,
         }
         balanced = 1e3 * ours / (rows / 2000)
         for num_slots in (2, 3, 4):
@@ -200,7 +217,6 @@ def main() -> None:
     result["times_document_first_time"] = (
         result["stoker_first_time_gb_per_second"] / result["document_first_time_gb_per_second"]
     )
-    result["share_of_direct"] = cold / direct if cold and direct else None
     for name, value in result.items():
         print(f"  {name:34s} {value if not isinstance(value, float) else round(value, 3)}")
     publish("feed", result)
