@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from stoker.errors import InputError
-from stoker.loader.slabs import map_batch, usable_count
+from stoker.loader.slabs import map_batch
+from stoker.units import usable_count
 
 
 def double(leaf):

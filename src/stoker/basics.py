@@ -41,10 +41,10 @@ from stoker.loader.slabs import (
     Staged,
     Stager,
     map_batch,
-    usable_count,
     usable_device,
 )
 from stoker.train.accumulation import GradientAccumulator
+from stoker.units import usable_count
 
 __all__ = [
     "BatchSampler",

@@ -1,4 +1,4 @@
-"""Bytes, shares, seconds and rates: parsing what people type, printing what people read.
+"""Bytes, shares, seconds, rates and counts: parsing what people type, printing what people read.
 
 Enters: text such as "12GB", "75%", "90s". Leaves: plain numbers whose unit is in the name.
 Costs nothing.
@@ -11,7 +11,9 @@ which of the two it means.
 from __future__ import annotations
 
 import math
+import operator
 import re
+from typing import Any
 
 from stoker.errors import InputError
 
@@ -86,6 +88,32 @@ def parse_share(text: str | float) -> float:
             f"{text!r} is more than the whole.", "0 to 1, or 0% to 100%", "for example 75%"
         )
     return value
+
+
+def whole_number(
+    name: str, value: Any, fix: str = "", least: int | None = None, most: int | None = None
+) -> int:
+    """Return a whole number of any kind, numpy's too, as Python's own."""
+    allowed, fix = "a whole number", fix or f"{name}=8"
+    if most is not None:
+        allowed += f" from {least} to {most}"
+    elif least is not None:
+        allowed += f", {least} or more"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InputError(f"{name} is {value!r}.", allowed, fix) from None
+    if (least is not None and number < least) or (most is not None and number > most):
+        raise InputError(f"{name} is {value!r}.", allowed, fix)
+    return number
+
+
+def usable_count(name: str, value: Any, least: int = 1, example: int = 2) -> int:
+    """Return how many as Python's own number; True and False are none."""
+    fix = f"{name}={example}"
+    if isinstance(value, bool):
+        raise InputError(f"{name} is {value}.", f"a whole number, {least} or more", fix)
+    return whole_number(name, value, fix, least)
 
 
 def format_bytes(num_bytes: float | None) -> str:

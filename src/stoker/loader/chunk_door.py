@@ -39,13 +39,13 @@ import torch
 
 from stoker.errors import InputError
 from stoker.loader.columns import left_aside, make_columns
-from stoker.loader.loader import Loader, whole_number
+from stoker.loader.loader import Loader
 from stoker.loader.order import Mode, Order, even_chunks
-from stoker.loader.slabs import usable_count, usable_device
+from stoker.loader.slabs import usable_device
 from stoker.loader.staging import Copy, Uploader, restore_sign, torch_dtype
 from stoker.store.manifest import FieldInfo
 from stoker.store.reader import Store, open_store
-from stoker.units import GIB, format_bytes
+from stoker.units import GIB, format_bytes, usable_count, whole_number
 
 _FIELDS = ("features", "targets")
 

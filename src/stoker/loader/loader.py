@@ -13,7 +13,6 @@ a batch (`ring.py`, `staging.py`).
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -54,6 +53,7 @@ from stoker.loader.straight import BLOCK_BYTES, StraightReader, can_read_straigh
 from stoker.plan import Plan, Tier, make_plan, store_facts
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
+from stoker.units import whole_number
 
 _BLOCK_SAMPLES, _BLOCK_BATCHES = 1 << 15, 256
 """Samples, and batches, whose indices are uploaded together: 256 kB per column; the host is held up by more."""
@@ -704,11 +704,3 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return usable_device(device)
-
-
-def whole_number(name: str, value: Any) -> int:
-    """Return a whole number as Python's own, whatever kind it is: states are plain values."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise InputError(f"{name} is {value!r}.", "a whole number", f"{name}=8") from None

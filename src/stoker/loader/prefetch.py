@@ -47,10 +47,10 @@ from stoker.loader.slabs import (
     Mark,
     Staged,
     Stager,
-    usable_count,
     usable_device,
     wait_for,
 )
+from stoker.units import usable_count
 
 _JOIN_SECONDS = 30.0
 

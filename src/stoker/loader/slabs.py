@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -51,19 +50,6 @@ def usable_device(device: str | int | torch.device) -> torch.device:
             "device='cpu' (--device cpu), or `stoker machine` to see what is there",
         )
     return torch.device("cuda", index)
-
-
-def usable_count(name: str, value: Any, least: int = 1, example: int = 2) -> int:
-    """Return a whole number of any kind, numpy's too, as Python's own; True and False are none."""
-    try:
-        count = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        count = None
-    if count is None or count < least:
-        raise InputError(
-            f"{name} is {value!r}.", f"a whole number, {least} or more", f"{name}={example}"
-        )
-    return count
 
 
 class Mark(Protocol):

@@ -12,8 +12,7 @@ and leaves an embargo. Neither: `split_randomly`. The rules for groups and times
 
 from __future__ import annotations
 
-import operator
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from stoker.errors import InputError
 from stoker.sources.massspec import SPLIT_NAMES, assign_splits, group_of
 from stoker.store.fields import Array
 from stoker.store.reader import Store
+from stoker.units import whole_number
 
 SplitName = Literal["train", "val", "test"]
 Ratios = tuple[float, float, float]
@@ -91,7 +91,7 @@ def split_by_group(groups: Array, ratios: Ratios = DEFAULT_RATIOS, seed: int = 4
         seed: 0 to 2**64 - 1; another seed, another division.
     """
     train, val, _ = check_ratios(ratios)
-    seed = _whole_number("seed", seed, "seed=42", _LARGEST_SEED)
+    seed = whole_number("the seed", seed, "seed=42", 0, _LARGEST_SEED)
     groups = np.asarray(groups)
     if groups.ndim != 1 or groups.dtype.kind not in "iuUSO":
         raise InputError(
@@ -129,7 +129,7 @@ def split_by_time(
     from stoker.sources.bars import timeframes  # pyarrow comes with it: 0.2 s
 
     shares = check_ratios(ratios)
-    embargo = _whole_number("embargo", embargo, "embargo=36")
+    embargo = whole_number("the embargo", embargo, "embargo=36", 0)
     time, label_time = np.asarray(time), np.asarray(label_time)
     if time.ndim != 1 or time.shape != label_time.shape:
         raise InputError(
@@ -165,7 +165,7 @@ def split_randomly(num_samples: int, ratios: Ratios = DEFAULT_RATIOS, seed: int 
         seed: 0 or more.
     """
     shares = check_ratios(ratios)
-    seed = _whole_number("seed", seed, "seed=42")
+    seed = whole_number("the seed", seed, "seed=42", 0)
     if num_samples < 0:
         raise InputError(f"{num_samples} samples.", "0 or more", "store.num_samples")
     borders = np.rint(np.cumsum(shares)[:2] * num_samples)
@@ -187,18 +187,6 @@ def check_ratios(ratios: Ratios) -> Ratios:
 
 def _last_share(ratios: Ratios) -> int:
     return max(number for number, share in enumerate(ratios) if share > 0)
-
-
-def _whole_number(name: str, value: Any, fix: str, most: int | None = None) -> int:
-    """Return a whole number of 0 or more as Python's own, or raise."""
-    allowed = "a whole number, 0 or more" if most is None else f"a whole number from 0 to {most}"
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InputError(f"the {name} is {value!r}.", allowed, fix) from None
-    if number < 0 or (most is not None and number > most):
-        raise InputError(f"the {name} is {number}.", allowed, fix)
-    return number
 
 
 def _number_texts(groups: Array) -> Array:
