@@ -42,7 +42,7 @@ IMAGENET = Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 @needs_triton
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU here")
 def test_the_kernels_agree_with_the_reference_in_the_interpreter():
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

@@ -191,7 +191,7 @@ def test_an_interrupt_ends_with_130(tmp_path):
     assert "making 400 weeks" in process.stderr.readline()
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    _, rest = process.communicate(timeout=60)
+    _, rest = process.communicate(timeout=200)
     assert process.returncode == 130
     assert "interrupted" in rest
     assert "Traceback" not in rest

@@ -290,7 +290,7 @@ def test_help_names_both_forms_and_costs_no_torch(folder):
         capture_output=True,
         text=True,
         env=ENV,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     assert "--config" in done.stdout

@@ -124,7 +124,7 @@ def test_a_signal_saves_and_a_resumed_run_ends(trained, number, code, words):
     run = f"run-{number}"
     process = start(trained, "--run-dir", run, "--set", "training.epochs=100000")
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == code, err
     assert words in out + err
     assert re.search(rf"stoker train --config c.yaml --run-dir {run} .*--resume", out + err)

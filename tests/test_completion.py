@@ -23,7 +23,7 @@ def run(*command: str, **env: str) -> str:
         capture_output=True,
         text=True,
         env={**os.environ, "COLUMNS": "200", **env},
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

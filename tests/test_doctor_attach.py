@@ -203,10 +203,10 @@ def test_a_script_that_hangs_is_ended_and_the_place_is_named(tmp_path):
     )
     line = path.read_text().splitlines().index("    time.sleep(1000)") + 1
     # A crowded machine may need the longer time to import torch.
-    for seconds in (7, 25):
+    for seconds in (7, 25, 90):
         began = time.monotonic()
         came = attached(path, seconds=seconds)
-        assert time.monotonic() - began < seconds + 15
+        assert time.monotonic() - began < seconds + 60
         assert came.stopped == "seconds"
         if any(f"{path}:{line}" in note for note in came.measurements.notes):
             break
@@ -232,13 +232,13 @@ def test_a_doctor_that_is_terminated_ends_the_script_too(tmp_path):
     doctor = subprocess.Popen(
         [*map(str, command)], stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(scratch)}
     )  # fmt: skip
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not (told.exists() and told.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(1.5)
     doctor.send_signal(signal.SIGTERM)
-    _, err = doctor.communicate(timeout=60)
+    _, err = doctor.communicate(timeout=200)
     assert doctor.returncode == 128 + signal.SIGTERM
     assert "the script was ended with the doctor, by SIGTERM" in err
     assert not psutil.pid_exists(int(told.read_text()))
@@ -321,7 +321,7 @@ SEEN = {
             for x, y in train:
                 update(x, y)
             for x, y in held_out:
-                time.sleep(0.1)
+                time.sleep(0.3)
                 model(x)
     """,
     "new_loader_every_epoch": """
@@ -457,8 +457,8 @@ def test_without_updates_a_step_is_a_backward_pass_or_a_batch(seen):
 def test_validation_is_not_part_of_the_steps(seen):
     assert seen.validation.samples_per_step == 8
     assert seen.validation.loader.batch_size == 8
-    # Between the steps of four epochs were three times four batches of 0.1 s each.
-    assert seen.validation.seconds < 0.8
+    # Between the steps of four epochs were three times four batches of 0.3 s each.
+    assert seen.validation.seconds < 2.4
 
 
 def test_a_loader_made_anew_every_epoch_is_one_loader(seen):

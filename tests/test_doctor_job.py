@@ -88,14 +88,14 @@ def test_as_many_laps_as_were_asked_for_across_epochs(lengths, warm_up, steps):
 
 def test_waits_and_steps_are_told_apart():
     watch = Stopwatch(Patience(1, 6, 60), CPU)
-    run_loop(watch, [slow(range(4), 0.01), slow(range(9), 0.01)], step_seconds=0.03)
+    run_loop(watch, [slow(range(4), 0.01), slow(range(9), 0.01)], step_seconds=0.1)
     laps = watch.laps()
     assert len(laps) == 6
     for lap in laps:
         assert lap.wait_seconds >= 0.01
-        assert lap.seconds >= 0.04
+        assert lap.seconds >= 0.11
     # Of six: other work on the machine can hold one up.
-    assert statistics.median(lap.wait_seconds for lap in laps) < 0.03
+    assert statistics.median(lap.wait_seconds for lap in laps) < 0.08
     assert all(b.began > a.began for a, b in itertools.pairwise(laps))
 
 
@@ -369,7 +369,7 @@ def test_an_update_of_several_batches_is_one_step(tmp_path):
     assert measured.samples_per_step == pytest.approx(64, abs=4)
     assert measured.steps == 2 * SHORT.steps // 4
     assert measured.loader.batches_per_step == 4
-    assert measured.step_seconds.median > 2.5 * measured.ablation.together_seconds.median
+    assert measured.step_seconds.median > 2 * measured.ablation.together_seconds.median
 
 
 def test_reading_and_decoding_are_told_apart_where_data_is_compressed(tmp_path):

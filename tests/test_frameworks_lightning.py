@@ -429,7 +429,7 @@ def test_the_doctor_sees_what_workers_do():
     trainer(callbacks=[doctor], max_epochs=2).fit(Net(), slow)
     loader = doctor.consultation.measurements.loader
     assert (loader.kind, loader.workers, loader.batch_size) == ("torch", 1, 8)
-    assert 0.012 < loader.alone_seconds.median < 0.1  # eight sleeps of 1.5 ms, in the worker
+    assert 0.012 < loader.alone_seconds.median < 0.4  # eight sleeps of 1.5 ms, in the worker
     assert loader.blocked_share > 0.5
 
 

@@ -296,7 +296,9 @@ def test_training_is_shuffled_and_the_rest_is_in_order(replicates):
     train, val, _ = NISTDataLoader.create_dataloaders(replicates, 8, 0, val_ratio=0.2)
     first, second = ([b["mol_weight"].tolist() for b in train] for _ in range(2))
     assert first != second
-    again, _, _ = NISTDataLoader.create_dataloaders(replicates, 8, 0, val_ratio=0.2)
+    again, _, _ = NISTDataLoader.create_dataloaders(
+        replicates, np.int64(8), np.uint8(0), val_ratio=0.2
+    )
     assert [b["mol_weight"].tolist() for b in again] == first, "the seed repeats the run"
     expected = replicates._columns["mol_weight"][sorted(members(val))].tolist()
     assert [w for batch in val for w in batch["mol_weight"].tolist()] == expected

@@ -45,7 +45,7 @@ def command(*args: object) -> list[str]:
 
 def stoker_monitor(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*args), capture_output=True, text=True, cwd=cwd, env=ENV, timeout=60, check=False
+        command(*args), capture_output=True, text=True, cwd=cwd, env=ENV, timeout=200, check=False
     )
 
 

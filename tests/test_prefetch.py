@@ -595,7 +595,7 @@ def test_the_interpreter_exits_with_an_iteration_open():
         "work = Background(itertools.count().__next__, 2, 'x')\nprint(work.take())\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True
     )
     assert (done.stdout, done.stderr) == ("0\n", "")
 

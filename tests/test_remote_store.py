@@ -648,7 +648,7 @@ with open_store(sys.argv[1]) as store:
 def test_two_processes_at_once_fetch_every_shard_once(served, packed, cache):
     command = [sys.executable, "-c", READ, served.url]
     readers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    answers = {reader.communicate(timeout=60)[0] for reader in readers}
+    answers = {reader.communicate(timeout=200)[0] for reader in readers}
     assert len(answers) == 1
     assert len(answers.pop()) == 65
     for name, size in shard_sizes(packed).items():
@@ -692,7 +692,7 @@ def test_many_threads_in_a_small_cache(served, packed, monkeypatch):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(200)
     assert failures == []
 
 

@@ -38,7 +38,7 @@ SOURCES = Path(__file__).resolve().parent.parent / "src" / "stoker"
 def stoker_report(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "stoker", "report", *map(str, args)]
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env=ENV, timeout=60, check=False
+        command, capture_output=True, text=True, cwd=cwd, env=ENV, timeout=200, check=False
     )
 
 

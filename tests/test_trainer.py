@@ -172,7 +172,7 @@ def test_sigterm_saves_and_ends_well(path, tmp_path):
     process = start(path, run)
     wait_for_checkpoints(run)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0
     assert output.decode().strip() == "terminated"
 

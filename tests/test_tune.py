@@ -678,7 +678,7 @@ def test_all_ranks_take_what_fits_everywhere_and_add_their_rates(tmp_path):
         process.start()
     (_, *first), (_, *second) = sorted(results.get() for _ in ranks)
     for process in ranks:
-        process.join(60)
+        process.join(200)
         assert process.exitcode == 0
     chosen, tried, size, lines = first
     assert chosen == second[0] == 3

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import numbers
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -38,7 +38,7 @@ from stoker.sources.msp import bin_spectrum
 from stoker.store.fields import Array, offsets_of
 from stoker.store.manifest import MANIFEST_NAME, REFUSED_NAME, read_manifest
 from stoker.store.reader import Store, open_store
-from stoker.units import MB
+from stoker.units import MB, usable_count
 
 Say = Callable[[str], None]
 Item = dict[str, torch.Tensor]
@@ -375,7 +375,9 @@ class NISTDataLoader:
             val_ratio: Expected share in validation; the rest is test.
             seed: Of the split and the shuffle.
         """
-        _check_options(dataset, batch_size, num_workers, train_ratio, val_ratio)
+        _check_options(dataset, train_ratio, val_ratio)
+        batch_size = usable_count("batch_size", batch_size, example=32)
+        num_workers = usable_count("num_workers", num_workers, least=0)
         ratios = (train_ratio, val_ratio, max(0.0, 1 - train_ratio - val_ratio))
         assignment = split_by_group(dataset.groups, ratios, seed)
         members = [np.flatnonzero(assignment == number) for number in range(3)]
@@ -400,24 +402,13 @@ class NISTDataLoader:
         return train, val, test
 
 
-def _check_options(
-    dataset: Any, batch_size: int, num_workers: int, train_ratio: float, val_ratio: float
-) -> None:
+def _check_options(dataset: Any, train_ratio: float, val_ratio: float) -> None:
     if not isinstance(getattr(dataset, "groups", None), np.ndarray):
         raise InputError(
             f"the dataset is {type(dataset).__name__}, which has no compound groups to split by.",
             "a LazyMassSpecDataset",
             "LazyMassSpecDataset(msp_file, mol_files_dir)",
         )
-    counts: Mapping[str, tuple[Any, int]] = {
-        "batch_size": (batch_size, 1),
-        "num_workers": (num_workers, 0),
-    }
-    for name, (value, least) in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(
-                f"{name} is {value!r}.", f"a whole number, {least} or more", f"{name}=4"
-            )
     ratios = (train_ratio, val_ratio)
     if (
         not all(isinstance(ratio, numbers.Real) for ratio in ratios)
