@@ -413,15 +413,18 @@ SEEN = {
 OPTIONAL = {name for name in ("accelerate", "lightning") if find_spec(name) is None}
 
 
+def watched(folder, bodies, *crashing):
+    """Run scripts from one warm process, and return what the probe saw of each, with their `paths`."""
+    paths = {name: script(folder, f"a_{name}", body) for name, body in bodies.items()}
+    words = {name: str(path.with_suffix("")) for name, path in paths.items()}
+    came = run_warm(words.values(), 0, folder / "seen", {words[name] for name in crashing})
+    return SimpleNamespace(**{name: came[word] for name, word in words.items()}, paths=paths)
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("scripts")
-    paths = {n: script(folder, f"a_{n}", body) for n, body in SEEN.items() if n not in OPTIONAL}
-    names = [str(path.with_suffix("")) for path in paths.values()]
-    came = run_warm(names, 0, folder / "seen", crashing={str(paths["crash"].with_suffix(""))})
-    return SimpleNamespace(
-        **{name: came[str(path.with_suffix(""))] for name, path in paths.items()}, paths=paths
-    )
+    bodies = {name: body for name, body in SEEN.items() if name not in OPTIONAL}
+    return watched(tmp_path_factory.mktemp("scripts"), bodies, "crash")
 
 
 def test_nothing_of_the_probe_failed_in_any_of_them(seen):

@@ -23,7 +23,7 @@ from stoker.doctor.transcript import Process
 from stoker.doctor.transcript_measures import measure
 from stoker.doctor.verdict import HEALTHY, Consultation, Outcome
 from test_cli_doctor import call
-from test_doctor_attach import attached, row, script, state
+from test_doctor_attach import attached, row, script, state, watched
 
 # -- other loaders, and what comes after the last step ---------------------------------------------
 
@@ -89,37 +89,45 @@ def test_steps_that_are_all_counted_leave_nothing_to_say(rows):
     assert found.verdict == HEALTHY
 
 
-def test_a_script_that_mostly_validates_is_told_so(tmp_path):
-    body = """
-    class Slow(TensorDataset):
-        def __getitem__(self, index):
-            time.sleep(0.004)
-            return super().__getitem__(index)
-    train = DataLoader(data, batch_size=8)
-    held_out = DataLoader(Slow(*data.tensors), batch_size=64)
-    for epoch in range(2):
-        for x, y in train:
+SEEN = {
+    "validating": """
+        class Slow(TensorDataset):
+            def __getitem__(self, index):
+                time.sleep(0.004)
+                return super().__getitem__(index)
+        train = DataLoader(data, batch_size=8)
+        held_out = DataLoader(Slow(*data.tensors), batch_size=64)
+        for epoch in range(2):
+            for x, y in train:
+                update(x, y)
+            for x, y in held_out:
+                model(x)
+    """,
+    "reading": """
+        values = torch.ones(128)
+        for number, (x, y) in zip(range(30), rounds(DataLoader(data, batch_size=8))):
             update(x, y)
-        for x, y in held_out:
-            model(x)
-    """
-    path = script(tmp_path, "validating", body)
+            for value in values:
+                value.item()
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    return watched(tmp_path_factory.mktemp("scripts"), SEEN)
+
+
+def test_a_script_that_mostly_validates_is_told_so(seen):
+    path, measured = seen.paths["validating"], seen.validating
     line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "Slow(*" in text)
-    measured = attached(path).measurements
     assert any(f"({path}:{line})" in note for note in measured.notes), measured.notes
     assert measured.elsewhere_share > 0.5
     assert measured.seconds < 0.9  # 256 samples of 4 ms each were between the two epochs
 
 
-def test_what_a_running_step_has_read_does_not_count(tmp_path):
-    body = """
-    values = torch.ones(128)
-    for number, (x, y) in zip(range(30), rounds(DataLoader(data, batch_size=8))):
-        update(x, y)
-        for value in values:
-            value.item()
-    """
-    (sync, *_) = attached(script(tmp_path, "reading", body)).measurements.syncs
+def test_what_a_running_step_has_read_does_not_count(seen):
+    (sync, *_) = seen.reading.syncs
     assert sync.calls_per_step == 128
 
 

@@ -9,56 +9,60 @@ import pytest
 from stoker.doctor.measurements import LoaderWork, OperatorFacts
 from stoker.doctor.probe import operators
 from stoker.doctor.rules import diagnose
-from test_doctor_attach import attached, event, script
+from test_doctor_attach import event, watched
 from test_doctor_rules import at, job
 
+SEEN = {
+    "slow": """
+        class Slow(torch.utils.data.Dataset):
+            def __len__(self):
+                return 160
 
-def test_samples_are_timed_without_the_first_and_without_what_a_fetch_costs(tmp_path):
-    body = """
-    import time
+            def __getitem__(self, index):
+                time.sleep(0.08 if index % 4 == 0 else 0.001)
+                return torch.zeros(8), torch.zeros(1)
 
-    class Slow(torch.utils.data.Dataset):
-        def __len__(self):
-            return 160
+        for x, y in DataLoader(Slow(), batch_size=4):
+            update(x, y)
+    """,
+    "whole": """
+        class Whole(torch.utils.data.Dataset):
+            def __len__(self):
+                return 160
 
-        def __getitem__(self, index):
-            time.sleep(0.08 if index % 4 == 0 else 0.001)
-            return torch.zeros(8), torch.zeros(1)
+            def __getitems__(self, indices):
+                assert type(indices) is list, type(indices)
+                return [(torch.zeros(8), torch.zeros(1)) for _ in indices]
 
-    for x, y in torch.utils.data.DataLoader(Slow(), batch_size=4):
-        update(x, y)
-    """
-    loader = attached(script(tmp_path, "slow", body)).measurements.loader
+        class Tuples(TensorDataset):
+            def __getitem__(self, index):
+                assert type(index) is int, type(index)
+                return super().__getitem__(index)
+
+        for x, y in DataLoader(Whole(), batch_size=4):
+            update(x, y)
+        tuples = [(n, n + 1) for n in range(40)]
+        data = Tuples(torch.zeros(64, 8), torch.zeros(64, 1))
+        for x, y in DataLoader(data, batch_sampler=tuples):
+            update(x, y)
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    return watched(tmp_path_factory.mktemp("scripts"), SEEN)
+
+
+def test_samples_are_timed_without_the_first_and_without_what_a_fetch_costs(seen):
+    loader = seen.slow.loader
     assert loader.alone_seconds.median >= 0.083
     # A sleep of 1 ms has taken 4 on a busy machine (17 now and then): far from the first one's 80.
     assert 0.001 <= loader.sample_seconds.median < 0.04
 
 
-def test_what_takes_all_indices_at_once_is_given_what_torch_gives_it(tmp_path):
-    body = """
-    class Whole(torch.utils.data.Dataset):
-        def __len__(self):
-            return 160
-
-        def __getitems__(self, indices):
-            assert type(indices) is list, type(indices)
-            return [(torch.zeros(8), torch.zeros(1)) for _ in indices]
-
-    class Tuples(torch.utils.data.TensorDataset):
-        def __getitem__(self, index):
-            assert type(index) is int, type(index)
-            return super().__getitem__(index)
-
-    for x, y in torch.utils.data.DataLoader(Whole(), batch_size=4):
-        update(x, y)
-    tuples = [(n, n + 1) for n in range(40)]
-    data = Tuples(torch.zeros(64, 8), torch.zeros(64, 1))
-    for x, y in torch.utils.data.DataLoader(data, batch_sampler=tuples):
-        update(x, y)
-    """
-    seen = attached(script(tmp_path, "whole", body))
-    assert seen.exit_code == 0
-    assert seen.measurements.loader.sample_seconds is None
+def test_what_takes_all_indices_at_once_is_given_what_torch_gives_it(seen):
+    assert seen.whole.loader.sample_seconds is None  # and the script's own checks have passed
 
 
 def tiny(**loader) -> float:
