@@ -249,7 +249,7 @@ class Step:
         if parts.scaler.is_enabled():
             parts.scaler.step(parts.optimizer)
             parts.scaler.update()
-        elif not look or math.isfinite(whole_number(norm)):
+        elif not look or math.isfinite(norm_on_host(norm)):
             parts.optimizer.step()
         else:
             self._skipped += 1
@@ -319,7 +319,7 @@ def clip_values(values: Iterable[torch.Tensor], most: float, norm: torch.Tensor)
         value.mul_(factor.to(value.device))
 
 
-def whole_number(norm: torch.Tensor) -> float:
+def norm_on_host(norm: torch.Tensor) -> float:
     """Return a norm on the host; that of gradients in parts is a sum over ranks."""
     return float(gather_whole(norm))
 
