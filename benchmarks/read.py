@@ -17,10 +17,11 @@ import h5py
 import numpy as np
 
 from harness import publish, timed
+from stoker.ownership import always, write_text
 from stoker.store.fields import Dense
 from stoker.store.manifest import FieldInfo, Manifest
 from stoker.store.reader import open_store
-from stoker.store.writer import write_shard, write_text_atomically
+from stoker.store.writer import write_shard
 
 
 def copy_limit(source: np.ndarray, out: np.ndarray, threads: int) -> None:
@@ -43,7 +44,7 @@ def main() -> None:
         info = write_shard(folder / "shard-00000.h5", {"features": Dense(values)}, "all")
         fields = {"features": FieldInfo.of(Dense(values[:1]))}
         manifest = Manifest(num_samples=rows, fields=fields, shards=[info])
-        write_text_atomically(folder / "store.json", manifest.to_text())
+        write_text(folder / "store.json", manifest.to_text(), always)
         out = np.empty_like(values)
         store = open_store(folder, threads=args.threads)
         plain = open_store(folder / "shard-00000.h5", threads=args.threads)

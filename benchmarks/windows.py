@@ -23,10 +23,11 @@ import torch
 
 from harness import publish, side_by_side
 from stoker.loader.loader import Loader
+from stoker.ownership import always, write_text
 from stoker.store.fields import Dense, FieldData, Series
 from stoker.store.manifest import FieldInfo, Manifest
 from stoker.store.reader import Store, open_store
-from stoker.store.writer import write_shard, write_text_atomically
+from stoker.store.writer import write_shard
 
 BATCH = 128
 JOBS = {
@@ -57,9 +58,8 @@ def write_store(folder: Path, fields: Mapping[str, FieldData], count: int) -> St
     """A store of one shard."""
     info = write_shard(folder / "shard-00000.h5", fields, "all")
     about = {name: FieldInfo.of(data) for name, data in fields.items()}
-    write_text_atomically(
-        folder / "store.json", Manifest(num_samples=count, fields=about, shards=[info]).to_text()
-    )
+    manifest = Manifest(num_samples=count, fields=about, shards=[info])
+    write_text(folder / "store.json", manifest.to_text(), always)
     return open_store(folder)
 
 

@@ -13,8 +13,11 @@ import stoker
 
 PACKAGE = Path(stoker.__file__).parent
 LAYERS = [
+    {"address"},
+    {"display"},
     {"errors"},
-    {"units"},
+    {"units", "lifetime"},
+    {"ownership"},
     {"config", "machine", "report", "page"},
     {"runs"},
     {"store"},
@@ -101,7 +104,7 @@ def test_help_loads_nothing_heavy():
     check = (
         "import sys\nfrom stoker.cli.main import app\n"
         "try:\n app(['--help'])\nexcept SystemExit:\n pass\n"
-        "heavy = {'torch', 'numpy', 'h5py', 'pyarrow', 'pydantic', 'joblib'} & set(sys.modules)\n"
+        "heavy = {'torch', 'numpy', 'h5py', 'pyarrow', 'pydantic', 'cloudpickle'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", check], check=True, stdout=subprocess.DEVNULL)

@@ -366,7 +366,7 @@ def test_the_verb_prints_json(monkeypatch):
         (["--device", "cuda:99"], "--device is cuda:99"),
         (["--input", "int64"], "--input is 'int64'"),
         (["--output", "uint8"], "--output is 'uint8'"),
-        (["--html", "/nowhere/b.html"], "does not exist"),
+        (["--html", "/nowhere/b.html"], "there is no folder"),
         (["--html", "/tmp"], "is a folder"),
     ],
 )

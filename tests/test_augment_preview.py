@@ -28,6 +28,7 @@ from stoker.augment.scene import SIZE, draw_scene, write_pictures
 from stoker.augment.sheet import GAP, STRIP, Line, class_colour, colour_mask, make_sheet
 from stoker.cli.main import app
 from stoker.errors import InputError, MissingExtraError, SourceError
+from stoker.ownership import SIGNATURE
 from stoker.packing import pack
 from stoker.sources.images import SegmentationSource
 
@@ -252,10 +253,11 @@ def test_writing_is_all_or_nothing(tmp_path):
             raise OSError("disk full")
 
     out = tmp_path / "p.png"
-    out.write_bytes(b"older")
+    older = f"older, {SIGNATURE}".encode()
+    out.write_bytes(older)
     with pytest.raises(OSError, match="disk full"):
         write_png(Broken(), out)
-    assert out.read_bytes() == b"older"
+    assert out.read_bytes() == older
     assert list(tmp_path.iterdir()) == [out]
 
 

@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import CorruptError, InputError, StoreError
-from stoker.train import checkpoint, checkpoint_file
+from stoker.ownership import MARK_NAME
+from stoker.train import checkpoint_file
 from stoker.train.checkpoint import (
     Checkpoints,
     RunLock,
@@ -198,7 +200,7 @@ def test_what_could_not_be_loaded_is_refused_at_the_save_with_its_place(tmp_path
         Checkpoints(tmp_path).save(state, 1, 0)
     assert caught.value.allowed
     assert caught.value.fix
-    assert not list(tmp_path.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} <= {MARK_NAME}
 
 
 def test_the_file_is_an_ordinary_torch_file(tmp_path):
@@ -258,7 +260,7 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     assert kept.best().step == 1
     assert load_checkpoint(tmp_path / "best.pt").state == {"step": 1}
     assert (tmp_path / "best.pt").samefile(kept.best().path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != MARK_NAME) == [
         "best.pt", "step-000000001.pt", "step-000000003.pt", "step-000000004.pt",
     ]  # fmt: skip
 
@@ -311,7 +313,7 @@ def test_without_hard_links_the_best_is_a_symlink_and_without_any_its_step(tmp_p
     kept.save({"v": 1}, 1, 0, {"loss": 1.0})
     assert (tmp_path / "best.pt").is_symlink()
     assert load_checkpoint(tmp_path / "best.pt").state == {"v": 1}
-    monkeypatch.setattr(checkpoint, "_link_softly", refuse)
+    monkeypatch.setattr(Path, "symlink_to", refuse)
     kept.save({"v": 2}, 2, 0, {"loss": 0.5})
     kept.save({"v": 3}, 3, 0, {"loss": 0.7})
     assert not (tmp_path / "best.pt").exists()
@@ -348,7 +350,7 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path, make, words):
     with pytest.raises(InputError, match=words) as caught:
         make(tmp_path)
     assert caught.value.fix
-    assert not list(tmp_path.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} <= {MARK_NAME}
 
 
 # -- damage --------------------------------------------------------------------------------------
@@ -468,7 +470,7 @@ def test_the_kernel_refusing_a_write_inside_torchs_writer_is_survived(tmp_path):
         "sys.exit('saved')\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=200)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000000001.pt"]
+    assert {path.name for path in tmp_path.iterdir()} == {MARK_NAME, "step-000000001.pt"}
 
 
 def test_a_folder_that_is_a_file_is_a_clear_error(tmp_path):
@@ -523,7 +525,7 @@ def kill_during_saves(folder, kills, seed):
             check_what_is_left(Checkpoints(folder), highest)
         saver.stdin.close()
     Checkpoints(folder).save({}, 10**6, 0)
-    assert not list(folder.glob(".*")), "leftovers stay behind"
+    assert [path.name for path in folder.glob(".*")] == [MARK_NAME], "leftovers stay behind"
 
 
 def check_what_is_left(kept, highest):
@@ -541,12 +543,45 @@ def test_kill_9_during_saves_always_leaves_a_whole_checkpoint(tmp_path):
 
 
 def test_leftovers_of_a_kill_are_removed_by_the_next_save_only(two):
-    leftover = two.folder / ".step-000000003.pt.1.tmp"
-    leftover.write_bytes(b"half")
+    leftover = two.folder / ".step-000000003.pt.0123abcd.tmp"
+    others = [two.folder / name for name in (".step-notes.tmp", ".thesis.tex.0123abcd.tmp")]
+    for path in (leftover, *others):
+        path.write_bytes(b"half")
     Checkpoints(two.folder).load()
     assert leftover.exists()
     two.save({}, 3, 0)
     assert not leftover.exists()
+    assert all(path.exists() for path in others)
+
+
+# -- what is not ours ------------------------------------------------------------------------------
+
+
+def test_checkpoints_of_other_runs_and_files_of_others_stay(tmp_path):
+    other = Checkpoints(tmp_path / "other")
+    copied = tmp_path / "run" / "step-000000001.pt"
+    copied.parent.mkdir()
+    shutil.copy(other.save({"v": 0}, 1, 0).path, copied)
+    mine = tmp_path / "run" / "step-000000002.pt"
+    torch.save({"thesis": 1}, mine)
+    kept = Checkpoints(tmp_path / "run", keep_last=1)
+    for step in (3, 4, 5):
+        kept.save({"v": step}, step, 0)
+    assert copied.exists()
+    assert torch.load(mine) == {"thesis": 1}
+    assert not (tmp_path / "run" / "step-000000003.pt").exists()
+    with pytest.raises(InputError, match=r"step-000000002\.pt exists, and stoker did not write it"):
+        kept.save({"v": 2}, 2, 0)
+    assert torch.load(mine) == {"thesis": 1}
+
+
+def test_somebody_elses_best_is_refused_by_name_and_never_replaced(tmp_path):
+    torch.save({"thesis": 1}, tmp_path / "best.pt")
+    kept = Checkpoints(tmp_path)
+    with pytest.raises(InputError, match=r"holds 'best\.pt', which stoker did not write"):
+        kept.check_names()
+    kept.save({"v": 1}, 1, 0, {"loss": 1.0})
+    assert torch.load(tmp_path / "best.pt") == {"thesis": 1}
 
 
 # -- identity ------------------------------------------------------------------------------------
@@ -563,13 +598,13 @@ def test_a_checkpoint_of_another_run_is_refused_key_by_key(tmp_path):
     }
     with pytest.raises(InputError) as caught:
         kept.load_for(new)
-    assert caught.value.given.splitlines()[1:] == [
-        "  a: 1 in the checkpoint, absent now",
-        "  model.depth: absent in the checkpoint, 2 now",
-        "  model.width: 128 in the checkpoint, null now",
-        "  train.lr: 0.1 in the checkpoint, 0.2 now",
-        "  train.seed: 0 in the checkpoint, false now",
-    ]
+    assert caught.value.details == (
+        "a: 1 in the checkpoint, absent now",
+        "model.depth: absent in the checkpoint, 2 now",
+        "model.width: 128 in the checkpoint, null now",
+        "train.lr: 0.1 in the checkpoint, 0.2 now",
+        "train.seed: 0 in the checkpoint, false now",
+    )
     assert str(tmp_path) in caught.value.given
     assert "new run directory" in caught.value.fix
 

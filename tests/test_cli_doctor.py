@@ -263,7 +263,7 @@ def test_after_ctrl_c_the_script_is_not_run_again(inside, capsys, monkeypatch):
         (["--config", "c.yaml", "--set", "training.epocs=3"], ["no key 'epocs'", "training.epochs"]),
         (["--config", "c.yaml", "--store", "nothing"], ["nothing does not exist"]),
         (["--config", "c.yaml", "--device", "gpu"], ["gpu", "Try:"]),
-        (["--config", "c.yaml", "--apply", "c.yaml"], ["c.yaml exists", "--apply c.yaml --force"]),
+        (["--config", "c.yaml", "--apply", "c.yaml", "--force"], ["c.yaml is read by this command"]),
         (["--config", "c.yaml", "--html", "no/where.html"], ["there is no folder no", "mkdir -p no"]),
         (["--config", "c.yaml", "--out", "store"], ["store is a folder"]),
         (["--json", "--", "python", "x.py"], ["stdout is the script's own", "--out doctor.json"]),

@@ -23,7 +23,7 @@ from cluster_makers import TracedSource
 from packing_makers import NumbersSource
 from stoker.cli.main import app
 from stoker.errors import InputError, StokerError
-from stoker.packing import PackOptions, bench, cluster, pack
+from stoker.packing import PackOptions, cluster, pack
 from stoker.sources.arrays import ArraysSource
 from stoker.store.reader import open_store
 
@@ -171,8 +171,8 @@ def test_a_part_that_dies_outside_any_row_ends_the_pack(address, numbers, tmp_pa
         pack(source, tmp_path / "s", PackOptions(cluster=address))
 
 
-def test_what_a_killed_pack_left_at_work_is_ended_by_the_next(address, numbers, tmp_path):
-    """The child on part 0 would sleep for ten minutes, and then write into the workshop."""
+def test_what_a_killed_pack_left_at_work_ends_with_it(address, numbers, tmp_path):
+    """The child on part 0 would sleep for ten minutes, and then write into the work folder."""
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -184,11 +184,12 @@ pack(source, {str(tmp_path / "s")!r}, PackOptions(cluster={address!r}))
 """
     process = subprocess.Popen([sys.executable, "-c", script])
     child, _ = pids(numbers, 0)
+    os.kill(child, 0)  # alive
     process.kill()
     process.wait(10)
-    os.kill(child, 0)  # alive
-    pack(NumbersSource(numbers, parts=1), tmp_path / "s", PackOptions(jobs=1))
     wait_until(lambda: not Path(f"/proc/{child}").exists(), 5)
+    pack(NumbersSource(numbers, parts=1), tmp_path / "s", PackOptions(jobs=1))
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_a_worker_killed_in_the_middle_loses_nothing(address, numbers, tmp_path):
@@ -202,7 +203,6 @@ def test_a_worker_killed_in_the_middle_loses_nothing(address, numbers, tmp_path)
 
 
 def test_a_part_whose_workers_keep_dying_ends_the_pack_with_its_name(numbers, tmp_path):
-    """joblib alone would wait for ever here."""
     source = TracedSource(numbers, parts=2, trouble=((1002, "slow"),))
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
@@ -266,9 +266,9 @@ def test_other_versions_on_workers_are_refused(address, numbers, tmp_path, monke
 
 
 def test_a_worker_of_another_version_that_comes_later_refuses_its_task(address):
-    task = bench.Task(bench.PackedWork(b""), None, {}, None, "", "", "9.9.9")
+    task = cluster.Task(b"", None, None, "", "", "9.9.9")
     with distributed.Client(address) as client, pytest.raises(InputError, match=r"stoker 9\.9\.9"):
-        client.submit(bench.build_on_worker, task).result(timeout=20)
+        client.submit(cluster.build_on_worker, task).result(timeout=20)
 
 
 def test_a_worker_that_does_not_see_an_input_is_named(address, numbers, tmp_path, monkeypatch):
@@ -278,7 +278,9 @@ def test_a_worker_that_does_not_see_an_input_is_named(address, numbers, tmp_path
     assert "2 workers with 2 threads" in cluster.check_cluster(address, [numbers])
 
 
-def test_a_worker_that_does_not_share_the_workshop_is_named(lonely, numbers, tmp_path, monkeypatch):
+def test_a_worker_that_does_not_share_the_work_folder_is_named(
+    lonely, numbers, tmp_path, monkeypatch
+):
     """A real worker, in a mount namespace of its own, where OUT is another file system."""
     monkeypatch.setattr(cluster, "_VISIBLE_SECONDS", 0.3)
     out = tmp_path / "mounted"
@@ -296,17 +298,32 @@ def test_a_worker_that_does_not_share_the_workshop_is_named(lonely, numbers, tmp
     [
         ({"error": "Permission denied"}, "Permission denied"),
         ({"read": "of somebody else"}, "another file stands there"),
-        ({"read": "foreman-1"}, "what it writes does not appear here"),
+        ({"read": "0123abcd"}, "what it writes does not appear here"),
     ],
 )
 def test_what_can_be_wrong_with_a_shared_folder(tmp_path, monkeypatch, seen, problem):
     monkeypatch.setattr(cluster, "_VISIBLE_SECONDS", 0.2)
-    mark = tmp_path / "foreman-1"
-    mark.write_text(mark.name)
+    alive = tmp_path / ".alive.0123abcd.tmp"
+    alive.write_text("0123abcd")
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    fact = {"host": "far", "stoker": stoker.__version__, "python": python, "echo": f"{mark}.far.1"}
+    echo = str(tmp_path / ".echo-far-1.0123abcd.tmp")
+    fact = {"host": "far", "stoker": stoker.__version__, "python": python, "echo": echo}
     with pytest.raises(InputError, match=f"worker tcp://far:1 on far .*{problem}"):
-        cluster._check_shared({"tcp://far:1": fact | seen}, mark)
+        cluster._check_shared({"tcp://far:1": fact | seen}, alive)
+
+
+def test_a_worker_cannot_make_the_packer_remove_a_file_that_it_names(tmp_path):
+    work, thesis = tmp_path / "work", tmp_path / "thesis.tex"
+    work.mkdir()
+    thesis.write_text("mine")
+    alive = work / ".alive.0123abcd.tmp"
+    alive.write_text("0123abcd")
+    (work / "thesis.tex").write_text("mine")
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    fact = {"host": "far", "stoker": stoker.__version__, "python": python, "read": "0123abcd"}
+    cluster._check_shared({"tcp://far:1": fact | {"echo": str(thesis)}}, alive)
+    assert thesis.exists()
+    assert (work / "thesis.tex").exists()
 
 
 def test_the_command_line(address, tmp_path):

@@ -22,6 +22,7 @@ from run_makers import OPTIONS, make_store, settings_for
 from stoker.cli.main import app
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
 from stoker.loader.loader import Loader
+from stoker.ownership import SIGNATURE
 from stoker.recipes import export_onnx
 from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
 from stoker.recipes.catalogue import choose_recipe
@@ -211,11 +212,15 @@ def test_a_graph_that_differs_is_not_written(made, exported, tmp_path, monkeypat
     model = onnx_ir.load(exported("series").path)
     monkeypatch.setattr(export_onnx, "_trace", lambda graph, opset: model)
     monkeypatch.setattr(export_onnx, "_difference", lambda found, wanted: 0.2)
-    (tmp_path / "old.onnx").write_text("older")
+    older = f"older, {SIGNATURE}"
+    (tmp_path / "old.onnx").write_text(older)
     with pytest.raises(RuntimeError, match=r"differs from torch by 0\.2"):
         export_trained(made("series")[1], tmp_path / "old.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["old.onnx"]
-    assert (tmp_path / "old.onnx").read_text() == "older"
+    assert (tmp_path / "old.onnx").read_text() == older
+    (tmp_path / "old.onnx").write_text("mine")
+    with pytest.raises(InputError, match="stoker did not write it"):
+        export_trained(made("series")[1], tmp_path / "old.onnx")
 
 
 def test_a_difference_is_seen():

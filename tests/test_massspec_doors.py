@@ -379,7 +379,10 @@ def test_bad_input_says_what_is_allowed(dataset, library, tmp_path):
 
 def test_a_missing_library_is_named_and_nothing_is_left_behind(tmp_path):
     with pytest.raises(SourceError, match=r"nowhere\.msp"):
-        LazyMassSpecDataset(tmp_path / "nowhere.msp", tmp_path, cache_dir=tmp_path / "cache")
+        LazyMassSpecDataset(
+            tmp_path / "nowhere.msp", tmp_path / "mol", cache_dir=tmp_path / "cache"
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_library_of_which_nothing_is_usable_is_an_error(tmp_path):

@@ -654,7 +654,10 @@ def test_regular_records_take_the_fast_way_and_no_others(folder, monkeypatch):
 def test_what_is_written_reads_back_the_same(folder, soup):
     path, copy = folder / "soup.msp", folder / "copy.msp"
     path.write_bytes(soup)
+    copy.unlink(missing_ok=True)
     msp.write_msp(read_msp(path), copy)
+    with pytest.raises(InputError, match="exists, and stoker did not write it"):
+        msp.write_msp(read_msp(path), copy)
     first, second = join(read_msp(path)), join(read_msp(copy))
     assert second.peaks == first.peaks
     assert [r.synonyms for r in second.records] == [r.synonyms for r in first.records]

@@ -178,12 +178,12 @@ def test_a_pack_that_fails_leaves_the_old_store_as_it_was(numbers, tmp_path):
 
 
 def test_two_packers_on_one_target_are_refused(numbers, tmp_path):
-    from stoker.packing.workshop import Workshop
+    from stoker.packing.work_folder import WorkFolder
     from stoker.sources.fingerprint import fingerprint
 
     source = NumbersSource(numbers)
     with (
-        Workshop(tmp_path / "s", fingerprint(source, {})),
+        WorkFolder(tmp_path / "s", fingerprint(source, {}), print),
         pytest.raises(StoreError, match="another process is packing"),
     ):
         pack(source, tmp_path / "s", PackOptions(jobs=1))

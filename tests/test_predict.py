@@ -15,6 +15,7 @@ from recipe_loops import judge_job
 from run_makers import OPTIONS, make_store, settings_for
 from stoker.errors import CorruptError, InputError, StoreError
 from stoker.loader.loader import Loader
+from stoker.ownership import SIGNATURE
 from stoker.packing import PackOptions, pack
 from stoker.recipes.catalogue import choose_recipe
 from stoker.recipes.inference import (
@@ -258,11 +259,16 @@ def test_a_broken_pass_leaves_no_file(tmp_path):
         yield from rows(400)
         raise RuntimeError("in the middle")
 
-    (tmp_path / "p.parquet").write_text("older")
+    (tmp_path / "p.parquet").write_text(f"older, {SIGNATURE}")
     with pytest.raises(RuntimeError):
         write_parquet(tmp_path / "p.parquet", breaks(), {})
     assert [path.name for path in tmp_path.iterdir()] == ["p.parquet"]
-    assert (tmp_path / "p.parquet").read_text() == "older"
+    assert (tmp_path / "p.parquet").read_text() == f"older, {SIGNATURE}"
+    (tmp_path / "mine.parquet").write_text("mine")
+    with pytest.raises(InputError, match="stoker did not write it"):
+        write_parquet(tmp_path / "mine.parquet", rows(5), {})
+    write_parquet(tmp_path / "p.parquet", rows(5), {})
+    write_parquet(tmp_path / "p.parquet", rows(6), {})
     with pytest.raises(InputError, match="no sample to predict"):
         write_parquet(tmp_path / "q.parquet", [], {})
     (tmp_path / "file").write_text("")

@@ -606,7 +606,7 @@ def test_mistakes_with_gpus_are_found_before_anything_starts(
     assert said in str(done.exception)
 
 
-def test_the_process_that_says_why_counts_before_those_that_ended_with_it(monkeypatch):
+def test_the_process_that_says_why_counts_before_those_that_ended_with_it(monkeypatch, tmp_path):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     def fail(*codes):
@@ -618,13 +618,13 @@ def test_the_process_that_says_why_counts_before_those_that_ended_with_it(monkey
         monkeypatch.setattr(
             "torch.distributed.launcher.api.elastic_launch", lambda config, entry: ended
         )
-        return launch._run(["train"], len(codes))
+        return launch._run(["train"], len(codes), tmp_path)
 
     assert fail(1, 3, 1) == (3, "rank 1 ended with exit code 3")
     assert fail(-9, 1) == (1, "rank 0 was ended by SIGKILL")
 
 
-def test_a_second_signal_leaves_no_process_behind(monkeypatch):
+def test_a_second_signal_leaves_no_process_behind(monkeypatch, tmp_path):
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "stoker"])
@@ -636,13 +636,13 @@ def test_a_second_signal_leaves_no_process_behind(monkeypatch):
         "torch.distributed.launcher.api.elastic_launch", lambda config, entry: ended
     )
     wait_for(lambda: "stoker" in psutil.Process(left.pid).cmdline())
-    assert launch._run(["train"], 2) == (130, "")
+    assert launch._run(["train"], 2, tmp_path) == (130, "")
     assert left.wait(10) == -signal.SIGKILL
 
 
 def test_only_what_another_start_can_mend_is_started_again(monkeypatch):
     outcomes, said = [(1, "rank 1 ended with exit code 1"), (0, "")], []
-    monkeypatch.setattr(launch, "_run", lambda words, count: outcomes.pop(0))
+    monkeypatch.setattr(launch, "_run", lambda words, count, logs: outcomes.pop(0))
     monkeypatch.setenv("STOKER_RESTARTS", "0")
     assert launch.launch(["train"], 2, 3, said.append) == 0
     assert said == [

@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from stoker import address
 from stoker.cli.main import app
 from stoker.errors import CorruptError, InputError, StoreError
 from stoker.store import remote, remote_cache, remote_fetch
@@ -233,12 +234,12 @@ def test_verbs_take_a_url_though_their_arguments_are_paths(served, cache):
 
 def test_a_store_is_called_by_its_url_without_the_password(served, packed):
     with open_store(served.url) as store:
-        assert store.name == remote_fetch.shown(Path(served.url)) == served.url
+        assert store.name == address.shown(Path(served.url)) == served.url
         with pickle.loads(pickle.dumps(store)) as again:
             assert again.name == served.url
-    assert remote_fetch.shown("http://ann:secret@host/store") == "http://host/store"
+    assert address.shown("http://ann:secret@host/store") == "http://***@host/store"
     with open_store(packed) as store:
-        assert store.name == remote_fetch.shown(packed) == str(packed)
+        assert store.name == address.shown(packed) == str(packed)
 
 
 @given(
@@ -247,9 +248,9 @@ def test_a_store_is_called_by_its_url_without_the_password(served, packed):
 )
 def test_a_url_survives_being_a_path(scheme, words):
     url = f"{scheme}://{'/'.join(words)}"
-    assert remote_fetch.as_url(url) == url
-    assert remote_fetch.as_url(Path(url)) == url
-    assert remote_fetch.as_url(f"{url}/store.json") == url
+    assert address.as_url(url) == url
+    assert address.as_url(Path(url)) == url
+    assert address.as_url(f"{url}/store.json") == url
 
 
 @pytest.mark.parametrize(
@@ -258,6 +259,9 @@ def test_a_url_survives_being_a_path(scheme, words):
         (Path("file:///data/store"), "file:///data/store"),
         (Path("zip://a/b::https://host/x.zip"), "zip://a/b::https://host/x.zip"),
         ("http://host/store/", "http://host/store"),
+        (Path("simplecache::http://host/x"), "simplecache::http://host/x"),
+        ("filecache::s3://bucket/x", "filecache::s3://bucket/x"),
+        ("https://host/x?" + "s" * 5000, "https://host/x?" + "s" * 5000),
         ("stores/train", None),
         ("/data/http:/x", None),
         ("C:/store", None),
@@ -265,7 +269,7 @@ def test_a_url_survives_being_a_path(scheme, words):
     ],
 )
 def test_what_is_a_url(path, url):
-    assert remote_fetch.as_url(path) == url
+    assert address.as_url(path) == url
 
 
 def test_a_folder_that_looks_like_a_url_is_a_folder(packed, tmp_path, monkeypatch):
@@ -611,6 +615,136 @@ def test_a_real_small_disk(served, tmp_path, monkeypatch):
             store.read_rows("features", 600, 610)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+# -- what is not ours ------------------------------------------------------------------------------
+
+
+def foreign_files(root: Path) -> dict[Path, str]:
+    """Files of others at every depth of the cache, in the layout of copies and beside them."""
+    places = [
+        "thesis.tex",
+        "a/b/thesis.tex",
+        "a/b/shard-00000.h5",
+        "photos/2024/1.jpg",
+        "a/b/c/d.txt",
+    ]
+    made = {root / place: f"precious {place}" for place in places}
+    for path, text in made.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        os.utime(path, (1, 1))  # older than any copy: the first to go
+    return made
+
+
+def test_files_of_others_below_the_cache_are_neither_removed_nor_counted(
+    served, packed, cache, monkeypatch
+):
+    precious = foreign_files(cache)
+    sizes = shard_sizes(packed)
+    limit(monkeypatch, 2 * max(sizes.values()) + 1)
+    with open_store(served.url) as store:
+        for start in (0, 300, 600):
+            store.read_rows("features", start, start + 50)
+    for version in cache.glob("*/*/remote.json"):
+        path = version.parent / "shard-00099.h5"  # in our folder, and in no manifest
+        path.write_text("precious")
+        os.utime(path, (1, 1))
+        precious[path] = "precious"
+    with open_store(served.url) as store:
+        for start in (0, 300, 600, 100, 400):
+            store.read_rows("features", start, start + 50)
+        assert remote_cache.Cache.here().used_bytes() <= 2 * max(sizes.values())
+    assert {path: path.read_text() for path in precious} == precious
+
+
+@pytest.mark.parametrize("below_the_cache", [False, True])
+def test_a_store_with_a_remote_json_of_its_own_is_no_copy(
+    served, packed, cache, tmp_path, monkeypatch, below_the_cache
+):
+    """Anybody's folder may hold such a file: it made its grandparent a cache, to be cleared."""
+    home = cache if below_the_cache else tmp_path / "home"
+    precious = foreign_files(home)
+    store = home / "downloads" / "somebodys"
+    shutil.copytree(packed, store)
+    (store / "shard-00001.h5").unlink()
+    for origin in (
+        {"url": served.url, "manifest": "somebodys"},
+        {"url": served.url, "manifest": store.name, "cache": "0123"},
+        {"url": "http://127.0.0.1:1/x"},
+    ):
+        (store / "remote.json").write_text(json.dumps(origin))
+        limit(monkeypatch, 2 * sum(shard_sizes(packed).values()))
+        done = CliRunner().invoke(app, ["inspect", str(store)])
+        assert isinstance(done.exception, StoreError)
+        done = CliRunner().invoke(app, ["verify", str(store)])
+        assert done.exit_code != 0
+        assert {path: path.read_text() for path in precious} == precious
+        assert not (store / "shard-00001.h5").exists()
+    assert not served.sent.get("shard-00001.h5")
+
+
+def test_a_manifest_that_lies_about_sizes_removes_nothing_but_copies(
+    served, packed, cache, monkeypatch
+):
+    from stoker.store.manifest import read_manifest
+
+    precious = foreign_files(cache)
+    with open_store(served.url) as store:
+        read_all(store)
+    manifest = read_manifest(served.folder)
+    shards = [shard.model_copy(update={"size_bytes": 10**15}) for shard in manifest.shards]
+    lying = manifest.model_copy(update={"shards": shards})
+    lying._checksum = ""
+    (served.folder / "store.json").write_text(lying.to_text())
+    with open_store(served.url) as store, pytest.raises(StoreError, match="no room for"):
+        read_all(store)
+    assert {path: path.read_text() for path in precious} == precious
+    assert copies(cache)  # what cannot fit anyway makes nothing else go
+
+
+@pytest.mark.parametrize("what", ["file", "link"])
+def test_a_lock_of_somebody_else_is_refused(served, cache, tmp_path, what):
+    thesis = tmp_path / "thesis.tex"
+    thesis.write_text("precious")
+    cache.mkdir(parents=True, exist_ok=True)
+    if what == "file":
+        (cache / "lock").write_text("precious")
+    else:
+        (cache / "lock").symlink_to(thesis)
+    with open_store(served.url) as store, pytest.raises(InputError, match="lock was not made by"):
+        read_all(store)
+    assert thesis.read_text() == "precious"
+    assert (cache / "lock").read_text() == "precious"
+
+
+def test_copies_that_are_links_are_not_followed(served, packed, cache, tmp_path):
+    with open_store(served.url) as store:
+        read_all(store)
+    (version,) = (path.parent for path in cache.glob("*/*/remote.json"))
+    thesis = tmp_path / "thesis.tex"
+    thesis.write_text("precious")
+    shard = version / "shard-00000.h5"
+    shard.unlink()
+    shard.symlink_to(thesis)
+    with contextlib.suppress(StoreError), open_store(served.url) as store:
+        read_all(store)
+    assert thesis.read_text() == "precious"
+
+
+def test_a_cache_of_an_older_version_is_taken_over(served, packed, cache):
+    with open_store(served.url) as store:
+        read_all(store)
+    for origin in cache.glob("*/*/remote.json"):
+        document = json.loads(origin.read_text())
+        del document["cache"]
+        origin.write_text(json.dumps(document))
+    (cache / ".stoker").unlink()
+    before = dict(served.sent)
+    with open_store(served.url) as store, open_store(packed) as local:
+        assert_same(store, local)
+    grown = {name: served.sent[name] - before[name] for name in before if name.endswith(".h5")}
+    assert set(grown.values()) == {0}
 
 
 @pytest.mark.parametrize("text", ["plenty", "150%", "-1"])

@@ -3,14 +3,21 @@
 Enters: what was given, what is allowed, what to do next. Leaves: one message with these
 three parts. Costs nothing.
 
+Each part is one line without control characters and without secrets, whatever name or library's
+message was put into it (`stoker.display`).
+
 Every error also inherits the builtin that fits, so `except ValueError` keeps working, and
 carries the exit code that the command line ends with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from stoker.address import as_url, shown
+from stoker.display import command, printable, secret_hint
 
 EXIT_DONE = 0
 EXIT_OURS = 1
@@ -26,20 +33,26 @@ class StokerError(Exception):
         given: What was found, with file, key, row or offset.
         allowed: What would have been right; may be empty.
         fix: What to type or change next; may be empty.
+        details: Lines that belong to `given`, shown below it.
     """
 
     exit_code = EXIT_INPUT
 
-    def __init__(self, given: str, allowed: str = "", fix: str = "") -> None:
-        self.given = given
-        self.allowed = allowed
-        self.fix = fix
-        parts = [given, f"Allowed: {allowed}" if allowed else "", f"Try: {fix}" if fix else ""]
-        super().__init__("\n".join(part for part in parts if part))
+    def __init__(
+        self, given: str, allowed: str = "", fix: str = "", details: Sequence[str] = ()
+    ) -> None:
+        self.given = printable(given)
+        self.allowed = printable(allowed)
+        self.fix = printable(fix)
+        self.details = tuple(map(printable, details))
+        parts = [self.given, *(f"  {line}" for line in self.details)]
+        parts += [f"Allowed: {self.allowed}"] if allowed else []
+        parts += [f"Try: {self.fix} {secret_hint(self.fix)}".rstrip()] if fix else []
+        super().__init__("\n".join(parts))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Rebuild from the three parts, so that the error survives a worker process."""
-        return type(self), (self.given, self.allowed, self.fix)
+        """Rebuild from the parts, so that the error survives a worker process."""
+        return type(self), (self.given, self.allowed, self.fix, self.details)
 
 
 class InputError(StokerError, ValueError):
@@ -83,9 +96,6 @@ class OtherRankError(StokerError):
 class MissingExtraError(StokerError, ImportError):
     """A feature whose optional packages are not installed."""
 
-    def __init__(self, given: str, allowed: str = "", fix: str = "") -> None:
-        super().__init__(given, allowed, fix)
-
     @classmethod
     def for_package(cls, package: str, extra: str, purpose: str) -> MissingExtraError:
         """Say which extra brings `package`, and what it is needed for."""
@@ -122,11 +132,17 @@ class Refusal:
 
 def require_file(path: str | Path, what: str) -> Path:
     """Return `path` as a Path, or raise with what was expected there."""
+    if as_url(path) is not None:
+        raise SourceError(
+            f"{what} {shown(path)!r} is a URL.", "a file on this machine", "download it first"
+        )
     path = Path(path)
     if not path.exists():
         raise SourceError(
-            f"{what} {str(path)!r} does not exist.", "a readable file", f"ls {path.parent}"
+            f"{what} {str(path)!r} does not exist.", "a readable file", command("ls", path.parent)
         )
     if path.is_dir():
-        raise SourceError(f"{what} {str(path)!r} is a folder.", "a readable file", f"ls {path}")
+        raise SourceError(
+            f"{what} {str(path)!r} is a folder.", "a readable file", command("ls", path)
+        )
     return path

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import psutil
 
+from stoker.display import quoted
 from stoker.errors import InputError, StoreError
 from stoker.runs.follow import RunFollower, RunNow
 from stoker.runs.targets import judge_gpu
@@ -185,7 +186,7 @@ class CsvLog:
             raise InputError(
                 f"{self.path} does not begin like a log of `stoker monitor`: {header[:60]!r}.",
                 "a new file, or one that `stoker monitor --csv` made",
-                f"--csv {self.path.with_name('gpu_log-2.csv')}",
+                f"--csv {quoted(self.path.with_name('gpu_log-2.csv'))}",
             )
 
     def write(self, snapshot: Snapshot) -> None:

@@ -19,7 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from stoker.address import masked, shown
+from stoker.display import command, escaped_json
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
+from stoker.ownership import empty_file, open_own_file
 
 # -- progress ------------------------------------------------------------------------------------
 
@@ -91,6 +94,10 @@ class LogLine:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
+_BEGINNING = b'{"time": '
+"""The first bytes of every event."""
+
+
 class RunLog:
     """An append-only log of one run; also a context manager. One writer at a time, one thread.
 
@@ -115,7 +122,9 @@ class RunLog:
         self._clock = clock
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._file = open_own_file(
+                self.path, os.O_RDWR | os.O_APPEND, _begins_with_an_event, "the log of the run"
+            )
         except OSError as error:
             raise self._refused(error) from error
         self.num_torn_bytes = _cut_torn_end(self._file)
@@ -134,7 +143,7 @@ class RunLog:
             StoreError: The disk is full or the file cannot be written; no part of the line is left.
             InputError: A value has no plain form.
         """
-        plain = {name: _plain(value, f"{event}.{name}") for name, value in (values or {}).items()}
+        plain = _plain(values or {}, event)
         line = {
             "time": round(self._clock(), 6),
             "step": step,
@@ -144,7 +153,7 @@ class RunLog:
         }
         text = json.dumps(line, ensure_ascii=False, allow_nan=False)
         # File names may hold bytes that are not UTF-8; escaped they are JSON all the same.
-        self._append(text.encode("utf-8", "backslashreplace") + b"\n")
+        self._append(escaped_json(text).encode() + b"\n")
         if self._scalars is not None and step is not None:
             for name, value in plain.items():
                 number = _number(value)
@@ -161,14 +170,14 @@ class RunLog:
                 # A short write is how a nearly full disk answers; the second one says so.
                 os.write(self._file, line[written:])
         except OSError as error:
-            os.ftruncate(self._file, before)
+            empty_file(self._file, before)
             raise self._refused(error) from error
 
     def _refused(self, error: OSError) -> StoreError:
         return StoreError(
             f"cannot write the run log {self.path}: {error.strerror}.",
             "a folder with room and write permission",
-            f"df -h {self.path.parent}",
+            command("df", "-h", self.path.parent),
         )
 
     def close(self) -> None:
@@ -201,7 +210,7 @@ def read_run_log(path: str | Path) -> list[LogLine]:
         raise StoreError(
             f"cannot read the run log {path}: {error.strerror}.",
             "the run.jsonl of a run",
-            f"ls {path.parent}",
+            command("ls", path.parent),
         ) from error
     return list(_parsed(path, lines))
 
@@ -215,7 +224,7 @@ def _parsed(path: Path, lines: list[bytes]) -> Iterator[LogLine]:
             raise CorruptError(
                 f"{path}, line {number} is not an event: {line[:60]!r}.",
                 "one JSON object per line, as RunLog writes it",
-                f"delete line {number}: sed -i {number}d {path}",
+                f"delete line {number}: {command('sed', '-i', f'{number}d', path)}",
             )
 
 
@@ -236,6 +245,12 @@ def parse_line(line: bytes) -> LogLine | None:
         return None
 
 
+def _begins_with_an_event(file: int) -> bool:
+    """Whether a file is a run log: of another one not even a torn end may be cut off."""
+    head = os.pread(file, 64, 0)
+    return head.startswith(_BEGINNING[: len(head)])
+
+
 def _cut_torn_end(file: int) -> int:
     """Cut off what follows the last whole line; return how many bytes that were."""
     size = os.fstat(file).st_size
@@ -249,7 +264,7 @@ def _cut_torn_end(file: int) -> int:
         keep -= len(last)
     num_torn = len(tail) - keep
     if num_torn:
-        os.ftruncate(file, size - num_torn)
+        empty_file(file, size - num_torn)
     return num_torn
 
 
@@ -257,19 +272,21 @@ _SPELLED = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return what JSON can hold."""
-    if value is None or isinstance(value, bool | str):
+    """Return what JSON can hold, and everybody may read: a log holds no password."""
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return masked(value)
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else repr(float(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry, f"{name}.{key}") for key, entry in value.items()}
+        return {masked(str(key)): _plain(entry, f"{name}.{key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry, f"{name}[{place}]") for place, entry in enumerate(value)]
     if isinstance(value, Path):
-        return str(value)
+        return shown(value)
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         return _plain(value.item(), name)
     raise InputError(

@@ -11,7 +11,6 @@ give the same picture everywhere.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,9 @@ import torch
 
 from stoker.augment.compose import Compose
 from stoker.augment.sheet import Classes, Line, Pixels, colour_mask, make_sheet, pillow
+from stoker.display import command, quoted
 from stoker.errors import InputError, SourceError
+from stoker.ownership import SIGNATURE, writing
 from stoker.store.reader import Store, open_store
 
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
@@ -91,7 +92,9 @@ def _image_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise SourceError(
-            f"{path} does not exist.", "a folder of images, an image, a store", f"ls {path.parent}"
+            f"{path} does not exist.",
+            "a folder of images, an image, a store",
+            command("ls", path.parent),
         )
     files = sorted(
         each for each in path.iterdir() if each.suffix.lower() in ENDINGS and each.is_file()
@@ -100,7 +103,7 @@ def _image_files(path: Path) -> list[Path]:
         raise SourceError(
             f"{path} holds no images.",
             f"files ending in {', '.join(sorted(ENDINGS))}",
-            f"ls {path}",
+            command("ls", path),
         )
     return files
 
@@ -114,7 +117,7 @@ def _mask_files(files: Sequence[Path], masks: Path | None) -> dict[Path, Path]:
             raise InputError(
                 f"--masks {masks} is one file for {len(files)} images.",
                 "a folder of masks with the images' names",
-                f"--masks {masks.parent}",
+                f"--masks {quoted(masks.parent)}",
             )
         return {files[0]: masks}
     there = {each.stem: each for each in _image_files(masks)}
@@ -125,7 +128,7 @@ def _mask_files(files: Sequence[Path], masks: Path | None) -> dict[Path, Path]:
             if len(missing) > 1
             else f"{masks} has no mask for {missing[0].name}.",
             "a mask with the same name for every image that is shown",
-            f"ls {masks}, or --rows with fewer images",
+            f"{command('ls', masks)}, or --rows with fewer images",
         )
     return {file: there[file.stem] for file in files}
 
@@ -193,7 +196,7 @@ def _from_store(store: Store, count: int, size: tuple[int, int] | None) -> list[
         raise InputError(
             f"{store.name} has no field images of shape (1 or 3, H, W); it has {known}.",
             "a store that `stoker pack images` or `stoker pack segmentation` made",
-            f"stoker inspect {store.name}",
+            command("stoker", "inspect", store.name),
         )
     if np.dtype(info.dtype) != np.uint8:
         raise InputError(
@@ -275,16 +278,16 @@ def check_output(out: Path, sources: Sequence[Path | None]) -> None:
     """
     fix = "preview.png"
     if out.is_dir():
-        raise InputError(f"{out} is a folder.", "a file ending in .png", str(out / fix))
+        raise InputError(f"{out} is a folder.", "a file ending in .png", quoted(out / fix))
     if out.suffix.lower() != ".png":
         raise InputError(
-            f"{out} does not end in .png.", "a file ending in .png", str(out.with_suffix(".png"))
+            f"{out} does not end in .png.", "a file ending in .png", quoted(out.with_suffix(".png"))
         )
     if not out.parent.is_dir():
         raise InputError(
             f"the folder {out.parent} does not exist.",
             "an existing folder",
-            f"mkdir -p {out.parent}",
+            command("mkdir", "-p", out.parent),
         )
     if out.exists() and not _is_png(out):
         raise InputError(f"{out} exists and is not a PNG.", "a new file, or an older picture", fix)
@@ -304,9 +307,9 @@ def _is_png(path: Path) -> bool:
 
 def write_png(sheet: Any, out: Path) -> None:
     """Write a Pillow image, or leave what was there untouched."""
-    temporary = out.with_name(f"{out.name}.tmp{os.getpid()}")
-    try:
-        sheet.save(temporary, format="PNG", optimize=True)
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    from PIL.PngImagePlugin import PngInfo
+
+    about = PngInfo()
+    about.add_text("Software", SIGNATURE)
+    with writing(out) as temporary:
+        sheet.save(temporary, format="PNG", optimize=True, pnginfo=about)

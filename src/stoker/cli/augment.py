@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.terminal import echo, print_json
+from stoker.display import command
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -80,16 +83,14 @@ def preview(
         "epoch": epoch,
     }
     if as_json:
-        import json
-
-        typer.echo(json.dumps(facts))
+        print_json(facts)
         return
-    typer.echo(
+    echo(
         f"{out}: {len(samples)} images of {shape[0]}x{shape[1]}, {columns - 1} draws each, "
         f"{facts['augmentation']}, seed {seed}, epoch {epoch}"
     )
     for op in compose.ops:
-        typer.echo(f"  {op}")
+        echo(f"  {op}")
 
 
 @app.command()
@@ -102,10 +103,12 @@ def pictures(
     from stoker.units import format_bytes
 
     if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder.", "an existing folder", f"mkdir -p {folder}")
+        raise InputError(
+            f"{folder} is not a folder.", "an existing folder", command("mkdir", "-p", folder)
+        )
     files = write_pictures(folder)
     total = sum(file.stat().st_size for file in files)
-    typer.echo(f"{len(files)} pictures in {folder}, {format_bytes(total)}")
+    echo(f"{len(files)} pictures in {folder}, {format_bytes(total)}")
 
 
 def _check_counts(rows: int, columns: int, epoch: int, seed: int) -> None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.terminal import echo, make_console, print_json
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -63,13 +65,13 @@ def augment(
 ) -> None:  # fmt: skip
     """Compare CPU workers, Kornia, torchvision, DALI, stoker and the copy limit."""
     from stoker.augment.bench import cases, check_repeats, compare
+    from stoker.cli.outputs import require_output
     from stoker.cli.progress import Bar
 
     if repeats is not None:
         check_repeats(repeats)
     counts = _parse_workers(workers)
-    if html is not None:
-        _check_page(html)
+    require_output(html, "--html")
     work = _work(batch, size, device, given, wanted)
     times = repeats or (7 if work.device.type == "cuda" else 3)
     facts = _facts(work, times)
@@ -84,13 +86,12 @@ def augment(
             _print_table(done)
     if html is not None:
         from stoker.augment.bench_page import bench_page
+        from stoker.ownership import write_text
 
-        html.write_text(bench_page("stoker bench augment", comparisons, facts), encoding="utf-8")
+        write_text(html, bench_page("stoker bench augment", comparisons, facts))
     if as_json:
-        import json
-
         made = [comparison.to_json() for comparison in comparisons]
-        typer.echo(json.dumps({"facts": facts, "cases": made}))
+        print_json({"facts": facts, "cases": made})
     else:
         _print_verdict(comparisons, html)
 
@@ -142,12 +143,10 @@ def memory(
             msp, mol_dir, mode=mode, ram_bytes=int(ram_gb * GB), num_samples=samples, say=bar.say
         )
     if as_json:
-        import json
-
-        typer.echo(json.dumps(report.to_json()))
+        print_json(report.to_json())
     else:
         for line in report_lines(report, mode):
-            typer.echo(line)
+            echo(line)
 
 
 def _work(batch: int, size: str, device: str | None, given: str, wanted: str) -> Work:
@@ -211,22 +210,6 @@ def _parse_workers(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _check_page(path: Path) -> None:
-    """Complain before half a minute is spent, not after."""
-    from stoker.errors import InputError
-
-    if path.is_dir():
-        raise InputError(
-            f"--html {path} is a folder.", "a file to write", f"--html {path / 'bench.html'}"
-        )
-    if not path.parent.is_dir():
-        raise InputError(
-            f"the folder {path.parent} does not exist.",
-            "an existing folder",
-            f"mkdir -p {path.parent}",
-        )
-
-
 def _facts(work: Work, repeats: int) -> dict[str, str]:
     import torch
 
@@ -250,22 +233,19 @@ def _facts(work: Work, repeats: int) -> dict[str, str]:
 
 
 def _console() -> Console:
-    from rich.console import Console
 
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=140, highlight=False)
+    return make_console(width=140)
 
 
 def _print_header(facts: Mapping[str, str]) -> None:
     console = _console()
     console.print("GPU Augmentation Benchmark:")
     for name, value in facts.items():
-        console.print(f"  {name}: {value}", markup=False, soft_wrap=True)
+        console.print(f"  {name}: {value}", soft_wrap=True)
 
 
 def _print_table(comparison: Comparison) -> None:
     from rich.table import Table
-    from rich.text import Text
 
     from stoker.augment.bench_page import cells
 
@@ -276,8 +256,7 @@ def _print_table(comparison: Comparison) -> None:
     table.add_column("remark", overflow="fold")
     for row in comparison.rows:
         style = {"ours": "bold", "limit": "dim"}.get(row.kind)
-        values = [Text(cell) for cell in cells(comparison, row)]
-        table.add_row(Text(row.name), *values, Text(row.reason), style=style)
+        table.add_row(row.name, *cells(comparison, row), row.reason, style=style)
     _console().print(table)
 
 
@@ -285,7 +264,7 @@ def _print_verdict(comparisons: list[Comparison], html: Path | None) -> None:
     from stoker.augment.bench_page import verdict
 
     console = _console()
-    console.print(verdict(comparisons), markup=False, soft_wrap=True)
+    console.print(verdict(comparisons), soft_wrap=True)
     console.print("x Kornia: how many times as fast; x limit: how many times the limit's time.")
     if html is not None:
-        console.print(f"page written to {html}", markup=False, soft_wrap=True)
+        console.print(f"page written to {html}", soft_wrap=True)

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.address import MARK, masked
+from stoker.cli.terminal import echo, echo_lines, make_console, print_json
+from stoker.display import secret_hint
+
 if TYPE_CHECKING:
     from stoker.config import Problem, Settings
 
@@ -75,7 +79,9 @@ def show(
     given = overrides or ()
     config = parse_config("", overrides=given) if file is None else load_config(file, given)
     text = describe_tree(config) if every or file is None else dump_config(config)
-    typer.echo(text, nl=False)
+    echo_lines(text)
+    if masked(text) != text:
+        echo(f"# {secret_hint(MARK)}")
 
 
 @app.command()
@@ -87,9 +93,8 @@ def schema() -> None:
 
 
 def _print_json(document: object) -> None:
-    import json
 
-    typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    print_json(document, indent=2)
 
 
 def _problem_row(problem: Problem) -> dict[str, object]:
@@ -106,19 +111,15 @@ def _problem_row(problem: Problem) -> dict[str, object]:
 
 
 def _print_settings(settings: Settings) -> None:
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)  # a pipe has no width: do not fold paths at 80
+    console = make_console(width=200)
     table = Table("setting", "value", "from", box=None, pad_edge=False)
     for name, value in settings.values().items():
-        table.add_row(Text(name), Text(_show(name, value)), Text(settings.reasons[name]))
+        table.add_row(name, _show(name, value), settings.reasons[name])
     console.print(table)
     for note in settings.notes:
-        console.print(Text(f"note: {note}"))
+        console.print(f"note: {note}")
 
 
 def _show(name: str, value: object) -> str:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.terminal import make_console, print_json
+from stoker.display import command
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -25,7 +28,6 @@ def demo(
     ] = False,
 ) -> None:
     """Make bars, pack, plan, train as usual and with stoker, examine, tune, report."""
-    import json
     import time
 
     from stoker.cli.progress import Bar
@@ -36,7 +38,7 @@ def demo(
         result = run_demo(folder, weeks, progress=bar)
     seconds = time.perf_counter() - began
     if as_json:
-        typer.echo(json.dumps(_facts(result, seconds)))
+        print_json(_facts(result, seconds))
     else:
         _print(result, folder, seconds)
 
@@ -77,33 +79,32 @@ def _facts(result: DemoResult, seconds: float) -> dict[str, object]:
 
 
 def _print(result: DemoResult, folder: Path, seconds: float) -> None:
-    from rich.console import Console
 
     from stoker.cli.pack import print_result
     from stoker.demo.story import DOCTOR_PAGE
     from stoker.units import format_seconds
 
     print_result(result.packed)
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console(soft_wrap=True)
     for line in result.inspection.lines()[:5]:
-        console.print(f"  {line}", markup=False)
+        console.print(f"  {line}")
     if not result.inspection.findings:
         console.print("quality gate: nothing wrong, every value is finite and of usable size")
-    console.print(f"plan: {result.plan.reasons[0]}", markup=False)
+    console.print(f"plan: {result.plan.reasons[0]}")
     _print_reading(console, result)
     _print_training(console, result)
     _print_examined(console, result)
     _print_tuned(console, result)
-    console.print(f"the doctor's page: {(folder / DOCTOR_PAGE).resolve()}", markup=False)
-    console.print(f"report of the run: {result.page.resolve()}", markup=False)
+    console.print(f"the doctor's page: {(folder / DOCTOR_PAGE).resolve()}")
+    console.print(f"report of the run: {result.page.resolve()}")
     console.print(f"done in {format_seconds(seconds)}. Next:")
     for words in (
-        f"stoker doctor --config {folder / 'demo.yaml'}",
+        command("stoker", "doctor", "--config", folder / "demo.yaml"),
         "stoker doctor -- python YOUR_SCRIPT.py",
-        f"stoker inspect {folder / 'store'} --html page.html",
-        f"stoker train --config {folder / 'demo.yaml'} --run-dir {folder / 'again'}",
+        command("stoker", "inspect", folder / "store", "--html", "page.html"),
+        command("stoker", "train", "--config", folder / "demo.yaml", "--run-dir", folder / "again"),
     ):
-        console.print(f"  {words}", markup=False)
+        console.print(f"  {words}")
 
 
 def _print_reading(console: Console, result: DemoResult) -> None:
@@ -175,7 +176,7 @@ def _print_examined(console: Console, result: DemoResult) -> None:
 
     examined = result.examined
     for name, consultation in ((USUAL, examined.usual), (OURS, examined.ours)):
-        console.print(f"doctor on {name}, run as it is: {consultation.verdict}", markup=False)
+        console.print(f"doctor on {name}, run as it is: {consultation.verdict}")
     table = Table(title="what the doctor saw and predicted", title_justify="left")
     for head in ("", "samples/s", "waited for batches"):
         table.add_column(head, justify="left" if not head else "right")
@@ -207,4 +208,4 @@ def _print_tuned(console: Console, result: DemoResult) -> None:
     console.print(table)
     changes = ", ".join(f"{name} {value}" for name, value in tuned.changes.items())
     gain = "" if tuned.gain is None else f", {tuned.gain:.2f} x the config's rate"
-    console.print(f"taken: {changes or 'the config as it is'}{gain}", markup=False)
+    console.print(f"taken: {changes or 'the config as it is'}{gain}")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.cli.config import SetOption, StoreOption
+from stoker.cli.terminal import make_console, print_json, styled
 from stoker.cli.train import DeviceOption
 from stoker.errors import EXIT_INTERRUPTED
 
@@ -88,6 +89,7 @@ def doctor(
 
     Give a config of stoker's own, or any command behind two dashes: it runs unmodified.
     """
+    from stoker.cli.outputs import require_output
     from stoker.errors import InputError
 
     if bool(command) == (config is not None):
@@ -95,9 +97,10 @@ def doctor(
             "nothing to examine was given." if not command else "a config and a command were given."
         )
         raise InputError(given, "--config FILE, or -- and a command", _BOTH_FORMS)
-    for path, option in ((html, "--html"), (out, "--out"), (apply, "--apply")):
-        if path is not None:
-            require_writable(path, option, replace=force or option != "--apply")
+    read = [config, *map(Path, command or ())]
+    require_output(html, "--html", read)
+    require_output(out, "--out", read)
+    require_output(apply, "--apply", read, force=force)
     if command:
         if overrides or store is not None or device is not None:
             raise InputError(
@@ -111,26 +114,12 @@ def doctor(
                 "a file for the JSON document",
                 "--out doctor.json instead of --json",
             )
-        raise typer.Exit(_examine_script(command, steps, seconds, apply, html, out))
+        raise typer.Exit(_examine_script(command, steps, seconds, apply, html, out, force))
     from stoker.doctor.job_config import JobConfig
 
     assert config is not None
     job = JobConfig.read(config, overrides or (), store)
-    _examine_job(job, device, steps, seconds, apply, html, out, as_json)
-
-
-def require_writable(path: Path, option: str, *, replace: bool) -> None:
-    """Refuse before anything is measured what could not be written afterwards."""
-    from stoker.errors import InputError
-
-    if path.is_dir() or not path.resolve().parent.is_dir():
-        given = f"{path} is a folder." if path.is_dir() else f"there is no folder {path.parent}."
-        fix = f"{option} {path / 'FILE'}" if path.is_dir() else f"mkdir -p {path.parent}"
-        raise InputError(f"{option}: {given}", "a file in a folder that exists", fix)
-    if path.exists() and not replace:
-        raise InputError(
-            f"{path} exists.", "a new file, or --force to replace it", f"{option} {path} --force"
-        )
+    _examine_job(job, device, steps, seconds, apply, html, out, as_json, force)
 
 
 # -- stoker's own jobs -----------------------------------------------------------------------------
@@ -145,6 +134,7 @@ def _examine_job(
     html: Path | None,
     out: Path | None,
     as_json: bool,
+    force: bool,
 ) -> None:
     import os
     from dataclasses import replace
@@ -159,7 +149,7 @@ def _examine_job(
         treatment = choose_treatment(job, found.findings) if apply is not None else None
         if apply is not None and treatment is not None:
             finding, treated = treatment
-            treated.write(apply)
+            treated.write(apply, replace=force)
             bar.say(f"{apply} written; measuring as it was and as it is now")
             outcome = treat_job(
                 job, treated, finding, device=device, steps=steps, seconds=seconds, progress=bar
@@ -167,16 +157,15 @@ def _examine_job(
             found = replace(found, outcome=outcome)
     _write(found, html, out)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(found.to_json()))
+        print_json(found.to_json())
         return
     console = _console(stderr=False)
     _print(console, found)
     if apply is not None and found.outcome is not None:
         _print_outcome(console, found.outcome, apply)
     elif apply is not None:
-        _print_plain(console, "\nnot measured again: there is nothing to apply")
+        console.line()
+        _print_plain(console, "not measured again: there is nothing to apply")
 
 
 # -- other people's scripts ------------------------------------------------------------------------
@@ -189,18 +178,20 @@ def _examine_script(
     apply: Path | None,
     html: Path | None,
     out: Path | None,
+    force: bool,
 ) -> int:
     """Return the exit code to end with."""
     from dataclasses import replace
 
     from stoker.doctor.scripts import consult_script, suggest_patch, treat_script
+    from stoker.ownership import always, never, write_text
 
     attached, found = consult_script(command, steps=steps, seconds=seconds)
     console = _console(stderr=True)
     code = _ENDED_BY.get(attached.stopped, attached.exit_code or 0)
     text = suggest_patch(found.findings) if apply is not None else ""
     if apply is not None and text:
-        apply.write_text(text, encoding="utf-8")
+        write_text(apply, text, always if force else never)
         if code == 0 and any(finding.patch.loader_arguments for finding in found.findings):
             _print_plain(console, f"{apply} written; running the script again with it")
             if _stdin_is_used_up():
@@ -215,12 +206,13 @@ def _examine_script(
     _print(console, found)
     if attached.stopped:
         _print_plain(console, f"the script was ended {_STOPPED[attached.stopped]}")
-    if text:
-        _print_plain(console, text)
+    for line in text.splitlines():
+        _print_plain(console, line.expandtabs())
     if apply is not None and found.outcome is not None:
         _print_outcome(console, found.outcome, apply)
     elif apply is not None:
-        _print_plain(console, f"\nnot measured again: {_why_not(text, code)}")
+        console.line()
+        _print_plain(console, f"not measured again: {_why_not(text, code)}")
     # A shell names the signal that ended a process by 128 and its number.
     return code if code >= 0 else 128 - code
 
@@ -249,29 +241,24 @@ def _why_not(text: str, code: int) -> str:
 
 
 def _console(stderr: bool) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr, highlight=False)
-    if not console.is_terminal:
-        return Console(stderr=stderr, width=160, highlight=False)
-    return console
+    return make_console(stderr=stderr)
 
 
-def _print_plain(console: Console, text: str) -> None:
-    from rich.text import Text
-
-    console.print(Text(text), soft_wrap=True)
+def _print_plain(console: Console, line: str) -> None:
+    console.print(line, soft_wrap=True)
 
 
 def _write(found: Consultation, html: Path | None, out: Path | None) -> None:
     import json
 
+    from stoker.ownership import SIGNATURE, write_text
+
     if out is not None:
-        out.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_text(out, json.dumps({"generator": SIGNATURE, **found.to_json()}, indent=1) + "\n")
     if html is not None:
         from stoker.doctor.findings_page import findings_page
 
-        html.write_text(findings_page(found), encoding="utf-8")
+        write_text(html, findings_page(found))
 
 
 def _print(console: Console, found: Consultation) -> None:
@@ -335,17 +322,17 @@ def _print_parts(console: Console, measured: Measurements) -> None:
 
 
 def _print_finding(console: Console, finding: Finding, number: int) -> None:
-    from rich.text import Text
-
     from stoker.doctor.findings_page import gain_text
 
     after = finding.predicted_samples_per_second
     then = f" → {after[1]:,.0f} samples/s" if after and finding.gain.likely > 1 else ""
-    head = Text(f"\n{number}. ") + Text(finding.name, style="bold")
-    console.print(head + Text(f"  {gain_text(finding)}{then}"))
+    head = styled(f"{number}. ") + styled(finding.name, "bold")
+    console.line()
+    console.print(head + styled(f"  {gain_text(finding)}{then}"))
     lines = [finding.title, *(f"- {line}" for line in finding.evidence)]
     lines += [f"remedy: {finding.remedy}", finding.docs]
-    _print_plain(console, "\n".join(f"   {line}" for line in lines))
+    for line in lines:
+        _print_plain(console, f"   {line}")
 
 
 def _print_outcome(console: Console, outcome: Outcome, written: Path) -> None:
@@ -356,7 +343,8 @@ def _print_outcome(console: Console, outcome: Outcome, written: Path) -> None:
     before = "n/a" if outcome.before is None else f"{outcome.before:,.0f}"
     after = "n/a" if outcome.after is None else f"{outcome.after:,.0f}"
     ratio = "" if outcome.ratio is None else f"  × {outcome.ratio:.2f}"
-    _print_plain(console, f"\napplied {outcome.finding.name}: {outcome.change}")
+    console.line()
+    _print_plain(console, f"applied {outcome.finding.name}: {outcome.change}")
     _print_plain(console, f"samples/s before {before}, predicted {said}, after {after}{ratio}")
     if outcome.failure:
         _print_plain(console, outcome.failure)

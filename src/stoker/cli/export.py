@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.cli.predict import CheckpointArgument
+from stoker.cli.terminal import echo, print_json
+from stoker.display import command, quoted
 
 if TYPE_CHECKING:
     from stoker.recipes.export import Exported
@@ -50,7 +52,6 @@ def export(
 ) -> None:
     """Write a trained model as an ONNX graph, or its weights as safetensors."""
     import dataclasses
-    import json
 
     from stoker.errors import InputError
     from stoker.recipes.export import export_trained
@@ -70,7 +71,7 @@ def export(
         raise InputError(
             f"{', '.join(given)}: {out} holds weights, which have no such thing.",
             "these options for a graph, OUT.onnx",
-            str(out.with_suffix(".onnx")),
+            quoted(out.with_suffix(".onnx")),
         )
     sizes = Sizes(
         batch=_parse_batch(batch),
@@ -79,7 +80,7 @@ def export(
     made = export_trained(load_trained(checkpoint), out, sizes, opset=opset, repairs=repairs)
     if as_json:
         facts = {**dataclasses.asdict(made), "path": str(made.path)}
-        typer.echo(json.dumps(facts))
+        print_json(facts)
         return
     _print(made)
 
@@ -99,16 +100,16 @@ def _print(made: Exported) -> None:
 
     for name, port in made.inputs.items():
         shape = ", ".join(map(str, port["shape"]))
-        typer.echo(f"input  {name}: {port['dtype']} ({shape}): {port['about']}")
+        echo(f"input  {name}: {port['dtype']} ({shape}): {port['about']}")
     for name in made.outputs:
-        typer.echo(f"output {name}")
+        echo(f"output {name}")
     for note in made.notes:
-        typer.echo(f"note: {note}")
+        echo(f"note: {note}")
     size = format_bytes(made.size_bytes)
     if made.opset is None:
-        typer.echo(
+        echo(
             f"{made.path}: weights of {made.recipe}, {size}; "
-            f"use it like a checkpoint: stoker predict {made.path} STORE OUT.parquet"
+            f"use it like a checkpoint: {command('stoker', 'predict', made.path)} STORE OUT.parquet"
         )
         return
     compared = (
@@ -116,4 +117,4 @@ def _print(made: Exported) -> None:
         if made.difference is None
         else f"onnxruntime differs from torch by {made.difference:.1e} of the largest output"
     )
-    typer.echo(f"{made.path}: {made.recipe}, opset {made.opset}, {size}; {compared}")
+    echo(f"{made.path}: {made.recipe}, opset {made.opset}, {size}; {compared}")

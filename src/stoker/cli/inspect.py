@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.terminal import make_console, print_json
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -39,27 +41,26 @@ def inspect(
     ] = False,
 ) -> None:
     """Look at every value once; exit code 3 when the quality gate would refuse the data."""
-    import json
-
+    from stoker.address import shown
+    from stoker.cli.outputs import require_output
     from stoker.cli.progress import Bar
     from stoker.errors import EXIT_REFUSED
-    from stoker.store.remote_fetch import shown
 
+    require_output(html, "--html", [path])
     name = shown(path)
     with Bar(quiet=as_json) as bar:
         inspection, facts = _look(path, target, bar)
     if html is not None:
+        from stoker.ownership import write_text
         from stoker.store.quality_page import quality_page
 
         page = quality_page(f"stoker inspect {name}", inspection.stats, inspection.findings, facts)
-        html.write_text(page, encoding="utf-8")
+        write_text(html, page)
     if as_json:
         stats = {name: stats.to_json(compact=True) for name, stats in inspection.stats.items()}
         findings = [finding.to_json() for finding in inspection.findings]
         refused = bool(inspection.refused)
-        typer.echo(
-            json.dumps({"path": name, "refused": refused, "findings": findings, "stats": stats})
-        )
+        print_json({"path": name, "refused": refused, "findings": findings, "stats": stats})
     else:
         _print(name, inspection, facts, html)
     if inspection.refused:
@@ -98,9 +99,8 @@ def _look(path: Path, target: str | None, bar: Progress) -> tuple[Inspection, di
 def _look_at_file(
     path: Path, target: str | None, is_table: bool, bar: Progress
 ) -> tuple[Inspection, dict[str, str]]:
-    import tempfile
-
-    from stoker.packing.crew import unguarded
+    from stoker.ownership import temporary_folder
+    from stoker.packing.worker import unguarded
     from stoker.sources.arrays import ArraysSource
     from stoker.sources.contract import PartContext, Source
     from stoker.sources.tables import TableSource
@@ -108,8 +108,8 @@ def _look_at_file(
     from stoker.units import format_bytes, format_count
 
     source: Source = TableSource((path,), target) if is_table else ArraysSource((path,))
-    with tempfile.TemporaryDirectory() as scratch:
-        context = PartContext(Path(scratch), unguarded, {})
+    with temporary_folder("stoker-inspect-") as scratch:
+        context = PartContext(scratch, unguarded, {})
         preparation = source.prepare(context.scratch)
         total = sum(part.num_samples for part in preparation.parts)
         bar.start("inspecting", total, "rows")
@@ -130,16 +130,15 @@ def _look_at_file(
 
 
 def _print(name: str, inspection: Inspection, facts: dict[str, str], html: Path | None) -> None:
-    from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(name, style="bold", markup=False)
+    console = make_console(soft_wrap=True)
+    console.print(name, style="bold")
     for what, value in facts.items():
-        console.print(f"  {what}: {value}", markup=False)
+        console.print(f"  {what}: {value}")
     styles = {"refuse": "bold red", "warn": "yellow", "note": "dim"}
     shown = inspection.findings[:40]
     for finding in shown:
-        console.print(str(finding), style=styles[finding.severity], markup=False)
+        console.print(str(finding), style=styles[finding.severity])
     if len(inspection.findings) > len(shown):
         console.print(
             f"... and {len(inspection.findings) - len(shown)} more; --json or --html shows all"
@@ -147,4 +146,4 @@ def _print(name: str, inspection: Inspection, facts: dict[str, str], html: Path 
     if not inspection.findings:
         console.print("nothing wrong: every value is finite and of usable size")
     if html is not None:
-        console.print(f"page written to {html}", markup=False)
+        console.print(f"page written to {html}")

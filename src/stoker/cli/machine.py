@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.terminal import make_console, print_json
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -29,27 +31,21 @@ def machine(
 
     found = probe(path, measure=measure_disk)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(found.to_json(), indent=2, ensure_ascii=False))
+        print_json(found.to_json(), indent=2)
     else:
         _print_machine(found)
 
 
 def _print_machine(found: Machine) -> None:
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)  # a pipe has no width: do not fold lines at 80
+    console = make_console(width=200)
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in _rows(found):
-        table.add_row(Text(name), Text(value))
+        table.add_row(name, value)
     console.print(table)
     for note in found.notes:
-        console.print(Text(f"note: {note}"))
+        console.print(f"note: {note}")
 
 
 def _rows(found: Machine) -> Iterator[tuple[str, str]]:

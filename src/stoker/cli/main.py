@@ -6,14 +6,19 @@ so that `stoker --help` answers in well under half a second.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import sys
+from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
 import stoker
+from stoker import lifetime
+from stoker.address import HIDDEN_WORDS, keep_secrets
 from stoker.cli import (
     augment,
     bench,
@@ -35,6 +40,8 @@ from stoker.cli import (
     tune,
     verify,
 )
+from stoker.cli.terminal import echo, make_console, styled
+from stoker.display import printable
 from stoker.errors import (
     EXIT_DONE,
     EXIT_INPUT,
@@ -78,7 +85,7 @@ app.command("demo", rich_help_panel=_LOOKING)(demo.demo)
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"stoker {stoker.__version__}")
+        echo(f"stoker {stoker.__version__}")
         raise typer.Exit
 
 
@@ -94,11 +101,44 @@ def _root(
     pass
 
 
+class _EndedBySignal(BaseException):
+    """SIGTERM or SIGHUP: every `finally` and `with` on the way out is run, then the signal takes effect."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _raise_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    signal.signal(number, signal.SIG_IGN)  # it ends already
+    raise _EndedBySignal(number)
+
+
+def _end_well() -> None:
+    """See to it that nothing of this command outlives it: children, temporary files."""
+    lifetime.is_command = True
+    lifetime.end_forked_children_with_this_process()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # `nohup` ignores SIGHUP, and that stays so
+            signal.signal(number, _raise_signal)
+
+
 def run() -> NoReturn:
     """Run the command line and end the process with the exit code of `errors.py`."""
+    _end_well()
+    words = _typed()
+    for word in words:
+        keep_secrets(word)
     try:
         # Named, so that completion and usage are those of `stoker` under `python -m stoker` too.
-        code = app(prog_name="stoker", standalone_mode=False)
+        code = app(words, prog_name="stoker", standalone_mode=False)
+    except _EndedBySignal as ended:
+        # As if it had not been caught: a shell, `timeout` or a scheduler sees which signal it was.
+        _flush_output()
+        lifetime.end_normally()
+        signal.signal(ended.number, signal.SIG_DFL)
+        os.kill(os.getpid(), ended.number)
+        code = 128 + ended.number
     except OtherRankError as error:
         code = error.exit_code
     except StokerError as error:
@@ -123,6 +163,18 @@ def run() -> NoReturn:
     sys.exit(code if isinstance(code, int) else EXIT_DONE)
 
 
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _typed() -> list[str]:
+    """Return the words behind `stoker`; those with passwords come by the environment where we start it."""
+    hidden = os.environ.pop(HIDDEN_WORDS, None)
+    return sys.argv[1:] if hidden is None else list(json.loads(hidden))
+
+
 def _usage(error: Exception) -> int | None:
     """Print a mistake in the command's words; None when `error` is something else."""
     if isinstance(error, typer.Exit):
@@ -131,19 +183,19 @@ def _usage(error: Exception) -> int | None:
     bases = {base.__name__ for base in type(error).__mro__}
     if "ClickException" not in bases:
         return None
+    words = error.format_message()  # type: ignore[attr-defined]
+    error.format_message = lambda: printable(words)  # type: ignore[attr-defined]
     error.show()  # type: ignore[attr-defined]
     return EXIT_INPUT
 
 
 def _complain(message: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    first, _, rest = f"{_other_rank()}{message}".partition("\n")
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(Text("error: ", style="bold red") + Text(first))
-    if rest:
-        console.print(Text(rest))
+    """Print an error on stderr; its lines are our own, names in it have none."""
+    first, *rest = f"{_other_rank()}{message}".split("\n")
+    console = make_console(stderr=True, soft_wrap=True)
+    console.print(styled("error: ", "bold red") + styled(first))
+    for line in rest:
+        console.print(line)
 
 
 def _other_rank() -> str:
@@ -156,9 +208,10 @@ def _our_fault(error: Exception) -> None:
     if os.environ.get("STOKER_TRACEBACK"):
         import traceback
 
-        traceback.print_exception(error)
-    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            echo(line, err=True)
+    notes = "".join(f"\n{printable(note)}" for note in getattr(error, "__notes__", ()))
     _complain(
-        f"{type(error).__name__}: {error}{notes}\n"
+        f"{type(error).__name__}: {printable(str(error))}{notes}\n"
         "This is a fault in stoker, not in your input. STOKER_TRACEBACK=1 before the command shows where."
     )

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker.address import masked
+from stoker.cli.terminal import echo, print_json
+from stoker.display import command
+
 if TYPE_CHECKING:
     from stoker.config.migrate import Migration
 
@@ -87,18 +91,18 @@ def _write(new: Path, text: str) -> None:
 
     try:
         with new.open("x", encoding="utf-8") as file:
+            if masked(text) != text:  # a password: for its owner's eyes only
+                new.chmod(0o600)
             file.write(text)
     except OSError as error:
         raise InputError(
             f"cannot write {new}: {error.strerror}.",
             "a new file in a folder with write permission",
-            f"ls -ld {new.parent}",
+            command("ls", "-ld", new.parent),
         ) from error
 
 
 def _print_json(made: Migration, new: Path) -> None:
-    import json
-
     moved = [
         {"old": each.old, "place": str(each.place), "new": each.new, "value": each.value, "note": each.note}
         for each in made.moved
@@ -108,7 +112,7 @@ def _print_json(made: Migration, new: Path) -> None:
         for each in made.dropped
     ]
     facts = {"out": str(new), "moved": moved, "dropped": dropped}
-    typer.echo(json.dumps(facts, ensure_ascii=False))
+    print_json(facts)
 
 
 def _print(made: Migration, old: Path, new: Path) -> None:
@@ -118,13 +122,13 @@ def _print(made: Migration, old: Path, new: Path) -> None:
     taken = [each for each in made.moved if each.old != TYPED]
     for each in taken:
         if each.old != each.new:
-            typer.echo(f"moved    {each.old} to {each.new}")
+            echo(f"moved    {each.old} to {each.new}")
         if each.note:
-            typer.echo(f"fixed    {each.old} ({each.place}): {each.note}")
+            echo(f"fixed    {each.old} ({each.place}): {each.note}")
     for drop in made.dropped:
-        typer.echo(f"dropped  {drop}")
-    typer.echo(
+        echo(f"dropped  {drop}")
+    echo(
         f"{new}: {format_count(len(taken), 'key')} of {old} taken over, {len(made.dropped)} dropped"
     )
     if not any(each.new == "recipe.name" and each.value for each in made.moved):
-        typer.echo("it names no recipe yet: --recipe NAME does, for `stoker train`")
+        echo("it names no recipe yet: --recipe NAME does, for `stoker train`")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.cli.machine import _or
+from stoker.cli.terminal import echo, make_console, print_json, styled
 
 if TYPE_CHECKING:
     import threading
@@ -74,22 +75,14 @@ def monitor(
 
 
 def _look_once(watching: Monitor, log: CsvLog | None, as_json: bool) -> None:
-    import json
 
     snapshot = watching.look_once()
     if log is not None:
         log.write(snapshot)
     if as_json:
-        typer.echo(json.dumps(snapshot.to_json(), ensure_ascii=False, indent=2))
+        print_json(snapshot.to_json(), indent=2)
         return
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(
-            width=160, highlight=False
-        )  # a pipe has no width: do not fold lines at 80
-    console.print(view(snapshot))
+    make_console().print(view(snapshot))
 
 
 def _look_on(watching: Monitor, log: CsvLog | None, as_json: bool, seconds: float) -> None:
@@ -117,17 +110,14 @@ def _until_told_to_stop() -> Iterator[threading.Event]:
 @contextlib.contextmanager
 def _shown(as_json: bool) -> Iterator[Callable[[Snapshot], None]]:
     """Give what shows a snapshot: a table that is drawn again on a terminal, else a line each."""
-    import json
-
-    from rich.console import Console
     from rich.live import Live
 
     if as_json:
-        yield lambda snapshot: typer.echo(json.dumps(snapshot.to_json(), ensure_ascii=False))
+        yield lambda snapshot: print_json(snapshot.to_json())
         return
-    console = Console(highlight=False)
+    console = make_console()
     if not console.is_terminal:
-        yield lambda snapshot: typer.echo(one_line(snapshot))
+        yield lambda snapshot: echo(one_line(snapshot))
         return
     with Live(console=console, auto_refresh=False) as live:
         yield lambda snapshot: live.update(view(snapshot), refresh=True)
@@ -142,18 +132,17 @@ _HEADS = ("GPU", "busy", "memory", "PCIe in / out", "power", "heat", "clocks hel
 def view(snapshot: Snapshot) -> Group:
     """Return the table, the run, the host and the footnotes."""
     from rich.console import Group
-    from rich.text import Text
 
     from stoker.runs.targets import BUSY_FOOTNOTE
     from stoker.units import format_bytes
 
-    parts = [Text(_clock(snapshot), "italic")]
+    parts = [styled(_clock(snapshot), "italic")]
     if snapshot.gpus:
-        heads = [Text(head, "bold") for head in _HEADS]
+        heads = [styled(head, "bold") for head in _HEADS]
         rows = [heads, *(_cells(gpu) for gpu in snapshot.gpus)]
         parts += _aligned(rows, left=(0, len(_HEADS) - 1))
     else:
-        parts.append(Text("no GPU is read here"))
+        parts.append(styled("no GPU is read here"))
     pairs = [] if snapshot.run is None else list(_run_lines(snapshot.run))
     if snapshot.process is not None:
         cores = _or(snapshot.process.cpu_cores, ".2f")
@@ -162,10 +151,10 @@ def view(snapshot: Snapshot) -> Group:
     host = snapshot.host
     used, total = format_bytes(host.ram_used_bytes), format_bytes(host.ram_total_bytes)
     pairs.append(("host", f"CPU {_or(host.cpu_percent, '.0f')} %, RAM {used} of {total}"))
-    parts += _aligned([[Text(name), Text(value)] for name, value in pairs], left=(0, 1))
+    parts += _aligned([[styled(name), styled(value)] for name, value in pairs], left=(0, 1))
     if snapshot.gpus:
-        parts += [Text(line, "dim") for line in (_targets_line(), BUSY_FOOTNOTE)]
-    parts += [Text(f"note: {note}", "dim") for note in snapshot.notes[:_MOST_NOTES]]
+        parts += [styled(line, "dim") for line in (_targets_line(), BUSY_FOOTNOTE)]
+    parts += [styled(f"note: {note}", "dim") for note in snapshot.notes[:_MOST_NOTES]]
     return Group(*parts)
 
 
@@ -206,8 +195,6 @@ def _targets_line() -> str:
 
 
 def _cells(gpu: GpuReading) -> list[Text]:
-    from rich.text import Text
-
     from stoker.runs.targets import judge_gpu
     from stoker.units import format_bytes, format_rate
 
@@ -224,22 +211,20 @@ def _cells(gpu: GpuReading) -> list[Text]:
     reasons = gpu.throttle_reasons
     held = "n/a" if reasons is None else ", ".join(reasons) or "nothing"
     return [
-        Text(f"{gpu.index} {_or(gpu.name)}"),
+        styled(f"{gpu.index} {_or(gpu.name)}"),
         _judged(f"{_or(gpu.utilization_percent)} %", "busy", verdicts["busy"]),
         _judged(memory, "memory", verdicts["memory"]),
-        Text(f"{' / '.join(traffic)} ({link})"),
-        Text(power),
+        styled(f"{' / '.join(traffic)} ({link})"),
+        styled(power),
         _judged(f"{_or(gpu.temperature_celsius)} °C", "temperature", verdicts["temperature"]),
-        Text(held, "yellow" if reasons and set(reasons) - {"idle"} else ""),
+        styled(held, "yellow" if reasons and set(reasons) - {"idle"} else ""),
     ]
 
 
 def _judged(text: str, what: str, verdict: Verdict | None) -> Text:
-    from rich.text import Text
-
     if verdict is None:
-        return Text(text)
-    return Text(f"{text}{_MARKS[verdict]}", _STYLES.get((what, verdict), "green"))
+        return styled(text)
+    return styled(f"{text}{_MARKS[verdict]}", _STYLES.get((what, verdict), "green"))
 
 
 def _run_lines(run: RunNow) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from stoker.cli.terminal import make_console, print_json
+from stoker.display import command
+
 if TYPE_CHECKING:
     from stoker.packing import PackOptions, PackResult
     from stoker.sources.contract import Source
@@ -306,7 +309,7 @@ def _split_out(files: list[Word]) -> tuple[tuple[Word, ...], Path]:
         raise InputError(
             f"only {files[0]} was given.",
             "input files, then the store's folder",
-            f"{files[0]} store/",
+            command(files[0], "store/"),
         )
     return tuple(files[:-1]), Path(files[-1])
 
@@ -364,9 +367,7 @@ def _pack(source: Source, out: Path, options: PackOptions, as_json: bool) -> Non
             bar.say("finished parts are kept; the same command goes on from there")
             raise
     if as_json:
-        import json
-
-        typer.echo(json.dumps(_facts(result)))
+        print_json(_facts(result))
     else:
         print_result(result)
 
@@ -388,14 +389,12 @@ def _facts(result: PackResult) -> dict[str, object]:
 
 def print_result(result: PackResult) -> None:
     """Print what a pack made, as a table for people."""
-    from rich.console import Console
-
     from stoker.cli.tables import store_table
     from stoker.store.manifest import REFUSED_NAME
     from stoker.store.reader import open_store
     from stoker.units import format_count, format_seconds
 
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = make_console(soft_wrap=True)
     with open_store(result.path) as store:
         console.print(store_table(store))
     done = "is up to date" if result.reused else f"packed in {format_seconds(result.seconds)}"

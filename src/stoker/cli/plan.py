@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.terminal import make_console, print_json
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -81,7 +83,7 @@ def plan(
         )
     documents = []
     if store is not None:
-        from stoker.store.remote_fetch import shown
+        from stoker.address import shown
 
         cost = _model(parameters, activations, optimizer)
         made, origins = _make(store, gpu_memory, ram, batch_size, cost, share, ranks_per_host)
@@ -95,9 +97,7 @@ def plan(
         if not as_json:
             _print_table()
     if as_json:
-        import json
-
-        typer.echo(json.dumps({key: value for part in documents for key, value in part.items()}))
+        print_json({key: value for part in documents for key, value in part.items()})
 
 
 def _model(parameters: str | None, activations: str | None, optimizer: str) -> ModelCost | None:
@@ -178,22 +178,17 @@ def _gpu_memory(given: str | None, machine: Machine) -> tuple[int | None, str]:
 
 
 def _console() -> Console:
-    from rich.console import Console
 
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=160, highlight=False)
+    return make_console(width=160)
 
 
 def _print_plan(name: str, made: Plan, origins: list[str]) -> None:
     from rich.table import Table
-    from rich.text import Text
 
     from stoker.units import format_bytes
 
     console = _console()
-    table = Table(
-        title=Text(f"{name}: {made.tier}, batch size {made.batch_size}"), title_justify="left"
-    )
+    table = Table(title=f"{name}: {made.tier}, batch size {made.batch_size}", title_justify="left")
     table.add_column("where")
     table.add_column("what")
     table.add_column("bytes", justify="right")
@@ -203,18 +198,17 @@ def _print_plan(name: str, made: Plan, origins: list[str]) -> None:
         lines = [line for line in made.lines if line.where == where]
         for line in lines:
             size = format_bytes(line.num_bytes)
-            table.add_row(where, Text(line.what), size, Text(line.reason))
+            table.add_row(where, line.what, size, line.reason)
         if lines:
             free = f"of {format_bytes(caps[where])} free"
             table.add_row(where, "total", format_bytes(total), free, style="bold", end_section=True)
     console.print(table)
     for reason in (*made.reasons, *origins):
-        console.print(Text(f"- {reason}"))
+        console.print(f"- {reason}")
 
 
 def _print_table() -> None:
     from rich.table import Table
-    from rich.text import Text
 
     from stoker.plan.published import describe_cards, published_cards, published_counts
     from stoker.units import GB
@@ -229,7 +223,7 @@ def _print_table() -> None:
             f"{sizes[0] / GB:.0f} GB", *(f"{size / GB:.1f} GB" for size in sizes[1:]), str(row.batch_size)
         )  # fmt: skip
     console.print(cards)
-    console.print(Text(describe_cards()))
+    console.print(describe_cards())
     counts = Table(title="samples that fit (S0-8, S0-11)", title_justify="left")
     counts.add_column("sample")
     for name in ("bytes", "in", "samples"):

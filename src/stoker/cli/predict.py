@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from stoker.cli.terminal import echo, print_json
 from stoker.cli.train import DeviceOption
 from stoker.cli.verify import StoreArgument
 
@@ -37,8 +38,6 @@ def predict(
     ] = False,
 ) -> None:
     """Write one row per sample: its number, and what the model says of it."""
-    import json
-
     from stoker.cli.progress import Bar
     from stoker.recipes.inference import load_trained, predict_store
     from stoker.units import format_bytes, format_count, format_seconds
@@ -61,11 +60,11 @@ def predict(
             "size_bytes": size,
             "notes": list(report.notes),
         }
-        typer.echo(json.dumps(facts))
+        print_json(facts)
         return
     for note in report.notes:
-        typer.echo(note)
-    typer.echo(
+        echo(note)
+    echo(
         f"{out}: {format_count(report.num_rows, 'row')} of {', '.join(report.columns)}; "
         f"{format_bytes(size)} in {format_seconds(report.seconds)}, {rate:,.0f} samples/s"
     )

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.cli.config import SetOption, StoreOption
-from stoker.cli.doctor import require_writable
+from stoker.cli.outputs import require_output
+from stoker.cli.terminal import make_console, print_json
 from stoker.cli.train import DeviceOption
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def profile(
     # The profiler's library talks on stderr while it is loaded, unless it is told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from stoker.doctor.job_config import JobConfig
-    from stoker.doctor.trace import Schedule, record
+    from stoker.doctor.trace import Schedule, is_trace, record
     from stoker.errors import InputError
     from stoker.recipes.run import open_run
 
@@ -54,7 +55,7 @@ def profile(
         )
     plan = Schedule(wait, warmup, active)
     job = JobConfig.read(config, overrides or (), store)
-    require_writable(out, "--out", replace=True)
+    require_output(out, "--out", [config], is_ours=is_trace)
     with open_run(job.settings, device=device) as run:
         trace = record(run, plan, out)
     if as_json:
@@ -64,24 +65,19 @@ def profile(
 
 
 def _print_json(trace: Trace, out: Path, top: int) -> None:
-    import json
     from dataclasses import asdict
 
     document = asdict(trace) | {"trace": str(out)}
     document["operations"] = document["operations"][:top]
-    typer.echo(json.dumps(document))
+    print_json(document)
 
 
 def _print(trace: Trace, out: Path, top: int) -> None:
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     from stoker.doctor.cases import milliseconds
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=160, highlight=False)
+    console = make_console(width=160)
     on_gpu = trace.kernels is not None
     total = sum(item.device_seconds if on_gpu else item.cpu_seconds for item in trace.operations)
     table = Table(
@@ -94,12 +90,12 @@ def _print(trace: Trace, out: Path, top: int) -> None:
         own = item.device_seconds if on_gpu else item.cpu_seconds
         share = f"{own / total:.0%}" if total else "n/a"
         cpu = milliseconds(item.cpu_seconds)
-        table.add_row(Text(item.name[:80]), f"{item.calls:,}", cpu, *device, share)
+        table.add_row(item.name[:80], f"{item.calls:,}", cpu, *device, share)
     console.print(table)
     if trace.kernels is not None:
         console.print(
             f"{trace.kernels.per_step:,.0f} kernels a step of {milliseconds(trace.kernels.mean_seconds)}, "
             f"the device busy {trace.kernels.busy_share:.0%} of the time"
         )
-    where = Text(f"trace: {out} (open it at chrome://tracing or in Perfetto)")
+    where = f"trace: {out} (open it at chrome://tracing or in Perfetto)"
     console.print(where, soft_wrap=True)

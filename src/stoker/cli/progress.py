@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any, Self
 
+from stoker.cli.terminal import echo, make_console, styled
+from stoker.display import printable
+
 
 class Bar:
     """A `stoker.report.Progress` for people. Use as a context manager.
@@ -34,7 +37,7 @@ class Bar:
         if self._bars is not None:
             if self._task is not None:
                 self._bars.remove_task(self._task)
-            self._task = self._bars.add_task(label, total=total, unit=unit, info="")
+            self._task = self._bars.add_task(printable(label), total=total, unit=unit, info="")
 
     def advance(self, count: int = 1) -> None:
         """Move the bar."""
@@ -44,20 +47,19 @@ class Bar:
     def show(self, info: str) -> None:
         """Put a few words behind the bar: a loss, a share of waiting. Nothing without a terminal."""
         if self._bars is not None and self._task is not None:
-            self._bars.update(self._task, info=info)
+            self._bars.update(self._task, info=printable(info))
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         if self._quiet:
             return
         if self._bars is not None:
-            self._bars.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._bars.console.print(line, soft_wrap=True)
         else:
-            print(line, file=sys.stderr)
+            echo(line, err=True)
 
 
 def _make_bars() -> Any:
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         Progress,
@@ -76,16 +78,16 @@ def _make_bars() -> Any:
             total = f"/{task.total:,.0f}" if task.total else ""
             speed = task.finished_speed or task.speed
             rate = f"  {speed:,.0f}/s" if speed else ""
-            return Text(f"{task.completed:,.0f}{total} {task.fields.get('unit', '')}{rate}")
+            return styled(f"{task.completed:,.0f}{total} {task.fields.get('unit', '')}{rate}")
 
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         Rate(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
         TextColumn("{task.fields[info]}", markup=False),
-        console=Console(stderr=True),
+        console=make_console(stderr=True),
         transient=True,
     )

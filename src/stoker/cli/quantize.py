@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.cli.predict import CheckpointArgument
+from stoker.cli.terminal import echo, make_console, print_json
+from stoker.display import command
 
 if TYPE_CHECKING:
     from stoker.train.quantize import QuantizeReport
@@ -37,10 +39,8 @@ def quantize(
     ] = False,
 ) -> None:  # fmt: skip
     """Turn Linear and LSTM weights into int8, and measure what that changes."""
-    import json
-
+    from stoker.address import shown
     from stoker.recipes.inference import find_training_store, load_trained, quantize_trained
-    from stoker.store.remote_fetch import shown
 
     trained = load_trained(checkpoint)
     place = store or find_training_store(checkpoint)
@@ -51,27 +51,23 @@ def quantize(
             "store": None if place is None else shown(place),
             "metric": metric,
         }
-        typer.echo(json.dumps({**facts, **report.to_json(), "size_bytes": out.stat().st_size}))
+        print_json({**facts, **report.to_json(), "size_bytes": out.stat().st_size})
         return
     _print(report, metric)
     if place is None:
-        typer.echo("latency and accuracy were not measured: --store STORE does")
-    typer.echo(
-        f"{out}: use it like any checkpoint, on a CPU: stoker predict {out} STORE OUT.parquet"
+        echo("latency and accuracy were not measured: --store STORE does")
+    echo(
+        f"{out}: use it like any checkpoint, on a CPU: {command('stoker', 'predict', out)} STORE OUT.parquet"
     )
 
 
 def _print(report: QuantizeReport, metric: str | None) -> None:
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     from stoker.units import format_bytes
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=160, highlight=False)
-    console.print(Text(f"int8 by {report.api}: {len(report.modules)} modules"))
+    console = make_console(width=160)
+    console.print(f"int8 by {report.api}: {len(report.modules)} modules")
     table = Table(box=None, pad_edge=False)
     for head in ("", "float32", "int8"):
         table.add_column(head, justify="left" if not head else "right")
@@ -83,8 +79,6 @@ def _print(report: QuantizeReport, metric: str | None) -> None:
     console.print(table)
     if report.largest_difference is not None:
         relative = report.relative_difference or 0.0
-        console.print(
-            Text(f"outputs differ by at most {report.largest_difference:.3g} ({relative:.2%})")
-        )
+        console.print(f"outputs differ by at most {report.largest_difference:.3g} ({relative:.2%})")
     for note in report.notes:
-        console.print(Text(f"note: {note}"))
+        console.print(f"note: {note}")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.terminal import echo, print_json
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -47,20 +49,21 @@ def report(
     if as_json:
         _print_json(records, target, plots)
         return
-    typer.echo(verdict(records))
+    echo(verdict(records))
     for record in records:
         for problem in record.problems:
-            typer.echo(f"{record.name}: {problem}" if len(records) > 1 else problem)
+            echo(f"{record.name}: {problem}" if len(records) > 1 else problem)
     if plots:
-        typer.echo(f"{len(plots)} plots in {png}")
-    typer.echo(f"page: {target}")
+        echo(f"{len(plots)} plots in {png}")
+    echo(f"page: {target}")
 
 
 def _write(target: Path, text: str) -> None:
     from stoker.errors import StoreError
+    from stoker.ownership import write_text
 
     try:
-        target.write_text(text, encoding="utf-8")
+        write_text(target, text)
     except OSError as error:
         raise StoreError(
             f"cannot write the page {target}: {error.strerror}.",
@@ -77,7 +80,6 @@ def _draw(records: Sequence[RunRecord], folder: Path) -> list[Path]:
 
 
 def _print_json(records: Sequence[RunRecord], target: Path, plots: list[Path]) -> None:
-    import json
 
     from stoker.runs.comparison import compare
 
@@ -86,4 +88,4 @@ def _print_json(records: Sequence[RunRecord], target: Path, plots: list[Path]) -
         "plots": [str(path) for path in plots],
         "runs": compare(records),
     }
-    typer.echo(json.dumps(document, ensure_ascii=False, indent=2))
+    print_json(document, indent=2)

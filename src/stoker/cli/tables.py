@@ -15,11 +15,10 @@ def store_table(store: Store) -> Table:
     """One line per field: kind, rows, type, bytes."""
     import numpy as np
     from rich.table import Table
-    from rich.text import Text
 
     from stoker.units import format_bytes, format_count
 
-    title = Text(f"{store.name}: {format_count(store.num_samples)} samples")
+    title = f"{store.name}: {format_count(store.num_samples)} samples"
     table = Table(title=title, title_justify="left")
     for name, justify in (
         ("field", "left"),
@@ -35,9 +34,7 @@ def store_table(store: Store) -> Table:
         about = "text" if info.encoding else f"{np.dtype(info.dtype).name} {tuple(info.shape)}"
         if info.window:
             about += f", windows of {info.window}"
-        table.add_row(
-            Text(name), info.kind, format_count(rows), about, format_bytes(rows * row_bytes)
-        )
+        table.add_row(name, info.kind, format_count(rows), about, format_bytes(rows * row_bytes))
     table.add_section()
     table.add_row(
         "on disk", "", "", format_count(len(store.shards), "shard"), format_bytes(store.num_bytes)

@@ -11,12 +11,15 @@ finite; 2 when the input cannot be used.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stoker.cli.config import SetOption, StoreOption
+from stoker.cli.terminal import echo, make_console, print_commands, print_json
+from stoker.display import command, secret_hint
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,33 +90,34 @@ def train(
     settings = _settle(config, overrides or [], store, run_dir)
     if msp is not None or mol_dir is not None:
         _pack_spectra(settings, msp, mol_dir, quiet=as_json)
-    again = _command(config, overrides or [], store, run_dir, device)
+    words = _typed(config, overrides or [], store, run_dir, device)
     if gpus is not None:
         _train_in_processes(
-            settings, again, gpus, max_restarts, device, resume=resume, as_json=as_json
+            settings, words, gpus, max_restarts, device, resume=resume, as_json=as_json
         )
         return
     if "STOKER_RESTARTS" in os.environ:  # one of the processes of --gpus
-        again += f" --gpus {os.environ['WORLD_SIZE']}"
+        words += ["--gpus", os.environ["WORLD_SIZE"]]
     is_other_rank = os.environ.get("RANK", "0") != "0"
     with Bar(quiet=as_json or is_other_rank) as bar:
         try:
             run = run_recipe(settings, resume=resume, device=device, progress=bar)
         except KeyboardInterrupt:
             if not is_other_rank:
-                bar.say(f"saved; go on with: {again} --resume")
+                again = command(*words, "--resume")
+                bar.say(f"saved; go on with: {again} {secret_hint(again)}".rstrip())
             raise
     if is_other_rank:
         return
     if as_json:
         _print_json(run)
     else:
-        _print(run, settings, again)
+        _print(run, settings, command(*words, "--resume"))
 
 
 def _train_in_processes(
     settings: Settings,
-    again: str,
+    words: Sequence[str | Path],
     num_processes: int,
     max_restarts: int,
     device: str | None,
@@ -122,8 +126,6 @@ def _train_in_processes(
     as_json: bool,
 ) -> None:
     """Start the same command in several processes, after what can be checked has been."""
-    import shlex
-
     import torch
 
     from stoker.errors import InputError
@@ -145,8 +147,8 @@ def _train_in_processes(
             f"at most {present}" if present else "processes on the CPU, where there is no GPU",
             f"--gpus {present}" if present else f"--gpus {num_processes} --device cpu",
         )
-    words = shlex.split(again)[1:] + ["--resume"] * resume + ["--json"] * as_json
-    code = launch(words, num_processes, max_restarts, lambda line: typer.echo(line, err=True))
+    typed = [*map(str, words[1:]), *["--resume"] * resume, *["--json"] * as_json]
+    code = launch(typed, num_processes, max_restarts, lambda line: echo(line, err=True))
     if code:
         raise typer.Exit(code)
 
@@ -156,8 +158,8 @@ def _settle(
 ) -> Settings:
     from dataclasses import replace
 
+    from stoker.address import as_url
     from stoker.config import load_config, parse_config, resolve
-    from stoker.store.remote_fetch import as_url
 
     read = (
         parse_config("", overrides=overrides) if config is None else load_config(config, overrides)
@@ -200,58 +202,52 @@ def _pack_spectra(
         print_result(result)
 
 
-def _command(
+def _typed(
     config: Path | None,
     overrides: list[str],
     store: Path | None,
     run_dir: Path | None,
     device: str | None,
-) -> str:
+) -> list[str | Path]:
     """Return the command as it was typed, to be typed again."""
-    import shlex
+    from stoker.address import as_url
 
-    from stoker.store.remote_fetch import as_url
-
-    words = ["stoker", "train"]
+    words: list[str | Path] = ["stoker", "train"]
     named = None if store is None else as_url(store) or store
     for option, value in (("--config", config), ("--store", named), ("--run-dir", run_dir)):
-        words += [option, str(value)] if value is not None else []
+        words += [option, value] if value is not None else []
     for text in overrides:
         words += ["--set", text]
     words += ["--device", device] if device is not None else []
-    return shlex.join(words)
+    return words
 
 
 def _print_json(run: RecipeRun) -> None:
-    import json
 
     from stoker.recipes.run import as_json
 
-    typer.echo(json.dumps(as_json(run)))
+    print_json(as_json(run))
 
 
 def _print(run: RecipeRun, settings: Settings, again: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=200, highlight=False)
+    console = make_console(width=200)
     if run.epochs:
         _print_epochs(console, run)
     if run.ended != "done":
-        console.print(Text(f"{run.ended}: saved in {run.run_dir}. Go on with:"), soft_wrap=True)
-        console.print(Text(f"  {again} --resume"), soft_wrap=True)
+        console.print(f"{run.ended}: saved in {run.run_dir}. Go on with:", soft_wrap=True)
+        print_commands(console, [again])
         return
     _print_metrics(console, run)
-    console.print(Text(f"checkpoints and log: {run.run_dir}"))
+    console.print(f"checkpoints and log: {run.run_dir}")
     if run.best is not None:
         best = run.run_dir / "best.pt"
-        console.print(Text(f"best: {run.best.name} by {run.monitor[0]}, also named {best}. Next:"))
-        store = settings.store
-        predict = f"  stoker predict {best} {store} predictions.parquet --split test"
-        console.print(Text(predict), soft_wrap=True)
-        console.print(Text(f"  stoker quantize {best} {run.run_dir / 'int8.pt'}"), soft_wrap=True)
+        console.print(f"best: {run.best.name} by {run.monitor[0]}, also named {best}. Next:")
+        store = Path(settings.store or "STORE")
+        predict = command(
+            "stoker", "predict", best, store, "predictions.parquet", "--split", "test"
+        )
+        quantize = command("stoker", "quantize", best, run.run_dir / "int8.pt")
+        print_commands(console, [predict, quantize])
 
 
 def _print_epochs(console: Console, run: RecipeRun) -> None:

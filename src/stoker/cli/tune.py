@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.cli.config import SetOption, StoreOption
+from stoker.cli.terminal import make_console, print_commands, print_json
 from stoker.cli.train import DeviceOption
+from stoker.display import command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,7 +58,7 @@ def tune(
     ] = False,
 ) -> None:  # fmt: skip
     """Find batch size, accumulation, capture and chunk that train fastest, and prove that they fit."""
-    from stoker.cli.doctor import require_writable
+    from stoker.cli.outputs import require_output
     from stoker.errors import InputError
 
     if config is None:
@@ -65,9 +67,8 @@ def tune(
             "a config with a recipe and a store",
             "stoker tune --config configs/tabular.yaml --store STORE --out tuned.yaml",
         )
-    for path, option in ((out, "--out"), (html, "--html")):
-        if path is not None:
-            require_writable(path, option, replace=force or option == "--html")
+    require_output(out, "--out", [config], force=force)
+    require_output(html, "--html", [config])
 
     from stoker.cli.progress import Bar
     from stoker.doctor.job_config import JobConfig
@@ -85,17 +86,16 @@ def tune(
         return
     changes = _as_keys(job, tuned)
     if out is not None:
-        job.with_changes(changes, _notes(config, tuned)).write(out)
+        job.with_changes(changes, _notes(config, tuned)).write(out, replace=force)
     if html is not None:
+        from stoker.ownership import write_text
         from stoker.tune.tuned_page import tuned_page
 
         page = tuned_page(f"stoker tune {config}", tuned, _facts(job.settings, tuned))
-        html.write_text(page, encoding="utf-8")
+        write_text(html, page)
     if as_json:
-        import json
-
         keys = {"keys": changes, "out": None if out is None else str(out)}
-        typer.echo(json.dumps(tuned.to_json() | keys))
+        print_json(tuned.to_json() | keys)
     else:
         _print(tuned, _next(config, overrides or [], store, out, changes), out, html)
 
@@ -132,18 +132,14 @@ def _next(
     changes: Mapping[str, Any],
 ) -> str:
     """Return the command that trains with the result."""
-    import shlex
-
-    from stoker.store.remote_fetch import as_url
-
     if out is not None:
-        return shlex.join(["stoker", "train", "--config", str(out)])
-    words = ["stoker", "train", "--config", str(config)]
-    words += [] if store is None else ["--store", as_url(store) or str(store)]
+        return command("stoker", "train", "--config", out)
+    words: list[str | Path] = ["stoker", "train", "--config", config]
+    words += [] if store is None else ["--store", store]
     kept = [text for text in overrides if text.partition("=")[0].strip() not in changes]
     for text in [*kept, *(f"{key}={value}" for key, value in changes.items())]:
         words += ["--set", text]
-    return shlex.join(words)
+    return command(*words)
 
 
 # -- printing --------------------------------------------------------------------------------------
@@ -163,10 +159,7 @@ def _facts(settings: Settings, tuned: Tuned) -> dict[str, str]:
     }
 
 
-def _print(tuned: Tuned, command: str, out: Path | None, html: Path | None) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
+def _print(tuned: Tuned, next_command: str, out: Path | None, html: Path | None) -> None:
     from stoker.tune.tuned_page import (
         CURVE_HEADER,
         OPTION_HEADER,
@@ -175,32 +168,30 @@ def _print(tuned: Tuned, command: str, out: Path | None, html: Path | None) -> N
         verdict,
     )
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=160, highlight=False)
+    console = make_console(width=160)
     console.print(_table("batch sizes", CURVE_HEADER, curve_cells(tuned), num_left=0))
     if tuned.options:
         console.print(_table("other settings", OPTION_HEADER, option_cells(tuned), num_left=2))
     for name, why in tuned.left_alone.items():
-        console.print(Text(f"{name}: not tried, {why}"), soft_wrap=True)
-    console.print(Text(verdict(tuned)), soft_wrap=True)
+        console.print(f"{name}: not tried, {why}", soft_wrap=True)
+    console.print(verdict(tuned), soft_wrap=True)
     for note in tuned.notes:
-        console.print(Text(note), soft_wrap=True)
+        console.print(note, soft_wrap=True)
     for what, path in (("tuned config", out), ("page", html)):
         if path is not None:
-            console.print(Text(f"{what} written to {path}"), soft_wrap=True)
+            console.print(f"{what} written to {path}", soft_wrap=True)
     if tuned.changes or out is not None:
-        console.print(Text(f"Next:\n  {command}"), soft_wrap=True)
+        console.print("Next:")
+        print_commands(console, [next_command])
 
 
 def _table(title: str, header: Sequence[str], rows: list[tuple[str, ...]], num_left: int) -> Any:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(title=title, title_justify="left")
     for number, name in enumerate(header):
         is_text = number < num_left or number == len(header) - 1
         table.add_column(name, justify="left" if is_text else "right", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row), style="bold" if "taken" in row[-1] else None)
+        table.add_row(*row, style="bold" if "taken" in row[-1] else None)
     return table

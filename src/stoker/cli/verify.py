@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from stoker.cli.terminal import echo, print_json
+
 StoreArgument = Annotated[
     Path, typer.Argument(help="Store folder, HDF5 file or URL.", show_default=False)
 ]
@@ -19,13 +21,12 @@ def verify(
     ] = False,
 ) -> None:
     """Read every byte of a store against its checksums; exit code 2 when anything is wrong."""
-    import json
     import time
 
+    from stoker.address import shown
     from stoker.cli.progress import Bar
     from stoker.errors import EXIT_INPUT
     from stoker.store.reader import open_store
-    from stoker.store.remote_fetch import shown
     from stoker.units import format_bytes, format_rate
 
     began = time.perf_counter()
@@ -42,17 +43,17 @@ def verify(
             "problems": list(report.problems),
             "seconds": round(seconds, 3),
         }
-        typer.echo(json.dumps(facts))
+        print_json(facts)
     else:
         for problem in report.problems:
-            typer.echo(f"bad: {problem}")
+            echo(f"bad: {problem}")
         what = (
             "checksums verified"
             if report.checksummed
             else "bytes readable; a plain HDF5 file has no checksums"
         )
         verdict = f"{len(report.problems)} problems" if report.problems else f"sound: {what}"
-        typer.echo(
+        echo(
             f"{shown(store)}: {verdict}, {format_bytes(report.num_bytes)} at {format_rate(report.num_bytes, seconds)}"
         )
     if report.problems:

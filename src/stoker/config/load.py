@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 from stoker.config.resolve import as_error, find_clashes
 from stoker.config.tree import Config, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import Document, Place, Problem, decode, read_yaml
+from stoker.display import command, quoted
 from stoker.errors import ConfigError
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -69,7 +70,7 @@ def check_config(
         raise ConfigError(
             f"config {str(path)!r} cannot be read: {error.strerror}.",
             "a readable YAML file",
-            f"ls -l {Path(path).parent}",
+            command("ls", "-l", Path(path).parent),
         ) from error
     if isinstance(text, Problem):
         return None, [text]
@@ -223,7 +224,7 @@ def _override_problem(
         return _unknown_key(place, tuple(key.split(".")))
     if key in seen and seen[key] != place.text:
         given = f"given twice, as {seen[key]} and as {place.text}"
-        return Problem(place, key, given, "each key once", f"--set {key}={place.text}")
+        return Problem(place, key, given, "each key once", f"--set {quoted(f'{key}={place.text}')}")
     return None
 
 

@@ -25,7 +25,7 @@ from stoker.config.migrate_names import (
     SECTIONS,
     home_of,
 )
-from stoker.config.migrate_text import Comments, Dropped, Moved, write_text
+from stoker.config.migrate_text import Comments, Dropped, Moved, render_text
 from stoker.config.migrate_values import correct, correct_number
 from stoker.config.resolve import AUGMENT, OPTIONS, QUESTIONS, _answer_all, as_error, find_clashes
 from stoker.config.tree import Config, key_schemas, open_leaves, sections
@@ -100,7 +100,7 @@ def migrate_config(
     work.take_all(recipe)
     moved = work.settle()
     dropped = tuple(sorted(work.dropped, key=lambda entry: (entry.place.line or 0, entry.old)))
-    new = write_text(moved, comments.header, dropped)
+    new = render_text(moved, comments.header, dropped)
     return Migration(new, moved, dropped)
 
 

@@ -120,7 +120,7 @@ class Comments:
         return ""
 
 
-def write_text(entries: Sequence[Moved], header: Sequence[str], dropped: Sequence[Dropped]) -> str:
+def render_text(entries: Sequence[Moved], header: Sequence[str], dropped: Sequence[Dropped]) -> str:
     """Return the text of a config.
 
     Args:

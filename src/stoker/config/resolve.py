@@ -447,5 +447,4 @@ def as_error(problems: list[Problem]) -> ConfigError:
         only = problems[0]
         head = f"{only.place} {only.key}".rstrip()
         return ConfigError(f"{head}: {only.given}", only.allowed, only.fix)
-    lines = "\n".join(str(problem) for problem in problems)
-    return ConfigError(f"{len(problems)} problems:\n{lines}")
+    return ConfigError(f"{len(problems)} problems:", details=[str(each) for each in problems])

@@ -18,6 +18,7 @@ import yaml
 from stoker.config.load import _in_brackets, _yaml_word, dump_config, parse_config
 from stoker.config.resolve import QUESTIONS
 from stoker.config.tree import Config
+from stoker.display import printable
 from stoker.errors import ConfigError
 
 _STEP = 2
@@ -72,7 +73,7 @@ def _with_notes(text: str, notes: Sequence[str]) -> str:
     """Put comment lines below the comments that the text begins with."""
     lines = text.splitlines(keepends=True)
     at = next((n for n, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    return "".join([*lines[:at], *(f"# {note}\n" for note in notes), *lines[at:]])
+    return "".join([*lines[:at], *(f"# {printable(note)}\n" for note in notes), *lines[at:]])
 
 
 class _Spot(NamedTuple):

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from stoker.address import keep_secrets
+from stoker.display import command
 
 MAX_TEXT_BYTES = 1024 * 1024
 MAX_NODES = 10_000  # the tree has about 50 leaves; more is an alias bomb, not a config
@@ -102,7 +106,7 @@ def decode(raw: bytes, file: str) -> str | Problem:
         line = raw.count(b"\n", 0, error.start) + 1
         column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
         given = f"byte {raw[error.start]:#04x} at offset {error.start} is not UTF-8"
-        fix = f"iconv -f latin1 -t utf-8 {file} > utf8.yaml"
+        fix = f"{command('iconv', '-f', 'latin1', '-t', 'utf-8', Path(file))} > utf8.yaml"
         return Problem(Place(file, line, column), "", given, "text in UTF-8", fix)
 
 
@@ -135,7 +139,11 @@ def _syntax_problem(error: yaml.YAMLError, text: str, file: str) -> Problem:
     given = str(getattr(error, "problem", None) or "the text is not YAML")
     if "\\t" in given or "\t" in given:
         return Problem(
-            place, "", "a tab stands where YAML wants spaces", "spaces", f"expand -t 2 {file}"
+            place,
+            "",
+            "a tab stands where YAML wants spaces",
+            "spaces",
+            command("expand", "-t", "2", Path(file)),
         )
     if "single document" in str(getattr(error, "context", "")):
         given = "a second document begins here"
@@ -222,6 +230,7 @@ class _Reader:
 
     def _scalar(self, node: yaml.Node, path: KeyPath) -> Any:
         text = str(node.value)
+        keep_secrets(text)
         if node.tag not in _PLAIN_TAGS:
             kind = node.tag.removeprefix(_TAG)
             given = f"{text!r} is a YAML {kind}"

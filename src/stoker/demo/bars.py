@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stoker.ownership import always, write_text
 from stoker.store.fields import Array
 
 _MINUTE_NS = 60_000_000_000
@@ -64,4 +65,4 @@ def _write_csv(path: Path, bars: dict[str, Array]) -> None:
     lines = ["time,open,high,low,close,tick_volume"]
     for text, price, volume in zip(times, prices.tolist(), bars["volume"].tolist(), strict=True):
         lines.append(f"{text.replace('T', ' ')},{','.join(f'{x:.5f}' for x in price)},{volume:.0f}")
-    path.write_text("\n".join(lines) + "\n")
+    write_text(path, "\n".join(lines) + "\n", always)

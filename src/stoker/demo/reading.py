@@ -14,6 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from stoker.ownership import always, writing
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
@@ -63,7 +64,7 @@ def _window_cutter(store: Store) -> Callable[[int, int], list[Array]]:
 def write_windows(store: Store, path: Path) -> None:
     """Write all windows and the targets to one HDF5 file."""
     cut = _window_cutter(store)
-    with h5py.File(path, "w") as file:
+    with writing(path, always) as temporary, h5py.File(temporary, "x") as file:
         for name, window in WINDOWS:
             shape = (store.num_samples, window, store.fields[name].shape[0])
             file.create_dataset(name, shape, "f4")

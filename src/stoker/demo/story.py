@@ -27,11 +27,13 @@ from stoker.demo.reading import (
     write_windows,
 )
 from stoker.demo.training import LEARNING_RATE, OPTIONS, TRAINED, Training, train_both_ways
+from stoker.display import command
 from stoker.doctor.findings_page import findings_page
 from stoker.doctor.scripts import consult_script
 from stoker.doctor.verdict import Consultation
 from stoker.errors import InputError
 from stoker.machine import probe
+from stoker.ownership import SIGNATURE, always, claim_folder, remove_file, write_text
 from stoker.packing import PackOptions, PackResult, pack
 from stoker.plan import Plan, make_plan, store_facts
 from stoker.recipes.run import RecipeRun, run_recipe
@@ -41,7 +43,6 @@ from stoker.runs.run_page import run_page
 from stoker.sources.bars import BarsSource
 from stoker.store.inspection import Inspection, inspect_store
 from stoker.store.reader import Store, open_store
-from stoker.store.writer import write_text_atomically
 from stoker.tune.bench import Effort
 from stoker.tune.job import Tuned, tune_job
 
@@ -156,7 +157,7 @@ class DemoResult:
 
 def _make_folder(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        claim_folder(folder, "demo", "the demo")
     except OSError as error:
         raise InputError(
             f"--folder: {folder} is a file."
@@ -211,7 +212,7 @@ def _windows_file(path: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        path.unlink(missing_ok=True)
+        remove_file(path, always)
 
 
 def _make_plan(store: Store) -> Plan:
@@ -238,7 +239,7 @@ def examine(folder: Path, steps: int = EXAMINED_STEPS) -> Examined:
         text = _SCRIPT.format(
             names=TRAINED, options=OPTIONS, batch_size=BATCH_SIZE, lr=LEARNING_RATE, loader=loader
         )
-        (folder / name).write_text(text)
+        write_text(folder / name, text, always)
         with contextlib.chdir(folder):
             found.append(consult_script([sys.executable, name], steps=steps)[1])
     return Examined(*found)
@@ -251,11 +252,13 @@ def _train_and_tune(folder: Path, progress: Progress) -> tuple[RecipeRun, Tuned]
         "training": {"batch_size": BATCH_SIZE, "epochs": _EPOCHS, "lr": LEARNING_RATE},
         "run": {"dir": str(_free_folder(folder / "run"))},
     }
-    (folder / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
+    write_text(folder / CONFIG, yaml.safe_dump(config, sort_keys=False), always)
     settings = resolve(load_config(folder / CONFIG))
-    progress.say(f"training with stoker: stoker train --config {folder / CONFIG}")
+    progress.say(f"training with stoker: {command('stoker', 'train', '--config', folder / CONFIG)}")
     run = run_recipe(settings, progress=progress)
-    progress.say(f"tuning: stoker tune --config {folder / CONFIG} --grow-update")
+    progress.say(
+        f"tuning: {command('stoker', 'tune', '--config', folder / CONFIG, '--grow-update')}"
+    )
     effort = Effort(_SECONDS_PER_TRY)
     return run, tune_job(settings, effort=effort, grow_update=True, progress=progress)
 
@@ -271,8 +274,9 @@ def _free_folder(folder: Path) -> Path:
 
 def _write_pages(folder: Path, run_dir: Path, examined: Examined) -> Path:
     """Write the doctor's page of the usual way, and the report of the run; return the latter."""
-    write_text_atomically(folder / DOCTOR_PAGE, findings_page(examined.usual))
-    (run_dir / "doctor.json").write_text(json.dumps(examined.ours.to_json()))
+    write_text(folder / DOCTOR_PAGE, findings_page(examined.usual))
+    document = {"generator": SIGNATURE, **examined.ours.to_json()}
+    write_text(run_dir / "doctor.json", json.dumps(document))
     page = run_dir / "report.html"
-    write_text_atomically(page, run_page([read_run(run_dir)]))
+    write_text(page, run_page([read_run(run_dir)]))
     return page

@@ -14,10 +14,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +25,14 @@ from typing import Any
 
 import psutil
 
+from stoker import display
 from stoker.doctor.measurements import MachineFacts, Measurements
 from stoker.doctor.transcript import read_folder
 from stoker.doctor.transcript_measures import measure
 from stoker.errors import InputError
+from stoker.lifetime import child_environment
 from stoker.machine import probe
+from stoker.ownership import temporary_folder
 
 _ENTRY = Path(__file__).parent / "probe" / "entry"
 _POLL_SECONDS = 0.05
@@ -79,10 +80,9 @@ def run_script(
     """
     _check(command, steps, seconds)
     with (
-        tempfile.TemporaryDirectory(prefix="stoker-doctor-") as name,
+        temporary_folder("stoker-doctor-") as folder,
         _until_terminated() as terminated,
     ):
-        folder = Path(name)
         variables = probe_variables(environment or os.environ, folder, steps, loader_arguments)
         if seconds is not None:
             variables["STOKER_DOCTOR_SECONDS"] = f"{seconds:g}"
@@ -90,7 +90,9 @@ def run_script(
         stopped = _watch(process, folder, steps, seconds, terminated)
         code = None if stopped else process.returncode
         ending = describe_ending(code, stopped, seconds)
-        measured = measure(read_folder(folder), shlex.join(command), machine_facts(), ending=ending)
+        measured = measure(
+            read_folder(folder), display.command(*command), machine_facts(), ending=ending
+        )
     return Attached(code, stopped, measured)
 
 
@@ -142,15 +144,15 @@ def _start(
     command: Sequence[str], variables: Mapping[str, str], cwd: str | Path | None
 ) -> subprocess.Popen[bytes]:
     try:
-        return subprocess.Popen(list(command), env=dict(variables), cwd=cwd)
+        return subprocess.Popen(list(command), env=child_environment(variables), cwd=cwd)
     except OSError as error:
         script = Path(command[0]).suffix == ".py"
         raise InputError(
             f"cannot run {command[0]!r}: {error.strerror}.",
             "a command as you would type it in a shell",
-            f"stoker doctor -- {'python ' if script else ''}{shlex.join(command)}"
+            display.command("stoker", "doctor", "--", "python", *command)
             if script
-            else f"command -v {shlex.quote(command[0])}",
+            else display.command("command", "-v", command[0]),
         ) from error
 
 

@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from stoker.address import as_url, masked
 from stoker.config import Config, Settings, load_config, parse_config, resolve
 from stoker.config.resolve import QUESTIONS
 from stoker.config.rewrite import find_key, rewrite_config
-from stoker.store.remote_fetch import as_url
-from stoker.store.writer import write_text_atomically
+from stoker.ownership import always, never, write_text
 
 _OPTIONS = "recipe.options"
 
@@ -86,9 +86,13 @@ class JobConfig:
         _ = changed.settings
         return changed
 
-    def write(self, path: Path) -> None:
-        """Write the text as a file, whole or not at all."""
-        write_text_atomically(path, self.text)
+    def write(self, path: Path, *, replace: bool = False) -> None:
+        """Write the text as a file, whole or not at all; `replace` takes the place of any file.
+
+        Only its owner may read one with a password.
+        """
+        has_secret = masked(self.text) != self.text
+        write_text(path, self.text, always if replace else never, private=has_secret)
 
 
 def _key_of(override: str) -> str:

@@ -20,7 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from stoker.address import masked_values
 from stoker.errors import CorruptError, StoreError
+from stoker.ownership import SIGNATURE, write_text
 
 FORMAT_VERSION = 1
 
@@ -521,7 +523,8 @@ class Measurements:
         Raises:
             CorruptError: It is something else.
         """
-        values = {name: value for name, value in document.items() if name != "format_version"}
+        apart = ("format_version", "generator")
+        values = {name: value for name, value in document.items() if name not in apart}
         try:
             built: Measurements = build(cls, values)
         except (TypeError, KeyError, ValueError) as error:
@@ -534,7 +537,8 @@ class Measurements:
 
     def write(self, path: str | Path) -> None:
         """Write them as a JSON file."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        document = {"generator": SIGNATURE, **masked_values(self.to_json())}
+        write_text(path, json.dumps(document, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> Measurements:

@@ -7,9 +7,11 @@ they are recorded, and about a megabyte of trace for every thousand operations.
 
 from __future__ import annotations
 
+import gzip
 import math
-import os
+import shutil
 import time
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +19,11 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from stoker.display import command
 from stoker.doctor.laps import Patience, Stopwatch, make_measured_loader, train_over
 from stoker.doctor.measurements import KernelFacts
 from stoker.errors import InputError, StoreError
+from stoker.ownership import SIGNATURE, temporary_folder, writing
 from stoker.recipes.run import Run
 from stoker.train.losses import NonFiniteError
 
@@ -143,18 +147,30 @@ def _make_profiler(plan: Schedule, on_gpu: bool) -> profile:
 
 def _export(profiler: profile, out: Path) -> None:
     """Write the trace whole or not at all."""
-    partial = out.with_name(f".{os.getpid()}.{out.name}")
     try:
-        profiler.export_chrome_trace(str(partial))
-        partial.replace(out)
+        with writing(out, is_trace) as temporary, temporary_folder() as folder:
+            plain = folder / "trace.json"
+            profiler.export_chrome_trace(str(plain))
+            opened = gzip.open if out.suffix == ".gz" else open
+            with plain.open("rb") as trace, opened(temporary, "xb") as file:
+                trace.seek(trace.read(4096).index(b"{") + 1)
+                file.write(f'{{"{SIGNATURE}": 1,'.encode())
+                shutil.copyfileobj(trace, file, 8 << 20)
     except (OSError, RuntimeError) as error:
         raise StoreError(
             f"the trace cannot be written to {out}: {error}.",
             "a folder with room and write permission",
-            f"df -h {out.parent}",
+            command("df", "-h", out.parent),
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a chrome trace, compressed or not, is one that stoker wrote."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return SIGNATURE.encode() in file.read(1 << 20)
+    except (OSError, EOFError, zlib.error):
+        return False
 
 
 def _operations(averages: Iterable[Any]) -> tuple[Operation, ...]:

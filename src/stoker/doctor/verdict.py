@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stoker.address import masked_values
 from stoker.doctor.findings import Finding
 from stoker.doctor.measurements import Measurements
 
@@ -108,10 +109,12 @@ class Consultation:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values: what `stoker report` and other programs read."""
-        return {
+        document = {
             "verdict": self.verdict,
             "samples_per_second": self.measurements.samples_per_second,
             "findings": [finding.to_json() for finding in self.findings],
             "outcome": None if self.outcome is None else self.outcome.to_json(),
             "measurements": self.measurements.to_json(),
         }
+        plain: dict[str, Any] = masked_values(document)
+        return plain

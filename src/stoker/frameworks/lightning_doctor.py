@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader
 
+from stoker.display import command, printable
 from stoker.doctor import attach
 from stoker.doctor.findings_page import gain_text, spread_text
 from stoker.doctor.measurements import Measurements
@@ -43,8 +43,8 @@ from stoker.frameworks.lightning_watch import (
     rank_zero_info,
     require_adapted,
 )
+from stoker.ownership import SIGNATURE, temporary_folder, write_text
 from stoker.runs.reading import DOCTOR_NAME
-from stoker.store.writer import write_text_atomically
 from stoker.train.batches import iterate_tensors
 
 
@@ -130,8 +130,7 @@ class DoctorCallback(pl.Callback):
         if not trainer.is_global_zero:
             return
         with contextlib.ExitStack() as stack:
-            name = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-doctor-"))
-            self._folder = Path(name)
+            self._folder = stack.enter_context(temporary_folder("stoker-doctor-"))
             self._seen = stack.enter_context(probing(self._folder))
             self._clock = stack.enter_context(WaitClock(trainer, self._note_wait))
             self._stack = stack.pop_all()
@@ -203,18 +202,18 @@ class DoctorCallback(pl.Callback):
             return
         with stack:
             seen.finish()
-            command = f"python {' '.join(sys.argv)}"
-            measured = measure(read_folder(self._folder), command, attach.machine_facts())
+            ran = command("python", *sys.argv)
+            measured = measure(read_folder(self._folder), ran, attach.machine_facts())
         if self._facts and self._clock is not None and not self._clock.num_waits:
             measured = replace(measured, wait_seconds=None, notes=(*measured.notes, UNTOLD))
         measured = self._with_loader(measured)
         self.consultation = Consultation(measured, tuple(diagnose(measured)))
         if self._run_dir is not None:
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(self.consultation.to_json(), indent=1) + "\n"
-            write_text_atomically(self._run_dir / DOCTOR_NAME, text)
+            document = {"generator": SIGNATURE, **self.consultation.to_json()}
+            write_text(self._run_dir / DOCTOR_NAME, json.dumps(document, indent=1) + "\n")
         for line in describe(self.consultation):
-            self._say(line)
+            self._say(printable(line))
 
     def _with_loader(self, measured: Measurements) -> Measurements:
         """Return the measurements with what a stoker loader says of itself."""

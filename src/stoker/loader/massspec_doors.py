@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
+from stoker.display import command
 from stoker.errors import InputError, StokerError, StoreError
 from stoker.loader.splits import split_by_group
 from stoker.packing import PackOptions, PackResult, pack
@@ -144,7 +145,7 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
             raise InputError(
                 f"no record of the library could be used: {self.num_refused:,} were refused.",
                 "records with peaks and a MOL file",
-                f"head {self.store.path / REFUSED_NAME}",
+                command("head", self.store.path / REFUSED_NAME),
             )
         if result.reused:
             self._say(f"Loading metadata from cache: {self.store.path / MANIFEST_NAME}")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import mmap
 import os
 import re
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from stoker.machine._limits import Mount, read_int, read_mounts, read_text
+from stoker.ownership import unnamed_file
 from stoker.units import MIB
 
 BandwidthClass = Literal["tmpfs", "nvme", "ssd", "hdd", "network", "unknown"]
@@ -146,10 +146,11 @@ def measure_read(
         if path.is_file() and path.stat().st_size >= 32 * MIB:
             return _timed_read(path, seconds, block_bytes, notes)
         folder = path if path.is_dir() else path.parent
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".stoker-disk-") as file:
+        with unnamed_file(folder) as file:
             _fill(file.fileno(), seconds / 2, block_bytes)
             notes.append("disk speed is of a file just written; a device cache may flatter it")
-            return _timed_read(Path(file.name), seconds / 2, block_bytes, notes)
+            opened = Path(f"/proc/self/fd/{file.fileno()}")
+            return _timed_read(opened, seconds / 2, block_bytes, notes)
     except OSError as error:
         notes.append(f"disk speed could not be measured: {error}")
         return None

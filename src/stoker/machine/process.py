@@ -34,6 +34,7 @@ def peak_rss_bytes() -> int:
 def forget_peak() -> None:
     """Let the kernel count the peak anew; where it may not, the peak stays that of the whole life."""
     try:
-        _FORGET.write_text("5")
+        with _FORGET.open("r+") as file:
+            file.write("5")
     except OSError:
         return

@@ -1,17 +1,19 @@
-"""A Dask cluster as the crew: the same parts, built by other machines.
+"""A Dask cluster instead of local workers: the same parts, built by other machines.
 
-Enters: the address of a Dask scheduler, and what a `Crew` takes. Leaves: the same results and the
-same bytes as local processes. Costs: one Python process per part on its worker (about half a second
-to start); shards are written straight into the workshop, never sent over the network.
+Enters: the address of a Dask scheduler, and what `Workers.run` takes. Leaves: the same results and the same
+bytes as local processes. Costs: one Python process per part on its worker (about half a second to start);
+shards are written straight into the work folder, never sent over the network.
 
-Contract: machines share the file system; that, the inputs and the version of stoker are checked on
-every worker before the first part. A part runs in a child of the worker's process, so a row that
-hangs or crashes ends the child only and is found out as in a local pack. A worker that is killed
-takes its child with it, and Dask gives the part to another. When no worker is left or the
-scheduler is gone, the pack ends within `PATIENCE_SECONDS`; finished parts stay.
-
-The foreman's mark, a file beside the journals, lives as long as the pack: its children end
-themselves when it is gone.
+Contract:
+- Machines share the file system; that, the inputs and the version of stoker are checked on every worker
+  before the first part.
+- A part runs in a child of the Dask worker's process, so a row that hangs or crashes ends the child only
+  and is found out as in a local pack. A Dask worker that is killed takes its child with it, and Dask gives
+  the part to another.
+- When no worker is left or the scheduler is gone, the pack ends within `PATIENCE_SECONDS`; finished parts
+  stay.
+- A file in the work folder says that the pack goes on. Children end themselves when it is gone: it is
+  removed when the pack ends, by the janitor when it is killed, and by the next pack at the latest.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import os
 import re
 import secrets
 import sys
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -31,9 +33,12 @@ from pathlib import Path
 from typing import Any
 
 import stoker
+from stoker import lifetime
+from stoker.display import command
 from stoker.errors import InputError, MissingExtraError, StokerError
-from stoker.packing.bench import JOURNAL, PackedWork, Task, build_on_worker, dump
-from stoker.packing.crew import Crew, Item, Poison, Result
+from stoker.ownership import always, is_temporary, remove_file, write_new
+from stoker.packing.worker import dump, is_alive, load
+from stoker.packing.workers import Item, Numbered, Poison, Result, Workers
 from stoker.units import format_count
 
 PATIENCE_SECONDS = 30.0
@@ -42,33 +47,8 @@ _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 60.0
 _VISIBLE_SECONDS = 5.0
 _MOST_INPUTS = 200
-_DISMISSAL_SECONDS = 1.5
-_MARK = "foreman-"
 _ADDRESS = re.compile(r"inproc://\S+|(?:(?:tcp|tls|ucx|ws|wss)://)?[^\s/]+:[0-9]+/?")
 _START = "dask scheduler, then dask worker tcp://HOST:8786 on every machine"
-
-
-def hire(jobs: int, limit_seconds: float | None, journals: Path, cluster: str | None) -> Crew:
-    """Return the crew of a pack: processes here, or the workers of a Dask cluster.
-
-    Args:
-        jobs: Most parts under way; 0 means one per usable core, here or of the cluster.
-        limit_seconds: Time limit of one guarded row.
-        journals: Folder for the workers' notes, in the workshop.
-        cluster: Address of a Dask scheduler.
-    """
-    if cluster:
-        return ClusterCrew(jobs, limit_seconds, journals.absolute(), cluster)
-    return Crew(jobs or len(os.sched_getaffinity(0)), limit_seconds, journals)
-
-
-def end_leftovers(journals: Path) -> None:
-    """End the children that a killed pack left at work; call this under the workshop's lock."""
-    marks = list(journals.glob(f"{_MARK}*"))
-    for mark in marks:
-        mark.unlink(missing_ok=True)
-    if marks:
-        time.sleep(_DISMISSAL_SECONDS)
 
 
 def check_cluster(address: str, inputs: Sequence[Path]) -> str:
@@ -88,57 +68,107 @@ def check_cluster(address: str, inputs: Sequence[Path]) -> str:
                 raise InputError(
                     f"worker {worker} on {fact['host']} does not see {fact['missing'][0]}.",
                     "inputs on a file system that all workers mount at the same place",
-                    f"ssh {fact['host']} ls {fact['missing'][0]}",
+                    command("ssh", fact["host"], command("ls", Path(fact["missing"][0]))),
                 )
         threads = format_count(_count_threads(client), "thread")
         return f"{format_count(len(facts), 'worker')} with {threads} at {address}"
 
 
-@dataclass(frozen=True)
-class ClusterCrew(Crew):
-    """Workers of a Dask cluster.
+class ClusterWorkers:
+    """Workers of a Dask cluster, in the place of `Workers`.
 
-    Attributes:
+    Args:
         address: The scheduler's.
+        jobs: Most parts under way; 0 means two per thread of the cluster.
+        limit_seconds: Time limit of one guarded row.
+        folder: The work folder, which all workers share.
     """
 
-    address: str = ""
-
-    @property
-    def isolated(self) -> bool:
-        """Always: every part has a process of its own."""
-        return True
-
-    def journal(self, index: int) -> Path:
-        """Where the child that runs this notes its row: on its own machine, by its own clock."""
-        return Path(os.environ.get(JOURNAL) or super().journal(index))
+    def __init__(self, address: str, jobs: int, limit_seconds: float | None, folder: Path) -> None:
+        self.address = address
+        self.jobs = jobs
+        self.limit_seconds = limit_seconds
+        self._folder = folder.absolute()
 
     def run(
-        self,
-        work: Callable[[Item, Poison], Result],
-        items: Sequence[Item],
-        poison: dict[int, dict[int, str]],
+        self, work: Callable[[Item, Poison], Result], items: Sequence[Item]
     ) -> Iterator[tuple[int, Result]]:
-        """Yield `(index, result)` as items finish; see `Crew.run`."""
-        from joblib import Parallel, delayed
+        """Yield `(index, result)` as items finish; see `Workers.run`."""
+        with _connected(self.address) as client, _kept_alive(self._folder) as alive:
+            _check_shared(_ask_workers(client, alive, []), alive)
+            code = dump(work)
+            here = str(Path.cwd())
+            # A second part waits at every worker, so that none is idle between two.
+            most = self.jobs or 2 * _count_threads(client)
+            waiting = deque(items)
+            open_parts: dict[Any, Item] = {}
+            try:
+                while waiting or open_parts:
+                    while waiting and len(open_parts) < most:
+                        item = waiting.popleft()
+                        said = (self.limit_seconds, str(alive), here, stoker.__version__)
+                        task = Task(code, item, *said)
+                        open_parts[client.submit(build_on_worker, task, pure=False)] = item
+                    for future in _wait_for_some(client, open_parts):
+                        item = open_parts.pop(future)
+                        try:
+                            yield future.result()
+                        except Exception as error:
+                            raise _named(error, item.label) from error
+            finally:
+                with contextlib.suppress(
+                    Exception
+                ):  # a scheduler that is gone has nothing to cancel
+                    client.cancel(list(open_parts))
 
-        with _connected(self.address) as client, _foreman(self.journals) as mark:
-            _check_shared(_ask_workers(client, mark, []), mark)
-            packed = PackedWork(dump(work))
-            said = (self.limit_seconds, str(mark), str(Path.cwd()), stoker.__version__)
-            tasks = (
-                delayed(build_on_worker)(Task(packed, item, poison.get(item.index, {}), *said))
-                for item in items
-            )
-            crew = Parallel(
-                n_jobs=-1,
-                backend=_make_backend(client),
-                return_as="generator_unordered",
-                # A second part waits at every worker, so that none is idle between two.
-                pre_dispatch=self.jobs or 2 * _count_threads(client),
-                batch_size=1,
-            )
-            yield from crew(tasks)
+    def close(self) -> None:
+        """Nothing to end: the cluster is its owner's."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One part and all that a worker needs to know. The work is opened by the worker's child only."""
+
+    code: bytes
+    item: Any
+    limit_seconds: float | None
+    alive: str
+    folder: str
+    version: str
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """Work that is done in another machine's copy of the caller's folder."""
+
+    code: bytes
+    folder: str
+
+    def __call__(self, item: Numbered, poison: Poison) -> Any:
+        with contextlib.suppress(OSError):  # paths may all be absolute
+            os.chdir(self.folder)
+        return load(self.code)(item, poison)
+
+
+def build_on_worker(task: Task) -> tuple[int, Any]:
+    """Build one part in a child of this worker's process; find out the row that kills it."""
+    from distributed import get_worker
+
+    if task.version != stoker.__version__:  # a worker that came after the check
+        raise InputError(
+            f"worker {get_worker().address} has stoker {stoker.__version__}.",
+            f"stoker {task.version}",
+            f"pip install stoker=={task.version} there, and start the worker again",
+        )
+    try:
+        with Workers(1, task.limit_seconds, alive=task.alive, isolated=True) as workers:
+            ((index, result),) = workers.run(_Elsewhere(task.code, task.folder), [task.item])
+            return index, result
+    except Exception as error:
+        if not is_alive(task.alive):
+            raise StokerError("the pack that wanted this part is over.") from error
+        error.add_note(f"on worker {get_worker().address}")
+        raise
 
 
 # -- the scheduler's side ------------------------------------------------------------------
@@ -184,15 +214,15 @@ def _wait_for_a_worker(client: Any, address: str) -> None:
         raise InputError(
             f"the Dask scheduler at {address} has had no worker for {PATIENCE_SECONDS:g} s.",
             "at least one worker",
-            f"dask worker {address}",
+            command("dask", "worker", address),
         ) from error
 
 
-def _ask_workers(client: Any, mark: Path | None, inputs: list[str]) -> dict[str, dict[str, Any]]:
+def _ask_workers(client: Any, alive: Path | None, inputs: list[str]) -> dict[str, dict[str, Any]]:
     """Return what every worker sees, by its address."""
 
     # Defined here so that it travels as code: a worker may have another stoker, or none.
-    async def look(mark: str | None, inputs: list[str], seconds: float) -> dict[str, Any]:
+    async def look(alive: str | None, inputs: list[str], seconds: float) -> dict[str, Any]:
         import asyncio
         import os
         import socket
@@ -205,22 +235,22 @@ def _ask_workers(client: Any, mark: Path | None, inputs: list[str]) -> dict[str,
         python = f"{sys.version_info[0]}.{sys.version_info[1]}"
         fact: dict[str, Any] = {"host": socket.gethostname(), "stoker": version, "python": python}
         fact["missing"] = [path for path in inputs if not os.path.exists(path)]  # noqa: PTH110
-        if mark is not None:
-            fact["echo"] = f"{mark}.{fact['host']}.{os.getpid()}"
+        if alive is not None:
+            fact["echo"] = alive.replace(".alive.", f".echo-{fact['host']}-{os.getpid()}.")
             for _ in range(int(seconds / 0.1)):  # a network file system may be a little late
-                if os.path.exists(mark):  # noqa: PTH110
+                if os.path.exists(alive):  # noqa: PTH110
                     break
                 await asyncio.sleep(0.1)
             try:
-                with open(mark) as file:  # noqa: PTH123
+                with open(alive) as file:  # noqa: PTH123
                     fact["read"] = file.read()
-                os.close(os.open(fact["echo"], os.O_CREAT | os.O_WRONLY, 0o644))
+                os.close(os.open(fact["echo"], os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
             except OSError as error:
                 fact["error"] = str(error)
         return fact
 
     async def ask() -> Any:
-        named = None if mark is None else str(mark)
+        named = None if alive is None else str(alive)
         return await client.run(look, named, inputs, _VISIBLE_SECONDS)
 
     try:
@@ -246,23 +276,26 @@ def _check_versions(facts: dict[str, dict[str, Any]]) -> None:
             )
 
 
-def _check_shared(facts: dict[str, dict[str, Any]], mark: Path) -> None:
-    """Refuse workers that do not read and write the workshop of this machine."""
+def _check_shared(facts: dict[str, dict[str, Any]], alive: Path) -> None:
+    """Refuse workers that do not read and write the work folder of this machine."""
     _check_versions(facts)
-    token = mark.read_text()
+    token = alive.read_text()
     for worker, fact in sorted(facts.items()):
         problem = fact.get("error") or (
             "" if fact["read"] == token else "another file stands there"
         )
-        if not problem and not _appears(Path(fact["echo"])):
+        # Only the name is taken from the answer: a worker cannot name a file elsewhere.
+        echo = alive.parent / Path(fact["echo"]).name
+        if not problem and not _appears(echo):
             problem = "what it writes does not appear here"
         if problem:
             raise InputError(
-                f"worker {worker} on {fact['host']} does not share the folder {mark.parent}: {problem}.",
+                f"worker {worker} on {fact['host']} does not share the folder {alive.parent}: {problem}.",
                 "OUT on a file system that all workers mount at the same place, and may write to",
-                f"choose another OUT, or ssh {fact['host']} ls -l {mark.parent}",
+                f"choose another OUT, or {command('ssh', fact['host'], command('ls', '-l', alive.parent))}",
             )
-        Path(fact["echo"]).unlink(missing_ok=True)
+        if is_temporary(echo.name):
+            remove_file(echo, always)
 
 
 def _appears(path: Path) -> bool:
@@ -275,71 +308,40 @@ def _appears(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _foreman(journals: Path) -> Iterator[Path]:
-    """Lend the mark that says that this pack is at work."""
-    mark = journals / f"{_MARK}{secrets.token_hex(8)}"
-    mark.write_text(mark.name)
+def _kept_alive(folder: Path) -> Iterator[Path]:
+    """Lend the file that says that this pack goes on."""
+    token = secrets.token_hex(4)
+    alive = folder / f".alive.{token}.tmp"
+    lifetime.remember(alive, token)
+    write_new(alive, token)
     try:
-        yield mark
+        yield alive
     finally:
-        mark.unlink(missing_ok=True)
+        remove_file(alive, always)
+        lifetime.forget(alive)
 
 
-def _make_backend(client: Any) -> Any:
-    """Return joblib's Dask backend, made to end where it would wait for ever.
+def _wait_for_some(client: Any, futures: Any) -> list[Any]:
+    """Return the futures that are done, at least one; raise when the cluster cannot go on."""
+    from distributed import wait
 
-    joblib's own never reports a part whose workers kept dying, and has no opinion on a cluster
-    without workers: both leave `Parallel` waiting.
-    """
-    from joblib._dask import DaskDistributedBackend
-
-    class Backend(DaskDistributedBackend):  # type: ignore[misc]  # joblib is untyped
-        def __init__(self, client: Any) -> None:
-            super().__init__(client=client)
-            self._open: dict[Any, tuple[Any, str]] = {}
-            self._over = threading.Event()
-
-        def effective_n_jobs(self, n_jobs: int) -> int:
-            # With one joblib would do the work here, in this process.
-            return max(2, int(super().effective_n_jobs(n_jobs)))
-
-        def start_call(self) -> None:
-            super().start_call()
-            threading.Thread(target=self._watch, daemon=True, name="stoker-cluster").start()
-
-        def stop_call(self) -> None:
-            self._over.set()
-            super().stop_call()
-
-        def submit(self, func: Any, callback: Any = None) -> Any:
-            future = super().submit(func, callback)
-            self._open[future] = (callback, func.items[0][1][0].item.label)
-            future.add_done_callback(self._settle)
-            return future
-
-        def _settle(self, future: Any) -> None:
-            callback, label = self._open.pop(future)
-            if (error := future.exception()) is not None:
-                callback(_named(error, label))
-
-        def retrieve_result_callback(self, out: Any) -> Any:
-            if isinstance(out, BaseException):
-                raise _named(out)
-            return super().retrieve_result_callback(out)
-
-        def _watch(self) -> None:
-            trouble_since: float | None = None
-            while not self._over.wait(1.0):
-                if not (trouble := _trouble(self.client)):
-                    trouble_since = None
-                    continue
-                trouble_since = trouble_since or time.monotonic()
-                if time.monotonic() - trouble_since > PATIENCE_SECONDS:
-                    for future in list(self._open):
-                        future.set_exception(_lost(trouble))
-                    return
-
-    return Backend(client)
+    trouble_since: float | None = None
+    while True:
+        try:
+            with client.as_current():
+                done = wait(list(futures), timeout=1.0, return_when="FIRST_COMPLETED").done
+        except CancelledError as error:
+            raise _named(error) from error
+        except TimeoutError:
+            done = set()
+        if done:
+            return [future for future in futures if future in done]
+        if not (trouble := _trouble(client)):
+            trouble_since = None
+            continue
+        trouble_since = trouble_since or time.monotonic()
+        if time.monotonic() - trouble_since > PATIENCE_SECONDS:
+            raise _lost(trouble)
 
 
 def _count_threads(client: Any) -> int:

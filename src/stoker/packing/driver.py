@@ -11,27 +11,36 @@ built -> repaired (only with repairs) -> kept (only when rows were quarantined) 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from stoker.errors import InputError, QualityError, Refusal, StoreError
-from stoker.packing.cluster import check_cluster, hire
-from stoker.packing.crew import Crew, Guard, Poison, unguarded
+from stoker.ownership import always, write_text
+from stoker.packing.cluster import ClusterWorkers, check_cluster
 from stoker.packing.gate import Stage, StagedPart, open_stage, quarantine, repair_stage
-from stoker.packing.workshop import Workshop, check_disk, check_target
+from stoker.packing.work_folder import (
+    WorkFolder,
+    check_disk,
+    check_replaceable,
+    check_target,
+    remove_leftovers,
+)
+from stoker.packing.worker import current_guard
+from stoker.packing.workers import Poison, Workers
 from stoker.report import Progress, Silent
 from stoker.sources.contract import Part, PartContext, Preparation, Source
 from stoker.sources.fingerprint import difference, fingerprint
 from stoker.store.inspection import Inspection, inspect_store
 from stoker.store.manifest import REFUSED_NAME, FieldInfo, Manifest, Provenance, read_manifest
 from stoker.store.repairs import parse_repair
-from stoker.store.writer import write_shard, write_text_atomically
+from stoker.store.writer import write_shard
 from stoker.units import format_count, parse_share
 
 _LISTED = 5
@@ -121,20 +130,21 @@ def pack(
     """
     options, progress, out = options or PackOptions(), progress or Silent(), Path(out)
     began = time.perf_counter()
-    check_target(out)
+    target = check_target(out, source.files())
     if options.cluster:
         progress.say(f"packing with {check_cluster(options.cluster, source.files())}")
-    old = _existing(out)
+    old = _existing(target)
     provenance = fingerprint(source, options.recorded(), old.provenance if old else None)
-    reason = _why_build(out, old, provenance, options.force_recreate)
+    reason = _why_build(target, old, provenance, options.force_recreate)
     if old is not None and not reason:
+        remove_leftovers(target)
         return PackResult(out, old, True, "up to date", time.perf_counter() - began)
+    check_replaceable(out, target)
     progress.say(f"packing {out}: {reason}")
     # What was built stays good when only the gate's options change.
-    with Workshop(out, provenance.model_copy(update={"options": dict(source.options())})) as shop:
-        if shop.note:
-            progress.say(shop.note)
-        made = _make(source, options, shop, provenance, progress)
+    job = provenance.model_copy(update={"options": dict(source.options())})
+    with WorkFolder(target, job, progress.say) as work:
+        made = _make(source, options, work, provenance, progress)
     return PackResult(
         out,
         made.manifest,
@@ -179,42 +189,53 @@ class _Made:
 
 
 def _make(
-    source: Source, options: PackOptions, shop: Workshop, provenance: Provenance, progress: Progress
+    source: Source,
+    options: PackOptions,
+    work: WorkFolder,
+    provenance: Provenance,
+    progress: Progress,
 ) -> _Made:
     progress.start("reading", None, "files")
-    preparation = source.prepare(shop.scratch)
+    preparation = source.prepare(work.scratch)
     for line in preparation.notes:
         progress.say(line)
     # A repair or a quarantine writes the shards once more.
     check_disk(
-        shop.target,
+        work.target,
         preparation.estimated_bytes * (2 if options.repairs or options.on_bad != "stop" else 1),
     )
-    crew = hire(options.jobs, source.row_limit_seconds, shop.journals, options.cluster)
-    stage = _build(source, preparation, crew, shop, progress)
-    refused = [*preparation.refused, *(refusal for part in stage.parts for refusal in part.refused)]
-    _check_budget(refused, stage.num_samples, options)
-    calm = replace(crew, limit_seconds=None)
-    fitted: dict[str, list[dict[str, Any]]] = {}
-    if options.repairs:
-        stage, fitted = repair_stage(stage, options.repairs, calm, shop.stage("repaired"), progress)
-    inspection = _inspect(stage, progress)
-    for attempt in range(_QUARANTINES):
-        if not inspection.refused:
-            break
-        if options.on_bad == "stop":
-            raise _gate_error(inspection)
-        folder = shop.stage(f"kept-{attempt}")
-        stage, dropped = quarantine(stage, inspection, calm, folder, progress)
-        refused.extend(dropped)
+    workers: Workers | ClusterWorkers
+    if options.cluster:
+        workers = ClusterWorkers(
+            options.cluster, options.jobs, source.row_limit_seconds, work.folder
+        )
+    else:
+        workers = Workers(options.jobs, source.row_limit_seconds)
+    with contextlib.closing(workers):
+        stage = _build(source, preparation, workers, work, progress)
+        refused = [*preparation.refused, *(each for part in stage.parts for each in part.refused)]
         _check_budget(refused, stage.num_samples, options)
-        # Without the worst rows the medians are others: look again at what is left.
+        fitted: dict[str, list[dict[str, Any]]] = {}
+        if options.repairs:
+            folder = work.stage("repaired")
+            stage, fitted = repair_stage(stage, options.repairs, workers, folder, progress)
         inspection = _inspect(stage, progress)
+        for attempt in range(_QUARANTINES):
+            if not inspection.refused:
+                break
+            if options.on_bad == "stop":
+                raise _gate_error(inspection)
+            folder = work.stage(f"kept-{attempt}")
+            stage, dropped = quarantine(stage, inspection, workers, folder, progress)
+            refused.extend(dropped)
+            _check_budget(refused, stage.num_samples, options)
+            # Without the worst rows the medians are others: look again at what is left.
+            inspection = _inspect(stage, progress)
     if inspection.refused:
         raise _gate_error(inspection)
     manifest = _manifest(source, stage, provenance, fitted, inspection, len(refused))
     listing = "".join(json.dumps(asdict(refusal)) + "\n" for refusal in refused)
-    shop.commit(stage.folder, manifest, {REFUSED_NAME: listing})
+    work.commit(stage.folder, manifest, listing)
     return _Made(manifest, refused, inspection)
 
 
@@ -224,27 +245,29 @@ def _inspect(stage: Stage, progress: Progress) -> Inspection:
 
 
 def _build(
-    source: Source, preparation: Preparation, crew: Crew, shop: Workshop, progress: Progress
+    source: Source,
+    preparation: Preparation,
+    workers: Workers | ClusterWorkers,
+    work: WorkFolder,
+    progress: Progress,
 ) -> Stage:
-    folder = shop.stage("built")
-    for unfinished in folder.glob("*.tmp"):
-        unfinished.unlink(missing_ok=True)
+    folder = work.stage("built")
     total = sum(part.num_samples for part in preparation.parts)
     progress.start("packing", total, "samples")
     done = {
         part.index: staged
         for part in preparation.parts
-        if (staged := _load_sidecar(folder, part.index))
+        if (staged := load_part(folder, part.index, work.job))
     }
     if done:
         progress.say(f"resuming: {len(done)} of {len(preparation.parts)} parts were already built")
     progress.advance(sum(part.num_samples for part in preparation.parts if part.index in done))
     waiting = [part for part in preparation.parts if part.index not in done]
     sizes = {part.index: part.num_samples for part in waiting}
-    work: Callable[[Part, Poison], StagedPart] = partial(
-        _build_part, source, crew, folder, shop.scratch
+    build: Callable[[Part, Poison], StagedPart] = partial(
+        _build_part, source, folder, work.scratch, work.job
     )
-    for index, staged in crew.run(work, waiting, {}):
+    for index, staged in workers.run(build, waiting):
         done[index] = staged
         progress.advance(sizes[index])
     stage = Stage(folder, [done[index] for index in sorted(done)])
@@ -253,15 +276,10 @@ def _build(
 
 
 def _build_part(
-    source: Source, crew: Crew, folder: Path, scratch: Path, part: Part, poison: Poison
+    source: Source, folder: Path, scratch: Path, job: str, part: Part, poison: Poison
 ) -> StagedPart:
     """Build and write one part; runs in a worker process."""
-    guard = Guard(crew.journal(part.index), crew.limit_seconds) if crew.isolated else None
-    try:
-        built = source.build(part, PartContext(scratch, guard or unguarded, poison))
-    finally:
-        if guard is not None:
-            guard.close()
+    built = source.build(part, PartContext(scratch, current_guard(), poison))
     staged = StagedPart(
         index=part.index,
         label=part.label,
@@ -271,8 +289,9 @@ def _build_part(
         fields={name: FieldInfo.of(data) for name, data in built.fields.items()},
         refused=tuple(built.refused),
         extra=dict(built.extra),
+        job=job,
     )
-    write_text_atomically(_sidecar(folder, part.index), staged.to_text())
+    write_text(_sidecar(folder, part.index), staged.to_text(), always)
     return staged
 
 
@@ -280,16 +299,21 @@ def _sidecar(folder: Path, index: int) -> Path:
     return folder / f"part-{index:05d}.json"
 
 
-def _load_sidecar(folder: Path, index: int) -> StagedPart | None:
+def load_part(folder: Path, index: int, job: str) -> StagedPart | None:
+    """Return a part that an earlier try of the same job has built; None when it must be built.
+
+    Size and checksum of the shard are those that the part's own note gives, and the note is of this
+    job: whatever else lies there is not believed.
+    """
     try:
         staged = StagedPart.from_text(_sidecar(folder, index).read_text())
-        return (
-            staged
-            if (folder / staged.shard.file).stat().st_size == staged.shard.size_bytes
-            else None
-        )
+        if staged.job != job or staged.index != index:
+            return None
+        with open_stage(Stage(folder, [staged])) as store:
+            store.shards[0].arrays  # noqa: B018  opening compares size and checksum
     except (OSError, ValueError, TypeError, KeyError):
         return None
+    return staged
 
 
 def _check_fields(stage: Stage) -> None:
@@ -319,27 +343,28 @@ def _check_budget(refused: Sequence[Refusal], num_samples: int, options: PackOpt
     total = num_samples + len(refused)
     if len(refused) <= options.allowance(total):
         return
-    shown = "\n".join(f"  {refusal}" for refusal in refused[:_LISTED])
-    more = f"\n  ... and {len(refused) - _LISTED:,} more" if len(refused) > _LISTED else ""
+    listed = [str(refusal) for refusal in refused[:_LISTED]]
+    listed += [f"... and {len(refused) - _LISTED:,} more"] if len(refused) > _LISTED else []
     share = f"{math.ceil(1000 * len(refused) / total) / 10:g}%"
     if options.on_bad == "stop":
         fix = f"--on-bad quarantine --bad-budget {share} leaves them out and lists them in OUT/{REFUSED_NAME}"
     else:
         fix = f"--bad-budget {share}, or mend the input"
     raise QualityError(
-        f"{format_count(len(refused), 'piece')} of input refused ({share} of {total:,}):\n{shown}{more}",
+        f"{format_count(len(refused), 'piece')} of input refused ({share} of {total:,}):",
         f"at most {options.allowance(total):,} (--on-bad {options.on_bad}, --bad-budget {options.bad_budget})",
         fix,
+        listed,
     )
 
 
 def _gate_error(inspection: Inspection) -> QualityError:
-    shown = "\n".join(f"  {line}" for line in inspection.lines(only_refused=True)[:12])
     remedies = {finding.remedy for finding in inspection.refused if finding.remedy}
     return QualityError(
-        f"the quality gate refuses the data:\n{shown}",
+        "the quality gate refuses the data:",
         "finite values of usable size",
         "; or ".join([*sorted(remedies)[:3], "--on-bad quarantine leaves the bad rows out"]),
+        inspection.lines(only_refused=True)[:12],
     )
 
 
@@ -354,10 +379,6 @@ def _manifest(
     shards = [part.shard for part in stage.parts if part.shard.num_samples] or [
         stage.parts[0].shard
     ]
-    listed = {shard.file for shard in shards}
-    for part in stage.parts:
-        if part.shard.file not in listed:
-            (stage.folder / part.shard.file).unlink()
     return Manifest(
         num_samples=stage.num_samples,
         fields=dict(stage.parts[0].fields),

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from stoker.errors import InputError, QualityError, Refusal
-from stoker.packing.crew import Crew, Poison
+from stoker.packing.cluster import ClusterWorkers
+from stoker.packing.workers import Poison, Workers
 from stoker.report import Progress
 from stoker.store.fields import Array, Dense, ShardData
 from stoker.store.inspection import Inspection
@@ -41,7 +42,7 @@ _TRAIN = 0
 
 @dataclass(frozen=True)
 class StagedPart:
-    """One part of a stage: its shard on disk and what goes with it."""
+    """One part of a stage: its shard on disk and what goes with it; `job` is the job's digest."""
 
     index: int
     label: str
@@ -51,6 +52,7 @@ class StagedPart:
     fields: dict[str, FieldInfo]
     refused: tuple[Refusal, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+    job: str = ""
 
     def to_text(self) -> str:
         """Serialise, for a job that is resumed."""
@@ -63,6 +65,7 @@ class StagedPart:
             "fields": {name: info.model_dump() for name, info in self.fields.items()},
             "refused": [asdict(refusal) for refusal in self.refused],
             "extra": self.extra,
+            "job": self.job,
         }
         return json.dumps(document)
 
@@ -81,6 +84,7 @@ class StagedPart:
             },
             refused=tuple(Refusal(**refusal) for refusal in document["refused"]),
             extra=document["extra"],
+            job=document["job"],
         )
 
 
@@ -111,7 +115,7 @@ def open_stage(stage: Stage) -> Store:
 def _pass(
     stage: Stage,
     change: Callable[[StagedPart, ShardData], tuple[ShardData, Sequence[Refusal]]],
-    crew: Crew,
+    workers: Workers | ClusterWorkers,
     folder: Path,
     progress: Progress,
     label: str,
@@ -120,7 +124,7 @@ def _pass(
     progress.start(label, stage.num_samples, "samples")
     work: Callable[[StagedPart, Poison], StagedPart] = partial(_pass_part, stage, change, folder)
     done: dict[int, StagedPart] = {}
-    for index, part in crew.run(work, stage.parts, {}):
+    for index, part in workers.run(work, stage.parts):
         done[index] = part
         progress.advance(part.shard.num_samples)
     return Stage(folder, [done[index] for index in sorted(done)])
@@ -148,7 +152,11 @@ def _pass_part(
 
 
 def repair_stage(
-    stage: Stage, repairs: Sequence[str], crew: Crew, folder: Path, progress: Progress
+    stage: Stage,
+    repairs: Sequence[str],
+    workers: Workers | ClusterWorkers,
+    folder: Path,
+    progress: Progress,
 ) -> tuple[Stage, dict[str, list[dict[str, Any]]]]:
     """Fit the named repairs on the training rows and apply them to every row of the features.
 
@@ -173,7 +181,7 @@ def repair_stage(
         sample = store.gather(name, _training_rows(store, info))
     fitted = fit_repairs([parse_repair(repair) for repair in repairs], sample, columns)
     change = partial(_repair_part, name, fitted, columns)
-    repaired = _pass(stage, change, crew, folder, progress, "repairing")
+    repaired = _pass(stage, change, workers, folder, progress, "repairing")
     return repaired, {name: [repair.to_json() for repair in fitted]}
 
 
@@ -207,7 +215,11 @@ def _repair_part(
 
 
 def quarantine(
-    stage: Stage, inspection: Inspection, crew: Crew, folder: Path, progress: Progress
+    stage: Stage,
+    inspection: Inspection,
+    workers: Workers | ClusterWorkers,
+    folder: Path,
+    progress: Progress,
 ) -> tuple[Stage, list[Refusal]]:
     """Leave out every sample that touches a refused value; list each with its reason."""
     stuck = [finding for finding in inspection.refused if finding.field not in inspection.stats]
@@ -218,7 +230,7 @@ def quarantine(
         names.setdefault(finding.field, set()).add(finding.name)
     bad = {name: (inspection.limits(name), ", ".join(sorted(what))) for name, what in names.items()}
     change = partial(_keep_part, bad)
-    kept = _pass(stage, change, crew, folder, progress, "quarantining")
+    kept = _pass(stage, change, workers, folder, progress, "quarantining")
     before = {part.index: len(part.refused) for part in stage.parts}
     return kept, [refusal for part in kept.parts for refusal in part.refused[before[part.index] :]]
 

@@ -16,11 +16,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from stoker.address import masked
+from stoker.display import UNPRINTABLE
+from stoker.ownership import SIGNATURE
 from stoker.page._style import STYLE
 
 MAX_TEXT = 160
 # Control characters and lone surrogates have no place in HTML, and the latter not in UTF-8.
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_UNPRINTABLE = re.compile(rf"(?![\t\n\r])[{UNPRINTABLE}\ufffe\uffff]")
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -63,15 +66,18 @@ class Bar:
 
 
 def escape(text: str) -> Html:
-    """Return `text` as markup; markup stays as it is."""
+    """Return `text` as markup, without the passwords of URLs; markup stays as it is."""
     if isinstance(text, Html):
         return text
-    return Html(_html.escape(_UNPRINTABLE.sub("\ufffd", text), quote=True))
+    return Html(_html.escape(_UNPRINTABLE.sub("\ufffd", masked(text)), quote=True))
 
 
 def shorten(text: str, limit: int = MAX_TEXT) -> str:
     """Return `text`, or its beginning and how much was left out."""
-    if isinstance(text, Html) or len(text) <= limit:
+    if isinstance(text, Html):
+        return text
+    text = masked(text)  # first: half a URL does not show where its password ends
+    if len(text) <= limit:
         return text
     return f"{text[:limit]}… (+{len(text) - limit:,} characters)"
 
@@ -311,6 +317,7 @@ def html(title: str, sections: Sequence[Section], *, subtitle: str = "") -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
+        f'<meta name="generator" content="{SIGNATURE}">'
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>{escape(shorten(title))}</title><style>{STYLE}</style></head>"

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import stoker
+from stoker.display import quoted
 from stoker.errors import InputError
+from stoker.ownership import check_output, has_signature
 from stoker.recipes.export_graph import Deployed, Sizes, deploy
 from stoker.recipes.inference import Trained, find_training_store
-from stoker.recipes.weights_file import SUFFIX, write_weights
+from stoker.recipes.weights_file import SUFFIX, is_weights, write_weights
 from stoker.store.reader import open_store
 
 ONNX_SUFFIX = ".onnx"
@@ -75,8 +77,13 @@ def export_trained(
         raise InputError(
             f"{path} ends with {path.suffix!r}." if path.suffix else f"{path} has no ending.",
             f"{ONNX_SUFFIX} for a graph, {SUFFIX} for weights",
-            str(path.with_suffix(ONNX_SUFFIX)),
+            quoted(path.with_suffix(ONNX_SUFFIX)),
         )
+    check_output(
+        path,
+        [trained.loaded.saved.path],
+        has_signature if path.suffix == ONNX_SUFFIX else is_weights,
+    )
     if "int8" in trained.loaded.identity:
         raise InputError(
             f"{trained.loaded.saved.path} holds int8 weights, in a form of torch's own.",

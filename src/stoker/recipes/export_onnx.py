@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ import numpy as np
 import torch
 
 from stoker.errors import InputError, MissingExtraError
+from stoker.ownership import SIGNATURE, writing
 from stoker.recipes.export_graph import IMAGE_SIZES, Deployed
 from stoker.recipes.export_lstm import traceable, translations
-from stoker.store.writer import fsync
 from stoker.train.checkpoint_file import unwritable
 
 OPSETS = (18, 23)
@@ -80,19 +79,13 @@ def write_onnx(
         )
     _label(model, about)
     path = Path(out)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        onnx_ir.save(model, temporary)
-        fsync(temporary)
-        difference = _compare(graph, temporary)
-        temporary.replace(path)
-        fsync(path.parent)
+        with writing(path) as temporary:
+            onnx_ir.save(model, temporary)
+            difference = _compare(graph, temporary)
     except OSError as error:
         raise unwritable(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
     return Written(made, difference)
 
 
@@ -152,7 +145,7 @@ def _label(model: Any, about: Mapping[str, str]) -> None:
         value.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.metadata_props.clear()
-    model.metadata_props.update(about)
+    model.metadata_props.update({"stoker.generator": SIGNATURE, **about})
     model.producer_name = "stoker"
     model.producer_version = about["stoker.version"]
     model.doc_string = about.get("stoker.inputs")

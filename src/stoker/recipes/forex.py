@@ -279,7 +279,7 @@ def _find_timeframes(store: Store, options: ForexOptions) -> tuple[str, ...]:
         raise InputError(
             f"the timeframes {', '.join(unknown)} are not in {store.name}.",
             ", ".join(series),
-            f"timeframes=['{next(iter(series))}']",
+            f"timeframes=[{next(iter(series))!r}]",
         )
     return tuple(sorted(wanted, key=lambda name: series[name].duration_ns or 0))
 

@@ -68,9 +68,9 @@ def gate_notes(warnings: Sequence[Finding]) -> list[str]:
 
 
 def _refusal(store: Store, refused: Sequence[Finding]) -> QualityError:
-    shown = "\n".join(f"  {finding}" for finding in refused[:_LISTED])
+    listed = [str(finding) for finding in refused[:_LISTED]]
     left = len(refused) - _LISTED
-    more = f"\n  and {format_count(left)} more" if left > 0 else ""
+    listed += [f"and {format_count(left)} more"] if left > 0 else []
     # The remedy's first clause is the one to type; what follows it is advice.
     remedies = [finding.remedy.split("; ")[0].split(", or ")[0] for finding in refused]
     typed = " ".join(dict.fromkeys(text for text in remedies if text.startswith("--repair")))
@@ -78,7 +78,8 @@ def _refusal(store: Store, refused: Sequence[Finding]) -> QualityError:
     kind = "arrays" if made_by is None else made_by.kind
     fix = f"stoker pack {kind} FILE OUT {typed or '--on-bad quarantine'}, and train on OUT"
     return QualityError(
-        f"the quality gate refuses {store.name}:\n{shown}{more}",
+        f"the quality gate refuses {store.name}:",
         "finite values of usable size",
         fix,
+        listed,
     )

@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from stoker.address import as_url
+from stoker.display import command, quoted
 from stoker.errors import InputError, StokerError
 from stoker.loader.loader import Loader, pick_device
 from stoker.loader.splits import SplitName, select_samples
+from stoker.ownership import check_output
 from stoker.recipes.blueprint import (
     Rebuilt,
     as_augments,
@@ -33,10 +36,9 @@ from stoker.recipes.weights_file import SUFFIX, read_weights
 from stoker.report import Progress, Silent, read_run_log
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
-from stoker.store.remote_fetch import as_url
 from stoker.store.repairs import FittedRepair
 from stoker.train.checkpoint import FORMAT, Loaded, load_checkpoint
-from stoker.train.checkpoint_file import loadable, write_file
+from stoker.train.checkpoint_file import is_checkpoint, loadable, write_file
 from stoker.train.int8_weights import pack_int8, unpack_int8
 from stoker.train.precision import choose_precision
 from stoker.train.predict import Repairer, evaluate, predict, write_parquet
@@ -93,12 +95,14 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
         CorruptError: Bytes are missing or changed.
     """
     if Path(path).is_dir():
-        raise InputError(f"{path} is a folder.", "a checkpoint in it", f"{Path(path) / 'best.pt'}")
+        raise InputError(
+            f"{path} is a folder.", "a checkpoint in it", quoted(Path(path) / "best.pt")
+        )
     if Path(path).suffix == ".onnx":
         raise InputError(
             f"{path} is a graph for other programs.",
             "best.pt or step-*.pt of a run, or an exported .safetensors",
-            f"stoker export CKPT {Path(path).with_suffix(SUFFIX)}",
+            command("stoker", "export", "CKPT", Path(path).with_suffix(SUFFIX)),
         )
     loaded = read_weights(path) if Path(path).suffix == SUFFIX else load_checkpoint(path)
     identity = loaded.identity
@@ -194,6 +198,7 @@ def predict_store(
         device: The first GPU by default; int8 weights run on the CPU only.
         progress: Told how far it is.
     """
+    check_output(out, [trained.loaded.saved.path, store_path])
     told = progress or Silent()
     is_int8 = "int8" in trained.loaded.identity
     place = pick_device("cpu" if is_int8 and device is None else device)
@@ -316,6 +321,7 @@ def quantize_trained(
         split: Samples for the metric.
         batch_size: Of the measured passes.
     """
+    check_output(out, [trained.loaded.saved.path], is_checkpoint)
     identity = trained.loaded.identity
     if "int8" in identity:
         raise InputError(

@@ -19,15 +19,18 @@ MB and GB here are 10^6 and 10^9 bytes.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from stoker.display import command
 from stoker.errors import InputError, StokerError
+from stoker.lifetime import child_environment
+from stoker.ownership import temporary_folder
 from stoker.packing import PackOptions, pack
 from stoker.sources.massspec import MassSpecSource
 from stoker.units import GB, MB
@@ -210,13 +213,13 @@ def bench_memory(
         )
     projects = mode in ("estimate", "all")
     kinds = KINDS if projects else tuple(kind for kind in KINDS if kind == mode)
-    with tempfile.TemporaryDirectory(prefix="stoker-memory-") as folder:
+    with temporary_folder("stoker-memory-") as folder:
         say(f"packing up to {num_samples:,} samples of {msp}")
         whole = MassSpecSource(msp, mol_dir, max_samples=num_samples)
-        store = _pack(whole, Path(folder) / "whole")
+        store = _pack(whole, folder / "whole")
         few = min(num_samples, 10 * _NUM_PARTS)
         parts = replace(whole, max_samples=few, molecules_per_part=-(-few // _NUM_PARTS))
-        in_parts = _pack(parts, Path(folder) / "parts")
+        in_parts = _pack(parts, folder / "parts")
         uses: dict[Kind, DatasetUse] = {}
         for kind in kinds:
             say(f"measuring the {kind} dataset in a process of its own")
@@ -259,20 +262,33 @@ def measure_training(store: str, kind: Kind) -> TrainingUse:
 
 def _in_new_process(task: str, *arguments: str | None) -> dict[str, Any]:
     """Run a task of this module where nothing else has touched the memory."""
-    code = f"from {__name__} import answer; answer({task!r}, *{arguments!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    # The arguments go through a pipe: everybody may read a command line.
+    code = (
+        f"from stoker.lifetime import end_with_parent; end_with_parent({os.getpid()}); "
+        f"from {__name__} import answer; answer()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps([task, *arguments]),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=child_environment(),
+    )
     if done.returncode:
         raise StokerError(
-            f"the process that measures memory ended with {done.returncode}:\n{done.stderr[-2000:]}",
+            f"the process that measures memory ended with {done.returncode}:",
             "a process that can open the store",
-            f"stoker verify {arguments[0]}",
+            command("stoker", "verify", arguments[0]),
+            done.stderr[-2000:].splitlines(),
         )
     values: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return values
 
 
-def answer(task: str, *arguments: Any) -> None:
-    """Run a task and write its values as one line of JSON; the child's side of `_in_new_process`."""
+def answer() -> None:
+    """Run the task on stdin and write its values as one line of JSON; the child's side of `_in_new_process`."""
+    task, *arguments = json.loads(sys.stdin.read())
     tasks: dict[str, Callable[..., dict[str, Any]]] = {"_dataset": _dataset, "_training": _training}
     sys.stdout.write(json.dumps(tasks[task](*arguments)) + "\n")
 

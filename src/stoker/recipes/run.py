@@ -17,9 +17,11 @@ from typing import Any
 import torch
 import xxhash
 
+from stoker.address import as_url
 from stoker.augment import Compose
 from stoker.augment.ops import Normalize, ToDtype
 from stoker.config import Settings
+from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.loader.gather import Augments
 from stoker.loader.lanes import LanePlan, plan_store_lanes
@@ -35,7 +37,6 @@ from stoker.report import Progress, RunLog, Silent
 from stoker.runs.telemetry import TelemetryLog
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
-from stoker.store.remote_fetch import as_url
 from stoker.train.checkpoint import Checkpoints, load_checkpoint
 from stoker.train.parallel import load_whole_model, shard_model
 from stoker.train.precision import choose_precision
@@ -217,7 +218,7 @@ def _require_fresh(folder: Path) -> None:
         raise InputError(
             f"{folder} has checkpoints of an earlier run.",
             "an empty folder, or --resume to go on",
-            f"--resume, or --run-dir {folder}-2",
+            f"--resume, or --run-dir {quoted(Path(f'{folder}-2'))}",
         )
 
 

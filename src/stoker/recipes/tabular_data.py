@@ -90,7 +90,7 @@ def find_inputs(store: Store, wanted: str | None, target: str) -> Inputs:
         raise InputError(
             f"{name!r} is no input." if name else f"{store.name} holds {held}.",
             ", ".join(usable) or "dense features (n, F) or (n, T, F), or a series",
-            f"field='{next(iter(usable))}'" if usable else "stoker pack table FILE.csv OUT",
+            f"field={next(iter(usable))!r}" if usable else "stoker pack table FILE.csv OUT",
         )
     info = usable[name]
     window = info.window if info.kind == "series" else (info.shape[0] if info.shape[1:] else None)

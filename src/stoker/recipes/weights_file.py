@@ -10,9 +10,7 @@ checksum, so the metadata holds one over names, types, shapes, bytes and the oth
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +20,9 @@ import torch
 import xxhash
 
 import stoker
+from stoker.display import command
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
-from stoker.store.writer import fsync
+from stoker.ownership import writing
 from stoker.train.checkpoint import Loaded
 from stoker.train.checkpoint_file import Saved, unwritable
 
@@ -59,18 +58,22 @@ def write_weights(loaded: Loaded, out: str | Path) -> None:
     }
     about[_DIGEST] = _digest(weights, about)
     path = Path(out)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save(weights, temporary, about)
-        fsync(temporary)
-        temporary.replace(path)
-        fsync(path.parent)
+        with writing(path, is_weights) as temporary:
+            save(weights, temporary, about)
     except OSError as error:
         raise unwritable(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+
+
+def is_weights(path: Path) -> bool:
+    """Whether stoker wrote a file of weights."""
+    package = _package()
+    try:
+        with package.safe_open(path, framework="pt") as file:
+            return _MARK in (file.metadata() or {})
+    except package.SafetensorError:
+        return False
 
 
 def read_weights(path: str | Path) -> Loaded:
@@ -86,7 +89,7 @@ def read_weights(path: str | Path) -> Loaded:
         raise StoreError(
             f"cannot read the weights {path}: no such file.",
             "an existing file",
-            f"ls -l {path.parent}",
+            command("ls", "-l", path.parent),
         )
     try:
         with package.safe_open(path, framework="pt") as file:
@@ -125,7 +128,7 @@ def _corrupt(path: Path, what: str) -> CorruptError:
     return CorruptError(
         f"{path} is not as it was written: {what}.",
         "the bytes as they were saved",
-        f"stoker export CKPT {path}",
+        command("stoker", "export", "CKPT", path),
     )
 
 

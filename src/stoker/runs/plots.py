@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stoker.display import command
 from stoker.errors import MissingExtraError, StoreError
+from stoker.ownership import SIGNATURE, writing
 from stoker.page.charts import COLOURS, Chart, Line, Mark
 
 _INCHES, _DOTS = (3.4, 2.3), 300
@@ -46,12 +48,13 @@ def write_plots(charts: Sequence[Chart], folder: str | Path) -> list[Path]:
             with warnings.catch_warnings():
                 # Its font has no Chinese, for one: such letters are drawn as boxes.
                 warnings.filterwarnings("ignore", message="Glyph")
-                figure.savefig(written[-1])
+                with writing(written[-1]) as temporary:
+                    figure.savefig(temporary, format="png", metadata={"Software": SIGNATURE})
     except OSError as error:
         raise StoreError(
             f"cannot write plots into {folder}: {error.strerror or error}.",
             "a folder with room and write permission",
-            f"ls -ld {folder}",
+            command("ls", "-ld", folder),
         ) from error
     return written
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from stoker.display import quoted
 from stoker.errors import SourceError, require_file
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.store.fields import Array, Dense
@@ -108,7 +109,7 @@ class ArraysSource:
             raise SourceError(
                 f"{len(self.names)} names were given for {len(arrays)} arrays ({', '.join(arrays)}).",
                 "one name per array",
-                f"--names {','.join(arrays)}",
+                f"--names {quoted(','.join(arrays))}",
             )
         return list(self.names)
 

@@ -15,6 +15,8 @@ from typing import Any
 import xxhash
 
 import stoker
+from stoker.address import masked_values, slow_digest
+from stoker.display import command
 from stoker.errors import SourceError
 from stoker.sources.contract import Source
 from stoker.store.manifest import Provenance, SourceFile
@@ -35,7 +37,12 @@ def fingerprint(
     old = {entry.path: entry for entry in known.files} if known else {}
     files = [_describe(Path(path), old) for path in source.files()]
     # Through JSON and back, so that a fresh provenance equals one read from disk.
-    options = json.loads(json.dumps({**source.options(), **extra}, sort_keys=True))
+    text = json.dumps({**source.options(), **extra}, sort_keys=True)
+    options = masked_values(json.loads(text))
+    if options != json.loads(text):
+        options["secrets"] = slow_digest(
+            text
+        )  # one store must not pass for that of another address
     return Provenance(
         kind=source.kind,
         source_version=source.version,
@@ -74,7 +81,7 @@ def _describe(path: Path, old: Mapping[str, SourceFile]) -> SourceFile:
         raise SourceError(
             f"source {str(path)!r} does not exist.",
             "an existing file or folder",
-            f"ls {path.parent}",
+            command("ls", path.parent),
         )
     if path.is_dir():
         return _describe_folder(path)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from stoker.display import command
 from stoker.errors import InputError, MissingExtraError, Refusal, SourceError
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.store.fields import Array, Dense, FieldData, Ragged
@@ -56,7 +57,7 @@ class _Folder:
             raise SourceError(
                 f"{folder} holds no images.",
                 f"files ending in {', '.join(sorted(_ENDINGS))}",
-                f"ls {folder}",
+                command("ls", folder),
             )
         image_bytes = self.size[0] * self.size[1] * (self.channels + extra_bytes)
         per_part = max(1, _PART_BYTES // image_bytes)
@@ -115,7 +116,7 @@ class ImagesSource(_Folder):
             raise SourceError(
                 f"{self.folder} has no class folders.",
                 "folder/<class>/<image>",
-                f"ls {self.folder}",
+                command("ls", self.folder),
             )
         items = [
             (str(image), number, classes)
@@ -280,7 +281,9 @@ def _decode(path: Path, mode: str | None) -> Any:
 
 def _listed(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise SourceError(f"{folder} is not a folder.", "an existing folder", f"ls {folder.parent}")
+        raise SourceError(
+            f"{folder} is not a folder.", "an existing folder", command("ls", folder.parent)
+        )
     return sorted(folder.iterdir())
 
 

@@ -42,6 +42,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
+from stoker.display import command
 from stoker.errors import InputError, Refusal, SourceError, require_file
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.sources.molecules.files import NO_MOLS, MolIndex, MolPlaces, MolReader
@@ -313,7 +314,7 @@ def _plain_msp(path: Path, scratch: Path) -> Path:
     except (EOFError, gzip.BadGzipFile) as error:
         partial.unlink(missing_ok=True)
         raise SourceError(
-            f"{str(path)!r} is a damaged gzip file: {error}", "", f"gzip -t {path}"
+            f"{str(path)!r} is a damaged gzip file: {error}", "", command("gzip", "-t", path)
         ) from error
     partial.replace(target)
     return target

@@ -19,7 +19,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from stoker.display import quoted
 from stoker.errors import InputError, Refusal, SourceError, require_file
+from stoker.ownership import always, writing
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.store.fields import Array, Dense, FieldData
 from stoker.store.rewrite import keep_samples
@@ -243,14 +245,18 @@ def _check_columns(faults: Mapping[int, str], table: Any, path: str) -> None:
             raise SourceError(
                 f"{path}: {about[0]}, in {len(about):,} of {table.num_rows:,} rows.",
                 "columns of numbers, and one --target that may be text",
-                f"--target {name!r}, or --drop {name!r}",
+                f"--target {quoted(name)}, or --drop {quoted(name)}",
             )
 
 
 def _write_piece(path: Path, table: Any) -> None:
     import pyarrow as pa
 
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+    with (
+        writing(path, always) as temporary,
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
         writer.write_table(table)
 
 

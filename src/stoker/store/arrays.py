@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from stoker.display import command
 from stoker.errors import CorruptError, StoreError
 from stoker.store.fields import Array
 from stoker.store.hdf5 import Chunk, Location, decode_chunk, open_hdf5
@@ -60,17 +61,17 @@ class OpenFile:
         self.path = path
         self.direct = False
         self._local = threading.local()
-        self._descriptor = self._open(os.O_RDONLY) if descriptor is None else descriptor
+        self._descriptor = self._open() if descriptor is None else descriptor
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
-    def _open(self, flags: int) -> int:
+    def _open(self) -> int:
         try:
-            return os.open(self.path, flags | os.O_CLOEXEC)
+            return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise StoreError(
                 f"{self.path} cannot be opened: {error.strerror}.",
                 "a readable file",
-                f"ls -l {self.path}",
+                command("ls", "-l", self.path),
             ) from error
 
     def read(self, offset: int, out: memoryview, dataset: str) -> None:
@@ -91,7 +92,7 @@ class OpenFile:
                 raise StoreError(
                     f"{self.path}: reading dataset {dataset!r} at byte {offset + done} failed: {error.strerror}.",
                     "a readable disk",
-                    f"dd if={self.path} of=/dev/null",
+                    command("dd", f"if={self.path}", "of=/dev/null"),
                 ) from error
             if count == 0:
                 raise CorruptError(
@@ -116,8 +117,11 @@ class OpenFile:
         """Read past the page cache through an aligned buffer; return the bytes that were read."""
         done = 0
         try:
-            descriptor = self._open(os.O_RDONLY | os.O_DIRECT)
-        except StoreError:
+            # Of the file that is open, whatever has its name by now.
+            descriptor = os.open(
+                f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+            )
+        except OSError:
             self.direct = False
             return 0
         try:

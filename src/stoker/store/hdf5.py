@@ -23,6 +23,7 @@ from typing import Any, Literal
 import h5py
 import numpy as np
 
+from stoker.display import command
 from stoker.errors import CorruptError, StokerError, StoreError
 from stoker.store.fields import Array
 
@@ -206,12 +207,14 @@ def open_hdf5(path: Path) -> h5py.File:
         # Best effort: file systems without locks (read-only, network) still open.
         return h5py.File(path, "r", locking="best-effort")
     except FileNotFoundError:
-        raise StoreError(f"{path} does not exist.", "an HDF5 file", f"ls {path.parent}") from None
+        raise StoreError(
+            f"{path} does not exist.", "an HDF5 file", command("ls", path.parent)
+        ) from None
     except IsADirectoryError:
-        raise StoreError(f"{path} is a folder.", "an HDF5 file", f"ls {path}") from None
+        raise StoreError(f"{path} is a folder.", "an HDF5 file", command("ls", path)) from None
     except PermissionError as error:
         raise StoreError(
-            f"{path} may not be read: {error}.", "read permission", f"ls -l {path}"
+            f"{path} may not be read: {error}.", "read permission", command("ls", "-l", path)
         ) from None
     except BlockingIOError:
         raise StoreError(

@@ -10,18 +10,25 @@ older versions; older code refuses newer ones and says what to install.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
+from stoker.display import command
 from stoker.errors import CorruptError, StoreError, StoreVersionError
 from stoker.store.fields import FieldData, FieldKind, Ragged, Series
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "store.json"
 REFUSED_NAME = "refused.jsonl"
+WORK_SUFFIX = ".partial"
+"""A store is made in the folder of its name and this."""
+REPLACED_NAME = "replaced"
+"""Where, in that folder, the old store waits while the new one takes its place."""
+_EXCHANGE_TRIES, _EXCHANGE_PAUSE_SECONDS = 50, 0.01
 _SEAL = "manifest_checksum"
 BLOCK_BYTES = 1 << 20
 """Bytes under one checksum: large enough to hash at memory speed, small enough that the first
@@ -112,10 +119,16 @@ class Manifest(_Frozen):
     repairs: dict[str, list[dict[str, Any]]] = {}
     quality: dict[str, Any] = {}
     num_refused: int = 0
+    _checksum: str = PrivateAttr("")
 
     def to_text(self) -> str:
         """Serialise; the same manifest always gives the same bytes."""
         return seal(self.model_dump(mode="json"))
+
+    @property
+    def checksum(self) -> str:
+        """The checksum that `store.json` is, or would be, sealed with."""
+        return self._checksum or _digest(self.model_dump(mode="json"))
 
 
 def seal(document: dict[str, Any]) -> str:
@@ -137,27 +150,33 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        raw = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise _not_a_store(folder) from None
+    return parse_manifest(raw, str(path))
+
+
+def parse_manifest(raw: bytes, name: str) -> Manifest:
+    """Check the bytes of a `store.json`; `name` says in messages where they are from. See `read_manifest`."""
+    try:
+        document = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise CorruptError(
-            f"{path} is not UTF-8 text: byte {error.start}.", "a manifest", "pack again"
+            f"{name} is not UTF-8 text: byte {error.start}.", "a manifest", "pack again"
         ) from error
-    try:
-        document = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise CorruptError(f"{path} is not JSON: {error}.", "a manifest", "pack again") from error
+        raise CorruptError(f"{name} is not JSON: {error}.", "a manifest", "pack again") from error
     version = document.get("format_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise StoreVersionError(
-            f"{path} has format version {version}.",
+            f"{name} has format version {version}.",
             f"1 to {FORMAT_VERSION} with this stoker",
             "pip install --upgrade stoker, or pack the data again",
         )
-    if not isinstance(document, dict) or document.pop(_SEAL, None) != _digest(document):
+    checksum = document.pop(_SEAL, None) if isinstance(document, dict) else None
+    if checksum is None or checksum != _digest(document):
         raise CorruptError(
-            f"{path} fails its own checksum: it was damaged or edited.",
+            f"{name} fails its own checksum: it was damaged or edited.",
             "a manifest as it was written",
             "pack again",
         )
@@ -167,10 +186,26 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "document"
         raise CorruptError(
-            f"{path}: {where}: {first['msg']}.", "a manifest", "pack again"
+            f"{name}: {where}: {first['msg']}.", "a manifest", "pack again"
         ) from error
-    _check(manifest, path)
+    _check(manifest, name)
+    # As it was written: an older manifest has fewer keys than one that is written now.
+    manifest._checksum = checksum
     return manifest
+
+
+def find_store(folder: Path) -> Path:
+    """Return the folder to read the store `folder` from.
+
+    It is another one only where a pack was killed in the middle of an exchange in two steps: for that
+    moment the old store lies in the work folder. A pack that is still at it needs microseconds.
+    """
+    replaced = folder.with_name(folder.name + WORK_SUFFIX) / REPLACED_NAME
+    for _ in range(_EXCHANGE_TRIES):
+        if (folder / MANIFEST_NAME).exists() or not replaced.is_dir():
+            return folder
+        time.sleep(_EXCHANGE_PAUSE_SECONDS)
+    return replaced if (replaced / MANIFEST_NAME).exists() else folder
 
 
 def _not_a_store(folder: Path) -> StoreError:
@@ -178,37 +213,39 @@ def _not_a_store(folder: Path) -> StoreError:
         return StoreError(
             f"{folder} does not exist.",
             "a store folder, an HDF5 file or a URL",
-            f"ls {folder.parent}",
+            command("ls", folder.parent),
         )
     return StoreError(
         f"{folder} has no {MANIFEST_NAME}, so it is not a finished store.",
         "a folder made by `stoker pack`, or a plain .h5 file",
-        f"stoker pack KIND ... {folder}",
+        command("stoker", "pack", "KIND", "...", folder),
     )
 
 
-def _check(manifest: Manifest, path: Path) -> None:
+def _check(manifest: Manifest, name: str) -> None:
     """Check what the types cannot: counts that must agree, names that must stay inside."""
     total = sum(shard.num_samples for shard in manifest.shards)
     if total != manifest.num_samples or any(shard.num_samples < 0 for shard in manifest.shards):
         raise CorruptError(
-            f"{path}: the shards hold {total} samples but num_samples is {manifest.num_samples}.",
+            f"{name}: the shards hold {total} samples but num_samples is {manifest.num_samples}.",
             "equal counts",
             "pack again",
         )
     for shard in manifest.shards:
         if Path(shard.file).name != shard.file:
             raise CorruptError(
-                f"{path}: shard {shard.file!r} is not a file name.",
+                f"{name}: shard {shard.file!r} is not a file name.",
                 "a name beside the manifest",
                 "",
             )
     for shard in manifest.shards:
-        if {f"_checksums/{name}" for name in shard.rows} | set(shard.rows) != set(shard.offsets):
+        if {f"_checksums/{dataset}" for dataset in shard.rows} | set(shard.rows) != set(
+            shard.offsets
+        ):
             raise CorruptError(
-                f"{path}: shard {shard.file!r} misses offsets.", "one per dataset", "pack again"
+                f"{name}: shard {shard.file!r} misses offsets.", "one per dataset", "pack again"
             )
     if manifest.block_bytes < 4096:
         raise CorruptError(
-            f"{path}: block_bytes is {manifest.block_bytes}.", "4096 or more", "pack again"
+            f"{name}: block_bytes is {manifest.block_bytes}.", "4096 or more", "pack again"
         )

@@ -13,6 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from stoker.display import command
 from stoker.errors import StoreError
 from stoker.store.hdf5 import named_damage, open_hdf5
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
@@ -29,7 +30,7 @@ def describe_plain_file(path: Path) -> tuple[Manifest, tuple[str, ...]]:
             raise StoreError(
                 f"{path} holds no numeric array.",
                 "at least one dataset of numbers, for example 'features'",
-                f"h5ls -r {path}",
+                command("h5ls", "-r", path),
             )
         num_samples = _count(arrays)
         fields: dict[str, FieldInfo] = {}

@@ -23,13 +23,13 @@ the exponent histogram, however the table was cut into parts.
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.store.column_stats import BIN_2_TO_16, BIN_NOT_FINITE, FP16_MAX, HUGE, as_float
 from stoker.store.fields import Array
@@ -249,7 +249,7 @@ class _Column:
         self._is_float = np.dtype(stats.dtype).kind == "f"
         named = self._name != str(column)  # arrays have numbers for names, and no --drop
         self._drop = (
-            f"drop the column: --drop {shlex.quote(self._name)}"
+            f"drop the column: --drop {quoted(self._name)}"
             if named
             else "leave the column out of the array"
         )
@@ -260,7 +260,7 @@ class _Column:
         return self._stats.field == "features"
 
     def _repair(self, text: str) -> str:
-        return f"--repair {shlex.quote(f'{text}@{escape_name(self._name)}')}"
+        return f"--repair {quoted(f'{text}@{escape_name(self._name)}')}"
 
     def _clip(self, count: int) -> str:
         """A clip whose quantiles leave out twice as many values as are extreme.
@@ -413,7 +413,7 @@ def _leaks(stats: TableStats, target: TableStats) -> list[Finding]:
                     f"correlates {correlation:+.6f} with {_shown(label)} of {_shown(target.field)}"
                     f" over {format_count(num_rows)} sampled rows"
                 )
-                remedy = f"drop the column: --drop {shlex.quote(name)}, unless it is known in time"
+                remedy = f"drop the column: --drop {quoted(name)}, unless it is known in time"
                 findings.append(
                     Finding(
                         "label-leak", stats.field, name, column, num_rows, 1.0, (), "warn",

@@ -21,13 +21,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from stoker.errors import InputError, StokerError
+from stoker.address import as_url
+from stoker.display import command
+from stoker.errors import InputError, StokerError, StoreError
 from stoker.store.arrays import PIECE_BYTES, StoredArray, Task, split_range
 from stoker.store.fields import Array, offsets_of
-from stoker.store.manifest import FieldInfo, Manifest, read_manifest
+from stoker.store.manifest import MANIFEST_NAME, FieldInfo, Manifest, find_store, read_manifest
 from stoker.store.plain import describe_plain_file
 from stoker.store.remote import Mirror, update_mirror
-from stoker.store.remote_fetch import as_url
 from stoker.store.shard import Shard
 
 _PARTS: dict[str, dict[str, str | None]] = {  # dataset suffix to dtype; None is the field's own
@@ -37,15 +38,21 @@ _PARTS: dict[str, dict[str, str | None]] = {  # dataset suffix to dtype; None is
 }
 _INLINE_BYTES = 4 << 20
 """Reads below this run in the caller's thread: a hand-over costs more than it saves."""
+_HELD_SHARDS = 64
+"""Shards that are opened with the store: a process may have 1,024 open files."""
+_TRIES = 100
 
 
-def open_store(path: str | Path, threads: int | None = None) -> Store:
+def open_store(path: str | Path, threads: int | None = None, checksum: str = "") -> Store:
     """Open a store folder, or any plain HDF5 file with arrays of equal first dimension.
+
+    While another process packs the store anew, this opens the old one or the new one, never a mixture.
 
     Args:
         path: The folder or file; or the URL of a folder (http, s3, whatever fsspec knows), whose
             shards are copied into a local cache when they are first used.
         threads: Reader threads; by default one per usable core, at most 16.
+        checksum: Of the manifest that must stand there; "" takes any.
     """
     if (url := as_url(path)) is not None:
         folder, notes = update_mirror(url)
@@ -55,8 +62,39 @@ def open_store(path: str | Path, threads: int | None = None) -> Store:
         manifest, notes = describe_plain_file(path)
         shards = [Shard(path, None, _datasets(manifest.fields), manifest.block_bytes)]
         return Store(path, manifest, shards, threads, notes)
-    folder = path.parent if path.name == "store.json" else path
-    return assemble_store(folder, read_manifest(folder), threads)
+    folder = find_store(path.parent if path.name == "store.json" else path)
+    store = _open_folder(folder, threads)
+    if checksum and store.manifest.checksum != checksum:
+        store.close()
+        raise StoreError(
+            f"{folder} was packed anew while a job reads it: other samples would follow.",
+            "a store that stays as it is while a job reads it",
+            "pack into another folder, and start the job again",
+        )
+    return store
+
+
+def _open_folder(folder: Path, threads: int | None) -> Store:
+    """Open manifest and shards of one and the same store."""
+    for _ in range(_TRIES):
+        before = _manifest_stamp(folder)
+        store = assemble_store(folder, read_manifest(folder), threads)
+        # One that is missing or damaged is told when it is read.
+        for shard in store.shards[:_HELD_SHARDS]:
+            shard.hold()
+        if _manifest_stamp(folder) == before:
+            break
+        store.close()
+    return store
+
+
+def _manifest_stamp(folder: Path) -> tuple[int, int, int] | None:
+    """Return which file the manifest is now; another one stands there after an exchange."""
+    try:
+        found = (folder / MANIFEST_NAME).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def assemble_store(
@@ -126,8 +164,9 @@ class Store:
     def __len__(self) -> int:
         return self.manifest.num_samples
 
-    def __reduce__(self) -> tuple[Callable[..., Store], tuple[str, int]]:
-        return open_store, (str(self.path), self.threads)
+    def __reduce__(self) -> tuple[Callable[..., Store], tuple[str, int, str]]:
+        checksum = "" if self.path.is_file() else self.manifest.checksum
+        return open_store, (str(self.path), self.threads, checksum)
 
     def __enter__(self) -> Self:
         return self
@@ -302,7 +341,7 @@ class Store:
         problems: list[str] = []
         num_bytes = num_blocks = 0
         for shard in self.shards:
-            shard.close()  # forget what was verified before: the disk may have changed since
+            shard.forget()  # what was verified before: the disk may have changed since
             try:
                 arrays = shard.arrays
             except StokerError as error:
@@ -361,7 +400,7 @@ class Store:
         if info is None or info.kind != kind:
             known = ", ".join(f"{other} ({about.kind})" for other, about in self.fields.items())
             given = f"{self.path} has no {kind} field {name!r}."
-            raise InputError(given, known or "no fields", f"stoker inspect {self.path}")
+            raise InputError(given, known or "no fields", command("stoker", "inspect", self.path))
         return info
 
     def _buffer(self, field: str, kind: str, rows: int, out: Array | None) -> Array:

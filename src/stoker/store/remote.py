@@ -18,8 +18,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
-import shutil
 import threading
 import time
 import weakref
@@ -29,22 +27,39 @@ from pathlib import Path
 
 import xxhash
 
+from stoker.address import has_secret, slow_digest
+from stoker.display import command
 from stoker.errors import CorruptError, StoreError
-from stoker.store.manifest import MANIFEST_NAME, Manifest, ShardInfo, read_manifest
+from stoker.ownership import (
+    always,
+    empty_file,
+    refused,
+    remove_empty_folder,
+    remove_file,
+    rename_over,
+    write_text,
+)
+from stoker.store.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    ShardInfo,
+    parse_manifest,
+    read_manifest,
+)
 from stoker.store.remote_cache import (
+    ORIGIN_NAME,
     Cache,
     cache_root,
     claimed_part,
     make_folder,
     open_copy,
     part_of,
+    read_origin,
 )
 from stoker.store.remote_fetch import AbsentError, Remote, UnreachableError
 from stoker.store.shard import Shard
-from stoker.store.writer import fsync, write_text_atomically
 from stoker.units import format_bytes
 
-ORIGIN_NAME = "remote.json"
 _TRIES = 4
 _PAUSE_SECONDS = 0.5
 _HELD: weakref.WeakSet[Shard] = weakref.WeakSet()
@@ -61,29 +76,34 @@ def update_mirror(url: str) -> tuple[Path, tuple[str, ...]]:
         StoreError: Nobody answers and no version was seen before, or there is no store.
         CorruptError: What stands there is not a manifest.
     """
-    remote = Remote(url)
-    home = cache_root() / _label(url)
+    remote, cache = Remote(url), Cache.here()
+    home = cache.root / _label(url)
     try:
         text = _patiently(lambda: remote.read(MANIFEST_NAME))
     except UnreachableError as error:
-        newest = _newest_version(home)
+        newest = _newest_version(cache, home)
         if newest is None:
             raise
         seen = time.strftime("%Y-%m-%d %H:%M", time.localtime(_seen(newest)))
         return newest, (f"offline: {error.given} The version of {seen} is used.",)
     folder = home / xxhash.xxh3_64_hexdigest(text)
-    if not _same_bytes(folder / MANIFEST_NAME, text):
-        _write_version(folder, text, remote)
+    if not _same_bytes(folder / MANIFEST_NAME, text) or not cache.owns(folder):
+        _write_version(cache, folder, text, remote)
     with contextlib.suppress(OSError):  # a cache that may only be read
         os.utime(folder / ORIGIN_NAME)
-    _forget_empty_versions(home, folder)
-    return folder, _size_notes(folder, remote)
+    _forget_empty_versions(cache, home, folder)
+    return folder, _size_notes(cache, folder, remote)
 
 
 def _label(url: str) -> str:
     """A folder name that people recognise and no two URLs share."""
     words = re.sub(r"[^A-Za-z0-9.]+", "-", Remote(url).name).strip("-.")[-60:]
-    return f"{words}-{xxhash.xxh3_64_hexdigest(url.encode())[:8]}"
+    digest = (
+        slow_digest(url)
+        if has_secret(url)
+        else xxhash.xxh3_64_hexdigest(url.encode(errors="surrogatepass"))
+    )
+    return f"{words}-{digest[:8]}"
 
 
 def _same_bytes(path: Path, text: bytes) -> bool:
@@ -93,8 +113,8 @@ def _same_bytes(path: Path, text: bytes) -> bool:
         return False
 
 
-def _newest_version(home: Path) -> Path | None:
-    versions = [path.parent for path in home.glob(f"*/{ORIGIN_NAME}")]
+def _newest_version(cache: Cache, home: Path) -> Path | None:
+    versions = [path.parent for path in home.glob(f"*/{ORIGIN_NAME}") if cache.owns(path.parent)]
     return max(versions, key=_seen, default=None)
 
 
@@ -102,25 +122,25 @@ def _seen(folder: Path) -> float:
     return (folder / ORIGIN_NAME).stat().st_mtime
 
 
-def _write_version(folder: Path, text: bytes, remote: Remote) -> None:
+def _write_version(cache: Cache, folder: Path, text: bytes, remote: Remote) -> None:
     """Put a manifest that was held against its seal into its folder, whole or not at all."""
-    draft = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    make_folder(folder.parent, private=remote.name != remote.url)
-    make_folder(draft)
     try:
-        (draft / MANIFEST_NAME).write_bytes(text)
-        _check_names(read_manifest(draft), remote)
-        folder.mkdir(exist_ok=True)
-        origin = {"url": remote.url, "manifest": folder.name}
-        write_text_atomically(folder / ORIGIN_NAME, json.dumps(origin) + "\n")
-        (draft / MANIFEST_NAME).replace(folder / MANIFEST_NAME)
+        _check_names(parse_manifest(text, f"{remote.name}/{MANIFEST_NAME}"), remote)
     except StoreError as error:
-        about = error.given.replace(str(draft / MANIFEST_NAME), f"{remote.name}/{MANIFEST_NAME}")
-        raise type(error)(about, error.allowed, "copy or pack the remote store again") from error
+        again = "copy or pack the remote store again"
+        raise type(error)(error.given, error.allowed, again) from error
+    private = has_secret(remote.url)
+    make_folder(folder.parent, private=private)
+    try:
+        folder.mkdir(exist_ok=True)
+        # Older versions wrote the same without the cache's id.
+        if read_origin(folder).get("manifest") != folder.name and any(folder.iterdir()):
+            raise refused(folder, f"stoker needs this name for a copy of {remote.name}")
+        origin = {"url": remote.url, "manifest": folder.name, "cache": cache.id}
+        write_text(folder / ORIGIN_NAME, json.dumps(origin) + "\n", always, private=private)
+        write_text(folder / MANIFEST_NAME, text.decode(), always)
     except OSError as error:
         raise _disk_error(folder, error) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _check_names(manifest: Manifest, remote: Remote) -> None:
@@ -132,18 +152,23 @@ def _check_names(manifest: Manifest, remote: Remote) -> None:
             )
 
 
-def _forget_empty_versions(home: Path, current: Path) -> None:
-    for other in home.glob("[!.]*"):  # a point begins the name of another process's draft
+def _forget_empty_versions(cache: Cache, home: Path, current: Path) -> None:
+    """Remove versions whose copies have all gone; one with anything else in it stays."""
+    for origin in home.glob(f"*/{ORIGIN_NAME}"):
+        other = origin.parent
+        if other == current or not cache.owns(other):
+            continue
         with contextlib.suppress(OSError):
-            small = {path.name for path in other.iterdir()} <= {MANIFEST_NAME, ORIGIN_NAME}
-            if small and other != current:
-                shutil.rmtree(other)
+            if {path.name for path in other.iterdir()} <= {MANIFEST_NAME, ORIGIN_NAME}:
+                remove_file(other / MANIFEST_NAME, always)
+                remove_file(origin, always)
+                remove_empty_folder(other)
 
 
-def _size_notes(folder: Path, remote: Remote) -> tuple[str, ...]:
+def _size_notes(cache: Cache, folder: Path, remote: Remote) -> tuple[str, ...]:
     note = f"a copy of {remote.name}, in {folder}"
     total = sum(shard.size_bytes for shard in read_manifest(folder).shards)
-    limit = Cache(folder.parents[1]).limit_bytes()
+    limit = cache.limit_bytes()
     if total <= limit:
         return (note,)
     slow = (
@@ -162,21 +187,27 @@ class Mirror:
 
     folder: Path
     remote: Remote
+    cache: Cache
 
     @classmethod
     def of(cls, folder: Path) -> Mirror | None:
-        """Return the mirror that `folder` is; None for a store of its own."""
-        try:
-            origin = json.loads((folder / ORIGIN_NAME).read_text())
-            return cls(folder, Remote(origin["url"]))
-        except FileNotFoundError:
+        """Return the mirror that `folder` is; None for a store of its own.
+
+        A folder is a mirror by its place in the cache and the cache's id in its `remote.json`, not
+        because a file of that name lies there: such a file may come with anybody's store.
+        """
+        folder = folder.absolute()
+        if folder.parent.parent != cache_root() or not (folder / ORIGIN_NAME).exists():
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        cache = Cache.here()
+        origin = read_origin(folder)
+        if not cache.owns(folder) or "url" not in origin:
             raise CorruptError(
                 f"{folder / ORIGIN_NAME} is damaged.",
                 "a cache folder as it was written",
-                f"rm -r {folder}, and open the store by its URL again",
-            ) from error
+                f"{command('rm', '-r', folder)}, and open the store by its URL again",
+            )
+        return cls(folder, Remote(origin["url"]), cache)
 
     def adopt(self, shard: Shard) -> None:
         """Remember a shard that stands for a copy, to let go of it when room is needed."""
@@ -213,19 +244,18 @@ class Mirror:
         """Fill the claimed part, hold it against its checksums, and give it its name."""
         whole = self.folder / info.file
         named = part_of(whole, info.size_bytes)
-        Cache(self.folder.parents[1]).make_room(named, info.size_bytes, _release_one)
+        self.cache.make_room(named, info.size_bytes, _release_one)
         for last_try in (False, True):
             self._download(info, part)
             os.fsync(part)
             try:
                 check(named)
             except CorruptError as error:
-                os.ftruncate(part, 0)
+                empty_file(part)
                 if last_try:
                     raise self._bad_copy(info, error) from error
                 continue
-            named.replace(whole)
-            fsync(self.folder)
+            rename_over(named, whole, always)
             return
 
     def _download(self, info: ShardInfo, part: int) -> None:
@@ -235,7 +265,7 @@ class Mirror:
             try:
                 self._append(info, part, start)
             except AbsentError as error:
-                os.ftruncate(part, 0)
+                empty_file(part)
                 raise self._gone(info, error) from error
             except UnreachableError as error:
                 now = os.fstat(part).st_size
@@ -248,14 +278,14 @@ class Mirror:
     def _append(self, info: ShardInfo, part: int, start: int) -> None:
         for piece in self.remote.pieces(info.file, start, info.size_bytes):
             if not piece:  # the server cannot begin in the middle
-                os.ftruncate(part, 0)
+                empty_file(part)
                 start = 0
             view = memoryview(piece)
             while view:
                 try:
                     done = os.pwrite(part, view, start)
                 except OSError as error:
-                    os.ftruncate(part, 0)  # a full disk helps nobody; what came is given back
+                    empty_file(part)  # a full disk helps nobody; what came is given back
                     raise _disk_error(self.folder / info.file, error) from error
                 start, view = start + done, view[done:]
 

@@ -4,6 +4,10 @@ Enters: the size of a shard that is about to be fetched. Leaves: room for it, ma
 copies that were used longest ago. Costs: a look at every file of the cache (a few microseconds each)
 per shard that is fetched; none per read.
 
+What is ours: the root holds a mark (`ownership.Mark`) with an id; every version's folder holds `remote.json`
+with the same id and the name of that folder, and a sealed manifest. Only files that such a manifest names
+are copies. Everything else below the root is somebody else's: neither counted nor touched.
+
 Contract, for any number of processes and threads:
 - A copy is under its name only when it is whole and was held against its checksums.
 - Somebody who reads a copy holds a shared lock on it; a copy in use is never removed.
@@ -16,16 +20,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from stoker.display import command
 from stoker.errors import InputError, StoreError
+from stoker.ownership import Mark, always, open_own_file, read_mark, remove_file, write_mark
+from stoker.store.manifest import read_manifest
 from stoker.units import format_bytes, format_count, parse_bytes, parse_share
 
+ORIGIN_NAME = "remote.json"
+_ORIGIN_BYTES = 1 << 16
+_KIND = "cache"
 _PART = ".part"
 _DEFAULT_LIMIT = "50%"
 _ROOM_SECONDS = 20.0
@@ -49,9 +61,40 @@ def user_cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of copies, `root/STORE/VERSION/FILE`."""
+    """A folder of copies, `root/STORE/VERSION/FILE`.
+
+    Attributes:
+        root: As the user or the default gave it.
+        id: Of its mark.
+    """
 
     root: Path
+    id: str
+
+    @classmethod
+    def here(cls) -> Cache:
+        """Return the cache that copies are kept in now; made where it is missing."""
+        root = cache_root()
+        make_folder(root)
+        mark = read_mark(root, _KIND)
+        try:
+            # Two processes may begin at once; what stands there afterwards counts for both.
+            mark = mark or write_mark(root, Mark(_KIND, secrets.token_hex(16)))
+            mark = read_mark(root, _KIND) or mark
+        except OSError as error:
+            raise _no_folder(root, error) from error
+        return cls(root, mark.id)
+
+    def owns(self, version: Path) -> bool:
+        """Whether `version` is a folder of this cache: at its place, and with the same id."""
+        if (
+            version.parent.parent != self.root
+            or version.is_symlink()
+            or version.parent.is_symlink()
+        ):
+            return False
+        origin = read_origin(version)
+        return origin.get("cache") == self.id and origin.get("manifest") == version.name
 
     def limit_bytes(self) -> int:
         """Return the most that copies may take: $STOKER_CACHE_LIMIT, a size or a share.
@@ -76,12 +119,13 @@ class Cache:
     def _copies(self) -> list[tuple[float, int, Path]]:
         """Return `(last use, bytes, path)` of every copy, the one used longest ago first."""
         found = []
-        for path in self.root.glob("*/*/*"):
-            if path.suffix == ".json":  # the manifest, and where it came from
+        for origin in self.root.glob(f"*/*/{ORIGIN_NAME}"):
+            if not self.owns(origin.parent):
                 continue
-            with contextlib.suppress(FileNotFoundError):
-                state = path.stat()
-                found.append((state.st_mtime, max(state.st_size, _promised_bytes(path)), path))
+            for path in _named_copies(origin.parent):
+                with contextlib.suppress(FileNotFoundError):
+                    state = path.stat(follow_symlinks=False)
+                    found.append((state.st_mtime, max(state.st_size, _promised_bytes(path)), path))
         return sorted(found)
 
     def make_room(self, part: Path, num_bytes: int, release: Callable[[], bool]) -> None:
@@ -126,9 +170,17 @@ class Cache:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """One process at a time decides what is removed; held for milliseconds."""
-        with (self.root / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock = open_own_file(
+            self.root / "lock",
+            os.O_RDWR,
+            lambda file: os.fstat(file).st_size == 0,
+            "the cache's lock",
+        )
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+        finally:
+            os.close(lock)
 
     def _too_small(self, num_bytes: int, limit: int, num_in_use: int) -> StoreError:
         free = shutil.disk_usage(self.root).free
@@ -139,6 +191,33 @@ class Cache:
             "room for the shards that are read at the same time",
             "STOKER_CACHE_LIMIT=200GB (or 80%) for more, STOKER_CACHE=FOLDER for another disk",
         )
+
+
+def read_origin(version: Path) -> dict[str, str]:
+    """Return what `remote.json` of a version's folder says; empty when there is none to be read."""
+    try:
+        descriptor = os.open(version / ORIGIN_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            found = json.loads(file.read(_ORIGIN_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    plain = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
+    return found if plain else {}
+
+
+def _named_copies(version: Path) -> list[Path]:
+    """Return the files of a version's folder that its sealed manifest names, and their parts."""
+    try:
+        shards = read_manifest(version).shards
+    except StoreError:
+        return []
+    names = [
+        name
+        for shard in shards
+        for name in (shard.file, part_of(version / shard.file, shard.size_bytes).name)
+    ]
+    found = (version / name for name in names)
+    return [path for path in found if path.is_file() and not path.is_symlink()]
 
 
 def part_of(whole: Path, size: int) -> Path:
@@ -156,17 +235,21 @@ def make_folder(folder: Path, private: bool = False) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
     except OSError as error:
-        raise StoreError(
-            f"the cache folder {folder} cannot be made: {error.strerror}.",
-            "a folder that may be written",
-            "STOKER_CACHE=FOLDER",
-        ) from error
+        raise _no_folder(folder, error) from error
+
+
+def _no_folder(folder: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"the cache folder {folder} cannot be made: {error.strerror}.",
+        "a folder that may be written",
+        "STOKER_CACHE=FOLDER",
+    )
 
 
 def open_copy(path: Path, size: int) -> int | None:
     """Return a descriptor of a whole copy, locked against removal; None when there is none."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -194,14 +277,14 @@ def claimed_part(whole: Path, size: int) -> Iterator[int | None]:
             raise StoreError(
                 f"another process has been fetching {whole} without progress for {_PATIENCE_SECONDS:g} s.",
                 "a process that goes on",
-                f"fuser {part} names it",
+                f"{command('fuser', part)} names it",
             )
         time.sleep(0.05)
     try:
         yield None if _size(whole) == size else descriptor
     finally:
         if _size(whole) == size or os.fstat(descriptor).st_size == 0:
-            part.unlink(missing_ok=True)
+            remove_file(part, always)
         os.close(descriptor)
 
 
@@ -213,7 +296,7 @@ def _size(path: Path) -> int:
 
 
 def _try_claim(part: Path) -> int | None:
-    descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_ino == part.stat().st_ino:  # else it was renamed or removed
@@ -225,14 +308,13 @@ def _try_claim(part: Path) -> int | None:
 def _remove_unused(path: Path) -> bool:
     """Remove a copy, unless somebody reads or fetches it."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
+        return remove_file(path, always)
     except OSError:  # in use
         return False
     finally:
         os.close(descriptor)
-    return True

@@ -11,16 +11,18 @@ against the manifest.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import queue
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
+from stoker.address import MARK, host_of, is_readable, parts, repeats_secret, without_secrets
 from stoker.errors import InputError, MissingExtraError, StoreError
 
 SILENCE_SECONDS = 30.0
@@ -30,9 +32,11 @@ _PIECE_BYTES = 4 << 20
 _MOST_PIECES = 8
 _QUICK_SECONDS, _SLOW_SECONDS = 0.5, 4.0
 
-# At least two letters, so that no drive of anybody is a scheme; `::` chains as fsspec does.
-_SCHEME = re.compile(r"((?:^|::)[A-Za-z][A-Za-z0-9+.-]+):(/+)")
-_USER = re.compile(r"://[^/@]+@")
+_ENCODE = (
+    'python3 -c "from getpass import getpass; from urllib.parse import quote; '
+    "print(quote(getpass(), safe=''))\""
+)
+"""Prints a password as it is written in a URL."""
 
 
 class UnreachableError(StoreError):
@@ -43,33 +47,20 @@ class AbsentError(StoreError):
     """The server answered that there is no such file."""
 
 
-def as_url(path: str | Path) -> str | None:
-    """Return `path` as a URL when it is one, also after `Path` took a slash from it; else None."""
-    text = str(path)
-    if not _SCHEME.match(text) or Path(text).exists():
-        return None
-    if "://" not in text:
-        text = _SCHEME.sub(r"\1://", text)
-        text = re.sub(r"^(file|local)://", r"\1:///", text)
-    return text.removesuffix("/store.json").rstrip("/")
-
-
-def shown(path: str | Path) -> str:
-    """Return a store as people may see it: a URL with its slashes and without a password, or the path."""
-    url = as_url(path)
-    return str(path) if url is None else Remote(url).name
-
-
 @dataclass(frozen=True)
 class Remote:
-    """The folder of a store behind a URL."""
+    """The folder of a store behind a URL.
 
-    url: str
+    Attributes:
+        url: With whatever password it has; never shown.
+    """
+
+    url: str = field(repr=False)
 
     @property
     def name(self) -> str:
         """The URL as it may be shown: without a password."""
-        return _USER.sub("://", self.url)
+        return without_secrets(self.url)
 
     def read(self, file: str) -> bytes:
         """Return a small file whole."""
@@ -97,14 +88,10 @@ class Remote:
         """Return fsspec's file system and the folder in it. fsspec keeps one per process."""
         from fsspec.core import url_to_fs
 
-        if self.url.startswith("http") and "?" in self.url:
-            raise InputError(
-                f"{self.name} has a query.",
-                "the address of a folder, to which /store.json can be added",
-                "serve the folder itself, or copy it",
-            )
+        self._check()
+        url, login = _split_login(self.url)
         try:
-            system, root = url_to_fs(self.url, **_options(self.url))
+            system, root = url_to_fs(url, **_options(url, login))
         except ImportError as error:
             package = "aiohttp" if self.url.startswith("http") else str(error)
             raise MissingExtraError.for_package(
@@ -113,11 +100,36 @@ class Remote:
         except ValueError as error:
             raise InputError(
                 f"{self.name}: {error}.", "a URL that fsspec knows: http, s3, gs, ...", ""
-            ) from error
+            ) from _cause(error)
         except OSError:  # some protocols (ftp, sftp) connect at once
             with self._translated("store.json"):
                 raise
         return system, root.rstrip("/")
+
+    def _check(self) -> None:
+        """Refuse an address that cannot work, or that a library would read in another way than its user."""
+        for scheme, rest in parts(self.url):
+            if MARK in host_of(rest) or rest.endswith((f"?{MARK}", f"#{MARK}")):
+                raise InputError(
+                    f"{self.name} is an address as it was shown: its password was left out.",
+                    "the address with its password",
+                    "user:password in the place of the stars, or neither stars nor @ where the password is "
+                    "kept outside the address (docs/remote.md)",
+                )
+            if not is_readable(scheme, rest):
+                raise InputError(
+                    f"{self.name} can be read in two ways.",
+                    "user:password@host/store, where / ? # @ : in the password and @ in the path are written "
+                    "%2F %3F %23 %40 %3A and %40",
+                    f"{_ENCODE}, which prints a password as it is to be written",
+                )
+        query = re.search(r"[?#]", self.url)
+        if self.url.startswith("http") and query is not None:
+            raise InputError(
+                f"{self.name} has a {'query' if query[0] == '?' else 'fragment'}.",
+                "the address of a folder, to which /store.json can be added",
+                "serve the folder itself, or copy it",
+            )
 
     @contextlib.contextmanager
     def _translated(self, file: str) -> Iterator[None]:
@@ -126,40 +138,63 @@ class Remote:
             yield
         except StoreError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  raised again as ours
             if _is_absent(error):
                 raise AbsentError(
                     f"{self.name} has no {file}.",
                     "the address of a folder made by `stoker pack`",
                     f"look at {self.name}/{file}",
-                ) from error
+                ) from _cause(error)
             if _is_final(error):
                 raise AbsentError(
                     f"{self.name}/{file} is refused: {_words(error)}.",
                     "a file that may be read",
                     "look at the credentials that fsspec uses for this address",
-                ) from error
+                ) from _cause(error)
             raise UnreachableError(
                 f"{file} cannot be read from {self.name}: {_words(error)}.",
                 "a server that answers",
                 "look at the server and the network, and try again",
-            ) from error
+            ) from _cause(error)
 
 
-def _options(url: str) -> dict[str, Any]:
-    """Bounds for http; the user's own settings of fsspec stay."""
+def _split_login(url: str) -> tuple[str, str]:
+    """Return a web address without its login, and the login; other addresses stay as they are.
+
+    What a library does not get, its messages cannot repeat.
+    """
+    scheme, colon, rest = url.partition("://")
+    if not colon or scheme.lower() not in ("http", "https"):
+        return url, ""
+    login, _, host = host_of(rest).rpartition("@")
+    return f"{scheme}://{host}{rest[len(host_of(rest)) :]}", login
+
+
+def _options(url: str, login: str) -> dict[str, Any]:
+    """Bounds and login for http; the user's own settings of fsspec stay."""
     if not url.startswith(("http://", "https://")):
         return {}
     from aiohttp import ClientTimeout
     from fsspec.config import conf
 
-    own = conf.get(url.partition(":")[0], {})
+    # fsspec has one file system for both, and reads the settings of both.
+    own = {**conf.get("http", {}), **conf.get("https", {})}
+    headers = {**own.get("headers", {}), **_login_header(login)}
     timeout = ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
     return {
         "client_kwargs": {"timeout": timeout, **own.get("client_kwargs", {})},
         # Byte 1000 of a compressed answer is not byte 1000 of the file.
-        "headers": {**own.get("headers", {}), "Accept-Encoding": "identity"},
+        "headers": {**headers, "Accept-Encoding": "identity"},
     }
+
+
+def _login_header(login: str) -> dict[str, str]:
+    """Return the header of a basic login; aiohttp does not follow a redirect to another host with it."""
+    if not login:
+        return {}
+    user, _, password = login.partition(":")
+    text = f"{unquote(user)}:{unquote(password)}".encode(errors="surrogatepass")
+    return {"Authorization": f"Basic {base64.b64encode(text).decode()}"}
 
 
 def _is_absent(error: BaseException) -> bool:
@@ -174,8 +209,13 @@ def _is_final(error: BaseException) -> bool:
     return refused or isinstance(error, PermissionError)
 
 
+def _cause(error: BaseException) -> BaseException | None:
+    """Return what to name as the cause: nothing that Python would print with a password in it."""
+    return None if repeats_secret(error) else error
+
+
 def _words(error: BaseException) -> str:
-    text = _USER.sub("://", str(error).strip())
+    text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

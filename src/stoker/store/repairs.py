@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.store.fields import Array
 
@@ -138,7 +139,9 @@ def parse_repair(text: str) -> RepairSpec:
 def _refusal(text: str, why: str) -> InputError:
     name = text.strip().split(":")[0].split("@")[0].strip()
     example = _EXAMPLES.get(name, "clip")
-    return InputError(f"cannot read the repair {text!r}: {why}", example, f"--repair '{example}'")
+    return InputError(
+        f"cannot read the repair {text!r}: {why}", example, f"--repair {quoted(example)}"
+    )
 
 
 def _parse_columns(text: str, names: str) -> tuple[str, ...]:
@@ -287,7 +290,7 @@ def _fit(spec: RepairSpec, sample: Array, columns: Sequence[str]) -> FittedRepai
             raise InputError(
                 f"column {name!r} has no finite value to fit {str(spec)!r} on.",
                 "a column with at least one number",
-                f"drop it: --drop {name!r}",
+                f"drop it: --drop {quoted(name)}",
             )
         pair, note = _fit_column(spec, values)
         pairs.append(pair)

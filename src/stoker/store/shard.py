@@ -114,6 +114,28 @@ class Shard:
         finally:
             self._lock.release()
 
+    def hold(self) -> None:
+        """Open the file without reading it, where it is there and has the right size.
+
+        Whoever holds it reads the bytes that were there, also after another store took its place.
+        """
+        if self.info is None or self._fetch is not None or self._file is not None:
+            return
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return
+        found = os.fstat(descriptor)
+        if found.st_size != self.info.size_bytes:
+            os.close(descriptor)
+            return
+        self._file, self._stamp = OpenFile(self.path, descriptor), _stamp(found)
+
+    def forget(self) -> None:
+        """Check every block again when it is next read; the file stays open."""
+        with self._lock:
+            self._arrays, self._cached = None, {}
+
     def close(self) -> None:
         """Release the file; the next use opens it again."""
         with self._lock:
@@ -123,9 +145,11 @@ class Shard:
 
     def _open(self) -> dict[str, StoredArray]:
         if self._fetch is None:
-            self._check_file()
-            self._file = file = OpenFile(self.path)
-            self._stamp = _stamp(self.path.stat())
+            if self._file is None:
+                self._check_file()
+                self._file = OpenFile(self.path)
+                self._stamp = _stamp(self.path.stat())
+            file = self._file
         else:
             self._file = file = OpenFile(self.path, self._fetch(self._check_copy))
         self.opened_at = time.monotonic()

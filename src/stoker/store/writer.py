@@ -1,25 +1,21 @@
-"""Writing shards and small files so that they are whole or absent.
+"""Writing shards so that they are whole or absent.
 
 Enters: fields in memory. Leaves: one HDF5 file with contiguous, uncompressed, aligned datasets
 that h5py and h5ls read as they are, plus block checksums under `/_checksums`. Costs: one copy
 to the page cache, one hash pass (about 10 GB/s), one fsync.
-
-The rule everywhere: write `name.XXXXXXXX.tmp`, close, fsync, rename, fsync the folder. The X are
-random: two machines that build the same part at once never write into the same file.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
 from pathlib import Path
 
 import h5py
 import numpy as np
 import xxhash
 
+from stoker.display import command
 from stoker.errors import InputError, StoreError
+from stoker.ownership import always, writing
 from stoker.store.fields import Array, Series, ShardData
 from stoker.store.manifest import BLOCK_BYTES, FieldInfo, ShardInfo
 
@@ -31,16 +27,18 @@ def write_shard(
 ) -> ShardInfo:
     """Write one shard atomically and return its manifest entry. Blocking; not thread-safe per path."""
     num_samples = count_samples(fields)
-    temporary = _beside(path)
     arrays = {
         name: array for field, data in fields.items() for name, array in data.arrays(field).items()
     }
     digests = {name: block_digests(array, block_bytes) for name, array in arrays.items()}
     try:
         # 'earliest' stays readable for every HDF5 since 1.8; 4 KiB alignment leaves direct reads open.
-        with h5py.File(
-            temporary, "w", libver="earliest", alignment_threshold=4096, alignment_interval=4096
-        ) as file:
+        with (
+            writing(path, always) as temporary,
+            h5py.File(
+                temporary, "x", libver="earliest", alignment_threshold=4096, alignment_interval=4096
+            ) as file,
+        ):
             file.attrs["num_samples"] = num_samples
             for name, array in arrays.items():
                 file.create_dataset(name, data=array, track_times=False)
@@ -54,16 +52,11 @@ def write_shard(
                 name: file[name].id.get_offset()
                 for name in (*arrays, *(f"{CHECKSUM_GROUP}/{name}" for name in arrays))
             }
-        fsync(temporary)
-        temporary.replace(path)
-        fsync(path.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise StoreError(
             f"cannot write {path}: {error}.",
             "a folder with room and write permission",
-            f"df -h {path.parent}",
+            command("df", "-h", path.parent),
         ) from error
     return ShardInfo(
         file=path.name,
@@ -123,27 +116,3 @@ def combine_digests(digests: dict[str, Array]) -> str:
         total.update(name.encode() + b"\0")
         total.update(np.ascontiguousarray(digests[name], dtype="<u8").tobytes())
     return total.hexdigest()
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text`, or leave it untouched."""
-    temporary = _beside(path)
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    fsync(path.parent)
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-
-
-def fsync(path: Path) -> None:
-    """Force a file's or folder's bytes to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

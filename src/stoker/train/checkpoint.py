@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import secrets
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -24,10 +25,21 @@ from typing import Any
 
 import torch
 
+from stoker.address import masked_values
 from stoker.errors import CorruptError, InputError, StoreError
-from stoker.store.writer import fsync
+from stoker.ownership import (
+    Mark,
+    fsync,
+    name_again,
+    read_mark,
+    refused,
+    remove_file,
+    remove_temporaries,
+    write_mark,
+)
 from stoker.train.checkpoint_file import (
     Saved,
+    is_checkpoint,
     loadable,
     read_description,
     read_file,
@@ -52,7 +64,7 @@ __all__ = [
 FORMAT = 1
 BEST_NAME = "best.pt"
 _NAME = re.compile(r"step-(\d{9,})\.pt")
-_TEMPORARY = ".step-*.tmp"
+_RUN = "run"
 
 
 @dataclass(frozen=True)
@@ -139,18 +151,19 @@ class Checkpoints:
             "identity": _as_json(identity or {}),
             "state": loadable(state),
         }
+        run_id = self._make_room()
         described = {
             "format": FORMAT,
+            "run_id": run_id,
             "number": 1 + max((saved.number for saved in self.list()), default=0),
             "step": int(step),
             "epoch": int(epoch),
             "metrics": {name: float(value) for name, value in (metrics or {}).items()},
             "saved_at": round(time.time(), 3),
         }
-        self._make_room()
         path = self.folder / f"step-{step:09d}.pt"
         write_file(path, payload, described)
-        self._tidy()
+        self._tidy(run_id)
         return read_description(path)
 
     def list(self) -> tuple[Saved, ...]:
@@ -217,27 +230,48 @@ class Checkpoints:
             InputError: It was saved by another run; every differing key is shown with both values.
         """
         loaded = self.load(path, map_location)
-        changes = differences(loaded.identity, _as_json(identity))
+        changes = differences(masked_values(loaded.identity), _as_json(identity))
         refused = [line for line in changes if _place_of(line) not in free]
         if refused:
             raise InputError(
-                f"{loaded.saved.path} is of another run:\n  " + "\n  ".join(refused),
+                f"{loaded.saved.path} is of another run:",
                 "a checkpoint of the same config, model and data",
                 "change these back, or train in a new run directory",
+                refused,
             )
         # Older checkpoints do not have all that may differ.
         known = [line for line in changes if f": {_shown(_ABSENT)} in the" not in line]
         return replace(loaded, changes=tuple(known))
 
-    def _make_room(self) -> None:
-        """Make the folder; remove what a killed save left, whose bytes may be what the disk lacks."""
+    def check_names(self) -> None:
+        """Refuse a new run's folder in which another file has a name that checkpoints need.
+
+        Raises:
+            InputError: `best.pt` or `step-*.pt` is there, and is no checkpoint of stoker's.
+        """
+        best = self.folder / BEST_NAME
+        others = [path.name for path in self.damaged()]
+        if os.path.lexists(best) and not is_checkpoint(best):
+            others.append(BEST_NAME)
+        if others:
+            raise refused(self.folder, "a run needs these names for its checkpoints", others)
+
+    def _make_room(self) -> str:
+        """Make and mark the folder, and return its id; remove what a killed save left.
+
+        The bytes of such leftovers may be what the disk lacks.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            mark = read_mark(self.folder, _RUN)
+            if mark is None:
+                mark = write_mark(self.folder, Mark(_RUN, secrets.token_hex(16)))
         except OSError as error:
             raise unwritable(self.folder, error) from error
-        for path in self.folder.glob(_TEMPORARY):
-            with contextlib.suppress(OSError):
-                path.unlink()
+        remove_temporaries(
+            self.folder, lambda name: name == BEST_NAME or _NAME.fullmatch(name) is not None
+        )
+        return mark.id
 
     def _best_of(self, saved: tuple[Saved, ...]) -> Saved | None:
         sign = -1 if self.maximise else 1
@@ -248,19 +282,23 @@ class Checkpoints:
         ]
         return min(scores)[2] if scores else None
 
-    def _tidy(self) -> None:
-        """Point `best.pt` at the best, then remove what is neither new nor best."""
+    def _tidy(self, run_id: str) -> None:
+        """Point `best.pt` at the best, then remove what is neither new nor best, and of this run."""
         saved = self.list()
         best = self._best_of(saved)
         kept = {entry.path for entry in saved[-self.keep_last :]}
         if best is not None:
             kept.add(best.path)
-            _name_again(best.path, self.folder / BEST_NAME)
+            if not name_again(best.path, self.folder / BEST_NAME, is_checkpoint):
+                # A disk without links: the best one is kept all the same, under its step's name.
+                with contextlib.suppress(OSError):
+                    remove_file(self.folder / BEST_NAME, is_checkpoint)
         for entry in saved:
-            if entry.path not in kept:
+            # A copy that somebody put here from another run is not ours to remove.
+            if entry.path not in kept and entry.run_id == run_id:
                 # One that cannot be removed costs room, not the run.
                 with contextlib.suppress(OSError):
-                    entry.path.unlink()
+                    remove_file(entry.path, is_checkpoint)
         fsync(self.folder)
 
 
@@ -297,33 +335,16 @@ def _corrupt(path: Path, what: str) -> CorruptError:
     )
 
 
-def _name_again(path: Path, name: Path) -> None:
-    """Make `name` a second name of `path`: a hard link, or a symlink where the disk has none."""
-    if name.exists() and name.samefile(path):
-        return
-    temporary = name.with_name(f".step-{name.name}.tmp")
-    for link in (os.link, _link_softly):
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-            link(path, temporary)
-            temporary.replace(name)
-            return
-    # A disk without links: the best one is kept all the same, under its step's name.
-    with contextlib.suppress(OSError):
-        name.unlink(missing_ok=True)
-
-
-def _link_softly(path: Path, name: Path) -> None:
-    name.symlink_to(path.name)
-
-
 # -- identity --------------------------------------------------------------------------------------
 
 
 def _as_json(identity: Mapping[str, Any]) -> Any:
-    """Return the identity as JSON would give it back, so that a tuple equals its list."""
+    """Return the identity as JSON would give it back, so that a tuple equals its list.
+
+    Secrets of URLs are left out: a run goes on after a password was changed.
+    """
     try:
-        return json.loads(json.dumps(identity, default=_path_text))
+        return masked_values(json.loads(json.dumps(identity, default=_path_text)))
     except (TypeError, ValueError) as error:
         raise InputError(
             f"the identity of the run cannot be written as JSON: {error}.",

@@ -23,8 +23,9 @@ from typing import IO, Any, cast
 import torch
 import xxhash
 
+from stoker.display import command
 from stoker.errors import CorruptError, InputError, StoreError
-from stoker.store.writer import fsync
+from stoker.ownership import writing
 
 _END = struct.Struct("<4s4H2LH")  # zip's end record; its last number is the length of the comment
 _END_MAGIC = b"PK\x05\x06"
@@ -44,6 +45,7 @@ class Saved:
         metrics: As given at the save.
         saved_at: Seconds since 1970.
         size_bytes: Of the file.
+        run_id: Of the folder it was saved in; "" in checkpoints of older versions.
     """
 
     path: Path
@@ -53,6 +55,7 @@ class Saved:
     metrics: Mapping[str, float]
     saved_at: float
     size_bytes: int
+    run_id: str = ""
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -64,22 +67,22 @@ def write_file(path: Path, payload: Mapping[str, Any], described: Mapping[str, A
     Raises:
         StoreError: The disk is full or not writable; an older file of this name is untouched.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with writing(path, is_checkpoint) as temporary, temporary.open("xb") as file:
             hashed = _HashedFile(file)
             torch.save(dict(payload), cast("IO[bytes]", hashed))
             hashed.finish(described)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        fsync(path.parent)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise unwritable(path, error) from error
-        raise
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether stoker wrote a file: its end describes it. Its content may be damaged."""
+    try:
+        read_description(path)
+    except StoreError:
+        return False
+    return True
 
 
 def unwritable(path: Path, error: OSError) -> StoreError:
@@ -87,7 +90,7 @@ def unwritable(path: Path, error: OSError) -> StoreError:
     return StoreError(
         f"cannot write {path}: {error.strerror or error}.",
         "a folder with write permission and room for one more checkpoint than are kept",
-        f"df -h {path.parent}; earlier checkpoints are untouched",
+        f"{command('df', '-h', path.parent)}; earlier checkpoints are untouched",
     )
 
 
@@ -199,7 +202,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         raise StoreError(
             f"cannot read the checkpoint {path}: {error.strerror}.",
             "an existing file",
-            f"ls -l {path.parent}",
+            command("ls", "-l", path.parent),
         ) from error
     with file:
         yield file
@@ -247,6 +250,7 @@ def _saved(path: Path, described: Mapping[str, Any], file: IO[bytes]) -> Saved:
         described["metrics"],
         described["saved_at"],
         os.fstat(file.fileno()).st_size,
+        str(described.get("run_id", "")),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from stoker.display import command
 from stoker.loader.loader import Loader
 from stoker.store.fields import Array
 from stoker.train.losses import NonFiniteError, StepLoss
@@ -77,7 +78,7 @@ def explain_samples(
         return NonFiniteError(
             f"{where}. Its batch (samples {shown}) holds bad values: {named}{more}.",
             "finite values" if limit == np.inf else f"finite values up to {limit:g} in float16",
-            f"stoker inspect {loader.store.name}, then pack again with a repair it names",
+            f"{command('stoker', 'inspect', loader.store.name)}, then pack again with a repair it names",
         )
     return NonFiniteError(
         f"{where}. Its batch (samples {shown}) holds finite values only: the model diverged.",

@@ -1,6 +1,6 @@
 """The early end of a run: a signal to this process, or to another rank, heeded by all at the same step.
 
-Enters: SIGTERM, SIGINT. Leaves: the reason, once every rank knows it. Costs nothing alone; among several ranks
+Enters: SIGTERM, SIGINT, SIGHUP. Leaves: the reason, once every rank knows it. Costs nothing alone; among several ranks
 one small question per second, asked by all at the same step.
 
 The first Ctrl-C ends after the current step, the second one at once.
@@ -74,7 +74,7 @@ class Ending:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Turn SIGTERM and the first SIGINT into a wish to end."""
+        """Turn SIGTERM, SIGHUP and the first SIGINT into a wish to end."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -82,9 +82,12 @@ class Ending:
         def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
             if number == signal.SIGINT and self._asked == "interrupted":
                 raise KeyboardInterrupt
-            self._asked = "terminated" if number == signal.SIGTERM else "interrupted"
+            self._asked = "interrupted" if number == signal.SIGINT else "terminated"
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup`
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, note) for number in numbers}
         try:
             yield
         finally:

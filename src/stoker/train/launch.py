@@ -10,15 +10,20 @@ Bad input, refused data and Ctrl-C end the run.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import psutil
 
+from stoker.address import HIDDEN_WORDS, keep_secrets, masked
 from stoker.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OURS, EXIT_REFUSED
+from stoker.lifetime import children_of_this_process
+from stoker.ownership import temporary_folder
 from stoker.train.ranks import RESTARTS
 
 _FINAL = (EXIT_INPUT, EXIT_REFUSED, EXIT_INTERRUPTED)
@@ -42,18 +47,30 @@ def launch(
         "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_processes))
     )
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVING_SECONDS))
+    seen = _hide_secrets(words)
     for restart in range(max_restarts + 1):
         os.environ[RESTARTS] = str(restart)
-        code, why = _run(words, num_processes)
+        with temporary_folder("stoker-ranks-") as logs, children_of_this_process():
+            code, why = _run(seen, num_processes, logs)
         if not why or code in _FINAL or restart == max_restarts:
             return code
         say(f"{why}: starting again from the latest checkpoint ({restart + 1} of {max_restarts})")
     return EXIT_OURS
 
 
-def _run(words: Sequence[str], num_processes: int) -> tuple[int, str]:
+def _hide_secrets(words: Sequence[str]) -> list[str]:
+    """Return words that everybody may read on a command line; the child takes the true ones from its environment."""
+    for word in words:
+        keep_secrets(word)
+    seen = [masked(word) for word in words]
+    if seen != list(words):
+        os.environ[HIDDEN_WORDS] = json.dumps(list(words))
+    return seen
+
+
+def _run(words: Sequence[str], num_processes: int, logs: Path) -> tuple[int, str]:
     """Return the exit code, and which process failed how; nothing where none did."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -70,6 +87,7 @@ def _run(words: Sequence[str], num_processes: int) -> tuple[int, str]:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.2,
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs)),  # torch leaves its own folders behind
     )
     try:
         elastic_launch(config, sys.executable)("-m", "stoker", *words)

@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 
 from torch import distributed
 
+from stoker.display import printable
+
 _BEAT_SECONDS = 1.0
 _QUIET_SECONDS = 3.0
 """Without a sign for so long, a rank is taken for lost where something has failed already."""
@@ -55,7 +57,7 @@ class _Sighting:
 def _end(words: str) -> NoReturn:
     """End this process at once, whatever its other threads wait for."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"error: {words}\n")
+        sys.stderr.write(f"error: {printable(words)}\n")
         sys.stderr.flush()
     os._exit(1)
 

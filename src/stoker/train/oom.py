@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import json
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -29,9 +30,9 @@ import torch
 import xxhash
 
 from stoker.errors import InputError
+from stoker.ownership import Mark, always, read_mark, remove_file, write_mark, write_text
 from stoker.plan import FALLBACK_SHARE
 from stoker.store.remote_cache import user_cache_folder
-from stoker.store.writer import write_text_atomically
 from stoker.units import GIB
 
 RungKind = Literal["chunk share", "batch", "activation checkpointing"]
@@ -39,6 +40,7 @@ RungKind = Literal["chunk share", "batch", "activation checkpointing"]
 
 # -- is it? ----------------------------------------------------------------------------------------
 
+_KIND = "memory"
 _TEXTS = (
     "CUDA out of memory",
     "CUDA error: out of memory",
@@ -328,15 +330,18 @@ class Remembered:
             "saved_at": round(time.time()),
         }
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text_atomically(path, json.dumps(document, indent=1) + "\n")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if read_mark(self.folder, _KIND) is None:
+                write_mark(self.folder, Mark(_KIND, secrets.token_hex(16)))
+            write_text(path, json.dumps(document, indent=1) + "\n", always)
         except OSError as error:
             self.notes.append(f"the setting that fits is not remembered: {path}: {error.strerror}")
 
     def forget(self, circumstances: Circumstances) -> None:
         """Drop what was kept: it ran out of memory all the same."""
         try:
-            self._path(circumstances).unlink(missing_ok=True)
+            if read_mark(self.folder, _KIND) is not None:
+                remove_file(self._path(circumstances), always)
         except OSError as error:
             self.notes.append(f"{self._path(circumstances)} cannot be removed: {error.strerror}")
 

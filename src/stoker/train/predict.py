@@ -10,9 +10,7 @@ removes again.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +21,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from stoker.address import masked_values
+from stoker.display import command
 from stoker.errors import InputError, StoreError
 from stoker.loader.batch import Batch
 from stoker.loader.loader import Loader
+from stoker.ownership import SIGNATURE, writing
 from stoker.report import Progress, Silent
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
@@ -152,22 +153,18 @@ def write_parquet(
         progress: Told about rows.
     """
     path, progress = Path(path), progress or Silent()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        num_rows = _write(temporary, predictions, about, progress)
-        temporary.replace(path)
+        with writing(path) as temporary:
+            num_rows = _write(temporary, predictions, about, progress)
     except OSError as error:
         if isinstance(error, StoreError):
             raise
         raise StoreError(
             f"cannot write {path}: {error.strerror or error}.",
             "a folder with room and write permission",
-            f"df -h {path.parent}",
+            command("df", "-h", path.parent),
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
     return num_rows
 
 
@@ -211,5 +208,6 @@ def _as_rows(predicted: Predicted, about: Mapping[str, Any]) -> pa.RecordBatch:
         arrays.append(flat)
         more = {"shape": json.dumps(list(shape))} if len(shape) > 1 else None
         fields.append(pa.field(name, flat.type, metadata=more))
-    schema = pa.schema(fields, metadata={"stoker": json.dumps(about)})
+    about = masked_values(about)
+    schema = pa.schema(fields, metadata={"stoker": json.dumps(about), SIGNATURE: "1"})
     return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -163,7 +163,8 @@ class Ranks:
         if own is not None and self.rank == failed[0]:
             raise own
         words, code = told[failed[0]]
-        theirs = OtherRankError(f"rank {failed[0]}: {words}")
+        first, *rest = words.splitlines() or [""]
+        theirs = OtherRankError(f"rank {failed[0]}: {first}", details=rest)
         theirs.exit_code = code
         raise theirs
 

@@ -14,7 +14,11 @@ import weakref
 from pathlib import Path
 from typing import Self
 
+from stoker.display import command
 from stoker.errors import StoreError
+from stoker.ownership import empty_file, open_own_file
+
+_BEGINNING = b"process "
 
 
 class RunLock:
@@ -39,12 +43,12 @@ class RunLock:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            file = open_own_file(self.folder / "lock", os.O_RDWR, _is_lock, "the lock of the run")
         except OSError as error:
             raise StoreError(
                 f"cannot make the run directory {self.folder}: {error.strerror}.",
                 "a folder with write permission",
-                f"ls -ld {self.folder.parent}",
+                command("ls", "-ld", self.folder.parent),
             ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -52,7 +56,7 @@ class RunLock:
             holder = os.pread(file, 300, 0).decode(errors="replace").strip()
             os.close(file)
             raise self._refused(error, holder) from error
-        os.ftruncate(file, 0)
+        empty_file(file)
         os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._file = file
         _held.add(self)
@@ -74,7 +78,7 @@ class RunLock:
     def release(self) -> None:
         """Give the directory back; a second call does nothing."""
         if self._file >= 0:
-            os.ftruncate(self._file, 0)
+            empty_file(self._file)
             self._close()
             _held.discard(self)
 
@@ -87,6 +91,10 @@ class RunLock:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def _is_lock(file: int) -> bool:
+    return os.pread(file, len(_BEGINNING), 0) == _BEGINNING
 
 
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()

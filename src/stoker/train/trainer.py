@@ -623,6 +623,8 @@ class Trainer:
                 "an empty folder, or the run to go on with",
                 "fit(resume=True), or another run_dir",
             )
+        if not resume:
+            self._checkpoints.check_names()
 
     def _write(self, event: str, values: Mapping[str, Any], step: int | None = None) -> None:
         if self._log is not None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stoker.display import quoted
 from stoker.errors import SourceError, require_file
 from stoker.sources.bars.dialects import PRICES, find_dialect
 from stoker.sources.bars.reading import read_head
@@ -38,7 +39,7 @@ class BarFile:
             raise SourceError(
                 f"{str(text)!r} does not name a symbol and a timeframe.",
                 "names such as EURUSD_M5.csv, EURUSD-H1.csv.gz, EURUSD15.csv",
-                f"EURUSD:M5={text}",
+                quoted(f"EURUSD:M5={text}"),
             )
         return cls(Path(text), found_symbol, found_timeframe)
 

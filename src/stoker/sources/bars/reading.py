@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 
+from stoker.display import command
 from stoker.errors import Refusal, SourceError, require_file
 from stoker.sources.bars.dialects import (
     PRICES,
@@ -138,7 +139,10 @@ def read_head(path: Path, num_bytes: int = 131_072) -> tuple[bytes, int]:
         raw = stream.read(num_bytes)
     head = raw
     if raw[:2] == b"\x1f\x8b":
-        head = zlib.decompressobj(wbits=31).decompress(raw)
+        try:
+            head = zlib.decompressobj(wbits=31).decompress(raw)
+        except zlib.error as error:
+            raise _damaged(path, error) from error
     text = _as_utf8(head)
     text = text[: text.rfind(b"\n") + 1] if size > len(raw) else text
     return _unquote(text), int(size * len(head) / max(1, len(raw)))
@@ -166,10 +170,14 @@ def _gunzip(data: bytes, path: Path) -> tuple[bytes, str | None]:
             if not member.eof:
                 cut = "the gzip file ends early: the last line and what followed are lost"
     except zlib.error as error:
-        raise SourceError(
-            f"{path} is damaged: {error}.", "a whole gzip file", f"gzip -t {path}"
-        ) from error
+        raise _damaged(path, error) from error
     return b"".join(out), cut
+
+
+def _damaged(path: Path, error: zlib.error) -> SourceError:
+    return SourceError(
+        f"{path} is damaged: {error}.", "a whole gzip file", command("gzip", "-t", path)
+    )
 
 
 def _as_utf8(data: bytes) -> bytes:

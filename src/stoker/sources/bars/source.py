@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from stoker.display import quoted
 from stoker.errors import InputError, SourceError
 from stoker.sources.bars.features import (
     Features,
@@ -245,7 +246,7 @@ class BarsSource:
             raise SourceError(
                 f"{symbol} has no file for {', '.join(missing)}.",
                 "a file per window",
-                f"add {symbol}_{missing[0]}.csv, or leave {missing[0]} out of --windows",
+                f"add {quoted(f'{symbol}_{missing[0]}.csv')}, or leave {missing[0]} out of --windows",
             )
         return grouped
 

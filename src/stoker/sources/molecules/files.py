@@ -28,6 +28,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from stoker.display import command
 from stoker.errors import SourceError
 from stoker.store.fields import Array
 
@@ -191,7 +192,7 @@ def _home_of(path: Path) -> MolHome:
     raise SourceError(
         f"MOL files {str(path)!r} {given} a folder, a zip or an .sdf file.",
         "a folder of .mol files, a .zip of them, or one .sdf",
-        f"ls {path.parent}",
+        command("ls", path.parent),
     )
 
 
@@ -228,7 +229,7 @@ def _zip_entries(path: Path) -> Iterator[_Entry]:
             members = archive.infolist()
     except (zipfile.BadZipFile, OSError) as error:
         raise SourceError(
-            f"the zip {str(path)!r} cannot be read: {error}", "", f"unzip -t {path}"
+            f"the zip {str(path)!r} cannot be read: {error}", "", command("unzip", "-t", path)
         ) from error
     for member in members:
         name = member.filename
@@ -241,7 +242,7 @@ def _zip_entries(path: Path) -> Iterator[_Entry]:
             raise SourceError(
                 f"{name!r} in {str(path)!r} is encrypted or packed by a method we do not read.",
                 "stored or deflated members",
-                f"unzip {path} -d mols, then --mol-dir mols",
+                f"{command('unzip', path, '-d', 'mols')}, then --mol-dir mols",
             )
         place = (member.header_offset, member.compress_size, member.compress_type, member.CRC)
         yield (name.rpartition("/")[2][:-4],), name, place

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stoker.display import command
 from stoker.errors import SourceError
 from stoker.sources.msp.keys import WHITESPACE, HeaderReader, flags_of
 from stoker.sources.msp.text import (
@@ -129,7 +130,7 @@ def _unzipped(path: Path) -> Iterator[bytes]:
         raise SourceError(
             f"{str(path)!r} is a damaged gzip file: {error}",
             "a complete gzip file",
-            f"gzip -t {path}, then copy or download it again",
+            f"{command('gzip', '-t', path)}, then copy or download it again",
         ) from error
 
 
@@ -144,7 +145,7 @@ def _without_bom(raw: bytes, path: Path) -> bytes:
         raise SourceError(
             f"{str(path)!r} is UTF-16 text.",
             "UTF-8 or Latin-1",
-            f"iconv -f UTF-16 -t UTF-8 {path} > utf8.msp",
+            f"{command('iconv', '-f', 'UTF-16', '-t', 'UTF-8', path)} > utf8.msp",
         )
     return raw.removeprefix(UTF8_BOM)
 
@@ -154,7 +155,7 @@ def no_ranges(path: Path) -> SourceError:
     return SourceError(
         f"{str(path)!r} is gzipped, so it has no byte ranges.",
         "read_msp over the whole file, or an uncompressed file",
-        f"gunzip -k {path}",
+        command("gunzip", "-k", path),
     )
 
 
@@ -163,7 +164,7 @@ def overlong(path: Path) -> SourceError:
     return SourceError(
         f"{str(path)!r} has a line of more than {MAX_LINE_BYTES >> 20} MiB.",
         "text with one peak, or some peaks, per line",
-        f"file {path}",
+        command("file", path),
     )
 
 

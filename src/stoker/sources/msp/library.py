@@ -20,6 +20,7 @@ from typing import IO, Literal, NamedTuple
 import numpy as np
 
 from stoker.errors import InputError, Refusal, require_file
+from stoker.ownership import never, writing
 from stoker.sources.msp.blocks import (
     CHUNK_BYTES,
     MAX_LINE_BYTES,
@@ -342,13 +343,16 @@ def write_msp(batches: Iterable[SpectrumBatch], file: str | Path | IO[str]) -> N
 
     Args:
         batches: For example from `read_msp`.
-        file: A path, written as UTF-8, or an open text file.
+        file: A path that does not exist yet, written as UTF-8, or an open text file.
 
     Raises:
-        InputError: When a key of `meta` could not be read back.
+        InputError: When a key of `meta` could not be read back, or the file exists.
     """
     if isinstance(file, str | Path):
-        with Path(file).open("w", encoding="utf-8", newline="\n") as stream:
+        with (
+            writing(file, never) as temporary,
+            temporary.open("x", encoding="utf-8", newline="\n") as stream,
+        ):
             write_msp(batches, stream)
         return
     for batch in batches:

@@ -1,0 +1,52 @@
+"""Files that a verb writes: refused before any work when they could not be written afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from stoker.display import command, quoted
+
+
+def require_output(
+    path: Path | None,
+    option: str,
+    inputs: Sequence[Path | None] = (),
+    *,
+    force: bool | None = None,
+    is_ours: Callable[[Path], bool] | None = None,
+) -> None:
+    """Refuse an output that is an input, a folder, in no folder, or somebody else's file.
+
+    Args:
+        path: As given; None is fine.
+        option: The name to use in messages, such as "--html".
+        inputs: What the same command reads.
+        force: For files that people edit, such as configs: whether --force was given. None: the verb
+            has no such option, and what stoker wrote before is replaced.
+        is_ours: Whether an existing file may be replaced; by default one with stoker's signature.
+    """
+    from stoker.errors import InputError
+    from stoker.ownership import always, check_output, has_signature
+
+    if path is None:
+        return
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        given = f"{path} is a folder." if path.is_dir() else f"there is no folder {path.parent}."
+        fix = (
+            f"{option} {quoted(path / 'FILE')}"
+            if path.is_dir()
+            else command("mkdir", "-p", path.parent)
+        )
+        raise InputError(f"{option}: {given}", "a file in a folder that exists", fix)
+    read = [given for given in inputs if given is not None]
+    try:
+        check_output(path, read, always if force is not None else is_ours or has_signature)
+    except InputError as error:
+        raise InputError(f"{option}: {error.given}", error.allowed, error.fix) from error
+    if force is False and path.exists():
+        raise InputError(
+            f"{path} exists.",
+            "a new file, or --force to replace it",
+            f"{option} {quoted(path)} --force",
+        )

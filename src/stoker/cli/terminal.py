@@ -1,0 +1,86 @@
+"""What reaches a terminal: text as it is, and nothing else.
+
+Enters: lines and tables that hold names from files, and messages of servers. Leaves: the same without control
+characters, without rich's markup, and without passwords, on stdout or stderr; JSON for `--json`. Costs the import
+of rich, where a table or a style is wanted.
+
+Every verb prints through here, so that one place decides. A string is one line: what it holds of line ends is
+shown escaped. Whoever wants two lines prints two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from stoker.address import masked_values
+from stoker.display import printable, secret_hint
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+
+def echo(line: str, *, err: bool = False) -> None:
+    """Print a line."""
+    typer.echo(printable(line), err=err)
+
+
+def echo_lines(text: str) -> None:
+    """Print a text of our own making, such as a config, line by line."""
+    for line in text.splitlines():
+        echo(line.expandtabs())
+
+
+def print_json(document: Any, indent: int | None = None) -> None:
+    """Print a JSON document, without the passwords of URLs; JSON escapes what a terminal would obey."""
+    typer.echo(json.dumps(masked_values(document), indent=indent))
+
+
+def styled(text: str, style: str = "") -> Text:
+    """Return a line with a style, for a console or a table."""
+    from rich.text import Text
+
+    return Text(printable(text), style)
+
+
+def make_console(*, stderr: bool = False, width: int = 160, soft_wrap: bool = False) -> Console:
+    """Return a console that shows strings as they are.
+
+    Args:
+        stderr: Instead of stdout.
+        width: Where it is no terminal: a pipe has none, and lines should not be folded at 80.
+        soft_wrap: Leave it to the terminal to fold lines.
+    """
+    kind = _console_kind()
+    console: Console = kind(stderr=stderr, soft_wrap=soft_wrap)
+    return console if console.is_terminal else kind(stderr=stderr, soft_wrap=soft_wrap, width=width)
+
+
+@cache
+def _console_kind() -> Any:
+    from rich.console import Console
+
+    class Plain(Console):
+        """Neither markup, emoji codes nor colours of its own; strings lose what a terminal would obey."""
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+        def render_str(self, text: str, **options: Any) -> Text:
+            """Make the text of a string, which is what rich does with every line, cell and title."""
+            return super().render_str(printable(text), **options)
+
+    return Plain
+
+
+def print_commands(console: Console, commands: Sequence[str]) -> None:
+    """Print commands to type next, and what to do where a password was left out of one."""
+    for words in commands:
+        console.print(f"  {words}", soft_wrap=True)
+    if hint := secret_hint(" ".join(commands)):
+        console.print(f"  {hint}", soft_wrap=True)

@@ -1,0 +1,100 @@
+"""Text that people read or type again: without control characters and secrets, quoted for a shell.
+
+Enters: names and messages that hold whatever a file or a server put into them. Leaves: one line that a terminal
+shows as it is, a word that a shell takes as one word, JSON without raw control characters. Costs a few
+microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from pathlib import PurePath
+
+from stoker.address import MARK, masked, shown
+
+# Control characters, what turns the direction of text around, line ends of Unicode, what cannot be seen, and
+# halves of characters (bytes of a file name that are not UTF-8). Joiners stay: scripts and emoji need them.
+UNPRINTABLE = (
+    r"\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    r"\ud800-\udfff\U0001d173-\U0001d17a\U000e0000-\U000e007f"
+)
+_UNPRINTABLE = re.compile(f"[{UNPRINTABLE}]")
+_WORDS = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+def printable(text: str) -> str:
+    """Return `text` as one line that is safe to show: control characters escaped, secrets left out."""
+    return _UNPRINTABLE.sub(_escaped, masked(text))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    letter = match[0]
+    code = ord(letter)
+    if letter in _WORDS:
+        return _WORDS[letter]
+    if 0xDC80 <= code <= 0xDCFF:  # a byte of a file name
+        return f"\\x{code - 0xDC00:02x}"
+    return (
+        f"\\x{code:02x}"
+        if code < 0x100
+        else f"\\u{code:04x}"
+        if code < 0x10000
+        else f"\\U{code:08x}"
+    )
+
+
+def escaped_json(text: str) -> str:
+    """Return a JSON text that can be printed: letters as they are, what a terminal would obey escaped."""
+    return _UNPRINTABLE.sub(_escaped_in_json, text)
+
+
+def _escaped_in_json(match: re.Match[str]) -> str:
+    # Inside strings `json` has escaped line ends already; the others are its own.
+    return match[0] if match[0] == "\n" else json.dumps(match[0])[1:-1]
+
+
+# -- commands ------------------------------------------------------------------------------------
+
+
+def quoted(word: object) -> str:
+    """Return a word of a command as a shell takes it: one word, whatever is in it.
+
+    A URL loses its secrets. A path that begins with a dash gets `./`, so that it is no option.
+    """
+    text = shown(word) if isinstance(word, str | PurePath) else str(word)  # type: ignore[arg-type]
+    text = masked(text)
+    if isinstance(word, PurePath) and text.startswith("-"):
+        text = f"./{text}"
+    if not _UNPRINTABLE.search(text):
+        return shlex.quote(text)
+    return "$'" + "".join(map(_in_dollar_quotes, text)) + "'"
+
+
+def _in_dollar_quotes(letter: str) -> str:
+    """Return a letter as it stands between `$'` and `'`, which bash, zsh and POSIX shells know."""
+    if letter in "\\'":
+        return f"\\{letter}"
+    if not _UNPRINTABLE.match(letter):
+        return letter
+    # Octal: unlike \x it has a fixed length in every shell.
+    return _WORDS.get(letter) or "".join(f"\\{byte:03o}" for byte in _bytes_of(letter))
+
+
+def _bytes_of(letter: str) -> bytes:
+    try:
+        return os.fsencode(letter)
+    except UnicodeEncodeError:  # half of a character that no file name can hold
+        return letter.encode("utf-8", "surrogatepass")
+
+
+def command(*words: object) -> str:
+    """Return a command to type, each word quoted."""
+    return " ".join(map(quoted, words))
+
+
+def secret_hint(text: str) -> str:
+    """Return what to say behind a command in which a password was left out; else nothing."""
+    return f"({MARK} is a password that is not shown)" if MARK in text else ""

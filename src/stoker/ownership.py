@@ -1,0 +1,507 @@
+"""What is ours on a disk; the only code that deletes, empties, truncates or replaces anything.
+
+Enters: paths. Leaves: the change, or a refusal that names what stands in the way. Costs: a look at the
+entries concerned.
+
+Three proofs that something is ours, each written by us:
+- a folder holds the file `.stoker` (`Mark`): its kind, its id, and the names of the files that go with it;
+- a file under a name that the user chose holds `SIGNATURE` in its first or last bytes;
+- a file that stoker alone writes (a checkpoint, a run log, a lock) has the content that stoker writes there.
+
+Whatever lacks a proof is refused, never changed. Links are not followed: a link is removed as a link, and
+an output through a link is written where the link leads, under the same rules. Other file systems mounted
+below a folder are not entered.
+
+Every new file is written under a temporary name beside its target and renamed when it is whole
+(`writing`); a process that is killed meanwhile leaves the target as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import secrets
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from stoker import lifetime
+from stoker.display import quoted
+from stoker.errors import InputError
+
+MARK_NAME = ".stoker"
+SIGNATURE = "made-by-stoker"
+"""Stands in every file that stoker writes under a name which the user chose."""
+_SIGNED_BYTES = 1 << 18
+_MARK_BYTES = 16 << 20
+_TEMPORARY = "temporary"
+_LISTED = 3
+
+IsOurs = Callable[[Path], bool]
+
+
+# -- marks of folders ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What the file `.stoker` in a folder says.
+
+    Attributes:
+        kind: "store", "pack", "cache", "run", "demo", "temporary".
+        id: Told to nobody but the folder and what belongs to it (its manifest, its index).
+        files: Names of the files that belong to it; empty where the kind decides.
+    """
+
+    kind: str
+    id: str
+    files: tuple[str, ...] = ()
+
+
+def read_mark(folder: Path, kind: str) -> Mark | None:
+    """Return the mark of a folder of ours; None where there is none of this kind."""
+    try:
+        descriptor = os.open(folder / MARK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            found = json.loads(file.read(_MARK_BYTES))
+        mark = Mark(str(found["kind"]), str(found["id"]), tuple(map(str, found.get("files", ()))))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return mark if mark.kind == kind else None
+
+
+def write_mark(folder: Path, mark: Mark) -> Mark:
+    """Mark a folder as ours; one that has a mark of another kind is refused.
+
+    The caller has made the folder, or found it empty, or knows what in it is ours.
+    """
+    path = folder / MARK_NAME
+    text = json.dumps({SIGNATURE: True, "kind": mark.kind, "id": mark.id, "files": mark.files})
+    with writing(path, lambda _: read_mark(folder, mark.kind) is not None) as temporary:
+        write_new(temporary, text + "\n")
+    return mark
+
+
+def claim_folder(folder: Path, kind: str, what: str) -> Mark:
+    """Make a folder of ours, or take one that has our mark or is empty.
+
+    Args:
+        folder: Made with its parents where missing.
+        kind: See `Mark`.
+        what: What it is for, for the message.
+
+    Raises:
+        InputError: It is a link, a file, or a folder with other things in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_symlink() or not folder.is_dir():
+        raise refused(folder, f"{what} has to be a folder of its own")
+    if (mark := read_mark(folder, kind)) is not None:
+        return mark
+    names = (path.name for path in folder.iterdir())
+    others = [name for name in names if not _is_temporary_of(name, MARK_NAME)]
+    if others:
+        raise refused(folder, f"stoker needs this name for {what}", others)
+    return write_mark(folder, Mark(kind, secrets.token_hex(16)))
+
+
+def refused(path: Path, why: str, others: Collection[str] = ()) -> InputError:
+    """Return the error for something that is not ours."""
+    if others:
+        shown = ", ".join(repr(name) for name in sorted(others)[:_LISTED])
+        more = f" and {len(others) - _LISTED:,} more" if len(others) > _LISTED else ""
+        given = f"{path} holds {shown}{more}, which stoker did not write; {why}."
+    else:
+        given = f"{path} was not made by stoker; {why}."
+    return InputError(
+        given,
+        "stoker deletes and replaces only what it wrote",
+        "move it away, or choose another name",
+    )
+
+
+# -- removing --------------------------------------------------------------------------------------
+
+
+def foreign_entries(folder: Path, is_ours: Callable[[str], bool]) -> list[str]:
+    """Return the entries below `folder` that are not ours, by their paths in it.
+
+    Args:
+        folder: A real folder.
+        is_ours: Given the path of an entry below the folder: "built/" or "built/shard-00000.h5".
+            A folder that is not ours is not looked into.
+    """
+    return _sweep(folder, "", is_ours, folder.stat().st_dev, remove=False)
+
+
+def remove_folder(
+    folder: Path, mark: Mark, is_ours: Callable[[str], bool], keep: Collection[str] = ()
+) -> list[str]:
+    """Remove a marked folder; entries that are not ours stay, and with them the folder and its mark.
+
+    Args:
+        folder: Where it lies; not a link.
+        mark: As `claim_folder` or `read_mark` gave it; the folder must still carry it.
+        is_ours: See `foreign_entries`.
+        keep: Entries that stay, by the same paths.
+
+    Returns:
+        What was left because it is not ours.
+    """
+    if folder.is_symlink() or read_mark(folder, mark.kind) != mark:
+        raise refused(folder, "its mark is gone")
+    left = _sweep(
+        folder,
+        "",
+        lambda name: name not in keep and is_ours(name),
+        folder.stat().st_dev,
+        remove=True,
+    )
+    if not left:
+        # The mark goes last, so that what a kill leaves is still known as ours.
+        (folder / MARK_NAME).unlink(missing_ok=True)
+        folder.rmdir()
+    return [name for name in left if name not in keep]
+
+
+def _sweep(
+    here: Path, inside: str, is_ours: Callable[[str], bool], device: int, *, remove: bool
+) -> list[str]:
+    """Return what is not ours below `here`; with `remove`, remove all else."""
+    left: list[str] = []
+    with os.scandir(here) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        path = Path(entry.path)
+        is_folder = entry.is_dir(follow_symlinks=False)
+        name = f"{inside}{entry.name}{'/' if is_folder else ''}"
+        if name == MARK_NAME:
+            continue
+        if not is_ours(name):
+            left.append(name)
+        elif not is_folder:
+            if remove:
+                path.unlink(missing_ok=True)
+        elif entry.stat(follow_symlinks=False).st_dev != device or is_mount_point(path):
+            left.append(name)
+        else:
+            below = _sweep(path, name, is_ours, device, remove=remove)
+            left += below
+            if remove and not below:
+                path.rmdir()
+    return left
+
+
+def remove_file(path: Path, is_ours: IsOurs) -> bool:
+    """Remove a file that is ours; return whether it is gone. A link is removed as a link."""
+    try:
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)) or not is_ours(path):
+            return False
+        path.unlink()
+    except FileNotFoundError:
+        return True
+    return True
+
+
+def remove_empty_folder(folder: Path) -> None:
+    """Remove a folder that has nothing in it; one that has raises."""
+    folder.rmdir()
+
+
+def empty_file(descriptor: int, size: int = 0) -> None:
+    """Cut an open file that is ours to `size` bytes."""
+    os.ftruncate(descriptor, size)
+
+
+def open_own_file(path: Path, flags: int, is_ours: Callable[[int], bool], what: str) -> int:
+    """Open a file that stoker alone writes, such as a lock; make it where it is missing.
+
+    Args:
+        path: Not a link: what it leads to is not ours.
+        flags: As for `os.open`, without O_TRUNC.
+        is_ours: Given the descriptor of a file that is not empty: whether stoker wrote it.
+        what: For the message, such as "the lock of the run".
+    """
+    extra = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_CREAT | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags | extra, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise refused(path, f"stoker needs this name for {what}") from error
+        raise
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or (found.st_size and not is_ours(descriptor)):
+        os.close(descriptor)
+        raise refused(path, f"stoker needs this name for {what}")
+    return descriptor
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def has_signature(path: Path) -> bool:
+    """Whether a file says, in its first or last 256 KiB, that stoker wrote it."""
+    with path.open("rb") as file:
+        head = file.read(_SIGNED_BYTES)
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _SIGNED_BYTES))
+        return SIGNATURE.encode() in head + file.read(_SIGNED_BYTES)
+
+
+def check_output(
+    path: str | Path, inputs: Iterable[str | Path] = (), is_ours: IsOurs = has_signature
+) -> Path:
+    """Return the real path of a file that is about to be written, or refuse it before any work.
+
+    Args:
+        path: As the user named it. A link is followed.
+        inputs: Files that the same command reads.
+        is_ours: Whether an existing file may be replaced.
+
+    Raises:
+        InputError: It is an input, a folder, a device, or a file that stoker did not write.
+    """
+    path = Path(path)
+    for given in inputs:
+        with contextlib.suppress(OSError):
+            if path.samefile(given):
+                raise InputError(
+                    f"{path} is read by this command, and would be replaced by what it writes.",
+                    "an output that is no input",
+                    "choose another name for the output",
+                )
+    target = path.resolve() if path.is_symlink() else path
+    try:
+        mode = target.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return target
+    if stat.S_ISDIR(mode):
+        raise InputError(f"{path} is a folder.", "the name of a file", quoted(path / "NAME"))
+    if not stat.S_ISREG(mode):
+        raise InputError(
+            f"{path} is not a plain file.", "the name of a file", "choose another name"
+        )
+    if not is_ours(target):
+        raise InputError(
+            f"{path} exists, and stoker did not write it.",
+            "a new name, or a file that stoker wrote before",
+            "choose another name, or move the file away",
+        )
+    return target
+
+
+@contextlib.contextmanager
+def writing(path: str | Path, is_ours: IsOurs = has_signature) -> Iterator[Path]:
+    """Lend the name of a temporary file beside `path`; when the block ends well, it becomes `path`.
+
+    Blocks until the bytes are on the disk. When the block fails, or the process is killed, `path` is as
+    it was before.
+
+    Args:
+        path: The file to make or replace.
+        is_ours: Whether an existing file may be replaced.
+
+    Raises:
+        InputError: See `check_output`.
+    """
+    target = check_output(path, is_ours=is_ours)
+    temporary, token = _temporary_beside(target)
+    lifetime.remember(temporary, token, start=lifetime.is_command)
+    try:
+        yield temporary
+        fsync(temporary)
+        rename_over(temporary, target, is_ours)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        lifetime.forget(temporary)
+
+
+def rename_over(file: Path, target: Path, is_ours: IsOurs) -> None:
+    """Give a whole file of ours its name, in the place of an older one that is ours."""
+    check_output(target, is_ours=is_ours)  # somebody else may have made it meanwhile
+    file.replace(target)
+    fsync(target.parent)
+
+
+def write_text(
+    path: str | Path, text: str, is_ours: IsOurs = has_signature, *, private: bool = False
+) -> None:
+    """Make `path` from `text`, or leave it untouched; see `writing`. Only its owner may read a `private` one."""
+    with writing(path, is_ours) as temporary:
+        write_new(temporary, text, private=private)
+
+
+def write_new(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a file that does not exist yet."""
+    with path.open("x", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        if private:
+            os.fchmod(file.fileno(), 0o600)
+        file.write(text)
+
+
+def always(path: Path) -> bool:  # noqa: ARG001
+    """`is_ours` for files below a folder that is ours."""
+    return True
+
+
+def never(path: Path) -> bool:  # noqa: ARG001
+    """`is_ours` for an output that replaces nothing."""
+    return False
+
+
+def is_temporary(name: str) -> bool:
+    """Whether `writing` gives such names: `.NAME.TOKEN.tmp`."""
+    stem, _, token = name.removesuffix(".tmp").rpartition(".")
+    hexadecimal = len(token) == 8 and not set(token) - set("0123456789abcdef")
+    return name.endswith(".tmp") and stem.startswith(".") and hexadecimal
+
+
+def _is_temporary_of(name: str, target: str) -> bool:
+    return is_temporary(name) and name.startswith(f".{target}.")
+
+
+def remove_temporaries(folder: Path, belongs: Callable[[str], bool] = lambda _: True) -> None:
+    """Remove what killed writers left in `folder`; the caller knows that no writer is at work.
+
+    Args:
+        folder: Where to look.
+        belongs: Given the name that the temporary file would have got.
+    """
+    for path in folder.glob(".*.tmp"):
+        if is_temporary(path.name) and belongs(path.name[1:].rsplit(".", 2)[0]):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _temporary_beside(target: Path) -> tuple[Path, str]:
+    token = secrets.token_hex(4)
+    name = target.name
+    while len(os.fsencode(name)) > 200:  # a name may have 255 bytes
+        name = name[:-1]
+    return target.with_name(f".{name}.{token}.tmp"), token
+
+
+def name_again(path: Path, name: Path, is_ours: IsOurs) -> bool:
+    """Make `name` a second name of `path`: a hard link, or a relative link where the disk has none.
+
+    Returns:
+        Whether it was done; False where the disk has no links at all, or `name` is not ours.
+    """
+    if name.exists() and name.samefile(path):
+        return True
+    if os.path.lexists(name) and not is_ours(name):
+        return False
+    temporary, token = _temporary_beside(name)
+    lifetime.remember(temporary, token, start=lifetime.is_command)
+    try:
+        for link in (os.link, lambda old, new: new.symlink_to(old.name)):
+            with contextlib.suppress(OSError):
+                link(path, temporary)
+                temporary.replace(name)
+                return True
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        lifetime.forget(temporary)
+
+
+def fsync(path: Path) -> None:
+    """Force a file's or folder's bytes to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems without it
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# -- folders that change places --------------------------------------------------------------------
+
+_AT_FDCWD = -100
+_NOREPLACE, _EXCHANGE = 1, 2
+_UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two folders change places in one step; False where the kernel or the disk cannot."""
+    return _renameat2(one, other, _EXCHANGE)
+
+
+def move_folder(folder: Path, target: Path) -> None:
+    """Give a folder a name that nothing has, or that an empty folder has."""
+    if not target.is_dir() and _renameat2(folder, target, _NOREPLACE):
+        return
+    folder.rename(target)  # over an empty folder; one that is not empty raises
+
+
+def _renameat2(one: Path, other: Path, flags: int) -> bool:
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if sys.platform != "linux" or call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def is_mount_point(path: Path) -> bool:
+    """Whether another disk or folder is mounted at `path`; such a folder cannot be renamed."""
+    if os.path.ismount(path):
+        return True
+    try:  # a folder bound to another place of the same disk
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:
+        return False
+    places = {line.split()[4].decode("unicode_escape") for line in lines}
+    return os.fsencode(path.resolve()).decode("latin-1") in places
+
+
+# -- temporary folders -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str = "stoker-") -> Iterator[Path]:
+    """Lend a folder that is gone afterwards, also when this process is killed."""
+    mark = Mark(_TEMPORARY, secrets.token_hex(16))
+    folder = Path(tempfile.gettempdir(), f"{prefix}{secrets.token_hex(6)}").absolute()
+    lifetime.remember(folder, mark.id)
+    folder.mkdir(mode=0o700)
+    write_mark(folder, mark)
+    try:
+        yield folder
+    finally:
+        remove_leftover(str(folder), mark.id)
+        lifetime.forget(folder)
+
+
+@contextlib.contextmanager
+def unnamed_file(folder: Path) -> Iterator[IO[bytes]]:
+    """Lend a file in `folder` without a name, where the disk has such; gone when it is closed."""
+    with tempfile.TemporaryFile(dir=folder, prefix=".stoker-") as file:
+        yield file
+
+
+def remove_leftover(path: str, mark_id: str) -> None:
+    """Remove a temporary folder or file whose mark or name has this id."""
+    place = Path(path)
+    mark = read_mark(place, _TEMPORARY)
+    if mark is not None and mark.id == mark_id and not place.is_symlink():
+        shutil.rmtree(place, ignore_errors=True)
+    elif place.is_dir() and not place.is_symlink() and not any(place.iterdir()):
+        place.rmdir()  # killed before it was marked
+    elif is_temporary(place.name) and place.name.endswith(f".{mark_id}.tmp"):
+        place.unlink(missing_ok=True)
