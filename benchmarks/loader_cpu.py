@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from harness import publish, seconds_of, side_by_side
-from stoker.loader.chunk_door import ChunkDataLoader
+from stoker.compat.chunk_loader import ChunkDataLoader
 from stoker.loader.loader import Loader
 
 STEPS, FEATURES, TARGETS = 60, 64, 36

@@ -21,8 +21,8 @@ import torch
 
 from harness import publish
 from stoker.loader.loader import Loader
-from stoker.recipes.forex import ForexRecipe
-from stoker.recipes.segmentation import SegmentationRecipe
+from stoker.recipes.forex.recipe import ForexRecipe
+from stoker.recipes.segmentation.recipe import SegmentationRecipe
 from stoker.store.fields import Dense
 from stoker.store.reader import Store
 from stoker.train.trainer import Trainer

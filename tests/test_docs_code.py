@@ -174,7 +174,7 @@ SMALLER = {
 def _carry(state: dict) -> None:
     """The second example of the forex page is about a job that carries its state."""
     from stoker import Loader, open_store
-    from stoker.recipes.forex import ForexRecipe
+    from stoker.recipes.forex.recipe import ForexRecipe
 
     store = open_store("eurusd.store")
     options = {"d_model": 8, "stateful": True, "carried": ["M5"], "lanes": 2}

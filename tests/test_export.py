@@ -23,12 +23,12 @@ from stoker.cli.main import app
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
 from stoker.loader.loader import Loader
 from stoker.ownership import SIGNATURE
-from stoker.recipes import export_onnx
+from stoker.recipes.export import onnx_file as export_onnx
 from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
 from stoker.recipes.catalogue import choose_recipe
-from stoker.recipes.export import export_trained
-from stoker.recipes.export_graph import Deployed, Sizes, deploy
-from stoker.recipes.export_repairs import Repairs
+from stoker.recipes.export.graph import Deployed, Sizes, deploy
+from stoker.recipes.export.repairs import Repairs
+from stoker.recipes.export.trained import export_trained
 from stoker.recipes.inference import load_trained, quantize_trained
 from stoker.store.repairs import apply_repairs, fit_repairs, parse_repair
 from stoker.train.checkpoint import Checkpoints

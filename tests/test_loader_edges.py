@@ -15,10 +15,10 @@ import h5py
 import numpy as np
 import pytest
 
-from stoker.basics import PrefetchingDataLoader
+from stoker.compat.basics import PrefetchingDataLoader
+from stoker.compat.chunk_loader import ChunkDataLoader
 from stoker.errors import InputError, StokerError
 from stoker.loader.batch import Batch
-from stoker.loader.chunk_door import ChunkDataLoader
 from stoker.loader.lanes import plan_store_lanes
 from stoker.loader.loader import Loader
 from stoker.loader.staging import OnceFlag

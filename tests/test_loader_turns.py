@@ -11,9 +11,9 @@ import time
 import pytest
 import torch
 
+from stoker.compat.chunk_loader import ChunkDataLoader
 from stoker.errors import InputError
 from stoker.loader.background import JANITOR, Background
-from stoker.loader.chunk_door import ChunkDataLoader
 from stoker.loader.loader import Loader
 from stoker.store.arrays import StoredArray
 from test_loader_edges import targets_of, write_numbered

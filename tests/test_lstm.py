@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from stoker.recipes.lstm import can_run, run_lstm
+from stoker.recipes.forex.lstm import can_run, run_lstm
 
 PARITY = Path(__file__).parent / "parity" / "test_lstm_kernels.py"
 

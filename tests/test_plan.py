@@ -14,6 +14,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from stoker.compat.published import (
+    five_timeframe_windows,
+    one_series_windows,
+    published_cards,
+    published_counts,
+)
 from stoker.errors import InputError, StoreError
 from stoker.plan import (
     MIN_CHUNK_BATCHES,
@@ -27,12 +33,6 @@ from stoker.plan import (
     make_plan,
     recommended_batch_size,
     store_facts,
-)
-from stoker.plan.published import (
-    five_timeframe_windows,
-    one_series_windows,
-    published_cards,
-    published_counts,
 )
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 from stoker.units import GB, GIB, MB
@@ -478,5 +478,5 @@ def test_verb_needs_a_store_that_exists(tmp_path):
 
 
 def test_planning_loads_no_torch():
-    code = "import sys, stoker.plan.published as p; p.published_cards(); sys.exit('torch' in sys.modules)"
+    code = "import sys, stoker.compat.published as p; p.published_cards(); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,8 +15,7 @@ from stoker.errors import InputError, QualityError
 from stoker.loader.batch import Batch
 from stoker.loader.loader import Loader
 from stoker.recipes.contract import Job, Metrics
-from stoker.recipes.forex import ForexOptions, ForexRecipe
-from stoker.recipes.forex_labels import (
+from stoker.recipes.forex.labels import (
     ForexMetrics,
     LabelPlan,
     find_baseline,
@@ -24,7 +23,8 @@ from stoker.recipes.forex_labels import (
     make_labels,
     plan_labels,
 )
-from stoker.recipes.forex_model import ForexModel, Recurrent, SeriesInput
+from stoker.recipes.forex.model import ForexModel, Recurrent, SeriesInput
+from stoker.recipes.forex.recipe import ForexOptions, ForexRecipe
 from stoker.recipes.metrics import ClassCounts, MaskedMean
 from stoker.recipes.options import parse_options
 from stoker.recipes.schedule import cosine_factor, make_adamw

@@ -23,15 +23,23 @@ from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.loader.splits import select_samples
 from stoker.packing import PackOptions, pack
-from stoker.recipes import spectra_metrics
-from stoker.recipes.distillation import DistillationLoss, cosine_loss, soften, temperature_at
-from stoker.recipes.massspec import (
-    MassSpecRecipe,
-    MassSpecTeacherRecipe,
-    check_apart,
-    split_compounds,
+from stoker.recipes.massspec import metrics as spectra_metrics
+from stoker.recipes.massspec.distillation import (
+    DistillationLoss,
+    cosine_loss,
+    soften,
+    temperature_at,
 )
-from stoker.recipes.massspec_models import (
+from stoker.recipes.massspec.metrics import (
+    Library,
+    Ranking,
+    SpectrumMetrics,
+    make_library,
+    rank_queries,
+    weighted_cosine,
+    weighted_units,
+)
+from stoker.recipes.massspec.models import (
     BidirectionalHead,
     GineLayer,
     Student,
@@ -41,14 +49,11 @@ from stoker.recipes.massspec_models import (
     pool_graphs,
     reverse_from,
 )
-from stoker.recipes.spectra_metrics import (
-    Library,
-    Ranking,
-    SpectrumMetrics,
-    make_library,
-    rank_queries,
-    weighted_cosine,
-    weighted_units,
+from stoker.recipes.massspec.recipe import (
+    MassSpecRecipe,
+    MassSpecTeacherRecipe,
+    check_apart,
+    split_compounds,
 )
 from stoker.sources.massspec import MassSpecSource
 from stoker.sources.msp import bin_spectrum

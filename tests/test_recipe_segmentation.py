@@ -13,7 +13,19 @@ from recipe_loops import NoWaiting, train_job
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.packing import PackOptions, pack
-from stoker.recipes.segmentation import (
+from stoker.recipes.segmentation.metrics import (
+    IGNORE,
+    SegmentationMetrics,
+    judge,
+    segmentation_loss,
+)
+from stoker.recipes.segmentation.network import (
+    MAX_PARAMETERS,
+    EfficientAttention,
+    MicroSegFormer,
+    MultiScaleAttention,
+)
+from stoker.recipes.segmentation.recipe import (
     SegmentationOptions,
     SegmentationRecipe,
     channel_statistics,
@@ -22,18 +34,6 @@ from stoker.recipes.segmentation import (
     make_augmentation,
     split_images,
     unpack_images,
-)
-from stoker.recipes.segmentation_net import (
-    MAX_PARAMETERS,
-    EfficientAttention,
-    MicroSegFormer,
-    MultiScaleAttention,
-)
-from stoker.recipes.segmentation_scores import (
-    IGNORE,
-    SegmentationMetrics,
-    judge,
-    segmentation_loss,
 )
 from stoker.sources.images import SegmentationSource
 from stoker.store.fields import Dense
@@ -422,7 +422,7 @@ def test_splits_are_the_stores_own_or_made(store, tmp_path):
 def test_pixels_are_counted_block_by_block(store, monkeypatch):
     whole = count_pixels(store, np.arange(40))
     assert whole.sum() == 40 * 32 * 32
-    monkeypatch.setattr("stoker.recipes.segmentation._READ_BYTES", 3000)
+    monkeypatch.setattr("stoker.recipes.segmentation.recipe._READ_BYTES", 3000)
     assert (count_pixels(store, np.arange(40)) == whole).all()
 
 

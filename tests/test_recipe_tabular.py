@@ -24,10 +24,9 @@ from stoker.recipes.gate import quality_gate
 from stoker.recipes.options import parse_options
 from stoker.recipes.scaling import OnDevice, RobustScale, fit_robust, training_rows
 from stoker.recipes.schedule import lr_factor
-from stoker.recipes.tabular import TabularOptions, TabularRecipe
-from stoker.recipes.tabular_data import find_inputs, find_task, split_samples
-from stoker.recipes.tabular_goals import Classify, Regress
-from stoker.recipes.tabular_model import (
+from stoker.recipes.tabular.data import find_inputs, find_task, split_samples
+from stoker.recipes.tabular.goals import Classify, Regress
+from stoker.recipes.tabular.model import (
     PatchShape,
     PatchTransformer,
     RowMlp,
@@ -35,6 +34,7 @@ from stoker.recipes.tabular_model import (
     bound_outputs,
     set_gain,
 )
+from stoker.recipes.tabular.recipe import TabularOptions, TabularRecipe
 from stoker.store.fields import Dense, Series
 from stoker.store.reader import Store, open_store
 from store_makers import write_store

@@ -339,6 +339,6 @@ def test_every_process_that_we_start_is_known():
         "doctor/attach.py",  # somebody's own command, as typed
         "lifetime.py",  # a folder and a process number
         "packing/workers.py",  # no words; the work comes through a pipe
-        "recipes/massspec_memory.py",  # likewise
+        "compat/massspec_memory.py",  # likewise
         "train/launch.py",  # words with secrets go by the environment
     }

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
-from stoker.recipes.tabular import TabularRecipe
+from stoker.recipes.tabular.recipe import TabularRecipe
 from stoker.report import read_run_log
 from stoker.store.reader import open_store
 from stoker.train.checkpoint import Checkpoints, load_checkpoint

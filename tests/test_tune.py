@@ -22,6 +22,7 @@ from torch import nn
 import stoker
 from fresh_process import in_a_fresh_process
 from run_makers import make_store, settings_for
+from stoker.compat.max_batch import find_max_batch_size
 from stoker.errors import InputError, StokerError
 from stoker.machine import probe
 from stoker.recipes.run import open_run
@@ -32,7 +33,6 @@ from stoker.tune.bench import Effort, JobBench, Measured, StepClock
 from stoker.tune.gauge import Gauge
 from stoker.tune.job import tune_job
 from stoker.tune.loaders import LoaderChoice, _LoaderBench, first_workers, tune_loader
-from stoker.tune.max_batch import find_max_batch_size
 from stoker.tune.search import (
     LEAST_GAIN,
     Outcome,

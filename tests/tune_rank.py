@@ -6,7 +6,7 @@ import torch
 import torch._dynamo  # before the group, which it would keep alive: see train/ranks.py
 from torch import nn
 
-from stoker.tune.max_batch import find_max_batch_size
+from stoker.compat.max_batch import find_max_batch_size
 from stoker.tune.ranks import agree
 from stoker.tune.search import Outcome, choose, climb
 

@@ -8,47 +8,83 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from stoker.augment.doors import (
-        GPUAugmentation,
-        MinimalGPUAugmentation,
-        ProgressiveAugmentation,
-        StrongGPUAugmentation,
+    from stoker.compat.augmentation import (
+        GPUAugmentation as GPUAugmentation,
     )
-    from stoker.config import config_schema, load_config
+    from stoker.compat.augmentation import (
+        MinimalGPUAugmentation as MinimalGPUAugmentation,
+    )
+    from stoker.compat.augmentation import (
+        ProgressiveAugmentation as ProgressiveAugmentation,
+    )
+    from stoker.compat.augmentation import (
+        StrongGPUAugmentation as StrongGPUAugmentation,
+    )
+    from stoker.compat.chunk_loader import ChunkDataLoader as ChunkDataLoader
+    from stoker.compat.massspec import (
+        LazyMassSpecDataset as LazyMassSpecDataset,
+    )
+    from stoker.compat.massspec import (
+        NISTDataLoader as NISTDataLoader,
+    )
+    from stoker.compat.max_batch import find_max_batch_size as find_max_batch_size
+    from stoker.config import config_schema as config_schema
+    from stoker.config import load_config as load_config
     from stoker.errors import (
-        ConfigError,
-        CorruptError,
-        InputError,
-        QualityError,
-        Refusal,
-        SourceError,
-        StokerError,
-        StoreError,
+        ConfigError as ConfigError,
     )
-    from stoker.loader.chunk_door import ChunkDataLoader
-    from stoker.loader.loader import Loader
-    from stoker.loader.massspec_doors import LazyMassSpecDataset, NISTDataLoader
-    from stoker.loader.prefetch import prefetch
-    from stoker.loader.splits import select_samples
-    from stoker.machine import Machine, probe
-    from stoker.packing import PackOptions, pack
-    from stoker.plan import make_plan
-    from stoker.store.reader import Store, open_store
-    from stoker.train.memory import log_gpu_stats, print_memory_usage
-    from stoker.train.settings import TrainSettings
-    from stoker.train.trainer import Trainer
-    from stoker.tune.max_batch import find_max_batch_size
+    from stoker.errors import (
+        CorruptError as CorruptError,
+    )
+    from stoker.errors import (
+        InputError as InputError,
+    )
+    from stoker.errors import (
+        QualityError as QualityError,
+    )
+    from stoker.errors import (
+        Refusal as Refusal,
+    )
+    from stoker.errors import (
+        SourceError as SourceError,
+    )
+    from stoker.errors import (
+        StokerError as StokerError,
+    )
+    from stoker.errors import (
+        StoreError as StoreError,
+    )
+    from stoker.loader.loader import Loader as Loader
+    from stoker.loader.prefetch import prefetch as prefetch
+    from stoker.loader.splits import select_samples as select_samples
+    from stoker.machine import Machine as Machine
+    from stoker.machine import probe as probe
+    from stoker.packing import PackOptions as PackOptions
+    from stoker.packing import pack as pack
+    from stoker.plan import Plan as Plan
+    from stoker.plan import make_plan as make_plan
+    from stoker.store.reader import Store as Store
+    from stoker.store.reader import open_store as open_store
+    from stoker.train.memory import (
+        log_gpu_stats as log_gpu_stats,
+    )
+    from stoker.train.memory import (
+        print_memory_usage as print_memory_usage,
+    )
+    from stoker.train.settings import TrainSettings as TrainSettings
+    from stoker.train.trainer import Trainer as Trainer
 
 _HOMES = {
-    "ChunkDataLoader": "stoker.loader.chunk_door",
-    "GPUAugmentation": "stoker.augment.doors",
-    "MinimalGPUAugmentation": "stoker.augment.doors",
-    "ProgressiveAugmentation": "stoker.augment.doors",
-    "StrongGPUAugmentation": "stoker.augment.doors",
-    "LazyMassSpecDataset": "stoker.loader.massspec_doors",
+    "ChunkDataLoader": "stoker.compat.chunk_loader",
+    "GPUAugmentation": "stoker.compat.augmentation",
+    "MinimalGPUAugmentation": "stoker.compat.augmentation",
+    "ProgressiveAugmentation": "stoker.augment.schedule",
+    "StrongGPUAugmentation": "stoker.compat.augmentation",
+    "LazyMassSpecDataset": "stoker.compat.massspec",
     "Loader": "stoker.loader.loader",
-    "NISTDataLoader": "stoker.loader.massspec_doors",
+    "NISTDataLoader": "stoker.compat.massspec",
     "prefetch": "stoker.loader.prefetch",
+    "Plan": "stoker.plan",
     "make_plan": "stoker.plan",
     "select_samples": "stoker.loader.splits",
     "ConfigError": "stoker.errors",
@@ -63,7 +99,7 @@ _HOMES = {
     "Store": "stoker.store.reader",
     "StoreError": "stoker.errors",
     "config_schema": "stoker.config",
-    "find_max_batch_size": "stoker.tune.max_batch",
+    "find_max_batch_size": "stoker.compat.max_batch",
     "load_config": "stoker.config",
     "open_store": "stoker.store.reader",
     "pack": "stoker.packing",
@@ -75,39 +111,27 @@ _HOMES = {
 }
 
 __all__ = [
-    "ChunkDataLoader",
-    "ConfigError",
-    "CorruptError",
-    "GPUAugmentation",
-    "InputError",
-    "LazyMassSpecDataset",
     "Loader",
-    "Machine",
-    "MinimalGPUAugmentation",
-    "NISTDataLoader",
-    "PackOptions",
-    "ProgressiveAugmentation",
-    "QualityError",
-    "Refusal",
-    "SourceError",
+    "Plan",
     "StokerError",
     "Store",
-    "StoreError",
-    "StrongGPUAugmentation",
     "TrainSettings",
     "Trainer",
-    "config_schema",
     "find_max_batch_size",
     "load_config",
-    "log_gpu_stats",
     "make_plan",
     "open_store",
     "pack",
     "prefetch",
-    "print_memory_usage",
     "probe",
     "select_samples",
 ]
+"""What a new user needs. Every other name of `_HOMES` is importable from here as well, and listed by `dir`."""
+
+
+def __dir__() -> list[str]:
+    """Return every public name: those that are loaded on demand too."""
+    return sorted({*globals(), *_HOMES})
 
 
 def __getattr__(name: str) -> Any:

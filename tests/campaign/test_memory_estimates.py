@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from molecule_makers import write_library
+from stoker.compat.massspec_memory import bench_memory, measure_dataset, measure_training
 from stoker.packing import PackOptions, pack
-from stoker.recipes.massspec_memory import bench_memory, measure_dataset, measure_training
 from stoker.sources.massspec import MassSpecSource
-from test_bench_memory import USUAL
+from test_compat_massspec_memory import USUAL
 
 NUM_SAMPLES = 100_000
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from stoker.recipes.lstm import can_run, recur, run_lstm
+from stoker.recipes.forex.lstm import can_run, recur, run_lstm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -3,20 +3,15 @@
 Enters: batches of images, masks, boxes, keypoints. Leaves: the same, augmented, on the same device.
 Files: `ops.py` (and `definition.py`, `geometry.py`) what can be asked for, `dice.py` and `draw.py`
 what each sample gets, `reference.py` what it means in torch, `fused.py` the same in one Triton
-kernel, `compose.py` all of it together, `mixing.py` MixUp and CutMix, `doors.py` the documents'
-names, `guard.py` what may enter.
+kernel, `compose.py` all of it together, `mixing.py` MixUp and CutMix, `presets.py`
+ready lists of ops, `schedule.py` stages over epochs, `guard.py` what may enter.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from stoker.augment.compose import Compose, Params
-from stoker.augment.doors import (
-    GPUAugmentation,
-    MinimalGPUAugmentation,
-    ProgressiveAugmentation,
-    StrongGPUAugmentation,
-    augmentation_from_settings,
-)
 from stoker.augment.mixing import CutMix, MixUp
 from stoker.augment.ops import (
     CenterCrop,
@@ -38,15 +33,15 @@ from stoker.augment.ops import (
     ToDtype,
     Transform,
 )
+from stoker.augment.presets import make_preset
+from stoker.augment.schedule import ProgressiveAugmentation
 
 __all__ = [
     "CenterCrop",
     "ColorJitter",
     "Compose",
     "CutMix",
-    "GPUAugmentation",
     "GaussianBlur",
-    "MinimalGPUAugmentation",
     "MixUp",
     "Normalize",
     "Params",
@@ -63,8 +58,18 @@ __all__ = [
     "RandomSaturation",
     "RandomVerticalFlip",
     "Resize",
-    "StrongGPUAugmentation",
     "ToDtype",
     "Transform",
-    "augmentation_from_settings",
+    "make_preset",
 ]
+
+_COMPAT = {"GPUAugmentation", "MinimalGPUAugmentation", "StrongGPUAugmentation"}
+
+
+def __getattr__(name: str) -> Any:
+    """Return the documented classes, which were defined here once and are public as `stoker.NAME`."""
+    if name in _COMPAT:
+        import stoker
+
+        return getattr(stoker, name)
+    raise AttributeError(f"module 'stoker.augment' has no attribute {name!r}")

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from stoker.augment import doors, ops
+from stoker.augment import ops
 from stoker.augment.compose import Compose
 from stoker.augment.mixing import CutMix, MixUp
+from stoker.augment.presets import make_preset
 from stoker.augment.preview import Sample, draw_columns, to_pixels, write_png
 from stoker.augment.sheet import Line, colour_mask, make_sheet, pillow
 
@@ -70,9 +71,9 @@ def pictures() -> list[Picture]:
     ]
     return [
         *made,
-        Picture("minimal", doors.MinimalGPUAugmentation(seed=SEED, backend="torch"), True),
-        Picture("standard", doors.GPUAugmentation(seed=SEED, backend="torch"), True),
-        Picture("strong", doors.StrongGPUAugmentation(seed=SEED, backend="torch"), True),
+        Picture("minimal", make_preset("minimal", seed=SEED, backend="torch"), True),
+        Picture("standard", make_preset("standard", seed=SEED, backend="torch"), True),
+        Picture("strong", make_preset("strong", seed=SEED, backend="torch"), True),
     ]
 
 

@@ -15,8 +15,6 @@ from stoker.cli.terminal import echo, print_json
 from stoker.display import command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from stoker.augment.compose import Compose
 
 app = typer.Typer(no_args_is_help=True, help="Look at augmentation before training with it.")
@@ -134,7 +132,7 @@ def _check_size(size: tuple[int, int]) -> None:
 
 def _compose(preset: str | None, config: Path | None, seed: int, ignore_index: int) -> Compose:
     """Return the augmentation that was asked for, without normalisation: it is to be looked at."""
-    from stoker.augment import doors
+    from stoker.augment.presets import PRESETS, make_preset
     from stoker.errors import InputError
 
     if config is not None:
@@ -143,19 +141,14 @@ def _compose(preset: str | None, config: Path | None, seed: int, ignore_index: i
                 f"--preset {preset} and --config {config}.", "one of them", "leave --preset out"
             )
         return _from_config(config, seed, ignore_index)
-    makers: dict[str, Callable[..., Compose]] = {
-        "standard": doors.GPUAugmentation,
-        "minimal": doors.MinimalGPUAugmentation,
-        "strong": doors.StrongGPUAugmentation,
-    }
     name = preset or "standard"
-    if name not in makers:
-        raise InputError(f"--preset is {name!r}.", ", ".join(makers), "--preset strong")
-    return makers[name](seed=seed, ignore_index=ignore_index, backend="torch")
+    if name not in PRESETS:
+        raise InputError(f"--preset is {name!r}.", ", ".join(PRESETS), "--preset strong")
+    return make_preset(name, seed=seed, ignore_index=ignore_index, backend="torch")
 
 
 def _from_config(config: Path, seed: int, ignore_index: int) -> Compose:
-    from stoker.augment.doors import augmentation_from_settings
+    from stoker.compat.augmentation import augmentation_from_settings
     from stoker.config import load_config, resolve
     from stoker.errors import InputError
 

@@ -136,7 +136,7 @@ def memory(
         )
     if not 0 < ram_gb < 1e6:
         raise InputError(f"--ram-gb is {ram_gb:g}.", "more than 0, in GB", "--ram-gb 32")
-    from stoker.recipes.massspec_memory import bench_memory, report_lines
+    from stoker.compat.massspec_memory import bench_memory, report_lines
 
     with Bar(quiet=as_json) as bar:
         report = bench_memory(

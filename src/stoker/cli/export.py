@@ -17,7 +17,7 @@ from stoker.cli.terminal import echo, print_json
 from stoker.display import command, quoted
 
 if TYPE_CHECKING:
-    from stoker.recipes.export import Exported
+    from stoker.recipes.export.trained import Exported
 
 
 def export(
@@ -54,10 +54,10 @@ def export(
     import dataclasses
 
     from stoker.errors import InputError
-    from stoker.recipes.export import export_trained
-    from stoker.recipes.export_graph import Sizes
+    from stoker.recipes.export.graph import Sizes
+    from stoker.recipes.export.trained import export_trained
+    from stoker.recipes.export.weights_file import SUFFIX
     from stoker.recipes.inference import load_trained
-    from stoker.recipes.weights_file import SUFFIX
     from stoker.sources.images import parse_size
 
     for_graphs = {

@@ -17,7 +17,7 @@ from stoker.cli.terminal import echo, print_json
 from stoker.display import command
 
 if TYPE_CHECKING:
-    from stoker.config.migrate import Migration
+    from stoker.compat.migrate.convert import Migration
 
 
 def migrate_config(
@@ -38,7 +38,7 @@ def migrate_config(
     ] = False,
 ) -> None:
     """Turn a config of the documents into today's layout; every key is taken over or listed."""
-    from stoker.config.migrate import migrate_file
+    from stoker.compat.migrate.convert import migrate_file
 
     _refuse_to_overwrite(new)
     made = migrate_file(old, recipe, _why_refused)
@@ -116,7 +116,7 @@ def _print_json(made: Migration, new: Path) -> None:
 
 
 def _print(made: Migration, old: Path, new: Path) -> None:
-    from stoker.config.migrate import TYPED
+    from stoker.compat.migrate.convert import TYPED
     from stoker.units import format_count
 
     taken = [each for each in made.moved if each.old != TYPED]

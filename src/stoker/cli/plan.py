@@ -91,7 +91,7 @@ def plan(
         if not as_json:
             _print_plan(shown(store), made, origins)
     if table:
-        from stoker.plan.published import published_json
+        from stoker.compat.published import published_json
 
         documents.append({"table": published_json()})
         if not as_json:
@@ -210,7 +210,7 @@ def _print_plan(name: str, made: Plan, origins: list[str]) -> None:
 def _print_table() -> None:
     from rich.table import Table
 
-    from stoker.plan.published import describe_cards, published_cards, published_counts
+    from stoker.compat.published import describe_cards, published_cards, published_counts
     from stoker.units import GB
 
     console = _console()

@@ -82,7 +82,7 @@ import h5py
 import torch
 
 import stoker
-from stoker.recipes.forex import ForexRecipe
+from stoker.recipes.forex.recipe import ForexRecipe
 
 NAMES, BATCH_SIZE = {names!r}, {batch_size}
 job = ForexRecipe().make_job(stoker.open_store("store"), {options!r}, 0)

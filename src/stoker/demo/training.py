@@ -18,7 +18,7 @@ import torch
 from stoker.demo.reading import BATCH_SIZE
 from stoker.loader.loader import Loader
 from stoker.recipes.contract import Job
-from stoker.recipes.forex import ForexRecipe
+from stoker.recipes.forex.recipe import ForexRecipe
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 from stoker.train.trainer import EpochReport, Trainer

@@ -28,16 +28,16 @@ from stoker.loader.gather import Augments
 from stoker.loader.ragged import batch_graphs, expand_fingerprint
 from stoker.recipes.catalogue import Chosen
 from stoker.recipes.contract import Job, Tensors
-from stoker.recipes.forex import ForexOptions
-from stoker.recipes.forex_model import ForexModel, SeriesInput
-from stoker.recipes.massspec import MassSpecOptions, TeacherOptions
-from stoker.recipes.massspec_models import Student, Teacher, graph_inputs
+from stoker.recipes.forex.model import ForexModel, SeriesInput
+from stoker.recipes.forex.recipe import ForexOptions
+from stoker.recipes.massspec.models import Student, Teacher, graph_inputs
+from stoker.recipes.massspec.recipe import MassSpecOptions, TeacherOptions
 from stoker.recipes.scaling import RobustScale
-from stoker.recipes.segmentation import SegmentationOptions
-from stoker.recipes.segmentation_net import MicroSegFormer
-from stoker.recipes.tabular import TabularOptions, unpack_tabular
-from stoker.recipes.tabular_data import Inputs
-from stoker.recipes.tabular_model import PatchTransformer, RowMlp, TabularModel
+from stoker.recipes.segmentation.network import MicroSegFormer
+from stoker.recipes.segmentation.recipe import SegmentationOptions
+from stoker.recipes.tabular.data import Inputs
+from stoker.recipes.tabular.model import PatchTransformer, RowMlp, TabularModel
+from stoker.recipes.tabular.recipe import TabularOptions, unpack_tabular
 from stoker.store.reader import Store
 
 Facts = Mapping[str, Any]

@@ -18,16 +18,16 @@ from typing import Any
 from stoker.config import Place, Problem, Settings
 from stoker.config.resolve import as_error
 from stoker.errors import ConfigError, InputError
-from stoker.recipes.forex import ForexOptions, ForexRecipe
-from stoker.recipes.massspec import (
+from stoker.recipes.forex.recipe import ForexOptions, ForexRecipe
+from stoker.recipes.massspec.recipe import (
     MassSpecRecipe,
     MassSpecTeacherRecipe,
     StudentOptions,
     TeacherOptions,
 )
 from stoker.recipes.options import parse_options
-from stoker.recipes.segmentation import SegmentationOptions, SegmentationRecipe
-from stoker.recipes.tabular import TabularOptions, TabularRecipe
+from stoker.recipes.segmentation.recipe import SegmentationOptions, SegmentationRecipe
+from stoker.recipes.tabular.recipe import TabularOptions, TabularRecipe
 
 TEACHER = "teacher"
 """An option of the recipe "massspec" that is no plain value: in a config, the path of a checkpoint."""

@@ -32,7 +32,7 @@ from stoker.recipes.blueprint import (
 )
 from stoker.recipes.catalogue import Chosen, restore
 from stoker.recipes.contract import Job
-from stoker.recipes.weights_file import SUFFIX, read_weights
+from stoker.recipes.export.weights_file import SUFFIX, read_weights
 from stoker.report import Progress, Silent, read_run_log
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store

@@ -25,9 +25,9 @@ from stoker.augment import (
     RandomRotation,
     StrongGPUAugmentation,
     ToDtype,
-    augmentation_from_settings,
 )
 from stoker.augment.mixing import beta_quantiles
+from stoker.compat.augmentation import augmentation_from_settings
 from stoker.config import parse_config, resolve
 from stoker.config.tree import key_schemas
 from stoker.errors import InputError

@@ -294,7 +294,7 @@ def answer() -> None:
 
 
 def _open(store: str, kind: Kind) -> Any:
-    from stoker.loader.massspec_doors import LazyMassSpecDataset
+    from stoker.compat.massspec import LazyMassSpecDataset
 
     return LazyMassSpecDataset.from_store(store, precompute_graphs=kind == "precomputed")
 
@@ -304,7 +304,7 @@ def _dataset(store: str, kind: Kind, in_parts: str | None) -> dict[str, Any]:
 
     import numpy as np
 
-    import stoker.loader.massspec_doors  # noqa: F401  libraries are loaded before the first reading
+    import stoker.compat.massspec  # noqa: F401  libraries are loaded before the first reading
     from stoker.machine.process import rss_bytes
 
     gc.collect()
@@ -349,7 +349,7 @@ def _loader_bytes(dataset: Any) -> int:
     """Return what Python keeps for loaders over a dataset: which samples, and this epoch's order."""
     import tracemalloc
 
-    from stoker.loader.massspec_doors import NISTDataLoader
+    from stoker.compat.massspec import NISTDataLoader
 
     tracemalloc.start()
     loaders = NISTDataLoader.create_dataloaders(dataset, BATCH_SIZE, num_workers=0)
@@ -378,11 +378,11 @@ class _Few:
 def _training(store: str, kind: Kind) -> dict[str, Any]:
     from functools import partial
 
-    from stoker.loader.massspec_doors import NISTDataLoader
+    from stoker.compat.massspec import NISTDataLoader
     from stoker.machine.process import peak_rss_bytes
-    from stoker.recipes.distillation import cosine_loss
-    from stoker.recipes.massspec import LEARNING_RATE, MassSpecOptions, make_adam
-    from stoker.recipes.massspec_models import Student
+    from stoker.recipes.massspec.distillation import cosine_loss
+    from stoker.recipes.massspec.models import Student
+    from stoker.recipes.massspec.recipe import LEARNING_RATE, MassSpecOptions, make_adam
     from stoker.train.trainer import Trainer
 
     options = MassSpecOptions()
@@ -413,7 +413,7 @@ def _training(store: str, kind: Kind) -> dict[str, Any]:
 
 
 def _unpack(batch: Any) -> tuple[Any, Any]:
-    from stoker.recipes.spectra_metrics import root_spectra
+    from stoker.recipes.massspec.metrics import root_spectra
 
     inputs = {name: batch[name] for name in ("ecfp", "mol_weight")}
     return inputs, {"spectrum": root_spectra(batch["spectrum"]), "mol_weight": batch["mol_weight"]}

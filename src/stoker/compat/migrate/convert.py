@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stoker.config.load import _yaml_word
-from stoker.config.migrate_names import (
+from stoker.compat.migrate.names import (
     AUGMENT_NAMES,
     MODELS,
     NAMES,
@@ -25,8 +24,9 @@ from stoker.config.migrate_names import (
     SECTIONS,
     home_of,
 )
-from stoker.config.migrate_text import Comments, Dropped, Moved, render_text
-from stoker.config.migrate_values import correct, correct_number
+from stoker.compat.migrate.text import Comments, Dropped, Moved, render_text
+from stoker.compat.migrate.values import correct, correct_number
+from stoker.config.load import _yaml_word
 from stoker.config.resolve import AUGMENT, OPTIONS, QUESTIONS, _answer_all, as_error, find_clashes
 from stoker.config.tree import Config, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import Document, KeyPath, Place, Problem, decode, read_yaml

@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional
 
 from stoker.recipes.contract import Tensors
-from stoker.recipes.forex_model import DOWN, NEUTRAL, SCALP_PIPS, SWING_PIPS, UP
+from stoker.recipes.forex.model import DOWN, NEUTRAL, SCALP_PIPS, SWING_PIPS, UP
 from stoker.recipes.metrics import (
     ClassCounts,
     MaskedMean,

@@ -19,11 +19,11 @@ import torch
 
 from stoker.errors import InputError
 from stoker.recipes.blueprint import Columns
-from stoker.recipes.export_repairs import Repairs
-from stoker.recipes.forex_model import ForexModel
+from stoker.recipes.export.repairs import Repairs
+from stoker.recipes.forex.model import ForexModel
 from stoker.recipes.inference import Trained
 from stoker.recipes.scaling import RobustScale
-from stoker.recipes.tabular_model import TabularModel
+from stoker.recipes.tabular.model import TabularModel
 from stoker.sources.molecules.packed import ECFP_SIZE, NUM_ATOM_FEATURES, NUM_BOND_FEATURES
 from stoker.store.repairs import FittedRepair
 

@@ -1,7 +1,7 @@
 """The Triton kernels of an LSTM layer's recurrence, forward and backward, and nothing else.
 
 Enters: pointers and sizes; what is fixed at compile time in capitals. Leaves: results written through the
-pointers. Costs: see `stoker.recipes.lstm`, which launches them; importing this module needs triton.
+pointers. Costs: see `stoker.recipes.forex.lstm`, which launches them; importing this module needs triton.
 
 A program has `ROWS` samples for the whole window. The recurrent weights, four matrices of `H x H`, are read
 once and stay on the chip; a step multiplies by them, applies the gates, and hands its hidden state to

@@ -26,22 +26,22 @@ from stoker.errors import InputError
 from stoker.loader.ragged import batch_graphs, bin_spectra, expand_fingerprint
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_group
 from stoker.recipes.contract import Job, Tensors
-from stoker.recipes.distillation import (
+from stoker.recipes.massspec.distillation import (
     DistillationLoss,
     RateAndTemperature,
     cosine_loss,
     temperature_at,
 )
-from stoker.recipes.massspec_models import Student, Teacher, graph_inputs
-from stoker.recipes.options import parse_options, require
-from stoker.recipes.schedule import warmup_cosine
-from stoker.recipes.spectra_metrics import (
+from stoker.recipes.massspec.metrics import (
     Ranking,
     SpectrumMetrics,
     chance_metrics,
     make_library,
     root_spectra,
 )
+from stoker.recipes.massspec.models import Student, Teacher, graph_inputs
+from stoker.recipes.options import parse_options, require
+from stoker.recipes.schedule import warmup_cosine
 from stoker.sources.msp import Rounding
 from stoker.store.fields import Array
 from stoker.store.reader import Store
@@ -124,7 +124,7 @@ class StudentOptions(MassSpecOptions):
     """Of the recipe "massspec".
 
     Attributes:
-        distill_weights: Of the hard, soft and shape terms, see `stoker.recipes.distillation`.
+        distill_weights: Of the hard, soft and shape terms, see `stoker.recipes.massspec.distillation`.
         temperature_start: Of the first update.
         temperature_end: Of the last.
     """

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.basics import (
+from stoker.compat.basics import (
     BatchSampler,
     Compose,
     CustomDataset,

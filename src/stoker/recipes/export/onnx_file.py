@@ -22,8 +22,8 @@ import torch
 
 from stoker.errors import InputError, MissingExtraError
 from stoker.ownership import SIGNATURE, writing
-from stoker.recipes.export_graph import IMAGE_SIZES, Deployed
-from stoker.recipes.export_lstm import traceable, translations
+from stoker.recipes.export.graph import IMAGE_SIZES, Deployed
+from stoker.recipes.export.lstm import traceable, translations
 from stoker.train.checkpoint_file import unwritable
 
 OPSETS = (18, 23)

@@ -19,9 +19,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import stoker.loader.chunk_door as door
+import stoker.compat.chunk_loader as door
+from stoker.compat.chunk_loader import ChunkDataLoader, samples_that_fit
 from stoker.errors import InputError, StoreError
-from stoker.loader.chunk_door import ChunkDataLoader, samples_that_fit
 from stoker.loader.takes import AHEAD_BYTES
 
 gpu = pytest.mark.gpu
@@ -391,7 +391,7 @@ def test_bug_m_the_documented_loop_trains(path, monkeypatch):
 
 
 def test_bug_n_the_last_window_of_accumulation_steps_too(path):
-    from stoker.basics import GradientAccumulator
+    from stoker.compat.basics import GradientAccumulator
 
     with ChunkDataLoader(path, 8, device="cpu") as loader:
         accumulator = GradientAccumulator(4, len(loader))

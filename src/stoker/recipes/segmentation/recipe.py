@@ -18,25 +18,20 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from stoker.augment import (
-    Compose,
-    GPUAugmentation,
-    MinimalGPUAugmentation,
-    StrongGPUAugmentation,
-)
+from stoker.augment import Compose, make_preset
 from stoker.errors import InputError
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_randomly
 from stoker.recipes.contract import Job, Tensors
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.scaling import evenly
 from stoker.recipes.schedule import make_adamw, warmup_cosine
-from stoker.recipes.segmentation_net import Four, MicroSegFormer
-from stoker.recipes.segmentation_scores import (
+from stoker.recipes.segmentation.metrics import (
     IGNORE,
     SegmentationMetrics,
     judge,
     segmentation_loss,
 )
+from stoker.recipes.segmentation.network import Four, MicroSegFormer
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
@@ -47,11 +42,6 @@ LEARNING_RATE = 8e-4
 _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _LOOK_IMAGES = 512
 _READ_BYTES = 64 << 20
-_PRESETS = {
-    "standard": GPUAugmentation,
-    "minimal": MinimalGPUAugmentation,
-    "strong": StrongGPUAugmentation,
-}
 
 
 @dataclass(frozen=True)
@@ -311,8 +301,8 @@ def make_augmentation(
             f"nothing beside augmentation={options.augmentation!r}, which does not use it",
             "augmentation='standard'",
         )
-    preset: Any = _PRESETS.get(options.augmentation, MinimalGPUAugmentation)
-    made: Compose = preset(**given, mean=mean, std=std, seed=seed, ignore_index=IGNORE)
+    preset = "minimal" if options.augmentation == "none" else options.augmentation
+    made = make_preset(preset, **given, mean=mean, std=std, seed=seed, ignore_index=IGNORE)
     return made.validation() if options.augmentation == "none" else made
 
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from stoker.recipes import forex_model
+from stoker.recipes.forex import model as forex_model
 
 Tensor = torch.Tensor
 

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from molecule_makers import SMILES, inchikey, mol_block, msp_record, write_library, write_mols
+from stoker.compat.massspec import LazyMassSpecDataset, NISTDataLoader, collate_molecules
 from stoker.errors import InputError, SourceError, StoreError
-from stoker.loader.massspec_doors import LazyMassSpecDataset, NISTDataLoader, collate_molecules
 from stoker.sources.molecules.functional_groups import expand_functional_groups
 from stoker.sources.molecules.packed import (
     expand_atoms,

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from molecule_makers import SMILES, write_library
 from stoker.cli.main import app
-from stoker.errors import StokerError
-from stoker.loader.massspec_doors import LazyMassSpecDataset
-from stoker.machine.process import forget_peak, peak_rss_bytes, rss_bytes
-from stoker.recipes.massspec_memory import (
+from stoker.compat.massspec import LazyMassSpecDataset
+from stoker.compat.massspec_memory import (
     OK,
     RECOMMENDED,
     TIGHT,
@@ -29,6 +27,8 @@ from stoker.recipes.massspec_memory import (
     project_all,
     report_lines,
 )
+from stoker.errors import StokerError
+from stoker.machine.process import forget_peak, peak_rss_bytes, rss_bytes
 from stoker.store.reader import open_store
 from stoker.units import GB, MB
 
@@ -205,7 +205,7 @@ def test_the_command_prints_what_was_asked_for(library, capsys, monkeypatch):
         asked.append((task, kind, len(open_store(store)), len(open_store(in_parts).shards)))
         return asdict(replace(USE, num_samples=9))
 
-    monkeypatch.setattr("stoker.recipes.massspec_memory._in_new_process", measure)
+    monkeypatch.setattr("stoker.compat.massspec_memory._in_new_process", measure)
     app(["bench", "memory", "--msp", str(msp), "--mol-dir", str(mols), "--mode", "lazy", "--samples", "9",
          "--ram-gb", "16"], standalone_mode=False)  # fmt: skip
     out = capsys.readouterr().out
@@ -219,7 +219,7 @@ def test_the_command_prints_what_was_asked_for(library, capsys, monkeypatch):
 
 def test_the_command_as_json(library, capsys, monkeypatch):
     made = MemoryReport(32 * GB, {"lazy": USE}, None, ())
-    monkeypatch.setattr("stoker.recipes.massspec_memory.bench_memory", lambda *a, **k: made)
+    monkeypatch.setattr("stoker.compat.massspec_memory.bench_memory", lambda *a, **k: made)
     app(["bench", "memory", "--msp", "x.msp", "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(made.to_json()))
 

@@ -125,7 +125,7 @@ class _Recurrence(torch.autograd.Function):
         hidden: torch.Tensor,
         cell: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        from stoker.recipes.lstm_kernels import forward_kernel
+        from stoker.recipes.forex.lstm_kernels import forward_kernel
 
         num_samples, num_bars, width = gates.shape
         units = width // 4
@@ -146,7 +146,7 @@ class _Recurrence(torch.autograd.Function):
     def backward(
         ctx: Any, grad_rows: torch.Tensor, grad_cell: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        from stoker.recipes.lstm_kernels import backward_kernel
+        from stoker.recipes.forex.lstm_kernels import backward_kernel
 
         weight, hidden, cell, rows, cells, taken = ctx.saved_tensors
         num_samples, num_bars, units = rows.shape

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from stoker.recipes.spectra_metrics import unit_length, weighted_cosine
+from stoker.recipes.massspec.metrics import unit_length, weighted_cosine
 
 Tensor = torch.Tensor
 _FLOOR = 1e-3

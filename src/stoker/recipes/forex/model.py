@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from stoker.errors import InputError
-from stoker.recipes.lstm import run_lstm
+from stoker.recipes.forex.lstm import run_lstm
 from stoker.recipes.scaling import RobustScale
 from stoker.store.fields import Array
 

@@ -21,7 +21,7 @@ from stoker.errors import InputError
 from stoker.loader.lanes import LanePlan, plan_store_lanes
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_time
 from stoker.recipes.contract import Job, Tensors
-from stoker.recipes.forex_labels import (
+from stoker.recipes.forex.labels import (
     ForexMetrics,
     LabelPlan,
     LossWeights,
@@ -31,7 +31,7 @@ from stoker.recipes.forex_labels import (
     make_labels,
     plan_labels,
 )
-from stoker.recipes.forex_model import ForexModel, Gaps, HeadWeights, Pooling, SeriesInput
+from stoker.recipes.forex.model import ForexModel, Gaps, HeadWeights, Pooling, SeriesInput
 from stoker.recipes.gate import gate_notes, quality_gate
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.scaling import fit_robust, training_rows

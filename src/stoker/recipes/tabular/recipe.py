@@ -26,7 +26,7 @@ from stoker.recipes.gate import gate_notes, quality_gate
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.scaling import RobustScale, fit_robust, training_rows
 from stoker.recipes.schedule import LrRule, lr_factor, make_adamw, warmup_cosine
-from stoker.recipes.tabular_data import (
+from stoker.recipes.tabular.data import (
     Inputs,
     SplitMode,
     Task,
@@ -35,8 +35,8 @@ from stoker.recipes.tabular_data import (
     find_task,
     split_samples,
 )
-from stoker.recipes.tabular_goals import Classify, ClassWeights, Regress, RegressionLoss
-from stoker.recipes.tabular_model import (
+from stoker.recipes.tabular.goals import Classify, ClassWeights, Regress, RegressionLoss
+from stoker.recipes.tabular.model import (
     BoundMode,
     Channels,
     PatchShape,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from stoker.cli.main import app
+from stoker.compat.migrate.convert import find_target, migrate_config
+from stoker.compat.migrate.names import NAMES, RECIPE_OPTIONS, home_of
 from stoker.config import parse_config, resolve
-from stoker.config.migrate import find_target, migrate_config
-from stoker.config.migrate_names import NAMES, RECIPE_OPTIONS, home_of
 from stoker.config.resolve import QUESTIONS
 from stoker.config.tree import key_schemas
 from stoker.errors import ConfigError

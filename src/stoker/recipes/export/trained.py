@@ -16,9 +16,9 @@ import stoker
 from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.ownership import check_output, has_signature
-from stoker.recipes.export_graph import Deployed, Sizes, deploy
+from stoker.recipes.export.graph import Deployed, Sizes, deploy
+from stoker.recipes.export.weights_file import SUFFIX, is_weights, write_weights
 from stoker.recipes.inference import Trained, find_training_store
-from stoker.recipes.weights_file import SUFFIX, is_weights, write_weights
 from stoker.store.reader import open_store
 
 ONNX_SUFFIX = ".onnx"
@@ -106,7 +106,7 @@ def _export_weights(trained: Trained, path: Path) -> Exported:
 def _export_graph(
     trained: Trained, path: Path, sizes: Sizes, opset: int | None, repairs: bool
 ) -> Exported:
-    from stoker.recipes.export_onnx import write_onnx
+    from stoker.recipes.export.onnx_file import write_onnx
 
     graph = deploy(trained, sizes, repairs=repairs)
     written = write_onnx(graph, path, _describe(trained, graph), opset)

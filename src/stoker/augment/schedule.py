@@ -1,0 +1,119 @@
+"""`ProgressiveAugmentation`: another augmentation from a given epoch on.
+
+Enters: first epochs and a `Compose` for each. Leaves: one object that augments with the stage that is due. Costs
+nothing beside the stage itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stoker.augment.compose import Compose, Params
+from stoker.augment.dice import check_state, make_counter
+from stoker.errors import InputError
+
+Tensor = torch.Tensor
+
+
+class ProgressiveAugmentation:
+    """One augmentation from each epoch on, changed in place.
+
+    A trainer holds this object and calls `set_epoch`; the stage changes under its hands. Whoever
+    captured a CUDA graph compares `generation` and captures again when it has changed.
+
+    Args:
+        stages: First epoch -> augmentation; epoch 0 must be there.
+            `{0: make_preset("minimal"), 50: make_preset("strong")}`
+
+    Attributes:
+        stages: As given, in the order of their epochs.
+        current: The stage that works now.
+        generation: Counts the changes of stage.
+    """
+
+    def __init__(self, stages: Mapping[int, Compose]) -> None:
+        fix = 'ProgressiveAugmentation({0: make_preset("minimal"), 50: make_preset("strong")})'
+        if not isinstance(stages, Mapping) or 0 not in stages:
+            raise InputError(f"stages {stages!r}.", "a mapping that begins with epoch 0", fix)
+        for epoch, stage in stages.items():
+            if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
+                raise InputError(f"a stage from epoch {epoch!r}.", "whole numbers >= 0", fix)
+            if not isinstance(stage, Compose):
+                raise InputError(f"the stage from epoch {epoch} is {stage!r}.", "a Compose", fix)
+        self.stages = dict(sorted(stages.items()))
+        self.current = self.stages[0]
+        self.generation = 0
+        self._epoch = 0
+
+    def __repr__(self) -> str:
+        return f"ProgressiveAugmentation({self.stages!r})"
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch with the stage that is due."""
+        self.seek(epoch)
+
+    def seek(self, epoch: int, step: int = 0) -> None:
+        """Make the next draw that of (epoch, step), by the stage that is due."""
+        make_counter(0, epoch, step)  # raises before the stage is looked for
+        due = self.stages[max(start for start in self.stages if start <= epoch)]
+        due.seek(epoch, step)
+        self.generation += due is not self.current
+        self.current, self._epoch = due, epoch
+
+    def __call__(
+        self, images: Tensor, masks: Tensor | None = None, *, rows: Tensor | None = None
+    ) -> Any:
+        """Augment a batch with the current stage; see `Compose`."""
+        if masks is None:
+            return self.current(images, rows=rows)
+        return self.current(images, masks, rows=rows)
+
+    def draw(
+        self, batch: int, size: Sequence[int], channels: int, device: torch.device | str
+    ) -> Params:
+        """Draw with the current stage; see `Compose.draw`."""
+        return self.current.draw(batch, size, channels, device)
+
+    def apply(
+        self,
+        images: Tensor,
+        params: Params | None = None,
+        masks: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Any:
+        """Apply with the current stage; see `Compose.apply`."""
+        return self.current.apply(images, params, masks, rows)
+
+    def boxes(self, boxes: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        """Move boxes; see `Compose.boxes`."""
+        return self.current.boxes(boxes, params)
+
+    def keypoints(self, keypoints: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        """Move keypoints; see `Compose.keypoints`."""
+        return self.current.keypoints(keypoints, params)
+
+    def check(self) -> None:
+        """Wait for the device and raise what any stage found."""
+        for stage in self.stages.values():
+            stage.check()
+
+    def validation(self) -> Compose:
+        """Return what validation images go through, by the current stage."""
+        return self.current.validation()
+
+    @property
+    def backend_reason(self) -> str:
+        """Which backend the current stage works with, and why."""
+        return self.current.backend_reason
+
+    def state_dict(self) -> dict[str, int]:
+        """Return seed, epoch, step and stream of the current stage."""
+        return self.current.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where `state_dict` was taken, with the stage that was due there."""
+        self.seek(check_state(state)["epoch"])
+        self.current.load_state_dict(state)

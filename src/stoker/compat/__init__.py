@@ -1,0 +1,11 @@
+"""Every name, signature and file layout of the mission's documents, thin over the rooms that do the work.
+
+Enters: what the documents' readers type. Leaves: the same as the rooms give. Costs what they cost.
+
+Codes such as S0-12 (chapter and item of those documents) stand in this room only; `docs/documents.md` tells which
+idea of theirs became what. Nothing in stoker below this room imports it.
+
+Files: `chunk_loader.py` S0's `ChunkDataLoader`; `massspec.py`, `massspec_memory.py` S1's loaders and its memory
+table; `basics.py` S2's family; `augmentation.py` S3's classes; `max_batch.py` S3's batch search; `migrate/` the
+documents' YAML layouts; `published.py` the figures they publish, computed.
+"""

@@ -1,0 +1,1 @@
+"""The documents' YAML files in today's layout: `convert.py` with its tables of names, values and text."""

@@ -1,0 +1,1 @@
+"""The forex recipe: windows of several timeframes to the direction and size of the next move."""

@@ -1,0 +1,1 @@
+"""The segmentation recipe: a small SegFormer over images and masks."""

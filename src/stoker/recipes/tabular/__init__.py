@@ -1,0 +1,1 @@
+"""The tabular recipe: rows or windows of rows to classes or numbers."""
