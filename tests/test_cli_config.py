@@ -108,7 +108,7 @@ def test_machine_table_of_unknowns_says_n_a(monkeypatch, tmp_path):
     full = Gpu(1, name="H200", compute_capability=(9, 0), throttle_reasons=(), visible=False)
     from dataclasses import replace
 
-    found = replace(bare, gpus=(Gpu(0), full), cores_quota=2.5, ram_limit_bytes=10**9)
+    found = replace(bare, gpus=(Gpu(0), full), cores_quota=2.5, ram_limit_bytes=2**30)
     monkeypatch.setattr(stoker.machine, "probe", lambda *_a, **_k: found)
     table = call("machine").stdout
     assert "None" not in table
@@ -117,7 +117,7 @@ def test_machine_table_of_unknowns_says_n_a(monkeypatch, tmp_path):
     assert "clocks held by: nothing" in table
     assert "clocks held by: n/a" in table
     assert "cgroup quota 2.5" in table
-    assert "cgroup limit 1.00 GB" in table
+    assert "cgroup limit 1.00 GiB" in table
 
 
 @pytest.mark.parametrize("module", ["config", "machine"])

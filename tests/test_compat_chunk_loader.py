@@ -23,6 +23,8 @@ import stoker.compat.chunk_loader as door
 from stoker.compat.chunk_loader import ChunkDataLoader, samples_that_fit
 from stoker.errors import InputError, StoreError
 from stoker.loader.takes import AHEAD_BYTES
+from stoker.plan import array_facts, make_plan
+from stoker.units import GIB
 
 gpu = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
@@ -358,10 +360,14 @@ def test_bug_k_the_cpu_works_and_cuda_without_a_gpu_says_so(path):
 def test_bug_l_gb_is_gib_as_documented_and_free_memory_decides():
     assert samples_that_fit(1.0, 1024) == 2**20
     assert "2^30" in door.__doc__
-    door._check_free(100, None)
-    door._check_free(100, 100)
-    with pytest.raises(InputError, match=r"12.9 GB[\s\S]*8.00 GB free[\s\S]*chunk_size_gb=5.5"):
-        door._check_free(12 * 1024**3, 8_000_000_000)
+    facts = array_facts(53_547, {"features": ("<f4", (360, 167)), "targets": ("<f4", (36,))})
+    question = {"ram_bytes": 32 * GIB, "batch_size": 128, "data_bytes": 12 * GIB}
+    assert make_plan(facts, gpu_memory_bytes=16 * GIB, **question).tier == "resident"
+    with pytest.raises(InputError, match=r"12.0 GiB[\s\S]*of 8.00 GiB") as caught:
+        make_plan(facts, gpu_memory_bytes=8 * GIB, **question)
+    advised = float(caught.value.fix.split("=")[1].split(",")[0])
+    question["data_bytes"] = int(advised * GIB)
+    assert make_plan(facts, gpu_memory_bytes=8 * GIB, **question).tier == "chunked"
 
 
 def test_bug_m_the_documented_loop_trains(path, monkeypatch):

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from stoker.errors import InputError
 from stoker.loader.lanes import plan_lanes
-from stoker.loader.order import Order, even_chunks, pick_mode
+from stoker.loader.order import Order, pick_mode
+from stoker.plan.facts import even_chunks
 
 
 def cut(num_samples: int, edges: list[int]) -> tuple[tuple[int, int], ...]:

@@ -273,7 +273,7 @@ def test_the_report_reads_well():
     assert report.lines() == [
         "int8 by torch.ao: why",
         "converted: lstm",
-        "size: 4.52 MB to 1.15 MB",
+        "size: 4.31 MiB to 1.10 MiB",
         "latency: 2.00 ms (1.50 to 3.00) to 1.00 ms (0.50 to 2.00)",
         "outputs differ by 0.01 (0.20 %)",
         "metric: 0.8 to 0.79",

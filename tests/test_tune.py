@@ -521,9 +521,9 @@ def test_options_are_kept_only_where_they_pay(table, monkeypatch):
     settings = settings_for("tabular", table / "store", table / "run")
     tuned = tune_job(settings, device="cpu")
     assert [(tried.value, tried.is_kept) for tried in tuned.options] == [
-        ("66.6 MB", True),
-        ("134.2 MB", False),
-        ("536.9 MB", False),
+        ("63.5 MiB", True),
+        ("128.0 MiB", False),
+        ("512.0 MiB", False),
     ]
     assert tuned.changes == {"chunk_bytes": int(0.062 * (1 << 30))}
     assert tuned.gain == pytest.approx(2.0)

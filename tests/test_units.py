@@ -20,11 +20,11 @@ from stoker.units import (
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("12GB", 12 * 10**9),
+        ("12GB", 12 * 2**30),
         ("1.5 GiB", 3 * 2**29),
         ("4096", 4096),
         (".5kib", 512),
-        ("2T", 2 * 10**12),
+        ("2T", 2 * 2**40),
         (7, 7),
     ],
 )
@@ -84,7 +84,7 @@ def test_memory_without_a_unit_is_asked_for_one(text):
         parse_memory(text, "--ram")
     assert caught.value.fix == f"--ram {text.strip()}GB"
     assert parse_memory("4096", "--ram") == parse_bytes("4096") == 4096
-    assert parse_memory("16GB", "--ram") == 16 * 10**9
+    assert parse_memory("16GB", "--ram") == 16 * 2**30
 
 
 def test_what_is_no_share_is_answered_with_what_is():

@@ -7,10 +7,12 @@ microseconds.
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import PurePath
 
 from stoker.address import MARK, masked, shown
@@ -98,3 +100,13 @@ def command(*words: object) -> str:
 def secret_hint(text: str) -> str:
     """Return what to say behind a command in which a password was left out; else nothing."""
     return f"({MARK} is a password that is not shown)" if MARK in text else ""
+
+
+def table_html(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Return a small table for notebooks: a title and pairs of name and value, all escaped."""
+    cells = "".join(
+        f'<tr><td style="text-align:left">{html.escape(printable(name))}</td>'
+        f'<td style="text-align:left">{html.escape(printable(value))}</td></tr>'
+        for name, value in rows
+    )
+    return f"<table><caption><b>{html.escape(printable(title))}</b></caption>{cells}</table>"

@@ -66,7 +66,7 @@ class Snapshot:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, with the verdict on each reading that has a target (S3-13)."""
+        """Return plain values, with the verdict on each reading that has a target."""
         document = asdict(self)
         for gpu, plain in zip(self.gpus, document["gpus"], strict=True):
             plain["verdicts"] = judge_gpu(gpu)
@@ -146,7 +146,7 @@ class Monitor:
 
 # -- CSV -----------------------------------------------------------------------------------------
 
-# The first four are those of S0-22, named and scaled as `nvidia-smi --format=csv,nounits` does.
+# The first four are named and scaled as `nvidia-smi --format=csv,nounits` does.
 CSV_COLUMNS = (
     "timestamp", "memory.used [MiB]", "memory.total [MiB]", "utilization.gpu [%]",
     "utilization.memory [%]", "index", "name", "temperature.gpu", "power.draw [W]", "power.limit [W]",

@@ -3,9 +3,9 @@
 Enters: text such as "12GB", "75%", "90s". Leaves: plain numbers whose unit is in the name.
 Costs nothing.
 
-GB is 10^9 bytes and GiB is 2^30, as the standards say. The source documents wrote GB and
-computed GiB (REQUIREMENTS S0-8, bug l); where a documented key says `_gb`, its reader says
-which of the two it means.
+One rule for sizes: a GB that somebody types means 2^30 bytes, as on the label of a memory module or a GPU
+("16GB" is 16 GiB), and so does a key that ends in `_gb`. Printed sizes say so: KiB, MiB, GiB. Rates are the
+exception, in powers of ten (GB/s), because disks and buses are sold by them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ KB, MB, GB = 1000, 1000**2, 1000**3
 
 _BYTE_UNITS = {
     "": 1, "b": 1,
-    "k": KB, "kb": KB, "kib": KIB,
-    "m": MB, "mb": MB, "mib": MIB,
-    "g": GB, "gb": GB, "gib": GIB,
-    "t": 10**12, "tb": 10**12, "tib": 1024**4,
+    "k": KIB, "kb": KIB, "kib": KIB,
+    "m": MIB, "mb": MIB, "mib": MIB,
+    "g": GIB, "gb": GIB, "gib": GIB,
+    "t": 1024**4, "tb": 1024**4, "tib": 1024**4,
 }  # fmt: skip
 _SECOND_UNITS = {
     "": 1.0,
@@ -58,7 +58,7 @@ def _parse(text: str | float, units: dict[str, float] | dict[str, int], example:
 
 
 def parse_bytes(text: str | float) -> int:
-    """Return bytes for "12GB", "1.5 GiB", "4096" or a number."""
+    """Return bytes for "12GB" (12 x 2^30), "1.5 GiB", "4096" or a number."""
     return int(_parse(text, _BYTE_UNITS, "12GB"))
 
 
@@ -117,13 +117,18 @@ def usable_count(name: str, value: Any, least: int = 1, example: int = 2) -> int
 
 
 def format_bytes(num_bytes: float | None) -> str:
-    """Return "12.4 GB" (decimal units); None reads "n/a"."""
-    if num_bytes is None:
+    """Return "12.4 GiB"; None reads "n/a"."""
+    units = (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+    return _scaled(num_bytes, units)
+
+
+def _scaled(value: float | None, units: tuple[tuple[str, int], ...]) -> str:
+    if value is None:
         return "n/a"
-    for unit, size in (("TB", 10**12), ("GB", GB), ("MB", MB), ("kB", KB)):
-        if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.{1 if abs(num_bytes) >= 10 * size else 2}f} {unit}"
-    return f"{num_bytes:.0f} B"
+    for unit, size in units:
+        if abs(value) >= size:
+            return f"{value / size:.{1 if abs(value) >= 10 * size else 2}f} {unit}"
+    return f"{value:.0f} B"
 
 
 def format_seconds(seconds: float | None) -> str:
@@ -146,7 +151,8 @@ def format_rate(num_bytes: float | None, seconds: float | None) -> str:
     """Return "6.10 GB/s"; "n/a" when either is unknown or no time passed."""
     if num_bytes is None or not seconds:
         return "n/a"
-    return f"{format_bytes(num_bytes / seconds)}/s"
+    units = (("TB", 10**12), ("GB", GB), ("MB", MB), ("kB", KB))
+    return f"{_scaled(num_bytes / seconds, units)}/s"
 
 
 def format_count(count: int | None, noun: str = "") -> str:

@@ -4,7 +4,7 @@ Augment: ours, the peers' and the limit. Enters: a batch, an image size, a devic
 piece of work, a page with bars, or one JSON document. Costs about half a minute on a GPU, some minutes on a
 CPU at 32 x 512 x 512.
 
-Memory: what a library of mass spectra takes in RAM (S1-10). Enters: the library. Leaves: the documented
+Memory: what a library of mass spectra takes in RAM. Enters: the library. Leaves: the documented
 lines, or one JSON document. Costs about 20 s.
 """
 

@@ -134,14 +134,23 @@ def _make(
     ranks_per_host: int,
 ) -> tuple[Plan, list[str]]:
     """Return the plan, and where each amount of memory comes from."""
+    from dataclasses import replace
+
+    from stoker.address import as_url
     from stoker.errors import InputError
+    from stoker.loader.columns import check_samples, column_facts, make_columns
     from stoker.machine import probe
     from stoker.plan import FALLBACK_SHARE, make_plan, store_facts
     from stoker.store.reader import open_store
     from stoker.units import parse_memory, parse_share
 
     with open_store(path) as opened:
+        # Exact facts read offsets and window ends, which a remote store would have to send first.
         facts = store_facts(opened.manifest)
+        if as_url(path) is None:
+            samples = check_samples(None, opened)
+            facts = column_facts(opened, make_columns(opened, None, samples), len(samples))
+            facts = replace(facts, left_out=store_facts(opened.manifest).left_out)
         machine = probe(opened.path)
     gpu_bytes, gpu_origin = _gpu_memory(gpu_memory, machine)
     ram_bytes = machine.ram_available_bytes if ram is None else parse_memory(ram, "--ram")
@@ -164,12 +173,13 @@ def _make(
 
 
 def _gpu_memory(given: str | None, machine: Machine) -> tuple[int | None, str]:
-    from stoker.units import parse_memory
+    from stoker.units import format_bytes, parse_memory
 
     if given is not None:
         if given.strip().lower() == "none":
             return None, "GPU: none, as given"
-        return parse_memory(given, "--gpu-memory"), "GPU: as given"
+        size = parse_memory(given, "--gpu-memory")
+        return size, f"GPU: as given; {given} is {format_bytes(size)}, as on a card's label"
     seen = [gpu for gpu in machine.gpus if gpu.visible is not False and gpu.memory_free_bytes]
     if not seen:
         return None, "GPU: none on this machine; --gpu-memory 16GB plans for another"
@@ -211,20 +221,20 @@ def _print_table() -> None:
     from rich.table import Table
 
     from stoker.compat.published import describe_cards, published_cards, published_counts
-    from stoker.units import GB
+    from stoker.units import GIB
 
     console = _console()
-    cards = Table(title="GPU memory, data and batch size (S0-10)", title_justify="left")
+    cards = Table(title="GPU memory, data and batch size", title_justify="left")
     for name in ("GPU memory", "data, 75 %", "data, 60 %", "batch size"):
         cards.add_column(name, justify="right")
     for row in published_cards():
         sizes = (row.gpu_memory_bytes, row.data_bytes, row.fallback_bytes)
         cards.add_row(
-            f"{sizes[0] / GB:.0f} GB", *(f"{size / GB:.1f} GB" for size in sizes[1:]), str(row.batch_size)
+            f"{sizes[0] / GIB:.0f} GB", *(f"{size / GIB:.1f} GiB" for size in sizes[1:]), str(row.batch_size)
         )  # fmt: skip
     console.print(cards)
     console.print(describe_cards())
-    counts = Table(title="samples that fit (S0-8, S0-11)", title_justify="left")
+    counts = Table(title="samples that fit", title_justify="left")
     counts.add_column("sample")
     for name in ("bytes", "in", "samples"):
         counts.add_column(name, justify="right")

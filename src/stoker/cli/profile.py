@@ -1,4 +1,4 @@
-"""`stoker profile --config FILE --out trace.json`: a few steps of a job under torch's profiler (S4-8).
+"""`stoker profile --config FILE --out trace.json`: a few steps of a job under torch's profiler.
 
 Enters: a config and a schedule. Leaves: a chrome trace, and on stdout the costliest operations, or one
 JSON document. Costs the steps, which run slower while they are recorded.

@@ -1,4 +1,4 @@
-"""`stoker quantize CKPT OUT`: int8 weights for inference on a CPU (S0-18), and what they cost.
+"""`stoker quantize CKPT OUT`: int8 weights for inference on a CPU, and what they cost.
 
 Enters: a checkpoint of `stoker train`; a store to measure on. Leaves: an int8 checkpoint that
 `stoker predict` takes; size, latency and the recipe's metric before and after. Costs two passes over the

@@ -5,9 +5,9 @@ after batch. Costs: at most `chunk_size_gb` on the device, whatever the file's s
 batch is held; a few pinned slabs on the host.
 
 What fits is loaded once and stays. What does not fit passes through three slots of a third of the
-budget each (two of a half where a third is less than a batch), the next ones loading while this one
+memory each (two of a half where a third is less than a batch), the next ones loading while this one
 trains; batches run across the edges, so the division shows in nothing but the shuffle: full when all
-fits, else by slots and within them. `reason` says which it is.
+fits, else by slots and within them. `stoker.make_plan` decides it, as for every loader; `reason` says why.
 
 A training loop, complete:
 
@@ -30,7 +30,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,12 +39,12 @@ import torch
 from stoker.errors import InputError
 from stoker.loader.columns import left_aside, make_columns
 from stoker.loader.loader import Loader
-from stoker.loader.order import Mode, Order, even_chunks
 from stoker.loader.slabs import usable_device
 from stoker.loader.staging import Copy, Uploader, restore_sign, torch_dtype
+from stoker.plan.facts import even_chunks
 from stoker.store.manifest import FieldInfo
 from stoker.store.reader import Store, open_store
-from stoker.units import GIB, format_bytes, usable_count, whole_number
+from stoker.units import GIB, usable_count, whole_number
 
 _FIELDS = ("features", "targets")
 
@@ -109,25 +108,20 @@ class ChunkDataLoader:
         fitting = samples_that_fit(chunk_size_gb, self.bytes_per_sample)
         self.samples_per_chunk = max(1, min(fitting, self.num_samples))
         self.chunk_ranges = _ranges(self.num_samples, self.samples_per_chunk)
-        mode: Mode = "shuffled" if shuffle else "sequential"
-        order = Order(self.num_samples, batch_size, mode, seed, rank, world_size, drop_last)
-        num_slots, rows = _choose_slots(fitting, order, self.bytes_per_sample)
-        self.slot_ranges = list(even_chunks(self.num_samples, rows))
-        largest = max(end - start for start, end in self.slot_ranges)
-        _check_free(num_slots * largest * self.bytes_per_sample, free_bytes(self.device))
         self._loader = Loader(
             self.store,
             batch_size,
             self.device,
-            order=mode,
+            order="shuffled" if shuffle else "sequential",
             seed=seed,
             fields=_FIELDS,
             drop_last=drop_last,
             rank=rank,
             world_size=world_size,
-            chunk_bytes=rows * self.bytes_per_sample,
-            num_slots=num_slots,
+            data_bytes=max(1, int(float(chunk_size_gb) * GIB)),
         )
+        rows = self._loader.plan.chunk_rows or self.num_samples
+        self.slot_ranges = list(even_chunks(self.num_samples, rows))
         self.reason = self._loader.reason
         self._resumed = False
         self._taken_epoch: int | None = None  # the one whose last batch was taken
@@ -243,14 +237,6 @@ def sample_bytes(info: FieldInfo) -> int:
     return int(math.prod(info.shape) * np.dtype(info.dtype).itemsize)
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Return what can still be allocated on a GPU; None on the CPU, which is not rationed here."""
-    if device.type != "cuda":
-        return None
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + cached
-
-
 def _find_fields(store: Store) -> list[FieldInfo]:
     missing = [
         name for name in _FIELDS if name not in store.fields or store.fields[name].kind != "dense"
@@ -276,41 +262,6 @@ def _window(shape: list[int]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
 
 
-def _choose_slots(fitting: int, order: Order, bytes_per_sample: int) -> tuple[int, int]:
-    """Return the number of slots and the samples of one, so that all of them fit.
-
-    Three, so that one loads and one is full while the third is in use: batches run across edges, so
-    with two the next load would begin only when the last one has ended. Four where a batch can touch
-    four chunks, which happens when chunks are hardly larger than a batch.
-    """
-    if fitting >= order.num_samples:
-        return 1, order.num_samples
-    for num_slots in (3, 2, 4):
-        rows = fitting // num_slots
-        if rows < order.batch_size:
-            continue
-        chunked = replace(order, chunks=even_chunks(order.num_samples, rows))
-        if chunked.most_chunks_per_batch <= num_slots:
-            return num_slots, rows
-    needed = 3 * order.batch_size * bytes_per_sample
-    raise InputError(
-        f"chunk_size_gb holds {fitting:,} of {order.num_samples:,} samples of "
-        f"{bytes_per_sample:,} bytes.",
-        f"room for all, or for three batches of {order.batch_size} ({format_bytes(needed)})",
-        f"chunk_size_gb={1.05 * needed / GIB:.2g}, or a smaller batch_size",
-    )
-
-
 def _ranges(num_samples: int, rows: int) -> list[tuple[int, int]]:
     starts = range(0, num_samples, rows)
     return [(start, min(start + rows, num_samples)) for start in starts]
-
-
-def _check_free(needed_bytes: int, free: int | None) -> None:
-    if free is not None and needed_bytes > free:
-        raise InputError(
-            f"the data needs {format_bytes(needed_bytes)} on the device, which has "
-            f"{format_bytes(free)} free.",
-            "what is free now, less what the model will take",
-            f"chunk_size_gb={math.floor(0.75 * free / GIB * 10) / 10:g} (75 % of what is free)",
-        )

@@ -46,10 +46,10 @@ class CountRow:
 def published_cards() -> tuple[CardRow, ...]:
     """S0-10: what data may take and the batch size, by card; from `make_plan` itself."""
     facts, rows = one_series_windows(_PLENTY), []
-    for memory in (size * GB for size in CARDS_GB):
+    for memory in (size * GIB for size in CARDS_GB):
         plans = [
             make_plan(
-                facts, gpu_memory_bytes=memory, ram_bytes=32 * GB, gpu_share=share,
+                facts, gpu_memory_bytes=memory, ram_bytes=32 * GIB, gpu_share=share,
                 fallback_share=FALLBACK_SHARE,
             )
             for share in (GPU_SHARE, FALLBACK_SHARE)

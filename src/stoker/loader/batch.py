@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from stoker.display import table_html
 from stoker.loader.order import PlannedBatch
 from stoker.store.fields import Array
 
@@ -38,6 +39,14 @@ class Batch(dict[str, torch.Tensor]):
     _samples: Array = np.empty(0, np.int64)
     _num_together: int | None = None
 
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name} {_describe(tensor)}" for name, tensor in self.items())
+        return f"Batch(step {self.step}: {fields})"
+
+    def _repr_html_(self) -> str:
+        rows = ((name, _describe(tensor)) for name, tensor in self.items())
+        return table_html(f"Batch, step {self.step}", rows)
+
     @property
     def sample_ids(self) -> Array:
         """Samples of the store, on the host, in row order; -1 for a lane that has ended."""
@@ -49,6 +58,10 @@ class Batch(dict[str, torch.Tensor]):
         """Samples of this step over all ranks; its own where there is one rank."""
         own = self._num_together
         return int((self.positions >= 0).sum()) if own is None else own
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
 class IndexTable:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
 
@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from stoker.errors import InputError
+from stoker.plan.facts import FieldFacts, StoreFacts, even_chunks, store_facts
 from stoker.store.arrays import StoredArray
 from stoker.store.fields import Array
 from stoker.store.reader import Store
@@ -85,10 +86,40 @@ class Column:
         )
         return int(starts.min()), int(ends.max())
 
+    def extents(self, chunks: Sequence[tuple[int, int]]) -> Array:
+        """Return `(chunks, 2)`: the rows that each chunk of positions needs, as `extent` says."""
+        if not self._is_rising:
+            return np.array([self.extent(*chunk) for chunk in chunks], np.int64).reshape(-1, 2)
+        edges = np.array(chunks, np.int64).reshape(-1, 2)
+        last = edges[:, 1] - 1
+        length = self.lengths if isinstance(self.lengths, int) else self.lengths[last]
+        return np.stack([self.starts[edges[:, 0]], self.starts[last] + length], axis=1)
+
+    @cached_property
+    def _is_rising(self) -> bool:
+        """Whether a range's first and last sample say where its rows begin and end."""
+        ends = self.starts + self.lengths
+        return bool((np.diff(self.starts) >= 0).all() and (np.diff(ends) >= 0).all())
+
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of all its datasets."""
         return sum(values.row_bytes for values in self.values)
+
+
+def column_facts(store: Store, columns: Sequence[Column], num_samples: int) -> StoreFacts:
+    """Return the facts of what a loader loads, exact to the byte: where every sample lies is known."""
+    estimated = store_facts(store.manifest, [column.field for column in columns], num_samples)
+
+    def exact(column: Column, facts: FieldFacts) -> FieldFacts:
+        def slot_bytes(most: int) -> int:
+            extents = column.extents(even_chunks(num_samples, max(1, most)))
+            return int((extents[:, 1] - extents[:, 0]).max(initial=0)) * column.row_bytes
+
+        return replace(facts, device_bytes=slot_bytes(num_samples), slot_bytes=slot_bytes)
+
+    pairs = zip(columns, estimated.fields, strict=True)
+    return replace(estimated, fields=tuple(exact(column, facts) for column, facts in pairs))
 
 
 def check_samples(samples: Array | None, store: Store) -> Array:

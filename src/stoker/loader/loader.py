@@ -22,10 +22,11 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import torch
 
+from stoker.display import table_html
 from stoker.errors import InputError
 from stoker.loader.background import JANITOR
 from stoker.loader.batch import Batch, IndexBatch, IndexTable
-from stoker.loader.columns import check_samples, digest_samples, make_columns
+from stoker.loader.columns import check_samples, column_facts, digest_samples, make_columns
 from stoker.loader.gather import Assembler, Augments
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import (
@@ -35,7 +36,6 @@ from stoker.loader.order import (
     Order,
     PlannedBatch,
     Visit,
-    even_chunks,
 )
 from stoker.loader.prefetch import prefetch
 from stoker.loader.rest import Cut, Place, RestEpoch, find_place, save_place
@@ -50,10 +50,11 @@ from stoker.loader.scattered import (
 from stoker.loader.slabs import usable_device
 from stoker.loader.staging import TableUploader, Uploader
 from stoker.loader.straight import BLOCK_BYTES, StraightReader, can_read_straight
-from stoker.plan import Plan, Tier, make_plan, store_facts
+from stoker.plan import Plan, Tier, make_plan
+from stoker.plan.facts import even_chunks
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
-from stoker.units import whole_number
+from stoker.units import format_bytes, whole_number
 
 _BLOCK_SAMPLES, _BLOCK_BATCHES = 1 << 15, 256
 """Samples, and batches, whose indices are uploaded together: 256 kB per column; the host is held up by more."""
@@ -83,7 +84,8 @@ class Loader:
         drop_last: Leave out the epoch's last, short batch.
         rank: This process's number.
         world_size: Number of processes.
-        chunk_bytes: Size of a chunk, instead of the plan's.
+        data_bytes: Device memory for data, all chunks together; the plan's share when None.
+        chunk_bytes: Size of one chunk instead, `num_slots` of which are on the device.
         num_slots: Chunks on the device at once, with `chunk_bytes`.
         lanes: From `plan_lanes`, for `order="lanes"`.
         augment: Applied to `images` (and `masks`, where they are loaded) as they are gathered, read
@@ -105,6 +107,7 @@ class Loader:
         drop_last: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        data_bytes: int | None = None,
         chunk_bytes: int | None = None,
         num_slots: int = 3,
         lanes: LanePlan | None = None,
@@ -127,18 +130,12 @@ class Loader:
         )
         self.samples = check_samples(samples, self.store)
         self.columns = make_columns(self.store, fields, self.samples)
-        if plan is not None and not isinstance(plan, Plan):
-            raise InputError(f"plan is {plan!r}.", "a Plan", "plan=make_plan(...), or none")
-        self.plan = plan or self._make_plan(batch_size, self.device)
-        streamed = self.plan.tier == "streamed" and chunk_bytes is None and lanes is None
+        self.plan = self._take_plan(plan, batch_size, data_bytes, chunk_bytes, num_slots)
         # Streamed batches are assembled in host memory, by the same code, and copied afterwards.
+        local = self.plan.host or self.plan
+        streamed = self.plan.tier == "streamed"
         self._home = torch.device("cpu") if streamed else self.device
-        local = self._make_plan(batch_size, self._home, plan) if streamed else self.plan
-        if num_slots < 1:
-            raise InputError(f"num_slots is {num_slots}.", "1 or more", "num_slots=3")
-        if chunk_bytes is None:
-            num_slots = local.num_slots
-        chunks, reason = self._choose_chunks(local, batch_size, chunk_bytes, lanes)
+        chunks, reason = self._choose_chunks(local, lanes)
         self.tier: Tier = "streamed" if streamed else "resident" if chunks is None else "chunked"
         self._resident = chunks is None
         self._order = Order(
@@ -153,8 +150,7 @@ class Loader:
             lanes,
             digest_samples(self.samples),
         )
-        where = self.plan.reasons[0] if streamed else reason
-        self.reason = f"{where}; {self._order.reason}"
+        self.reason = f"{reason}; {self._order.reason}"
         self._epochs = EpochShelf(self._order)
         self._process = os.getpid()
         self._ended: tuple[int, EpochOrder | None] | None = None
@@ -165,7 +161,7 @@ class Loader:
         self._uploader = self._make_uploader(once=chunks is None)
         self._tables = TableUploader(self._home)
         whole = ((0, len(self.samples)),)
-        num_slots = 1 if chunks is None else max(2, num_slots, self._order.most_chunks_per_batch)
+        num_slots = 1 if chunks is None else max(local.num_slots, self._order.most_chunks_per_batch)
         self._ring = ScatteredRing(self.columns, chunks or whole, num_slots, self._home)
         self.ring_number = 0
         self.augment = augment
@@ -187,6 +183,23 @@ class Loader:
     def __len__(self) -> int:
         """Batches of a whole epoch, the same on all ranks."""
         return len(self._order)
+
+    def __repr__(self) -> str:
+        return f"Loader({', '.join(f'{name} {value}' for name, value in self._summary())})"
+
+    def _repr_html_(self) -> str:
+        return table_html("Loader", self._summary())
+
+    def _summary(self) -> list[tuple[str, str]]:
+        return [
+            ("store", repr(self.store.name)),
+            ("samples", f"{len(self.samples):,}"),
+            ("batches", f"{len(self):,} of {self.batch_size} on {self.device}"),
+            ("fields", "+".join(column.field for column in self.columns)),
+            ("order", self._order.mode),
+            ("data", f"{self.tier}, {format_bytes(self.device_bytes)}"),
+            ("at", f"epoch {self.epoch}, batch {self._position}"),
+        ]
 
     @property
     def num_batches(self) -> int:
@@ -253,52 +266,60 @@ class Loader:
                 "the loader is closed.", "an open loader", "make a new Loader over the same store"
             )
 
-    def _make_plan(self, batch_size: int, device: torch.device, given: Plan | None = None) -> Plan:
-        """Plan with the free memory; with that of a plan that was given, which ranks have agreed on."""
+    def _take_plan(
+        self,
+        given: Plan | None,
+        batch_size: int,
+        data_bytes: int | None,
+        chunk_bytes: int | None,
+        num_slots: int,
+    ) -> Plan:
+        """Return the plan that was given, or one for the memory that is free now."""
+        sizes = {"data_bytes": data_bytes, "chunk_bytes": chunk_bytes}
+        told: dict[str, Any] = {
+            name: whole_number(name, size) for name, size in sizes.items() if size is not None
+        }
+        if given is not None:
+            if not isinstance(given, Plan):
+                raise InputError(f"plan is {given!r}.", "a Plan", "plan=make_plan(...), or none")
+            if told:
+                raise InputError(
+                    f"a plan and {' and '.join(told)} were given.",
+                    "one of them",
+                    "plan=make_plan(..., data_bytes=...)",
+                )
+            return given
         from stoker.machine import probe
 
-        machine = probe(self.store.path)
-        ram = machine.ram_available_bytes if given is None else given.ram_bytes
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+        cuda = self.device.type == "cuda"
         return make_plan(
-            store_facts(
-                self.store.manifest, [column.field for column in self.columns], len(self.samples)
-            ),
-            gpu_memory_bytes=free,
-            ram_bytes=ram or 8 << 30,
+            column_facts(self.store, self.columns, len(self.samples)),
+            gpu_memory_bytes=torch.cuda.mem_get_info(self.device)[0] if cuda else None,
+            ram_bytes=probe(self.store.path).ram_available_bytes or 8 << 30,
             batch_size=batch_size,
-            threads=self.store.threads if given is None else given.threads,
+            threads=self.store.threads,
+            num_slots=num_slots if chunk_bytes is not None else 3,
+            **told,
         )
 
     def _choose_chunks(
-        self, plan: Plan, batch_size: int, chunk_bytes: int | None, lanes: LanePlan | None
+        self, plan: Plan, lanes: LanePlan | None
     ) -> tuple[tuple[tuple[int, int], ...] | None, str]:
         """Return the chunks (None: all resident), and why."""
-        count = len(self.samples)
+        reason = self.plan.reasons[0]
         if lanes is not None:
-            if chunk_bytes is not None or plan.tier != "resident":
-                why = plan.reasons[0] if chunk_bytes is None else f"chunk_bytes is {chunk_bytes}"
+            if self.plan.tier != "resident":
                 raise InputError(
-                    f"lanes walk through the whole series at once, which must be resident; {why}.",
+                    f"lanes walk through the whole series at once, which must be resident; {reason}.",
                     "series that fit",
                     "fewer fields or samples, a larger device, or order='time', which loads chunks",
                 )
             return None, "resident: lanes walk through the whole series at once"
-        if chunk_bytes is not None:
-            if whole_number("chunk_bytes", chunk_bytes) < 1:
-                raise InputError(f"chunk_bytes is {chunk_bytes}.", "1 or more", "chunk_bytes=2**28")
-            per_sample = self._bytes_per_sample()
-            rows = max(batch_size, int(chunk_bytes / max(1.0, per_sample)))
-            reason = f"chunks of up to {rows:,} samples were asked for"
-        elif plan.tier == "resident" or plan.chunk_rows is None:
-            return None, plan.reasons[0]
-        else:
-            rows = max(batch_size, plan.chunk_rows)
-            reason = plan.reasons[0]
-        chunks = even_chunks(count, rows) if count else ()
-        if len(chunks) < 2:
-            return None, f"resident: one chunk holds all {count:,} samples"
-        return chunks, reason
+        if plan.chunk_rows is None:
+            return None, reason
+        # A plan for all samples may be given to a loader over a part of them.
+        chunks = even_chunks(len(self.samples), max(1, plan.chunk_rows))
+        return (chunks, reason) if len(chunks) > 1 else (None, reason)
 
     def _make_uploader(self, *, once: bool) -> Uploader:
         """Make an uploader with the staging of the plan."""
@@ -307,11 +328,6 @@ class Loader:
             return Uploader(self._home, threads, once=once)
         slab_bytes = plan.staging_bytes // plan.num_slabs
         return Uploader(self._home, threads, slab_bytes, num_slabs=plan.num_slabs, once=once)
-
-    def _bytes_per_sample(self) -> float:
-        count = max(1, len(self.samples))
-        extents = ((column.extent(0, count), column.row_bytes) for column in self.columns)
-        return sum((high - low) * row_bytes for (low, high), row_bytes in extents) / count
 
     # -- iteration -------------------------------------------------------------------------
 

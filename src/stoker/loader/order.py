@@ -36,7 +36,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -45,6 +44,7 @@ import xxhash
 from stoker.errors import InputError
 from stoker.loader.lanes import LanePlan
 from stoker.loader.positions import PositionSet
+from stoker.plan.facts import most_chunks_per_batch
 from stoker.store.fields import Array
 
 Mode = Literal["sequential", "shuffled", "time", "lanes"]
@@ -169,9 +169,7 @@ class Order:
         """Chunks that one batch can touch at the worst: the slots that a loader needs at least."""
         if self.chunks is None or self.lanes is not None:
             return 1
-        sizes = np.sort(np.diff(self.edges))
-        whole = int(np.searchsorted(np.cumsum(sizes), self.batch_size - 2, side="right"))
-        return min(len(sizes), self.batch_size, whole + 2)
+        return most_chunks_per_batch(np.diff(self.edges), self.batch_size)
 
     def epoch(self, epoch: int) -> EpochOrder:
         """Return the order of one epoch; cheap, nothing is permuted before it is needed."""
@@ -362,18 +360,6 @@ def pick_mode(order: str | None, shuffle: bool | None) -> Mode:
             "shuffle=False with order='shuffled'.", "one of the two", "order='sequential'"
         )
     return next(mode for mode in MODES if mode == order)
-
-
-def even_chunks(num_samples: int, most: int) -> tuple[tuple[int, int], ...]:
-    """Cut 0 to n into the fewest chunks of at most `most`, all of the same size or one less.
-
-    A short last chunk would let one batch touch three chunks, and waste most of a slot.
-    """
-    if most < 1:
-        raise InputError(f"chunks of {most} samples.", "1 or more", "")
-    count = -(-num_samples // most)
-    edges = [num_samples * number // count for number in range(count + 1)] if count else []
-    return tuple(pairwise(edges))
 
 
 def _check_numbers(order: Order) -> None:

@@ -99,6 +99,9 @@ class Prefetcher:
         knows = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         return object.__new__(StatefulPrefetcher if knows and cls is Prefetcher else cls)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.loader).__name__}, {self.depth} ahead on {self.device})"
+
     def __init__(
         self,
         loader: Any,

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from stoker.errors import InputError, StokerError
@@ -117,9 +116,7 @@ class Ring:
 
 
 def _place(column: Column, chunks: Sequence[tuple[int, int]], least_rows: int) -> _Place:
-    extents = np.array(
-        [column.extent(start, stop) for start, stop in chunks], dtype=np.int64
-    ).reshape(-1, 2)
+    extents = column.extents(chunks)
     capacity = int((extents[:, 1] - extents[:, 0]).max(initial=least_rows))
     return _Place(extents[:, 0], extents[:, 1], capacity)
 

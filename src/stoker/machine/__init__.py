@@ -134,7 +134,7 @@ def probe(
 def recommended_workers(
     machine: Machine, augmentation: Literal["gpu", "cpu", "none"] = "none"
 ) -> Choice:
-    """Choose a number of loading processes (S3-8, with its ranges read as ranges).
+    """Choose a number of loading processes.
 
     Half the usable cores, kept within 2–4 when the GPU augments and 4–8 when the CPU does, and
     always leaving one core to the training process. 0 when batches are cut on the device.

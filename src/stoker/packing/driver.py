@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from stoker.display import table_html
 from stoker.errors import InputError, QualityError, Refusal, StoreError
 from stoker.ownership import always, write_text
 from stoker.packing.cluster import ClusterWorkers, check_cluster
@@ -113,6 +114,21 @@ class PackResult:
     seconds: float
     refused: Sequence[Refusal] = field(default=())
     inspection: Inspection | None = None
+
+    def __repr__(self) -> str:
+        return f"PackResult({', '.join(f'{name} {value}' for name, value in self._summary())})"
+
+    def _repr_html_(self) -> str:
+        return table_html("PackResult", self._summary())
+
+    def _summary(self) -> list[tuple[str, str]]:
+        return [
+            ("store", repr(str(self.path))),
+            ("samples", f"{self.manifest.num_samples:,}"),
+            ("refused", f"{len(self.refused):,}"),
+            ("seconds", f"{self.seconds:.1f}"),
+            ("reason", repr(self.reason)),
+        ]
 
 
 def pack(

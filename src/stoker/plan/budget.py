@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from stoker.plan.facts import ModelCost, StoreFacts
+from stoker.plan.facts import ModelCost, StoreFacts, even_chunks, most_chunks_per_batch
 from stoker.units import MIB, format_bytes, format_count
 
 Tier = Literal["resident", "chunked", "streamed"]
@@ -58,6 +58,14 @@ class Question:
     num_slots: int
     threads: int
     ranks_per_host: int = 1
+    data_bytes: int | None = None
+    chunk_bytes: int | None = None
+    streamed: bool = False
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the user said how much memory the data gets; then it is obeyed or refused."""
+        return self.data_bytes is not None or self.chunk_bytes is not None
 
     @property
     def where(self) -> Where:
@@ -136,29 +144,72 @@ class Question:
         return max(2, min(count, allowed // slab)), slab
 
     def budget(self, batch: int) -> int:
-        """Most that chunks may take beside the rest."""
+        """Most that data may take beside the rest."""
+        if self.data_bytes is not None:
+            return self.data_bytes
         rest = self.rest_bytes(batch)
         for share in (self.share, self.fallback):
             if rest <= self.cap - int(self.cap * share):
                 return int(self.cap * share)
         return max(0, self.cap - rest)
 
-    def chunk_rows(self, batch: int) -> int:
-        """Samples per chunk: whole batches, as many as a slot holds."""
-        rows = self.facts.chunk_positions(self.budget(batch) // self.num_slots)
-        return rows - rows % batch
+    def ring(self, batch: int) -> tuple[int, int] | None:
+        """Return (slots, most samples of a chunk) at this batch size; None when too little fits.
+
+        Three slots, so that one loads and one is full while the third is in use: batches run across the
+        edges of chunks, so with two the next load would begin only when the last one has ended. Where the
+        user gave the memory, two or four are tried as well: chunks that are hardly larger than a batch.
+        """
+        count = self.facts.num_samples
+        if self.chunk_bytes is not None:
+            rows = max(min(batch, count), self.facts.chunk_positions(self.chunk_bytes))
+            rows = -(-count // -(-count // rows))
+            return max(2, self.num_slots, self._most_touched(rows, batch)), rows
+        budget = self.budget(batch)
+        least = batch if self.data_bytes is not None else MIN_CHUNK_BATCHES * batch
+        for num_slots in (3, 2, 4) if self.data_bytes is not None else (self.num_slots,):
+            most = self.facts.chunk_positions(budget // num_slots)
+            if most < least:
+                continue
+            # The loader cuts even chunks, so the largest one is what counts.
+            rows = -(-count // -(-count // most))
+            if self._most_touched(rows, batch) <= num_slots:
+                return num_slots, rows
+        return None
+
+    def _most_touched(self, rows: int, batch: int) -> int:
+        chunks = even_chunks(self.facts.num_samples, rows)
+        return most_chunks_per_batch([stop - start for start, stop in chunks], batch)
+
+    def is_one_chunk(self, batch: int) -> bool:
+        """Whether all data fits into what the data may take."""
+        if self.chunk_bytes is not None:
+            return self.facts.chunk_bytes(self.facts.num_samples) <= self.chunk_bytes
+        most = self.share_bytes if self.data_bytes is None else self.budget(batch)
+        return self.facts.device_bytes <= most
 
     def fits(self, tier: Tier, batch: int) -> bool:
         """Whether `tier` stays under both caps at this batch size."""
+        if self.streamed and tier != "streamed":
+            return False
         count, slab = self.staging(tier, batch)
         host = sum(line.num_bytes for line in self.host()) + count * slab
         rest = self.rest_bytes(batch)
         if host > self.ram or rest > self.cap:
             return False
         if tier == "resident":
-            data = self.facts.device_bytes
-            return data <= self.share_bytes and data + rest <= self.cap
-        return tier == "streamed" or self.chunk_rows(batch) >= MIN_CHUNK_BATCHES * batch
+            return self.is_one_chunk(batch) and self.facts.device_bytes + rest <= self.cap
+        if tier == "streamed":
+            # Batches are built from two chunks of a batch each, in host memory.
+            chunks = 2 * self.facts.chunk_bytes(min(batch, self.facts.num_samples))
+            beside = rest if self.gpu is None else host
+            return not self.is_told and chunks + beside <= self.ram
+        if self.is_told and self.is_one_chunk(batch):
+            return False  # what was asked for is all of the data: it is resident or refused
+        ring = self.ring(batch)
+        if ring is None:
+            return False
+        return ring[0] * self.facts.chunk_bytes(ring[1]) + rest <= self.cap
 
     def best(self, batch: int) -> Tier | None:
         """The best tier at this batch size; None when nothing fits."""

@@ -6,18 +6,20 @@ microseconds; the same question always gives the same plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
+from stoker.display import table_html
 from stoker.errors import InputError
 from stoker.plan.budget import MIN_CHUNK_BATCHES, PlanLine, Question, Tier, Where
 from stoker.plan.facts import FieldFacts, ModelCost, StoreFacts
-from stoker.units import GB, format_bytes
+from stoker.units import GIB, format_bytes
 
 GPU_SHARE, FALLBACK_SHARE = 0.75, 0.60
-"""Of the device's memory, for data (S0-10); the second when the rest does not fit beside the first."""
+"""Of the device's memory, for data; the second when the rest does not fit beside the first."""
 BATCH_PER_GB = 8
 CPU_BATCH = 128
 _SMALLEST_BATCH = 8
@@ -30,9 +32,9 @@ class Plan:
     Attributes:
         tier: "resident", "chunked" or "streamed".
         batch_size: Samples per batch.
-        chunk_rows: Samples per chunk, a multiple of the batch size; None unless chunked.
-        num_slots: Chunks on the device at once: 1 when resident, 0 when streamed.
-        slot_bytes: Of one slot; the loader cuts a chunk shorter where uneven data would pass it.
+        chunk_rows: Most samples of a chunk; chunks differ by one at most. None when all data is one chunk.
+        num_slots: Chunks on the device at once: 1 when resident, 0 when streamed to a GPU.
+        slot_bytes: Of one slot: what is allocated, when the facts are exact (`column_facts`).
         staging_bytes: Pinned host memory in all, in `num_slabs` slabs of a power of two each.
         num_slabs: Pinned slabs; when streamed, batches on their way.
         threads: Reader threads.
@@ -41,6 +43,7 @@ class Plan:
         ram_bytes: The cap on RAM.
         lines: Every byte that is counted.
         reasons: Every choice in words.
+        host: Streamed to a GPU only: what lives where in host memory, from which batches are built.
     """
 
     tier: Tier
@@ -56,6 +59,19 @@ class Plan:
     ram_bytes: int
     lines: tuple[PlanLine, ...]
     reasons: tuple[str, ...]
+    host: Plan | None = None
+
+    def __repr__(self) -> str:
+        return f"Plan({self.reasons[0]}; batch size {self.batch_size})"
+
+    def _repr_html_(self) -> str:
+        rows = ((f"{line.where}: {line.what}", format_bytes(line.num_bytes)) for line in self.lines)
+        return table_html(f"Plan: {self.reasons[0]}", rows)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of data on the device, all slots together."""
+        return self.num_slots * self.slot_bytes
 
     @property
     def totals(self) -> dict[Where, int]:
@@ -65,7 +81,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; `from_json` gives the plan back."""
-        return {**asdict(self), "totals": self.totals}
+        host = None if self.host is None else self.host.to_json()
+        return {**asdict(self), "totals": self.totals, "host": host}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Plan:
@@ -73,6 +90,8 @@ class Plan:
         values = {name: value for name, value in document.items() if name != "totals"}
         values["lines"] = tuple(PlanLine(**line) for line in document["lines"])
         values["reasons"] = tuple(document["reasons"])
+        host = document.get("host")
+        values["host"] = None if host is None else cls.from_json(host)
         return cls(**values)
 
 
@@ -88,6 +107,9 @@ def make_plan(
     num_slots: int = 3,
     threads: int = 8,
     ranks_per_host: int = 1,
+    data_bytes: int | None = None,
+    chunk_bytes: int | None = None,
+    streamed: bool = False,
 ) -> Plan:
     """Decide what lives where.
 
@@ -95,13 +117,17 @@ def make_plan(
         facts: Of the store.
         gpu_memory_bytes: Free bytes, not the number on the box; None on a machine without GPU.
         ram_bytes: Free bytes of RAM of the machine, which its ranks share.
-        batch_size: None lets the plan choose: 8 per GB of GPU memory, less where that saves the tier.
+        batch_size: None lets the plan choose: 8 per GiB of GPU memory, less where that saves the tier.
         model: None keeps the share beside the data free for one.
         gpu_share: Most of the device that data may take.
         fallback_share: The same when the rest does not fit beside `gpu_share`.
         num_slots: Ring slots of the chunked tier.
         threads: Reader threads, of the machine.
         ranks_per_host: Processes that each have such a plan on one machine, a GPU each.
+        data_bytes: Device memory for data, all chunks together (`chunk_size_gb` in a config); None is
+            `gpu_share` of the device. Given, it is obeyed or refused.
+        chunk_bytes: Size of one chunk instead, `num_slots` of which are on the device.
+        streamed: Keep no data on the device.
 
     Raises:
         InputError: An argument makes no sense, or nothing fits; the message says what to change.
@@ -118,6 +144,9 @@ def make_plan(
         num_slots,
         max(1, threads // ranks_per_host) if threads > 0 else threads,
         ranks_per_host,
+        data_bytes,
+        chunk_bytes,
+        streamed,
     )
     _check(question, batch_size)
     tier, batch, reason = _choose(question, batch_size)
@@ -141,28 +170,39 @@ def _check(question: Question, batch_size: int | None) -> None:
             "0 < fallback <= share <= 0.9: the model needs room too",
             f"{GPU_SHARE} and {FALLBACK_SHARE}",
         )
-    if question.num_slots < 2:
+    least = 2 if question.chunk_bytes is None else 1
+    if question.num_slots < least:
         refuse(
-            f"{question.num_slots} ring slots.",
-            "2 or more: one trains while the next loads",
+            f"num_slots is {question.num_slots}.",
+            f"{least} or more: one trains while the next loads",
             "num_slots=3",
+        )
+    for name in ("data_bytes", "chunk_bytes"):
+        size = getattr(question, name)
+        if size is not None and size < 1:
+            refuse(f"{name} is {size}.", "1 or more", f"{name}=2**28")
+    if question.is_told and question.streamed:
+        refuse(
+            "memory for data was given, and nothing of it is to stay on the device.",
+            "one of them",
+            "streamed=False",
         )
     if question.threads < 1:
         refuse(f"{question.threads} reader threads.", "1 or more", "threads=8")
 
 
 def recommended_batch_size(gpu_memory_bytes: int | None) -> int:
-    """8 samples per GB (S0-10) in steps of 32, below 32 in powers of two; 128 on the CPU."""
+    """8 samples per GiB in steps of 32, below 32 in powers of two; 128 on the CPU."""
     if gpu_memory_bytes is None:
         return CPU_BATCH
-    asked = BATCH_PER_GB * gpu_memory_bytes // GB
+    asked = BATCH_PER_GB * gpu_memory_bytes // GIB
     if asked >= 32:
         return min(4096, asked - asked % 32)
     return max(_SMALLEST_BATCH, 1 << (asked.bit_length() - 1) if asked else 0)
 
 
 def _ladder(top: int) -> list[int]:
-    """Batch sizes from `top` down to the smallest, as the documents step down (S0-23)."""
+    """Batch sizes from `top` down to the smallest, in steps of 32."""
     steps = chain(range(32, 4097, 32), (16, 8))
     return sorted({top, *(size for size in steps if size < top)}, reverse=True)
 
@@ -205,7 +245,7 @@ def _batch_reason(question: Question, tier: Tier, batch: int, top: int) -> str:
         return "no GPU to size it by: the documents' recommendation"
     if batch == _SMALLEST_BATCH:
         return "the smallest that is chosen without being asked for"
-    return f"{BATCH_PER_GB} per GB of free GPU memory, in steps of 32"
+    return f"{BATCH_PER_GB} per GiB of free GPU memory, in steps of 32"
 
 
 def _shrink(question: Question, asked: int) -> int:
@@ -217,6 +257,8 @@ def _shrink(question: Question, asked: int) -> int:
 
 
 def _does_not_fit(question: Question, batch: int) -> InputError:
+    if question.is_told and question.rest_bytes(batch) <= question.cap:
+        return _told_does_not_fit(question, batch)
     host = question.host()
     count, slab = question.staging("streamed", batch)
     need_host = sum(line.num_bytes for line in host) + count * slab
@@ -241,29 +283,63 @@ def _does_not_fit(question: Question, batch: int) -> InputError:
     return InputError(given, f"what fits into {format_bytes(cap)}", fix)
 
 
+def _told_does_not_fit(question: Question, batch: int) -> InputError:
+    """Return the refusal of `data_bytes` or `chunk_bytes`: too much for the device, or less than batches."""
+    facts, free = question.facts, question.cap - question.rest_bytes(batch)
+    ring = None if question.is_one_chunk(batch) else question.ring(batch)
+    needed = facts.device_bytes if ring is None else ring[0] * facts.chunk_bytes(ring[1])
+    place = "GPU memory" if question.where == "gpu" else "RAM"
+    if question.is_one_chunk(batch) or ring is not None:
+        least = 2 * facts.chunk_bytes(min(batch, facts.num_samples))
+        fits = max(least, int(0.75 * free))
+        return InputError(
+            f"the data needs {format_bytes(needed)} on the device, and {format_bytes(max(0, free))} of "
+            f"{format_bytes(question.cap)} {place} is free beside the rest.",
+            "what is free now, less what the model will take",
+            f"chunk_size_gb={fits / GIB:.2g}, or data_bytes={fits}",
+        )
+    least = _least_data_bytes(question, batch)
+    return InputError(
+        f"{format_bytes(question.budget(batch))} is asked for data, and all of it is "
+        f"{format_bytes(facts.device_bytes)} ({facts.num_samples:,} samples).",
+        f"room for all, or for chunks of a batch of {batch} ({format_bytes(least)})",
+        f"chunk_size_gb={math.ceil(1000 * least / GIB) / 1000:g}, or data_bytes={least}, or a smaller batch_size",
+    )
+
+
+def _least_data_bytes(question: Question, batch: int) -> int:
+    """Return an amount for data that chunks of this batch size do fit into."""
+    for times in (2, 3, 4, 6, 8, 16):
+        size = times * question.facts.chunk_bytes(min(batch, question.facts.num_samples))
+        if replace(question, data_bytes=size).ring(batch) is not None:
+            return size
+    return question.facts.device_bytes
+
+
 # -- writing it down -------------------------------------------------------------------------
 
 
 def _write(question: Question, tier: Tier, batch: int, batch_reason: str) -> Plan:
     facts = question.facts
     count, slab = question.staging(tier, batch)
-    chunk_rows = question.chunk_rows(batch) if tier == "chunked" else None
-    slot = {
-        "resident": facts.device_bytes,
-        "chunked": facts.chunk_bytes(chunk_rows or 0),
-        "streamed": 0,
-    }[tier]
-    slots = {"resident": 1, "chunked": question.num_slots, "streamed": 0}[tier]
+    slots, chunk_rows, slot = _layout(question, tier, batch)
     budget = question.share_bytes if tier == "resident" else question.budget(batch)
+    if question.data_bytes is not None:
+        budget = question.data_bytes
+    elif question.chunk_bytes is not None:
+        budget = slots * slot
+    host = _host_plan(question, batch, count * slab) if tier == "streamed" else None
     plan = Plan(
         tier, batch, chunk_rows, slots, slot, count * slab, count, question.threads, budget,
-        question.gpu, question.ram, (), (f"batch size {batch}: {batch_reason}",),
+        question.gpu, question.ram, (), (f"batch size {batch}: {batch_reason}",), host,
     )  # fmt: skip
-    lines = [*_data_lines(question, plan), *question.rest(batch)]
+    lines = [*_data_lines(facts, question.where, plan), *question.rest(batch)]
     if question.model is None:
         lines.append(_room_line(question, budget, sum(line.num_bytes for line in lines)))
     if question.gpu is not None:
         lines += [*question.host(), _staging_line(tier, count, slab)]
+    if host is not None:
+        lines += _data_lines(facts, "ram", host)
     plan = replace(plan, lines=tuple(lines))
     return replace(
         plan,
@@ -275,15 +351,45 @@ def _write(question: Question, tier: Tier, batch: int, batch_reason: str) -> Pla
     )
 
 
-def _data_lines(question: Question, plan: Plan) -> Iterator[PlanLine]:
-    here = question.where
+def _layout(question: Question, tier: Tier, batch: int) -> tuple[int, int | None, int]:
+    """Return (slots on the device, most samples of a chunk, bytes of a slot)."""
+    if tier == "resident":
+        return 1, None, question.facts.device_bytes
+    if tier == "chunked":
+        ring = question.ring(batch)
+        assert ring is not None, "a tier that fits has a ring"
+        return *ring, question.facts.chunk_bytes(ring[1])
+    if question.gpu is not None:
+        return 0, None, 0
+    # Streamed without a GPU: host memory is the device, and holds two batches.
+    rows = min(batch, question.facts.num_samples)
+    return 2, rows, question.facts.chunk_bytes(rows)
+
+
+def _host_plan(question: Question, batch: int, staging_bytes: int) -> Plan | None:
+    """Return what host memory keeps of the data when batches are streamed to a GPU."""
+    if question.gpu is None:
+        return None
+    beside = replace(
+        question,
+        gpu=None,
+        ram=question.ram - staging_bytes,
+        streamed=False,
+        num_slots=3,
+        model=None,
+    )
+    tier = beside.best(batch) or "streamed"
+    return _write(beside, tier, batch, "as on the device")
+
+
+def _data_lines(facts: StoreFacts, here: Where, plan: Plan) -> Iterator[PlanLine]:
     if plan.tier == "resident":
-        for field in question.facts.fields:
+        for field in facts.fields:
             yield PlanLine(here, f"data: {field.name}", field.device_bytes, _field_reason(field))
-    elif plan.tier == "chunked":
+    elif plan.num_slots:
         what = f"{plan.num_slots} slots x {format_bytes(plan.slot_bytes)}"
-        halo = " with the rows before their first windows" if _has_series(question.facts) else ""
-        why = f"{what}: {plan.chunk_rows:,} samples each{halo}; one trains, the next loads"
+        halo = " with the rows before their first windows" if _has_series(facts) else ""
+        why = f"{what}: up to {plan.chunk_rows:,} samples each{halo}; one trains, the next loads"
         yield PlanLine(here, "ring slots", plan.num_slots * plan.slot_bytes, why)
 
 
@@ -320,10 +426,19 @@ def _tier_reasons(question: Question, plan: Plan) -> Iterator[str]:
     free = question.ram if question.gpu is None else question.gpu
     budget = f"{format_bytes(plan.data_budget_bytes)} of {format_bytes(free)} {device}"
     least = MIN_CHUNK_BATCHES * plan.batch_size
-    if plan.tier == "resident":
+    num_chunks = -(-facts.num_samples // (plan.chunk_rows or facts.num_samples))
+    if question.is_told and plan.tier == "resident":
+        yield f"resident: one chunk holds all {facts.num_samples:,} samples ({data})"
+    elif question.is_told:
+        yield (
+            f"chunked: {format_bytes(plan.data_bytes)} for data was asked for, {plan.num_slots} slots of up "
+            f"to {plan.chunk_rows:,} samples; all data is {data}, so an epoch is {num_chunks:,} chunks"
+        )
+    elif question.streamed:
+        yield "streamed: asked for; no data stays on the device"
+    elif plan.tier == "resident":
         yield f"resident: all data is {data}, and {budget} may hold data"
     elif plan.tier == "chunked":
-        num_chunks = -(-facts.num_samples // (plan.chunk_rows or 1))
         yield (
             f"chunked: all data is {data}, more than fits beside the rest; {budget} hold "
             f"{plan.num_slots} slots, so an epoch is {num_chunks:,} chunks"

@@ -2,21 +2,23 @@
 
 Enters: a manifest, or the shapes of plain arrays; a number of parameters. Leaves: frozen facts in
 bytes. Costs microseconds; no data is touched.
+
+Facts from a manifest estimate what ragged values and windows take in a chunk. A loader knows where every
+sample lies and gives exact facts (`stoker.loader.columns.column_facts`); the arithmetic is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from stoker.errors import InputError
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 
-_ROW_ALIGN = 16
-"""Series rows are padded to 16 bytes on the device: 24-byte rows gather at half the speed."""
 _UNEVEN = 1.25
 """Ragged values and series rows are not spread evenly over the samples: room above the mean."""
 _STATES = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2}
@@ -31,7 +33,7 @@ class FieldFacts:
         kind: dense, ragged or series.
         num_rows: Stored rows: samples, ragged values or rows of the series.
         row_bytes: Of one stored row.
-        device_bytes: All of it on the device, with its offsets, ends and gap flags.
+        device_bytes: All of it on the device, with its gap flags.
         sample_bytes: One sample inside a batch; ragged: the mean, and a quarter more.
         position_bytes: One sample's part of a chunk.
         halo_bytes: What a chunk needs on top: the rows before its first window's end.
@@ -39,6 +41,8 @@ class FieldFacts:
         window: Rows per window of a series.
         series_bytes: What the series form of materialised windows would take; None when the
             field is not of that shape.
+        slot_bytes: Exact bytes of the largest chunk by the most samples of a chunk, when the place of every
+            sample is known; None estimates it from `position_bytes` and `halo_bytes`.
     """
 
     name: str
@@ -52,11 +56,18 @@ class FieldFacts:
     index_bytes: int = 0
     window: int | None = None
     series_bytes: int | None = None
+    slot_bytes: Callable[[int], int] | None = field(default=None, compare=False, repr=False)
+
+    def chunk_bytes(self, num_positions: int) -> int:
+        """Bytes of one ring slot when no chunk has more than `num_positions` samples."""
+        if self.slot_bytes is not None:
+            return self.slot_bytes(num_positions)
+        return self.halo_bytes + num_positions * self.position_bytes
 
 
 @dataclass(frozen=True)
 class StoreFacts:
-    """What a plan needs to know of a store. Made by `store_facts` or `array_facts`."""
+    """What a plan needs to know of a store. Made by `store_facts`, `array_facts` or `column_facts`."""
 
     num_samples: int
     fields: tuple[FieldFacts, ...]
@@ -83,14 +94,50 @@ class StoreFacts:
         return tuple(field.name for field in self.fields if field.series_bytes is not None)
 
     def chunk_bytes(self, num_positions: int) -> int:
-        """One chunk of `num_positions` samples on the device; uneven fields: an estimate."""
-        return sum(field.halo_bytes + num_positions * field.position_bytes for field in self.fields)
+        """Bytes of one ring slot when no chunk has more than `num_positions` samples."""
+        return sum(each.chunk_bytes(num_positions) for each in self.fields)
 
     def chunk_positions(self, num_bytes: int) -> int:
-        """Most samples whose chunk takes at most `num_bytes`."""
-        halo = sum(field.halo_bytes for field in self.fields)
-        each = sum(field.position_bytes for field in self.fields)
-        return max(0, min(self.num_samples, (num_bytes - halo) // max(1, each)))
+        """Most samples of a chunk that takes at most `num_bytes`; 0 when not even one does."""
+        halo = sum(each.halo_bytes for each in self.fields)
+        mean = sum(each.position_bytes for each in self.fields)
+        guess = max(0, min(self.num_samples, (num_bytes - halo) // max(1, mean)))
+        if all(each.slot_bytes is None for each in self.fields):
+            return guess
+        # The exact size hardly ever falls when chunks grow, so a bisection finds the edge; the last
+        # steps down make sure of it.
+        low, high = 0, self.num_samples
+        while low < high:
+            middle = min(
+                high, max(low + 1, guess if low < guess <= high else (low + high + 1) // 2)
+            )
+            guess = 0
+            if self.chunk_bytes(middle) <= num_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        while low and self.chunk_bytes(low) > num_bytes:
+            low -= max(1, low // 64)
+        return low
+
+
+def even_chunks(num_samples: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Cut 0 to n into the fewest chunks of at most `most`, all of the same size or one less.
+
+    A short last chunk would let one batch touch three chunks, and waste most of a slot.
+    """
+    if most < 1:
+        raise InputError(f"chunks of {most} samples.", "1 or more", "even_chunks(1000, most=100)")
+    count = -(-num_samples // most)
+    edges = [num_samples * number // count for number in range(count + 1)] if count else []
+    return tuple(pairwise(edges))
+
+
+def most_chunks_per_batch(chunk_sizes: Sequence[int] | np.ndarray, batch_size: int) -> int:
+    """Chunks that one batch can touch at the worst: the slots that a loader needs at least."""
+    sizes = np.sort(np.asarray(chunk_sizes))
+    whole = int(np.searchsorted(np.cumsum(sizes), batch_size - 2, side="right"))
+    return min(len(sizes), batch_size, whole + 2)
 
 
 def store_facts(
@@ -140,12 +187,12 @@ def _field_facts(
         )  # fmt: skip
     stored = sum(shard.rows[f"{name}/values"] for shard in shards)
     rate = _densest(shards, f"{name}/values")
-    each = _round_up(_UNEVEN * rate * row_bytes) + 8
+    each = _round_up(_UNEVEN * rate * row_bytes)
     num_rows = min(stored, _round_up(rate * num_samples))
     return FieldFacts(
         name, "ragged", num_rows, row_bytes,
-        device_bytes=num_rows * row_bytes + 8 * (num_samples + 1),
-        sample_bytes=each, position_bytes=each, halo_bytes=8, index_bytes=8 * (num_samples + 1),
+        device_bytes=num_rows * row_bytes,
+        sample_bytes=each, position_bytes=each, index_bytes=8 * (num_samples + 1),
     )  # fmt: skip
 
 
@@ -154,13 +201,13 @@ def _series_facts(
 ) -> FieldFacts:
     window = info.window or 0
     num_rows = sum(shard.rows[f"{name}/rows"] for shard in shards)
-    padded = -(-row_bytes // _ROW_ALIGN) * _ROW_ALIGN + 1  # the gap flag
+    padded = row_bytes + 1  # the gap flag
     rate = _densest(shards, f"{name}/rows")
     return FieldFacts(
         name, "series", num_rows, row_bytes,
-        device_bytes=num_rows * padded + 8 * num_samples,
+        device_bytes=num_rows * padded,
         sample_bytes=window * (row_bytes + 1),
-        position_bytes=_round_up(_UNEVEN * rate * padded) + 8,
+        position_bytes=_round_up(_UNEVEN * rate * padded),
         # A chunk begins inside one shard and may end inside another: one halo for each.
         halo_bytes=min(2, max(1, len(shards))) * window * padded,
         index_bytes=8 * num_samples, window=window,
@@ -177,7 +224,7 @@ def _series_form(info: FieldInfo, num_samples: int, row_bytes: int) -> int | Non
     if np.dtype(info.dtype).kind != "f" or len(info.shape) != 2 or min(info.shape) < 2:
         return None
     steps = info.shape[0]
-    return (num_samples + steps - 1) * (row_bytes // steps + 1) + 8 * num_samples
+    return (num_samples + steps - 1) * (row_bytes // steps + 1)
 
 
 def _round_up(value: float) -> int:

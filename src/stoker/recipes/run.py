@@ -23,11 +23,12 @@ from stoker.augment.ops import Normalize, ToDtype
 from stoker.config import Settings
 from stoker.display import quoted
 from stoker.errors import InputError
+from stoker.loader.columns import column_facts, make_columns
 from stoker.loader.gather import Augments
 from stoker.loader.lanes import LanePlan, plan_store_lanes
 from stoker.loader.loader import Loader, pick_device
 from stoker.machine import probe
-from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan, store_facts
+from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan
 from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
 from stoker.recipes.catalogue import Chosen, choose_recipe, without_epochs
 from stoker.recipes.contract import Job
@@ -46,7 +47,6 @@ from stoker.train.run_lock import RunLock
 from stoker.train.settings import TrainSettings
 from stoker.train.trainer import History, Trainer
 
-_CHUNK_SLOTS = 3
 _CLOCK_SECONDS = 2.0
 """By which a process's start and a file's time may differ."""
 # Beside the training data, whose share leaves a quarter of the memory: of that, a quarter again.
@@ -385,12 +385,12 @@ class Run:
     def make_train_loader(self, kind: type[TimedLoader] = TimedLoader) -> TimedLoader:
         """Return the loader of the training samples, as a `kind` of loader."""
         job, settings = self.job, self.settings
-        asked = settings.chunk_bytes if settings.use_chunk_loader and job.lanes is None else None
-        plan = None
-        if not settings.use_chunk_loader and job.lanes is None and self.device.type == "cuda":
-            plan = self._streamed_plan(job.samples["train"])
-        elif self.ranks.are_several:  # free memory differs, chunks must not
-            plan = self._make_plan(job.samples["train"], GPU_SHARE, FALLBACK_SHARE)
+        told: dict[str, Any] = {}
+        if job.lanes is None and not settings.use_chunk_loader:
+            told["streamed"] = self.device.type == "cuda"
+        elif job.lanes is None:
+            told["data_bytes"] = settings.chunk_bytes
+        plan = self._make_plan(job.samples["train"], GPU_SHARE, FALLBACK_SHARE, **told)
         return kind(
             self.store,
             self.rank_batch,
@@ -401,9 +401,6 @@ class Run:
             fields=job.fields,
             samples=job.samples["train"],
             drop_last=settings.drop_last,
-            # The documents' chunk is all that data may take, so the slots share it.
-            chunk_bytes=None if asked is None else max(1, asked // _CHUNK_SLOTS),
-            num_slots=_CHUNK_SLOTS,
             lanes=job.lanes,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
@@ -450,29 +447,22 @@ class Run:
             count //= 2
         return None
 
-    def _make_plan(self, samples: Array, share: float, fallback: float) -> Plan:
+    def _make_plan(self, samples: Array, share: float, fallback: float, **told: Any) -> Plan:
+        """Plan with the memory that all ranks have: free memory differs, chunks must not."""
         on_gpu = self.device.type == "cuda"
-        machine = probe(self.store.path)
-        names = self.job.fields
-        facts = store_facts(
-            self.store.manifest, None if names is None else list(names), len(samples)
-        )
         free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else None
+        columns = make_columns(self.store, self.job.fields, samples)
         return make_plan(
-            facts,
+            column_facts(self.store, columns, len(samples)),
             gpu_memory_bytes=None if free is None else self.ranks.smallest(free),
-            ram_bytes=self.ranks.smallest(machine.ram_available_bytes or 8 << 30),
+            ram_bytes=self.ranks.smallest(probe(self.store.path).ram_available_bytes or 8 << 30),
             batch_size=self.rank_batch,
             ranks_per_host=self.ranks.local_world_size,
             gpu_share=share,
             fallback_share=fallback,
             threads=self.ranks.smallest(self.store.threads),
+            **told,
         )
-
-    def _streamed_plan(self, samples: Array) -> Plan:
-        plan = self._make_plan(samples, GPU_SHARE, FALLBACK_SHARE)
-        reason = f"streamed: {self.settings.reasons['use_chunk_loader']} is false"
-        return replace(plan, tier="streamed", chunk_rows=None, reasons=(reason, *plan.reasons))
 
     # -- what is written down ----------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from stoker.page import format_number
 from stoker.page.charts import Chart, Line, Mark, Points, Style, thin
 from stoker.runs.record import RunRecord, as_mapping, as_number, largest
 from stoker.runs.targets import BUSY, MEMORY, TEMPERATURE
-from stoker.units import GB, MB
+from stoker.units import GB, GIB, MIB
 
 _MAX_METRICS = 6
 # Losses that span more than this are drawn on a logarithmic axis.
@@ -219,7 +219,7 @@ def _scaled(line: Line, factor: float) -> Line:
 
 def _byte_unit(lines: Sequence[Line]) -> tuple[float, str]:
     top = largest(value for line in lines for value in line.values)
-    return (MB, "MB") if top is not None and top < GB else (GB, "GB")
+    return (MIB, "MiB") if top is not None and top < GIB else (GIB, "GiB")
 
 
 def _settled(chart: Chart, *, peaks: bool = False) -> Chart:

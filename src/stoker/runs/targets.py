@@ -1,4 +1,4 @@
-"""Where a busy GPU's readings should lie (S3-13), and the words for where they are.
+"""Where a busy GPU's readings should lie, and the words for where they are.
 
 Enters: readings. Leaves: "below", "within", "above", or None where nothing was read. Costs nothing.
 """

@@ -22,7 +22,7 @@ from typing import Any, Self
 import numpy as np
 
 from stoker.address import as_url
-from stoker.display import command
+from stoker.display import command, table_html
 from stoker.errors import InputError, StokerError, StoreError
 from stoker.store.arrays import PIECE_BYTES, StoredArray, Task, split_range
 from stoker.store.fields import Array, offsets_of
@@ -163,6 +163,20 @@ class Store:
 
     def __len__(self) -> int:
         return self.manifest.num_samples
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name} {value}" for name, value in self._summary()[1:])
+        return f"Store({self.name!r}: {self.num_samples:,} samples; {fields})"
+
+    def _repr_html_(self) -> str:
+        return table_html(f"Store {self.name}", self._summary())
+
+    def _summary(self) -> list[tuple[str, str]]:
+        described = [
+            (name, f"{info.kind} {tuple(info.shape)} {np.dtype(info.dtype).name}")
+            for name, info in self.fields.items()
+        ]
+        return [("samples", f"{self.num_samples:,}"), *described]
 
     def __reduce__(self) -> tuple[Callable[..., Store], tuple[str, int, str]]:
         checksum = "" if self.path.is_file() else self.manifest.checksum

@@ -105,7 +105,7 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
 
 
 class GradientAccumulator:
-    """One optimizer step for every `steps` batches (S2-12), the last ones of an epoch included.
+    """One optimizer step for every `steps` batches, the last ones of an epoch included.
 
     Call once per batch, in this order: `scale_loss(loss).backward()`, then `should_update()`. With
     batches of equal size and a mean loss, the gradient is that of one large batch; where the last batch

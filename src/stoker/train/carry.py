@@ -1,4 +1,4 @@
-"""Recurrent state that goes on from batch to batch (S0-27): row i continues row i of the batch before.
+"""Recurrent state that goes on from batch to batch: row i continues row i of the batch before.
 
 Enters: a model that takes and returns its state, the batches of a lane order. Leaves: its outputs.
 Costs: the state, on the device. The state's value flows on, its gradient does not; rows whose lane

@@ -4,8 +4,7 @@ Enters: a device, or figures from elsewhere. Leaves: lines for a log, `Growth` w
 Costs: a line is some µs; the leak watch collects garbage and walks all Python objects once per epoch,
 about 0.4 s per million (0.2 of it the collector).
 
-GB and MB in these lines are 2^30 and 2^20 bytes, as in the documents that define them (S0-21, S0-24,
-S1-14).
+GB and MB in these lines are 2^30 and 2^20 bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def _cuda_device(device: Device) -> torch.device | None:
 
 
 def log_gpu_stats(logger: Any, device: Device = None) -> None:
-    """Log what a GPU's memory holds (S0-21): three lines by `logger.info`. Nothing without CUDA.
+    """Log what a GPU's memory holds: three lines by `logger.info`. Nothing without CUDA.
 
     Args:
         logger: Anything with `info(line)`.
@@ -74,7 +73,7 @@ def log_gpu_stats(logger: Any, device: Device = None) -> None:
 
 
 def memory_usage_lines(device: Device = None) -> list[str]:
-    """Return what this process holds (S1-14): resident RAM, and allocated GPU memory with CUDA."""
+    """Return what this process holds: resident RAM, and allocated GPU memory with CUDA."""
     lines = [f"CPU Memory: {psutil.Process().memory_info().rss / GIB:.2f} GB"]
     meant = _cuda_device(device)
     if meant is not None:
@@ -89,7 +88,7 @@ def print_memory_usage(say: Callable[[str], object] = print) -> None:
 
 
 class CacheEmptier:
-    """Returns the allocator's unused memory to the driver every so often (S0-26, S1-13).
+    """Returns the allocator's unused memory to the driver every so often.
 
     It helps other processes on the GPU and costs this one: the next allocations go to the driver again.
 
@@ -234,7 +233,7 @@ class Growth:
 
 
 class LeakWatch:
-    """Warns of memory that creeps up from epoch to epoch (S0-24).
+    """Warns of memory that creeps up from epoch to epoch.
 
     The baseline is taken at the end of the first epoch, when the optimizer's state exists. Growth beyond
     the threshold is reported once, with the tensors that grew, and moves the baseline. Legitimate growth

@@ -1,4 +1,4 @@
-"""What to do when memory runs out: the ladder of S0-23, decided here and climbed by the trainer.
+"""What to do when memory runs out: a ladder of levels, decided here and climbed by the trainer.
 
 Enters: where a run stands (chunk share, samples per pass, recomputation), or an error. Leaves: the next
 `Rung` with its reason, or None at the bottom; and what was learned, in the user's cache folder. Costs
@@ -112,7 +112,7 @@ class Footing:
         batch_size: Samples of a batch as the loader yields it; never changes.
         pass_size: Most samples that go through the model at once; at first the whole batch.
         accumulation_steps: Batches per update, as configured.
-        chunk_share: Share of the device that chunks stand for (S0-10): 0.75, later 0.60; None when the
+        chunk_share: Share of the device that chunks stand for: 0.75, later 0.60; None when the
             data is not chunked.
         is_checkpointed: Whether activations are recomputed.
         can_checkpoint: Whether the model has blocks to recompute.

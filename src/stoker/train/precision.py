@@ -45,7 +45,7 @@ class PrecisionChoice:
         return torch.autocast(device.type, self.dtype, cache_enabled=False)
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Return the scaler of S0-15; one that does nothing where nothing is scaled."""
+        """Return the gradient scaler; one that does nothing where nothing is scaled."""
         return torch.amp.GradScaler(
             device.type,
             init_scale=2.0**16,

@@ -1,4 +1,4 @@
-"""Int8 weights for inference on a CPU (S0-18), and what they cost and gain, measured.
+"""Int8 weights for inference on a CPU, and what they cost and gain, measured.
 
 Enters: a trained model, samples, and a metric if you have one. Leaves: an int8 copy and a report: size,
 latency and outputs before and after, and the metric. Costs: a copy of the model and some forward passes.

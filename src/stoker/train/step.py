@@ -3,7 +3,7 @@
 Enters: `Work`. Leaves: the model's next weights, and the loss as a tensor on the device. Costs: the
 model's own work; no host synchronisation on a GPU where the optimizer is fused.
 
-The order is that of S0-15: autocast forward, scaled backward, unscale, clip, step, update of the
+The order: autocast forward, scaled backward, unscale, clip, step, update of the
 scale. Gradients of several batches add up to exactly those of one batch of all their samples.
 A gradient that is not finite never reaches the weights: a fused optimizer skips the update on the GPU,
 and on the CPU the host looks first, as it does where gradients are sparse: making their rows unique waits

@@ -4,7 +4,7 @@ Enters: a function that makes the loader, and the training step. Leaves: the fas
 that was tried. Costs some seconds for each try, and starting the workers.
 
 Only for loaders that are not stoker's: `stoker.Loader` reads with threads of the training process and needs
-none of this. The start is the rule of S3-8, `min(cores // 2, 8)`, with the cores that this process may use
+none of this. The start is `min(cores // 2, 8)`, with the cores that this process may use
 (affinity and cgroups respected) and one at least; from there it is measured, up and down.
 """
 
@@ -74,7 +74,7 @@ class TunedLoader:
 
 
 def first_workers(machine: Machine) -> int:
-    """Return the rule of S3-8: half the usable cores, 8 at most, 1 at least or when unknown."""
+    """Return the usual number of workers: half the usable cores, 8 at most, 1 at least or when unknown."""
     return max(1, min((machine.cores_usable or 2) // 2, 8))
 
 

@@ -12,7 +12,7 @@ from stoker.page import Html
 from stoker.page.charts import Chart, Line, Mark, chart_grid, line_chart
 from stoker.tune.bench import Measured
 from stoker.tune.job import Tuned
-from stoker.units import GB, format_bytes
+from stoker.units import GIB, format_bytes
 
 CURVE_HEADER = (
     "batch",
@@ -121,13 +121,16 @@ def _result(tuned: Tuned, facts: Mapping[str, str]) -> Html:
 def _curve(tuned: Tuned) -> Html:
     rates = [(float(point.shape.batch_size), point.rate) for point in tuned.curve]
     held = [
-        (float(point.shape.batch_size), None if point.peak_bytes is None else point.peak_bytes / GB)
+        (
+            float(point.shape.batch_size),
+            None if point.peak_bytes is None else point.peak_bytes / GIB,
+        )
         for point in tuned.curve
     ]
-    cap = Mark("may be used", min(point.cap_bytes for point in tuned.curve) / GB)
+    cap = Mark("may be used", min(point.cap_bytes for point in tuned.curve) / GIB)
     charts = [
         _chart("Throughput", rates, "samples/s", "chart-rate", tuned),
-        _chart("Peak memory", held, "GB", "chart-memory", tuned, [cap]),
+        _chart("Peak memory", held, "GiB", "chart-memory", tuned, [cap]),
     ]
     table = page.table(
         CURVE_HEADER, curve_cells(tuned), key="table-curve", numeric=range(8), labels=(8,)

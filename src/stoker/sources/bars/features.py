@@ -5,7 +5,7 @@ travels in the store's manifest and is applied the same way at inference. Costs:
 
 Every feature of row r is made of rows r and r - 1 only, so a bar's features never change once the
 bar has closed. No feature divides by a quantity that can vanish: a ratio to a tiny volume is how
-one trading data set came by inputs of 1e15 (REQUIREMENTS, S4).
+a trading data set got inputs of 1e15.
 """
 
 from __future__ import annotations
