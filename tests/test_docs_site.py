@@ -384,6 +384,37 @@ def test_every_corrected_claim_leads_to_its_answer():
     assert set(wrong.split()) - found == set()
 
 
+def numbers_in(value) -> list[float]:
+    """Every number of a result file."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for item in value for number in numbers_in(item)]
+    return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
+@pytest.mark.parametrize(("page", "least"), [("README.md", 5), ("benchmarks/README.md", 10)])
+def test_figures_of_a_table_stand_in_the_file_that_its_row_cites(page, least):
+    rows = 0
+    for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
+        file = re.search(r"results/([\w.-]+\.json)\)", line)
+        if not (file and line.startswith("| ")):
+            continue
+        known = numbers_in(
+            json.loads((ROOT / "benchmarks/results" / file[1]).read_text())["result"]
+        )
+        cells = " ".join(line.split("|")[2:-1]).replace(file[0], "")
+        cells = re.sub(r"v2|\d+ workers|\d (x86|ARM) cores|H200|-2-cores", "", cells)
+        figures = re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?", cells)
+        assert len(figures) >= 2, line
+        for figure in figures:
+            plain = figure.replace(",", "")
+            digits = len(plain.partition(".")[2])
+            assert any(f"{one:.{digits}f}" == plain for one in known), f"{figure} in: {line}"
+        rows += 1
+    assert rows >= least
+
+
 # -- the documents' numbers ----------------------------------------------------------------------------
 
 ITEMS = {"S0": 28, "S1": 20, "S2": 15, "S3": 14, "S4": 9}
