@@ -446,6 +446,23 @@ def test_no_other_page_has_numbers_of_the_documents(pages):
     assert codes_of("as in S1-2 to S1-4") == {"S1-2", "S1-3", "S1-4"}
 
 
+PRIVATE = re.compile(
+    r"\b(doors?|rungs?|footing|crew|foreman|workshop|lookout|handful)\b", re.IGNORECASE
+)
+
+
+def test_pages_use_the_words_of_the_field():
+    """Words of a private dialect that newcomers met; names of files between backticks do not count."""
+    texts = written_pages() | {"README.md": (ROOT / "README.md").read_text(encoding="utf-8")}
+    found = {
+        path: words
+        for path, text in texts.items()
+        if (words := PRIVATE.findall(re.sub(r"`[^`]*`", "", prose(text))))
+    }
+    assert found == {}
+    assert PRIVATE.findall("three doors, one Rung") == ["doors", "Rung"]
+
+
 # -- the site itself ---------------------------------------------------------------------------------
 
 
