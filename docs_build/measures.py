@@ -46,7 +46,7 @@ def _windows(kind: str) -> Measure:
         (*at, "stoker Loader"),
         {
             "torch DataLoader": (*at, "torch DataLoader*"),
-            "the document's chunk loader": (*at, "document's chunk loader"),
+            "a plain h5py chunk loader": (*at, "document's chunk loader"),
         },
         ("every window on the device", (*at, "limit*")),
     )
@@ -103,7 +103,7 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
             "µs",
             ("random_row_microseconds", "stoker store"),
             {
-                "h5py, default chunks (S1)": (
+                "h5py, default chunks": (
                     "random_row_microseconds",
                     "h5py, default chunks, gzip 4 (S1)",
                 ),
@@ -145,7 +145,7 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
             "µs",
             ("read", "spectrum_us"),
             {
-                "HDF5, default chunks (S1)": ("peers", "auto_chunks_us"),
+                "HDF5, default chunks": ("peers", "auto_chunks_us"),
                 "HDF5, chunk of one row": ("peers", "row_chunks_us"),
             },
             less_is_better=True,
@@ -182,14 +182,14 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
             "HDF5 in the page cache to the GPU",
             "GB/s",
             ("stoker_gb_per_second",),
-            {"the document's recipe": ("document_gb_per_second",)},
+            {"pinning each chunk": ("document_gb_per_second",)},
             ("pinned copy", ("pinned_copy_gb_per_second",)),
         ),
         Measure(
             "the first time, pinning counted",
             "GB/s",
             ("stoker_first_time_gb_per_second",),
-            {"the document's recipe": ("document_first_time_gb_per_second",)},
+            {"pinning each chunk": ("document_first_time_gb_per_second",)},
             ("pinned copy", ("pinned_copy_gb_per_second",)),
         ),
         Measure(
@@ -227,13 +227,13 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
             "an epoch of the forex recipe",
             "samples/s",
             ("forex", "default", "samples_per_second"),
-            {"the document's recipe": ("forex", "document_samples_per_second")},
+            {"an eager loop over a plain chunk loader": ("forex", "document_samples_per_second")},
         ),
         Measure(
             "the same, timeframes one after the other",
             "samples/s",
             ("forex", "one stream", "samples_per_second"),
-            {"the document's recipe": ("forex", "document_samples_per_second")},
+            {"an eager loop over a plain chunk loader": ("forex", "document_samples_per_second")},
         ),
         Measure("the segmentation recipe", "images/s", ("segmentation", "images_per_second")),
     ),
@@ -241,13 +241,13 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
         _seconds(
             "an epoch without a GPU, four chunks",
             ("chunk_data_loader_seconds",),
-            {"the document's recipe": ("document_seconds",)},
+            {"a plain h5py chunk loader": ("document_seconds",)},
             ("every byte read once", ("read_once_seconds",)),
         ),
         _seconds(
             "the same, one chunk",
             ("chunk_data_loader_one_chunk_seconds",),
-            {"the document's recipe": ("document_one_chunk_seconds",)},
+            {"a plain h5py chunk loader": ("document_one_chunk_seconds",)},
             ("every byte read once", ("read_once_seconds",)),
         ),
     ),
