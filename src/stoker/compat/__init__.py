@@ -6,6 +6,6 @@ Codes such as S0-12 (chapter and item of those documents) stand in this room onl
 idea of theirs became what. Nothing in stoker below this room imports it.
 
 Files: `chunk_loader.py` S0's `ChunkDataLoader`; `massspec.py`, `massspec_memory.py` S1's loaders and its memory
-table; `basics.py` S2's family; `augmentation.py` S3's classes; `max_batch.py` S3's batch search; `migrate/` the
+table; `basics.py` S2's family; `augmentation.py` S3's classes; `max_batch.py` S2's batch search; `migrate/` the
 documents' YAML layouts; `published.py` the figures they publish, computed.
 """

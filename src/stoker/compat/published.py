@@ -73,12 +73,12 @@ def published_counts() -> tuple[CountRow, ...]:
     each = series.device_bytes / series.num_samples
     loose = 12 * GIB // (565 * 1024)
     return (
-        _count("S0-8: 360 x 167, 36 targets", one, "12 GiB", 12 * GIB, example),
-        _count("S0-11: 1104 x 128, 36 targets", five, "12 GiB", 12 * GIB,
+        _count("360 x 167, 36 targets", one, "12 GiB", 12 * GIB, example),
+        _count("1104 x 128, 36 targets", five, "12 GiB", 12 * GIB,
                f"the document says 21,000; its 565 KB read as KiB gives {loose:,}"),
-        _count("S0-11: 1104 x 128, 36 targets", five, "12 GB", 12 * GB,
+        _count("1104 x 128, 36 targets", five, "12 GB", 12 * GB,
                "close to the document's 21,000, but its code computes GiB"),
-        CountRow("S0-11 stored as series", each, "12 GiB", int(12 * GIB / each),
+        CountRow("1104 x 128 stored as series", each, "12 GiB", int(12 * GIB / each),
                  f"each row once: {five.sample_bytes / each:.0f} x more samples in the same bytes"),
     )  # fmt: skip
 
@@ -128,5 +128,5 @@ def describe_cards() -> str:
     sample = format_bytes(one_series_windows(1).sample_bytes)
     return (
         f"as if all of the card were free; {GPU_SHARE:.0%} for data, {FALLBACK_SHARE:.0%} after an "
-        f"out-of-memory; windows of {sample} (S0-8). In the ring the data share is split over the slots."
+        f"out-of-memory; windows of {sample}. In the ring the data share is split over the slots."
     )
