@@ -23,9 +23,9 @@ from stoker.cli.main import app
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
 from stoker.loader.loader import Loader
 from stoker.ownership import SIGNATURE
-from stoker.recipes.export import onnx_file as export_onnx
 from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
 from stoker.recipes.catalogue import choose_recipe
+from stoker.recipes.export import onnx_file as export_onnx
 from stoker.recipes.export.graph import Deployed, Sizes, deploy
 from stoker.recipes.export.repairs import Repairs
 from stoker.recipes.export.trained import export_trained

@@ -49,10 +49,12 @@ from stoker.doctor.trace import measure_kernels
 from stoker.loader.batch import Batch
 from stoker.machine import probe
 from stoker.recipes.run import Run
+from stoker.report import Note, Topic
 from stoker.train.losses import NonFiniteError
 from stoker.train.precision import choose_precision
 
 NUM_STEPS_DRAWN = 6
+_SHOWN_TOPICS = (Topic.PRECISION, Topic.OPTIMIZER, Topic.STEP, Topic.ACTIVATIONS, Topic.MEMORY)
 _BLOCKS = 5
 _ROUNDS = 2
 """Parts are measured in turn, more than once: what slows the machine for a while slows them all."""
@@ -80,14 +82,16 @@ class Timed:
 
     Attributes:
         laps: One per batch.
-        notes: What the trainer chose, and why.
+        told: What the trainer chose, and why.
+        is_captured: Whether steps ran as one CUDA graph in the end.
         trouble: A loss that was not finite.
         phases: Forward, backward and update, with start and end on the laps' clock; on a CPU only.
         tier: Of the loader.
     """
 
     laps: tuple[Lap, ...]
-    notes: tuple[str, ...] = ()
+    told: tuple[Note, ...] = ()
+    is_captured: bool = False
     trouble: NonFiniteError | None = None
     phases: tuple[tuple[str, float, float], ...] = ()
     tier: str | None = None
@@ -96,12 +100,6 @@ class Timed:
     def seconds(self) -> Spread | None:
         """Of a batch."""
         return Spread.of(lap.seconds for lap in self.laps)
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether the last word on the step was that it is one CUDA graph."""
-        said = [note for note in self.notes if note.startswith("step ")]
-        return bool(said) and said[-1].startswith("step captured")
 
     def rate(self) -> Spread | None:
         """Samples per second, of a few blocks of steps: slow steps and the ends of epochs count in full."""
@@ -125,14 +123,15 @@ def time_together(run: Run, patience: Patience, each: Callable[[], None] | None 
     with make_measured_loader(run) as loader:
         loader.stopwatch = watch = Stopwatch(patience, run.device, each)
         with Phases(run.job.model, run.device) as phases:
-            notes, trouble = train_over(run, loader, patience.most)
+            history, trouble = train_over(run, loader, patience.most)
         laps = tuple(watch.laps())
         spans = tuple(
             (kind, start - watch.began, end - watch.began)
             for kind, start, end in phases.spans
             if start >= watch.began
         )
-        made = Timed(laps, notes, trouble, spans, loader.tier)
+        told = tuple(history.told)
+        made = Timed(laps, told, history.is_captured, trouble, spans, loader.tier)
     _let_go(run.device)
     return made
 
@@ -150,8 +149,8 @@ def time_step(run: Run, patience: Patience, *, captured: bool = True) -> Timed:
     # One batch over and over may diverge: that says nothing about the job.
     capture = run.settings.capture if captured else "off"
     calm = run.with_settings(replace(run.settings, nonfinite="skip", capture=capture))
-    notes, _ = train_over(calm, held, patience.most)
-    made = Timed(tuple(watch.laps()), notes)
+    history, _ = train_over(calm, held, patience.most)
+    made = Timed(tuple(watch.laps()), tuple(history.told), history.is_captured)
     _let_go(run.device)
     return made
 
@@ -330,7 +329,10 @@ def examine(run: Run, patience: Patience, subject: str) -> Measurements:
         precision=choose_precision(run.settings.precision, run.device, run.job.model).name,
         captured=together.is_captured if run.device.type == "cuda" else None,
         timeline=draw_timeline(together),
-        notes=(*_said(together.notes), *_said_of_loader(loader)),
+        notes=(
+            *(note.text for note in together.told if note.topic in _SHOWN_TOPICS),
+            *_said_of_loader(loader),
+        ),
     )
 
 
@@ -366,11 +368,6 @@ def _phase(timed: Timed, kind: str, batches: int) -> Spread | None:
 def _bad_values(rounds: Sequence[_Round], looks: int) -> tuple[BadValues, ...]:
     found = [each.trouble.given for each in rounds if each.trouble is not None]
     return (BadValues("loss", found[0], len(found), max(1, looks)),) if found else ()
-
-
-def _said(notes: Sequence[str]) -> list[str]:
-    kept = ("precision ", "optimizer ", "step ", "activations ", "memory ran out", "remembered")
-    return [note for note in notes if note.startswith(kept)]
 
 
 def _said_of_loader(facts: LoaderFacts) -> list[str]:

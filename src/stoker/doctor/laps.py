@@ -29,6 +29,7 @@ from stoker.loader.batch import Batch, IndexBatch
 from stoker.recipes.run import Run
 from stoker.recipes.watch import TimedLoader
 from stoker.report import Silent
+from stoker.train.history import History
 from stoker.train.losses import NonFiniteError
 
 LEAST_LAPS = 5
@@ -276,8 +277,8 @@ def make_measured_loader(run: Run) -> MeasuredLoader:
     return loader
 
 
-def train_over(run: Run, loader: Any, most: int) -> tuple[tuple[str, ...], NonFiniteError | None]:
-    """Train in memory until the loader has had enough; return the trainer's notes, and what went wrong.
+def train_over(run: Run, loader: Any, most: int) -> tuple[History, NonFiniteError | None]:
+    """Train in memory until the loader has had enough; return the trainer's history, and what went wrong.
 
     Args:
         run: Whose model, loss, optimizer and settings.
@@ -299,4 +300,4 @@ def train_over(run: Run, loader: Any, most: int) -> tuple[tuple[str, ...], NonFi
     # The trainer has heeded the signal, the measurement must too.
     if trainer.history.ended == "terminated":
         raise SystemExit(128 + signal.SIGTERM)
-    return tuple(trainer.history.notes), trouble
+    return trainer.history, trouble

@@ -14,7 +14,6 @@ import math
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -33,7 +32,6 @@ from stoker.units import format_bytes
 _WARM_UP_CPU, _WARM_UP_GPU = 2, 12
 """Batches; a captured step trains three eagerly, is captured, and its first replays are checked."""
 _MANY_EPOCHS = 1_000_000
-_STEP_NOTE = "step "
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,8 @@ class Measured(Outcome):
         cap_bytes: Most that it may use.
         device_data_bytes: What the loader keeps on the device.
         tier: Of the loader: "resident", "chunked" or "streamed".
-        step: How the step ran: "eager: ..." or "captured: ...".
+        step: How the step ran, in words: "eager: ..." or "captured: ...".
+        is_captured: Whether it ran as one CUDA graph.
     """
 
     shape: UpdateShape
@@ -78,6 +77,7 @@ class Measured(Outcome):
     device_data_bytes: int = 0
     tier: str = ""
     step: str = ""
+    is_captured: bool = False
 
 
 class _EnoughError(Exception):
@@ -109,12 +109,6 @@ class StepClock(Silent):
         self._num_batches: int | None = None
         self._at = 0
         self.rates: list[float] = []
-        self.step = ""
-
-    def say(self, line: str) -> None:
-        """Remember how the step runs."""
-        if line.startswith(_STEP_NOTE):
-            self.step = line.removeprefix(_STEP_NOTE)
 
     def start(self, label: str, total: int | None, unit: str) -> None:  # noqa: ARG002  Progress
         """An epoch begins."""
@@ -241,7 +235,7 @@ class JobBench:
         )
         with trial.make_train_loader() as loader:
             clock = StepClock(loader, shape.accumulation_steps, effort)
-            trainer: Any = trial.make_trainer(loader, None, clock, run_dir=None)
+            trainer = trial.make_trainer(loader, None, clock, run_dir=None)
             try:
                 trainer.fit()
             except _EnoughError as enough:
@@ -249,6 +243,7 @@ class JobBench:
             else:
                 raise KeyboardInterrupt  # SIGTERM ends a fit in good order; here nothing is to be saved
             data_bytes, tier = loader.device_bytes, loader.tier
+        step = trainer.history.step
         rate = statistics.median(clock.rates)
         spread = (max(clock.rates) - min(clock.rates)) / rate
         return Measured(
@@ -258,7 +253,8 @@ class JobBench:
             spread=spread,
             device_data_bytes=data_bytes,
             tier=tier,
-            step=clock.step,
+            step="" if step is None else str(step.values["how"]),
+            is_captured=trainer.history.is_captured,
         )
 
 

@@ -223,7 +223,7 @@ class _Search:
             self._left_alone["capture"] = "there are no CUDA graphs on the CPU"
         elif self._settings.capture == "off":
             offers.append(("capture", ["auto"]))
-        elif here.step.startswith("captured"):
+        elif here.is_captured:
             offers.append(("capture", ["off"]))
         else:
             self._left_alone["capture"] = here.step
