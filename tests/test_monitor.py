@@ -25,6 +25,7 @@ from run_folders import BEGAN, Clock, write_run
 from run_makers import make_store, settings_for
 from stoker.cli.monitor import one_line, view
 from stoker.errors import InputError, StoreError
+from stoker.loader.loader import Loader
 from stoker.monitor import CSV_COLUMNS, CsvLog, Monitor
 from stoker.recipes.run import run_recipe
 from stoker.recipes.watch import Watch
@@ -285,9 +286,7 @@ def test_a_recipe_writes_what_the_report_needs(tmp_path, one_thread):
 
 
 def test_a_wait_that_goes_on_is_counted():
-    from stoker.recipes.watch import TimedLoader
-
-    loader = TimedLoader.__new__(TimedLoader)
+    loader = Loader.__new__(Loader)
     seen = []
 
     def slow():

@@ -27,7 +27,6 @@ from stoker.doctor.laps import (
     Patience,
     Phases,
     Stopwatch,
-    make_measured_loader,
     train_over,
 )
 from stoker.doctor.loader_share import split_loader, time_copy
@@ -120,10 +119,10 @@ def time_together(run: Run, patience: Patience, each: Callable[[], None] | None 
         patience: How long.
         each: Called before every batch.
     """
-    with make_measured_loader(run) as loader:
-        loader.stopwatch = watch = Stopwatch(patience, run.device, each)
+    with run.make_train_loader() as loader:
+        watch = Stopwatch(patience, run.device, each)
         with Phases(run.job.model, run.device) as phases:
-            history, trouble = train_over(run, loader, patience.most)
+            history, trouble = train_over(run, loader, watch, patience.most)
         laps = tuple(watch.laps())
         spans = tuple(
             (kind, start - watch.began, end - watch.began)
@@ -149,7 +148,7 @@ def time_step(run: Run, patience: Patience, *, captured: bool = True) -> Timed:
     # One batch over and over may diverge: that says nothing about the job.
     capture = run.settings.capture if captured else "off"
     calm = run.with_settings(replace(run.settings, nonfinite="skip", capture=capture))
-    history, _ = train_over(calm, held, patience.most)
+    history, _ = train_over(calm, held, watch, patience.most)
     made = Timed(tuple(watch.laps()), tuple(history.told), history.is_captured)
     _let_go(run.device)
     return made
@@ -157,10 +156,11 @@ def time_step(run: Run, patience: Patience, *, captured: bool = True) -> Timed:
 
 def time_loader(run: Run, patience: Patience, captured: bool) -> Timed:
     """Take batches with nobody training, as the step would ask for them."""
-    with make_measured_loader(run) as loader:
+    with run.make_train_loader() as loader:
         if run.drawn_augmentation is not None:
             loader.use_augmentation(run.drawn_augmentation)
-        loader.stopwatch = watch = Stopwatch(patience, run.device)
+        watch = Stopwatch(patience, run.device)
+        loader.on_iteration = watch.timed
         while not watch.is_enough:
             batches: Any = (
                 loader.index_batches() if captured and loader.tier != "streamed" else loader

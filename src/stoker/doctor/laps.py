@@ -26,8 +26,8 @@ from torch.optim.optimizer import (
 
 from stoker.errors import InputError
 from stoker.loader.batch import Batch, IndexBatch
+from stoker.loader.loader import Loader
 from stoker.recipes.run import Run
-from stoker.recipes.watch import TimedLoader
 from stoker.report import Silent
 from stoker.train.history import History
 from stoker.train.losses import NonFiniteError
@@ -179,29 +179,6 @@ def _count_samples(batch: Any) -> int:
     return 0
 
 
-class MeasuredLoader(TimedLoader):
-    """A loader whose consumer is timed, whichever way it asks for batches."""
-
-    stopwatch: Stopwatch | None = None
-    _hands_out_batches = False
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the rest of the epoch, as long as the stopwatch wants more."""
-        if self.stopwatch is None:
-            yield from super().__iter__()
-            return
-        self._hands_out_batches = True
-        yield from self.stopwatch.timed(super().__iter__())
-
-    def index_batches(self) -> Iterator[IndexBatch]:
-        """Yield indices; timed where they are what the consumer asks for."""
-        indices = super().index_batches()
-        if self.stopwatch is None or self._hands_out_batches:
-            yield from indices
-        else:
-            yield from self.stopwatch.timed(indices)
-
-
 class Phases:
     """When the forward pass, the backward pass and the update of each step ran, on a CPU.
 
@@ -259,7 +236,7 @@ class HeldLoader:
     def __init__(self, batch: Batch, stopwatch: Stopwatch, most: int) -> None:
         self.batch_size = len(batch.positions)
         self._batch = batch
-        self.stopwatch = stopwatch
+        self._stopwatch = stopwatch
         self._most = most
 
     def __len__(self) -> int:
@@ -267,24 +244,22 @@ class HeldLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batch until the stopwatch has enough."""
-        yield from self.stopwatch.timed(itertools.repeat(self._batch, self._most))
+        yield from self._stopwatch.timed(itertools.repeat(self._batch, self._most))
 
 
-def make_measured_loader(run: Run) -> MeasuredLoader:
-    """Return the run's loader, without a stopwatch yet."""
-    loader = run.make_train_loader(MeasuredLoader)
-    assert isinstance(loader, MeasuredLoader)
-    return loader
-
-
-def train_over(run: Run, loader: Any, most: int) -> tuple[History, NonFiniteError | None]:
+def train_over(
+    run: Run, loader: Any, watch: Stopwatch, most: int
+) -> tuple[History, NonFiniteError | None]:
     """Train in memory until the loader has had enough; return the trainer's history, and what went wrong.
 
     Args:
         run: Whose model, loss, optimizer and settings.
-        loader: A measured or held one, which ends by itself.
+        loader: The run's, or a held batch.
+        watch: Times the loop, and ends it.
         most: Batches it hands out at most.
     """
+    if isinstance(loader, Loader):
+        loader.on_iteration = watch.timed
     epochs = max(1, math.ceil(most / max(1, len(loader))))
     ready = run.with_settings(replace(run.settings, epochs=epochs))
     trainer = ready.make_trainer(loader, None, Silent(), run_dir=None)
@@ -295,7 +270,7 @@ def train_over(run: Run, loader: Any, most: int) -> tuple[History, NonFiniteErro
         trouble = error
     except InputError:
         # What was wanted of the last epoch may be nothing: then it has no batch.
-        if not loader.stopwatch.is_enough:
+        if not watch.is_enough:
             raise
     # The trainer has heeded the signal, the measurement must too.
     if trainer.history.ended == "terminated":

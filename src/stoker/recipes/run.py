@@ -32,7 +32,7 @@ from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
 from stoker.recipes.catalogue import Chosen, choose_recipe, without_epochs
 from stoker.recipes.contract import Job
 from stoker.recipes.inference import LOG_NAME, load_trained
-from stoker.recipes.watch import TimedLoader, Watch
+from stoker.recipes.watch import Watch
 from stoker.report import Note, Progress, RunEnd, RunLog, Silent, Topic
 from stoker.runs.telemetry import TelemetryLog
 from stoker.store.fields import Array
@@ -382,8 +382,8 @@ class Run:
 
     # -- loaders -----------------------------------------------------------------------------
 
-    def make_train_loader(self, kind: type[TimedLoader] = TimedLoader) -> TimedLoader:
-        """Return the loader of the training samples, as a `kind` of loader."""
+    def make_train_loader(self) -> Loader:
+        """Return the loader of the training samples."""
         job, settings = self.job, self.settings
         asked = settings.chunk_bytes if settings.use_chunk_loader and job.lanes is None else None
         plan = None
@@ -391,7 +391,7 @@ class Run:
             plan = self._streamed_plan(job.samples["train"])
         elif self.ranks.are_several:  # free memory differs, chunks must not
             plan = self._make_plan(job.samples["train"], GPU_SHARE, FALLBACK_SHARE)
-        return kind(
+        return Loader(
             self.store,
             self.rank_batch,
             self.device,
