@@ -20,9 +20,10 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from stoker.display import command
-from stoker.doctor.laps import Patience, Stopwatch, train_over
 from stoker.doctor.measurements import KernelFacts
 from stoker.errors import InputError, StoreError
+from stoker.measure.jobs import train_over
+from stoker.measure.laps import Patience, Stopwatch
 from stoker.ownership import SIGNATURE, temporary_folder, writing
 from stoker.recipes.run import Run
 from stoker.train.losses import NonFiniteError

@@ -21,10 +21,7 @@ import torch
 
 from stoker.config import Settings
 from stoker.errors import InputError
-from stoker.recipes.run import open_run
-from stoker.report import Progress, Silent
-from stoker.tune.bench import Effort, JobBench, Measured
-from stoker.tune.search import (
+from stoker.measure.search import (
     LEAST_GAIN,
     UpdateShape,
     choose,
@@ -32,6 +29,9 @@ from stoker.tune.search import (
     keeps_update,
     shape_ladder,
 )
+from stoker.recipes.run import open_run
+from stoker.report import Progress, Silent
+from stoker.tune.bench import Effort, JobBench, Measured
 from stoker.units import GIB, MIB, format_bytes, format_count
 
 _CHUNK_FACTORS = (0.25, 0.5, 1.0, 2.0)
