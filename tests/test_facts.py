@@ -16,7 +16,7 @@ from stoker.report import INCIDENTS, LogLine, Note, RunEnd, Topic, read_note
 
 SOURCES = Path(__file__).resolve().parent.parent / "src" / "stoker"
 CUTS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "find"}
-SENTENCE = re.compile(r"(^|_)(notes?|reasons?|messages?|said|words|why|remedy|remedies)$")
+SENTENCE = re.compile(r"(^|_)(notes?|reasons?|messages?|said|words|why|remedy|remedies|fix)$")
 
 ALLOWED = {
     # The one reader of logs from before notes had topics and endings had fields.
@@ -33,6 +33,7 @@ ALLOWED = {
     # Of the room config, which is being rebuilt with typed origins.
     ("compat/migrate/convert.py", "note.startswith(f'{key}: ')"),
     ("compat/migrate/convert.py", "words in said"),
+    ("compat/migrate/convert.py", "first.fix.rpartition('delete ')"),
     ("compat/migrate/convert.py", "said.partition(words)"),
     ("config/resolve.py", "self.reasons[name].startswith('default')"),
     ("recipes/catalogue.py", "reason.removesuffix(')')"),
