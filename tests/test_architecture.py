@@ -27,6 +27,7 @@ LAYERS = [
     {"loader", "augment"},
     {"train"},
     {"recipes"},
+    {"measure"},
     {"tune", "doctor", "monitor"},
     {"compat"},
     {"basics"},

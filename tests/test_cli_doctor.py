@@ -15,10 +15,11 @@ from stoker.cli.main import app
 from stoker.doctor import scripts
 from stoker.doctor.attach import Attached
 from stoker.doctor.findings import Finding, Gain, Patch
-from stoker.doctor.measurements import Measurements, Spread
+from stoker.doctor.measurements import Measurements
 from stoker.doctor.scripts import edit_call, suggest_patch
 from stoker.doctor.verdict import Consultation
 from stoker.errors import StokerError
+from stoker.measure.readings import Spread
 from store_makers import write_store
 from test_recipe_tabular import class_table
 

@@ -24,7 +24,7 @@ from stoker.doctor.measurements import MachineFacts
 from stoker.doctor.probe import hdf5, operators, sampling
 from stoker.doctor.probe.recorder import Fetch, Row
 from stoker.doctor.transcript import Process, read_folder
-from stoker.doctor.transcript_measures import creep, measure
+from stoker.doctor.transcript_measures import measure
 from stoker.errors import InputError
 
 HEAD = """
@@ -673,21 +673,6 @@ def row(**values):
             **values,
         }
     )
-
-
-@given(st.integers(20, 200), st.integers(100_000, 5_000_000), st.randoms(use_true_random=False))
-def test_creep_is_told_from_settling_and_breathing(length, slope, dice):
-    noise = [dice.randrange(slope // 2 + 1) for _ in range(length)]
-    creeping = [row(host_bytes=10**9 + slope * at + noise[at]) for at in range(length)]
-    found = creep(creeping, "host_bytes")
-    if found:
-        assert found == pytest.approx(slope, rel=0.35)
-    else:
-        assert slope * length < 16 << 20  # too little to tell
-    settling = [row(host_bytes=10**9 + slope * min(at, length // 3)) for at in range(length)]
-    assert not creep(settling, "host_bytes")
-    breathing = [row(host_bytes=10**9 + slope * (at % 10)) for at in range(length)]
-    assert not creep(breathing, "host_bytes")
 
 
 def test_lines_torn_by_a_kill_are_left_out(tmp_path):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
-import statistics
-import time
 from dataclasses import replace
 
 import h5py
@@ -17,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from run_makers import dirty_table, make_store, settings_for
-from stoker.doctor.ablation import creep, default_patience, examine, time_step, time_together
+from stoker.doctor.ablation import default_patience, examine
 from stoker.doctor.alternatives import (
     NEAR_BEST,
     batch_proposal,
@@ -30,7 +27,6 @@ from stoker.doctor.alternatives import (
 from stoker.doctor.consultation import choose_treatment, consult_job, treat_job
 from stoker.doctor.findings import Finding, Gain, Patch
 from stoker.doctor.job_config import JobConfig
-from stoker.doctor.laps import LEAST_LAPS, Patience, Stopwatch
 from stoker.doctor.measurements import (
     Ablation,
     Alternative,
@@ -38,12 +34,14 @@ from stoker.doctor.measurements import (
     LoaderWork,
     MachineFacts,
     Measurements,
-    Spread,
 )
 from stoker.doctor.rules import FINDING_NAMES
 from stoker.doctor.step_parts import split_step
 from stoker.doctor.trace import Schedule, find_kernels, record
 from stoker.errors import ConfigError, InputError
+from stoker.measure.jobs import time_step, time_together
+from stoker.measure.laps import LEAST_LAPS, Patience
+from stoker.measure.readings import Spread
 from stoker.recipes.run import open_run
 from store_makers import write_store
 from test_recipe_tabular import class_table
@@ -53,76 +51,7 @@ CPU = torch.device("cpu")
 SHORT = Patience(warm_up=2, steps=8, seconds=5.0)
 
 
-# -- laps ------------------------------------------------------------------------------------------
-
-
-def run_loop(watch, epochs, step_seconds=0.0):
-    taken = []
-    for batches in epochs:
-        for batch in watch.timed(batches):
-            taken.append(batch)
-            time.sleep(step_seconds)
-    return taken
-
-
-def slow(batches, seconds):
-    for batch in batches:
-        time.sleep(seconds)
-        yield batch
-
-
-@given(st.lists(st.integers(0, 6), max_size=8), st.integers(0, 4), st.integers(1, 12))
-def test_as_many_laps_as_were_asked_for_across_epochs(lengths, warm_up, steps):
-    watch = Stopwatch(Patience(warm_up, steps, 1e9), CPU)
-    numbers = iter(range(100))
-    taken = run_loop(watch, [[next(numbers) for _ in range(length)] for length in lengths])
-    wanted = min(sum(lengths), warm_up + steps)
-    assert taken == list(range(wanted))  # nothing left out, nothing after it is enough
-    assert watch.num_batches == wanted
-    assert watch.is_enough == (sum(lengths) >= warm_up + steps)
-    laps = watch.laps()
-    assert all(lap.seconds >= lap.wait_seconds >= 0 for lap in laps)
-    if watch.is_enough:
-        assert len(laps) == steps or len(laps) == min(wanted, LEAST_LAPS)
-
-
-def test_waits_and_steps_are_told_apart():
-    watch = Stopwatch(Patience(1, 6, 60), CPU)
-    run_loop(watch, [slow(range(4), 0.01), slow(range(9), 0.01)], step_seconds=0.1)
-    laps = watch.laps()
-    assert len(laps) == 6
-    for lap in laps:
-        assert lap.wait_seconds >= 0.01
-        assert lap.seconds >= 0.11
-    # Of six: other work on the machine can hold one up.
-    assert statistics.median(lap.wait_seconds for lap in laps) < 0.08
-    assert all(b.began > a.began for a, b in itertools.pairwise(laps))
-
-
-def test_when_time_is_over_fewer_laps_are_enough():
-    watch = Stopwatch(Patience(2, 1000, 0.05), CPU)
-    taken = run_loop(watch, [range(1000)], step_seconds=0.01)
-    assert 2 + LEAST_LAPS <= len(taken) < 40
-
-
-def test_each_is_called_once_for_every_batch_and_once_at_the_end():
-    calls = []
-    watch = Stopwatch(Patience(0, 7, 1e9), CPU, lambda: calls.append(watch.num_batches))
-    run_loop(watch, [range(3), range(3), range(9)])
-    assert calls == [0, 1, 2, 3, 4, 5, 6, 7]
-
-
 # -- pure parts ------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 60), st.integers(1 << 20, 1 << 24), st.randoms())
-def test_creep_is_found_and_settling_is_not(start, per_reading, dice):
-    steady = [start + per_reading * n + dice.randint(0, 1000) for n in range(40)]
-    assert creep(steady) == pytest.approx(per_reading, rel=0.1)
-    settled = [min(n, 12) * per_reading for n in range(40)]
-    assert creep(settled) == 0.0
-    assert creep([per_reading] * 40) == 0.0
-    assert creep(steady[:10]) == 0.0  # too few to say
 
 
 @given(

@@ -24,10 +24,10 @@ from stoker.doctor.measurements import (
     MachineFacts,
     Measurements,
     MemoryFacts,
-    Spread,
     TimelineSpan,
 )
 from stoker.doctor.verdict import Consultation, Outcome
+from stoker.measure.readings import Spread
 from test_quality_page import HOSTILE, Strict, browse
 
 

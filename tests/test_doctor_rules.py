@@ -34,11 +34,11 @@ from stoker.doctor.measurements import (
     OperatorFacts,
     PageableCopy,
     RankFacts,
-    Spread,
     TimelineSpan,
 )
 from stoker.doctor.rules import FINDING_NAMES, RULES, diagnose
 from stoker.errors import CorruptError, StoreError
+from stoker.measure.readings import Spread
 
 ROOT = Path(__file__).resolve().parent.parent
 

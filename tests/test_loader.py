@@ -554,3 +554,27 @@ def test_what_is_resident_does_not_need_the_store_any_more(tmp_path):
         assert sum(1 for _ in loader) == 3
         path.unlink()
         assert sum(1 for _ in loader) == 3
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 2000])
+def test_an_iteration_can_be_watched_and_ended_early(store, chunk_bytes):
+    taken: list[int] = []
+
+    def few(batches):
+        for number, batch in enumerate(batches):
+            if number == 2:
+                return
+            taken.append(number)
+            yield batch
+
+    with Loader(store, 5, "cpu", chunk_bytes=chunk_bytes) as loader:
+        plain = [batch.positions.tolist() for batch in loader]
+        assert loader.waited_seconds > 0
+        loader.on_iteration = few
+        for asked in (loader, loader.index_batches()):
+            epoch = loader.epoch
+            assert len(list(asked)) == 2
+            assert loader.epoch == epoch + 1  # the rest is left out, not kept for later
+        assert taken == [0, 1, 0, 1]
+        loader.on_iteration = None
+        assert [batch.positions.tolist() for batch in loader] == plain

@@ -25,10 +25,11 @@ from run_folders import BEGAN, Clock, write_run
 from run_makers import make_store, settings_for
 from stoker.cli.monitor import one_line, view
 from stoker.errors import InputError, StoreError
+from stoker.loader.loader import Loader
 from stoker.monitor import CSV_COLUMNS, CsvLog, Monitor
 from stoker.recipes.run import run_recipe
 from stoker.recipes.watch import Watch
-from stoker.report import RunLog, Silent, read_run_log
+from stoker.report import RunEnd, RunLog, Silent, read_run_log
 from stoker.runs.follow import LogTail, RunFollower
 from stoker.runs.reading import LOG_NAME, lock_holder
 from stoker.runs.targets import BUSY, MEMORY, TEMPERATURE, judge_gpu
@@ -174,13 +175,13 @@ def test_telemetry_is_written_by_a_thread_that_ends(tmp_path):
     before = threading.active_count()
     with quick(tmp_path) as log:
         wait_for(lambda: log.path.exists() and len(events(tmp_path)) > 5)
-        log.ended = "terminated"
+        log.end = RunEnd("terminated")
     assert threading.active_count() == before
     assert events(tmp_path)[0] == "begin"
     assert set(events(tmp_path)[1:-1]) == {"telemetry"}
     lines = read_run_log(tmp_path / TELEMETRY_NAME)
     assert lines[0].values == {"pid": os.getpid(), "host": socket.gethostname()}
-    assert lines[-1].values == {"ended": "terminated"}
+    assert lines[-1].values == {"ended": "terminated", "error": ""}
     (gpu,) = lines[1].values["gpus"]
     assert (gpu["utilization_percent"], gpu["temperature_celsius"]) == (93, 71)
     assert gpu["throttle_reasons"] == ["power cap", "hardware thermal slowdown"]
@@ -194,7 +195,7 @@ def test_nvml_that_fails_in_the_middle_is_a_note(tmp_path):
         nvml.failing = "nvmlDeviceGetMemoryInfo"
         wait_for(lambda: bool(log.notes))
     notes = [line.values for line in read_run_log(log.path) if line.event == "note"]
-    assert notes == [{"text": "GPU 0: memory: Unknown Error"}]
+    assert notes == [{"topic": "other", "text": "GPU 0: memory: Unknown Error"}]
     last = [line for line in read_run_log(log.path) if line.event == "telemetry"][-1]
     assert "memory_used_bytes" not in last.values["gpus"][0]
     assert last.values["gpus"][0]["power_watts"] == 200.5
@@ -229,7 +230,9 @@ def test_how_a_run_ended_is_written(tmp_path, error, ended):
     else:
         with pytest.raises(type(error)):
             run()
-    assert read_run_log(tmp_path / TELEMETRY_NAME)[-1].values == {"ended": ended}
+    last = read_run_log(tmp_path / TELEMETRY_NAME)[-1]
+    assert str(RunEnd.read(last)) == ended
+    assert set(last.values) == {"ended", "error"}
 
 
 def test_telemetry_never_ends_a_run(tmp_path):
@@ -272,7 +275,7 @@ def test_a_recipe_writes_what_the_report_needs(tmp_path, one_thread):
     assert told["plan"]["tier"] == "resident"
     assert told["machine"]["python"]
     readings = read_run_log(tmp_path / "run" / TELEMETRY_NAME)
-    assert readings[-1].values == {"ended": "done"}
+    assert RunEnd.read(readings[-1]) == RunEnd("done")
     last = [line for line in readings if line.event == "telemetry"][-1].values["run"]
     epochs = [line.values for line in lines if line.event == "epoch"]
     assert last["samples"] == sum(epoch["num_samples"] for epoch in epochs) > 0
@@ -283,9 +286,7 @@ def test_a_recipe_writes_what_the_report_needs(tmp_path, one_thread):
 
 
 def test_a_wait_that_goes_on_is_counted():
-    from stoker.recipes.watch import TimedLoader
-
-    loader = TimedLoader.__new__(TimedLoader)
+    loader = Loader.__new__(Loader)
     seen = []
 
     def slow():

@@ -280,15 +280,18 @@ def test_a_folder_that_looks_like_a_url_is_a_folder(packed, tmp_path, monkeypatc
 
 
 def test_a_run_finds_the_url_that_it_was_trained_from(served, tmp_path, monkeypatch):
-    from stoker.recipes.inference import LOG_NAME, STORE_NOTE, find_training_store
-    from stoker.report import RunLog
+    from stoker.recipes.inference import LOG_NAME, find_training_store
+    from stoker.report import Note, RunLog, Topic
 
     monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.01)
     nobody = "http://127.0.0.1:1/store"
     for folder, place in (("here", served.url), ("gone", nobody)):
         with RunLog(tmp_path / folder / LOG_NAME) as log:
-            log.write("note", {"text": f"{STORE_NOTE}{place}"})
-    assert find_training_store(tmp_path / "here" / "best.pt") == served.url
+            log.write("note", Note("data", Topic.STORE, {"store": place}).to_json())
+    with RunLog(tmp_path / "older" / LOG_NAME) as log:
+        log.write("note", {"text": f"store: {served.url}"})
+    for folder in ("here", "older"):
+        assert find_training_store(tmp_path / folder / "best.pt") == served.url
     assert find_training_store(tmp_path / "gone" / "best.pt") is None
 
 

@@ -21,18 +21,17 @@ import test_quality_page
 from run_folders import BEGAN, FINDINGS, Clock, write_run
 from stoker.errors import InputError, MissingExtraError, StoreError
 from stoker.page.charts import MAX_POINTS, Chart, Line, Mark, line_chart, round_ticks, thin
-from stoker.report import RunLog
+from stoker.report import Note, RunLog, Topic
 from stoker.runs.comparison import QUANTITIES, compare
 from stoker.runs.figures import all_charts, gpu_charts, loss_charts, memory_charts, speed_charts
 from stoker.runs.plots import write_plots
-from stoker.runs.reading import DOCTOR_NAME, EVENT_WORDS, LOG_NAME, event_kind, read_run
+from stoker.runs.reading import DOCTOR_NAME, LOG_NAME, read_run
 from stoker.runs.run_page import run_page, verdict, with_unique_names
 from stoker.runs.telemetry import TELEMETRY_NAME
 from stoker.train.run_lock import RunLock
 from test_quality_page import HOSTILE, Strict, browse
 
 ENV = {**os.environ, "PYTHONWARNINGS": "error"}
-SOURCES = Path(__file__).resolve().parent.parent / "src" / "stoker"
 
 
 def stoker_report(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -212,12 +211,30 @@ class TestReading:
         assert run.epochs[1].train_loss == 0.25
         assert "Resumed" in page_of(tmp_path)[0]
 
-    def test_every_note_that_is_an_event_is_in_the_code(self):
-        said = "\n".join(path.read_text() for path in (SOURCES / "train").glob("*.py"))
-        for words in EVENT_WORDS:
-            assert words in said, words
-        assert event_kind("memory ran out with 3 GB in use") == "memory"
-        assert event_kind("precision fp32: the device is the CPU") is None
+    def test_a_note_is_an_event_or_a_choice_by_its_topic_not_by_its_words(self, tmp_path):
+        with RunLog(tmp_path / LOG_NAME) as log:
+            log.write("config", {"settings": {}})
+            log.write("note", Note("memory ran out of ideas", Topic.OTHER).to_json())
+            log.write("note", Note("two passes now", Topic.MEMORY).to_json(), step=3)
+            log.write("note", {"text": "memory ran out with 3 GB in use"}, step=4)  # an older log
+            log.write("note", {"text": "of a newer version", "topic": "weather"})
+        run = read_run(tmp_path)
+        assert run.notes == ("memory ran out of ideas", "of a newer version")
+        assert [(event.kind, event.step) for event in run.events] == [("memory", 3), ("memory", 4)]
+
+    @pytest.mark.parametrize(
+        ("values", "told"),
+        [
+            ({"ended": "failed", "error": "OSError: x"}, "Ended by an error: OSError: x"),
+            ({"ended": "failed: OSError: x"}, "Ended by an error: OSError: x"),  # an older log
+            ({"ended": "terminated", "error": ""}, "Stopped before its end (terminated)"),
+        ],
+    )
+    def test_how_a_run_ended_is_read_from_new_and_older_logs(self, tmp_path, values, told):
+        with RunLog(tmp_path / LOG_NAME) as log, RunLog(tmp_path / TELEMETRY_NAME) as telemetry:
+            log.write("config", {"settings": {}})
+            telemetry.write("end", values)
+        assert read_run(tmp_path).told.startswith(told)
 
     def test_a_doctors_file_that_cannot_be_read_is_a_problem(self, pair, tmp_path):
         for number, content in enumerate(("{", "[]", '{"findings": 3}', '{"findings": ["text"]}')):
@@ -507,7 +524,7 @@ class TestCommand:
 
 
 class TestDocs:
-    PAGE = (SOURCES.parent.parent / "docs" / "report.md").read_text(encoding="utf-8")
+    PAGE = (Path(__file__).parents[1] / "docs" / "report.md").read_text(encoding="utf-8")
 
     def test_the_example_runs(self, pair, tmp_path, monkeypatch):
         (tmp_path / "runs").mkdir()

@@ -561,7 +561,12 @@ def nearly_done(store) -> dict:
 def test_a_batch_of_more_chunks_than_slots_is_loaded_by_itself(store, device, fields):
     """Windows of samples far apart need more rows than a small chunk has: the ring then grows."""
     state = nearly_done(store)
-    options = {"order": "shuffled", "seed": 3, "chunk_bytes": 24 * (340 if fields is None else 300), "num_slots": 2}
+    options = {
+        "order": "shuffled",
+        "seed": 3,
+        "chunk_bytes": 24 * (340 if fields is None else 300),
+        "num_slots": 2,
+    }
     with Loader(store, 24, device, fields=fields, **options) as loader:
         before = loader.device_bytes
         loader.load_state_dict(state)

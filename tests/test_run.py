@@ -211,7 +211,8 @@ def test_chunks_are_used_when_asked_for(stores, tmp_path):
     told = Told()
     run = run_recipe(settings, device="cpu", progress=told)
     assert any(
-        re.match(r"data chunked: .* for data was asked for, 3 slots of up to \d+ samples", line) for line in told.lines
+        re.match(r"data chunked: .* for data was asked for, 3 slots of up to \d+ samples", line)
+        for line in told.lines
     )
     assert run.epochs[0].num_samples == len(run_samples(store))
 

@@ -10,7 +10,6 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -25,15 +24,8 @@ from run_makers import make_store, settings_for
 from stoker.compat.max_batch import find_max_batch_size
 from stoker.errors import InputError, StokerError
 from stoker.machine import probe
-from stoker.recipes.run import open_run
-from stoker.store.fields import Dense
-from stoker.tune import bench as bench_module
-from stoker.tune import job as job_module
-from stoker.tune.bench import Effort, JobBench, Measured, StepClock
-from stoker.tune.gauge import Gauge
-from stoker.tune.job import tune_job
-from stoker.tune.loaders import LoaderChoice, _LoaderBench, first_workers, tune_loader
-from stoker.tune.search import (
+from stoker.measure.gauge import Gauge
+from stoker.measure.search import (
     LEAST_GAIN,
     Outcome,
     UpdateShape,
@@ -43,6 +35,12 @@ from stoker.tune.search import (
     largest_fitting,
     shape_ladder,
 )
+from stoker.recipes.run import open_run
+from stoker.store.fields import Dense
+from stoker.tune import job as job_module
+from stoker.tune.bench import Effort, JobBench, Measured
+from stoker.tune.job import tune_job
+from stoker.tune.loaders import LoaderChoice, _LoaderBench, first_workers, tune_loader
 from stoker.units import format_bytes
 from store_makers import write_store
 from tune_rank import Limited, decide
@@ -356,7 +354,7 @@ def test_the_gauge_sees_what_a_try_takes_and_forgets_it():
 
 def test_the_gauge_expects_memory_in_proportion_to_what_was_seen(monkeypatch):
     monkeypatch.setattr(
-        "stoker.tune.gauge.probe", lambda: replace(probe(), ram_available_bytes=1 << 30)
+        "stoker.measure.gauge.probe", lambda: replace(probe(), ram_available_bytes=1 << 30)
     )
     gauge = Gauge(torch.device("cpu"))
     gauge.begin()
@@ -367,51 +365,6 @@ def test_the_gauge_expects_memory_in_proportion_to_what_was_seen(monkeypatch):
     gauge.begin()
     assert gauge.expect(150) == ""
     assert "by the memory of 100" in gauge.expect(400)
-
-
-class FakeLoader:
-    device = torch.device("cpu")
-    batch_size = 4
-    samples: ClassVar[list[int]] = list(range(10))
-
-
-def test_the_clock_counts_short_batches_whole_updates_and_no_time_between_epochs(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(bench_module.time, "perf_counter", lambda: now[0])
-    clock = StepClock(FakeLoader(), accumulation_steps=1, effort=Effort(6.0, 2))
-
-    def train() -> None:
-        for _ in range(10):
-            now[0] += 100.0  # between epochs
-            clock.start("epoch", 3, "batches")
-            for _ in range(3):
-                now[0] += 1.0
-                clock.advance()
-
-    with pytest.raises(bench_module._EnoughError):
-        train()
-    # Two batches warm up; then 2, 4, 4 samples in three seconds, and 2, 4, 4 again.
-    assert clock.rates == pytest.approx([10 / 3, 10 / 3])
-
-
-def test_a_slice_ends_with_an_update(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(bench_module.time, "perf_counter", lambda: now[0])
-    clock = StepClock(FakeLoader(), accumulation_steps=3, effort=Effort(0.2, 2))
-    clock.start("epoch", None, "batches")
-    num_batches = itertools.count(1)
-
-    def train() -> None:
-        while True:
-            now[0] += 1.0
-            next(num_batches)
-            clock._at = 0  # an endless epoch
-            clock.advance()
-
-    with pytest.raises(bench_module._EnoughError):
-        train()
-    assert next(num_batches) == 10  # 3 warm up, twice 3 are a slice
-    assert clock.rates == pytest.approx([4.0, 4.0])
 
 
 def test_an_effort_without_time_is_refused():

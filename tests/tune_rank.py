@@ -7,8 +7,8 @@ import torch._dynamo  # before the group, which it would keep alive: see train/r
 from torch import nn
 
 from stoker.compat.max_batch import find_max_batch_size
+from stoker.measure.search import Outcome, choose, climb
 from stoker.tune.ranks import agree
-from stoker.tune.search import Outcome, choose, climb
 
 
 class Limited(nn.Module):

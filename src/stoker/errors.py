@@ -63,6 +63,10 @@ class ConfigError(InputError):
     """A config file with an unknown key, a wrong type or a clash."""
 
 
+class DoesNotFitError(InputError):
+    """No plan fits into the memory that was given; smaller batches or more memory for data would."""
+
+
 class SourceError(InputError):
     """A raw file that cannot be read as what it was said to be."""
 

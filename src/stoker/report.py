@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -92,6 +93,49 @@ class LogLine:
     step: int | None = None
     epoch: int | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Topic(StrEnum):
+    """What a note is about. Code decides by it; the words of a note are for people only."""
+
+    PRECISION = "precision"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    STEP = "step"
+    RANKS = "ranks"
+    DATA = "data"
+    STORE = "store"
+    MEMORY = "memory"
+    LOSS = "loss"
+    RESUMED = "resumed"
+    OTHER = "other"
+
+
+INCIDENTS = frozenset({Topic.MEMORY, Topic.LOSS, Topic.RESUMED})
+"""Topics of notes about something that happened and was dealt with; the others tell a choice."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """A choice of a run with its reason, or something that happened in it.
+
+    Attributes:
+        text: The words for people.
+        topic: What it is about.
+        values: Its facts as plain values: `captured` of a step, `store` of a store, `epoch` and `step` of
+            a resumed run.
+    """
+
+    text: str
+    topic: Topic = Topic.OTHER
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values of a "note" event."""
+        return {"topic": self.topic.value, "text": self.text, **self.values}
 
 
 _BEGINNING = b'{"time": '
@@ -243,6 +287,72 @@ def parse_line(line: bytes) -> LogLine | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+# -- notes and endings in a log --------------------------------------------------------------------
+
+
+# Logs written before notes had topics hold words only. These are the words of those versions.
+_OLD_WORDS: Mapping[str, Topic] = {
+    "memory ran out": Topic.MEMORY,
+    "remembered from an earlier run": Topic.MEMORY,
+    "GPU memory grew": Topic.MEMORY,
+    "the loss of step": Topic.LOSS,
+    "the gradients of": Topic.LOSS,
+    "resumed at epoch": Topic.RESUMED,
+}
+_OLD_STORE = "store: "
+_OLD_FAILED = "failed: "
+
+
+def read_note(line: LogLine) -> Note | None:
+    """Return the note of a line; None for every other event. Notes of older logs get their topic here."""
+    values = dict(line.values)
+    text, topic = values.pop("text", None), values.pop("topic", None)
+    if line.event != "note" or not isinstance(text, str):
+        return None
+    if topic is not None:
+        # A topic of a newer version is nothing that this one can decide by.
+        known = str(topic) in {each.value for each in Topic}
+        return Note(text, Topic(topic) if known else Topic.OTHER, values)
+    if text.startswith(_OLD_STORE):
+        return Note(text, Topic.STORE, {"store": text.removeprefix(_OLD_STORE)})
+    old = next((topic for words, topic in _OLD_WORDS.items() if words in text), Topic.OTHER)
+    return Note(text, old)
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended.
+
+    Attributes:
+        ended: "done", "terminated", "interrupted" or "failed".
+        error: What failed; empty for the other endings.
+    """
+
+    ended: str = "done"
+    error: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.ended}: {self.error}" if self.error else self.ended
+
+    @classmethod
+    def by(cls, error: BaseException) -> Self:
+        """Return how an exception ends a run."""
+        if isinstance(error, KeyboardInterrupt):
+            return cls("interrupted")
+        first_line = next(iter(str(error).splitlines()), "")
+        return cls("failed", f"{type(error).__name__}: {first_line}")
+
+    @classmethod
+    def read(cls, line: LogLine) -> Self | None:
+        """Return the ending that a line tells; None for other events. Older logs have one text for both."""
+        if line.event != "end":
+            return None
+        ended, error = str(line.values.get("ended")), str(line.values.get("error") or "")
+        if ended.startswith(_OLD_FAILED):
+            return cls("failed", ended.removeprefix(_OLD_FAILED))
+        return cls(ended, error)
 
 
 def _begins_with_an_event(file: int) -> bool:

@@ -287,14 +287,21 @@ class _Chosen(Sequence[Item]):
 def _build(source: MassSpecSource, folder: Path, jobs: int, say: Say) -> PackResult:
     # Libraries always have records without a structure: they are left out, counted and listed.
     options = PackOptions(jobs=jobs, on_bad="quarantine", bad_budget="100%")
-    return pack(source, folder, options, _BuildLines(say))
+    is_again = (folder / MANIFEST_NAME).exists()
+    return pack(source, folder, options, _BuildLines(say, is_again))
 
 
 class _BuildLines:
-    """Tells the documented lines while the packer reports its stages."""
+    """Tells the documented lines while the packer reports its stages.
 
-    def __init__(self, say: Say) -> None:
+    Args:
+        say: Gets the lines.
+        is_again: Whether a cache was there before, so that a reason to build it is worth telling.
+    """
+
+    def __init__(self, say: Say, is_again: bool) -> None:
         self._say = say
+        self._is_again, self._has_begun = is_again, False
         self._stage = ""
         self._total = self._done = self._told = 0
 
@@ -315,12 +322,14 @@ class _BuildLines:
             self._say(f"Processing: {self._done:,} of {self._total:,}")
 
     def say(self, line: str) -> None:
-        if line.startswith("packing "):
-            self._say("Building metadata and spectrum cache...")
-            if not line.endswith("it does not exist yet"):
-                self._say(f"(again: {line.partition(': ')[2]})")
-        else:
+        if self._has_begun:
             self._say(line)
+            return
+        # The packer's first line says why it builds; where nothing has to be built it says none.
+        self._has_begun = True
+        self._say("Building metadata and spectrum cache...")
+        if self._is_again:
+            self._say(f"(again: {line})")
 
 
 def collate_molecules(items: Sequence[Item]) -> dict[str, torch.Tensor]:

@@ -20,15 +20,15 @@ import torch
 
 from stoker.errors import InputError
 from stoker.loader.slabs import usable_device
+from stoker.measure.gauge import MARGIN, Gauge
+from stoker.measure.search import largest_fitting
 from stoker.train.batches import map_tensors
 from stoker.train.generators import capture_rng, restore_rng
 from stoker.train.oom import forget_frames, is_oom
 from stoker.train.precision import choose_precision
 from stoker.train.settings import Precision
 from stoker.train.step import as_float32
-from stoker.tune.gauge import MARGIN, Gauge
 from stoker.tune.ranks import fits_everywhere, is_first
-from stoker.tune.search import largest_fitting
 
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 

@@ -85,13 +85,15 @@ class Problem:
 class Document:
     """What was read: values, the place of every key by its path, and the problems.
 
-    `unreadable` holds the paths whose value a problem has left empty.
+    `unreadable` holds the paths whose value a problem has left empty; `repeats` those problems that are
+    about a key written twice.
     """
 
     values: Any = None
     places: dict[KeyPath, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     unreadable: set[KeyPath] = field(default_factory=set)
+    repeats: list[Problem] = field(default_factory=list)
 
 
 def decode(raw: bytes, file: str) -> str | Problem:
@@ -158,6 +160,7 @@ class _Reader:
         self.document = document
         self.file = file
         self.num_nodes = 0
+        self.has_unfolded = False
         self.open: list[yaml.Node] = []
         self.constructor = yaml.constructor.SafeConstructor()
 
@@ -168,7 +171,8 @@ class _Reader:
             self._refuse(node, path, "an alias contains itself", "no cycles", "write it out")
             return None
         if self.num_nodes > MAX_NODES or len(self.open) > MAX_DEPTH:
-            if not any("unfold" in known.given for known in self.document.problems):
+            if not self.has_unfolded:
+                self.has_unfolded = True
                 given = f"aliases or nesting unfold into more than {MAX_NODES:,} nodes"
                 given += f" or {MAX_DEPTH} levels"
                 self._complain(node, path, given, "a config", "write it out without aliases")
@@ -197,6 +201,7 @@ class _Reader:
             if name in lines:
                 given = f"written twice, on lines {lines[name]} and {line}"
                 self._complain(key, (*path, name), given, "each key once", "delete one of the two")
+                self.document.repeats.append(self.document.problems[-1])
                 continue
             lines[name] = line
             self._forget((*path, name))

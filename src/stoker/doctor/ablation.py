@@ -10,26 +10,15 @@ takes more than the step alone is what the data costs.
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import psutil
 import torch
 
 from stoker.config import Settings
-from stoker.doctor.laps import (
-    HeldLoader,
-    Lap,
-    Patience,
-    Phases,
-    Stopwatch,
-    make_measured_loader,
-    train_over,
-)
 from stoker.doctor.loader_share import split_loader, time_copy
 from stoker.doctor.measurements import (
     Ablation,
@@ -42,24 +31,33 @@ from stoker.doctor.measurements import (
     MachineFacts,
     Measurements,
     MemoryFacts,
-    Spread,
     TimelineSpan,
 )
 from stoker.doctor.trace import measure_kernels
 from stoker.loader.batch import Batch
 from stoker.machine import probe
+from stoker.measure.jobs import (
+    Timed,
+    hold_batch,
+    time_loader,
+    time_step,
+    time_together,
+    warm_up_batches,
+)
+from stoker.measure.laps import Lap, Patience
+from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread, creep
 from stoker.recipes.run import Run
+from stoker.report import Topic
 from stoker.train.losses import NonFiniteError
+from stoker.train.oom import let_go
 from stoker.train.precision import choose_precision
 
 NUM_STEPS_DRAWN = 6
-_BLOCKS = 5
+_SHOWN_TOPICS = (Topic.PRECISION, Topic.OPTIMIZER, Topic.STEP, Topic.ACTIVATIONS, Topic.MEMORY)
 _ROUNDS = 2
 """Parts are measured in turn, more than once: what slows the machine for a while slows them all."""
 _LONG_SECONDS = 30.0
 """A job of such slow steps that one round takes this long is measured once."""
-_CREEP_BYTES = 4 << 20
-"""Growth below this over the measured steps is an allocator settling, not a leak."""
 
 
 def default_patience(
@@ -68,125 +66,10 @@ def default_patience(
     """Return how long to measure: on a GPU, capture has to be over before anything counts."""
     on_gpu = device.type == "cuda"
     return Patience(
-        warm_up=16 if on_gpu else 3,
+        warm_up=warm_up_batches(device),
         steps=steps or (60 if on_gpu else 20),
         seconds=seconds or 4.0,
     )
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One loop that was timed.
-
-    Attributes:
-        laps: One per batch.
-        notes: What the trainer chose, and why.
-        trouble: A loss that was not finite.
-        phases: Forward, backward and update, with start and end on the laps' clock; on a CPU only.
-        tier: Of the loader.
-    """
-
-    laps: tuple[Lap, ...]
-    notes: tuple[str, ...] = ()
-    trouble: NonFiniteError | None = None
-    phases: tuple[tuple[str, float, float], ...] = ()
-    tier: str | None = None
-
-    @property
-    def seconds(self) -> Spread | None:
-        """Of a batch."""
-        return Spread.of(lap.seconds for lap in self.laps)
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether the last word on the step was that it is one CUDA graph."""
-        said = [note for note in self.notes if note.startswith("step ")]
-        return bool(said) and said[-1].startswith("step captured")
-
-    def rate(self) -> Spread | None:
-        """Samples per second, of a few blocks of steps: slow steps and the ends of epochs count in full."""
-        edges = [round(len(self.laps) * part / _BLOCKS) for part in range(_BLOCKS + 1)]
-        blocks = [self.laps[low:high] for low, high in pairwise(edges)]
-        return Spread.of(
-            sum(lap.num_samples for lap in block) / sum(lap.seconds for lap in block)
-            for block in blocks
-            if block
-        )
-
-
-def time_together(run: Run, patience: Patience, each: Callable[[], None] | None = None) -> Timed:
-    """Train for a while as the run would, and time it.
-
-    Args:
-        run: What to train.
-        patience: How long.
-        each: Called before every batch.
-    """
-    with make_measured_loader(run) as loader:
-        loader.stopwatch = watch = Stopwatch(patience, run.device, each)
-        with Phases(run.job.model, run.device) as phases:
-            notes, trouble = train_over(run, loader, patience.most)
-        laps = tuple(watch.laps())
-        spans = tuple(
-            (kind, start - watch.began, end - watch.began)
-            for kind, start, end in phases.spans
-            if start >= watch.began
-        )
-        made = Timed(laps, notes, trouble, spans, loader.tier)
-    _let_go(run.device)
-    return made
-
-
-def time_step(run: Run, patience: Patience, *, captured: bool = True) -> Timed:
-    """Train on one batch that is on the device already, and time it.
-
-    Args:
-        run: What to train.
-        patience: How long.
-        captured: Whether the step may be captured; False where it is not when everything is together.
-    """
-    watch = Stopwatch(patience, run.device)
-    held = HeldLoader(hold_batch(run), watch, patience.most)
-    # One batch over and over may diverge: that says nothing about the job.
-    capture = run.settings.capture if captured else "off"
-    calm = run.with_settings(replace(run.settings, nonfinite="skip", capture=capture))
-    notes, _ = train_over(calm, held, patience.most)
-    made = Timed(tuple(watch.laps()), notes)
-    _let_go(run.device)
-    return made
-
-
-def time_loader(run: Run, patience: Patience, captured: bool) -> Timed:
-    """Take batches with nobody training, as the step would ask for them."""
-    with make_measured_loader(run) as loader:
-        if run.drawn_augmentation is not None:
-            loader.use_augmentation(run.drawn_augmentation)
-        loader.stopwatch = watch = Stopwatch(patience, run.device)
-        while not watch.is_enough:
-            batches: Any = (
-                loader.index_batches() if captured and loader.tier != "streamed" else loader
-            )
-            for _ in batches:
-                pass
-        made = Timed(tuple(watch.laps()), tier=loader.tier)
-    _let_go(run.device)
-    return made
-
-
-def hold_batch(run: Run) -> Batch:
-    """Return the first batch of the run, augmented, on the device."""
-    with run.make_train_loader() as loader:
-        if run.drawn_augmentation is not None:
-            loader.use_augmentation(run.drawn_augmentation)
-        return next(iter(loader))
-
-
-def _let_go(device: torch.device) -> None:
-    """Give the memory of one measurement back before the next: graphs hold theirs in cycles."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
 
 
 # -- the whole examination -------------------------------------------------------------------------
@@ -211,29 +94,17 @@ class _Memory:
         """Return the growth per step."""
         has_device = bool(self.on_device)
         return MemoryFacts(
-            device_bytes_per_step=creep(self.on_device) * batches_per_step if has_device else None,
-            host_bytes_per_step=creep(self.host) * batches_per_step,
+            device_bytes_per_step=_times(
+                creep(self.on_device, CREEP_DEVICE_BYTES), batches_per_step
+            ),
+            host_bytes_per_step=_times(creep(self.host, CREEP_HOST_BYTES), batches_per_step),
             device_bytes=self.on_device[-1] if has_device else None,
             host_bytes=self.host[-1] if self.host else None,
         )
 
 
-def creep(readings: Sequence[int]) -> float:
-    """Return the steady growth per reading, the first quarter left out; 0 when it is not steady.
-
-    Steady is what grows from each fifth of the readings to the next, by more than 4 MB in all, and at the
-    end not much slower than before.
-    """
-    counted = readings[len(readings) // 4 :]
-    if len(counted) < 10:
-        return 0.0
-    edges = [round(len(counted) * part / 5) for part in range(6)]
-    middles = [sorted(counted[low:high])[(high - low) // 2] for low, high in pairwise(edges)]
-    whole = middles[-1] - middles[0]
-    steady = all(low < high for low, high in pairwise(middles))
-    if not steady or whole < _CREEP_BYTES or middles[-1] - middles[-2] < whole / 12:
-        return 0.0
-    return (middles[-1] - middles[0]) / (len(counted) * 4 / 5)
+def _times(growth: float | None, batches: int) -> float | None:
+    return None if growth is None else growth * batches
 
 
 class _Round(NamedTuple):
@@ -257,8 +128,8 @@ def _measure_parts(run: Run, patience: Patience, number: int) -> _Round:
     if trouble is not None:
         calm = run.with_settings(replace(run.settings, nonfinite="skip"))
         together = time_together(calm, patience)
-    loader = time_loader(run, patience, together.is_captured)
-    step = time_step(run, patience, captured=together.is_captured)
+    loader = time_loader(run, patience, together.history.is_captured)
+    step = time_step(run, patience, captured=together.history.is_captured)
     held = memory.facts(run.settings.accumulation_steps)
     return _Round(together, loader, step, trouble, busy / max(wall, 1e-9), held)
 
@@ -272,7 +143,7 @@ def _least_creep(rounds: Sequence[_Round]) -> MemoryFacts:
 
 
 def _joined(timed: Sequence[Timed]) -> Timed:
-    """Return the laps of all rounds as one; notes and phases are those of the first."""
+    """Return the laps of all rounds as one; history and phases are those of the first."""
     return replace(timed[0], laps=tuple(lap for each in timed for lap in each.laps))
 
 
@@ -324,13 +195,16 @@ def examine(run: Run, patience: Patience, subject: str) -> Measurements:
             step_seconds=step.seconds,
             copy_seconds=copied,
             together_seconds=together.seconds,
-            captured_step_seconds=step.seconds if step.is_captured else None,
+            captured_step_seconds=step.seconds if step.history.is_captured else None,
             together_rate=together.rate(),
         ),
         precision=choose_precision(run.settings.precision, run.device, run.job.model).name,
-        captured=together.is_captured if run.device.type == "cuda" else None,
+        captured=together.history.is_captured if run.device.type == "cuda" else None,
         timeline=draw_timeline(together),
-        notes=(*_said(together.notes), *_said_of_loader(loader)),
+        notes=(
+            *(note.text for note in together.history.told if note.topic in _SHOWN_TOPICS),
+            *_said_of_loader(loader),
+        ),
     )
 
 
@@ -366,11 +240,6 @@ def _phase(timed: Timed, kind: str, batches: int) -> Spread | None:
 def _bad_values(rounds: Sequence[_Round], looks: int) -> tuple[BadValues, ...]:
     found = [each.trouble.given for each in rounds if each.trouble is not None]
     return (BadValues("loss", found[0], len(found), max(1, looks)),) if found else ()
-
-
-def _said(notes: Sequence[str]) -> list[str]:
-    kept = ("precision ", "optimizer ", "step ", "activations ", "memory ran out", "remembered")
-    return [note for note in notes if note.startswith(kept)]
 
 
 def _said_of_loader(facts: LoaderFacts) -> list[str]:
@@ -414,7 +283,7 @@ def _loader_facts(
             where=run.store.name,
             tier=loader.tier,
         )
-    _let_go(run.device)
+    let_go(run.device)
     return facts, share.hdf5
 
 

@@ -11,16 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
-
-from stoker.doctor.ablation import Timed, time_step, time_together
 from stoker.doctor.cases import WORTHWHILE
 from stoker.doctor.findings import Finding, Gain, Patch
 from stoker.doctor.job_config import JobConfig
-from stoker.doctor.laps import LEAST_LAPS, Patience
-from stoker.doctor.measurements import Alternative, Measurements, Spread
+from stoker.doctor.measurements import Alternative, Measurements
 from stoker.doctor.verdict import describe_changes
 from stoker.errors import ConfigError, InputError
+from stoker.measure import search
+from stoker.measure.gauge import Gauge
+from stoker.measure.jobs import Timed, time_step, time_together
+from stoker.measure.laps import LEAST_LAPS, Patience
+from stoker.measure.readings import Spread
 from stoker.recipes.run import Run
 from stoker.train.oom import forget_frames, is_oom
 
@@ -29,7 +30,6 @@ BATCH_GAIN = 1.05
 NEAR_BEST = 0.95
 """The smallest batch within this share of the best rate is the one to propose."""
 _MOST_DOUBLINGS = 5
-_RAM_SHARE_LEFT = 0.25
 _RARELY = 10
 _LONG_SECONDS = 60.0
 """A larger batch that would take this long to measure is not tried."""
@@ -136,22 +136,21 @@ def find_knee(
         What was tried with its seconds, and the smallest batch that is nearly the best; None when the
         configured one is.
     """
+    doublings = [batch * 2**n for n in range(1, _MOST_DOUBLINGS + 1)]
+    sizes = [batch, *(size for size in doublings if size <= most)]
     tried: list[tuple[int, float]] = []
-    rates = {batch: batch / max(seconds, 1e-12)}
-    size, num_misses = batch, 0
-    for _ in range(_MOST_DOUBLINGS):
-        size *= 2
-        if size > most or (took := measure(size)) is None:
-            break
-        tried.append((size, took))
-        best = max(rates.values())
-        rates[size] = size / max(took, 1e-12)
-        num_misses = 0 if rates[size] >= best * BATCH_GAIN else num_misses + 1
-        if num_misses > 1:  # one alone may be the machine's doing
-            break
-    enough = max(rates.values()) * NEAR_BEST
-    knee = next(size for size, rate in sorted(rates.items()) if rate >= enough)
-    return tried, None if knee == batch else knee
+
+    def try_rung(rung: int) -> search.Outcome:
+        took = measure(sizes[rung]) if rung else seconds
+        if took is None:
+            return search.Outcome(None, False)
+        if rung:
+            tried.append((sizes[rung], took))
+        return search.Outcome(sizes[rung] / max(took, 1e-12), True)
+
+    outcomes = search.climb(len(sizes), 0, try_rung, BATCH_GAIN - 1, most_misses=1)
+    knee = search.choose(outcomes, 0, least_gain=1 / NEAR_BEST - 1)
+    return tried, sizes[knee] if knee else None
 
 
 def batch_proposal(job: JobConfig, size: int) -> Proposal:
@@ -226,8 +225,11 @@ def _larger_batches(
     per_sample = ablation.step_seconds.median / settings.batch_size
     num_steps = patience.warm_up + LEAST_LAPS
 
+    gauge = Gauge(run.device)
+
     def measure(size: int) -> float | None:
-        if not _has_room() or per_sample * size * num_steps > _LONG_SECONDS:
+        gauge.begin()
+        if gauge.expect(size) or per_sample * size * num_steps > _LONG_SECONDS:
             return None
         run.told.say(f"the step alone, batches of {size:,}")
         larger = replace(settings, batch_size=size, survive_oom=False)
@@ -238,17 +240,13 @@ def _larger_batches(
                 raise
             forget_frames(error)
             return None
+        gauge.note(size)
         return None if took is None else took.low
 
     # At least two updates an epoch, or the epoch is the batch.
     most = num_samples // 2
     # The faster quarter of the steps: those that nobody else on the machine has slowed down.
     return find_knee(settings.batch_size, ablation.step_seconds.low, most, measure)
-
-
-def _has_room() -> bool:
-    memory = psutil.virtual_memory()
-    return memory.available > _RAM_SHARE_LEFT * memory.total
 
 
 def _try(run: Run, job: JobConfig, proposal: Proposal, patience: Patience) -> Alternative:

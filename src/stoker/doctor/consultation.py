@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stoker.doctor.ablation import Timed, default_patience, examine, time_together
+from stoker.doctor.ablation import default_patience, examine
 from stoker.doctor.alternatives import try_alternatives, weigh
 from stoker.doctor.findings import Finding
 from stoker.doctor.job_config import JobConfig
-from stoker.doctor.measurements import Spread
 from stoker.doctor.rules import diagnose
 from stoker.doctor.verdict import Consultation, Outcome, describe_changes
 from stoker.errors import ConfigError
+from stoker.measure.jobs import Timed, time_together
+from stoker.measure.readings import Spread
 from stoker.recipes.run import open_run
 from stoker.report import Progress
 

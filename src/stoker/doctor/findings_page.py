@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from stoker import page
 from stoker.doctor.cases import milliseconds
 from stoker.doctor.findings import Finding
-from stoker.doctor.measurements import Measurements, Spread, TimelineSpan
+from stoker.doctor.measurements import Measurements, TimelineSpan
 from stoker.doctor.step_parts import Part, split_step, split_work
 from stoker.doctor.verdict import Consultation, Outcome, describe_changes
+from stoker.measure.readings import Spread
 from stoker.page import Html
 from stoker.page.charts import round_ticks
 from stoker.units import format_bytes

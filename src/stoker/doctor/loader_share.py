@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 from h5py.h5z import FILTER_DEFLATE, FILTER_LZF
 
-from stoker.doctor.measurements import Hdf5Facts, LoaderWork, Spread
+from stoker.doctor.measurements import Hdf5Facts, LoaderWork
 from stoker.loader.batch import Batch
 from stoker.loader.loader import Loader
+from stoker.measure.readings import Spread
 from stoker.recipes.run import Run
 from stoker.store.arrays import StoredArray
 

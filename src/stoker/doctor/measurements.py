@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,42 +21,10 @@ from typing import Any, Literal
 
 from stoker.address import masked_values
 from stoker.errors import CorruptError, StoreError
+from stoker.measure.readings import Spread
 from stoker.ownership import SIGNATURE, write_text
 
 FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Repeated readings of one thing.
-
-    Attributes:
-        median: The middle one.
-        low: A quarter of the readings are below.
-        high: A quarter of the readings are above.
-        count: How many readings.
-    """
-
-    median: float
-    low: float
-    high: float
-    count: int = 1
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread | None:
-        """Return the quartiles of the finite values; None when there are none."""
-        ordered = sorted(value for value in values if math.isfinite(value))
-        if not ordered:
-            return None
-        middle, low, high = (_at_share(ordered, share) for share in (0.5, 0.25, 0.75))
-        return cls(middle, low, high, len(ordered))
-
-
-def _at_share(ordered: list[float], share: float) -> float:
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 @dataclass(frozen=True)

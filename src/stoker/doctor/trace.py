@@ -20,9 +20,10 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from stoker.display import command
-from stoker.doctor.laps import Patience, Stopwatch, make_measured_loader, train_over
 from stoker.doctor.measurements import KernelFacts
 from stoker.errors import InputError, StoreError
+from stoker.measure.jobs import train_over
+from stoker.measure.laps import Patience, Stopwatch
 from stoker.ownership import SIGNATURE, temporary_folder, writing
 from stoker.recipes.run import Run
 from stoker.train.losses import NonFiniteError
@@ -106,7 +107,7 @@ def record(run: Run, plan: Schedule, out: Path | None = None) -> Trace:
     """
     on_gpu = run.device.type == "cuda"
     marks: list[tuple[float, float]] = []  # before and after the profiler's own work
-    with make_measured_loader(run) as loader, _make_profiler(plan, on_gpu) as profiler:
+    with run.make_train_loader() as loader, _make_profiler(plan, on_gpu) as profiler:
 
         def next_step() -> None:
             before = time.perf_counter()
@@ -114,8 +115,8 @@ def record(run: Run, plan: Schedule, out: Path | None = None) -> Trace:
                 profiler.step()
             marks.append((before, time.perf_counter()))
 
-        loader.stopwatch = Stopwatch(Patience(0, plan.most, math.inf), run.device, next_step)
-        _, trouble = train_over(run, loader, plan.most)
+        watch = Stopwatch(Patience(0, plan.most, math.inf), run.device, next_step)
+        _, trouble = train_over(run, loader, watch, plan.most)
         if trouble is not None:
             raise trouble
     if out is not None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.doctor.measurements import Spread
 from stoker.doctor.probe.recorder import DISTURBED, OTHER_LOADER, WARM_UP, Fetch, Row
+from stoker.measure.readings import Spread
 
 _LONG_AFTER_SECONDS = 2.0
 """After the last step: less is the end of any script."""

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stoker.doctor.measurements import Hdf5Facts, LoaderFacts, LoaderWork, Spread
+from stoker.doctor.measurements import Hdf5Facts, LoaderFacts, LoaderWork
 from stoker.doctor.probe.recorder import WARM_UP, Fetch, Row
 from stoker.doctor.transcript import Clock, Process, worker_shares
+from stoker.measure.readings import Spread
 
 _WARM_FETCHES = 2
 

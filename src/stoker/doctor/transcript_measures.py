@@ -6,7 +6,6 @@ the other ranks saw. Costs nothing; pure.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,6 @@ from stoker.doctor.measurements import (
     OperatorFacts,
     PageableCopy,
     RankFacts,
-    Spread,
     TimelineSpan,
 )
 from stoker.doctor.probe.places import is_foreign
@@ -42,12 +40,10 @@ from stoker.doctor.transcript import (
     usual_rows,
 )
 from stoker.doctor.transcript_loading import facts_of, loading_processes, read_hdf5, read_loader
-from stoker.units import MIB
+from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread, creep
 
 _NOTABLE_SHARE = 0.1
 _NOTABLE_QUEUEING = 0.2
-_CREEP_BLOCKS = 6
-_CREEP_BYTES = {"host_bytes": 8 * MIB, "device_bytes": 1 * MIB}
 
 
 def measure(
@@ -302,36 +298,11 @@ def _memory(rows: Sequence[Row]) -> MemoryFacts:
         )
 
     return MemoryFacts(
-        device_bytes_per_step=creep(rows, "device_bytes"),
-        host_bytes_per_step=creep(rows, "host_bytes"),
+        device_bytes_per_step=creep([row.device_bytes for row in rows], CREEP_DEVICE_BYTES),
+        host_bytes_per_step=creep([row.host_bytes for row in rows], CREEP_HOST_BYTES),
         device_bytes=last("device_bytes"),
         host_bytes=last("host_bytes"),
     )
-
-
-def creep(rows: Sequence[Row], name: str) -> float | None:
-    """Return bytes per step by which memory keeps growing; 0 when it settles, None when unknown.
-
-    The first quarter is left out; the rest must grow from each of six blocks to the next, since an
-    allocator that settles grows once, and one that breathes goes up and down.
-    """
-    points = [
-        (at, value) for at, row in enumerate(rows) if (value := getattr(row, name)) is not None
-    ]
-    points = points[len(points) // 4 :]
-    if len(points) < 2 * _CREEP_BLOCKS:
-        return None
-    size = len(points) // _CREEP_BLOCKS
-    blocks = [points[i * size : (i + 1) * size] for i in range(_CREEP_BLOCKS)]
-    middles = [statistics.median(value for _, value in block) for block in blocks]
-    grown = middles[-1] - middles[0]
-    rises = [after - before for before, after in itertools.pairwise(middles)]
-    if grown < _CREEP_BYTES[name] or min(rises) < 0.08 * grown:
-        return 0.0
-    steps = statistics.median(at for at, _ in blocks[-1]) - statistics.median(
-        at for at, _ in blocks[0]
-    )
-    return float(grown / max(1.0, steps))
 
 
 def _ranks(processes: Sequence[Process]) -> tuple[RankFacts, ...]:

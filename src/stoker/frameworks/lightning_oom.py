@@ -27,6 +27,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from stoker.frameworks.adapted import AdaptedLoader, count_samples
 from stoker.frameworks.lightning_watch import pl, require_adapted, tell
 from stoker.loader.batch import Batch
+from stoker.report import Note
 from stoker.train.batches import Work
 from stoker.train.oom import Remembered
 from stoker.train.precision import PrecisionChoice
@@ -60,7 +61,7 @@ class OomLadderCallback(pl.Callback):
         require_adapted(trainer)
         reason = _stands_aside(trainer, pl_module)
         if reason is not None:
-            self._tell(trainer, f"the ladder for memory that runs out stands aside: {reason}")
+            self._tell(trainer, Note(f"the ladder for memory that runs out stands aside: {reason}"))
             return
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         make = self._loop._make_closure
@@ -121,15 +122,15 @@ class OomLadderCallback(pl.Callback):
         self._window = Window(
             _LightningStep(parts),
             True,
-            lambda line: self._tell(trainer, line),
+            lambda note: self._tell(trainer, note),
             loader.loader.shrink if chunked else None,
             self._remembered,
         )
         return self._window
 
-    def _tell(self, trainer: pl.Trainer, line: str) -> None:
-        self.notes.append(line)
-        tell(trainer, line)
+    def _tell(self, trainer: pl.Trainer, note: Note) -> None:
+        self.notes.append(note.text)
+        tell(trainer, note)
 
 
 def _stands_aside(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:

@@ -23,7 +23,7 @@ from stoker.errors import InputError, MissingExtraError
 from stoker.frameworks.adapted import AdaptedLoader, check_share, count_samples
 from stoker.loader.loader import Loader
 from stoker.machine import probe
-from stoker.report import RunLog
+from stoker.report import Note, RunEnd, RunLog, Topic
 from stoker.runs.reading import LOG_NAME
 from stoker.runs.telemetry import RunCounters, TelemetryLog
 from stoker.train.history import EpochReport
@@ -133,12 +133,12 @@ def require_adapted(trainer: pl.Trainer) -> None:
         )
 
 
-def tell(trainer: pl.Trainer, line: str) -> None:
-    """Say a line on the first rank, and write it to the run's log where there is one."""
-    rank_zero_info(line)
+def tell(trainer: pl.Trainer, note: Note) -> None:
+    """Say a note on the first rank, and write it to the run's log where there is one."""
+    rank_zero_info(note.text)
     for callback in trainer.callbacks:
         if isinstance(callback, TelemetryCallback):
-            callback.note(line)
+            callback.note(note)
 
 
 class TelemetryCallback(pl.Callback):
@@ -193,9 +193,9 @@ class TelemetryCallback(pl.Callback):
         clock = self._clock
         return clock.waited_seconds if clock is not None and clock.num_waits else None
 
-    def note(self, line: str) -> None:
-        """Write a line of words into the run's log."""
-        self._write("note", {"text": line})
+    def note(self, note: Note) -> None:
+        """Write a note into the run's log."""
+        self._write("note", note.to_json())
 
     def _write(self, event: str, values: Mapping[str, Any], step: int | None = None) -> None:
         if self._log is not None:
@@ -243,15 +243,16 @@ class TelemetryCallback(pl.Callback):
         loader = trainer.train_dataloader
         if isinstance(loader, AdaptedLoader):
             self._write("plan", loader.loader.plan.to_json())
-            self.note(f"data {loader.loader.reason}")
+            self.note(Note(f"data {loader.loader.reason}", Topic.DATA))
         if self._num_steps:
             self._epoch = trainer.current_epoch
-            self.note(f"resumed at epoch {self._epoch}, step {self._num_steps}")
+            text = f"resumed at epoch {self._epoch}, step {self._num_steps}"
+            self.note(Note(text, Topic.RESUMED))
             self._go_on()  # in the middle of an epoch, whose beginning nobody tells
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Close the folder."""
-        self._close("done")
+        self._close(RunEnd())
 
     def on_exception(
         self,
@@ -260,19 +261,15 @@ class TelemetryCallback(pl.Callback):
         exception: BaseException,
     ) -> None:
         """Write down how the run ended, and close the folder."""
-        if isinstance(exception, KeyboardInterrupt):
-            self._close("interrupted")
-        else:
-            said = str(exception).partition("\n")[0]
-            self._close(f"failed: {type(exception).__name__}: {said}")
+        self._close(RunEnd.by(exception))
 
-    def _close(self, ended: str) -> None:
+    def _close(self, end: RunEnd) -> None:
         if self._log is None or self._telemetry is None or self._book is None:
             return
         self._pause()
         with contextlib.suppress(RuntimeError):  # a device that failed gives no losses any more
             self._keep(self._book.flush())
-        self._telemetry.ended = ended
+        self._telemetry.end = end
         self._stack.close()
         self._log = self._telemetry = self._clock = None
 
@@ -326,7 +323,7 @@ class TelemetryCallback(pl.Callback):
         if waited is not None:
             share = min(1.0, (waited - self._waited_before) / max(seconds, 1e-9))
         elif self._epoch == 0:
-            self.note(UNTOLD)
+            self.note(Note(UNTOLD))
         mean = self._total / self._count if self._count else math.nan
         metrics = {
             name: float(value)

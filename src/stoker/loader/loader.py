@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -91,7 +92,16 @@ class Loader:
         augment: Applied to `images` (and `masks`, where they are loaded) as they are gathered, read
             straight from where they lie; drawn from (its seed, epoch, batch), so a resumed epoch goes
             on with the same draws. For validation: `augmentation.validation()`.
+
+    Attributes:
+        on_iteration: Called with the batches, or indices, of every iteration; what it returns is handed out
+            in their place. For those who time the consumer, or end an epoch early.
     """
+
+    on_iteration: Callable[[Iterable[Any]], Iterable[Any]] | None = None
+    # Seconds of finished waits, and since when the caller waits now: one value, so that a thread that
+    # looks in never sees half of a change.
+    _waits: tuple[float, float | None] = (0.0, None)
 
     def __init__(
         self,
@@ -408,7 +418,8 @@ class Loader:
         """
         self._turn = turn = object()
         num_batches = self.num_batches
-        for batch in batches:
+        wrapped = batches if self.on_iteration is None else self.on_iteration(batches)
+        for batch in self._timed(wrapped):
             self._check_open()
             if self._turn is not turn:
                 raise superseded()
@@ -418,6 +429,22 @@ class Loader:
             yield batch
         if self._turn is turn:
             self._begin_next_epoch()
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long callers have waited for batches in all, a wait that goes on included; thread-safe."""
+        finished, since = self._waits
+        return finished if since is None else finished + time.perf_counter() - since
+
+    def _timed(self, batches: Iterable[_T]) -> Iterator[_T]:
+        source = iter(batches)
+        while True:
+            self._waits = (self._waits[0], time.perf_counter())
+            batch = next(source, None)
+            self._waits = (self.waited_seconds, None)
+            if batch is None:
+                return
+            yield batch
 
     def _indices(self, number: int, position: int) -> Iterator[IndexBatch]:
         """Yield the indices of epoch `number` from batch `position` on, whatever happens to the ring."""

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from stoker.display import table_html
-from stoker.errors import InputError
+from stoker.errors import DoesNotFitError, InputError
 from stoker.plan.budget import MIN_CHUNK_BATCHES, PlanLine, Question, Tier, Where
 from stoker.plan.facts import FieldFacts, ModelCost, StoreFacts
 from stoker.units import GIB, format_bytes
@@ -256,7 +256,7 @@ def _shrink(question: Question, asked: int) -> int:
     raise _does_not_fit(question, 1)
 
 
-def _does_not_fit(question: Question, batch: int) -> InputError:
+def _does_not_fit(question: Question, batch: int) -> DoesNotFitError:
     if question.is_told and question.rest_bytes(batch) <= question.cap:
         return _told_does_not_fit(question, batch)
     host = question.host()
@@ -278,12 +278,12 @@ def _does_not_fit(question: Question, batch: int) -> InputError:
     smaller = [size for size in (*_ladder(batch), 4, 2, 1) if size < batch]
     best = next((size for size in smaller if question.best(size)), None)
     if best is not None:
-        return InputError(given, f"at most {best} here", f"--batch-size {best}")
+        return DoesNotFitError(given, f"at most {best} here", f"--batch-size {best}")
     fix = "a smaller model, optimizer sgd, fewer reader threads, or close what holds the memory"
-    return InputError(given, f"what fits into {format_bytes(cap)}", fix)
+    return DoesNotFitError(given, f"what fits into {format_bytes(cap)}", fix)
 
 
-def _told_does_not_fit(question: Question, batch: int) -> InputError:
+def _told_does_not_fit(question: Question, batch: int) -> DoesNotFitError:
     """Return the refusal of `data_bytes` or `chunk_bytes`: too much for the device, or less than batches."""
     facts, free = question.facts, question.cap - question.rest_bytes(batch)
     ring = None if question.is_one_chunk(batch) else question.ring(batch)
@@ -292,14 +292,14 @@ def _told_does_not_fit(question: Question, batch: int) -> InputError:
     if question.is_one_chunk(batch) or ring is not None:
         least = 2 * facts.chunk_bytes(min(batch, facts.num_samples))
         fits = max(least, int(0.75 * free))
-        return InputError(
+        return DoesNotFitError(
             f"the data needs {format_bytes(needed)} on the device, and {format_bytes(max(0, free))} of "
             f"{format_bytes(question.cap)} {place} is free beside the rest.",
             "what is free now, less what the model will take",
             f"chunk_size_gb={fits / GIB:.2g}, or data_bytes={fits}",
         )
     least = _least_data_bytes(question, batch)
-    return InputError(
+    return DoesNotFitError(
         f"{format_bytes(question.budget(batch))} is asked for data, and all of it is "
         f"{format_bytes(facts.device_bytes)} ({facts.num_samples:,} samples).",
         f"room for all, or for chunks of a batch of {batch} ({format_bytes(least)})",

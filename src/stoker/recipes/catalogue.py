@@ -25,7 +25,7 @@ from stoker.recipes.massspec.recipe import (
     StudentOptions,
     TeacherOptions,
 )
-from stoker.recipes.options import parse_options
+from stoker.recipes.options import OptionError, parse_options
 from stoker.recipes.segmentation.recipe import SegmentationOptions, SegmentationRecipe
 from stoker.recipes.tabular.recipe import TabularOptions, TabularRecipe
 
@@ -121,7 +121,7 @@ def choose_recipe(settings: Settings) -> Chosen:
     try:
         options = parse_options(entry.options, given, settings.recipe)
     except InputError as error:
-        named = next((name for name in given if f"'{name}'" in error.given), None)
+        named = error.option if isinstance(error, OptionError) else None
         raise ConfigError(
             f"{_where(settings, named)}: {error.given}", error.allowed, error.fix
         ) from error

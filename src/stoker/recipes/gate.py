@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stoker.display import quoted
 from stoker.errors import QualityError
 from stoker.store.inspection import inspect_store
 from stoker.store.quality import Finding, sorted_findings
@@ -71,9 +72,8 @@ def _refusal(store: Store, refused: Sequence[Finding]) -> QualityError:
     listed = [str(finding) for finding in refused[:_LISTED]]
     left = len(refused) - _LISTED
     listed += [f"and {format_count(left)} more"] if left > 0 else []
-    # The remedy's first clause is the one to type; what follows it is advice.
-    remedies = [finding.remedy.split("; ")[0].split(", or ")[0] for finding in refused]
-    typed = " ".join(dict.fromkeys(text for text in remedies if text.startswith("--repair")))
+    repairs = dict.fromkeys(finding.repair for finding in refused if finding.repair is not None)
+    typed = " ".join(f"--repair {quoted(repair)}" for repair in repairs)
     made_by = store.manifest.provenance
     kind = "arrays" if made_by is None else made_by.kind
     fix = f"stoker pack {kind} FILE OUT {typed or '--on-bad quarantine'}, and train on OUT"

@@ -33,7 +33,7 @@ from stoker.recipes.blueprint import (
 from stoker.recipes.catalogue import Chosen, restore
 from stoker.recipes.contract import Job
 from stoker.recipes.export.weights_file import SUFFIX, read_weights
-from stoker.report import Progress, Silent, read_run_log
+from stoker.report import Progress, Silent, Topic, read_note, read_run_log
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
 from stoker.store.repairs import FittedRepair
@@ -46,7 +46,6 @@ from stoker.train.quantize import QuantizeReport, quantize_dynamic
 
 BATCH_SIZE = 256
 LOG_NAME = "run.jsonl"
-STORE_NOTE = "store: "
 _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _TIMED_BATCHES = 4
 
@@ -294,9 +293,9 @@ def find_training_store(checkpoint: str | Path) -> str | Path | None:
     """Return where the run's log says its store was, if that is still there; a URL is asked."""
     with contextlib.suppress(StokerError):
         for line in reversed(read_run_log(Path(checkpoint).resolve().parent / LOG_NAME)):
-            text = str(line.values.get("text", ""))
-            if line.event == "note" and text.startswith(STORE_NOTE):
-                place = text.removeprefix(STORE_NOTE)
+            note = read_note(line)
+            if note is not None and note.topic is Topic.STORE:
+                place = str(note.values.get("store", ""))
                 if (url := as_url(place)) is not None:
                     open_store(url).close()
                     return url

@@ -11,11 +11,28 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from stoker.errors import InputError
 
 T = TypeVar("T")
+
+
+class OptionError(InputError):
+    """An option of a recipe that cannot be used.
+
+    Attributes:
+        option: Its name.
+    """
+
+    option = ""
+
+    @classmethod
+    def about(cls, option: str, given: str, allowed: str, fix: str) -> Self:
+        """Return the error for one option."""
+        made = cls(given, allowed, fix)
+        made.option = option
+        return made
 
 
 def parse_options(kind: type[T], given: Mapping[str, Any], recipe: str) -> T:
@@ -40,7 +57,8 @@ def parse_options(kind: type[T], given: Mapping[str, Any], recipe: str) -> T:
         try:
             values[name] = _convert(value, hints[name])
         except TypeError:
-            raise InputError(
+            raise OptionError.about(
+                name,
                 f"the option {name!r} of the recipe {recipe!r} is {value!r}.",
                 _spell(hints[name]),
                 f"{name}={getattr(kind, name)!r}, its default",
@@ -51,7 +69,7 @@ def parse_options(kind: type[T], given: Mapping[str, Any], recipe: str) -> T:
 def require(holds: bool, name: str, value: object, allowed: str, fix: str) -> None:
     """Raise unless a condition on an option holds."""
     if not holds:
-        raise InputError(f"the option {name!r} is {value!r}.", allowed, fix)
+        raise OptionError.about(name, f"the option {name!r} is {value!r}.", allowed, fix)
 
 
 def _convert(value: Any, hint: Any) -> Any:

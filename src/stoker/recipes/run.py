@@ -32,9 +32,9 @@ from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan
 from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
 from stoker.recipes.catalogue import Chosen, choose_recipe, without_epochs
 from stoker.recipes.contract import Job
-from stoker.recipes.inference import LOG_NAME, STORE_NOTE, load_trained
-from stoker.recipes.watch import TimedLoader, Watch
-from stoker.report import Progress, RunLog, Silent
+from stoker.recipes.inference import LOG_NAME, load_trained
+from stoker.recipes.watch import Watch
+from stoker.report import Note, Progress, RunEnd, RunLog, Silent, Topic
 from stoker.runs.telemetry import TelemetryLog
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
@@ -286,18 +286,18 @@ class Run:
             judged = self._judged_loader("val") if len(job.samples["val"]) else None
             val = None if judged is None else stack.enter_context(judged)
             notes = self._notes(train)
-            for line in notes:
-                self.told.say(line)
+            for note in notes:
+                self.told.say(note.text)
             watch = Watch(self.told, train, settings.epochs)
             trainer = self.make_trainer(train, val, watch, run_dir=self.folder)
-            trainer.history.notes[:0] = notes
+            trainer.history.told[:0] = notes
             watch.history = trainer.history
             self.ranks.first_does(lambda: self._write_setup(train))
             telemetry = self._telemetry(watch)
             with telemetry or contextlib.nullcontext():
                 history = trainer.fit(resume=resume)
                 if telemetry is not None:
-                    telemetry.ended = history.ended
+                    telemetry.end = RunEnd(history.ended)
             watch.tell_epochs()
             return history
 
@@ -382,8 +382,8 @@ class Run:
 
     # -- loaders -----------------------------------------------------------------------------
 
-    def make_train_loader(self, kind: type[TimedLoader] = TimedLoader) -> TimedLoader:
-        """Return the loader of the training samples, as a `kind` of loader."""
+    def make_train_loader(self) -> Loader:
+        """Return the loader of the training samples."""
         job, settings = self.job, self.settings
         told: dict[str, Any] = {}
         if job.lanes is None and not settings.use_chunk_loader:
@@ -391,7 +391,7 @@ class Run:
         elif job.lanes is None:
             told["data_bytes"] = settings.chunk_bytes
         plan = self._make_plan(job.samples["train"], GPU_SHARE, FALLBACK_SHARE, **told)
-        return kind(
+        return Loader(
             self.store,
             self.rank_batch,
             self.device,
@@ -466,27 +466,28 @@ class Run:
 
     # -- what is written down ----------------------------------------------------------------
 
-    def _notes(self, train: Loader) -> list[str]:
+    def _notes(self, train: Loader) -> list[Note]:
         chosen, settings = self.chosen, self.settings
+        place = str(as_url(self.store.name) or self.store.path.resolve())
         return [
-            f"recipe {self.job.name} on {self.device}",
-            f"{STORE_NOTE}{as_url(self.store.name) or self.store.path.resolve()}",
-            *self.job.notes,
+            Note(f"recipe {self.job.name} on {self.device}"),
+            Note(f"store: {place}", Topic.STORE, {"store": place}),
+            *map(Note, self.job.notes),
             *self._rank_notes(),
-            f"data {train.reason}",
-            *settings.notes,
-            *chosen.notes,
+            Note(f"data {train.reason}", Topic.DATA),
+            *map(Note, settings.notes),
+            *map(Note, chosen.notes),
         ]
 
-    def _rank_notes(self) -> list[str]:
+    def _rank_notes(self) -> list[Note]:
         if not self.ranks.joined:
             return []
         each, ranks = self.rank_batch, self.ranks.world_size
         here, whole = self.ranks.local_world_size, self.settings.batch_size
-        notes = [f"ranks {ranks}, {here} on this machine: batches of {whole} are {each} on each"]
+        words = [f"ranks {ranks}, {here} on this machine: batches of {whole} are {each} on each"]
         if num_restarts():
-            notes.append(f"started again after a rank was lost, time {num_restarts()}")
-        return notes
+            words.append(f"started again after a rank was lost, time {num_restarts()}")
+        return [Note(text, Topic.RANKS) for text in words]
 
     def _write_setup(self, train: Loader) -> None:
         """Write what the run is made of into its log: config, plan and machine."""

@@ -1,14 +1,12 @@
 """A run as people follow it: samples instead of batches, loss and waits behind the bar, a line per epoch.
 
 Enters: what the trainer tells its `Progress`, and the loader. Leaves: the same, told to another one.
-Costs two clock readings per batch. What was done so far can be asked for from another thread.
+Costs a clock reading per batch. What was done so far can be asked for from another thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
 
 import torch
 
@@ -19,40 +17,12 @@ from stoker.train.trainer import EpochReport, History
 
 _SHOW_SECONDS = 0.2
 _SHOWN_METRICS = 5
-_T = TypeVar("_T")
-
-
-class TimedLoader(Loader):
-    """A loader that knows how long its caller has waited for it."""
-
-    # Seconds of finished waits, and since when the caller waits now: one value, so that a thread that
-    # looks in never sees half of a change.
-    _waits: tuple[float, float | None] = (0.0, None)
-
-    @property
-    def waited_seconds(self) -> float:
-        """All waits so far, the one that goes on included."""
-        finished, since = self._waits
-        return finished if since is None else finished + time.perf_counter() - since
-
-    def _moving(self, batches: Iterable[_T]) -> Iterator[_T]:
-        return super()._moving(self._timed(batches))
-
-    def _timed(self, batches: Iterable[_T]) -> Iterator[_T]:
-        source = iter(batches)
-        while True:
-            self._waits = (self._waits[0], time.perf_counter())
-            batch = next(source, None)
-            self._waits = (self.waited_seconds, None)
-            if batch is None:
-                return
-            yield batch
 
 
 class Watch:
     """Tells a `Progress` in samples instead of batches, and each epoch in a line."""
 
-    def __init__(self, told: Progress, loader: TimedLoader, epochs: int) -> None:
+    def __init__(self, told: Progress, loader: Loader, epochs: int) -> None:
         self._told = told
         self._loader = loader
         self._epochs = epochs
@@ -62,7 +32,8 @@ class Watch:
         self._began = self._shown = time.perf_counter()
         self._waited = 0.0
         self._num_samples = 0
-        # Seconds of finished epochs, and since when the current one goes on; one value, as above.
+        # Seconds of finished epochs, and since when the current one goes on; one value, so that a
+        # thread that looks in never sees half of a change.
         self._clock: tuple[float, float | None] = (0.0, None)
         self.history: History | None = None
 

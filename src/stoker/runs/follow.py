@@ -15,7 +15,7 @@ from typing import Any
 
 from stoker.display import command
 from stoker.errors import InputError
-from stoker.report import LogLine, parse_line
+from stoker.report import LogLine, RunEnd, parse_line
 from stoker.runs.reading import LOG_NAME, is_going, lock_holder
 from stoker.runs.record import as_mapping, as_number
 from stoker.runs.telemetry import TELEMETRY_NAME
@@ -138,7 +138,8 @@ class RunFollower:
             self._last_time = line.time
             self._learn(line)
             if line.event in ("end", "config", "begin"):
-                self._ended = str(line.values.get("ended")) if line.event == "end" else None
+                end = RunEnd.read(line)
+                self._ended = None if end is None else str(end)
             elif line.event == "result":
                 self._ended = "done"
         holder = lock_holder(self.folder)

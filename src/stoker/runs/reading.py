@@ -23,7 +23,7 @@ import psutil
 
 from stoker.display import command
 from stoker.errors import InputError
-from stoker.report import LogLine, parse_line
+from stoker.report import INCIDENTS, LogLine, Note, RunEnd, parse_line, read_note
 from stoker.runs.record import Epoch, Event, RunRecord, State, as_mapping, as_mappings, as_number
 from stoker.runs.telemetry import TELEMETRY_NAME
 from stoker.units import format_count, format_seconds
@@ -33,15 +33,6 @@ LOG_NAME, LOCK_NAME, DOCTOR_NAME = "run.jsonl", "lock", "doctor.json"
 Holder = tuple[int, str, bool | None]
 """Process, host, and whether it is alive; None where that cannot be known."""
 
-# What stands in notes of the trainer that tell of trouble and what was done about it, not of a choice.
-EVENT_WORDS: Mapping[str, str] = {
-    "memory ran out": "memory",
-    "remembered from an earlier run": "memory",
-    "GPU memory grew": "memory",
-    "the loss of step": "loss",
-    "the gradients of": "loss",
-    "resumed at epoch": "resumed",
-}
 _SILENT_SECONDS = 60.0
 
 
@@ -75,7 +66,9 @@ def read_run(path: str | Path, *, now: Callable[[], float] = time.time) -> RunRe
         telemetry=tuple(
             (clock.at(line.time), line.values) for line in readings if line.event == "telemetry"
         ),
-        notes=tuple(note for note in _notes(session or log) if event_kind(note) is None),
+        notes=tuple(
+            dict.fromkeys(n.text for _, n in _notes(session or log) if n.topic not in INCIDENTS)
+        ),
         events=_events(log, readings, clock),
         config=as_mapping(config.get("settings")),
         reasons=as_mapping(config.get("reasons")),
@@ -180,18 +173,16 @@ def _last(lines: Sequence[LogLine], event: str) -> Mapping[str, Any]:
     return next((line.values for line in reversed(lines) if line.event == event), {})
 
 
-def _notes(lines: Iterable[LogLine]) -> Iterator[str]:
-    seen = set()
+def _notes(lines: Iterable[LogLine]) -> Iterator[tuple[LogLine, Note]]:
     for line in lines:
-        text = line.values.get("text")
-        if line.event == "note" and isinstance(text, str) and text not in seen:
-            seen.add(text)
-            yield text
+        note = read_note(line)
+        if note is not None:
+            yield line, note
 
 
-def event_kind(note: str) -> str | None:
-    """Return what kind of event a note tells of; None when it tells a choice."""
-    return next((kind for words, kind in EVENT_WORDS.items() if words in note), None)
+def _last_end(readings: Sequence[LogLine]) -> RunEnd | None:
+    """Return how the last process that said so ended."""
+    return next((end for line in reversed(readings) if (end := RunEnd.read(line))), None)
 
 
 def _epochs(log: Sequence[LogLine], clock: _Clock) -> tuple[Epoch, ...]:
@@ -232,18 +223,21 @@ def _losses(log: Sequence[LogLine]) -> tuple[tuple[int, float], ...]:
 def _events(
     log: Sequence[LogLine], readings: Sequence[LogLine], clock: _Clock
 ) -> tuple[Event, ...]:
-    found = []
-    for line in log:
-        text = line.values.get("text" if line.event == "note" else "message")
-        kind = event_kind(text) if isinstance(text, str) else None
-        kind = "loss" if line.event == "nonfinite" else kind
-        if kind is not None and isinstance(text, str):
-            found.append(Event(clock.at(line.time), kind, text, line.step))
+    found = [
+        Event(clock.at(line.time), note.topic.value, note.text, line.step)
+        for line, note in _notes(log)
+        if note.topic in INCIDENTS
+    ]
+    found += [
+        Event(clock.at(line.time), "loss", line.values["message"], line.step)
+        for line in log
+        if line.event == "nonfinite" and isinstance(line.values.get("message"), str)
+    ]
+    found += [Event(clock.at(line.time), "telemetry", note.text) for line, note in _notes(readings)]
     for line in readings:
-        if line.event == "end" and str(line.values.get("ended")) != "done":
-            found.append(Event(clock.at(line.time), "ended", str(line.values.get("ended"))))
-        elif line.event == "note":
-            found.append(Event(clock.at(line.time), "telemetry", str(line.values.get("text"))))
+        end = RunEnd.read(line)
+        if end is not None and end.ended != "done":
+            found.append(Event(clock.at(line.time), "ended", str(end)))
     return tuple(sorted(found, key=lambda event: event.at))
 
 
@@ -277,12 +271,12 @@ def _judge(
         return "empty", "Nothing is written yet."
     if _is_finished(log, readings, epochs):
         return "done", f"Done: {format_count(len(epochs), 'epoch')}."
-    ended = next((str(r.values.get("ended")) for r in reversed(readings) if r.event == "end"), "")
+    end = _last_end(readings)
     finished = f"{format_count(len(epochs), 'epoch')} finished"
-    if ended in ("terminated", "interrupted"):
-        return "stopped", f"Stopped before its end ({ended}); {finished}. `--resume` goes on."
-    if ended.startswith("failed"):
-        return "failed", f"Ended by an error: {ended.removeprefix('failed: ')}"
+    if end is not None and end.ended in ("terminated", "interrupted"):
+        return "stopped", f"Stopped before its end ({end.ended}); {finished}. `--resume` goes on."
+    if end is not None and end.ended == "failed":
+        return "failed", f"Ended by an error: {end.error}"
     return "cut short", f"Its log ends without an ending{ago}; {finished}."
 
 
@@ -293,7 +287,7 @@ def _is_finished(
     told = (line.event for line in reversed(log) if line.event in ("result", "steps", "epoch"))
     if next(told, "") == "result":
         return True
-    if readings and readings[-1].event == "end" and readings[-1].values.get("ended") == "done":
+    if readings and RunEnd.read(readings[-1]) == RunEnd("done"):
         return True
     asked = as_number(as_mapping(_last(log, "config").get("settings")).get("epochs"))
     return bool(epochs) and asked is not None and epochs[-1].number + 1 >= asked

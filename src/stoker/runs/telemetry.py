@@ -25,7 +25,7 @@ import psutil
 
 from stoker.errors import StoreError
 from stoker.machine import Gpu, GpuReader
-from stoker.report import RunLog
+from stoker.report import Note, RunEnd, RunLog
 
 TELEMETRY_NAME = "telemetry.jsonl"
 FIRST_SECONDS, MOST_SECONDS = 0.5, 5.0
@@ -226,7 +226,7 @@ class TelemetryLog:
         nvml: As for `Meter`.
 
     Attributes:
-        ended: How the run ended, if not by an exception: set it before leaving.
+        end: How the run ended, if not by an exception: set it before leaving.
         notes: What could not be read or written.
     """
 
@@ -241,7 +241,7 @@ class TelemetryLog:
         nvml: Any = None,
     ) -> None:
         self.path = Path(folder) / TELEMETRY_NAME
-        self.ended = "done"
+        self.end = RunEnd()
         self.notes: list[str] = []
         self._counters = counters
         self._gpu_uuid, self._nvml = gpu_uuid, nvml
@@ -253,11 +253,9 @@ class TelemetryLog:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
-        if kind is not None:
-            told = str(error).partition("\n")[0]
-            stopped = issubclass(kind, KeyboardInterrupt)
-            self.ended = "interrupted" if stopped else f"failed: {kind.__name__}: {told}"
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            self.end = RunEnd.by(error)
         self._stop.set()
         # A driver that has lost its GPU can keep a call for seconds; the run does not wait for it.
         self._thread.join(timeout=5)
@@ -280,7 +278,7 @@ class TelemetryLog:
                 break
             wait = min(self._most, wait * _GROWTH)
         self._take(log, meter, rates)
-        log.write("end", {"ended": self.ended})
+        log.write("end", asdict(self.end))
 
     def _take(self, log: RunLog, meter: Meter, rates: _Rates) -> None:
         values: dict[str, Any] = {"gpus": [_changing(gpu) for gpu in meter.read_gpus()]}
@@ -298,7 +296,7 @@ class TelemetryLog:
         for note in meter.notes:
             if note not in self.notes:
                 self.notes.append(note)
-                log.write("note", {"text": note})
+                log.write("note", Note(note).to_json())
 
     def _ask(self) -> RunCounters | None:
         # A CUDA error leaves torch's own counters unreadable; the run reports it, not this thread.

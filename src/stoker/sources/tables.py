@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -144,7 +144,7 @@ class TableSource:
         table = _read_piece(context.scratch / piece.file)
         columns = self._features(table.column_names, Path(piece.path))
         features = np.empty((table.num_rows, len(columns)), dtype=np.float32)
-        faults: dict[int, str] = {}
+        faults: dict[int, _Fault] = {}
         for number, name in enumerate(columns):
             features[:, number] = _floats(table.column(name), name, faults)
         fields: dict[str, FieldData] = {"features": Dense(features, tuple(columns))}
@@ -157,7 +157,8 @@ class TableSource:
         keep = np.ones(table.num_rows, dtype=bool)
         keep[list(faults)] = False
         refused = [
-            Refusal(piece.path, piece.row + row, faults[row], unit="row") for row in sorted(faults)
+            Refusal(piece.path, piece.row + row, faults[row].reason, unit="row")
+            for row in sorted(faults)
         ]
         return PartData(keep_samples(fields, keep), refused, {"classes": list(classes)})
 
@@ -166,7 +167,7 @@ class TableSource:
         classes = extras[0]["classes"] if extras else []
         return {"classes": classes, "target": self.target} if self.target else {}
 
-    def _targets(self, table: Any, classes: Sequence[str], faults: dict[int, str]) -> Array:
+    def _targets(self, table: Any, classes: Sequence[str], faults: dict[int, _Fault]) -> Array:
         assert self.target is not None
         column = table.column(self.target)
         if not classes:
@@ -175,7 +176,8 @@ class TableSource:
         texts = _decode(column).to_pylist()
         values = np.array([numbers.get((text or "").strip(), -1) for text in texts], dtype=np.int64)
         for row in np.flatnonzero(values < 0):
-            faults.setdefault(int(row), f"no value in the target column {self.target!r}")
+            reason = f"no value in the target column {self.target!r}"
+            faults.setdefault(int(row), _Fault(None, reason))
         return values
 
     def _features(self, names: Sequence[str], path: Path) -> list[str]:
@@ -235,15 +237,27 @@ class _Piece:
     count: int
 
 
-def _check_columns(faults: Mapping[int, str], table: Any, path: str) -> None:
+class _Fault(NamedTuple):
+    """Why a row is refused.
+
+    Attributes:
+        text_column: The column that holds text where a number belongs; None for another fault.
+        reason: In words.
+    """
+
+    text_column: str | None
+    reason: str
+
+
+def _check_columns(faults: Mapping[int, _Fault], table: Any, path: str) -> None:
     """A column that is mostly text is a mistake in the command, not thousands of bad rows."""
     if len(faults) < 2 or 2 * len(faults) < table.num_rows:
         return
     for name in table.column_names:
-        about = [fault for fault in faults.values() if fault.startswith(f"column {name!r} ")]
+        about = [fault for fault in faults.values() if fault.text_column == name]
         if 2 * len(about) >= table.num_rows:
             raise SourceError(
-                f"{path}: {about[0]}, in {len(about):,} of {table.num_rows:,} rows.",
+                f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows.",
                 "columns of numbers, and one --target that may be text",
                 f"--target {quoted(name)}, or --drop {quoted(name)}",
             )
@@ -356,7 +370,7 @@ def _number(text: str | None) -> float | None:
         return None
 
 
-def _floats(column: Any, name: str, faults: dict[int, str]) -> Array:
+def _floats(column: Any, name: str, faults: dict[int, _Fault]) -> Array:
     """Return a column as float32; blank is NaN, and text that is no number is a fault of its row."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -374,12 +388,13 @@ def _floats(column: Any, name: str, faults: dict[int, str]) -> Array:
             return _floats_one_by_one(column, name, faults)
 
 
-def _floats_one_by_one(column: Any, name: str, faults: dict[int, str]) -> Array:
+def _floats_one_by_one(column: Any, name: str, faults: dict[int, _Fault]) -> Array:
     values = np.full(len(column), np.nan, dtype=np.float32)
     for row, cell in enumerate(column.to_pylist()):
         number = _number(cell) if isinstance(cell, str | None) else None
         if number is None:
-            faults.setdefault(row, f"column {name!r} holds {cell!r}, not a number")
+            reason = f"column {name!r} holds {cell!r}, not a number"
+            faults.setdefault(row, _Fault(name, reason))
         else:
             values[row] = number
     return values

@@ -8,7 +8,7 @@ directory; no data is read.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -22,10 +22,25 @@ _MOST_BYTES = 8
 """Of a number: torch has no longer ones."""
 
 
-def describe_plain_file(path: Path) -> tuple[Manifest, tuple[str, ...]]:
-    """Return the manifest a plain file would have, and notes for the user."""
+class PlainFile(NamedTuple):
+    """A plain file as a store.
+
+    Attributes:
+        manifest: What it would have.
+        aside: Datasets that are no field, by name, and why.
+        notes: What else a user should know.
+    """
+
+    manifest: Manifest
+    aside: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def describe_plain_file(path: Path) -> PlainFile:
+    """Return what a plain file holds; reads no data."""
+    notes: tuple[str, ...] = ()
     with open_hdf5(path) as file, named_damage(path):
-        arrays, notes = _find_arrays(file)
+        arrays, aside = _find_arrays(file)
         if not arrays:
             raise StoreError(
                 f"{path} holds no numeric array.",
@@ -38,11 +53,11 @@ def describe_plain_file(path: Path) -> tuple[Manifest, tuple[str, ...]]:
             if shape[0] == num_samples:
                 fields[name] = FieldInfo(kind="dense", dtype=dtype, shape=list(shape[1:]))
             else:
-                notes.append(f"dataset {name!r} has {shape[0]} rows, not {num_samples}: left aside")
+                aside[name] = f"dataset {name!r} has {shape[0]} rows, not {num_samples}: left aside"
         stated = file.attrs.get("num_samples")
         if stated is not None and not np.array_equal(stated, num_samples):
-            notes.append(
-                f"the attribute num_samples says {stated}, but the data has {num_samples} rows"
+            notes = (
+                f"the attribute num_samples says {stated}, but the data has {num_samples} rows",
             )
     shard = ShardInfo(
         file=path.name,
@@ -52,33 +67,34 @@ def describe_plain_file(path: Path) -> tuple[Manifest, tuple[str, ...]]:
         checksum="",
         rows=dict.fromkeys(fields, num_samples),
     )
-    return Manifest(num_samples=num_samples, fields=fields, shards=[shard]), tuple(notes)
+    manifest = Manifest(num_samples=num_samples, fields=fields, shards=[shard])
+    return PlainFile(manifest, aside, notes)
 
 
-def _find_arrays(file: h5py.File) -> tuple[dict[str, tuple[tuple[int, ...], str]], list[str]]:
+def _find_arrays(file: h5py.File) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, str]]:
     arrays: dict[str, tuple[tuple[int, ...], str]] = {}
-    notes: list[str] = []
+    aside: dict[str, str] = {}
 
     def visit(name: str | bytes, node: Any) -> None:
         if not isinstance(node, h5py.Dataset):
             return
         if not isinstance(name, str):  # h5py gives bytes where a name is not UTF-8
-            notes.append(f"dataset {name!r} has a name that is not text: left aside")
+            aside[repr(name)] = f"dataset {name!r} has a name that is not text: left aside"
             return
         try:
             dtype = node.dtype
         except TypeError as error:  # numbers of 24 bits, for example
-            notes.append(f"dataset {name!r} has a type that numpy has not ({error}): left aside")
+            aside[name] = f"dataset {name!r} has a type that numpy has not ({error}): left aside"
             return
         if node.shape is None or len(node.shape) == 0:
-            notes.append(f"dataset {name!r} is a single value: left aside")
+            aside[name] = f"dataset {name!r} is a single value: left aside"
         elif dtype.kind not in "biuf" or dtype.itemsize > _MOST_BYTES:
-            notes.append(f"dataset {name!r} has dtype {dtype}: left aside")
+            aside[name] = f"dataset {name!r} has dtype {dtype}: left aside"
         else:
             arrays[name] = (tuple(map(int, node.shape)), dtype.str)
 
     file.visititems(visit)
-    return arrays, notes
+    return arrays, aside
 
 
 def _count(arrays: dict[str, tuple[tuple[int, ...], str]]) -> int:

@@ -111,10 +111,38 @@ class Finding:
         """Read what `to_json` wrote."""
         return cls(**{**json, "first_rows": tuple(json["first_rows"])})
 
+    @property
+    def repair(self) -> str | None:
+        """The repair that removes it, as `--repair` takes it; None where a person has to look."""
+        # Repairs act on features only: a made-up target would be learned.
+        if self.field != "features" or self.column is None or self.name not in _REPAIRS:
+            return None
+        kind = _clip(self.share) if self.name == "extreme" else _REPAIRS[self.name]
+        return f"{kind}@{escape_name(self.column)}"
+
     def __str__(self) -> str:
         """Format as one line: severity, name, place, evidence, remedy."""
         place = self.field if self.column is None else f"{self.field}[{_shown(self.column)}]"
         return f"{self.severity} {self.name} {place}: {self.evidence}. Try: {self.remedy}"
+
+
+_REPAIRS: Mapping[str, str] = {
+    "nan": "fill:median",
+    "inf": "clip",
+    "extreme": "clip",
+    "overflows-fp16": "robust",
+}
+
+
+def _clip(share: float) -> str:
+    """Return a clip whose quantiles leave out twice as many values as are extreme.
+
+    The default, 0.1 %, would keep the 1e15 where more than one value in a thousand is extreme.
+    """
+    if 2 * share <= 0.001:
+        return "clip"
+    edge = min(0.25, math.ceil(2000 * share) / 1000)
+    return f"clip:{edge:g},{1 - edge:g}"
 
 
 def summarise(findings: Iterable[Finding]) -> list[str]:
@@ -256,22 +284,11 @@ class _Column:
 
     @property
     def _can_repair(self) -> bool:
-        """Repairs act on features only: a made-up target would be learned."""
+        """As `Finding.repair`: features only."""
         return self._stats.field == "features"
 
     def _repair(self, text: str) -> str:
         return f"--repair {quoted(f'{text}@{escape_name(self._name)}')}"
-
-    def _clip(self, count: int) -> str:
-        """A clip whose quantiles leave out twice as many values as are extreme.
-
-        The default, 0.1 %, would keep the 1e15 where more than one value in a thousand is extreme.
-        """
-        share = count / self._stats.num_values
-        if 2 * share <= 0.001:
-            return self._repair("clip")
-        edge = min(0.25, math.ceil(2000 * share) / 1000)
-        return self._repair(f"clip:{edge:g},{1 - edge:g}")
 
     def _finding(
         self,
@@ -322,7 +339,7 @@ class _Column:
             return []
         what = f"reach {self._largest():.3g}, {why}"
         remedy = (
-            f"{self._clip(count)}; if it is a ratio, look at its denominator: "
+            f"{self._repair(_clip(count / self._stats.num_values))}; if it is a ratio, look at its denominator: "
             "--repair min-denominator:RATIO=NUMERATOR/DENOMINATOR,min=0.01"
         )
         remedy = remedy if self._can_repair else _LEAVE_OUT

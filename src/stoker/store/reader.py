@@ -59,9 +59,9 @@ def open_store(path: str | Path, threads: int | None = None, checksum: str = "")
         return assemble_store(folder, read_manifest(folder), threads, notes)
     path = Path(path)
     if path.is_file() and path.name != "store.json":
-        manifest, notes = describe_plain_file(path)
+        manifest, aside, notes = describe_plain_file(path)
         shards = [Shard(path, None, _datasets(manifest.fields), manifest.block_bytes)]
-        return Store(path, manifest, shards, threads, notes)
+        return Store(path, manifest, shards, threads, notes, aside=aside)
     folder = find_store(path.parent if path.name == "store.json" else path)
     store = _open_folder(folder, threads)
     if checksum and store.manifest.checksum != checksum:
@@ -148,12 +148,14 @@ class Store:
         threads: int | None,
         notes: Iterable[str],
         name: str | None = None,
+        aside: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
         self.name = name or str(path)
         self.manifest = manifest
         self.shards = shards
-        self.notes = tuple(notes)
+        self._aside = dict(aside or {})
+        self.notes = (*self._aside.values(), *notes)
         self.threads = threads or min(16, len(os.sched_getaffinity(0)))
         self._starts = [0, *accumulate(info.num_samples for info in manifest.shards)]
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
@@ -198,7 +200,7 @@ class Store:
 
     def left_aside(self, name: str) -> str | None:
         """Return why a dataset that the file has is no field; None of others."""
-        return next((note for note in self.notes if note.startswith(f"dataset {name!r} ")), None)
+        return self._aside.get(name)
 
     def check_unchanged(self) -> None:
         """Raise when a file of the store is no longer the one that was opened; reads nothing."""

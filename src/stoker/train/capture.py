@@ -24,6 +24,7 @@ import torch
 
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
+from stoker.report import Note, Topic
 from stoker.train.batches import Feed, Work, map_tensors
 from stoker.train.frozen import DRAWS_ON_HOST, FrozenGroups, has_drawn, is_equal, quiet_host_rng
 from stoker.train.generators import restore_rng
@@ -75,6 +76,11 @@ def refuse_eager(reason: str) -> InputError:
     )
 
 
+def step_note(words: str, *, captured: bool) -> Note:
+    """Return the note on how steps run: as one CUDA graph, or eagerly."""
+    return Note(f"step {words}", Topic.STEP, {"captured": captured, "how": words})
+
+
 class CapturedStep:
     """Replays a step. `run` takes work of any kind and decides what is replayed.
 
@@ -95,7 +101,7 @@ class CapturedStep:
         step: Step,
         feed: Feed,
         window: Window,
-        say: Callable[[str], None],
+        say: Callable[[Note], object],
         demanded: bool = False,
     ) -> None:
         self.step = step
@@ -337,7 +343,7 @@ class CapturedStep:
         self._window.drop()
         if self._demanded:
             raise refuse_eager(reason)
-        self._say(f"step {self.reason}")
+        self._say(step_note(self.reason, captured=False))
 
     def forget(self) -> None:
         """Capture anew: what the graph works on has changed."""

@@ -231,7 +231,7 @@ class Checkpoints:
         """
         loaded = self.load(path, map_location)
         changes = differences(masked_values(loaded.identity), _as_json(identity))
-        refused = [line for line in changes if _place_of(line) not in free]
+        refused = [str(change) for change in changes if change.place not in free]
         if refused:
             raise InputError(
                 f"{loaded.saved.path} is of another run:",
@@ -240,8 +240,8 @@ class Checkpoints:
                 refused,
             )
         # Older checkpoints do not have all that may differ.
-        known = [line for line in changes if f": {_shown(_ABSENT)} in the" not in line]
-        return replace(loaded, changes=tuple(known))
+        known = tuple(str(change) for change in changes if change.old is not _ABSENT)
+        return replace(loaded, changes=known)
 
     def check_names(self) -> None:
         """Refuse a new run's folder in which another file has a name that checkpoints need.
@@ -362,13 +362,31 @@ def _path_text(value: Any) -> str:
 _ABSENT = object()
 
 
-def differences(old: Any, new: Any, place: str = "") -> list[str]:
-    """Return one line per key that differs between two identities, with both values."""
+@dataclass(frozen=True)
+class Difference:
+    """A key that differs between the identities of a checkpoint and of a run.
+
+    Attributes:
+        place: The key, dotted.
+        old: Its value in the checkpoint; `_ABSENT` where that has none.
+        new: Its value in the run.
+    """
+
+    place: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.place}: {_shown(self.old)} in the checkpoint, {_shown(self.new)} now"
+
+
+def differences(old: Any, new: Any, place: str = "") -> list[Difference]:
+    """Return the keys that differ between two identities, with both values."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         return [
-            line
+            change
             for key in sorted({*old, *new})
-            for line in differences(
+            for change in differences(
                 old.get(key, _ABSENT), new.get(key, _ABSENT), f"{place}.{key}" if place else key
             )
         ]
@@ -376,12 +394,7 @@ def differences(old: Any, new: Any, place: str = "") -> list[str]:
     alike = isinstance(old, bool) == isinstance(new, bool) and old == new
     if alike or repr(old) == repr(new):
         return []
-    return [f"{place}: {_shown(old)} in the checkpoint, {_shown(new)} now"]
-
-
-def _place_of(line: str) -> str:
-    """Return the key that a line of `differences` is about."""
-    return line.partition(": ")[0]
+    return [Difference(place, old, new)]
 
 
 def _shown(value: Any) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from stoker.report import Note, Topic
+
 
 @dataclass
 class EpochReport:
@@ -92,10 +94,25 @@ class History:
         epochs: Reports of those that were finished.
         losses: Loss of every step, in order, across epochs.
         ended: "done", "terminated" or "interrupted".
-        notes: Choices with their reasons.
+        told: Choices with their reasons, and what happened, in order.
     """
 
     epochs: list[EpochReport] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     ended: str = "done"
-    notes: list[str] = field(default_factory=list)
+    told: list[Note] = field(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        """The words of `told`."""
+        return [note.text for note in self.told]
+
+    @property
+    def step(self) -> Note | None:
+        """The last note on how steps run; its value `captured` says whether as one CUDA graph."""
+        return next((note for note in reversed(self.told) if note.topic is Topic.STEP), None)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps run as one CUDA graph."""
+        return self.step is not None and bool(self.step.values["captured"])

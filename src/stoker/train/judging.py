@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from stoker.errors import InputError
-from stoker.report import Silent
+from stoker.report import Note, Topic
 from stoker.train.batches import Feed, Work, map_tensors
 from stoker.train.carry import Carry, make_carry
 from stoker.train.diagnosis import explain_samples
@@ -68,13 +68,13 @@ class Judge:
         precision: PrecisionChoice,
         device: torch.device,
         survive: bool = True,
-        say: Callable[[str], object] | None = None,
+        say: Callable[[Note], object] = lambda _: None,
         give_way: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
     ) -> None:
         self._model, self._criterion, self._metrics = model, criterion, metrics
         self._precision, self._device = precision, device
-        self._say, self._give_way = say or Silent().say, give_way
+        self._say, self._give_way = say, give_way
         self._most: int | None = None
         self._first_bad: int | None = None
         self._ranks = ranks or Ranks()
@@ -235,10 +235,14 @@ class Judge:
                 "a smaller batch size of the validation loader, precision='bf16', or a larger GPU",
             )
         self._most = smaller
+        after_bytes = bytes_in_use(self._device)
         self._say(
-            f"memory ran out in validation with {format_bytes(before_bytes)} in use "
-            f"({format_bytes(bytes_in_use(self._device))} after letting go): {size} samples at once, now "
-            f"{smaller}"
+            Note(
+                f"memory ran out in validation with {format_bytes(before_bytes)} in use "
+                f"({format_bytes(after_bytes)} after letting go): {size} samples at once, now {smaller}",
+                Topic.MEMORY,
+                {"before_bytes": before_bytes, "after_bytes": after_bytes, "pass_size": smaller},
+            )
         )
 
 

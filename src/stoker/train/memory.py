@@ -50,7 +50,7 @@ def _cuda_device(device: Device) -> torch.device | None:
     if meant.type != "cuda":
         return None
     # "cuda" without a number is the current one; tensors always say theirs.
-    return meant if ":" in str(meant) else torch.device("cuda", torch.cuda.current_device())
+    return meant if meant.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def log_gpu_stats(logger: Any, device: Device = None) -> None:

@@ -25,10 +25,10 @@ import torch
 
 from stoker.errors import InputError
 from stoker.loader.slabs import usable_device
-from stoker.report import Progress, RunLog, Silent, open_tensorboard
+from stoker.report import Note, Progress, RunLog, Silent, Topic, open_tensorboard
 from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
-from stoker.train.capture import CapturedStep, cannot_capture, refuse_eager
+from stoker.train.capture import CapturedStep, cannot_capture, refuse_eager, step_note
 from stoker.train.carry import make_carry
 from stoker.train.checkpoint import Checkpoints
 from stoker.train.diagnosis import explain_batch
@@ -187,16 +187,17 @@ class Trainer:
         settings = self.settings
         self._precision = choose_precision(settings.precision, self.device, self.model)
         guarded = make_guarded(self.optimizer, self.device)
-        self.note(f"precision {self._precision.reason}")
-        self.note(f"optimizer {guarded}")
+        self.note(Note(f"precision {self._precision.reason}", Topic.PRECISION))
+        self.note(Note(f"optimizer {guarded}", Topic.OPTIMIZER))
         model = self.model
         if settings.activation_checkpointing:
-            self.note(f"activations {checkpoint_activations(model).reason}")
+            reason = checkpoint_activations(model).reason
+            self.note(Note(f"activations {reason}", Topic.ACTIVATIONS))
         runner = self.parallel.wrap(model)
         if self.ranks.joined:
-            self.note(f"ranks {self.parallel.reason}")
+            self.note(Note(f"ranks {self.parallel.reason}", Topic.RANKS))
         if self._norms is not None:
-            self.note(self._norms)
+            self.note(Note(self._norms, Topic.RANKS))
         if settings.compile:
             runner = cast(torch.nn.Module, torch.compile(runner))
         parts = StepParts(
@@ -231,12 +232,18 @@ class Trainer:
         )
         if self._val is None and settings.monitor != "loss":
             self.note(
-                f"without validation there is no {settings.monitor!r}: no checkpoint is the best"
+                Note(
+                    f"without validation there is no {settings.monitor!r}: no checkpoint is the best"
+                )
             )
-        self.note(f"step {'captured: one CUDA graph' if refusal is None else f'eager: {refusal}'}")
+        self.note(
+            step_note("captured: one CUDA graph", captured=True)
+            if refusal is None
+            else step_note(f"eager: {refusal}", captured=False)
+        )
         if self.gpu_augmentation is not None:
             self._progress.say(AUGMENTED)
-            self.history.notes.append(AUGMENTED)
+            self.history.told.append(Note(AUGMENTED))
 
     def _make_step(self, parts: StepParts) -> str | None:
         """Make the step, the window around it and its captured form; return why there is none."""
@@ -256,12 +263,12 @@ class Trainer:
         """Let the training data give memory back, for validation."""
         return self._window.give_way()
 
-    def note(self, line: str) -> None:
+    def note(self, note: Note) -> None:
         """Keep a choice with its reason, say it, and write it to the run's log."""
-        self.history.notes.append(line)
+        self.history.told.append(note)
         if self.ranks.is_first:
-            self._progress.say(line)
-        self._write("note", {"text": line})
+            self._progress.say(note.text)
+        self._write("note", note.to_json())
 
     # -- running ---------------------------------------------------------------------------
 
@@ -293,7 +300,9 @@ class Trainer:
                     cache.after_epoch(self._epoch)
                     growth = None if leaks is None else leaks.after_epoch()
                     if growth is not None:
-                        self.note(str(growth))
+                        self.note(
+                            Note(str(growth), Topic.MEMORY, {"grown_bytes": growth.grown_bytes})
+                        )
                 self._ending.agree()  # validation takes long: a signal in it ends the run here
             if self._ending.reason is None:
                 self._save_the_last()
@@ -327,8 +336,10 @@ class Trainer:
                 self.save()
                 if self._checkpoints is not None and self._train.position > self._num_done:
                     self.note(
-                        f"batch {self._num_done} of epoch {self._epoch}, in which the error was raised, is "
-                        "not in what was saved: a resumed run goes on behind it"
+                        Note(
+                            f"batch {self._num_done} of epoch {self._epoch}, in which the error was "
+                            "raised, is not in what was saved: a resumed run goes on behind it"
+                        )
                     )
 
     def _run_epoch(self, cache: CacheEmptier) -> bool:
@@ -372,7 +383,7 @@ class Trainer:
         except JudgingStopped:
             restore_rng(drawn)
             self.save()
-            self.note(f"epoch {self._epoch} is trained; a resumed run validates it first")
+            self.note(Note(f"epoch {self._epoch} is trained; a resumed run validates it first"))
             return False
         except Exception:
             restore_rng(drawn)
@@ -396,8 +407,11 @@ class Trainer:
         self._has_warned = True
         assert self._val is not None
         self.note(
-            f"the validation loss of epoch {self._epoch} is {loss}: the best checkpoint cannot be told by it. "
-            f"{self._judge.explain(self._val)}"
+            Note(
+                f"the validation loss of epoch {self._epoch} is {loss}: the best checkpoint cannot be told "
+                f"by it. {self._judge.explain(self._val)}",
+                Topic.LOSS,
+            )
         )
 
     def _check_skipped(self) -> None:
@@ -415,7 +429,7 @@ class Trainer:
         )
         if self.settings.nonfinite == "stop":
             raise finding
-        self.note(finding.given)
+        self.note(Note(finding.given, Topic.LOSS))
 
     def _roll_back(self, found: _RollBackError) -> None:
         """Go back to the last good state; the batch is left out from now on."""
@@ -430,8 +444,11 @@ class Trainer:
         self._left_out = left_out
         self._num_skipped = self._step.num_skipped  # the cause is known
         self.note(
-            f"{found.finding.given} Went back to epoch {self._epoch}, step {self._num_steps}; batch "
-            f"{found.place[1]} of epoch {found.place[0]} is left out."
+            Note(
+                f"{found.finding.given} Went back to epoch {self._epoch}, step {self._num_steps}; batch "
+                f"{found.place[1]} of epoch {found.place[0]} is left out.",
+                Topic.LOSS,
+            )
         )
 
     def train_epoch(self, cache: CacheEmptier | None = None) -> EpochReport:
@@ -563,7 +580,7 @@ class Trainer:
         finding = explain_batch(self._train.loader, seen, self._precision, self.ranks)
         self._write("nonfinite", {"message": finding.given}, seen.step)
         if self.settings.nonfinite == "skip":
-            self.note(f"{finding.given} The update was left out.")
+            self.note(Note(f"{finding.given} The update was left out.", Topic.LOSS))
             return
         if self.settings.nonfinite == "rollback":
             raise _RollBackError(seen.place, finding)
@@ -605,8 +622,8 @@ class Trainer:
         scalars = open_tensorboard(self._folder / "tensorboard") if settings.tensorboard else None
         self._log = stack.enter_context(RunLog(self._folder / "run.jsonl", scalars))
         stack.callback(self._close_log)
-        for line in self.history.notes:
-            self._write("note", {"text": line})
+        for note in self.history.told:
+            self._write("note", note.to_json())
 
     def _claim_folder(self, stack: contextlib.ExitStack, resume: bool) -> None:
         """Lock the run's folder, once for all ranks; refuse one that holds another run."""
@@ -712,7 +729,7 @@ class Trainer:
             self.scheduler.load_state_dict(state["scheduler"])
         words = self._train.load_state_dict(state["loader"])
         if words is not None:
-            self.note(words)
+            self.note(Note(words))
         if self.gpu_augmentation is not None and state["augmentation"] is not None:
             own_draws = {"stream": self.ranks.rank} if self.ranks.are_several else {}
             self.gpu_augmentation.load_state_dict(dict(state["augmentation"]) | own_draws)
@@ -736,7 +753,9 @@ class Trainer:
             return
         seed_rng(hash((self.settings.seed or 0, num_steps, *self._place)) % 2**63)
         self.note(
-            f"{len(states)} ranks had saved and {self.ranks.world_size} go on: dropout draws anew"
+            Note(
+                f"{len(states)} ranks had saved and {self.ranks.world_size} go on: dropout draws anew"
+            )
         )
 
     def resume(self) -> bool:
@@ -753,7 +772,7 @@ class Trainer:
             self.ranks, {"the latest checkpoint": None if latest is None else latest.path.name}
         )
         if latest is None:
-            self.note("there is no checkpoint yet: beginning anew")
+            self.note(Note("there is no checkpoint yet: beginning anew"))
             return False
         free = {f"settings.{name}" for name in _MAY_CHANGE}
         with self.ranks.shared_fate():
@@ -762,10 +781,10 @@ class Trainer:
         with self.ranks.shared_fate():
             self.load_state_dict(loaded.state)
         for change in loaded.changes:
-            self.note(change)
+            self.note(Note(change))
         # A run that ends before its first step has nothing to save.
         self._saved_step = self._num_steps
-        self.note(f"resumed at epoch {self._epoch}, step {self._num_steps}")
+        self.note(Note(f"resumed at epoch {self._epoch}, step {self._num_steps}", Topic.RESUMED))
         return True
 
 

@@ -24,6 +24,7 @@ import torch
 
 from stoker.errors import EXIT_OURS, StokerError
 from stoker.plan import FALLBACK_SHARE, GPU_SHARE
+from stoker.report import Note, Topic
 from stoker.train.activations import checkpoint_activations, choose_blocks
 from stoker.train.batches import Work
 from stoker.train.buffers import Buffers, Copies
@@ -71,7 +72,7 @@ class Window:
         self,
         step: Step,
         survive: bool,
-        say: Callable[[str], None],
+        say: Callable[[Note], object],
         shrink: Callable[[float], int] | None = None,
         remembered: Remembered | None = None,
     ) -> None:
@@ -221,8 +222,10 @@ class Window:
         if not self._said_whole:
             self._said_whole = True
             self._say(
-                f"batches go through whole, not {self.footing.pass_size} samples at once: not every tensor "
-                "has a row per sample, or rows carry state"
+                Note(
+                    f"batches go through whole, not {self.footing.pass_size} samples at once: not every "
+                    "tensor has a row per sample, or rows carry state"
+                )
             )
         return True
 
@@ -316,9 +319,14 @@ class Window:
         if rung.kind == "chunk share" and not freed:
             return False
         data = f" ({format_bytes(freed)} of chunks given back)" if freed else ""
+        after_bytes = bytes_in_use(self.step.parts.device)
         self._say(
-            f"memory ran out with {format_bytes(before_bytes)} in use "
-            f"({format_bytes(bytes_in_use(self.step.parts.device))} after letting go): {rung.reason}{data}"
+            Note(
+                f"memory ran out with {format_bytes(before_bytes)} in use "
+                f"({format_bytes(after_bytes)} after letting go): {rung.reason}{data}",
+                Topic.MEMORY,
+                {"before_bytes": before_bytes, "after_bytes": after_bytes, "rung": rung.kind},
+            )
         )
         if self._circumstances is not None:
             self._remembered.remember(self._circumstances, self._asked, self.footing)
@@ -345,9 +353,13 @@ class Window:
             return
         freed = self._apply(known)
         self._say(
-            f"remembered from an earlier run: {known.pass_size} samples at once"
-            + (", activations recomputed" if known.is_checkpointed else "")
-            + (f", {format_bytes(freed)} of chunks given back" if freed else "")
+            Note(
+                f"remembered from an earlier run: {known.pass_size} samples at once"
+                + (", activations recomputed" if known.is_checkpointed else "")
+                + (f", {format_bytes(freed)} of chunks given back" if freed else ""),
+                Topic.MEMORY,
+                asdict(known),
+            )
         )
 
     def _lowest(self, own: Footing | None) -> Footing | None:

@@ -12,28 +12,22 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-import time
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
 
 from stoker.config import Settings
-from stoker.errors import InputError
-from stoker.loader.loader import Loader
+from stoker.errors import DoesNotFitError, InputError
+from stoker.measure.gauge import Gauge
+from stoker.measure.jobs import time_together, warm_up_batches
+from stoker.measure.laps import Patience, block_rates
+from stoker.measure.search import Outcome, UpdateShape
 from stoker.recipes.run import Run
 from stoker.report import Silent
 from stoker.train.oom import forget_frames, is_oom
 from stoker.train.ranks import Ranks
-from stoker.tune.gauge import Gauge
 from stoker.tune.ranks import agree
-from stoker.tune.search import Outcome, UpdateShape
 from stoker.units import format_bytes
 
-_WARM_UP_CPU, _WARM_UP_GPU = 2, 12
-"""Batches; a captured step trains three eagerly, is captured, and its first replays are checked."""
-_MANY_EPOCHS = 1_000_000
-_STEP_NOTE = "step "
+_MANY_BATCHES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,7 @@ class Effort:
 
     Attributes:
         seconds: Of one try, warm-up not counted.
-        num_slices: Parts whose median is the rate. A step of many seconds may leave fewer, two at least.
+        num_slices: Parts whose median is the rate. Updates of many seconds may leave fewer, two at least.
     """
 
     seconds: float = 3.0
@@ -68,7 +62,8 @@ class Measured(Outcome):
         cap_bytes: Most that it may use.
         device_data_bytes: What the loader keeps on the device.
         tier: Of the loader: "resident", "chunked" or "streamed".
-        step: How the step ran: "eager: ..." or "captured: ...".
+        step: How the step ran, in words: "eager: ..." or "captured: ...".
+        is_captured: Whether it ran as one CUDA graph.
     """
 
     shape: UpdateShape
@@ -78,100 +73,7 @@ class Measured(Outcome):
     device_data_bytes: int = 0
     tier: str = ""
     step: str = ""
-
-
-class _EnoughError(Exception):
-    """Leaves the trainer's loop."""
-
-
-class StepClock(Silent):
-    """Listens to a trainer as its `Progress`, and leaves it when enough slices are measured.
-
-    Time between epochs is not counted. The device is waited for where a slice or an epoch ends, so a
-    slice holds whole updates and all of their work.
-
-    Args:
-        loader: What the trainer iterates.
-        accumulation_steps: Batches per update.
-        effort: How long.
-    """
-
-    def __init__(self, loader: Loader, accumulation_steps: int, effort: Effort) -> None:
-        self._device = loader.device
-        self._batch_size, self._num_samples = loader.batch_size, len(loader.samples)
-        self._window = accumulation_steps
-        self._effort = effort
-        least = _WARM_UP_GPU if self._device.type == "cuda" else _WARM_UP_CPU
-        self._left_to_warm = -(-least // accumulation_steps) * accumulation_steps
-        self._began: float | None = None
-        self._samples = self._batches = 0
-        self._seconds = self._in_all = 0.0
-        self._num_batches: int | None = None
-        self._at = 0
-        self.rates: list[float] = []
-        self.step = ""
-
-    def say(self, line: str) -> None:
-        """Remember how the step runs."""
-        if line.startswith(_STEP_NOTE):
-            self.step = line.removeprefix(_STEP_NOTE)
-
-    def start(self, label: str, total: int | None, unit: str) -> None:  # noqa: ARG002  Progress
-        """An epoch begins."""
-        self._num_batches, self._at = total, 0
-        self._synchronize()
-        self._began = time.perf_counter()
-
-    def advance(self, count: int = 1) -> None:
-        """Batches are done, or at least on their way."""
-        self._at += count
-        is_last = self._at == self._num_batches
-        left = self._num_samples - (self._at - 1) * self._batch_size
-        self._samples += max(0, min(self._batch_size, left))
-        self._batches += count
-        if self._left_to_warm > 0:
-            self._left_to_warm -= count
-            if self._left_to_warm <= 0:
-                self._begin_slice()
-            return
-        due = self._batches % self._window == 0 and self._elapsed() >= self._slice_seconds
-        if due or is_last:
-            self._pause(is_last)
-        if due:
-            self._end_slice()
-
-    @property
-    def _slice_seconds(self) -> float:
-        return self._effort.seconds / self._effort.num_slices
-
-    def _elapsed(self) -> float:
-        running = 0.0 if self._began is None else time.perf_counter() - self._began
-        return self._seconds + running
-
-    def _pause(self, is_last: bool) -> None:
-        self._synchronize()
-        self._seconds = self._elapsed()
-        self._began = None if is_last else time.perf_counter()
-
-    def _begin_slice(self) -> None:
-        self._synchronize()
-        self._samples = self._batches = 0
-        self._seconds = 0.0
-        if self._began is not None:
-            self._began = time.perf_counter()
-
-    def _end_slice(self) -> None:
-        self.rates.append(self._samples / max(self._seconds, 1e-9))
-        self._in_all += self._seconds
-        slow = len(self.rates) >= 2 and self._in_all > 2 * self._effort.seconds
-        if len(self.rates) == self._effort.num_slices or slow:
-            raise _EnoughError
-        self._samples = self._batches = 0
-        self._seconds = 0.0
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    is_captured: bool = False
 
 
 class JobBench:
@@ -210,6 +112,8 @@ class JobBench:
             return replace(nothing, reason=refused)
         try:
             done = self._try(settings, shape, effort)
+        except DoesNotFitError as error:
+            return replace(nothing, reason=error.given)
         except Exception as error:  # a loader's thread wraps it in an error of its own
             if not is_oom(error):
                 raise
@@ -234,38 +138,34 @@ class JobBench:
         return self._try_alone(settings, shape, effort)
 
     def _try_alone(self, settings: Settings, shape: UpdateShape, effort: Effort) -> Measured:
-        run = self._run
+        run, steps = self._run, shape.accumulation_steps
         job = replace(run.job, model=copy.deepcopy(run.job.model))
         trial = Run(
             _for_measuring(settings), run.chosen, run.store, job, run.folder, run.device, Silent()
         )
-        with trial.make_train_loader() as loader:
-            clock = StepClock(loader, shape.accumulation_steps, effort)
-            trainer: Any = trial.make_trainer(loader, None, clock, run_dir=None)
-            try:
-                trainer.fit()
-            except _EnoughError as enough:
-                forget_frames(enough)
-            else:
-                raise KeyboardInterrupt  # SIGTERM ends a fit in good order; here nothing is to be saved
-            data_bytes, tier = loader.device_bytes, loader.tier
-        rate = statistics.median(clock.rates)
-        spread = (max(clock.rates) - min(clock.rates)) / rate
+        warm_up = -(-warm_up_batches(run.device) // steps) * steps
+        patience = Patience(warm_up, _MANY_BATCHES, effort.seconds, 2 * steps)
+        # What lies between epochs would make small data sets look slow: a run's epochs are longer.
+        timed = time_together(trial, patience, with_epoch_ends=False)
+        if timed.trouble is not None:
+            raise timed.trouble
+        rates = block_rates(timed.laps, effort.num_slices, steps)
+        rate, step = statistics.median(rates), timed.history.step
         return Measured(
             rate,
             True,
             shape=shape,
-            spread=spread,
-            device_data_bytes=data_bytes,
-            tier=tier,
-            step=clock.step,
+            spread=(max(rates) - min(rates)) / rate,
+            device_data_bytes=timed.device_data_bytes,
+            tier=timed.tier,
+            step="" if step is None else str(step.values["how"]),
+            is_captured=timed.history.is_captured,
         )
 
 
 def _for_measuring(settings: Settings) -> Settings:
     return replace(
         settings,
-        epochs=max(settings.epochs, _MANY_EPOCHS),
         survive_oom=False,
         log_gpu_stats_every_n_batches=0,
         tensorboard=False,

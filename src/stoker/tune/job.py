@@ -21,10 +21,7 @@ import torch
 
 from stoker.config import Settings
 from stoker.errors import InputError
-from stoker.recipes.run import open_run
-from stoker.report import Progress, Silent
-from stoker.tune.bench import Effort, JobBench, Measured
-from stoker.tune.search import (
+from stoker.measure.search import (
     LEAST_GAIN,
     UpdateShape,
     choose,
@@ -32,6 +29,9 @@ from stoker.tune.search import (
     keeps_update,
     shape_ladder,
 )
+from stoker.recipes.run import open_run
+from stoker.report import Progress, Silent
+from stoker.tune.bench import Effort, JobBench, Measured
 from stoker.units import GIB, MIB, format_bytes, format_count
 
 _CHUNK_FACTORS = (0.25, 0.5, 1.0, 2.0)
@@ -223,7 +223,7 @@ class _Search:
             self._left_alone["capture"] = "there are no CUDA graphs on the CPU"
         elif self._settings.capture == "off":
             offers.append(("capture", ["auto"]))
-        elif here.step.startswith("captured"):
+        elif here.is_captured:
             offers.append(("capture", ["off"]))
         else:
             self._left_alone["capture"] = here.step

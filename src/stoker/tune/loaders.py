@@ -11,9 +11,9 @@ none of this. The start is `min(cores // 2, 8)`, with the cores that this proces
 from __future__ import annotations
 
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +23,13 @@ from stoker.errors import InputError
 from stoker.loader.prefetch import prefetch
 from stoker.loader.slabs import usable_device
 from stoker.machine import Machine, probe
+from stoker.measure.laps import Patience, Stopwatch, block_rates
+from stoker.measure.search import Outcome, choose, climb
 from stoker.tune.bench import Effort
 from stoker.tune.ranks import agree
-from stoker.tune.search import Outcome, choose, climb
 
 _WARM_UP_BATCHES = 2
+_MANY_BATCHES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -178,28 +180,17 @@ class _LoaderBench:
 
     def _rates(self, choice: LoaderChoice) -> list[float]:
         loader = self._make_loader(choice.num_workers, choice.prefetch_factor)
-        with prefetch(loader, self._device, depth=choice.depth) as batches:
-            stream = _forever(batches)
-            for _ in range(_WARM_UP_BATCHES + choice.depth + choice.num_workers):
-                self._step(next(stream))
-            rates = [self._slice(stream) for _ in range(self._effort.num_slices)]
-            stream.close()
-        return rates
-
-    def _slice(self, stream: Iterator[Any]) -> float:
-        self._synchronize()
-        began = time.perf_counter()
-        count, seconds = 0, 0.0
-        while count < 2 or seconds < self._effort.seconds / self._effort.num_slices:
-            self._step(next(stream))
-            count += 1
-            seconds = time.perf_counter() - began
-        self._synchronize()
-        return count / (time.perf_counter() - began)
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        num_slices = self._effort.num_slices
+        warm_up = _WARM_UP_BATCHES + choice.depth + choice.num_workers
+        patience = Patience(warm_up, _MANY_BATCHES, self._effort.seconds, 2 * num_slices)
+        watch = Stopwatch(patience, self._device)
+        with (
+            prefetch(loader, self._device, depth=choice.depth) as batches,
+            closing(_forever(batches)) as stream,
+        ):
+            for batch in watch.timed(stream):
+                self._step(batch)
+        return block_rates(watch.laps(), num_slices, count=lambda _: 1)
 
 
 def _forever(batches: Any) -> Any:

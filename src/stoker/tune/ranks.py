@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from stoker.measure.search import OutcomeT
 from stoker.train.ranks import Ranks
-from stoker.tune.search import OutcomeT
 
 OTHER_RANK = "it did not fit on another rank"
 

@@ -110,7 +110,7 @@ def _take_all_options(recipe: str, option: str, value: Any) -> str | None:
 
 
 def _is_about_a_value(problem: Problem, document: Document) -> bool:
-    return "written twice" not in problem.given and any(
+    return problem not in document.repeats and any(
         ".".join(path) == problem.key for path in document.unreadable
     )
 

@@ -4,8 +4,9 @@ Enters: a ladder of sizes and somebody who measures one. Leaves: what was tried,
 tried, fitted, and paid. Costs nothing by itself; the number of tries is at most the ladder's length.
 
 The rules are two. A step along the ladder is taken only when it gains at least `LEAST_GAIN`, and the first
-step that does not ends the way in that direction. What is taken is the smallest size within `LEAST_GAIN`
-of the best, and the configured one wherever it is among those: a change must pay.
+step that does not ends the way in that direction (the second, where that is asked for). What is taken is the
+smallest size within `LEAST_GAIN` of the best, and the configured one wherever it is among those: a change
+must pay.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ def climb(
     start: int,
     measure: Callable[[int], OutcomeT],
     least_gain: float = LEAST_GAIN,
+    most_misses: int = 0,
 ) -> dict[int, OutcomeT]:
     """Try rungs of a ladder from `start`, up while that pays, else down while that pays.
 
@@ -117,6 +119,7 @@ def climb(
         start: The configured rung.
         measure: Runs a rung.
         least_gain: Share by which the next rung must be better.
+        most_misses: Rungs in a row that need not be: one alone may be the machine's doing.
 
     Returns:
         Rung to outcome, in the order of trying; nothing is tried twice.
@@ -124,12 +127,17 @@ def climb(
     tried: dict[int, OutcomeT] = {}
 
     def walk(here: int, step: int) -> int:
-        """Go on while it pays; return where it ended."""
-        while 0 <= here + step < num_rungs:
-            tried[here + step] = following = measure(here + step)
-            if not following.fits or not _pays(tried[here], following, least_gain):
+        """Go on while it pays; return the last rung that did."""
+        at, num_misses = here, 0
+        while 0 <= at + step < num_rungs and num_misses <= most_misses:
+            at += step
+            tried[at] = following = measure(at)
+            if not following.fits:
                 break
-            here += step
+            if _pays(tried[here], following, least_gain):
+                here, num_misses = at, 0
+            else:
+                num_misses += 1
         return here
 
     here = start

@@ -11,11 +11,10 @@ wait is the host's.
 from __future__ import annotations
 
 import itertools
-import math
-import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Self, TypeVar
 
 import torch
@@ -24,12 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from stoker.errors import InputError
 from stoker.loader.batch import Batch, IndexBatch
-from stoker.recipes.run import Run
-from stoker.recipes.watch import TimedLoader
-from stoker.report import Silent
-from stoker.train.losses import NonFiniteError
 
 LEAST_LAPS = 5
 _T = TypeVar("_T")
@@ -42,12 +36,14 @@ class Patience:
     Attributes:
         warm_up: Batches that are not counted: threads start, caches fill, graphs are captured.
         steps: Batches that are counted.
-        seconds: When these are over, fewer are enough, but never less than `LEAST_LAPS`.
+        seconds: When these are over, counted from the end of the warm-up, fewer are enough.
+        least: But never less than this.
     """
 
     warm_up: int
     steps: int
     seconds: float
+    least: int = LEAST_LAPS
 
     @property
     def most(self) -> int:
@@ -91,83 +87,116 @@ class Stopwatch:
         self._each = each
         self._device = device
         self._on_gpu = device.type == "cuda"
-        self._asked: list[float] = []
+        # A mark is a question for a batch, on the host's clock and on the device's. An epoch's last
+        # question brings no batch, so a batch knows the number of its mark.
+        self._marks: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+        self._asked: list[int] = []
         self._came: list[float] = []
         self._counts: list[int] = []
-        self._events: list[torch.cuda.Event] = []
 
     @property
     def began(self) -> float:
         """The clock when the first batch that counts was asked for."""
-        return self._asked[self._first]
+        return self._marks[self._asked[self._first]]
 
     @property
     def _first(self) -> int:
-        return min(self._patience.warm_up, max(0, len(self._came) - LEAST_LAPS))
+        return min(self._patience.warm_up, max(0, len(self._came) - self._patience.least))
 
     @property
     def num_batches(self) -> int:
         """Batches that were handed out."""
         return len(self._came)
 
-    @property
     def is_enough(self) -> bool:
         """Whether no more batches are wanted."""
         counted = len(self._came) - self._patience.warm_up
         if counted >= self._patience.steps:
             return True
-        if counted < LEAST_LAPS or not self._asked:
+        if counted < self._patience.least:
             return False
-        return self._asked[-1] - self._asked[0] > self._patience.seconds
+        began = self._marks[self._asked[self._patience.warm_up]]
+        return self._marks[-1] - began > self._patience.seconds
 
     def timed(self, batches: Iterable[_T]) -> Iterator[_T]:
         """Yield the batches until enough were timed; goes on with the next epoch's where it is called again."""
         source = iter(batches)
+        if self.is_enough():  # of an epoch that is not wanted any more, not even its beginning
+            return
         while True:
-            self._ask()
-            if self.is_enough:
+            self._mark()
+            if self.is_enough():
                 return
             batch = next(source, None)
             if batch is None:
                 return
             self._came.append(time.perf_counter())
+            self._asked.append(len(self._marks) - 1)
             self._counts.append(_count_samples(batch))
             yield batch
 
-    def laps(self) -> list[Lap]:
-        """Return what was timed after the warm-up; waits for the device."""
+    def laps(self, *, with_epoch_ends: bool = True) -> list[Lap]:
+        """Return what was timed after the warm-up; waits for the device.
+
+        Args:
+            with_epoch_ends: Whether what is done between two epochs counts for the step before it.
+        """
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-        first = self._first
+        first, last = self._first, len(self._marks) - 1
         return [
             Lap(
-                self._between(first, number),
-                self._came[number] - self._asked[number],
-                self._between(number, number + 1),
+                self._between(self._asked[first], asked),
+                self._came[number] - self._marks[asked],
+                self._between(asked, following if with_epoch_ends else asked + 1),
                 self._counts[number],
             )
-            for number in range(first, len(self._asked) - 1)
+            for number, (asked, following) in enumerate(pairwise([*self._asked, last]))
+            if number >= first and asked < last
         ]
 
     def _between(self, one: int, other: int) -> float:
-        """Seconds from one question to another, on the device where there is one."""
+        """Seconds from one mark to another, on the device where there is one."""
         if self._on_gpu:
             return float(self._events[one].elapsed_time(self._events[other])) / 1e3
-        return self._asked[other] - self._asked[one]
+        return self._marks[other] - self._marks[one]
 
-    def _ask(self) -> None:
-        """Note the time. What an epoch's end takes belongs to the step before it."""
-        if len(self._asked) > len(self._came):
-            self._asked.pop()
-            if self._on_gpu:
-                self._events.pop()
-        elif self._each is not None:
+    def _mark(self) -> None:
+        """Note that a batch is asked for; after an epoch's end, for the second time."""
+        is_again = bool(self._marks) and (not self._asked or self._asked[-1] < len(self._marks) - 1)
+        if self._each is not None and not is_again:
             self._each()
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
             self._events.append(event)
-        self._asked.append(time.perf_counter())
+        self._marks.append(time.perf_counter())
+
+
+def block_rates(
+    laps: Sequence[Lap],
+    num_blocks: int,
+    batches_per_update: int = 1,
+    count: Callable[[Lap], int] = lambda lap: lap.num_samples,
+) -> list[float]:
+    """Return the rate of a few blocks of laps, in order: slow steps count in full.
+
+    Args:
+        laps: From `Stopwatch.laps`.
+        num_blocks: At most.
+        batches_per_update: A block holds whole updates of so many batches.
+        count: What is counted per second; samples by default.
+    """
+    num_updates = len(laps) // batches_per_update
+    edges = [
+        round(num_updates * part / num_blocks) * batches_per_update
+        for part in range(num_blocks + 1)
+    ]
+    blocks = [laps[low:high] for low, high in pairwise(edges) if low < high]
+    return [
+        sum(map(count, block)) / max(sum(lap.seconds for lap in block), 1e-9) for block in blocks
+    ]
 
 
 def _count_samples(batch: Any) -> int:
@@ -176,29 +205,6 @@ def _count_samples(batch: Any) -> int:
     if isinstance(batch, Batch):
         return len(batch.positions) if batch.valid is None else int((batch.positions >= 0).sum())
     return 0
-
-
-class MeasuredLoader(TimedLoader):
-    """A loader whose consumer is timed, whichever way it asks for batches."""
-
-    stopwatch: Stopwatch | None = None
-    _hands_out_batches = False
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the rest of the epoch, as long as the stopwatch wants more."""
-        if self.stopwatch is None:
-            yield from super().__iter__()
-            return
-        self._hands_out_batches = True
-        yield from self.stopwatch.timed(super().__iter__())
-
-    def index_batches(self) -> Iterator[IndexBatch]:
-        """Yield indices; timed where they are what the consumer asks for."""
-        indices = super().index_batches()
-        if self.stopwatch is None or self._hands_out_batches:
-            yield from indices
-        else:
-            yield from self.stopwatch.timed(indices)
 
 
 class Phases:
@@ -258,7 +264,7 @@ class HeldLoader:
     def __init__(self, batch: Batch, stopwatch: Stopwatch, most: int) -> None:
         self.batch_size = len(batch.positions)
         self._batch = batch
-        self.stopwatch = stopwatch
+        self._stopwatch = stopwatch
         self._most = most
 
     def __len__(self) -> int:
@@ -266,37 +272,4 @@ class HeldLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batch until the stopwatch has enough."""
-        yield from self.stopwatch.timed(itertools.repeat(self._batch, self._most))
-
-
-def make_measured_loader(run: Run) -> MeasuredLoader:
-    """Return the run's loader, without a stopwatch yet."""
-    loader = run.make_train_loader(MeasuredLoader)
-    assert isinstance(loader, MeasuredLoader)
-    return loader
-
-
-def train_over(run: Run, loader: Any, most: int) -> tuple[tuple[str, ...], NonFiniteError | None]:
-    """Train in memory until the loader has had enough; return the trainer's notes, and what went wrong.
-
-    Args:
-        run: Whose model, loss, optimizer and settings.
-        loader: A measured or held one, which ends by itself.
-        most: Batches it hands out at most.
-    """
-    epochs = max(1, math.ceil(most / max(1, len(loader))))
-    ready = run.with_settings(replace(run.settings, epochs=epochs))
-    trainer = ready.make_trainer(loader, None, Silent(), run_dir=None)
-    trouble = None
-    try:
-        trainer.fit()
-    except NonFiniteError as error:
-        trouble = error
-    except InputError:
-        # What was wanted of the last epoch may be nothing: then it has no batch.
-        if not loader.stopwatch.is_enough:
-            raise
-    # The trainer has heeded the signal, the measurement must too.
-    if trainer.history.ended == "terminated":
-        raise SystemExit(128 + signal.SIGTERM)
-    return tuple(trainer.history.notes), trouble
+        yield from self._stopwatch.timed(itertools.repeat(self._batch, self._most))

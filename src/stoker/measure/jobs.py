@@ -1,0 +1,175 @@
+"""A ready job run for a while and timed: as it is, its step alone, its loader alone.
+
+Enters: a `Run` that has not begun, and how long to measure. Leaves: `Timed`: a `Lap` per batch, and what the
+trainer chose. Costs the steps that are measured; the job trains in memory, nothing is written.
+
+What runs is the run's own trainer, eager or captured, with its optimizer, precision and loader. The loop ends
+because the stopwatch lets no more batches through: the trainer sees short epochs.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from stoker.errors import InputError
+from stoker.loader.batch import Batch
+from stoker.loader.loader import Loader
+from stoker.measure.laps import HeldLoader, Lap, Patience, Phases, Stopwatch, block_rates
+from stoker.measure.readings import Spread
+from stoker.recipes.run import Run
+from stoker.report import Silent
+from stoker.train.history import History
+from stoker.train.losses import NonFiniteError
+from stoker.train.oom import let_go
+
+_BLOCKS = 5
+
+
+def warm_up_batches(device: torch.device) -> int:
+    """Return how many batches do not count.
+
+    On a GPU a captured step trains three eagerly, is captured, and its first replays are checked.
+    """
+    return 16 if device.type == "cuda" else 3
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One loop that was timed.
+
+    Attributes:
+        laps: One per batch.
+        history: What the trainer chose and did; empty where nobody trained.
+        trouble: A loss that was not finite.
+        phases: Forward, backward and update, with start and end on the laps' clock; on a CPU only.
+        tier: Of the loader.
+        device_data_bytes: What the loader keeps on the device.
+    """
+
+    laps: tuple[Lap, ...]
+    history: History = field(default_factory=History)
+    trouble: NonFiniteError | None = None
+    phases: tuple[tuple[str, float, float], ...] = ()
+    tier: str = ""
+    device_data_bytes: int = 0
+
+    @property
+    def seconds(self) -> Spread | None:
+        """Of a batch."""
+        return Spread.of(lap.seconds for lap in self.laps)
+
+    def rate(self) -> Spread | None:
+        """Samples per second, of a few blocks of steps."""
+        return Spread.of(block_rates(self.laps, _BLOCKS))
+
+
+def time_together(
+    run: Run,
+    patience: Patience,
+    each: Callable[[], None] | None = None,
+    *,
+    with_epoch_ends: bool = True,
+) -> Timed:
+    """Train for a while as the run would, and time it.
+
+    Args:
+        run: What to train.
+        patience: How long.
+        each: Called before every batch.
+        with_epoch_ends: As of `Stopwatch.laps`.
+    """
+    with run.make_train_loader() as loader:
+        watch = Stopwatch(patience, run.device, each)
+        with Phases(run.job.model, run.device) as phases:
+            history, trouble = train_over(run, loader, watch, patience.most)
+        laps = tuple(watch.laps(with_epoch_ends=with_epoch_ends))
+        spans = tuple(
+            (kind, start - watch.began, end - watch.began)
+            for kind, start, end in phases.spans
+            if start >= watch.began
+        )
+        made = Timed(laps, history, trouble, spans, loader.tier, loader.device_bytes)
+    let_go(run.device)
+    return made
+
+
+def time_step(run: Run, patience: Patience, *, captured: bool = True) -> Timed:
+    """Train on one batch that is on the device already, and time it.
+
+    Args:
+        run: What to train.
+        patience: How long.
+        captured: Whether the step may be captured; False where it is not when everything is together.
+    """
+    watch = Stopwatch(patience, run.device)
+    held = HeldLoader(hold_batch(run), watch, patience.most)
+    # One batch over and over may diverge: that says nothing about the job.
+    capture = run.settings.capture if captured else "off"
+    calm = run.with_settings(replace(run.settings, nonfinite="skip", capture=capture))
+    history, _ = train_over(calm, held, watch, patience.most)
+    made = Timed(tuple(watch.laps()), history)
+    let_go(run.device)
+    return made
+
+
+def time_loader(run: Run, patience: Patience, captured: bool) -> Timed:
+    """Take batches with nobody training, as the step would ask for them."""
+    with run.make_train_loader() as loader:
+        if run.drawn_augmentation is not None:
+            loader.use_augmentation(run.drawn_augmentation)
+        watch = Stopwatch(patience, run.device)
+        loader.on_iteration = watch.timed
+        while not watch.is_enough():
+            batches: Any = (
+                loader.index_batches() if captured and loader.tier != "streamed" else loader
+            )
+            for _ in batches:
+                pass
+        made = Timed(tuple(watch.laps()), tier=loader.tier)
+    let_go(run.device)
+    return made
+
+
+def hold_batch(run: Run) -> Batch:
+    """Return the first batch of the run, augmented, on the device."""
+    with run.make_train_loader() as loader:
+        if run.drawn_augmentation is not None:
+            loader.use_augmentation(run.drawn_augmentation)
+        return next(iter(loader))
+
+
+def train_over(
+    run: Run, loader: Any, watch: Stopwatch, most: int
+) -> tuple[History, NonFiniteError | None]:
+    """Train in memory until the loader has had enough; return the trainer's history, and what went wrong.
+
+    Args:
+        run: Whose model, loss, optimizer and settings.
+        loader: The run's, or a held batch.
+        watch: Times the loop, and ends it.
+        most: Batches it hands out at most.
+    """
+    if isinstance(loader, Loader):
+        loader.on_iteration = watch.timed
+    epochs = max(1, math.ceil(most / max(1, len(loader))))
+    ready = run.with_settings(replace(run.settings, epochs=epochs))
+    trainer = ready.make_trainer(loader, None, Silent(), run_dir=None)
+    trouble = None
+    try:
+        trainer.fit()
+    except NonFiniteError as error:
+        trouble = error
+    except InputError:
+        # What was wanted of the last epoch may be nothing: then it has no batch.
+        if not watch.is_enough():
+            raise
+    # The trainer has heeded the signal, the measurement must too.
+    if trainer.history.ended == "terminated":
+        raise SystemExit(128 + signal.SIGTERM)
+    return trainer.history, trouble
