@@ -13,12 +13,21 @@ from stoker.config import parse_config, resolve
 from stoker.errors import ConfigError, InputError
 from stoker.recipes.catalogue import choose_recipe
 from stoker.recipes.registry import find_recipe
-from stoker.recipes.run import as_json, fingerprint, run_folder, run_recipe, train_settings
+from stoker.recipes.run import (
+    as_json,
+    fingerprint,
+    open_run,
+    run_folder,
+    run_recipe,
+    train_settings,
+)
 from stoker.report import Silent, read_run_log
+from stoker.store.fields import Dense
 from stoker.train.checkpoint import load_checkpoint
 from stoker.train.losses import NonFiniteError
 from stoker.train.settings import TrainSettings
 from stoker.train.trainer import AUGMENTED, History
+from store_makers import write_store
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -199,7 +208,28 @@ def test_max_training_samples_and_drop_last(stores, tmp_path):
     )
     run = run_recipe(settings, device="cpu")
     assert [report.num_samples for report in run.epochs] == [48, 48]
-    assert any("the first 50 training samples only" in note for note in run.notes)
+    assert any("50 of 240 training samples, drawn by the seed" in note for note in run.notes)
+
+
+def test_a_part_of_the_samples_keeps_every_class(tmp_path):
+    # In the file one class comes after the other: the first samples would be of one class alone.
+    labels = np.repeat([0, 1, 2], [160, 120, 20])
+    features = np.random.default_rng(0).normal(size=(300, 4)).astype("f4")
+    store = write_store(tmp_path / "s", [{"features": Dense(features), "targets": Dense(labels)}])
+    most = "data.memory_efficient_mode.ram_32gb_mode.max_training_samples=60"
+    drawn = []
+    for seed in (0, 0, 1):
+        settings = settings_for("tabular", store.path, tmp_path / "r", most, f"training.seed={seed}",
+                                "recipe.options.split=random")  # fmt: skip
+        with open_run(settings, device="cpu") as run:
+            drawn.append(run.job.samples["train"])
+            assert any("each class with its share" in note for note in run.job.notes)
+    counts = np.bincount(labels[drawn[0]])
+    assert counts.sum() == 60
+    assert np.abs(counts - [32, 24, 4]).max() <= 3
+    assert (np.diff(drawn[0]) > 0).all()
+    assert np.array_equal(drawn[0], drawn[1])
+    assert not np.array_equal(drawn[0], drawn[2])
 
 
 def test_chunks_are_used_when_asked_for(stores, tmp_path):

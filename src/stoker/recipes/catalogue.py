@@ -91,6 +91,12 @@ class Chosen:
                 "at least one",
                 "stoker inspect STORE shows its fields and its split",
             )
+        if job.strata is not None and len(job.strata) != len(samples["train"]):
+            raise InputError(
+                f"the recipe {self.recipe.name!r} gives {len(job.strata)} strata.",
+                f"one for each of the {len(samples['train'])} training samples, or None",
+                "Job(..., strata=None)",
+            )
         return replace(job, samples=samples)
 
 

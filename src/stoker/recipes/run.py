@@ -25,6 +25,7 @@ from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.loader.gather import Augments
 from stoker.loader.loader import Loader, pick_device
+from stoker.loader.splits import draw_samples
 from stoker.machine import probe
 from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan, store_facts
 from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
@@ -226,9 +227,14 @@ def _make_job(chosen: Chosen, store: Store, settings: Settings) -> Job:
             "all samples, or stateful: false",
             "delete max_training_samples",
         )
-    samples = {**job.samples, "train": job.samples["train"][:most]}
-    note = f"the first {most:,} training samples only: {settings.reasons['max_training_samples']}"
-    return replace(job, samples=samples, notes=(*job.notes, note))
+    drawn = draw_samples(train, most, settings.seed, job.strata)
+    how = "" if job.strata is None else ", each class with its share"
+    note = f"{most:,} of {len(train):,} training samples, drawn by the seed{how}: "
+    return replace(
+        job,
+        samples={**job.samples, "train": drawn},
+        notes=(*job.notes, note + settings.reasons["max_training_samples"]),
+    )
 
 
 class Run:
@@ -493,6 +499,8 @@ class Run:
             "batch_size": settings.batch_size,
             "drop_last": settings.drop_last,
             "max_training_samples": settings.max_training_samples,
+            # An older checkpoint was trained on the first samples of the file.
+            "subset": None if settings.max_training_samples is None else "drawn by the seed",
         }
 
 
