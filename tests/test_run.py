@@ -310,8 +310,31 @@ data: {memory_efficient_mode: {ram_32gb_mode: {empty_cache_frequency: 8}}}
     assert same == {"leak_bytes"}, "a setting that no key changes"
 
 
+def test_a_recipe_has_its_own_defaults_and_says_so(stores, tmp_path):
+    text = (
+        f"recipe: {{name: tabular, store: {stores('tabular').path}}}\ntraining: {{batch_size: 7}}"
+    )
+    with open_run(resolve(parse_config(text)), device="cpu") as run:
+        assert (run.settings.learning_rate, run.settings.epochs, run.settings.batch_size) == (
+            1e-4,
+            20,
+            7,
+        )
+        assert run.settings.is_default("epochs")
+        assert any(
+            note.startswith("epochs 20: default of the recipe tabular") for note in run.chosen.notes
+        )
+    rates = {"forex": 1e-3, "massspec": 1e-3, "massspec-teacher": 1e-3, "segmentation": 8e-4}
+    for name, rate in rates.items():
+        chosen = choose_recipe(resolve(parse_config(f"recipe: {{name: {name}}}")))
+        assert chosen.settings.learning_rate == rate
+        typed = resolve(parse_config(f"recipe: {{name: {name}}}\ntraining: {{lr: 0.5}}"))
+        assert choose_recipe(typed).settings.learning_rate == 0.5
+
+
 def test_folder_of_a_run():
     assert str(run_folder(resolve(parse_config("recipe: {name: forex}")))) == "runs/forex"
+    assert str(run_folder(resolve(parse_config("recipe: {name: 'a.b:Mine'}")))) == "runs/Mine"
     assert str(run_folder(resolve(parse_config("run: {dir: x/y}")))) == "x/y"
 
 

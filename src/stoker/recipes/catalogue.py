@@ -107,7 +107,7 @@ def restore(key: str, options: Mapping[str, Any]) -> Chosen:
     except InputError as error:
         fix = error.fix if ":" in key else "the stoker that wrote it, or a newer one"
         raise InputError(
-            f"the checkpoint is of the recipe {key!r}: {error.given}",
+            f"the checkpoint cannot be used: {error.given}",
             error.allowed,
             fix,
             error.details,

@@ -32,6 +32,7 @@ from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
 from stoker.recipes.catalogue import Chosen, choose_recipe
 from stoker.recipes.contract import Job
 from stoker.recipes.inference import LOG_NAME, STORE_NOTE
+from stoker.recipes.registry import blamed
 from stoker.recipes.watch import TimedLoader, Watch
 from stoker.report import Progress, RunLog, Silent
 from stoker.runs.telemetry import TelemetryLog
@@ -126,7 +127,8 @@ def _train_and_judge(
             opened = open_run(settings, chosen, device=device, progress=progress)
             run = stack.enter_context(opened)
         check_alike(ranks, {"the store": fingerprint(run.store), "the config": run.digest})
-        history = run.train(resume)
+        with blamed(chosen.recipe, "training"):
+            history = run.train(resume)
         made = RecipeRun(
             **vars(history),
             recipe=chosen.recipe.name,
