@@ -267,7 +267,7 @@ def test_the_trading_file_and_a_recipe_that_is_typed():
 @pytest.mark.parametrize(
     ("old", "key", "value", "note"),
     [
-        ("training: {lr: 8e-4}", "training.lr", 0.0008, "text to YAML 1.1"),
+        ("training: {lr: 8e-4}", "training.lr", 0.0008, ""),
         ("training: {lr: '1e-3'}", "training.lr", 0.001, "(in quotes)"),
         ("data: {num_workers: 4-6}", "training.num_workers", 4, "6 would do as well"),
         ("data: {num_workers: 2 to 4}", "training.num_workers", 2, "4 would do as well"),
@@ -275,7 +275,7 @@ def test_the_trading_file_and_a_recipe_that_is_typed():
         ("data: {batch_size: 32.0}", "training.batch_size", 32, "whole number"),
         ("data: {batch_size: 010}", "training.batch_size", 10, "base 8"),
         ("data: {batch_size: 1_024}", "training.batch_size", 1024, ""),
-        ("training: {epochs: 1e2}", "training.epochs", 100, "text to YAML 1.1"),
+        ("training: {epochs: 1e2}", "training.epochs", 100, "whole number"),
         ("gpu_optimization: {chunk_size_gb: 12GB}", "gpu_optimization.chunk_size_gb", 12, "text"),
         ("training: {use_amp: 'True'}", "training.use_amp", True, "true or false"),
         ("training: {use_amp: 1}", "training.use_amp", True, "true or false"),

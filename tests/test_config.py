@@ -24,6 +24,7 @@ from stoker.config import (
 )
 from stoker.config.load import describe_allowed
 from stoker.config.resolve import QUESTIONS
+from stoker.config.rewrite import rewrite_config
 from stoker.config.tree import default_of, key_schemas
 from stoker.errors import ConfigError
 from stoker.units import GIB
@@ -578,6 +579,34 @@ def test_a_config_cannot_be_changed_and_travels():
     assert pickle.loads(pickle.dumps(settled)) == settled
     assert replace(settled, batch_size=5).batch_size == 5
     json.dumps(settled.to_json())
+
+
+@given(
+    st.from_regex(
+        r"[-+]?([0-9]{1,6}(\.[0-9]{0,4})?|\.[0-9]{1,4})[eE][-+]?[0-9]{1,2}", fullmatch=True
+    )
+)
+@example("8e-4")
+@example("1E3")
+@example(".5e+2")
+def test_a_number_with_an_exponent_is_a_number_everywhere(word):
+    text = f"recipe: {{name: forex, options: {{a: {word}, b: [{word}], c: '{word}'}}}}\n"
+    for config in (
+        parse_config(text),
+        parse_config("recipe: {name: forex}", overrides=[f"recipe.options.{name}={value}" for name, value in
+            (("a", word), ("b", f"[{word}]"), ("c", f"'{word}'"))]),
+    ):  # fmt: skip
+        assert config.recipe.options == {"a": float(word), "b": [float(word)], "c": word}
+        assert parse_config(dump_config(config)) == config
+        assert parse_config(describe_tree(config)) == config
+    changed = rewrite_config(text, {"recipe.options.a": word, "recipe.options.c": float(word)})
+    assert parse_config(changed).recipe.options["a"] == word
+    assert parse_config(changed).recipe.options["c"] == float(word)
+
+
+def test_a_learning_rate_with_an_exponent_needs_no_point():
+    assert resolve(parse_config("training: {lr: 8e-4}")).learning_rate == 8e-4
+    assert resolve(parse_config("", overrides=["training.lr=1E-3"])).learning_rate == 1e-3
 
 
 # --- writing -------------------------------------------------------------------------------

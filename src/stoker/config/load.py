@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 
 from stoker.config.resolve import as_error, find_clashes
 from stoker.config.tree import Config, key_schemas, open_leaves, sections
-from stoker.config.yaml_lines import Document, Place, Problem, decode, read_yaml
+from stoker.config.yaml_lines import Document, Dumper, Place, Problem, decode, read_yaml
 from stoker.display import command, quoted
 from stoker.errors import ConfigError
 
@@ -120,7 +120,7 @@ def _yaml_word(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_in_brackets, value))}]"
     # PyYAML ends a lone scalar with "..." and folds text; in quotes it stays on one line.
-    word = yaml.safe_dump(value, allow_unicode=True, width=sys.maxsize)
+    word = yaml.dump(value, Dumper=Dumper, allow_unicode=True, width=sys.maxsize)
     word = word.removesuffix("...\n").rstrip("\n")
     if len(word.splitlines()) <= 1:
         return word
@@ -353,8 +353,6 @@ def _describe_value(value: Any) -> str:
 
 
 def _describe_given(value: Any, place: Place) -> str:
-    if isinstance(value, str) and not place.quoted and _NUMBER.fullmatch(value):
-        return f"{value!r} is text to YAML 1.1: an exponent needs a point and a sign"
     if isinstance(value, str):
         return f"{value!r} is text" + (" (in quotes)" if place.quoted else "")
     return f"is {_describe_value(value)}"
@@ -364,8 +362,9 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
     options = [schema, *schema.get("anyOf", [])]
     kinds = {option.get("type") for option in options}
     text = place.text.strip()
-    if kinds & {"integer", "number"}:
-        advice = _suggest_number(text, place.quoted, whole="integer" in kinds)
+    numeric = next((part for part in options if part.get("type") in ("integer", "number")), None)
+    if numeric is not None:
+        advice = _suggest_number(text, numeric)
         if advice:
             return advice
     choices = next((option["enum"] for option in options if "enum" in option), None)
@@ -378,25 +377,19 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
     return _yaml_word(schema.get("default")) + " (the default), or delete the line"
 
 
-def _suggest_number(text: str, quoted: bool, whole: bool) -> str:
-    """Return how to spell the number that was probably meant, or "" when it was spelt well."""
+def _suggest_number(text: str, schema: Mapping[str, Any]) -> str:
+    """Return how to spell the number that was probably meant, or "" where that is not known."""
     span = _RANGE.fullmatch(text)
     if span is not None:
         return f"{span[1]} or {span[2]}"
     found = _NUMBER.match(text.replace(",", "."))
-    if found is None or (found[0] == text and not quoted and "e" not in text.lower()):
+    if found is None:
         return ""
     value = float(found[0].replace("_", ""))
-    if not math.isfinite(value):
+    above = value > schema.get("exclusiveMinimum", -math.inf)
+    if not (above and schema.get("minimum", -math.inf) <= value <= schema["maximum"]):
         return ""
-    if whole:
-        low = math.floor(value)
-        return str(low) if value == low else f"{low} or {low + 1}"
-    mantissa, exponent, power = found[0].lower().partition("e")
-    plain = f"{value:.12f}".rstrip("0").rstrip(".")
-    if not exponent:
-        return plain
-    mantissa = mantissa if "." in mantissa else f"{mantissa}.0"
-    power = power if power[0] in "+-" else f"+{power}"
-    spelt = f"{mantissa}e{power}"
-    return f"{spelt} or {plain}" if float(plain) == value else spelt
+    if schema["type"] == "number":
+        return found[0]
+    low = math.floor(value)
+    return str(low) if value == low else f"{low} or {low + 1}"

@@ -25,7 +25,7 @@ from stoker.compat.migrate.names import (
     home_of,
 )
 from stoker.compat.migrate.text import Comments, Dropped, Moved, render_text
-from stoker.compat.migrate.values import correct, correct_number
+from stoker.compat.migrate.values import correct
 from stoker.config.load import _yaml_word
 from stoker.config.resolve import AUGMENT, OPTIONS, QUESTIONS, _answer_all, as_error, find_clashes
 from stoker.config.tree import Config, key_schemas, open_leaves, sections
@@ -211,16 +211,14 @@ class _Work:
             self._drop_moved(made, _compare(made, known))
 
     def _take_option(self, path: KeyPath, option: str, value: Any) -> None:
-        place, new = self._place(path), f"{OPTIONS}.{option}"
-        meant = correct_number(value, place)
-        refused = self.accepts(self.recipe, option, meant.value) if self.recipe else None
+        made = self._moved(path, f"{OPTIONS}.{option}", value)
+        refused = self.accepts(self.recipe, option, value) if self.recipe else None
         if refused is not None:
             self._drop(path, value, refused)
         elif option in self.options:
-            made = self._moved(path, new, meant.value)
             self._drop(path, value, _compare(made, self.options[option]))
         else:
-            self.options[option] = replace(self._moved(path, new, meant.value), note=meant.note)
+            self.options[option] = made
 
     def _find_option(self, path: KeyPath) -> str | None:
         if self.recipe is None or not _is_about_training(path):
