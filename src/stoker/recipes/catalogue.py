@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from stoker.config import Place, Problem, Settings
-from stoker.config.resolve import as_error
+from stoker.config.resolve import DISTILL, as_error
 from stoker.errors import ConfigError, InputError
 from stoker.recipes.forex.recipe import ForexOptions, ForexRecipe
 from stoker.recipes.massspec.recipe import (
@@ -34,17 +34,6 @@ TEACHER = "teacher"
 
 _JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
 _BOUNDS = ("init_gain", "output_bound", "output_bound_mode")
-_IDLE = (
-    "num_workers",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory",
-    "lazy_loading",
-    "lazy_cache_dir",
-    "precompute_graphs",
-)
-
-
 ReadyRecipe = (
     ForexRecipe | MassSpecRecipe | MassSpecTeacherRecipe | SegmentationRecipe | TabularRecipe
 )
@@ -75,13 +64,21 @@ class Chosen:
         recipe: Makes the job.
         options: An instance of its options, defaults included.
         teacher: Path of the checkpoint to learn from, for "massspec".
+        settings: Of the config, with the recipe's defaults; None for a checkpoint.
         notes: Keys of the config that have no effect here, and why.
     """
 
     recipe: ReadyRecipe
     options: Any
     teacher: str | None = None
+    settings: Settings | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def noted_settings(self) -> Settings:
+        """The settings, with the recipe's notes among theirs."""
+        assert self.settings is not None  # only a checkpoint's recipe has none
+        return replace(self.settings, notes=(*self.settings.notes, *self.notes))
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -114,6 +111,7 @@ def choose_recipe(settings: Settings) -> Chosen:
             "stoker train --config configs/forex.yaml, or --set recipe.name=forex",
         )
     entry = RECIPES[settings.recipe]
+    settings = with_defaults(settings, entry.recipe)
     given = dict(settings.recipe_options)
     teacher = _take_teacher(settings, given)
     _refuse_unknown(settings, given, [entry_field.name for entry_field in fields(entry.options)])
@@ -125,15 +123,22 @@ def choose_recipe(settings: Settings) -> Chosen:
         raise ConfigError(
             f"{_where(settings, named)}: {error.given}", error.allowed, error.fix
         ) from error
-    return Chosen(entry.recipe, options, teacher, tuple(_idle_keys(settings)))
+    notes = tuple(_idle_keys(settings, options, teacher))
+    return Chosen(entry.recipe, options, teacher, settings, notes)
+
+
+def with_defaults(settings: Settings, recipe: ReadyRecipe) -> Settings:
+    """Return settings with the recipe's value for each that nobody wrote."""
+    return settings.with_recipe_defaults(
+        {each.setting: (each.value, each.reason) for each in recipe.defaults}
+    )
 
 
 def _where(settings: Settings, option: str | None) -> str:
     """Return `file:line:column key`, as far as it is known."""
     asked = (f"recipe_options.{option}", option or "", "recipe_options")
-    reason = next((settings.reasons[name] for name in asked if name in settings.reasons), "")
-    key, _, place = reason.removesuffix(")").partition(" (")
-    return f"{place} {key}".strip()
+    origin = next((settings.origins[name] for name in asked if name in settings.origins), None)
+    return "" if origin is None else f"{origin.place or ''} {origin.key}".strip()
 
 
 def _take_teacher(settings: Settings, given: dict[str, Any]) -> str | None:
@@ -208,12 +213,18 @@ def _augmentation(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _idle_keys(settings: Settings) -> list[str]:
+def _idle_keys(settings: Settings, options: Any, teacher: str | None) -> list[str]:
+    """Return notes on keys that this recipe, with these options, does not read."""
     notes = []
-    idle = [settings.reasons[name] for name in _IDLE if not settings.is_default(name)]
-    if idle:
-        why = "the loader reads the store with threads of this process, through pinned memory"
-        notes.append(f"{'; '.join(dict.fromkeys(idle))}: no effect here, {why}")
+    stage = [origin for origin in settings.origins.values() if origin.key.startswith(DISTILL)]
+    if stage and teacher is None:
+        said = "; ".join(map(str, stage))
+        notes.append(f"{said}: counts for the whole training, no teacher is named")
+    if getattr(options, "stateful", False):
+        lanes = ("use_chunk_loader", "chunk_bytes")
+        written = [settings.reasons[name] for name in lanes if not settings.is_default(name)]
+        if written:
+            notes.append(f"{'; '.join(written)}: no effect, a stateful model walks over lanes")
     if settings.recipe != "tabular":
         bound = [settings.reasons[name] for name in _BOUNDS if not settings.is_default(name)]
         if bound:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -79,10 +79,26 @@ class Job:
     notes: tuple[str, ...] = field(default=())
 
 
+@dataclass(frozen=True)
+class Default:
+    """A setting that a recipe chooses where the config says nothing.
+
+    Attributes:
+        setting: A field of `Settings`: "learning_rate", "epochs", "batch_size".
+        value: Instead of the config's own default.
+        reason: Printed beside it.
+    """
+
+    setting: str
+    value: Any
+    reason: str
+
+
 class Recipe(Protocol):
     """A ready job, or a user's own."""
 
     name: str
+    defaults: ClassVar[tuple[Default, ...]] = ()
 
     def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
         """Build the job for a store.

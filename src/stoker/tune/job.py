@@ -118,7 +118,7 @@ def tune_job(
     told = progress or Silent()
     effort = effort or Effort()
     with open_run(settings, device=device) as run:
-        search = _Search(settings, JobBench(run, effort), run.device, told)
+        search = _Search(run.settings, JobBench(run, effort), run.device, told)
         is_fixed = run.job.lanes is not None
         search.try_batch_sizes(is_fixed)
         return search.finish(effort, grow_update)

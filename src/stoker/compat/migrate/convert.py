@@ -270,11 +270,10 @@ class _Work:
             for question, key in answers.winners.items()
             if key in answers.written
         }
-        notes = [note.rstrip(".") for note in answers.notes]
         winners = {home: key for key, home in homes.items()}
         for key, moved in self.taken.items():
             if key not in homes:
-                self._drop_moved(moved, _reason_in(notes, key) or self._same_as(key, winners))
+                self._drop_moved(moved, answers.unused.get(key) or self._same_as(key, winners))
         kept = [
             replace(self.taken[key], new=home) for key, home in homes.items() if key in self.taken
         ]
@@ -313,12 +312,3 @@ def _compare(loser: Moved, winner: Moved) -> str:
     if loser.value == winner.value:
         return f"says the same as {winner.old}"
     return f"{winner.old} says {_yaml_word(winner.value)}"
-
-
-def _reason_in(notes: list[str], key: str) -> str:
-    """Return why `resolve` makes no use of a key."""
-    said = next((note for note in notes if note.startswith(f"{key}: ")), "")
-    for words in (" is not used; ", " has no effect: "):
-        if words in said:
-            return said.partition(words)[2]
-    return ""

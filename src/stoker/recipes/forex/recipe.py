@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from stoker.errors import InputError
 from stoker.loader.lanes import LanePlan, plan_store_lanes
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_time
-from stoker.recipes.contract import Job, Tensors
+from stoker.recipes.contract import Default, Job, Tensors
 from stoker.recipes.forex.labels import (
     ForexMetrics,
     LabelPlan,
@@ -149,6 +149,11 @@ class ForexRecipe:
     """Builds forex jobs; meets `Recipe`."""
 
     name: str = "forex"
+    defaults: ClassVar[tuple[Default, ...]] = (
+        Default("learning_rate", 1e-3, "usual for AdamW on LSTMs"),
+        Default("batch_size", 128, "fits 16 GB of GPU memory"),
+        Default("epochs", 20, "a few days of bars are seen often enough"),
+    )
 
     def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""

@@ -17,7 +17,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ import torch
 from stoker.errors import InputError
 from stoker.loader.ragged import batch_graphs, bin_spectra, expand_fingerprint
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_group
-from stoker.recipes.contract import Job, Tensors
+from stoker.recipes.contract import Default, Job, Tensors
 from stoker.recipes.massspec.distillation import (
     DistillationLoss,
     RateAndTemperature,
@@ -200,6 +200,11 @@ class MassSpecRecipe:
     """
 
     name: str = "massspec"
+    defaults: ClassVar[tuple[Default, ...]] = (
+        Default("learning_rate", LEARNING_RATE, "of NEIMS, for 100 samples per update"),
+        Default("batch_size", 100, "of NEIMS"),
+        Default("epochs", 30, "the student has converged by then"),
+    )
 
     def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""
@@ -221,6 +226,11 @@ class MassSpecTeacherRecipe:
     """Builds teacher jobs; meets `Recipe`."""
 
     name: str = "massspec-teacher"
+    defaults: ClassVar[tuple[Default, ...]] = (
+        Default("learning_rate", LEARNING_RATE, "of NEIMS, for 100 samples per update"),
+        Default("batch_size", 100, "of NEIMS"),
+        Default("epochs", 30, "the teacher has converged by then"),
+    )
 
     def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ import torch
 from stoker.augment import Compose, make_preset
 from stoker.errors import InputError
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_randomly
-from stoker.recipes.contract import Job, Tensors
+from stoker.recipes.contract import Default, Job, Tensors
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.scaling import evenly
 from stoker.recipes.schedule import make_adamw, warmup_cosine
@@ -157,6 +157,11 @@ class SegmentationRecipe:
     """Builds segmentation jobs; meets `Recipe`."""
 
     name: str = "segmentation"
+    defaults: ClassVar[tuple[Default, ...]] = (
+        Default("learning_rate", LEARNING_RATE, "of AdamW for this network"),
+        Default("batch_size", 32, "fits 16 GB of GPU memory at 512 x 512"),
+        Default("epochs", 100, "small sets of images need many passes"),
+    )
 
     def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
 from stoker.errors import InputError
-from stoker.recipes.contract import Job, Tensors
+from stoker.recipes.contract import Default, Job, Tensors
 from stoker.recipes.gate import gate_notes, quality_gate
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.scaling import RobustScale, fit_robust, training_rows
@@ -159,6 +159,11 @@ class TabularRecipe:
     """Builds tabular jobs; meets `Recipe`."""
 
     name: str = "tabular"
+    defaults: ClassVar[tuple[Default, ...]] = (
+        Default("learning_rate", 1e-4, "for reference_batch samples per update"),
+        Default("batch_size", 1024, "small rows leave a GPU idle in small batches"),
+        Default("epochs", 20, "enough for a table of a million rows"),
+    )
 
     def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""
