@@ -12,6 +12,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import stoker
 from stoker.config import (
     Config,
     check_config,
@@ -29,7 +30,7 @@ from stoker.config.tree import default_of, key_schemas
 from stoker.errors import ConfigError
 from stoker.units import GIB
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(stoker.__file__).parent / "configs"
 RAM = "data.memory_efficient_mode.ram_32gb_mode"
 AUGMENT_ON = {"training.use_gpu_augmentation": True}
 WORKERS = {"data.num_workers": 3}

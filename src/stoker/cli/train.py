@@ -38,7 +38,7 @@ DeviceOption = Annotated[
 def train(
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="The YAML file, such as configs/forex.yaml.", show_default=False),
+        typer.Option("--config", help="The YAML file, or the name of a shipped one: forex.", show_default=False),
     ] = None,
     overrides: SetOption = None,
     store: StoreOption = None,
@@ -184,7 +184,7 @@ def _pack_spectra(
         raise InputError(
             f"--msp or --mol-dir was given; the recipe is {settings.recipe}, the store {settings.store}.",
             "the recipe massspec or massspec-teacher, with a store to pack into",
-            "stoker train --config configs/massspec.yaml --msp LIBRARY.msp --mol-dir MOLS",
+            "stoker train --config massspec --msp LIBRARY.msp --mol-dir MOLS",
         )
     if msp is None:
         raise InputError(

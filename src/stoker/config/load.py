@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from stoker.config.resolve import as_error, find_clashes
+from stoker.config.shipped import find_config, shipped_configs
 from stoker.config.tree import Config, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import Document, Dumper, Place, Problem, decode, read_yaml
 from stoker.display import command, quoted
@@ -36,7 +37,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read and check a config file.
 
     Args:
-        path: The YAML file; an empty one gives the defaults.
+        path: The YAML file, or the name of a shipped one, such as "forex"; an empty file gives the defaults.
         overrides: `key=value` texts that replace what the file says, checked the same way.
 
     Raises:
@@ -64,13 +65,14 @@ def check_config(
     Raises:
         ConfigError: When there is no such file or it cannot be opened.
     """
+    path = find_config(path)
     try:
-        text = decode(Path(path).read_bytes(), str(path))
+        text = decode(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigError(
             f"config {str(path)!r} cannot be read: {error.strerror}.",
-            "a readable YAML file",
-            command("ls", "-l", Path(path).parent),
+            f"a readable YAML file, or one of {', '.join(shipped_configs())}",
+            command("ls", "-l", path.parent),
         ) from error
     if isinstance(text, Problem):
         return None, [text]

@@ -3,7 +3,7 @@
 Enters: a `Config`. Leaves: frozen `Settings`; every value names the key and line it comes
 from, and every written key that lost, or that a job does not read, is a note. Costs microseconds; pure.
 
-Who wins when several keys answer the same question (S1-7; docs/config.md has the why):
+Who wins when several keys answer the same question (docs/config.md has the why):
 `--set` before the file; then the most specific section:
 training.student_distill > training > data.memory_efficient_mode.ram_32gb_mode > data >
 gpu_optimization > default. Two names at one rank that disagree are an error.
@@ -386,7 +386,7 @@ def _settle_memory(answers: _Answers) -> None:
         values["lazy_loading"], origins["lazy_loading"] = False, origins["memory_efficient"]
     del origins["memory_efficient"]
     if values["chunk_bytes"] is not None:
-        # The document says GB and computes 1024**3 (S0-5, bug l): the key means GiB.
+        # Memory is binary here, whatever the key is called.
         values["chunk_bytes"] = int(values["chunk_bytes"] * GIB)
     if not values["use_chunk_loader"] and "chunk_bytes" in answers.winners:
         answers.ignore(f"{GPU}.chunk_size_gb", answers.say(f"{GPU}.use_chunk_loader"))
@@ -408,7 +408,7 @@ def _settle_workers(answers: _Answers) -> None:
                 how = "with" if workers else "without"
                 origins[question] = Origin(default=f"default {how} workers")
         elif values[question] and not workers:
-            # torch's DataLoader raises ValueError here, far from the file (S0-12).
+            # torch's DataLoader raises ValueError here, far from the file.
             key = answers.winners[question]
             says = f"{json.dumps(values[question])} needs workers, and num_workers is 0"
             says += f" by {origins['num_workers']}"

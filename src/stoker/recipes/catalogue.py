@@ -108,7 +108,7 @@ def choose_recipe(settings: Settings) -> Chosen:
         raise ConfigError(
             "the config names no recipe.",
             ", ".join(RECIPES),
-            "stoker train --config configs/forex.yaml, or --set recipe.name=forex",
+            "stoker train --config forex --store STORE, or stoker config init forex my.yaml",
         )
     entry = RECIPES[settings.recipe]
     settings = with_defaults(settings, entry.recipe)

@@ -111,7 +111,7 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
         raise InputError(
             f"{path} is a checkpoint of {found}.",
             f"one of a run of {recipe or 'stoker train'}",
-            f"stoker train --config configs/{recipe or 'forex'}.yaml",
+            f"stoker train --config {(recipe or 'forex').removesuffix('-teacher')}",
         )
     chosen = restore(identity["recipe"], identity["options"])
     made = rebuild(chosen, identity["facts"])
