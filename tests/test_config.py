@@ -1,4 +1,4 @@
-"""Config files: every key has an effect, every mistake has a line, every default a source."""
+"""Config files: every key is an answer, every mistake has a line, every default a source."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ RAM = "data.memory_efficient_mode.ram_32gb_mode"
 AUGMENT_ON = {"training.use_gpu_augmentation": True}
 WORKERS = {"data.num_workers": 3}
 
-# Every leaf, the fields of Settings it changes, and what else must be written for that.
+# Every leaf, the fields of Settings it changes, and what else must be written for that. What a job then
+# does is in test_config_effects.py.
 EFFECTS: dict[str, tuple[set[str], dict[str, object]]] = {
     "gpu_optimization.use_chunk_loader": ({"use_chunk_loader"}, {}),
     "gpu_optimization.chunk_size_gb": ({"chunk_bytes"}, {}),
@@ -176,7 +177,7 @@ def test_effects_cover_every_leaf_of_the_schema():
 
 
 @pytest.mark.parametrize("key", EFFECTS)
-def test_every_key_has_its_effect(key):
+def test_every_key_answers_its_question(key):
     fields, context = EFFECTS[key]
     before = resolve(parse_config(nested(context)))
     toggled = parse_config(nested(context | {key: another_value(LEAVES[key])}))

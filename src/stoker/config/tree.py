@@ -197,7 +197,11 @@ class Training(Section):
     gradient_accumulation_steps: Accumulation = 1
     use_amp: UseAmp = True
     use_gpu_augmentation: Annotated[
-        bool, _key("Augment on the GPU, as the section gpu_augmentation says.")
+        bool,
+        _key(
+            "Augment on the GPU, as the section gpu_augmentation says. Unless written, the recipe decides: "
+            "segmentation does."
+        ),
     ] = False
     epochs: Annotated[
         int,

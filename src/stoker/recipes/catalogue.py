@@ -216,7 +216,8 @@ def _augmentation(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any
 def _idle_keys(settings: Settings, options: Any, teacher: str | None) -> list[str]:
     """Return notes on keys that this recipe, with these options, does not read."""
     notes = []
-    stage = [origin for origin in settings.origins.values() if origin.key.startswith(DISTILL)]
+    origins = [settings.origins[name] for name in ("batch_size", "accumulation_steps")]
+    stage = [origin for origin in origins if origin.key.startswith(f"{DISTILL}.")]
     if stage and teacher is None:
         said = "; ".join(map(str, stage))
         notes.append(f"{said}: counts for the whole training, no teacher is named")
