@@ -19,7 +19,7 @@ from stoker.config import parse_config, resolve
 from stoker.config.resolve import QUESTIONS
 from stoker.config.tree import key_schemas
 from stoker.errors import ConfigError
-from stoker.recipes.catalogue import RECIPES
+from stoker.recipes.registry import find_recipe, ready_recipes
 from test_config import configs, legal, nested
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,9 +119,9 @@ def test_a_question_has_one_home_and_names_lead_there():
 def test_options_that_are_taken_over_are_options_of_their_recipe():
     from dataclasses import fields
 
-    assert set(RECIPE_OPTIONS) == set(RECIPES)
+    assert set(RECIPE_OPTIONS) == set(ready_recipes())
     for recipe, names in RECIPE_OPTIONS.items():
-        known = {entry.name for entry in fields(RECIPES[recipe].options)}
+        known = {entry.name for entry in fields(find_recipe(recipe).Options)}
         assert set(names.values()) <= known, recipe
 
 

@@ -473,7 +473,7 @@ def test_options_without_a_recipe_have_no_effect():
 @pytest.mark.parametrize(
     ("text", "override", "said"),
     [
-        ("recipe: {name: forx}", "", "forex"),
+        ("recipe: {name: ''}", "", "text"),
         ("recipe: {options: 5}", "", "a section of names and values"),
         ("recipe: {options: [a]}", "", "a list"),
         ("recipe: {options: {d: 010}}", "", "base 8"),

@@ -108,7 +108,7 @@ def _describe(run) -> dict[str, object]:
     about |= asdict(settings)
     weights = [tensor.numpy().tobytes() for tensor in model.state_dict().values()]
     about["weights"] = xxhash.xxh3_64_hexdigest(b"".join(weights))
-    columns = run.store.fields["features"].shape[-1] if run.job.name == "tabular" else 0
+    columns = run.store.fields["features"].shape[-1] if run.chosen.recipe.name == "tabular" else 0
     about["outputs"] = model.eval()(torch.full((2, columns), 1e3)).tolist() if columns else None
     about["rate"] = [group["initial_lr"] for group in optimizer.param_groups]
     rates = []
@@ -119,7 +119,11 @@ def _describe(run) -> dict[str, object]:
     about["rates"] = rates
     drawn = run.drawn_augmentation
     about["drawn"] = None if drawn is None else repr([vars(op) for op in run.job.augmentation.ops])
-    return about | {"store": str(run.store.path), "folder": str(run.folder), "job": run.job.name}
+    return about | {
+        "store": str(run.store.path),
+        "folder": str(run.folder),
+        "job": run.chosen.recipe.name,
+    }
 
 
 def _small(recipe: str) -> dict[str, object]:

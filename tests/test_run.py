@@ -12,7 +12,8 @@ import pytest
 from run_makers import OPTIONS, dirty_table, make_store, settings_for
 from stoker.config import parse_config, resolve
 from stoker.errors import ConfigError, InputError
-from stoker.recipes.catalogue import RECIPES, choose_recipe
+from stoker.recipes.catalogue import choose_recipe
+from stoker.recipes.registry import find_recipe
 from stoker.recipes.run import (
     as_json,
     fingerprint,
@@ -111,8 +112,7 @@ def test_the_test_samples_are_judged_by_the_best_weights(stores, tmp_path):
 
     store = stores("tabular")
     run = run_recipe(settings_for("tabular", store.path, tmp_path / "run"), device="cpu")
-    options = choose_recipe(settings_for("tabular", store.path, tmp_path)).plain
-    job = RECIPES["tabular"].recipe.make_job(store, options, 0)
+    job = choose_recipe(settings_for("tabular", store.path, tmp_path)).make_job(store, 0)
     job.model.load_state_dict(load_checkpoint(run.best).state["model"])
     by_hand = judge_job(job, store, job.model, 50, split="test")
     assert by_hand["accuracy"] == run.test["accuracy"]
@@ -225,7 +225,7 @@ def test_chunks_are_used_when_asked_for(stores, tmp_path):
 
 
 def run_samples(store):
-    return RECIPES["tabular"].recipe.make_job(store, {}, 0).samples["train"]
+    return find_recipe("tabular").make_job(store, {}, 0).samples["train"]
 
 
 def test_augmentation_follows_the_config(stores, tmp_path):
@@ -297,6 +297,8 @@ def test_folder_of_a_run():
     ("text", "words"),
     [
         ("training: {}", ["the config names no recipe", "forex, massspec", "--config"]),
+        ("recipe: {name: forx}", ["f.yaml:1:10 recipe.name", "no recipe 'forx'", "Try: forex"]),
+        ("recipe: {name: 'no.module:Here'}", ["f.yaml:1:10 recipe.name", "no module 'no'"]),
         (
             "recipe:\n  name: forex\n  options:\n    d_modle: 64\n    layrs: 2",
             ["2 problems", "f.yaml:4:5 recipe.options.d_modle", "has no option 'd_modle'",
@@ -323,7 +325,7 @@ def test_folder_of_a_run():
             "recipe: {name: segmentation, options: {augmentation: strong}}\ntraining: {use_gpu_augmentation: false}",
             ["'strong' disagrees with 'none' by training.use_gpu_augmentation (f.yaml:2:12)"],
         ),
-        ("recipe: {name: massspec, options: {teacher: 5}}", ["5 is no path", "massspec-teacher"]),
+        ("recipe: {name: massspec, options: {teacher: 5}}", ["f.yaml:1:36 recipe.options.teacher", "a text or null"]),
         ("recipe: {name: massspec-teacher, options: {teacher: x}}", ["has no option 'teacher'"]),
     ],
 )  # fmt: skip
@@ -368,8 +370,8 @@ def test_keys_without_effect_are_noted():
     text = "recipe: {name: forex}\ndata: {num_workers: 4}\ntraining: {init_gain: 0.5, use_gpu_augmentation: true}"
     notes = choose_recipe(resolve(parse_config(text, "f.yaml"))).noted_settings.notes
     assert any("data.num_workers: 4 (f.yaml:2:8) has no effect" in note for note in notes)
-    assert any("training.init_gain (f.yaml:3:12): no effect" in note for note in notes)
-    assert any("there are no images" in note for note in notes)
+    both = "training.init_gain (f.yaml:3:12); training.use_gpu_augmentation (f.yaml:3:28)"
+    assert f"{both}: no effect, the recipe forex does not use it" in notes
     assert choose_recipe(resolve(parse_config("recipe: {name: forex}"))).notes == ()
 
 

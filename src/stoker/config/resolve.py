@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from stoker.config.tree import Config, Precision, RecipeName, default_of
+from stoker.config.tree import Config, Precision, default_of
 from stoker.config.yaml_lines import Place, Problem
 from stoker.errors import ConfigError
 from stoker.units import GIB
@@ -179,7 +179,7 @@ class Settings:
         empty_cache_every_n_batches: 0 is never.
         empty_cache_every_n_epochs: 0 is never.
         log_gpu_stats_every_n_batches: 0 is never.
-        recipe: Name of the ready job; None when the config is for something else.
+        recipe: Name of a ready job, or `package.module:Class`; None when the config is for something else.
         store: What it trains on; None leaves it to the command line.
         recipe_options: As written; the recipe checks them.
         run_dir: Folder of the run; None is runs/ and the recipe's name.
@@ -226,7 +226,7 @@ class Settings:
     empty_cache_every_n_batches: int
     empty_cache_every_n_epochs: int
     log_gpu_stats_every_n_batches: int
-    recipe: RecipeName | None
+    recipe: str | None
     store: str | None
     recipe_options: Mapping[str, Any] = field(hash=False)
     run_dir: str | None

@@ -200,7 +200,7 @@ class Training(Section):
         bool,
         _key(
             "Augment on the GPU, as the section gpu_augmentation says. Unless written, the recipe decides: "
-            "segmentation does."
+            "those of images do."
         ),
     ] = False
     epochs: Annotated[
@@ -320,14 +320,16 @@ class GpuAugmentation(Section):
     saturation: Annotated[Jitter, _key("Stretch colours by a factor within 1 ± this.")] = 0.1
 
 
-RecipeName = Literal["forex", "massspec", "massspec-teacher", "segmentation", "tabular"]
-
-
 class Recipe(Section):
     """Which job `stoker train` does, on which data (docs/training.md)."""
 
     name: Annotated[
-        RecipeName | None, _key("The ready job. null: this file is not for `stoker train`.")
+        str | None,
+        _key(
+            "A ready job by name, or package.module:Class of your own (docs/extending.md). "
+            "null: this file is not for `stoker train`.",
+            min_length=1,
+        ),
     ] = None
     store: Annotated[
         str | None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from stoker.errors import InputError
@@ -16,22 +16,26 @@ from stoker.errors import InputError
 T = TypeVar("T")
 
 
-def parse_options(kind: type[T], given: Mapping[str, Any], recipe: str) -> T:
+def parse_options(kind: type[T], given: T | Mapping[str, Any], recipe: str) -> T:
     """Return the options; a name that is not there or a value of another type is refused.
 
     Args:
         kind: A frozen dataclass whose fields are bool, int, float, str, Literal, tuples or None.
-        given: Plain values, as YAML or `--set` gives them; lists stand for tuples.
+        given: Plain values, as YAML or `--set` gives them; lists stand for tuples. An instance is
+            returned as it is.
         recipe: Its name, for the message.
     """
+    if isinstance(given, kind):
+        return given
+    assert isinstance(given, Mapping)
     hints = get_type_hints(kind)
-    known = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+    known = {entry.name: entry.default for entry in fields(kind)}  # type: ignore[arg-type]
     unknown = [name for name in given if name not in known]
     if unknown:
         raise InputError(
             f"the recipe {recipe!r} has no option {', '.join(map(repr, unknown))}.",
-            ", ".join(known),
-            f"docs/recipes/{recipe}.md lists them",
+            ", ".join(known) or "no options",
+            f"leave {unknown[0]} out",
         )
     values = {}
     for name, value in given.items():
@@ -41,9 +45,16 @@ def parse_options(kind: type[T], given: Mapping[str, Any], recipe: str) -> T:
             raise InputError(
                 f"the option {name!r} of the recipe {recipe!r} is {value!r}.",
                 _spell(hints[name]),
-                f"{name}={getattr(kind, name)!r}, its default",
+                f"leave {name} out"
+                if known[name] is MISSING
+                else f"{name}={known[name]!r}, its default",
             ) from None
-    return kind(**values)
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise InputError(
+            f"the options of the recipe {recipe!r}: {error}.", "", "recipe.options in the config"
+        ) from error
 
 
 def require(holds: bool, name: str, value: object, allowed: str, fix: str) -> None:

@@ -223,7 +223,7 @@ class _Work:
     def _find_option(self, path: KeyPath) -> str | None:
         if self.recipe is None or not _is_about_training(path):
             return None
-        return RECIPE_OPTIONS[self.recipe].get(path[-1].lower())
+        return RECIPE_OPTIONS.get(self.recipe, {}).get(path[-1].lower())
 
     def _find_reason(self, path: KeyPath) -> str:
         name = path[-1].lower()
