@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -413,12 +414,48 @@ gpu_augmentation: {horizontal_flip_prob: 0.25}
 
 def test_keys_without_effect_are_noted():
     text = "recipe: {name: forex}\ndata: {num_workers: 4}\ntraining: {init_gain: 0.5, use_gpu_augmentation: true}"
-    notes = choose_recipe(resolve(parse_config(text, "f.yaml"))).notes
-    assert any("data.num_workers (f.yaml:2:8)" in note for note in notes)
+    notes = choose_recipe(resolve(parse_config(text, "f.yaml"))).noted_settings.notes
+    assert any("data.num_workers: 4 (f.yaml:2:8) has no effect" in note for note in notes)
     both = "training.init_gain (f.yaml:3:12); training.use_gpu_augmentation (f.yaml:3:28)"
     assert f"{both}: no effect, the recipe forex does not use it" in notes
-    plain = choose_recipe(resolve(parse_config("recipe: {name: forex}"))).notes
-    assert not any("no effect" in note for note in plain)
+    assert choose_recipe(resolve(parse_config("recipe: {name: forex}"))).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"), [("massspec", 1e-3), ("massspec-teacher", 1e-3), ("segmentation", 8e-4), ("forex", 1e-3)]
+)  # fmt: skip
+def test_a_config_without_a_rate_has_the_recipes(name, rate):
+    settings = choose_recipe(resolve(parse_config(f"recipe: {{name: {name}}}"))).settings
+    assert settings.learning_rate == rate
+    assert settings.is_default("learning_rate")
+    assert settings.reasons["learning_rate"].startswith("the recipe's default, ")
+    again = choose_recipe(replace(settings, batch_size=7)).settings
+    assert again.batch_size == 7, "what a tuner has changed is not filled in again"
+
+
+def test_a_run_trains_with_the_recipes_rate_and_says_where_it_comes_from(tmp_path):
+    store = make_store("tabular", tmp_path / "store")
+    text = (
+        f"recipe: {{name: tabular, store: {store.path}, options: {{hidden: [4], lr_rule: none}}}}\n"
+    )
+    text += f"training: {{epochs: 1, batch_size: 64}}\nrun: {{dir: {tmp_path / 'run'}}}\n"
+    with open_run(resolve(parse_config(text, "f.yaml")), device="cpu") as run:
+        loader = run.make_train_loader()
+        trainer = run.make_trainer(loader, None, Told(), run_dir=None)
+        assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {1e-4}
+        notes = run._notes(loader)
+        assert (
+            "learning rate 0.0001: the recipe's default, for reference_batch samples per update"
+            in notes
+        )
+        assert "batch size 64: training.batch_size (f.yaml:2:23)" in notes
+        assert "epochs 1: training.epochs (f.yaml:2:12)" in notes
+        assert "precision auto: default" in notes
+        loader.close()
+    other = open_run(resolve(parse_config(text.replace("epochs: 1", "lr: 3e-2"))), device="cpu")
+    with other as run, run.make_train_loader() as loader:
+        trainer = run.make_trainer(loader, None, Told(), run_dir=None)
+        assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {3e-2}
 
 
 def test_a_run_needs_a_store(tmp_path):

@@ -56,7 +56,7 @@ def check(file: FileArgument, overrides: SetOption = None, as_json: JsonOption =
         # Costs the import of torch, and finds what would otherwise end a run at its start.
         from stoker.recipes.catalogue import choose_recipe
 
-        choose_recipe(settings)
+        settings = choose_recipe(settings).noted_settings
     if as_json:
         _print_json({"ok": True, "problems": [], **settings.to_json()})
     else:

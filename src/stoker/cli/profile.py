@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def profile(
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="The YAML file of the job.", show_default=False),
+        typer.Option("--config", help="The YAML file of the job, or the name of a shipped one.", show_default=False),
     ] = None,
     out: Annotated[
         Path, typer.Option("--out", help="The chrome trace; .json.gz is compressed.")

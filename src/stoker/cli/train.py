@@ -38,7 +38,7 @@ DeviceOption = Annotated[
 def train(
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="The YAML file of the job.", show_default=False),
+        typer.Option("--config", help="The YAML file of the job, or the name of a shipped one.", show_default=False),
     ] = None,
     overrides: SetOption = None,
     store: StoreOption = None,
@@ -156,8 +156,6 @@ def _train_in_processes(
 def _settle(
     config: Path | None, overrides: list[str], store: Path | None, run_dir: Path | None
 ) -> Settings:
-    from dataclasses import replace
-
     from stoker.address import as_url
     from stoker.config import load_config, parse_config, resolve
 
@@ -165,13 +163,10 @@ def _settle(
         parse_config("", overrides=overrides) if config is None else load_config(config, overrides)
     )
     settings = resolve(read)
-    reasons = dict(settings.reasons)
     if store is not None:
-        named = as_url(store) or str(store)
-        settings = replace(settings, store=named, reasons=reasons | {"store": "--store"})
+        settings = settings.told("store", as_url(store) or str(store), "--store")
     if run_dir is not None:
-        reasons = dict(settings.reasons) | {"run_dir": "--run-dir"}
-        settings = replace(settings, run_dir=str(run_dir), reasons=reasons)
+        settings = settings.told("run_dir", str(run_dir), "--run-dir")
     return settings
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def tune(
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="The YAML file of the job.", show_default=False),
+        typer.Option("--config", help="The YAML file of the job, or the name of a shipped one.", show_default=False),
     ] = None,
     overrides: SetOption = None,
     store: StoreOption = None,

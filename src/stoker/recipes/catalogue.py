@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from stoker.config import Place, Problem, Settings
+from stoker.config import Place, Problem, Settings, shipped_configs
 from stoker.config.resolve import as_error
 from stoker.errors import ConfigError, InputError
 from stoker.loader.splits import SplitName
@@ -31,15 +31,6 @@ from stoker.store.reader import Store
 SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 # Settings that a recipe reads only where it says so in `uses`.
 _OPTIONAL = ("init_gain", "output_bound", "output_bound_mode", "augmentation")
-_IDLE = (
-    "num_workers",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory",
-    "lazy_loading",
-    "lazy_cache_dir",
-    "precompute_graphs",
-)
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,7 @@ class Chosen:
         recipe: Makes the job.
         options: An instance of its options, defaults included.
         settings: Of the config, with the recipe's defaults; None for a checkpoint.
-        notes: Keys of the config that have no effect here, and defaults of the recipe.
+        notes: Keys of the config that have no effect here, and why.
     """
 
     key: str
@@ -59,6 +50,12 @@ class Chosen:
     options: Any
     settings: Settings | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def noted_settings(self) -> Settings:
+        """The settings, with the recipe's notes among theirs."""
+        assert self.settings is not None  # only a checkpoint's recipe has none
+        return replace(self.settings, notes=(*self.settings.notes, *self.notes))
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -127,7 +124,8 @@ def choose_recipe(settings: Settings) -> Chosen:
         raise ConfigError(
             "the config names no recipe.",
             f"{', '.join(ready)}, or {OWN}",
-            f"--set recipe.name={next(iter(ready))}, or a --config that names one",
+            f"stoker train --config {next(iter(shipped_configs()))} --store STORE, or stoker config init "
+            f"{next(iter(ready))} my.yaml",
         )
     try:
         recipe = find_recipe(settings.recipe)
@@ -135,7 +133,7 @@ def choose_recipe(settings: Settings) -> Chosen:
         raise ConfigError(
             f"{_where(settings, 'recipe')}: {error.given}", error.allowed, error.fix, error.details
         ) from error
-    settings, notes = _with_defaults(settings, recipe)
+    settings = with_defaults(settings, recipe)
     given = dict(settings.recipe_options)
     _refuse_unknown(settings, given, [entry.name for entry in fields(recipe.Options)])
     with blamed(recipe, "from_settings"):
@@ -149,27 +147,22 @@ def choose_recipe(settings: Settings) -> Chosen:
         raise ConfigError(
             f"{_where(settings, named)}: {error.given}", error.allowed, error.fix
         ) from error
-    notes += _idle_keys(settings, recipe)
-    return Chosen(str(settings.recipe), recipe, options, settings, tuple(notes))
+    notes = tuple(_idle_keys(settings, recipe, options))
+    return Chosen(str(settings.recipe), recipe, options, settings, notes)
 
 
-def _with_defaults(settings: Settings, recipe: Recipe) -> tuple[Settings, list[str]]:
-    """Return settings with the recipe's value for each that nobody wrote, and what was filled in."""
-    filled = {each.setting: each for each in recipe.defaults if settings.is_default(each.setting)}
-    reasons = {
-        name: f"default of the recipe {recipe.name}: {each.reason}" for name, each in filled.items()
-    }
-    values: dict[str, Any] = {name: each.value for name, each in filled.items()}
-    notes = [f"{name} {value:g}: {reasons[name]}" for name, value in values.items()]
-    return replace(settings, **values, reasons={**settings.reasons, **reasons}), notes
+def with_defaults(settings: Settings, recipe: Recipe) -> Settings:
+    """Return settings with the recipe's value for each that nobody wrote."""
+    return settings.with_recipe_defaults(
+        {each.setting: (each.value, each.reason) for each in recipe.defaults}
+    )
 
 
 def _where(settings: Settings, option: str | None) -> str:
     """Return `file:line:column key`, as far as it is known."""
     asked = (f"recipe_options.{option}", option or "", "recipe_options")
-    reason = next((settings.reasons[name] for name in asked if name in settings.reasons), "")
-    key, _, place = reason.removesuffix(")").partition(" (")
-    return f"{place} {key}".strip()
+    origin = next((settings.origins[name] for name in asked if name in settings.origins), None)
+    return "" if origin is None else f"{origin.place or ''} {origin.key}".strip()
 
 
 def _refuse_unknown(settings: Settings, given: Mapping[str, Any], known: list[str]) -> None:
@@ -204,12 +197,10 @@ def _refuse_disagreement(
             )
 
 
-def _idle_keys(settings: Settings, recipe: Recipe) -> list[str]:
-    notes = []
-    idle = [settings.reasons[name] for name in _IDLE if not settings.is_default(name)]
-    if idle:
-        why = "the loader reads the store with threads of this process, through pinned memory"
-        notes.append(f"{'; '.join(dict.fromkeys(idle))}: no effect here, {why}")
+def _idle_keys(settings: Settings, recipe: Recipe, options: Any) -> list[str]:
+    """Return notes on keys that this recipe, with these options, does not read."""
+    with blamed(recipe, "note_settings"):
+        notes = list(recipe.note_settings(settings, options))
     unused = [
         settings.reasons[name]
         for name in _OPTIONAL

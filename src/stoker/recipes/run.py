@@ -21,6 +21,7 @@ from stoker.address import as_url
 from stoker.augment import Compose
 from stoker.augment.ops import Normalize, ToDtype
 from stoker.config import Settings
+from stoker.config.resolve import describe_choices
 from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.loader.gather import Augments
@@ -29,7 +30,7 @@ from stoker.loader.splits import draw_samples
 from stoker.machine import probe
 from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan, store_facts
 from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
-from stoker.recipes.catalogue import Chosen, choose_recipe
+from stoker.recipes.catalogue import Chosen, choose_recipe, with_defaults
 from stoker.recipes.contract import Job
 from stoker.recipes.inference import LOG_NAME, STORE_NOTE
 from stoker.recipes.registry import blamed
@@ -274,6 +275,7 @@ class Run:
 
     def with_settings(self, settings: Settings) -> Run:
         """Return the same job under settings that do not change it: batch, precision, capture, chunks."""
+        settings = with_defaults(settings, self.chosen.recipe)
         return Run(settings, self.chosen, self.store, self.job, self.folder, self.device, self.told)
 
     def train(self, resume: bool) -> History:
@@ -463,6 +465,7 @@ class Run:
         return [
             f"recipe {chosen.recipe.name} on {self.device}",
             f"{STORE_NOTE}{as_url(self.store.name) or self.store.path.resolve()}",
+            *describe_choices(settings),
             *self.job.notes,
             *self._rank_notes(),
             f"data {train.reason}",
@@ -483,9 +486,9 @@ class Run:
     def _write_setup(self, train: Loader) -> None:
         """Write what the run is made of into its log: config, plan and machine."""
         settings = asdict(self.settings)
-        reasons = settings.pop("reasons")
+        del settings["origins"]
         with RunLock(self.folder), RunLog(self.folder / LOG_NAME) as log:
-            log.write("config", {"settings": settings, "reasons": reasons})
+            log.write("config", {"settings": settings, "reasons": self.settings.reasons})
             log.write("plan", train.plan.to_json())
             log.write("machine", probe(self.store.path).to_json())
 

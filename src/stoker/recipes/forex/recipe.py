@@ -157,7 +157,7 @@ class ForexRecipe(Recipe):
     pack_command = "stoker pack bars --help"
     defaults = (
         Default("learning_rate", 1e-3, "AdamW, rising for 5 % of the updates, then half a cosine"),
-        Default("epochs", 20, "what configs/forex.yaml trains"),
+        Default("epochs", 20, "as in the config that ships"),
     )
 
     def make_job(self, store: Store, options: ForexOptions | Mapping[str, Any], seed: int) -> Job:
@@ -206,6 +206,14 @@ class ForexRecipe(Recipe):
         """Return a lane for each sample of the batch, where the state is carried."""
         is_asked = bool(given.get("stateful")) and "lanes" not in given
         return {"lanes": settings.batch_size} if is_asked else {}
+
+    def note_settings(self, settings: Settings, options: ForexOptions) -> list[str]:
+        """Return a note on chunks where the state is carried: lanes are resident or streamed."""
+        asked = ("use_chunk_loader", "chunk_bytes") if options.stateful else ()
+        written = [settings.reasons[name] for name in asked if not settings.is_default(name)]
+        if not written:
+            return []
+        return [f"{'; '.join(written)}: no effect, a stateful model walks over lanes"]
 
     def describe(self, job: Job) -> dict[str, Any]:
         """Return the timeframes, their columns, and whose state is carried."""

@@ -166,8 +166,8 @@ class SegmentationRecipe(Recipe):
         Default(
             "learning_rate", LEARNING_RATE, "AdamW, rising for warmup_epochs, then half a cosine"
         ),
-        Default("epochs", 100, "what configs/segmentation.yaml trains"),
-        Default("batch_size", 32, "what configs/segmentation.yaml trains"),
+        Default("epochs", 100, "as in the config that ships"),
+        Default("batch_size", 32, "as in the config that ships"),
     )
     uses = ("augmentation",)
     transient = ("epochs",)

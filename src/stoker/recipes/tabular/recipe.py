@@ -164,7 +164,7 @@ class TabularRecipe(Recipe):
     pack_command = "stoker pack table --help"
     defaults = (
         Default("learning_rate", 1e-4, "AdamW, for reference_batch samples per update"),
-        Default("epochs", 20, "what configs/tabular.yaml trains"),
+        Default("epochs", 20, "as in the config that ships"),
     )
     uses = ("init_gain", "output_bound", "output_bound_mode")
 
