@@ -399,7 +399,7 @@ def test_a_run_trains_with_the_recipes_rate_and_says_where_it_comes_from(tmp_pat
         assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {1e-4}
         notes = run._notes(loader)
         assert (
-            "learning rate 0.0001: the recipe's default, for reference_batch samples per update"
+            "learning rate 0.0001: the recipe's default, AdamW, for reference_batch samples per update"
             in notes
         )
         assert "batch size 64: training.batch_size (f.yaml:2:23)" in notes
