@@ -84,10 +84,7 @@ def test_the_recipe_of_the_page_is_short_and_goes_all_the_way(here):
     type_in(pack)
     first = json.loads(type_in(f"{train} --device cpu --json"))
     assert (first["recipe"], len(first["epochs"])) == ("autoencoder", 2)
-    assert any(
-        note == "learning_rate 0.001: default of the recipe autoencoder: Adam's usual rate"
-        for note in first["notes"]
-    )
+    assert "learning rate 0.001: the recipe's default, Adam's usual rate" in first["notes"]
     again = json.loads(type_in(f"{resume} --device cpu --json"))
     assert len(again["epochs"]) == 1
     assert again["test"]["loss"] < first["epochs"][0]["train_loss"]
@@ -107,6 +104,7 @@ def test_every_other_verb_takes_it(packed):
     assert "my_recipes:Autoencoder" in type_in("stoker config check job.yaml")
     noted = choose_recipe(resolve(parse_config(Path("job.yaml").read_text(), "job.yaml"))).notes
     assert any("training.init_gain" in note and "does not use it" in note for note in noted)
+    assert "code: 4" in type_in("stoker config init my_recipes:Autoencoder")
     type_in("stoker train --config job.yaml --device cpu")
     type_in("stoker report run")
     assert "my_recipes:Autoencoder" in Path("run/report.html").read_text()

@@ -311,28 +311,6 @@ data: {memory_efficient_mode: {ram_32gb_mode: {empty_cache_frequency: 8}}}
     assert same == {"leak_bytes"}, "a setting that no key changes"
 
 
-def test_a_recipe_has_its_own_defaults_and_says_so(stores, tmp_path):
-    text = (
-        f"recipe: {{name: tabular, store: {stores('tabular').path}}}\ntraining: {{batch_size: 7}}"
-    )
-    with open_run(resolve(parse_config(text)), device="cpu") as run:
-        assert (run.settings.learning_rate, run.settings.epochs, run.settings.batch_size) == (
-            1e-4,
-            20,
-            7,
-        )
-        assert run.settings.is_default("epochs")
-        assert any(
-            note.startswith("epochs 20: default of the recipe tabular") for note in run.chosen.notes
-        )
-    rates = {"forex": 1e-3, "massspec": 1e-3, "massspec-teacher": 1e-3, "segmentation": 8e-4}
-    for name, rate in rates.items():
-        chosen = choose_recipe(resolve(parse_config(f"recipe: {{name: {name}}}")))
-        assert chosen.settings.learning_rate == rate
-        typed = resolve(parse_config(f"recipe: {{name: {name}}}\ntraining: {{lr: 0.5}}"))
-        assert choose_recipe(typed).settings.learning_rate == 0.5
-
-
 def test_folder_of_a_run():
     assert str(run_folder(resolve(parse_config("recipe: {name: forex}")))) == "runs/forex"
     assert str(run_folder(resolve(parse_config("recipe: {name: 'a.b:Mine'}")))) == "runs/Mine"
@@ -342,7 +320,7 @@ def test_folder_of_a_run():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("training: {}", ["the config names no recipe", "forex, massspec", "--config"]),
+        ("training: {}", ["the config names no recipe", "forex, massspec", "stoker config init"]),
         ("recipe: {name: forx}", ["f.yaml:1:10 recipe.name", "no recipe 'forx'", "Try: forex"]),
         ("recipe: {name: 'no.module:Here'}", ["f.yaml:1:10 recipe.name", "no module 'no'"]),
         (
@@ -445,7 +423,7 @@ def test_a_run_trains_with_the_recipes_rate_and_says_where_it_comes_from(tmp_pat
         assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {1e-4}
         notes = run._notes(loader)
         assert (
-            "learning rate 0.0001: the recipe's default, for reference_batch samples per update"
+            "learning rate 0.0001: the recipe's default, AdamW, for reference_batch samples per update"
             in notes
         )
         assert "batch size 64: training.batch_size (f.yaml:2:23)" in notes

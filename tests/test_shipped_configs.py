@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import tomllib
+from dataclasses import fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -13,8 +15,18 @@ import pytest
 
 from molecule_makers import mol_block, msp_record
 from stoker.cli.main import app
-from stoker.config import find_config, load_config, resolve, shipped_configs
+from stoker.config import (
+    AugmentationSettings,
+    find_config,
+    load_config,
+    parse_config,
+    resolve,
+    shipped_configs,
+)
 from stoker.config.shipped import FOLDER
+from stoker.errors import StokerError
+from stoker.recipes.catalogue import choose_recipe
+from stoker.recipes.registry import ready_recipes
 from test_bars import make_minutes, resample, write_bars
 from test_recipe_massspec import made_molecules
 from test_recipe_segmentation import TINY, made_shapes
@@ -62,6 +74,12 @@ def head_commands(name: str) -> list[str]:
     return re.findall(r"^#   (stoker .*)$", "\n".join(lines), re.M)
 
 
+def pack_once(command: str, store: Path) -> None:
+    if not store.exists():
+        words = shlex.split(command.replace(SIZES, "--size 32x32"))[1:]
+        app([*words, "--jobs", "1"], standalone_mode=False)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_each_can_be_trained_as_shipped_after_the_pack_command_in_its_head(
     name, folder, monkeypatch, capsys
@@ -71,9 +89,7 @@ def test_each_can_be_trained_as_shipped_after_the_pack_command_in_its_head(
     assert train == f"stoker train --config {name}"
     settings = resolve(load_config(name))
     assert f" {settings.store}" in pack
-    if not Path(settings.store).exists():
-        words = shlex.split(pack.replace(SIZES, "--size 32x32"))[1:]
-        app([*words, "--jobs", "1"], standalone_mode=False)
+    pack_once(pack, Path(settings.store))
     tiny = ["training.epochs=1", "data.memory_efficient_mode.ram_32gb_mode.max_training_samples=16"]
     tiny += [f"recipe.options.{text}" for text in SMALL[settings.recipe]]
     options = [word for text in tiny for word in ("--set", text)]
@@ -84,8 +100,57 @@ def test_each_can_be_trained_as_shipped_after_the_pack_command_in_its_head(
     assert list(Path(settings.run_dir).glob("*.pt"))
 
 
+def taken_in(text: str) -> str:
+    """Return the text with every default written out."""
+    return re.sub(r"^( *)#(\w+:)", r"\1\2", text, flags=re.M)
+
+
+@pytest.mark.parametrize("recipe", ready_recipes())
+def test_init_writes_a_complete_config_that_trains_as_it_is(
+    recipe, folder, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    app(["config", "init", recipe, "my.yaml"], standalone_mode=False)
+    text = Path("my.yaml").read_text()
+    app(["config", "check", "my.yaml"], standalone_mode=False)
+    told = capsys.readouterr()
+    assert "note:" not in told.out
+    assert "stoker train --config my.yaml" in told.err
+    # The defaults are true: written out, they come to the same settings and options.
+    plain = choose_recipe(resolve(parse_config(text)))
+    whole = choose_recipe(resolve(parse_config(taken_in(text))))
+    drawn = [] if recipe != "segmentation" else [item.name for item in fields(AugmentationSettings)]
+    one, other = plain.settings, whole.settings
+    assert replace(other, recipe_options={}, augmentation=None) == replace(one, recipe_options={})
+    for name, value in plain.plain.items():
+        assert name in drawn or whole.plain[name] == value
+    # Every option is there, or the key that says it.
+    names = set(re.findall(r"^ *#?(\w+):", text, re.M))
+    assert {entry.name for entry in fields(plain.recipe.Options)} <= names
+    with pytest.raises(StokerError, match="exists"):
+        app(["config", "init", recipe, "my.yaml"], standalone_mode=False)
+    # It trains, on the store of the shipped config.
+    small = recipe.removesuffix("-teacher")
+    source = folder / "stores" / small
+    with contextlib.chdir(folder):
+        pack_once(head_commands(small)[0], source)
+    Path("stores").mkdir()
+    Path("stores", recipe).symlink_to(source)
+    tiny = ["training.epochs=1", "data.memory_efficient_mode.ram_32gb_mode.max_training_samples=16"]
+    tiny += [f"recipe.options.{text}" for text in SMALL[small]]
+    options = [word for text in tiny for word in ("--set", text)]
+    app(["train", "--config", "my.yaml", "--device", "cpu", *options], standalone_mode=False)
+    assert f"{recipe}: best checkpoint against chance" in capsys.readouterr().out
+
+
+def test_init_of_no_recipe_is_refused(tmp_path):
+    with pytest.raises(StokerError, match="there is no recipe 'forx'") as caught:
+        app(["config", "init", "forx", str(tmp_path / "x.yaml")], standalone_mode=False)
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "x.yaml").exists()
+
+
 def test_low_memory_flips_and_does_nothing_else():
-    from stoker.recipes.catalogue import choose_recipe
     from stoker.recipes.segmentation.recipe import make_augmentation
 
     options = choose_recipe(resolve(load_config("segmentation_low_memory"))).options

@@ -49,7 +49,7 @@ def doctor(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="A job of stoker's own: its YAML file, or the name of a shipped one.", show_default=False),
+        typer.Option("--config", help="A job of stoker's own: its YAML file, or a shipped name.", show_default=False),
     ] = None,
     overrides: SetOption = None,
     store: StoreOption = None,

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from stoker.config import Place, Problem, Settings, shipped_configs
+from stoker.config import Place, Problem, Settings
 from stoker.config.resolve import as_error
+from stoker.display import command
 from stoker.errors import ConfigError, InputError
 from stoker.loader.splits import SplitName
 from stoker.recipes.contract import Job, Recipe
@@ -30,7 +31,7 @@ from stoker.store.reader import Store
 
 SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 # Settings that a recipe reads only where it says so in `uses`.
-_OPTIONAL = ("init_gain", "output_bound", "output_bound_mode", "augmentation")
+OPTIONAL = ("init_gain", "output_bound", "output_bound_mode", "augmentation")
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,7 @@ def choose_recipe(settings: Settings) -> Chosen:
         raise ConfigError(
             "the config names no recipe.",
             f"{', '.join(ready)}, or {OWN}",
-            f"stoker train --config {next(iter(shipped_configs()))} --store STORE, or stoker config init "
-            f"{next(iter(ready))} my.yaml",
+            command("stoker", "config", "init", next(iter(ready)), "my.yaml"),
         )
     try:
         recipe = find_recipe(settings.recipe)
@@ -203,7 +203,7 @@ def _idle_keys(settings: Settings, recipe: Recipe, options: Any) -> list[str]:
         notes = list(recipe.note_settings(settings, options))
     unused = [
         settings.reasons[name]
-        for name in _OPTIONAL
+        for name in OPTIONAL
         if name not in recipe.uses
         and not settings.is_default(name)
         and getattr(settings, name) is not None

@@ -44,7 +44,7 @@ def parse_options(kind: type[T], given: T | Mapping[str, Any], recipe: str) -> T
         except TypeError:
             raise InputError(
                 f"the option {name!r} of the recipe {recipe!r} is {value!r}.",
-                _spell(hints[name]),
+                spell_type(hints[name]),
                 f"leave {name} out"
                 if known[name] is MISSING
                 else f"{name}={known[name]!r}, its default",
@@ -102,16 +102,17 @@ def _plain(value: Any, hint: Any) -> Any:
     raise TypeError
 
 
-def _spell(hint: Any) -> str:
+def spell_type(hint: Any) -> str:
+    """Return what an annotation takes, in words."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(_spell(choice) for choice in get_args(hint))
+        return " or ".join(spell_type(choice) for choice in get_args(hint))
     if origin is Literal:
         return ", ".join(map(str, get_args(hint)))
     if origin is tuple:
         inner = get_args(hint)
         if inner[-1] is Ellipsis:
-            return f"a list of {_spell(inner[0])}"
-        return f"a list of {len(inner)} of {_spell(inner[0])}"
+            return f"a list of {spell_type(inner[0])}"
+        return f"a list of {len(inner)} of {spell_type(inner[0])}"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
     return names.get(hint, "null")
