@@ -11,13 +11,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import stoker
 from stoker.cli import config as config_cli
 from stoker.cli import machine as machine_cli
 from stoker.config import config_schema, load_config, parse_config, resolve
 from stoker.errors import ConfigError
 from stoker.machine import Gpu, probe
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(stoker.__file__).parent / "configs"
 BEST = str(CONFIGS / "segmentation_best.yaml")
 
 app = typer.Typer()
@@ -37,7 +38,20 @@ def test_check_prints_every_setting_with_its_origin():
     for name in settled.values():
         (line,) = [line for line in lines if line.startswith(f"{name} ")]
         assert settled.reasons[name] in line
-    assert any(f"{BEST}:4:3" in line for line in lines)
+    assert any(f"data.batch_size ({BEST}:9:3)" in line for line in lines)
+    (rate,) = [line for line in lines if line.startswith("learning_rate ")]
+    assert rate.split()[1] == "0.0008"
+    assert "the recipe's default" in rate
+
+
+def test_check_names_keys_that_no_job_reads():
+    stage = "training.student_distill.batch_size=4"
+    result = call("config", "check", "massspec", "--set", "data.pin_memory=false", "--set", stage,
+                  "--set", "training.init_gain=0.5")  # fmt: skip
+    notes = " ".join(line for line in result.stdout.splitlines() if line.startswith("note: "))
+    assert "data.pin_memory: false (--set) has no effect in `stoker train`: batches always" in notes
+    assert "training.init_gain (--set): no effect" in notes
+    assert "training.student_distill.batch_size (--set): counts for the whole training" in notes
 
 
 def test_check_prints_notes_and_takes_overrides():
@@ -48,19 +62,19 @@ def test_check_prints_notes_and_takes_overrides():
 
 
 def test_check_as_json():
-    result = call("config", "check", BEST, "--json", "--set", "data.num_workers=2")
+    result = call("config", "check", BEST, "--json", "--set", "data.batch_size=2")
     document = json.loads(result.stdout)
     assert document["ok"] is True
-    assert document["settings"]["num_workers"] == {
+    assert document["settings"]["batch_size"] == {
         "value": 2,
-        "reason": "data.num_workers (--set)",
+        "reason": "data.batch_size (--set)",
     }
     assert document["notes"] == []
 
 
 def test_check_of_a_bad_file(tmp_path):
     bad = tmp_path / "bad.yaml"
-    bad.write_text("training:\n  lr: 8e-4\ndata: {num_workers: 4-6}\n")
+    bad.write_text("training:\n  lr: '8e-4'\ndata: {num_workers: 4-6}\n")
     plain = call("config", "check", str(bad))
     assert isinstance(plain.exception, ConfigError)
     assert plain.stdout == ""
@@ -68,7 +82,7 @@ def test_check_of_a_bad_file(tmp_path):
     assert result.exit_code == 2
     first, second = json.loads(result.stdout)["problems"]
     assert (first["line"], first["column"], first["key"]) == (2, 3, "training.lr")
-    assert first["fix"] == "8.0e-4 or 0.0008"
+    assert first["fix"] == "8e-4"
     assert second["fix"] == "4 or 6"
 
 

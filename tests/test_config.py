@@ -1,4 +1,4 @@
-"""Config files: every key has an effect, every mistake has a line, every default a source."""
+"""Config files: every key is an answer, every mistake has a line, every default a source."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import stoker
 from stoker.config import (
     Config,
     check_config,
@@ -24,16 +25,18 @@ from stoker.config import (
 )
 from stoker.config.load import describe_allowed
 from stoker.config.resolve import QUESTIONS
+from stoker.config.rewrite import rewrite_config
 from stoker.config.tree import default_of, key_schemas
 from stoker.errors import ConfigError
 from stoker.units import GIB
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(stoker.__file__).parent / "configs"
 RAM = "data.memory_efficient_mode.ram_32gb_mode"
 AUGMENT_ON = {"training.use_gpu_augmentation": True}
 WORKERS = {"data.num_workers": 3}
 
-# Every leaf, the fields of Settings it changes, and what else must be written for that.
+# Every leaf, the fields of Settings it changes, and what else must be written for that. What a job then
+# does is in test_config_effects.py.
 EFFECTS: dict[str, tuple[set[str], dict[str, object]]] = {
     "gpu_optimization.use_chunk_loader": ({"use_chunk_loader"}, {}),
     "gpu_optimization.chunk_size_gb": ({"chunk_bytes"}, {}),
@@ -174,7 +177,7 @@ def test_effects_cover_every_leaf_of_the_schema():
 
 
 @pytest.mark.parametrize("key", EFFECTS)
-def test_every_key_has_its_effect(key):
+def test_every_key_answers_its_question(key):
     fields, context = EFFECTS[key]
     before = resolve(parse_config(nested(context)))
     toggled = parse_config(nested(context | {key: another_value(LEAVES[key])}))
@@ -470,7 +473,7 @@ def test_options_without_a_recipe_have_no_effect():
 @pytest.mark.parametrize(
     ("text", "override", "said"),
     [
-        ("recipe: {name: forx}", "", "forex"),
+        ("recipe: {name: ''}", "", "text"),
         ("recipe: {options: 5}", "", "a section of names and values"),
         ("recipe: {options: [a]}", "", "a list"),
         ("recipe: {options: {d: 010}}", "", "base 8"),
@@ -578,6 +581,34 @@ def test_a_config_cannot_be_changed_and_travels():
     assert pickle.loads(pickle.dumps(settled)) == settled
     assert replace(settled, batch_size=5).batch_size == 5
     json.dumps(settled.to_json())
+
+
+@given(
+    st.from_regex(
+        r"[-+]?([0-9]{1,6}(\.[0-9]{0,4})?|\.[0-9]{1,4})[eE][-+]?[0-9]{1,2}", fullmatch=True
+    )
+)
+@example("8e-4")
+@example("1E3")
+@example(".5e+2")
+def test_a_number_with_an_exponent_is_a_number_everywhere(word):
+    text = f"recipe: {{name: forex, options: {{a: {word}, b: [{word}], c: '{word}'}}}}\n"
+    for config in (
+        parse_config(text),
+        parse_config("recipe: {name: forex}", overrides=[f"recipe.options.{name}={value}" for name, value in
+            (("a", word), ("b", f"[{word}]"), ("c", f"'{word}'"))]),
+    ):  # fmt: skip
+        assert config.recipe.options == {"a": float(word), "b": [float(word)], "c": word}
+        assert parse_config(dump_config(config)) == config
+        assert parse_config(describe_tree(config)) == config
+    changed = rewrite_config(text, {"recipe.options.a": word, "recipe.options.c": float(word)})
+    assert parse_config(changed).recipe.options["a"] == word
+    assert parse_config(changed).recipe.options["c"] == float(word)
+
+
+def test_a_learning_rate_with_an_exponent_needs_no_point():
+    assert resolve(parse_config("training: {lr: 8e-4}")).learning_rate == 8e-4
+    assert resolve(parse_config("", overrides=["training.lr=1E-3"])).learning_rate == 1e-3
 
 
 # --- writing -------------------------------------------------------------------------------

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.config import parse_config
+from stoker.config import parse_config, shipped_configs
 from stoker.config.load import _yaml_word
 from stoker.config.rewrite import find_key, rewrite_config
 from stoker.errors import ConfigError
 
-CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
+CONFIGS = sorted(shipped_configs().values())
 CHANGES = {
     "training.batch_size": st.integers(1, 10_000),
     "training.capture": st.sampled_from(["auto", "on", "off"]),

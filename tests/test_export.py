@@ -26,7 +26,8 @@ from stoker.ownership import SIGNATURE
 from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
 from stoker.recipes.catalogue import choose_recipe
 from stoker.recipes.export import onnx_file as export_onnx
-from stoker.recipes.export.graph import Deployed, Sizes, deploy
+from stoker.recipes.export.graph import Deployed, deploy
+from stoker.recipes.export.ports import Layout, Sizes
 from stoker.recipes.export.repairs import Repairs
 from stoker.recipes.export.trained import export_trained
 from stoker.recipes.inference import load_trained, quantize_trained
@@ -56,13 +57,13 @@ def made(tmp_path_factory):
         if kind not in known:
             store = make_store(kind, folder / f"{kind}-store")
             chosen = choose_recipe(settings_for(kind, store.path, folder / kind))
-            job = chosen.recipe.make_job(store, chosen.plain, 0)
-            facts = describe_job(job, store)
+            job = chosen.make_job(store, 0)
+            facts = describe_job(chosen.recipe, job, store)
             if kind == "tabular":
                 facts["repairs"] = {"features": [repair.to_json() for repair in fitted_repairs()]}
             identity = {
-                "recipe": chosen.recipe.name,
-                "options": chosen.plain,
+                "recipe": chosen.key,
+                "options": chosen.kept,
                 "facts": facts,
                 "settings": {"seed": 0},
                 "data": fingerprint(store),
@@ -201,7 +202,7 @@ def test_names_of_inputs_and_outputs_never_meet(made):
         def columns(self, *values):
             return {"M5": super().columns(*values)["value"]}
 
-    layout = list(graph.ports), trained.made.unpack, trained.made.predict
+    layout = Layout(graph.ports, trained.made.unpack, trained.made.predict)
     assert [port.name for port in Renamed(trained, layout, True).ports] == ["input_M5", "M5_gap"]
 
 
@@ -238,7 +239,7 @@ def test_a_difference_is_seen():
         ("tabular", "model", {}, ["no ending", "model.onnx"]),
         ("tabular", "m.onnx", {"opset": 11}, ["--opset is 11", "18 to 23"]),
         ("tabular", "m.onnx", {"sizes": Sizes(batch=0)}, ["--batch is 0", "dynamic"]),
-        ("massspec", "m.onnx", {"sizes": Sizes(image=(8, 8))}, ["--size", "segmentation"]),
+        ("massspec", "m.onnx", {"sizes": Sizes(image=(8, 8))}, ["--size", "takes no images"]),
     ],
 )
 def test_what_cannot_be_exported_says_why_and_what_to_do(kind, out, options, words, made, tmp_path):

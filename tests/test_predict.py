@@ -69,7 +69,7 @@ def read(path):
 def job_of(kind, store):
     """The job as training made it: built from the store, not from the blueprint."""
     chosen = choose_recipe(settings_for(kind, store.path, store.path))
-    return chosen.recipe.make_job(store, chosen.plain, 0)
+    return chosen.make_job(store, 0)
 
 
 # -- the same outputs ----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,13 +12,23 @@ import pytest
 from run_makers import OPTIONS, dirty_table, make_store, settings_for
 from stoker.config import parse_config, resolve
 from stoker.errors import ConfigError, InputError
-from stoker.recipes.catalogue import RECIPES, choose_recipe
-from stoker.recipes.run import as_json, fingerprint, run_folder, run_recipe, train_settings
+from stoker.recipes.catalogue import choose_recipe
+from stoker.recipes.registry import find_recipe
+from stoker.recipes.run import (
+    as_json,
+    fingerprint,
+    open_run,
+    run_folder,
+    run_recipe,
+    train_settings,
+)
 from stoker.report import Silent, read_run_log
+from stoker.store.fields import Dense
 from stoker.train.checkpoint import load_checkpoint
 from stoker.train.losses import NonFiniteError
 from stoker.train.settings import TrainSettings
 from stoker.train.trainer import AUGMENTED, History
+from store_makers import write_store
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -103,8 +114,7 @@ def test_the_test_samples_are_judged_by_the_best_weights(stores, tmp_path):
 
     store = stores("tabular")
     run = run_recipe(settings_for("tabular", store.path, tmp_path / "run"), device="cpu")
-    options = choose_recipe(settings_for("tabular", store.path, tmp_path)).plain
-    job = RECIPES["tabular"].recipe.make_job(store, options, 0)
+    job = choose_recipe(settings_for("tabular", store.path, tmp_path)).make_job(store, 0)
     job.model.load_state_dict(load_checkpoint(run.best).state["model"])
     by_hand = judge_job(job, store, job.model, 50, split="test")
     assert by_hand["accuracy"] == run.test["accuracy"]
@@ -199,7 +209,28 @@ def test_max_training_samples_and_drop_last(stores, tmp_path):
     )
     run = run_recipe(settings, device="cpu")
     assert [report.num_samples for report in run.epochs] == [48, 48]
-    assert any("the first 50 training samples only" in note for note in run.notes)
+    assert any("50 of 240 training samples, drawn by the seed" in note for note in run.notes)
+
+
+def test_a_part_of_the_samples_keeps_every_class(tmp_path):
+    # In the file one class comes after the other: the first samples would be of one class alone.
+    labels = np.repeat([0, 1, 2], [160, 120, 20])
+    features = np.random.default_rng(0).normal(size=(300, 4)).astype("f4")
+    store = write_store(tmp_path / "s", [{"features": Dense(features), "targets": Dense(labels)}])
+    most = "data.memory_efficient_mode.ram_32gb_mode.max_training_samples=60"
+    drawn = []
+    for seed in (0, 0, 1):
+        settings = settings_for("tabular", store.path, tmp_path / "r", most, f"training.seed={seed}",
+                                "recipe.options.split=random")  # fmt: skip
+        with open_run(settings, device="cpu") as run:
+            drawn.append(run.job.samples["train"])
+            assert any("each class with its share" in note for note in run.job.notes)
+    counts = np.bincount(labels[drawn[0]])
+    assert counts.sum() == 60
+    assert np.abs(counts - [32, 24, 4]).max() <= 3
+    assert (np.diff(drawn[0]) > 0).all()
+    assert np.array_equal(drawn[0], drawn[1])
+    assert not np.array_equal(drawn[0], drawn[2])
 
 
 def test_chunks_are_used_when_asked_for(stores, tmp_path):
@@ -218,7 +249,7 @@ def test_chunks_are_used_when_asked_for(stores, tmp_path):
 
 
 def run_samples(store):
-    return RECIPES["tabular"].recipe.make_job(store, {}, 0).samples["train"]
+    return find_recipe("tabular").make_job(store, {}, 0).samples["train"]
 
 
 def test_augmentation_follows_the_config(stores, tmp_path):
@@ -283,13 +314,16 @@ data: {memory_efficient_mode: {ram_32gb_mode: {empty_cache_frequency: 8}}}
 
 def test_folder_of_a_run():
     assert str(run_folder(resolve(parse_config("recipe: {name: forex}")))) == "runs/forex"
+    assert str(run_folder(resolve(parse_config("recipe: {name: 'a.b:Mine'}")))) == "runs/Mine"
     assert str(run_folder(resolve(parse_config("run: {dir: x/y}")))) == "x/y"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("training: {}", ["the config names no recipe", "forex, massspec", "--config"]),
+        ("training: {}", ["the config names no recipe", "forex, massspec", "stoker config init"]),
+        ("recipe: {name: forx}", ["f.yaml:1:10 recipe.name", "no recipe 'forx'", "Try: forex"]),
+        ("recipe: {name: 'no.module:Here'}", ["f.yaml:1:10 recipe.name", "no module 'no'"]),
         (
             "recipe:\n  name: forex\n  options:\n    d_modle: 64\n    layrs: 2",
             ["2 problems", "f.yaml:4:5 recipe.options.d_modle", "has no option 'd_modle'",
@@ -316,7 +350,7 @@ def test_folder_of_a_run():
             "recipe: {name: segmentation, options: {augmentation: strong}}\ntraining: {use_gpu_augmentation: false}",
             ["'strong' disagrees with 'none' by training.use_gpu_augmentation (f.yaml:2:12)"],
         ),
-        ("recipe: {name: massspec, options: {teacher: 5}}", ["5 is no path", "massspec-teacher"]),
+        ("recipe: {name: massspec, options: {teacher: 5}}", ["f.yaml:1:36 recipe.options.teacher", "a text or null"]),
         ("recipe: {name: massspec-teacher, options: {teacher: x}}", ["has no option 'teacher'"]),
     ],
 )  # fmt: skip
@@ -359,11 +393,48 @@ gpu_augmentation: {horizontal_flip_prob: 0.25}
 
 def test_keys_without_effect_are_noted():
     text = "recipe: {name: forex}\ndata: {num_workers: 4}\ntraining: {init_gain: 0.5, use_gpu_augmentation: true}"
-    notes = choose_recipe(resolve(parse_config(text, "f.yaml"))).notes
-    assert any("data.num_workers (f.yaml:2:8)" in note for note in notes)
-    assert any("training.init_gain (f.yaml:3:12): no effect" in note for note in notes)
-    assert any("there are no images" in note for note in notes)
+    notes = choose_recipe(resolve(parse_config(text, "f.yaml"))).noted_settings.notes
+    assert any("data.num_workers: 4 (f.yaml:2:8) has no effect" in note for note in notes)
+    both = "training.init_gain (f.yaml:3:12); training.use_gpu_augmentation (f.yaml:3:28)"
+    assert f"{both}: no effect, the recipe forex does not use it" in notes
     assert choose_recipe(resolve(parse_config("recipe: {name: forex}"))).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"), [("massspec", 1e-3), ("massspec-teacher", 1e-3), ("segmentation", 8e-4), ("forex", 1e-3)]
+)  # fmt: skip
+def test_a_config_without_a_rate_has_the_recipes(name, rate):
+    settings = choose_recipe(resolve(parse_config(f"recipe: {{name: {name}}}"))).settings
+    assert settings.learning_rate == rate
+    assert settings.is_default("learning_rate")
+    assert settings.reasons["learning_rate"].startswith("the recipe's default, ")
+    again = choose_recipe(replace(settings, batch_size=7)).settings
+    assert again.batch_size == 7, "what a tuner has changed is not filled in again"
+
+
+def test_a_run_trains_with_the_recipes_rate_and_says_where_it_comes_from(tmp_path):
+    store = make_store("tabular", tmp_path / "store")
+    text = (
+        f"recipe: {{name: tabular, store: {store.path}, options: {{hidden: [4], lr_rule: none}}}}\n"
+    )
+    text += f"training: {{epochs: 1, batch_size: 64}}\nrun: {{dir: {tmp_path / 'run'}}}\n"
+    with open_run(resolve(parse_config(text, "f.yaml")), device="cpu") as run:
+        loader = run.make_train_loader()
+        trainer = run.make_trainer(loader, None, Told(), run_dir=None)
+        assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {1e-4}
+        notes = run._notes(loader)
+        assert (
+            "learning rate 0.0001: the recipe's default, AdamW, for reference_batch samples per update"
+            in notes
+        )
+        assert "batch size 64: training.batch_size (f.yaml:2:23)" in notes
+        assert "epochs 1: training.epochs (f.yaml:2:12)" in notes
+        assert "precision auto: default" in notes
+        loader.close()
+    other = open_run(resolve(parse_config(text.replace("epochs: 1", "lr: 3e-2"))), device="cpu")
+    with other as run, run.make_train_loader() as loader:
+        trainer = run.make_trainer(loader, None, Told(), run_dir=None)
+        assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {3e-2}
 
 
 def test_a_run_needs_a_store(tmp_path):

@@ -20,7 +20,6 @@ def test_the_examples_run(tmp_path, monkeypatch):
     from run_makers import make_store
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
     rng = np.random.default_rng(0)
     for name in ("train", "val"):
         features = rng.normal(size=(300, 6)).astype("f4")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.address import MARK, masked
-from stoker.cli.terminal import echo, echo_lines, make_console, print_json
-from stoker.display import secret_hint
+from stoker.cli.terminal import echo, echo_lines, make_console, print_commands, print_json
+from stoker.display import command, secret_hint
 
 if TYPE_CHECKING:
     from stoker.config import Problem, Settings
@@ -56,7 +56,7 @@ def check(file: FileArgument, overrides: SetOption = None, as_json: JsonOption =
         # Costs the import of torch, and finds what would otherwise end a run at its start.
         from stoker.recipes.catalogue import choose_recipe
 
-        choose_recipe(settings)
+        settings = choose_recipe(settings).noted_settings
     if as_json:
         _print_json({"ok": True, "problems": [], **settings.to_json()})
     else:
@@ -82,6 +82,33 @@ def show(
     echo_lines(text)
     if masked(text) != text:
         echo(f"# {secret_hint(MARK)}")
+
+
+@app.command()
+def init(
+    recipe: Annotated[
+        str, typer.Argument(help="A ready job, or package.module:Class.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Argument(help="The file to write; without one, stdout.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Let OUT replace a file.")] = False,
+) -> None:
+    """Write a complete, commented config for RECIPE, which trains as it stands once its store is packed."""
+    from stoker.cli.outputs import require_output
+    from stoker.ownership import always, write_text
+    from stoker.recipes.template import render_config
+
+    require_output(out, "OUT", force=force)
+    text = render_config(recipe)
+    if out is None:
+        echo_lines(text)
+        return
+    write_text(out, text, always)
+    echo(f"{out}: {text.splitlines()[0].removeprefix('# ')}", err=True)
+    echo("Then:", err=True)
+    print_commands(make_console(stderr=True), [command("stoker", "train", "--config", out)])
 
 
 @app.command()

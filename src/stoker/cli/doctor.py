@@ -36,7 +36,7 @@ _STOPPED = {
     "termination": "with the doctor, by SIGTERM",
 }
 _ENDED_BY = {"interrupt": EXIT_INTERRUPTED, "termination": 128 + 15}
-_BOTH_FORMS = "stoker doctor --config configs/forex.yaml, or stoker doctor -- python train.py"
+_BOTH_FORMS = "stoker doctor --config FILE.yaml, or stoker doctor -- python train.py"
 
 
 def doctor(
@@ -49,7 +49,7 @@ def doctor(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="A job of stoker's own: its YAML file.", show_default=False),
+        typer.Option("--config", help="A job of stoker's own: its YAML file, or a shipped name.", show_default=False),
     ] = None,
     overrides: SetOption = None,
     store: StoreOption = None,

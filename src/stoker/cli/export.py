@@ -37,7 +37,7 @@ def export(
     ] = "dynamic",
     size: Annotated[
         str | None,
-        typer.Option("--size", help="segmentation: HEIGHTxWIDTH.", show_default="any size"),
+        typer.Option("--size", help="Of images: HEIGHTxWIDTH.", show_default="any size"),
     ] = None,
     repairs: Annotated[
         bool,
@@ -54,7 +54,7 @@ def export(
     import dataclasses
 
     from stoker.errors import InputError
-    from stoker.recipes.export.graph import Sizes
+    from stoker.recipes.export.ports import Sizes
     from stoker.recipes.export.trained import export_trained
     from stoker.recipes.export.weights_file import SUFFIX
     from stoker.recipes.inference import load_trained

@@ -63,13 +63,11 @@ def _refuse_to_overwrite(new: Path) -> None:
 
 def _why_refused(recipe: str, option: str, value: Any) -> str | None:
     from stoker.errors import InputError
-    from stoker.recipes.catalogue import RECIPES, TEACHER
     from stoker.recipes.options import parse_options
+    from stoker.recipes.registry import find_recipe
 
-    if (recipe, option) == ("massspec", TEACHER):
-        return None
     try:
-        parse_options(RECIPES[recipe].options, {option: value}, recipe)
+        parse_options(find_recipe(recipe).Options, {option: value}, recipe)
     except InputError as error:
         return f"{error.given.rstrip('.')}; allowed: {error.allowed}"
     return None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def profile(
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="The YAML file, such as configs/forex.yaml.", show_default=False),
+        typer.Option("--config", help="The YAML file of the job, or the name of a shipped one.", show_default=False),
     ] = None,
     out: Annotated[
         Path, typer.Option("--out", help="The chrome trace; .json.gz is compressed.")
@@ -51,7 +51,7 @@ def profile(
 
     if config is None:
         raise InputError(
-            "no config was given.", "--config FILE", "stoker profile --config configs/forex.yaml"
+            "no config was given.", "--config FILE", "stoker profile --config FILE.yaml"
         )
     plan = Schedule(wait, warmup, active)
     job = JobConfig.read(config, overrides or (), store)

@@ -38,7 +38,7 @@ DeviceOption = Annotated[
 def train(
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="The YAML file, such as configs/forex.yaml.", show_default=False),
+        typer.Option("--config", help="The YAML file of the job, or the name of a shipped one.", show_default=False),
     ] = None,
     overrides: SetOption = None,
     store: StoreOption = None,
@@ -49,7 +49,7 @@ def train(
     msp: Annotated[
         Path | None,
         typer.Option(
-            "--msp", help="massspec only: pack this spectrum library into the store first.",
+            "--msp", help="Recipes of mass spectra: pack this library into the store first.",
             show_default=False,
         ),
     ] = None,
@@ -89,7 +89,7 @@ def train(
 
     settings = _settle(config, overrides or [], store, run_dir)
     if msp is not None or mol_dir is not None:
-        _pack_spectra(settings, msp, mol_dir, quiet=as_json)
+        _pack_first(settings, msp, mol_dir, quiet=as_json)
     words = _typed(config, overrides or [], store, run_dir, device)
     if gpus is not None:
         _train_in_processes(
@@ -156,8 +156,6 @@ def _train_in_processes(
 def _settle(
     config: Path | None, overrides: list[str], store: Path | None, run_dir: Path | None
 ) -> Settings:
-    from dataclasses import replace
-
     from stoker.address import as_url
     from stoker.config import load_config, parse_config, resolve
 
@@ -165,39 +163,32 @@ def _settle(
         parse_config("", overrides=overrides) if config is None else load_config(config, overrides)
     )
     settings = resolve(read)
-    reasons = dict(settings.reasons)
     if store is not None:
-        named = as_url(store) or str(store)
-        settings = replace(settings, store=named, reasons=reasons | {"store": "--store"})
+        settings = settings.told("store", as_url(store) or str(store), "--store")
     if run_dir is not None:
-        reasons = dict(settings.reasons) | {"run_dir": "--run-dir"}
-        settings = replace(settings, run_dir=str(run_dir), reasons=reasons)
+        settings = settings.told("run_dir", str(run_dir), "--run-dir")
     return settings
 
 
-def _pack_spectra(
-    settings: Settings, msp: Path | None, mol_dir: Path | None, *, quiet: bool
-) -> None:
-    """Make the config's store of spectra and molecules, or find that it is up to date."""
+def _pack_first(settings: Settings, msp: Path | None, mol_dir: Path | None, *, quiet: bool) -> None:
+    """Make the config's store of the files that were typed, or find that it is up to date."""
     from stoker.cli.pack import print_result
     from stoker.cli.progress import Bar
     from stoker.errors import InputError
     from stoker.packing import PackOptions, pack
-    from stoker.sources.massspec import MassSpecSource
+    from stoker.recipes.catalogue import choose_recipe
 
-    if settings.recipe not in ("massspec", "massspec-teacher") or settings.store is None:
+    recipe = choose_recipe(settings).recipe
+    source = recipe.make_source(msp=msp, mol_dir=mol_dir)
+    if source is None or settings.store is None:
         raise InputError(
-            f"--msp or --mol-dir was given; the recipe is {settings.recipe}, the store {settings.store}.",
-            "the recipe massspec or massspec-teacher, with a store to pack into",
-            "stoker train --config configs/massspec.yaml --msp LIBRARY.msp --mol-dir MOLS",
-        )
-    if msp is None:
-        raise InputError(
-            f"--mol-dir is {mol_dir}, and there is no --msp.", "both", "--msp LIBRARY.msp"
+            f"--msp or --mol-dir was given; the recipe is {recipe.name}, the store {settings.store}.",
+            "a recipe of mass spectra, with a store to pack into",
+            "leave --msp and --mol-dir out" if source is None else "--store STORE",
         )
     options = PackOptions(on_bad="quarantine", bad_budget="10%")
     with Bar(quiet=quiet) as bar:
-        result = pack(MassSpecSource(msp, mol_dir), settings.store, options, bar)
+        result = pack(source, settings.store, options, bar)
     if not quiet:
         print_result(result)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def tune(
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="The YAML file, such as configs/forex.yaml.", show_default=False),
+        typer.Option("--config", help="The YAML file of the job, or the name of a shipped one.", show_default=False),
     ] = None,
     overrides: SetOption = None,
     store: StoreOption = None,
@@ -65,7 +65,7 @@ def tune(
         raise InputError(
             "there is nothing to tune.",
             "a config with a recipe and a store",
-            "stoker tune --config configs/tabular.yaml --store STORE --out tuned.yaml",
+            "stoker tune --config FILE.yaml --store STORE --out tuned.yaml",
         )
     require_output(out, "--out", [config], force=force)
     require_output(html, "--html", [config])

@@ -21,8 +21,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from stoker.config.resolve import as_error, find_clashes
+from stoker.config.shipped import find_config, shipped_configs
 from stoker.config.tree import Config, key_schemas, open_leaves, sections
-from stoker.config.yaml_lines import Document, Place, Problem, decode, read_yaml
+from stoker.config.yaml_lines import Document, Dumper, Place, Problem, decode, read_yaml
 from stoker.display import command, quoted
 from stoker.errors import ConfigError
 
@@ -36,7 +37,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read and check a config file.
 
     Args:
-        path: The YAML file; an empty one gives the defaults.
+        path: The YAML file, or the name of a shipped one, such as "forex"; an empty file gives the defaults.
         overrides: `key=value` texts that replace what the file says, checked the same way.
 
     Raises:
@@ -64,13 +65,14 @@ def check_config(
     Raises:
         ConfigError: When there is no such file or it cannot be opened.
     """
+    path = find_config(path)
     try:
-        text = decode(Path(path).read_bytes(), str(path))
+        text = decode(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigError(
             f"config {str(path)!r} cannot be read: {error.strerror}.",
-            "a readable YAML file",
-            command("ls", "-l", Path(path).parent),
+            f"a readable YAML file, or one of {', '.join(shipped_configs())}",
+            command("ls", "-l", path.parent),
         ) from error
     if isinstance(text, Problem):
         return None, [text]
@@ -120,7 +122,7 @@ def _yaml_word(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_in_brackets, value))}]"
     # PyYAML ends a lone scalar with "..." and folds text; in quotes it stays on one line.
-    word = yaml.safe_dump(value, allow_unicode=True, width=sys.maxsize)
+    word = yaml.dump(value, Dumper=Dumper, allow_unicode=True, width=sys.maxsize)
     word = word.removesuffix("...\n").rstrip("\n")
     if len(word.splitlines()) <= 1:
         return word
@@ -353,8 +355,6 @@ def _describe_value(value: Any) -> str:
 
 
 def _describe_given(value: Any, place: Place) -> str:
-    if isinstance(value, str) and not place.quoted and _NUMBER.fullmatch(value):
-        return f"{value!r} is text to YAML 1.1: an exponent needs a point and a sign"
     if isinstance(value, str):
         return f"{value!r} is text" + (" (in quotes)" if place.quoted else "")
     return f"is {_describe_value(value)}"
@@ -364,8 +364,9 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
     options = [schema, *schema.get("anyOf", [])]
     kinds = {option.get("type") for option in options}
     text = place.text.strip()
-    if kinds & {"integer", "number"}:
-        advice = _suggest_number(text, place.quoted, whole="integer" in kinds)
+    numeric = next((part for part in options if part.get("type") in ("integer", "number")), None)
+    if numeric is not None:
+        advice = _suggest_number(text, numeric)
         if advice:
             return advice
     choices = next((option["enum"] for option in options if "enum" in option), None)
@@ -378,25 +379,19 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
     return _yaml_word(schema.get("default")) + " (the default), or delete the line"
 
 
-def _suggest_number(text: str, quoted: bool, whole: bool) -> str:
-    """Return how to spell the number that was probably meant, or "" when it was spelt well."""
+def _suggest_number(text: str, schema: Mapping[str, Any]) -> str:
+    """Return how to spell the number that was probably meant, or "" where that is not known."""
     span = _RANGE.fullmatch(text)
     if span is not None:
         return f"{span[1]} or {span[2]}"
     found = _NUMBER.match(text.replace(",", "."))
-    if found is None or (found[0] == text and not quoted and "e" not in text.lower()):
+    if found is None:
         return ""
     value = float(found[0].replace("_", ""))
-    if not math.isfinite(value):
+    above = value > schema.get("exclusiveMinimum", -math.inf)
+    if not (above and schema.get("minimum", -math.inf) <= value <= schema["maximum"]):
         return ""
-    if whole:
-        low = math.floor(value)
-        return str(low) if value == low else f"{low} or {low + 1}"
-    mantissa, exponent, power = found[0].lower().partition("e")
-    plain = f"{value:.12f}".rstrip("0").rstrip(".")
-    if not exponent:
-        return plain
-    mantissa = mantissa if "." in mantissa else f"{mantissa}.0"
-    power = power if power[0] in "+-" else f"+{power}"
-    spelt = f"{mantissa}e{power}"
-    return f"{spelt} or {plain}" if float(plain) == value else spelt
+    if schema["type"] == "number":
+        return found[0]
+    low = math.floor(value)
+    return str(low) if value == low else f"{low} or {low + 1}"

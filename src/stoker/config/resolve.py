@@ -1,9 +1,9 @@
 """From what the file says to what the code does: one value per question, with its reason.
 
 Enters: a `Config`. Leaves: frozen `Settings`; every value names the key and line it comes
-from, and every written key that lost is a note. Costs microseconds; pure.
+from, and every written key that lost, or that a job does not read, is a note. Costs microseconds; pure.
 
-Who wins when several keys answer the same question (S1-7; docs/config.md has the why):
+Who wins when several keys answer the same question (docs/config.md has the why):
 `--set` before the file; then the most specific section:
 training.student_distill > training > data.memory_efficient_mode.ram_32gb_mode > data >
 gpu_optimization > default. Two names at one rank that disagree are an error.
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from stoker.config.tree import Config, Precision, RecipeName, default_of
+from stoker.config.tree import Config, Precision, default_of
 from stoker.config.yaml_lines import Place, Problem
 from stoker.errors import ConfigError
 from stoker.units import GIB
@@ -88,6 +88,43 @@ QUESTIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# What `stoker train` does not read, whatever the recipe, and why. Programs of the user's own may read it.
+_STORE_IS_READ = "the packed store is read when samples are needed, and needs no cache of its own"
+UNREAD: Mapping[str, str] = {
+    "num_workers": "the store is read by threads of the training process, as many as the machine allows",
+    "prefetch_factor": "there are no worker processes: the loader fills its own slots ahead",
+    "persistent_workers": "there are no worker processes",
+    "pin_memory": "batches always go through pinned memory on their way to a GPU",
+    "lazy_loading": _STORE_IS_READ,
+    "lazy_cache_dir": _STORE_IS_READ,
+    "precompute_graphs": "graphs are packed into the store and expanded on the device",
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value comes from.
+
+    Attributes:
+        key: The dotted key, or the option of a command, that says it; "" when nobody does.
+        place: Where that key is written, if it is known.
+        default: Whose default it is; not empty exactly when `key` is.
+    """
+
+    key: str = ""
+    place: Place | None = None
+    default: str = "default"
+
+    def __str__(self) -> str:
+        """Format as `key (file:line:column)`, or say whose default it is."""
+        if not self.key:
+            return self.default
+        return f"{self.key} ({self.place})" if self.place else self.key
+
+
+RECIPE_DEFAULT = "the recipe's default"
+
+
 @dataclass(frozen=True)
 class AugmentationSettings:
     """What is drawn per sample on the GPU; the meaning of each is in `tree.GpuAugmentation`."""
@@ -138,15 +175,15 @@ class Settings:
         lazy_loading: Read samples from the cache on disk instead of holding them in RAM.
         lazy_cache_dir: Folder of that cache.
         precompute_graphs: Build molecule graphs into the cache.
-        max_training_samples: Train on the first n only; None is all.
+        max_training_samples: Train on so many, drawn by the seed; None is all.
         empty_cache_every_n_batches: 0 is never.
         empty_cache_every_n_epochs: 0 is never.
         log_gpu_stats_every_n_batches: 0 is never.
-        recipe: Name of the ready job; None when the config is for something else.
+        recipe: Name of a ready job, or `package.module:Class`; None when the config is for something else.
         store: What it trains on; None leaves it to the command line.
         recipe_options: As written; the recipe checks them.
         run_dir: Folder of the run; None is runs/ and the recipe's name.
-        reasons: Per field, per "augmentation.<name>" and per "recipe_options.<name>", where its value
+        origins: Per field, per "augmentation.<name>" and per "recipe_options.<name>", where its value
             comes from.
         notes: Written keys that have no effect, and why.
     """
@@ -189,11 +226,11 @@ class Settings:
     empty_cache_every_n_batches: int
     empty_cache_every_n_epochs: int
     log_gpu_stats_every_n_batches: int
-    recipe: RecipeName | None
+    recipe: str | None
     store: str | None
     recipe_options: Mapping[str, Any] = field(hash=False)
     run_dir: str | None
-    reasons: Mapping[str, str] = field(compare=False, repr=False)
+    origins: Mapping[str, Origin] = field(compare=False, repr=False)
     notes: tuple[str, ...] = field(compare=False)
 
     @property
@@ -201,9 +238,32 @@ class Settings:
         """Samples behind one optimizer update, over all ranks together."""
         return self.batch_size * self.accumulation_steps
 
+    @property
+    def reasons(self) -> dict[str, str]:
+        """The origins in words."""
+        return {name: str(origin) for name, origin in self.origins.items()}
+
     def is_default(self, name: str) -> bool:
         """Whether nobody wrote this; a plan or a tuner may then choose a better value."""
-        return self.reasons[name].startswith("default")
+        return not self.origins[name].key
+
+    def told(self, name: str, value: Any, option: str) -> Settings:
+        """Return settings in which an option of the command line, such as `--store`, says one value."""
+        return replace(self, **{name: value}, origins={**self.origins, name: Origin(option)})
+
+    def with_recipe_defaults(self, defaults: Mapping[str, tuple[Any, str]]) -> Settings:
+        """Return settings in which a recipe's defaults stand where nobody wrote anything.
+
+        Args:
+            defaults: Field to value and reason. A field that has a recipe's default already keeps its
+                value: a tuner may have changed it since.
+        """
+        free = {name: each for name, each in defaults.items() if self.origins[name] == Origin()}
+        values: dict[str, Any] = {name: value for name, (value, _) in free.items()}
+        origins = {
+            name: Origin(default=f"{RECIPE_DEFAULT}, {why}") for name, (_, why) in free.items()
+        }
+        return replace(self, **values, origins={**self.origins, **origins})
 
     def values(self) -> dict[str, Any]:
         """Return every value by the names used in `reasons`, augmentation flattened."""
@@ -223,20 +283,24 @@ class Settings:
 
 
 _VALUE_FIELDS = tuple(
-    item.name for item in fields(Settings) if item.name not in ("reasons", "notes")
+    item.name for item in fields(Settings) if item.name not in ("origins", "notes")
 )
 
 
 @dataclass
 class _Answers:
-    """The work of one resolve: written keys in; values, reasons, notes and clashes out."""
+    """The work of one resolve: written keys in; values, origins, notes and clashes out.
+
+    `unused` has the written keys that lost against another one, or against a switch, and why.
+    """
 
     config: Config
     written: dict[str, Any]
     values: dict[str, Any] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
     winners: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    unused: dict[str, str] = field(default_factory=dict)
     clashes: list[tuple[frozenset[str], Problem]] = field(default_factory=list)
 
     def say(self, key: str) -> str:
@@ -255,12 +319,11 @@ class _Answers:
         told.sort(key=lambda item: item[:2])
         if not told:
             self.values[question] = default_of(keys[-1].split("|")[0])
-            self.reasons[question] = "default"
+            self.origins[question] = Origin()
             return
         winner = self.winners[question] = told[0][2]
-        place = self.config.place_of(winner)
         self.values[question] = self.written[winner]
-        self.reasons[question] = f"{winner} ({place})" if place else winner
+        self.origins[question] = Origin(winner, self.config.place_of(winner))
         for typed_later, rank, key in told[1:]:
             if self.written[key] == self.written[winner]:
                 continue
@@ -269,12 +332,22 @@ class _Answers:
                 self.clash((question,), key, given, "one name or the same value", f"delete {key}")
             else:
                 why = "typed on the command line" if typed_later != told[0][0] else "more specific"
-                self.notes.append(f"{self.say(key)} is not used; {self.say(winner)} is {why}.")
+                self.lose(key, f"{self.say(winner)} is {why}")
+
+    def lose(self, key: str, why: str) -> None:
+        """Note that a written key is not used, because another one is."""
+        self.unused[key] = why
+        self.notes.append(f"{self.say(key)} is not used; {why}.")
+
+    def idle(self, key: str, why: str) -> None:
+        """Note that a written key changes nothing."""
+        self.unused[key] = why
+        self.notes.append(f"{self.say(key)} has no effect: {why}.")
 
     def ignore(self, prefix: str, why: str) -> None:
         """Take back every written key under `prefix`, with a note each."""
         for key in [key for key in self.written if key.startswith(prefix)]:
-            self.notes.append(f"{self.say(key)} has no effect: {why}.")
+            self.idle(key, why)
             del self.written[key]
 
     def clash(self, about: tuple[str, ...], key: str, given: str, allowed: str, fix: str) -> None:
@@ -302,28 +375,28 @@ def _answer_all(config: Config) -> _Answers:
     _settle_augmentation(answers)
     _settle_precision(answers)
     _settle_recipe(answers)
+    _note_unread(answers)
     _check_batches(answers)
     return answers
 
 
 def _settle_memory(answers: _Answers) -> None:
-    values, reasons = answers.values, answers.reasons
+    values, origins = answers.values, answers.origins
     if not values.pop("memory_efficient"):
-        values["lazy_loading"], reasons["lazy_loading"] = False, reasons["memory_efficient"]
-    del reasons["memory_efficient"]
+        values["lazy_loading"], origins["lazy_loading"] = False, origins["memory_efficient"]
+    del origins["memory_efficient"]
     if values["chunk_bytes"] is not None:
-        # The document says GB and computes 1024**3 (S0-5, bug l): the key means GiB.
+        # Memory is binary here, whatever the key is called.
         values["chunk_bytes"] = int(values["chunk_bytes"] * GIB)
     if not values["use_chunk_loader"] and "chunk_bytes" in answers.winners:
         answers.ignore(f"{GPU}.chunk_size_gb", answers.say(f"{GPU}.use_chunk_loader"))
-        values["chunk_bytes"], reasons["chunk_bytes"] = None, reasons["use_chunk_loader"]
+        values["chunk_bytes"], origins["chunk_bytes"] = None, origins["use_chunk_loader"]
     if values["output_bound"] is None and "output_bound_mode" in answers.winners:
-        key = f"{TRAIN}.output_bound_mode"
-        answers.notes.append(f"{answers.say(key)} has no effect: {TRAIN}.output_bound is null.")
+        answers.idle(f"{TRAIN}.output_bound_mode", f"{TRAIN}.output_bound is null")
 
 
 def _settle_workers(answers: _Answers) -> None:
-    values, reasons = answers.values, answers.reasons
+    values, origins = answers.values, answers.origins
     workers = values["num_workers"]
     for question, with_workers, without in (
         ("prefetch_factor", 2, None),
@@ -331,13 +404,14 @@ def _settle_workers(answers: _Answers) -> None:
     ):
         if values[question] is None:
             values[question] = with_workers if workers else without
-            how = "with" if workers else "without"
-            reasons[question] += f" {how} workers"
+            if question not in answers.winners:
+                how = "with" if workers else "without"
+                origins[question] = Origin(default=f"default {how} workers")
         elif values[question] and not workers:
-            # torch's DataLoader raises ValueError here, far from the file (S0-12).
+            # torch's DataLoader raises ValueError here, far from the file.
             key = answers.winners[question]
             says = f"{json.dumps(values[question])} needs workers, and num_workers is 0"
-            says += f" by {reasons['num_workers']}"
+            says += f" by {origins['num_workers']}"
             allowed = f"{question} with num_workers of 1 or more"
             fix = f"{DATA}.num_workers: 4, or delete {key}"
             answers.clash((question, "num_workers"), key, says, allowed, fix)
@@ -357,7 +431,7 @@ def _settle_augmentation(answers: _Answers) -> None:
 
 def _settle_precision(answers: _Answers) -> None:
     """Make one answer of `precision` and `use_amp`: 16 bits, or not, must mean the same in both."""
-    values, reasons = answers.values, answers.reasons
+    values, origins = answers.values, answers.origins
     values["capture"] = {True: "on", False: "off"}.get(values["capture"], values["capture"])
     amp, precision = answers.winners.get("use_amp"), answers.winners.get("precision")
     full = values["precision"] in _FULL
@@ -365,7 +439,7 @@ def _settle_precision(answers: _Answers) -> None:
         typed = [_is_override(answers.config.place_of(key)) for key in (amp, precision) if key]
         if precision is None or (values["precision"] == "auto" and typed[0] == typed[1]):
             # Nobody named a format: use_amp alone says whether it may be one of 16 bits.
-            values["precision"], reasons["precision"] = "fp32", reasons["use_amp"]
+            values["precision"], origins["precision"] = "fp32", origins["use_amp"]
         elif typed[0] == typed[1]:
             given = f"{json.dumps(values['precision'])} disagrees with {answers.say(amp)}"
             allowed = "fp32 or tf32" if full is False else "auto, fp16 or bf16"
@@ -373,26 +447,39 @@ def _settle_precision(answers: _Answers) -> None:
             answers.clash(about, precision, given, f"{allowed} beside it", f"delete {amp}")
         else:
             winner, loser = (amp, precision) if typed[0] else (precision, amp)
-            said = f"{answers.say(loser)} is not used; {answers.say(winner)} is typed on the command line."
-            answers.notes.append(said)
+            answers.lose(loser, f"{answers.say(winner)} is typed on the command line")
             if typed[0]:
                 values["precision"] = "auto" if values["use_amp"] else "fp32"
-                reasons["precision"] = reasons["use_amp"]
+                origins["precision"] = origins["use_amp"]
     uses_amp = values["precision"] not in _FULL
     if uses_amp != values["use_amp"]:
-        values["use_amp"], reasons["use_amp"] = uses_amp, reasons["precision"]
+        values["use_amp"], origins["use_amp"] = uses_amp, origins["precision"]
 
 
 def _settle_recipe(answers: _Answers) -> None:
-    values, reasons = answers.values, answers.reasons
+    values, origins = answers.values, answers.origins
     if values["recipe"] is None and "recipe_options" in answers.winners:
         answers.ignore(OPTIONS, "recipe.name is null")
-        values["recipe_options"], reasons["recipe_options"] = {}, reasons["recipe"]
+        values["recipe_options"], origins["recipe_options"] = {}, origins["recipe"]
     values["recipe_options"] = dict(values["recipe_options"])
     for name in values["recipe_options"]:
         key = f"{OPTIONS}.{name}"
         place = answers.config.place_of(key) or answers.config.place_of(OPTIONS)
-        reasons[f"recipe_options.{name}"] = f"{key} ({place})" if place else key
+        origins[f"recipe_options.{name}"] = Origin(key, place)
+
+
+def _note_unread(answers: _Answers) -> None:
+    """Note the keys that no job reads, one note per reason."""
+    if answers.values["recipe"] is None:
+        return
+    said: dict[str, list[str]] = {}
+    for question, why in UNREAD.items():
+        key = answers.winners.get(question)
+        if key in answers.written:
+            said.setdefault(why, []).append(answers.say(key))
+    for why, keys in said.items():
+        verb = "have" if len(keys) > 1 else "has"
+        answers.notes.append(f"{', '.join(keys)} {verb} no effect in `stoker train`: {why}.")
 
 
 def _check_batches(answers: _Answers) -> None:
@@ -401,9 +488,23 @@ def _check_batches(answers: _Answers) -> None:
     if values["drop_last"] and samples is not None and samples < batch:
         key = answers.winners["max_training_samples"]
         given = f"{samples} samples are less than one batch of {batch}"
-        given += f" by {answers.reasons['batch_size']}, and drop_last drops it: nothing is left"
+        given += f" by {answers.origins['batch_size']}, and drop_last drops it: nothing is left"
         about = ("max_training_samples", "batch_size", "drop_last")
         answers.clash(about, key, given, f"{batch} samples or more", f"{key}: {batch}")
+
+
+def describe_choices(settings: Settings) -> list[str]:
+    """Return lines on the settings that shape a training, each with where its value comes from."""
+    names = {
+        "learning rate": "learning_rate",
+        "batch size": "batch_size",
+        "epochs": "epochs",
+        "precision": "precision",
+    }
+    return [
+        f"{words} {getattr(settings, name)}: {settings.origins[name]}"
+        for words, name in names.items()
+    ]
 
 
 def find_clashes(config: Config, unreadable: frozenset[str] = frozenset()) -> list[Problem]:
@@ -437,8 +538,7 @@ def resolve(config: Config) -> Settings:
     answers = _answer_all(config)
     if answers.clashes:
         raise as_error([problem for _, problem in answers.clashes])
-    reasons, notes = answers.reasons, tuple(answers.notes)
-    return Settings(**answers.values, reasons=reasons, notes=notes)
+    return Settings(**answers.values, origins=answers.origins, notes=tuple(answers.notes))
 
 
 def as_error(problems: list[Problem]) -> ConfigError:

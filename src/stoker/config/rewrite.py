@@ -18,6 +18,7 @@ import yaml
 from stoker.config.load import _in_brackets, _yaml_word, dump_config, parse_config
 from stoker.config.resolve import QUESTIONS
 from stoker.config.tree import Config
+from stoker.config.yaml_lines import Loader
 from stoker.display import printable
 from stoker.errors import ConfigError
 
@@ -86,7 +87,7 @@ class _Spot(NamedTuple):
 
 def _edit(text: str, path: tuple[str, ...], value: Any) -> str | None:
     """Return the text with one value changed or added; None where that cannot be done in place."""
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    root = yaml.compose(text, Loader=Loader)
     if root is None:
         return text + _block(path, value, 0)
     if not isinstance(root, yaml.MappingNode):

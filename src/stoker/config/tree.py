@@ -3,9 +3,9 @@
 Enters: plain values. Leaves: a frozen, strictly typed `Config`, or its JSON Schema. Costs
 about 0.1 s to import (pydantic), microseconds afterwards.
 
-The names are those of the source documents (S0-12, S0-26, S1-6, S1-7, S3-4, S3-11, S4-2 to
-S4-5), so that their files work as they stand. Several sections may ask for the same thing
-(five of them know a batch size or a worker count); `stoker.config.resolve` says who wins.
+Sections and names are those that people's files already have (docs/migrate.md), so that such files work as
+they stand. Several sections may ask for the same thing (four of them know a batch size);
+`stoker.config.resolve` says who wins.
 A key that is not written says nothing, whatever its default.
 
 `recipe.options` is the one open leaf: its names are those of the recipe, which checks them.
@@ -32,11 +32,22 @@ def _key(description: str, unit: str = "", **limits: Any) -> Any:
     return Field(description=description, json_schema_extra=extra, **limits)
 
 
-BatchSize = Annotated[int, _key("Samples in one step on one device.", "samples", ge=1, le=_MOST)]
+BatchSize = Annotated[
+    int,
+    _key(
+        "Samples in one step, over all GPUs together. Unless written, the recipe's own.",
+        "samples",
+        ge=1,
+        le=_MOST,
+    ),
+]
 NumWorkers = Annotated[
     int,
     _key(
-        "Processes that load samples; 0 loads in the training process.", "processes", ge=0, le=1024
+        "Worker processes of a DataLoader of your own; `stoker train` has none.",
+        "processes",
+        ge=0,
+        le=1024,
     ),
 ]
 Accumulation = Annotated[
@@ -45,7 +56,8 @@ Accumulation = Annotated[
 PrefetchFactor = Annotated[
     int | None,
     _key(
-        "Batches each worker loads ahead; needs workers. null: 2 with workers, none without.",
+        "Batches that each worker of a DataLoader of your own loads ahead. null: 2 with workers, "
+        "none without.",
         "batches per worker",
         ge=1,
         le=1024,
@@ -53,9 +65,13 @@ PrefetchFactor = Annotated[
 ]
 PersistentWorkers = Annotated[
     bool | None,
-    _key("Keep the workers between epochs; needs workers. null: yes when there are workers."),
+    _key(
+        "Keep the workers of a DataLoader of your own between epochs. null: yes when there are workers."
+    ),
 ]
-PinMemory = Annotated[bool, _key("Stage batches in pinned memory; ignored without a GPU.")]
+PinMemory = Annotated[
+    bool, _key("Pin batches of a DataLoader of your own; `stoker train` always does for a GPU.")
+]
 DropLast = Annotated[bool, _key("Drop the last batch of an epoch when it is short.")]
 UseAmp = Annotated[bool, _key("Train in 16-bit where it is safe (automatic mixed precision).")]
 Every = Annotated[int, Field(ge=0, le=_MOST)]
@@ -69,16 +85,15 @@ class Section(BaseModel):
 
 
 class GpuOptimization(Section):
-    """Loading for the GPU as the chunk-loader document has it (S0-12, S0-26)."""
+    """Loading for the GPU."""
 
     use_chunk_loader: Annotated[
-        bool, _key("Load big chunks to the GPU and cut the batches there (S0-1).")
+        bool, _key("Load big chunks to the GPU and cut the batches there.")
     ] = True
     chunk_size_gb: Annotated[
         float | None,
         _key(
-            "Size of one chunk in GiB (2**30 bytes, as the document computed). "
-            "null: the plan takes 75 % of the GPU's memory.",
+            "GPU memory for data, in GiB (2**30 bytes). null: the plan takes 75 % of what is free.",
             "GiB",
             gt=0,
             le=100_000,
@@ -106,11 +121,16 @@ class GpuOptimization(Section):
 
 
 class Ram32GbMode(Section):
-    """Limits for a machine with 32 GB of RAM (S1-6)."""
+    """Limits for a machine with 32 GB of RAM."""
 
     max_training_samples: Annotated[
         int | None,
-        _key("Train on the first n samples only. null: on all.", "samples", ge=1, le=2**53),
+        _key(
+            "Train on n samples, drawn by the seed; each class keeps its share. null: on all.",
+            "samples",
+            ge=1,
+            le=2**53,
+        ),
     ] = None
     gradient_accumulation: Accumulation = 1
     empty_cache_frequency: Annotated[
@@ -124,23 +144,26 @@ class Ram32GbMode(Section):
 
 
 class MemoryEfficientMode(Section):
-    """Samples on disk, read when they are needed (S1-2, S1-6)."""
+    """Loading with little memory."""
 
     enabled: Annotated[bool, _key("Turn this whole section on or off.")] = True
     use_lazy_loading: Annotated[
-        bool, _key("Read samples from the cache on disk; off: hold all of them in RAM.")
+        bool,
+        _key(
+            "For a dataset of your own: read samples from a cache on disk; `stoker train` reads the store."
+        ),
     ] = True
-    lazy_cache_dir: Annotated[str, _key("Folder of the cache.", "path", min_length=1)] = (
-        "data/processed/lazy_cache"
-    )
+    lazy_cache_dir: Annotated[
+        str, _key("For a dataset of your own: folder of that cache.", "path", min_length=1)
+    ] = "data/processed/lazy_cache"
     precompute_graphs: Annotated[
-        bool, _key("Build the molecule graphs once, into the cache; off: at each access.")
+        bool, _key("For a dataset of your own: build molecule graphs once, into that cache.")
     ] = False
     ram_32gb_mode: Ram32GbMode = Field(default_factory=Ram32GbMode)
 
 
 class Data(Section):
-    """Loading of samples (S3-7, S3-11, S4-4)."""
+    """Loading of samples."""
 
     batch_size: BatchSize = 128
     num_workers: NumWorkers = 0
@@ -152,7 +175,7 @@ class Data(Section):
 
 
 class StudentDistill(Section):
-    """The distillation stage; the most specific place of all (S1-7)."""
+    """The distillation stage; the most specific place of all."""
 
     batch_size: BatchSize = 128
     num_workers: NumWorkers = 0
@@ -160,20 +183,40 @@ class StudentDistill(Section):
 
 
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
-LearningRate = Annotated[float, _key("Step size of the optimizer.", "1 per update", gt=0, le=1e6)]
+LearningRate = Annotated[
+    float,
+    _key(
+        "Step size of the optimizer. Unless written, the recipe's own.",
+        "1 per update",
+        gt=0,
+        le=1e6,
+    ),
+]
 
 
 class Training(Section):
-    """The training step (S1-7, S3-11, S4-2 to S4-5)."""
+    """The training step."""
 
     batch_size: BatchSize = 128
     num_workers: NumWorkers = 0
     gradient_accumulation_steps: Accumulation = 1
     use_amp: UseAmp = True
     use_gpu_augmentation: Annotated[
-        bool, _key("Augment on the GPU, as the section gpu_augmentation says.")
+        bool,
+        _key(
+            "Augment on the GPU, as the section gpu_augmentation says. Unless written, the recipe decides: "
+            "those of images do."
+        ),
     ] = False
-    epochs: Annotated[int, _key("Passes over the training samples.", "epochs", ge=0, le=_MOST)] = 10
+    epochs: Annotated[
+        int,
+        _key(
+            "Passes over the training samples. Unless written, the recipe's own.",
+            "epochs",
+            ge=0,
+            le=_MOST,
+        ),
+    ] = 10
     precision: Annotated[
         Precision,
         _key(
@@ -231,11 +274,11 @@ class Training(Section):
     ] = False
     activation_checkpointing: Annotated[
         bool,
-        _key("Recompute activations in the backward pass: less memory, more time (S0-17)."),
+        _key("Recompute activations in the backward pass: less memory, more time."),
     ] = False
     survive_oom: Annotated[
         bool,
-        _key("Climb down the ladder of S0-23 when memory runs out, instead of ending."),
+        _key("When memory runs out, take smaller steps with the same result, instead of ending."),
     ] = True
     parallel: Annotated[
         Literal["ddp", "fsdp"],
@@ -252,15 +295,11 @@ class Training(Section):
     learning_rate: Annotated[LearningRate, _key("Another name of training.lr.")] = 1e-4
     init_gain: Annotated[
         float | None,
-        _key(
-            "Gain of the Xavier initialisation (S4 used 0.5). null: the model's own.", gt=0, le=100
-        ),
+        _key("Gain of the Xavier initialisation. null: the model's own.", gt=0, le=100),
     ] = None
     output_bound: Annotated[
         float | None,
-        _key(
-            "Keep outputs within plus or minus this (S4 used 10). null: unbounded.", gt=0, le=1e30
-        ),
+        _key("Keep outputs within plus or minus this. null: unbounded.", gt=0, le=1e30),
     ] = None
     output_bound_mode: Annotated[
         Literal["soft", "clamp"],
@@ -273,7 +312,7 @@ class Training(Section):
 
 
 class GpuAugmentation(Section):
-    """What is drawn per sample when training.use_gpu_augmentation is on (S3-4)."""
+    """What is drawn per sample when training.use_gpu_augmentation is on."""
 
     horizontal_flip_prob: Annotated[
         float, _key("Share of samples flipped left to right.", ge=0, le=1)
@@ -286,14 +325,16 @@ class GpuAugmentation(Section):
     saturation: Annotated[Jitter, _key("Stretch colours by a factor within 1 ± this.")] = 0.1
 
 
-RecipeName = Literal["forex", "massspec", "massspec-teacher", "segmentation", "tabular"]
-
-
 class Recipe(Section):
     """Which job `stoker train` does, on which data (docs/training.md)."""
 
     name: Annotated[
-        RecipeName | None, _key("The ready job. null: this file is not for `stoker train`.")
+        str | None,
+        _key(
+            "A ready job by name, or package.module:Class of your own (docs/extending.md). "
+            "null: this file is not for `stoker train`.",
+            min_length=1,
+        ),
     ] = None
     store: Annotated[
         str | None,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.address import as_url, masked
-from stoker.config import Config, Settings, load_config, parse_config, resolve
+from stoker.config import Config, Settings, find_config, load_config, parse_config, resolve
 from stoker.config.resolve import QUESTIONS
 from stoker.config.rewrite import find_key, rewrite_config
 from stoker.ownership import always, never, write_text
@@ -42,6 +42,7 @@ class JobConfig:
         Raises:
             ConfigError: It cannot be read, or is not sound.
         """
+        path = find_config(path)
         config = load_config(path, overrides)
         changes = {key: _written(config, key) for key in map(_key_of, overrides)}
         if store is not None:

@@ -1,1 +1,1 @@
-"""Ready jobs: forex, massspec, segmentation, tabular; each has a page in docs/recipes/."""
+"""Ready jobs, one folder each with a page in docs/recipes/, and what every job needs."""

@@ -1,152 +1,171 @@
-"""The ready recipes by name, and what a config asks of one of them.
+"""What a config, or a checkpoint, asks of a recipe.
 
-Enters: `Settings`. Leaves: a `Chosen` recipe with checked options, or a `ConfigError` that names the
-file and line of the option at fault. Costs the import of all recipes (torch); reads no data.
+Enters: `Settings`, or the name and options of a checkpoint. Leaves: a `Chosen` recipe with checked options,
+or a `ConfigError` that names the file and line of the option at fault. Costs the import of the recipe
+(torch); reads no data.
 
-Some keys of a config are older than the recipes (S3-4, S4-5): `gpu_augmentation.*`, `training.init_gain`
-and `training.output_bound` reach the recipe that knows them here. Where the same thing is also written
-under `recipe.options`, both must agree.
+Some keys of a config are older than the recipes: a recipe translates those that it knows into its options
+(`Recipe.from_settings`). Where the same thing is also written under `recipe.options`, both must agree.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import xxhash
 
 from stoker.config import Place, Problem, Settings
 from stoker.config.resolve import as_error
+from stoker.display import command
 from stoker.errors import ConfigError, InputError
-from stoker.recipes.forex.recipe import ForexOptions, ForexRecipe
-from stoker.recipes.massspec.recipe import (
-    MassSpecRecipe,
-    MassSpecTeacherRecipe,
-    StudentOptions,
-    TeacherOptions,
-)
+from stoker.loader.splits import SplitName
+from stoker.recipes.contract import Job, Recipe
 from stoker.recipes.options import OptionError, parse_options
-from stoker.recipes.segmentation.recipe import SegmentationOptions, SegmentationRecipe
-from stoker.recipes.tabular.recipe import TabularOptions, TabularRecipe
+from stoker.recipes.registry import OWN, blamed, find_recipe, ready_recipes
+from stoker.store.fields import Array
+from stoker.store.reader import Store
 
-TEACHER = "teacher"
-"""An option of the recipe "massspec" that is no plain value: in a config, the path of a checkpoint."""
-
-_JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
-_BOUNDS = ("init_gain", "output_bound", "output_bound_mode")
-_IDLE = (
-    "num_workers",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory",
-    "lazy_loading",
-    "lazy_cache_dir",
-    "precompute_graphs",
-)
-
-
-ReadyRecipe = (
-    ForexRecipe | MassSpecRecipe | MassSpecTeacherRecipe | SegmentationRecipe | TabularRecipe
-)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A recipe and the dataclass of its options."""
-
-    recipe: ReadyRecipe
-    options: type[Any]
-
-
-RECIPES: Mapping[str, Entry] = {
-    "forex": Entry(ForexRecipe(), ForexOptions),
-    "massspec": Entry(MassSpecRecipe(), StudentOptions),
-    "massspec-teacher": Entry(MassSpecTeacherRecipe(), TeacherOptions),
-    "segmentation": Entry(SegmentationRecipe(), SegmentationOptions),
-    "tabular": Entry(TabularRecipe(), TabularOptions),
-}
+SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
+# Settings that a recipe reads only where it says so in `uses`.
+OPTIONAL = ("init_gain", "output_bound", "output_bound_mode", "augmentation")
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A recipe as a config asks for it.
+    """A recipe as a config or a checkpoint asks for it.
 
     Attributes:
+        key: By which it is found again: a name of ours, or `package.module:Class`.
         recipe: Makes the job.
         options: An instance of its options, defaults included.
-        teacher: Path of the checkpoint to learn from, for "massspec".
+        settings: Of the config, with the recipe's defaults; None for a checkpoint.
         notes: Keys of the config that have no effect here, and why.
     """
 
-    recipe: ReadyRecipe
+    key: str
+    recipe: Recipe
     options: Any
-    teacher: str | None = None
+    settings: Settings | None = None
     notes: tuple[str, ...] = ()
 
     @property
+    def noted_settings(self) -> Settings:
+        """The settings, with the recipe's notes among theirs."""
+        assert self.settings is not None  # only a checkpoint's recipe has none
+        return replace(self.settings, notes=(*self.settings.notes, *self.notes))
+
+    @property
     def plain(self) -> dict[str, Any]:
-        """Every option by name, as `make_job` takes them."""
+        """Every option by name."""
         return asdict(self.options)
 
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Options as a checkpoint keeps and compares them."""
+        left_out = {*self.recipe.transient, *self.recipe.files}
+        return {name: value for name, value in self.plain.items() if name not in left_out}
 
-def restore(name: str, options: Mapping[str, Any]) -> Chosen:
+    @property
+    def file_digests(self) -> dict[str, str | None]:
+        """Per option that is the path of a file, the digest of its bytes."""
+        paths = {name: getattr(self.options, name) for name in self.recipe.files}
+        return {
+            name: None if path is None else xxhash.xxh3_64_hexdigest(Path(path).read_bytes())
+            for name, path in paths.items()
+        }
+
+    def make_job(self, store: Store, seed: int) -> Job:
+        """Return the recipe's job for a store; splits that it leaves out are empty."""
+        with blamed(self.recipe, "make_job"):
+            job = self.recipe.make_job(store, self.options, seed)
+            samples: dict[str, Array] = {
+                name: np.asarray(job.samples.get(name, ()), np.int64) for name in SPLITS
+            }
+        if not len(samples["train"]):
+            raise InputError(
+                f"the recipe {self.recipe.name!r} finds no training samples in {store.name}.",
+                "at least one",
+                "stoker inspect STORE shows its fields and its split",
+            )
+        if job.strata is not None and len(job.strata) != len(samples["train"]):
+            raise InputError(
+                f"the recipe {self.recipe.name!r} gives {len(job.strata)} strata.",
+                f"one for each of the {len(samples['train'])} training samples, or None",
+                "Job(..., strata=None)",
+            )
+        return replace(job, samples=samples)
+
+
+def restore(key: str, options: Mapping[str, Any]) -> Chosen:
     """Return a recipe with options as a checkpoint keeps them."""
-    entry = RECIPES.get(name)
-    if entry is None:
+    try:
+        recipe = find_recipe(key)
+    except InputError as error:
+        fix = error.fix if ":" in key else "the stoker that wrote it, or a newer one"
         raise InputError(
-            f"the checkpoint is of the recipe {name!r}.",
-            ", ".join(RECIPES),
-            "the stoker that wrote it, or a newer one",
-        )
-    return Chosen(entry.recipe, parse_options(entry.options, options, name))
+            f"the checkpoint cannot be used: {error.given}",
+            error.allowed,
+            fix,
+            error.details,
+        ) from error
+    return Chosen(key, recipe, parse_options(recipe.Options, options, recipe.name))
 
 
 def choose_recipe(settings: Settings) -> Chosen:
     """Return the recipe that a config asks for, with its options.
 
     Raises:
-        ConfigError: No recipe is named, or an option is unknown, of a wrong type or out of range.
+        ConfigError: No recipe is named, there is none of that name, or an option is unknown, of a wrong
+            type or out of range.
     """
     if settings.recipe is None:
+        ready = ready_recipes()
         raise ConfigError(
             "the config names no recipe.",
-            ", ".join(RECIPES),
-            "stoker train --config configs/forex.yaml, or --set recipe.name=forex",
+            f"{', '.join(ready)}, or {OWN}",
+            command("stoker", "config", "init", next(iter(ready)), "my.yaml"),
         )
-    entry = RECIPES[settings.recipe]
-    given = dict(settings.recipe_options)
-    teacher = _take_teacher(settings, given)
-    _refuse_unknown(settings, given, [entry_field.name for entry_field in fields(entry.options)])
-    given |= _from_other_keys(settings, given)
     try:
-        options = parse_options(entry.options, given, settings.recipe)
+        recipe = find_recipe(settings.recipe)
+    except InputError as error:
+        raise ConfigError(
+            f"{_where(settings, 'recipe')}: {error.given}", error.allowed, error.fix, error.details
+        ) from error
+    settings = with_defaults(settings, recipe)
+    given = dict(settings.recipe_options)
+    _refuse_unknown(settings, given, [entry.name for entry in fields(recipe.Options)])
+    with blamed(recipe, "from_settings"):
+        asked = recipe.from_settings(settings, given)
+    _refuse_disagreement(settings, given, asked)
+    try:
+        with blamed(recipe, "Options"):
+            options = parse_options(recipe.Options, {**given, **asked}, recipe.name)
     except InputError as error:
         named = error.option if isinstance(error, OptionError) else None
         raise ConfigError(
             f"{_where(settings, named)}: {error.given}", error.allowed, error.fix
         ) from error
-    return Chosen(entry.recipe, options, teacher, tuple(_idle_keys(settings)))
+    notes = tuple(_idle_keys(settings, recipe, options))
+    return Chosen(str(settings.recipe), recipe, options, settings, notes)
+
+
+def with_defaults(settings: Settings, recipe: Recipe) -> Settings:
+    """Return settings with the recipe's value for each that nobody wrote."""
+    return settings.with_recipe_defaults(
+        {each.setting: (each.value, each.reason) for each in recipe.defaults}
+    )
 
 
 def _where(settings: Settings, option: str | None) -> str:
     """Return `file:line:column key`, as far as it is known."""
     asked = (f"recipe_options.{option}", option or "", "recipe_options")
-    reason = next((settings.reasons[name] for name in asked if name in settings.reasons), "")
-    key, _, place = reason.removesuffix(")").partition(" (")
-    return f"{place} {key}".strip()
-
-
-def _take_teacher(settings: Settings, given: dict[str, Any]) -> str | None:
-    if settings.recipe != "massspec" or TEACHER not in given:
-        return None
-    path = given.pop(TEACHER)
-    if path is not None and not isinstance(path, str):
-        raise ConfigError(
-            f"{_where(settings, TEACHER)}: {path!r} is no path.",
-            "the checkpoint of a run of massspec-teacher, or null",
-            "teacher: runs/massspec-teacher/best.pt",
-        )
-    return path
+    origin = next((settings.origins[name] for name in asked if name in settings.origins), None)
+    return "" if origin is None else f"{origin.place or ''} {origin.key}".strip()
 
 
 def _refuse_unknown(settings: Settings, given: Mapping[str, Any], known: list[str]) -> None:
@@ -159,70 +178,39 @@ def _refuse_unknown(settings: Settings, given: Mapping[str, Any], known: list[st
                     Place(_where(settings, name)),
                     "",
                     f"the recipe {settings.recipe!r} has no option {name!r}",
-                    ", ".join(known),
-                    near[0] if near else f"docs/recipes/{settings.recipe}.md lists them",
+                    ", ".join(known) or "no options",
+                    near[0] if near else f"delete recipe.options.{name}",
                 )
             )
     if problems:
         raise as_error(problems)
 
 
-# -- keys of the config that a recipe knows --------------------------------------------------
-
-
-def _from_other_keys(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options that other sections of the config give; refuse those that disagree."""
-    asked: dict[str, Any] = {}
-    free: dict[str, Any] = {}
-    if settings.recipe == "segmentation":
-        asked = {"epochs": max(1, settings.epochs)} | _augmentation(settings, given)
-    elif settings.recipe == "tabular":
-        asked = {name: getattr(settings, name) for name in _BOUNDS if not settings.is_default(name)}
-        free = {"batch_size": settings.samples_per_update}
-    elif settings.recipe == "forex" and given.get("stateful"):
-        free = {"lanes": settings.batch_size}
+def _refuse_disagreement(
+    settings: Settings, given: Mapping[str, Any], asked: Mapping[str, Any]
+) -> None:
     for name, value in asked.items():
         if given.get(name, value) != value:
-            source = settings.reasons.get(name) or settings.reasons.get(
-                f"augmentation.{name}", "training.use_gpu_augmentation"
-            )
+            reasons = settings.reasons
+            source = reasons.get(name) or reasons.get(f"augmentation.{name}", "another key")
             raise ConfigError(
                 f"{_where(settings, name)}: {given[name]!r} disagrees with {value!r} by {source}.",
                 "one of them, or the same value",
                 f"delete recipe.options.{name}",
             )
-    return {name: value for name, value in free.items() if name not in given} | asked
 
 
-def _augmentation(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
-    if settings.is_default("augmentation"):
-        return {}  # nobody asked: the recipe has its own
-    if settings.augmentation is None:
-        return {"augmentation": "none"}
-    # Beside a preset that the user names, only numbers that were written are theirs.
-    named = "augmentation" in given
-    return {
-        name: getattr(settings.augmentation, name)
-        for name in _JITTER
-        if not (named and settings.is_default(f"augmentation.{name}"))
-    }
-
-
-def _idle_keys(settings: Settings) -> list[str]:
-    notes = []
-    idle = [settings.reasons[name] for name in _IDLE if not settings.is_default(name)]
-    if idle:
-        why = "the loader reads the store with threads of this process, through pinned memory"
-        notes.append(f"{'; '.join(dict.fromkeys(idle))}: no effect here, {why}")
-    if settings.recipe != "tabular":
-        bound = [settings.reasons[name] for name in _BOUNDS if not settings.is_default(name)]
-        if bound:
-            notes.append(f"{'; '.join(bound)}: no effect, only the recipe tabular knows it")
-    if settings.recipe != "segmentation" and settings.augmentation is not None:
-        notes.append(f"{settings.reasons['augmentation']}: no effect, there are no images")
+def _idle_keys(settings: Settings, recipe: Recipe, options: Any) -> list[str]:
+    """Return notes on keys that this recipe, with these options, does not read."""
+    with blamed(recipe, "note_settings"):
+        notes = list(recipe.note_settings(settings, options))
+    unused = [
+        settings.reasons[name]
+        for name in OPTIONAL
+        if name not in recipe.uses
+        and not settings.is_default(name)
+        and getattr(settings, name) is not None
+    ]
+    if unused:
+        notes.append(f"{'; '.join(unused)}: no effect, the recipe {recipe.name} does not use it")
     return notes
-
-
-def without_epochs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as a checkpoint compares them: a resumed run may be longer."""
-    return {name: value for name, value in options.items() if name != "epochs"}

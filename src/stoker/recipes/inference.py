@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,13 @@ from stoker.address import as_url
 from stoker.display import command, quoted
 from stoker.errors import InputError, StokerError
 from stoker.loader.loader import Loader, pick_device
-from stoker.loader.splits import SplitName, select_samples
+from stoker.loader.splits import select_samples
 from stoker.ownership import check_output
-from stoker.recipes.blueprint import (
-    Rebuilt,
-    as_augments,
-    check_columns,
-    fingerprint,
-    rebuild,
-)
-from stoker.recipes.catalogue import Chosen, restore
-from stoker.recipes.contract import Job
+from stoker.recipes.blueprint import as_augments, check_columns, fingerprint, rebuild
+from stoker.recipes.catalogue import SPLITS, Chosen, restore
+from stoker.recipes.contract import Job, Rebuilt
 from stoker.recipes.export.weights_file import SUFFIX, read_weights
+from stoker.recipes.registry import blamed
 from stoker.report import Progress, Silent, Topic, read_note, read_run_log
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
@@ -46,7 +41,6 @@ from stoker.train.quantize import QuantizeReport, quantize_dynamic
 
 BATCH_SIZE = 256
 LOG_NAME = "run.jsonl"
-_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _TIMED_BATCHES = 4
 
 
@@ -110,7 +104,7 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
         raise InputError(
             f"{path} is a checkpoint of {found}.",
             f"one of a run of {recipe or 'stoker train'}",
-            f"stoker train --config configs/{recipe or 'forex'}.yaml",
+            f"stoker train --set recipe.name={recipe or 'NAME'} --store STORE",
         )
     chosen = restore(identity["recipe"], identity["options"])
     made = rebuild(chosen, identity["facts"])
@@ -118,7 +112,7 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
     made.model.load_state_dict(unpack_int8(state) if "int8" in identity else state)
     if "int8" in identity:
         small, _ = quantize_dynamic(made.model, api="torch.ao")
-        made = Rebuilt(small, made.fields, made.unpack, made.predict, made.augment)
+        made = replace(made, model=small)
     return Trained(loaded, chosen, made)
 
 
@@ -138,9 +132,9 @@ def find_samples(store: Store, trained: Trained, split: str) -> Array:
     """
     if split == "all":
         return np.arange(store.num_samples, dtype=np.int64)
-    if split not in _SPLITS:
+    if split not in SPLITS:
         raise InputError(
-            f"--split is {split!r}.", f"all, {', '.join(_SPLITS)}", "--split test, or leave it out"
+            f"--split is {split!r}.", f"all, {', '.join(SPLITS)}", "--split test, or leave it out"
         )
     if "split" in store.fields:
         return select_samples(store, split)
@@ -151,7 +145,7 @@ def find_samples(store: Store, trained: Trained, split: str) -> Array:
             "leave --split out",
         )
     # The same store, options and seed: the recipe divides it as it did.
-    return trained.chosen.recipe.make_job(store, trained.chosen.plain, trained.seed).samples[split]
+    return trained.chosen.make_job(store, trained.seed).samples[split]
 
 
 # -- predicting ----------------------------------------------------------------------------------
@@ -219,12 +213,10 @@ def predict_store(
                 columns[:] = predicted.columns
                 yield predicted
 
-        num_rows = write_parquet(out, watched(), _about(trained, store, split), told)
-    if trained.facts.get("carried"):
-        notes += ("trained with a carried state; here each window begins without one",)
-    return PredictReport(
-        Path(out), num_rows, tuple(columns), time.perf_counter() - began, tuple(notes)
-    )
+        with blamed(trained.chosen.recipe, "predict"):
+            num_rows = write_parquet(out, watched(), _about(trained, store, split), told)
+    seconds = time.perf_counter() - began
+    return PredictReport(Path(out), num_rows, tuple(columns), seconds, (*notes, *made.notes))
 
 
 def _loader(
@@ -246,7 +238,7 @@ def _about(trained: Trained, store: Store, split: str) -> dict[str, Any]:
     return {
         "checkpoint": str(saved.path),
         "step": saved.step,
-        "recipe": trained.chosen.recipe.name,
+        "recipe": trained.chosen.key,
         "store": store.name,
         "data": fingerprint(store),
         "split": split,
@@ -334,7 +326,7 @@ def quantize_trained(
     else:
         with open_store(store_path) as store:
             check_columns(store, trained.facts)
-            job = trained.chosen.recipe.make_job(store, trained.chosen.plain, trained.seed)
+            job = trained.chosen.make_job(store, trained.seed)
             name = job.monitor[0]
             report = _compare(trained, store, job, split, batch_size)
     saved = trained.loaded.saved

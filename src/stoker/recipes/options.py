@@ -2,15 +2,13 @@
 
 Enters: a frozen dataclass with annotated defaults, and a mapping (a config section, `--set`). Leaves:
 an instance of it. Costs: microseconds; no torch. Ranges are checked by the dataclass itself.
-
-YAML reads `8e-4` as text; that is refused here, with the option's name, instead of failing later.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from stoker.errors import InputError
@@ -35,22 +33,26 @@ class OptionError(InputError):
         return made
 
 
-def parse_options(kind: type[T], given: Mapping[str, Any], recipe: str) -> T:
+def parse_options(kind: type[T], given: T | Mapping[str, Any], recipe: str) -> T:
     """Return the options; a name that is not there or a value of another type is refused.
 
     Args:
         kind: A frozen dataclass whose fields are bool, int, float, str, Literal, tuples or None.
-        given: Plain values, as YAML or `--set` gives them; lists stand for tuples.
+        given: Plain values, as YAML or `--set` gives them; lists stand for tuples. An instance is
+            returned as it is.
         recipe: Its name, for the message.
     """
+    if isinstance(given, kind):
+        return given
+    assert isinstance(given, Mapping)
     hints = get_type_hints(kind)
-    known = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+    known = {entry.name: entry.default for entry in fields(kind)}  # type: ignore[arg-type]
     unknown = [name for name in given if name not in known]
     if unknown:
         raise InputError(
             f"the recipe {recipe!r} has no option {', '.join(map(repr, unknown))}.",
-            ", ".join(known),
-            f"docs/recipes/{recipe}.md lists them",
+            ", ".join(known) or "no options",
+            f"leave {unknown[0]} out",
         )
     values = {}
     for name, value in given.items():
@@ -60,10 +62,17 @@ def parse_options(kind: type[T], given: Mapping[str, Any], recipe: str) -> T:
             raise OptionError.about(
                 name,
                 f"the option {name!r} of the recipe {recipe!r} is {value!r}.",
-                _spell(hints[name]),
-                f"{name}={getattr(kind, name)!r}, its default",
+                spell_type(hints[name]),
+                f"leave {name} out"
+                if known[name] is MISSING
+                else f"{name}={known[name]!r}, its default",
             ) from None
-    return kind(**values)
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise InputError(
+            f"the options of the recipe {recipe!r}: {error}.", "", "recipe.options in the config"
+        ) from error
 
 
 def require(holds: bool, name: str, value: object, allowed: str, fix: str) -> None:
@@ -111,16 +120,17 @@ def _plain(value: Any, hint: Any) -> Any:
     raise TypeError
 
 
-def _spell(hint: Any) -> str:
+def spell_type(hint: Any) -> str:
+    """Return what an annotation takes, in words."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(_spell(choice) for choice in get_args(hint))
+        return " or ".join(spell_type(choice) for choice in get_args(hint))
     if origin is Literal:
         return ", ".join(map(str, get_args(hint)))
     if origin is tuple:
         inner = get_args(hint)
         if inner[-1] is Ellipsis:
-            return f"a list of {_spell(inner[0])}"
-        return f"a list of {len(inner)} of {_spell(inner[0])}"
+            return f"a list of {spell_type(inner[0])}"
+        return f"a list of {len(inner)} of {spell_type(inner[0])}"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
     return names.get(hint, "null")

@@ -21,18 +21,20 @@ from stoker.address import as_url
 from stoker.augment import Compose
 from stoker.augment.ops import Normalize, ToDtype
 from stoker.config import Settings
+from stoker.config.resolve import describe_choices
 from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.loader.columns import column_facts, make_columns
 from stoker.loader.gather import Augments
-from stoker.loader.lanes import LanePlan, plan_store_lanes
 from stoker.loader.loader import Loader, pick_device
+from stoker.loader.splits import draw_samples
 from stoker.machine import probe
 from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan
 from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
-from stoker.recipes.catalogue import Chosen, choose_recipe, without_epochs
+from stoker.recipes.catalogue import Chosen, choose_recipe, with_defaults
 from stoker.recipes.contract import Job
-from stoker.recipes.inference import LOG_NAME, load_trained
+from stoker.recipes.inference import LOG_NAME
+from stoker.recipes.registry import blamed
 from stoker.recipes.watch import Watch
 from stoker.report import Note, Progress, RunEnd, RunLog, Silent, Topic
 from stoker.runs.telemetry import TelemetryLog
@@ -99,6 +101,7 @@ def run_recipe(
         KeyboardInterrupt: Ctrl-C; the run is saved first.
     """
     chosen = choose_recipe(settings)
+    settings = chosen.settings or settings
     with join(device, settings.stall_seconds) as (ranks, place):
         # Machines do not count restarts alike: each counts those of its own processes. Whether the run in
         # the folder is the one that was lost is rank 0's to say.
@@ -125,10 +128,11 @@ def _train_and_judge(
             opened = open_run(settings, chosen, device=device, progress=progress)
             run = stack.enter_context(opened)
         check_alike(ranks, {"the store": fingerprint(run.store), "the config": run.digest})
-        history = run.train(resume)
+        with blamed(chosen.recipe, "training"):
+            history = run.train(resume)
         made = RecipeRun(
             **vars(history),
-            recipe=run.job.name,
+            recipe=chosen.recipe.name,
             run_dir=run.folder,
             monitor=run.job.monitor,
             baseline=dict(run.job.baseline),
@@ -151,11 +155,12 @@ def open_run(
         InputError: The store or the device cannot be used.
     """
     chosen = chosen or choose_recipe(settings)
+    settings = chosen.settings or settings
     if settings.store is None:
         raise InputError(
             "the config names no store.",
             "recipe.store in the config, or --store",
-            f"--store STORE  (made by `stoker pack`, see `{_PACK[chosen.recipe.name]}`)",
+            f"--store STORE  (made by `stoker pack`, see `{chosen.recipe.pack_command}`)",
         )
     place = pick_device(device)
     with open_store(settings.store) as store:
@@ -164,18 +169,10 @@ def open_run(
         yield Run(settings, chosen, store, job, run_folder(settings), place, progress or Silent())
 
 
-_PACK = {
-    "forex": "stoker pack bars --help",
-    "massspec": "stoker pack massspec --help",
-    "massspec-teacher": "stoker pack massspec --help",
-    "segmentation": "stoker pack segmentation --help",
-    "tabular": "stoker pack table --help",
-}
-
-
 def run_folder(settings: Settings) -> Path:
-    """Return the folder of a run: as written, or runs/ and the recipe's name."""
-    return Path(settings.run_dir or Path("runs") / (settings.recipe or "run"))
+    """Return the folder of a run: as written, or runs/ and the recipe's name (of `module:Class` the class)."""
+    name = (settings.recipe or "run").rpartition(":")[2]
+    return Path(settings.run_dir or Path("runs") / name)
 
 
 def train_settings(
@@ -223,12 +220,9 @@ def _require_fresh(folder: Path) -> None:
 
 
 def _make_job(chosen: Chosen, store: Store, settings: Settings) -> Job:
-    options: dict[str, Any] = chosen.plain
-    if chosen.teacher is not None:
-        options["teacher"] = load_trained(chosen.teacher, "massspec-teacher").model
-    job = chosen.recipe.make_job(store, options, settings.seed)
-    most = settings.max_training_samples
-    if most is None or most >= len(job.samples["train"]):
+    job = chosen.make_job(store, settings.seed)
+    most, train = settings.max_training_samples, job.samples["train"]
+    if most is None or most >= len(train):
         return job
     if job.lanes is not None:
         raise InputError(
@@ -236,9 +230,14 @@ def _make_job(chosen: Chosen, store: Store, settings: Settings) -> Job:
             "all samples, or stateful: false",
             "delete max_training_samples",
         )
-    samples = {**job.samples, "train": job.samples["train"][:most]}
-    note = f"the first {most:,} training samples only: {settings.reasons['max_training_samples']}"
-    return replace(job, samples=samples, notes=(*job.notes, note))
+    drawn = draw_samples(train, most, settings.seed, job.strata)
+    how = "" if job.strata is None else ", each class with its share"
+    note = f"{most:,} of {len(train):,} training samples, drawn by the seed{how}: "
+    return replace(
+        job,
+        samples={**job.samples, "train": drawn},
+        notes=(*job.notes, note + settings.reasons["max_training_samples"]),
+    )
 
 
 class Run:
@@ -276,6 +275,7 @@ class Run:
 
     def with_settings(self, settings: Settings) -> Run:
         """Return the same job under settings that do not change it: batch, precision, capture, chunks."""
+        settings = with_defaults(settings, self.chosen.recipe)
         return Run(settings, self.chosen, self.store, self.job, self.folder, self.device, self.told)
 
     def train(self, resume: bool) -> History:
@@ -409,7 +409,7 @@ class Run:
 
     def _judged_loader(self, split: str) -> Loader:
         job, samples = self.job, self.job.samples[split]
-        lanes = None if job.lanes is None else self._judged_lanes(samples)
+        lanes = None if job.plan_lanes is None or job.lanes is None else job.plan_lanes(samples)
         # Lanes, and samples that do not go round, are judged by every rank alike.
         ranks = (
             self.ranks if lanes is None and len(samples) >= 2 * self.ranks.world_size else Ranks()
@@ -430,22 +430,6 @@ class Run:
             if job.augmentation is None
             else as_augments(job.augmentation.validation()),
         )
-
-    def _judged_lanes(self, samples: Array) -> LanePlan | None:
-        """Return lanes as in training, fewer where there are fewer windows; None where there are none."""
-        options, carried = self.chosen.options, describe_job(self.job, self.store)["carried"]
-        count = int(options.lanes)
-        while count:
-            with contextlib.suppress(InputError):
-                return plan_store_lanes(
-                    self.store,
-                    count,
-                    fields=carried,
-                    samples=samples,
-                    max_gap_rows=options.max_gap_rows,
-                )
-            count //= 2
-        return None
 
     def _make_plan(self, samples: Array, share: float, fallback: float, **told: Any) -> Plan:
         """Plan with the memory that all ranks have: free memory differs, chunks must not."""
@@ -470,8 +454,9 @@ class Run:
         chosen, settings = self.chosen, self.settings
         place = str(as_url(self.store.name) or self.store.path.resolve())
         return [
-            Note(f"recipe {self.job.name} on {self.device}"),
+            Note(f"recipe {chosen.recipe.name} on {self.device}"),
             Note(f"store: {place}", Topic.STORE, {"store": place}),
+            *map(Note, describe_choices(settings)),
             *map(Note, self.job.notes),
             *self._rank_notes(),
             Note(f"data {train.reason}", Topic.DATA),
@@ -492,24 +477,26 @@ class Run:
     def _write_setup(self, train: Loader) -> None:
         """Write what the run is made of into its log: config, plan and machine."""
         settings = asdict(self.settings)
-        reasons = settings.pop("reasons")
+        del settings["origins"]
         with RunLock(self.folder), RunLog(self.folder / LOG_NAME) as log:
-            log.write("config", {"settings": settings, "reasons": reasons})
+            log.write("config", {"settings": settings, "reasons": self.settings.reasons})
             log.write("plan", train.plan.to_json())
             log.write("machine", probe(self.store.path).to_json())
 
     def _identity(self) -> dict[str, Any]:
-        settings = self.settings
+        settings, chosen = self.settings, self.chosen
         return {
-            "recipe": self.job.name,
-            "options": without_epochs(self.chosen.plain),
-            "facts": describe_job(self.job, self.store),
+            **chosen.file_digests,
+            "recipe": chosen.key,
+            "options": chosen.kept,
+            "facts": describe_job(chosen.recipe, self.job, self.store),
             "data": fingerprint(self.store),
             "learning_rate": settings.learning_rate,
             "batch_size": settings.batch_size,
             "drop_last": settings.drop_last,
             "max_training_samples": settings.max_training_samples,
-            "teacher": None if self.chosen.teacher is None else _digest(self.chosen.teacher),
+            # An older checkpoint was trained on the first samples of the file.
+            "subset": None if settings.max_training_samples is None else "drawn by the seed",
         }
 
 
@@ -536,10 +523,6 @@ def _gpu_uuid(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
-def _digest(path: str) -> str:
-    return xxhash.xxh3_64_hexdigest(Path(path).read_bytes())
 
 
 def _draws(augmentation: Compose | None) -> bool:

@@ -19,7 +19,7 @@ LrRule = Literal["linear", "sqrt", "none"]
 
 
 def make_adamw(
-    parameters: Iterable[torch.nn.Parameter], lr: float, weight_decay: float
+    parameters: Iterable[torch.nn.Parameter], lr: float, weight_decay: float = 0.01
 ) -> torch.optim.AdamW:
     """Return AdamW that decays matrices only: a decayed bias or norm is pulled to a wrong place."""
     given = [parameter for parameter in parameters if parameter.requires_grad]

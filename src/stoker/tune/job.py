@@ -118,7 +118,8 @@ def tune_job(
     told = progress or Silent()
     effort = effort or Effort()
     with open_run(settings, device=device) as run:
-        search = _Search(settings, JobBench(run, effort), run.device, told)
+        bench = JobBench(run, effort)
+        search = _Search(run.settings, bench, run.device, told, run.job.scales_rate)
         is_fixed = run.job.lanes is not None
         search.try_batch_sizes(is_fixed)
         return search.finish(effort, grow_update)
@@ -128,9 +129,15 @@ class _Search:
     """The state of one tuning: what was tried, and the settings that are best so far."""
 
     def __init__(
-        self, settings: Settings, bench: JobBench, device: torch.device, told: Progress
+        self,
+        settings: Settings,
+        bench: JobBench,
+        device: torch.device,
+        told: Progress,
+        scales_rate: bool,
     ) -> None:
         self._settings, self._bench, self._device, self._told = settings, bench, device, told
+        self._scales_rate = scales_rate
         self._configured = UpdateShape(settings.batch_size, settings.accumulation_steps)
         self._ladder: tuple[UpdateShape, ...] = ()
         self._tried: dict[int, Measured] = {}
@@ -299,7 +306,7 @@ class _Search:
             kept += ", as before" if after == before else f" instead of {before:,}"
             return [f"{kept}: the learning rate stays {rate:g}"]
         factor = after / before
-        if self._settings.recipe == "tabular":
+        if self._scales_rate:
             said = "the recipe scales the learning rate by its lr_rule"
         else:
             said = (

@@ -25,7 +25,7 @@ from stoker.compat.migrate.names import (
     home_of,
 )
 from stoker.compat.migrate.text import Comments, Dropped, Moved, render_text
-from stoker.compat.migrate.values import correct, correct_number
+from stoker.compat.migrate.values import correct
 from stoker.config.load import _yaml_word
 from stoker.config.resolve import AUGMENT, OPTIONS, QUESTIONS, _answer_all, as_error, find_clashes
 from stoker.config.tree import Config, key_schemas, open_leaves, sections
@@ -211,21 +211,19 @@ class _Work:
             self._drop_moved(made, _compare(made, known))
 
     def _take_option(self, path: KeyPath, option: str, value: Any) -> None:
-        place, new = self._place(path), f"{OPTIONS}.{option}"
-        meant = correct_number(value, place)
-        refused = self.accepts(self.recipe, option, meant.value) if self.recipe else None
+        made = self._moved(path, f"{OPTIONS}.{option}", value)
+        refused = self.accepts(self.recipe, option, value) if self.recipe else None
         if refused is not None:
             self._drop(path, value, refused)
         elif option in self.options:
-            made = self._moved(path, new, meant.value)
             self._drop(path, value, _compare(made, self.options[option]))
         else:
-            self.options[option] = replace(self._moved(path, new, meant.value), note=meant.note)
+            self.options[option] = made
 
     def _find_option(self, path: KeyPath) -> str | None:
         if self.recipe is None or not _is_about_training(path):
             return None
-        return RECIPE_OPTIONS[self.recipe].get(path[-1].lower())
+        return RECIPE_OPTIONS.get(self.recipe, {}).get(path[-1].lower())
 
     def _find_reason(self, path: KeyPath) -> str:
         name = path[-1].lower()
@@ -272,11 +270,10 @@ class _Work:
             for question, key in answers.winners.items()
             if key in answers.written
         }
-        notes = [note.rstrip(".") for note in answers.notes]
         winners = {home: key for key, home in homes.items()}
         for key, moved in self.taken.items():
             if key not in homes:
-                self._drop_moved(moved, _reason_in(notes, key) or self._same_as(key, winners))
+                self._drop_moved(moved, answers.unused.get(key) or self._same_as(key, winners))
         kept = [
             replace(self.taken[key], new=home) for key, home in homes.items() if key in self.taken
         ]
@@ -315,12 +312,3 @@ def _compare(loser: Moved, winner: Moved) -> str:
     if loser.value == winner.value:
         return f"says the same as {winner.old}"
     return f"{winner.old} says {_yaml_word(winner.value)}"
-
-
-def _reason_in(notes: list[str], key: str) -> str:
-    """Return why `resolve` makes no use of a key."""
-    said = next((note for note in notes if note.startswith(f"{key}: ")), "")
-    for words in (" is not used; ", " has no effect: "):
-        if words in said:
-            return said.partition(words)[2]
-    return ""

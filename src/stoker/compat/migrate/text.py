@@ -16,7 +16,7 @@ import yaml
 
 from stoker.config.load import _yaml_word
 from stoker.config.resolve import OPTIONS
-from stoker.config.yaml_lines import Document, KeyPath, Place
+from stoker.config.yaml_lines import Document, KeyPath, Loader, Place
 
 _COMMENT = re.compile(r"\s#")
 
@@ -110,7 +110,7 @@ class Comments:
         text = self._lines[line - 1]
         for mark in _COMMENT.finditer(text):
             try:
-                node = yaml.compose(text[: mark.start()].strip(), Loader=yaml.SafeLoader)
+                node = yaml.compose(text[: mark.start()].strip(), Loader=Loader)
             except yaml.YAMLError:
                 continue
             if isinstance(node, yaml.MappingNode) and len(node.value) == 1:

@@ -3,8 +3,8 @@
 Enters: a key of the tree, a value of an old file and its text. Leaves: a value that the key takes, with a note
 where it is another one than YAML read; or the reason why there is none. Costs microseconds.
 
-What is corrected is what `stoker config check` would tell its user to write: `8e-4` and `"32"` are numbers, of
-`4-6` the smaller one is taken, `010` is ten.
+What is corrected is what `stoker config check` would tell its user to write: `"32"` is a number, of `4-6` the
+smaller one is taken, `010` is ten.
 """
 
 from __future__ import annotations
@@ -73,16 +73,6 @@ def correct(key: str, value: Any, place: Place, unreadable: bool = False) -> Cor
     return Corrected(reason=f"{given}; allowed: {describe_allowed(schema)}")
 
 
-def correct_number(value: Any, place: Place) -> Corrected:
-    """Return a number where plain text spells one, for keys whose type is not known here."""
-    if isinstance(value, str) and not place.quoted and _NUMBER.fullmatch(value):
-        number = _spelt(value)
-        if number is not None:
-            why = f"{value!r} is text to YAML 1.1"
-            return Corrected(number, f"{why}; written as {_yaml_word(number)}")
-    return Corrected(value)
-
-
 def fits(key: str, value: Any) -> bool:
     """Whether a key of the tree takes a value."""
     tree: Any = value
@@ -131,7 +121,7 @@ def _numbers(text: str, place: Place, whole: bool) -> Iterator[tuple[Any, str]]:
         return
     if whole and isinstance(number, float) and number.is_integer():
         number = int(number)
-    yield number, f"{text!r} is text" + (" (in quotes)" if place.quoted else " to YAML 1.1")
+    yield number, f"{text!r} is text" + (" (in quotes)" if place.quoted else "")
 
 
 def _spelt(text: str) -> int | float | None:

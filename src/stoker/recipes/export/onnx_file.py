@@ -22,8 +22,8 @@ import torch
 
 from stoker.errors import InputError, MissingExtraError
 from stoker.ownership import SIGNATURE, writing
-from stoker.recipes.export.graph import IMAGE_SIZES, Deployed
-from stoker.recipes.export.lstm import traceable, translations
+from stoker.recipes.export.graph import Deployed
+from stoker.recipes.export.ports import IMAGE_SIZES
 from stoker.train.checkpoint_file import unwritable
 
 OPSETS = (18, 23)
@@ -94,7 +94,11 @@ def _trace(graph: Deployed, opset: int | None) -> Any:
     # Of an image's size torch cannot prove what holds for every size; `_compare` tries another one.
     loose = {name: torch.export.Dim.AUTO for name in graph.free if name in IMAGE_SIZES}
     traced = _by_axis(graph, named | loose)
-    with _silence(), traceable(graph):
+    tracing = graph.layout.tracing
+    with (
+        _silence(),
+        contextlib.nullcontext({}) if tracing is None else tracing(graph) as translations,
+    ):
         # Traced apart, because torch.onnx would fix a size that cannot stay free without a word.
         program = torch.onnx.export(
             torch.export.export(graph, graph.draw({}), dynamic_shapes=(traced,), strict=False),
@@ -104,7 +108,7 @@ def _trace(graph: Deployed, opset: int | None) -> Any:
             input_names=[port.name for port in graph.ports],
             output_names=list(graph.outputs),
             opset_version=opset,
-            custom_translation_table=translations(),
+            custom_translation_table=translations,
         )
     assert program is not None
     return program.model

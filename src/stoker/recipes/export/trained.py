@@ -16,7 +16,8 @@ import stoker
 from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.ownership import check_output, has_signature
-from stoker.recipes.export.graph import Deployed, Sizes, deploy
+from stoker.recipes.export.graph import Deployed, deploy
+from stoker.recipes.export.ports import Sizes
 from stoker.recipes.export.weights_file import SUFFIX, is_weights, write_weights
 from stoker.recipes.inference import Trained, find_training_store
 from stoker.store.reader import open_store
@@ -130,25 +131,31 @@ def _describe(trained: Trained, graph: Deployed) -> dict[str, str]:
     }
     return {
         "stoker.version": stoker.__version__,
-        "stoker.recipe": trained.chosen.recipe.name,
+        "stoker.recipe": trained.chosen.key,
         "stoker.options": json.dumps(trained.chosen.plain),
         "stoker.blueprint": json.dumps(facts),
         "stoker.inputs": json.dumps(_describe_inputs(graph)),
         "stoker.repairs": json.dumps(made),
-        "stoker.windows": json.dumps(_find_windows(trained)),
+        "stoker.windows": json.dumps(_find_windows(trained, graph)),
         "stoker.checkpoint": json.dumps(
             {"step": saved.step, "epoch": saved.epoch, "metrics": dict(saved.metrics)}
         ),
     }
 
 
-def _find_windows(trained: Trained) -> dict[str, int]:
-    """Return the lengths of windows in the store that was trained on, as far as it is still there."""
-    found = find_training_store(trained.loaded.saved.path)
-    if found is None or trained.chosen.recipe.name != "forex":
+def _find_windows(trained: Trained, graph: Deployed) -> dict[str, int]:
+    """Return the training lengths of windows whose length is free in the graph.
+
+    They stand in the training store, so this is as far as it is still there.
+    """
+    free = [
+        port.key for port in graph.ports if len(port.shape) > 1 and isinstance(port.shape[1], str)
+    ]
+    found = find_training_store(trained.loaded.saved.path) if free else None
+    if found is None:
         return {}
     with open_store(found) as store:
-        known = {name: store.fields.get(name) for name in trained.facts["inputs"]}
+        known = {name: store.fields.get(name) for name in free}
     return {name: info.window for name, info in known.items() if info and info.window}
 
 
@@ -173,9 +180,7 @@ def _notes(trained: Trained, graph: Deployed) -> list[str]:
         )
         where += "" if field in graph.repaired else " values that are repaired already"
         notes.append(f"repairs of {field} ({named}) are {where}")
-    windows = ", ".join(f"{name}={bars}" for name, bars in _find_windows(trained).items())
+    windows = ", ".join(f"{name}={bars}" for name, bars in _find_windows(trained, graph).items())
     if windows:
         notes.append(f"trained on windows of {windows} bars; the graph takes any length")
-    if trained.facts.get("carried"):
-        notes.append("trained with a carried state; in the graph each window begins without one")
-    return notes
+    return [*notes, *trained.made.notes]

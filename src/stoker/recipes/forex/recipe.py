@@ -10,17 +10,21 @@ label limits, baselines) comes from training samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 
+from stoker.config import Settings
 from stoker.errors import InputError
 from stoker.loader.lanes import LanePlan, plan_store_lanes
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_time
-from stoker.recipes.contract import Job, Tensors
+from stoker.recipes.contract import Columns, Default, Facts, Job, Rebuilt, Recipe, Tensors
+from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.forex.labels import (
     ForexMetrics,
     LabelPlan,
@@ -32,6 +36,7 @@ from stoker.recipes.forex.labels import (
     plan_labels,
 )
 from stoker.recipes.forex.model import ForexModel, Gaps, HeadWeights, Pooling, SeriesInput
+from stoker.recipes.forex.onnx_lstm import traceable
 from stoker.recipes.gate import gate_notes, quality_gate
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.scaling import fit_robust, training_rows
@@ -144,13 +149,18 @@ def unpack_forex(
     return {name: batch[name] for name in names}, targets
 
 
-@dataclass(frozen=True)
-class ForexRecipe:
-    """Builds forex jobs; meets `Recipe`."""
+class ForexRecipe(Recipe):
+    """Builds forex jobs."""
 
-    name: str = "forex"
+    name = "forex"
+    Options = ForexOptions
+    pack_command = "stoker pack bars --help"
+    defaults = (
+        Default("learning_rate", 1e-3, "AdamW, rising for 5 % of the updates, then half a cosine"),
+        Default("epochs", 20, "as in the config that ships"),
+    )
 
-    def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
+    def make_job(self, store: Store, options: ForexOptions | Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""
         chosen = parse_options(ForexOptions, options, self.name)
         timeframes = _find_timeframes(store, chosen)
@@ -166,7 +176,9 @@ class ForexRecipe:
             scalp_step=chosen.scalp_step,
             swing_step=chosen.swing_step,
         )
-        lanes = _plan_lanes(store, chosen, samples["train"]) if chosen.stateful else None
+        lanes = (
+            _plan_lanes(store, chosen, samples["train"], chosen.lanes) if chosen.stateful else None
+        )
         criterion = partial(forex_loss, weights=chosen.loss_weights)
         baseline = find_baseline(returns["train"], returns["val"], plan, chosen.loss_weights)
         notes += [describe_labels(plan, returns["train"]), *([lanes.reason] if lanes else [])]
@@ -174,7 +186,6 @@ class ForexRecipe:
             torch.manual_seed(seed)
             model = make_model(store, timeframes, samples["train"], chosen)
         return Job(
-            name=self.name,
             model=model,
             criterion=criterion,
             unpack=partial(unpack_forex, timeframes=timeframes, plan=plan),
@@ -186,9 +197,81 @@ class ForexRecipe:
             fields=fields,
             order="lanes" if lanes else chosen.order,
             lanes=lanes,
+            plan_lanes=partial(_plan_fewer_lanes, store, chosen),
             monitor=("loss", False),
             notes=(*notes, *gate_notes(warnings)),
         )
+
+    def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a lane for each sample of the batch, where the state is carried."""
+        is_asked = bool(given.get("stateful")) and "lanes" not in given
+        return {"lanes": settings.batch_size} if is_asked else {}
+
+    def note_settings(self, settings: Settings, options: ForexOptions) -> list[str]:
+        """Return a note on chunks where the state is carried: lanes are resident or streamed."""
+        asked = ("use_chunk_loader", "chunk_bytes") if options.stateful else ()
+        written = [settings.reasons[name] for name in asked if not settings.is_default(name)]
+        if not written:
+            return []
+        return [f"{'; '.join(written)}: no effect, a stateful model walks over lanes"]
+
+    def describe(self, job: Job) -> dict[str, Any]:
+        """Return the timeframes, their columns, and whose state is carried."""
+        model = cast(ForexModel, job.model)
+        encoders = cast(Mapping[str, Any], model.encoders)
+        return {
+            "inputs": list(model.timeframes),
+            "features": {name: len(encoders[name].steps) for name in model.timeframes},
+            "carried": list(model.carried),
+        }
+
+    def rebuild(self, options: ForexOptions, facts: Facts) -> Rebuilt:
+        """Return the network; its scalers come with the weights."""
+        names = list(facts["inputs"])
+        series = {
+            name: SeriesInput(
+                np.zeros(count), np.ones(count), (False,) * count, options.input_clip, options.gaps
+            )
+            for name, count in facts["features"].items()
+        }
+        wanted = [part for name in names for part in (name, f"{name}/gap")]
+
+        def unpack(batch: Tensors) -> Columns:
+            return {name: batch[name] for name in wanted}
+
+        note = "trained with a carried state; a prediction begins each window without one"
+        return Rebuilt(
+            build_network(series, options, facts["carried"]),
+            names,
+            unpack,
+            ForexModel.predict,
+            notes=(note,) if facts["carried"] else (),
+        )
+
+    def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
+        """Return windows of any length, and a gap flag beside each bar."""
+        ports = []
+        for name in facts["inputs"]:
+            encoder: Any = cast(ForexModel, made.model).encoders[name]
+            bars = f"bars_{name}"
+            columns = f": {', '.join(facts['columns'][name])}" if facts["columns"][name] else ""
+            ports += [
+                Port(
+                    name,
+                    (BATCH, bars, facts["features"][name]),
+                    torch.float32,
+                    f"the last bars of {name}, oldest first{columns}",
+                    scaler=encoder.scaler,
+                ),
+                Port(
+                    f"{name}/gap",
+                    (BATCH, bars),
+                    torch.uint8,
+                    f"1 where bars of {name} are missing before this one, else 0",
+                    below=2,
+                ),
+            ]
+        return Layout(ports, made.unpack, made.predict, traceable)
 
 
 def make_model(
@@ -201,6 +284,13 @@ def make_model(
         columns = store.fields[name].columns or []
         steps = tuple(column == "return" or column.endswith("_change") for column in columns)
         series[name] = SeriesInput(center, scale, steps, options.input_clip, options.gaps)
+    return build_network(series, options, _carried(store, options) if options.stateful else ())
+
+
+def build_network(
+    series: Mapping[str, SeriesInput], options: ForexOptions, carried: Sequence[str]
+) -> ForexModel:
+    """Return the network over these inputs, with initial weights."""
     return ForexModel(
         series,
         d_model=options.d_model,
@@ -210,7 +300,7 @@ def make_model(
         ffn_factor=options.ffn_factor,
         pooling=options.pooling,
         head_weights=options.head_weights,
-        carried=_carried(store, options) if options.stateful else (),
+        carried=carried,
         parallel_streams=options.parallel_streams,
     )
 
@@ -310,11 +400,21 @@ def _carried(store: Store, options: ForexOptions) -> tuple[str, ...]:
     return (base if base in timeframes else timeframes[0],)
 
 
-def _plan_lanes(store: Store, options: ForexOptions, samples: Array) -> LanePlan:
+def _plan_lanes(store: Store, options: ForexOptions, samples: Array, count: int) -> LanePlan:
     return plan_store_lanes(
         store,
-        options.lanes,
+        count,
         fields=_carried(store, options),
         samples=samples,
         max_gap_rows=options.max_gap_rows,
     )
+
+
+def _plan_fewer_lanes(store: Store, options: ForexOptions, samples: Array) -> LanePlan | None:
+    """Return lanes as in training, fewer where there are fewer windows; None where there are none."""
+    count = options.lanes
+    while count:
+        with contextlib.suppress(InputError):
+            return _plan_lanes(store, options, samples, count)
+        count //= 2
+    return None

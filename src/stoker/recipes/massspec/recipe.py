@@ -17,15 +17,20 @@ import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from stoker.config import Settings
+from stoker.config.resolve import DISTILL
 from stoker.errors import InputError
 from stoker.loader.ragged import batch_graphs, bin_spectra, expand_fingerprint
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_group
-from stoker.recipes.contract import Job, Tensors
+from stoker.recipes.contract import Columns, Default, Facts, Job, Rebuilt, Recipe, Tensors
+from stoker.recipes.export.ports import BATCH, Layout, Port
+from stoker.recipes.inference import load_trained
 from stoker.recipes.massspec.distillation import (
     DistillationLoss,
     RateAndTemperature,
@@ -42,6 +47,8 @@ from stoker.recipes.massspec.metrics import (
 from stoker.recipes.massspec.models import Student, Teacher, graph_inputs
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.schedule import warmup_cosine
+from stoker.sources.massspec import MassSpecSource
+from stoker.sources.molecules.packed import ECFP_SIZE, NUM_ATOM_FEATURES, NUM_BOND_FEATURES
 from stoker.sources.msp import Rounding
 from stoker.store.fields import Array
 from stoker.store.reader import Store
@@ -124,11 +131,13 @@ class StudentOptions(MassSpecOptions):
     """Of the recipe "massspec".
 
     Attributes:
+        teacher: A checkpoint of the recipe "massspec-teacher" to learn from as well.
         distill_weights: Of the hard, soft and shape terms, see `stoker.recipes.massspec.distillation`.
         temperature_start: Of the first update.
         temperature_end: Of the last.
     """
 
+    teacher: str | None = None
     distill_weights: tuple[float, float, float] = (0.3, 0.5, 0.2)
     temperature_start: float = 4.0
     temperature_end: float = 1.0
@@ -191,54 +200,147 @@ class Binning:
     rounding: Rounding
 
 
-@dataclass(frozen=True)
-class MassSpecRecipe:
-    """Builds student jobs; meets `Recipe`.
+class _SpectrumRecipe(Recipe):
+    """What both recipes share: the store, the rate, and what is predicted."""
 
-    Besides `StudentOptions` it takes `teacher`: a trained `Teacher`, or any module with its inputs and
-    outputs. A config names a checkpoint instead, and whoever calls `make_job` loads it.
+    pack_command = "stoker pack massspec --help"
+    defaults = (
+        Default("learning_rate", LEARNING_RATE, "Adam, as NEIMS trains"),
+        Default("epochs", 30, "as in the config that ships"),
+        Default("batch_size", 100, "NEIMS"),
+    )
+
+    def make_source(self, **paths: Any) -> MassSpecSource:
+        """Return the spectrum library `msp`, with the structures of `mol_dir`."""
+        msp, mol_dir = paths.get("msp"), paths.get("mol_dir")
+        if msp is None:
+            raise InputError(
+                f"--mol-dir is {mol_dir}, and there is no --msp.", "both", "--msp LIBRARY.msp"
+            )
+        return MassSpecSource(Path(msp), mol_dir)
+
+    def describe(self, job: Job) -> dict[str, Any]:
+        """Return the packed inputs, and the number of bins."""
+        graphs = list(_GRAPH_FIELDS) if isinstance(job.model, Teacher) else []
+        return {
+            "inputs": ["ecfp_bits", "ecfp_counts", "mol_weight", *graphs],
+            "num_bins": int(cast(Any, job.model).num_bins),
+        }
+
+    def rebuild(self, options: MassSpecOptions, facts: Facts) -> Rebuilt:
+        """Return the network and how it reads molecules."""
+        graphs = isinstance(options, TeacherOptions)
+
+        def unpack(batch: Tensors) -> Columns:
+            return read_molecules(batch, graphs)
+
+        def predict(model: Any, inputs: Any) -> Columns:
+            return dict(model(inputs))
+
+        return Rebuilt(build_network(facts["num_bins"], options), facts["inputs"], unpack, predict)
+
+    def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
+        """Return fingerprints, weights and graphs as they are unpacked on the device."""
+        ports = [
+            Port(
+                "ecfp",
+                (BATCH, ECFP_SIZE),
+                torch.float32,
+                f"counts of the {ECFP_SIZE} ECFP4 bits",
+                below=3,
+                name="fingerprint_counts",
+            ),
+            Port(
+                "mol_weight",
+                (BATCH,),
+                torch.float32,
+                "mass of the molecule in Da",
+                below=facts["num_bins"],
+            ),
+        ]
+        if "atoms" in facts["inputs"]:
+            ports += _GRAPH_PORTS
+        return Layout(ports, dict, made.predict)
+
+
+_ATOMS, _EDGES = "atoms", "edges"
+_GRAPH_PORTS = (
+    Port(
+        "x",
+        (_ATOMS, NUM_ATOM_FEATURES),
+        torch.float32,
+        "features of all atoms of the batch",
+        below=2,
+        name="atom_features",
+    ),
+    Port(
+        "edge_index",
+        (2, _EDGES),
+        torch.int64,
+        "from and to: numbers of atoms over the batch; every bond twice, there and back",
+        below=_ATOMS,
+        name="bond_atoms",
+    ),
+    Port(
+        "edge_attr",
+        (_EDGES, NUM_BOND_FEATURES),
+        torch.float32,
+        "features of bonds, in the order of bond_atoms",
+        below=2,
+        name="bond_features",
+    ),
+    Port(
+        "batch",
+        (_ATOMS,),
+        torch.int64,
+        "molecule of each atom, from 0",
+        below=BATCH,
+        name="atom_molecule",
+    ),
+)
+
+
+class MassSpecRecipe(_SpectrumRecipe):
+    """Builds student jobs.
+
+    In place of a checkpoint, `teacher` may be a trained `Teacher` in the mapping that `make_job` takes, or
+    any module with its inputs and outputs.
     """
 
-    name: str = "massspec"
+    name = "massspec"
+    Options = StudentOptions
+    files = ("teacher",)
 
-    def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
+    def note_settings(self, settings: Settings, options: StudentOptions) -> list[str]:
+        """Return a note on keys of the distillation stage where there is no teacher."""
+        origins = [settings.origins[name] for name in ("batch_size", "accumulation_steps")]
+        stage = [str(origin) for origin in origins if origin.key.startswith(f"{DISTILL}.")]
+        if not stage or options.teacher is not None:
+            return []
+        return [f"{'; '.join(stage)}: counts for the whole training, no teacher is named"]
+
+    def make_job(self, store: Store, options: StudentOptions | Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""
-        teacher = options.get("teacher")
-        plain = {name: value for name, value in options.items() if name != "teacher"}
-        chosen = parse_options(StudentOptions, plain, self.name)
-        bins = _find_bins(store, chosen)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = Student(
-                bins.max_mz + 1, chosen.width, chosen.num_blocks, chosen.bottleneck, chosen.dropout
-            )
-        job = _make_job(self.name, store, chosen, seed, bins, model)
+        teacher = None
+        if isinstance(options, Mapping) and not isinstance(options.get("teacher"), str | None):
+            teacher = options["teacher"]
+            options = {name: value for name, value in options.items() if name != "teacher"}
+        chosen = parse_options(StudentOptions, options, self.name)
+        if chosen.teacher is not None:
+            teacher = load_trained(chosen.teacher, MassSpecTeacherRecipe.name).model
+        job, bins = _make_job(store, chosen, seed)
         return job if teacher is None else _distil(job, teacher, chosen, bins)
 
 
-@dataclass(frozen=True)
-class MassSpecTeacherRecipe:
-    """Builds teacher jobs; meets `Recipe`."""
+class MassSpecTeacherRecipe(_SpectrumRecipe):
+    """Builds teacher jobs."""
 
-    name: str = "massspec-teacher"
+    name = "massspec-teacher"
+    Options = TeacherOptions
 
-    def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
+    def make_job(self, store: Store, options: TeacherOptions | Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""
-        chosen = parse_options(TeacherOptions, options, self.name)
-        bins = _find_bins(store, chosen)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = Teacher(
-                num_bins=bins.max_mz + 1,
-                num_layers=chosen.num_layers,
-                graph_width=chosen.graph_width,
-                width=chosen.width,
-                num_blocks=chosen.num_blocks,
-                drop_edge=chosen.drop_edge,
-                bottleneck=chosen.bottleneck,
-                dropout=chosen.dropout,
-            )
-        job = _make_job(self.name, store, chosen, seed, bins, model)
+        job, bins = _make_job(store, parse_options(TeacherOptions, options, self.name), seed)
         return replace(
             job,
             unpack=partial(unpack_spectra, bins=bins, graphs=True),
@@ -246,22 +348,36 @@ class MassSpecTeacherRecipe:
         )
 
 
-def _make_job(
-    name: str,
-    store: Store,
-    options: MassSpecOptions,
-    seed: int,
-    bins: Binning,
-    model: torch.nn.Module,
-) -> Job:
-    """Return the job of a model that learns from measured spectra alone."""
+def build_network(num_bins: int, options: MassSpecOptions) -> torch.nn.Module:
+    """Return the student or the teacher with initial weights."""
+    if not isinstance(options, TeacherOptions):
+        return Student(
+            num_bins, options.width, options.num_blocks, options.bottleneck, options.dropout
+        )
+    return Teacher(
+        num_bins=num_bins,
+        num_layers=options.num_layers,
+        graph_width=options.graph_width,
+        width=options.width,
+        num_blocks=options.num_blocks,
+        drop_edge=options.drop_edge,
+        bottleneck=options.bottleneck,
+        dropout=options.dropout,
+    )
+
+
+def _make_job(store: Store, options: MassSpecOptions, seed: int) -> tuple[Job, Binning]:
+    """Return the job of a model that learns from measured spectra alone, and how they are binned."""
+    bins = _find_bins(store, options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = build_network(bins.max_mz + 1, options)
     samples, note = split_compounds(store, options.ratios, seed)
     library, mean = make_library(
         store, samples["train"], bins.max_mz, bins.rounding, options.mass_power
     )
     ranking = Ranking(options.recall_at, options.mass_tolerance, options.mass_power)
-    return Job(
-        name=name,
+    job = Job(
         model=model,
         criterion=partial(cosine_loss, mass_power=options.mass_power),
         unpack=partial(unpack_spectra, bins=bins, graphs=False),
@@ -278,6 +394,7 @@ def _make_job(
             f"recall@k: held-out spectra among {len(library.groups):,} measured training compounds and all predictions",
         ),
     )
+    return job, bins
 
 
 def _distil(job: Job, given: Any, options: StudentOptions, bins: Binning) -> Job:
@@ -335,27 +452,24 @@ def unpack_spectra(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return (inputs, targets) of a batch, exact or padded; device work only.
 
-    Inputs are `ecfp (batch, 4096)`, `mol_weight (batch,)` and, if asked for, one graph of all
-    molecules. Targets are `spectrum (batch, bins)`, `mol_weight` and `group`.
+    Inputs are those of `read_molecules`. Targets are `spectrum (batch, bins)`, `mol_weight` and `group`.
     """
-    mol_weight = batch["mol_weight"]
-    inputs = {
-        "ecfp": expand_fingerprint(
-            batch["ecfp_bits"], batch["ecfp_counts"], batch["ecfp_bits/offsets"]
-        ),
-        "mol_weight": mol_weight,
-    }
-    if graphs:
-        inputs |= graph_inputs(batch_graphs(batch))
     spectra = bin_spectra(
         batch["mz"], batch["intensity"], batch["mz/offsets"], bins.max_mz, bins.rounding
     )
     targets = {
         "spectrum": root_spectra(spectra),
-        "mol_weight": mol_weight,
+        "mol_weight": batch["mol_weight"],
         "group": batch["group"],
     }
-    return inputs, targets
+    return read_molecules(batch, graphs), targets
+
+
+def read_molecules(batch: Tensors, graphs: bool) -> Columns:
+    """Return `ecfp (batch, 4096)`, `mol_weight (batch,)` and, if asked for, one graph of all molecules."""
+    counts = batch["ecfp_bits"], batch["ecfp_counts"], batch["ecfp_bits/offsets"]
+    inputs = {"ecfp": expand_fingerprint(*counts), "mol_weight": batch["mol_weight"]}
+    return inputs | graph_inputs(batch_graphs(batch)) if graphs else inputs
 
 
 def unpack_with_teacher(

@@ -19,9 +19,12 @@ import numpy as np
 import torch
 
 from stoker.augment import Compose, make_preset
+from stoker.augment.ops import Normalize
+from stoker.config import Settings
 from stoker.errors import InputError
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_randomly
-from stoker.recipes.contract import Job, Tensors
+from stoker.recipes.contract import Columns, Default, Facts, Job, Rebuilt, Recipe, Tensors
+from stoker.recipes.export.ports import BATCH, IMAGE_SIZES, Layout, Port
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.scaling import evenly
 from stoker.recipes.schedule import make_adamw, warmup_cosine
@@ -40,6 +43,7 @@ LEARNING_RATE = 8e-4
 """Of AdamW (S3)."""
 
 _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
+_JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
 _LOOK_IMAGES = 512
 _READ_BYTES = 64 << 20
 
@@ -152,13 +156,25 @@ class SegmentationOptions:
         return min(0.5, self.warmup_epochs / self.epochs)
 
 
-@dataclass(frozen=True)
-class SegmentationRecipe:
-    """Builds segmentation jobs; meets `Recipe`."""
+class SegmentationRecipe(Recipe):
+    """Builds segmentation jobs."""
 
-    name: str = "segmentation"
+    name = "segmentation"
+    Options = SegmentationOptions
+    pack_command = "stoker pack segmentation --help"
+    defaults = (
+        Default(
+            "learning_rate", LEARNING_RATE, "AdamW, rising for warmup_epochs, then half a cosine"
+        ),
+        Default("epochs", 100, "as in the config that ships"),
+        Default("batch_size", 32, "as in the config that ships"),
+    )
+    uses = ("augmentation",)
+    transient = ("epochs",)
 
-    def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
+    def make_job(
+        self, store: Store, options: SegmentationOptions | Mapping[str, Any], seed: int
+    ) -> Job:
         """Build the job; see `Recipe`."""
         chosen = parse_options(SegmentationOptions, options, self.name)
         channels = _check_fields(store)
@@ -168,18 +184,8 @@ class SegmentationRecipe:
         augmentation = make_augmentation(chosen, mean, std, seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = MicroSegFormer(
-                num_classes,
-                channels,
-                widths=chosen.widths,
-                depths=chosen.depths,
-                heads=chosen.heads,
-                expansion=chosen.expansion,
-                head_width=chosen.head_width,
-                dropout=chosen.dropout,
-            )
+            model = build_network(num_classes, channels, chosen)
         return Job(
-            name=self.name,
             model=model,
             criterion=partial(
                 segmentation_loss, ce_weight=chosen.ce_weight, dice_weight=chosen.dice_weight
@@ -200,6 +206,81 @@ class SegmentationRecipe:
                 f"augmentation: {chosen.augmentation}",
             ),
         )
+
+    def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the length of the run, and what `gpu_augmentation` asks to be drawn."""
+        asked: dict[str, Any] = {"epochs": max(1, settings.epochs)}
+        if settings.is_default("augmentation"):
+            return asked  # nobody asked: the recipe has its own
+        if settings.augmentation is None:
+            return asked | {"augmentation": "none"}
+        # Beside a preset that the user names, only numbers that were written are theirs.
+        named = "augmentation" in given
+        return asked | {
+            name: getattr(settings.augmentation, name)
+            for name in _JITTER
+            if not (named and settings.is_default(f"augmentation.{name}"))
+        }
+
+    def describe(self, job: Job) -> dict[str, Any]:
+        """Return channels and classes, and the normalisation: it is the loader's, not the model's."""
+        model: Any = job.model
+        assert job.augmentation is not None
+        (normalize,) = (op for op in job.augmentation.ops if isinstance(op, Normalize))
+        channels = int(model.stages[0].embed.patches.in_channels)
+        mean, std = normalize.for_channels(channels)
+        return {
+            "inputs": ["images"],
+            "channels": channels,
+            "num_classes": int(model.head.classes[-1].out_channels),
+            "mean": list(mean),
+            "std": list(std),
+        }
+
+    def rebuild(self, options: SegmentationOptions, facts: Facts) -> Rebuilt:
+        """Return the network, and the normalisation of its images."""
+
+        def unpack(batch: Tensors) -> Tensor:
+            return batch["images"]
+
+        def predict(model: Any, images: Tensor) -> Columns:
+            # The class of every pixel; scores would be four bytes and a class for each.
+            return {"mask": model(images).argmax(dim=1).to(torch.uint8)}
+
+        network = build_network(facts["num_classes"], facts["channels"], options)
+        augment = Compose([Normalize(facts["mean"], facts["std"])])
+        return Rebuilt(network, ["images"], unpack, predict, augment)
+
+    def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
+        """Return raw pixels as input, of any size; scores beside the classes."""
+        del made
+        mean, std = torch.tensor([facts["mean"], facts["std"]]).view(2, 1, -1, 1, 1)
+
+        def normalise(named: Tensors) -> Tensor:
+            normal: Tensor = (named["images"].float() * (1 / 255) - mean) * (1 / std)
+            return normal
+
+        def segment(model: Any, images: Tensor) -> Columns:
+            scores = model(images)
+            return {"mask": scores.argmax(dim=1).to(torch.uint8), "scores": scores}
+
+        shape = (BATCH, facts["channels"], *IMAGE_SIZES)
+        about = "pixels from 0 to 255, channel by channel"
+        return Layout([Port("images", shape, torch.uint8, about, below=256)], normalise, segment)
+
+
+def build_network(num_classes: int, channels: int, options: SegmentationOptions) -> MicroSegFormer:
+    """Return the network with initial weights."""
+    return MicroSegFormer(
+        num_classes,
+        channels,
+        widths=options.widths,
+        depths=options.depths,
+        heads=options.heads,
+        expansion=options.expansion,
+        head_width=options.head_width,
+        dropout=options.dropout,
+    )
 
 
 # -- batches -------------------------------------------------------------------------------------
@@ -290,10 +371,11 @@ def make_augmentation(
     options: SegmentationOptions, mean: list[float], std: list[float], seed: int
 ) -> Compose:
     """Return the augmentation of training images; `.validation()` of it only normalises."""
-    names = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = {name: getattr(options, name) for name in _JITTER if getattr(options, name) is not None}
     if options.augmentation in ("none", "minimal"):
-        strange = [name for name in given if (options.augmentation, name) != ("minimal", names[0])]
+        strange = [
+            name for name in given if (options.augmentation, name) != ("minimal", _JITTER[0])
+        ]
         require(
             not strange,
             ", ".join(strange),

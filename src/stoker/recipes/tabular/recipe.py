@@ -14,14 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import nn
 
+from stoker.config import Settings
 from stoker.errors import InputError
-from stoker.recipes.contract import Job, Tensors
+from stoker.recipes.contract import Default, Facts, Job, Rebuilt, Recipe, Tensors
+from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.gate import gate_notes, quality_gate
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.scaling import RobustScale, fit_robust, training_rows
@@ -154,13 +156,19 @@ class TabularOptions:
         )
 
 
-@dataclass(frozen=True)
-class TabularRecipe:
-    """Builds tabular jobs; meets `Recipe`."""
+class TabularRecipe(Recipe):
+    """Builds tabular jobs."""
 
-    name: str = "tabular"
+    name = "tabular"
+    Options = TabularOptions
+    pack_command = "stoker pack table --help"
+    defaults = (
+        Default("learning_rate", 1e-4, "AdamW, for reference_batch samples per update"),
+        Default("epochs", 20, "as in the config that ships"),
+    )
+    uses = ("init_gain", "output_bound", "output_bound_mode")
 
-    def make_job(self, store: Store, options: Mapping[str, Any], seed: int) -> Job:
+    def make_job(self, store: Store, options: TabularOptions | Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""
         chosen = parse_options(TabularOptions, options, self.name)
         inputs = find_inputs(store, chosen.field, chosen.target_field)
@@ -192,7 +200,6 @@ class TabularRecipe:
             torch.manual_seed(seed)
             model, why_model = _make_model(store, inputs, samples["train"], task, goal, chosen)
         return Job(
-            name=self.name,
             model=model,
             criterion=goal.criterion,
             unpack=partial(
@@ -205,6 +212,8 @@ class TabularRecipe:
             make_schedule=partial(warmup_cosine, warmup_share=chosen.warmup_share),
             fields=fields,
             monitor=("loss", False),
+            strata=None if task.classes is None else targets["train"],
+            scales_rate=chosen.batch_size is not None and chosen.lr_rule != "none",
             notes=(
                 inputs.reason,
                 task.reason,
@@ -216,6 +225,68 @@ class TabularRecipe:
             ),
         )
 
+    def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `training.*` says about weights and outputs, and the samples per update."""
+        asked = {
+            name: getattr(settings, name) for name in self.uses if not settings.is_default(name)
+        }
+        return {"batch_size": given.get("batch_size", settings.samples_per_update), **asked}
+
+    def describe(self, job: Job) -> dict[str, Any]:
+        """Return the sizes of inputs and outputs, and which network it is."""
+        model = cast(TabularModel, job.model)
+        inputs: Inputs = cast("partial[Any]", job.unpack).keywords["inputs"]
+        head: Any = [part for part in model.body.modules() if isinstance(part, nn.Linear)][-1]
+        return {
+            "inputs": [inputs.field],
+            "is_series": inputs.is_series,
+            "window": inputs.window,
+            "num_features": inputs.num_features,
+            "num_outputs": int(head.out_features),
+            "is_classifier": model.is_classifier,
+            "body": "mlp" if isinstance(model.body, RowMlp) else "patchtst",
+        }
+
+    def rebuild(self, options: TabularOptions, facts: Facts) -> Rebuilt:
+        """Return the network; scalers and classes come with the weights."""
+        (field,) = facts["inputs"]
+        inputs = Inputs(field, facts["is_series"], facts["window"], facts["num_features"], "")
+        outputs, columns = facts["num_outputs"], inputs.num_columns
+        known: dict[str, Any] = (
+            {"classes": np.zeros(outputs, np.int64)}
+            if facts["is_classifier"]
+            else {"target_center": np.zeros(outputs), "target_scale": np.ones(outputs)}
+        )
+        model = _build_network(
+            facts["body"], inputs, outputs, np.zeros(columns), np.ones(columns), known, options
+        )
+
+        def unpack(batch: Tensors) -> torch.Tensor:
+            return read_inputs(batch, inputs)
+
+        return Rebuilt(model, [field], unpack, TabularModel.predict)
+
+    def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
+        """Return rows or windows as the store has them; a series has a gap flag beside each row."""
+        (field,) = facts["inputs"]
+        rows = () if facts["window"] is None else (int(facts["window"]),)
+        names = facts["columns"][field]
+        columns = f": {', '.join(names)}" if names else ""
+        shown = f"windows of {rows[0]} rows, oldest first" if rows else "rows"
+        ports = [
+            Port(
+                field,
+                (BATCH, *rows, facts["num_features"]),
+                torch.float32,
+                f"{shown}{columns}",
+                scaler=cast(TabularModel, made.model).scaler,
+            )
+        ]
+        if facts["is_series"]:
+            about = "1 where rows are missing before this one, else 0"
+            ports.append(Port(f"{field}/gap", (BATCH, *rows), torch.uint8, about, below=2))
+        return Layout(ports, made.unpack, made.predict)
+
 
 def unpack_tabular(
     batch: Tensors,
@@ -223,12 +294,17 @@ def unpack_tabular(
     target: str,
     encode: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs as stored (a series with its gap flag beside it) and encoded targets."""
+    """Return inputs as stored and encoded targets."""
+    return read_inputs(batch, inputs), encode(batch[target])
+
+
+def read_inputs(batch: Tensors, inputs: Inputs) -> torch.Tensor:
+    """Return inputs as stored; a series with its gap flag as one column more."""
     values = batch[inputs.field]
-    if inputs.is_series:
-        flag = (batch[f"{inputs.field}/gap"] != 0).float().unsqueeze(-1)
-        values = torch.cat([values.float(), flag], dim=-1)
-    return values, encode(batch[target])
+    if not inputs.is_series:
+        return values
+    flag = (batch[f"{inputs.field}/gap"] != 0).float().unsqueeze(-1)
+    return torch.cat([values.float(), flag], dim=-1)
 
 
 def _scaled_adamw(
@@ -267,30 +343,45 @@ def _make_model(
     if options.scale_inputs:
         fitted = fit_robust(training_rows(store, inputs.field, train))
         center[: inputs.num_features], scale[: inputs.num_features] = fitted
-    clip = options.input_clip if options.scale_inputs else None
     windowed = inputs.window is not None
     name = {"auto": "patchtst" if windowed else "mlp"}.get(options.model, options.model)
     require(
         windowed or name == "mlp", "model", name, "'mlp' for rows without a window", "model='mlp'"
     )
-    body: nn.Module
-    if name == "mlp":
-        width = inputs.num_columns * (inputs.window or 1)
-        body = RowMlp(width, options.hidden, task.num_outputs, options.dropout)
-    else:
-        shape = options.patch_shape
-        body = PatchTransformer(
-            inputs.window or 1, inputs.num_columns, shape, task.num_outputs, options.dropout
-        )
-    if options.init_gain is not None:
-        set_gain(body, options.init_gain)
-    model = TabularModel(
-        RobustScale(center, scale, clip),
-        body,
-        bound=options.output_bound,
-        bound_mode=options.output_bound_mode,
-        **goal.model_facts,
-    )
+    model = _build_network(name, inputs, task.num_outputs, center, scale, goal.model_facts, options)
     count = sum(parameter.numel() for parameter in model.parameters())
     why = "asked for" if options.model != "auto" else "windows" if windowed else "rows"
     return model, f"model: {name}, {count:,} parameters ({why})"
+
+
+def _build_network(
+    name: str,
+    inputs: Inputs,
+    num_outputs: int,
+    center: Array,
+    scale: Array,
+    known: Mapping[str, Any],
+    options: TabularOptions,
+) -> TabularModel:
+    """Return the network with initial weights; `known` is what the model must know of the targets."""
+    body: nn.Module
+    if name == "mlp":
+        width = inputs.num_columns * (inputs.window or 1)
+        body = RowMlp(width, options.hidden, num_outputs, options.dropout)
+    else:
+        body = PatchTransformer(
+            inputs.window or 1,
+            inputs.num_columns,
+            options.patch_shape,
+            num_outputs,
+            options.dropout,
+        )
+    if options.init_gain is not None:
+        set_gain(body, options.init_gain)
+    return TabularModel(
+        RobustScale(center, scale, options.input_clip if options.scale_inputs else None),
+        body,
+        bound=options.output_bound,
+        bound_mode=options.output_bound_mode,
+        **known,
+    )

@@ -40,8 +40,7 @@ def _shapes(
 torch.library.register_fake("stoker::onnx_lstm", _shapes)
 
 
-def translations() -> dict[Any, Any]:
-    """Return what `torch.onnx.export` takes as `custom_translation_table`."""
+def _translations() -> dict[Any, Any]:
     from onnxscript import opset18
 
     def translate(rows: Any, weight: Any, recurrent: Any, bias: Any, hidden: Any, cell: Any) -> Any:
@@ -52,8 +51,10 @@ def translations() -> dict[Any, Any]:
 
 
 @contextlib.contextmanager
-def traceable(model: nn.Module) -> Iterator[None]:
+def traceable(model: nn.Module) -> Iterator[dict[Any, Any]]:
     """Let a model be traced with LSTMs as one operator, and with a batch whose size stays free.
+
+    Gives what `torch.onnx.export` takes as `custom_translation_table`.
 
     Args:
         model: Traced inside; others stay as they are.
@@ -77,7 +78,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
         return rows.transpose(0, 1), torch.cat(hiddens), torch.cat(cells)
 
     with patch.dict(vars(forex_model), {"run_lstm": run_lstm}):
-        yield
+        yield _translations()
 
 
 def _arrange(lstm: nn.LSTM, layer: int) -> tuple[Tensor, Tensor, Tensor]:

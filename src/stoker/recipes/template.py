@@ -1,0 +1,128 @@
+"""A config file to start from: complete, commented, and for one recipe.
+
+Enters: the name of a recipe. Leaves: YAML that trains as it stands once the store is packed; every key that
+the recipe reads, with its meaning, unit, default and what is allowed, is there as a comment. Costs the
+import of the recipe (torch).
+
+Everything comes from the models: keys from `config/tree.py`, options from the recipe's dataclass and its
+docstring, defaults from the recipe.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from typing import Any, get_type_hints
+
+from stoker.config import Config, Settings, parse_config, resolve
+from stoker.config.load import _yaml_word, describe_allowed
+from stoker.config.resolve import AUGMENT, OPTIONS, QUESTIONS, UNREAD
+from stoker.config.rewrite import find_key
+from stoker.config.tree import key_schemas
+from stoker.recipes.catalogue import OPTIONAL, choose_recipe
+from stoker.recipes.contract import Recipe
+from stoker.recipes.options import spell_type
+
+_WIDTH = 100
+_NEEDED = ("recipe.name", "recipe.store", "run.dir")
+_ENTRY = re.compile(r"^ {4}(?! )(\w+): (.*(?:\n {8}.*)*)", re.M)
+
+
+def render_config(name: str) -> str:
+    """Return a commented config for a recipe.
+
+    Args:
+        name: One of ours, or `package.module:Class`.
+
+    Raises:
+        ConfigError: There is no such recipe.
+    """
+    chosen = choose_recipe(resolve(parse_config("", overrides=[f"recipe.name={_yaml_word(name)}"])))
+    assert chosen.settings is not None
+    short = name.rpartition(":")[2]
+    values = _defaults(chosen.recipe, chosen.settings)
+    values |= dict(zip(_NEEDED, (name, f"stores/{short}", f"runs/{short}"), strict=True))
+    values["training.use_gpu_augmentation"] = True  # of recipes that have images
+    head = [
+        f"# A config for the recipe {chosen.recipe.name}. Make its store first: {chosen.recipe.pack_command}",
+        "# Lines that begin with # and a name are defaults: take the # away to change one.",
+    ]
+    return "\n".join([*head, *_lines(chosen.recipe, values)]) + "\n"
+
+
+def _defaults(recipe: Recipe, settings: Settings) -> dict[str, Any]:
+    """Return the value that each key has where nobody writes it."""
+    own = {each.setting for each in recipe.defaults}
+    schemas = key_schemas()
+    return {
+        key: getattr(settings, question) if question in own else schemas[key]["default"]
+        for question in QUESTIONS
+        for key in [find_key(Config(), question)]
+    }
+
+
+def _lines(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[str]:
+    keys = [key for key in key_schemas() if _is_read(key, recipe, values)]
+    keys.sort(key=lambda key: not key.startswith("recipe."))  # which job it is comes first
+    opened: tuple[str, ...] = ()
+    for key in keys:
+        *above, word = key.split(".")
+        for depth, part in enumerate(above):
+            if opened[: depth + 1] != tuple(above[: depth + 1]):
+                yield f"{'  ' * depth}{part}:"
+        opened = tuple(above)
+        pad = "  " * len(above)
+        if key == OPTIONS:
+            yield f"{pad}{word}:"
+            yield from _option_lines(recipe, f"{pad}  ")
+            continue
+        schema = key_schemas()[key]
+        unit = f"; unit: {schema['unit']}" if "unit" in schema else ""
+        yield from _prose(f"{schema['description']} ({describe_allowed(schema)}{unit})", pad)
+        value = _yaml_word(values.get(key, schema["default"]))
+        yield f"{pad}{'' if key in _NEEDED else '#'}{word}: {value}"
+
+
+def _is_read(key: str, recipe: Recipe, values: Mapping[str, Any]) -> bool:
+    """Whether a key belongs into a file for a recipe: it is read, and the usual one of its question."""
+    if key.startswith(f"{AUGMENT}."):
+        return "augmentation" in recipe.uses
+    question = next((name for name in QUESTIONS if find_key(Config(), name) == key), None)
+    if question is None or question in UNREAD:
+        return False
+    return (question not in OPTIONAL or question in recipe.uses) and key in values
+
+
+def _option_lines(recipe: Recipe, pad: str) -> Iterator[str]:
+    hints, texts = get_type_hints(recipe.Options), _option_texts(recipe.Options)
+    known = {key.rpartition(".")[2] for key in key_schemas()}
+    for entry in fields(recipe.Options):
+        if entry.name in known:
+            continue  # a key outside of the options says it
+        yield from _prose(f"{texts.get(entry.name, '')} ({spell_type(hints[entry.name])})", pad)
+        default = entry.default
+        if default is MISSING:
+            yield f"{pad}#{entry.name}:"
+        else:
+            plain = list(default) if isinstance(default, tuple) else default
+            yield f"{pad}#{entry.name}: {_yaml_word(plain)}"
+
+
+def _option_texts(kind: type[Any]) -> dict[str, str]:
+    """Return what the docstrings of a dataclass and its bases say about each field."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        _, _, section = (vars(base).get("__doc__") or "").partition("Attributes:\n")
+        lines = "\n".join(line.removeprefix("    ") for line in section.splitlines())
+        for name, text in _ENTRY.findall(lines):
+            found[name] = re.sub(r"\bNone\b", "null", " ".join(text.split()))
+    return found
+
+
+def _prose(text: str, pad: str) -> list[str]:
+    """Return lines of comment: they begin with "# ", lines that may be taken in with "#name"."""
+    return textwrap.wrap(
+        text.strip(), _WIDTH, initial_indent=f"{pad}# ", subsequent_indent=f"{pad}# "
+    )
