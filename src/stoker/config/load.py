@@ -20,6 +20,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from stoker.config.names import SYNONYMS
 from stoker.config.resolve import as_error, find_clashes
 from stoker.config.shipped import find_config, shipped_configs
 from stoker.config.tree import Config, key_schemas, open_leaves, sections
@@ -305,6 +306,8 @@ def _suggest_name(path: tuple[str, ...], name: str, section: str) -> str:
     if name in key_schemas():
         *above, last = name.split(".")
         return f"nest it: {': {'.join(above)}: {{{last}: …{'}' * len(above)}"
+    if path[-1] in SYNONYMS and name == path[-1]:
+        return SYNONYMS[name]
     near = difflib.get_close_matches(name, sections()[section].model_fields, n=1, cutoff=0.75)
     if near:
         better = prefix + near[0]
