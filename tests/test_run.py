@@ -23,10 +23,12 @@ from stoker.recipes.run import (
     train_settings,
 )
 from stoker.report import Silent, read_run_log
+from stoker.store.fields import Dense
 from stoker.train.checkpoint import load_checkpoint
 from stoker.train.losses import NonFiniteError
 from stoker.train.settings import TrainSettings
 from stoker.train.trainer import AUGMENTED, History
+from store_makers import write_store
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -207,7 +209,28 @@ def test_max_training_samples_and_drop_last(stores, tmp_path):
     )
     run = run_recipe(settings, device="cpu")
     assert [report.num_samples for report in run.epochs] == [48, 48]
-    assert any("the first 50 training samples only" in note for note in run.notes)
+    assert any("50 of 240 training samples, drawn by the seed" in note for note in run.notes)
+
+
+def test_a_part_of_the_samples_keeps_every_class(tmp_path):
+    # In the file one class comes after the other: the first samples would be of one class alone.
+    labels = np.repeat([0, 1, 2], [160, 120, 20])
+    features = np.random.default_rng(0).normal(size=(300, 4)).astype("f4")
+    store = write_store(tmp_path / "s", [{"features": Dense(features), "targets": Dense(labels)}])
+    most = "data.memory_efficient_mode.ram_32gb_mode.max_training_samples=60"
+    drawn = []
+    for seed in (0, 0, 1):
+        settings = settings_for("tabular", store.path, tmp_path / "r", most, f"training.seed={seed}",
+                                "recipe.options.split=random")  # fmt: skip
+        with open_run(settings, device="cpu") as run:
+            drawn.append(run.job.samples["train"])
+            assert any("each class with its share" in note for note in run.job.notes)
+    counts = np.bincount(labels[drawn[0]])
+    assert counts.sum() == 60
+    assert np.abs(counts - [32, 24, 4]).max() <= 3
+    assert (np.diff(drawn[0]) > 0).all()
+    assert np.array_equal(drawn[0], drawn[1])
+    assert not np.array_equal(drawn[0], drawn[2])
 
 
 def test_chunks_are_used_when_asked_for(stores, tmp_path):
@@ -290,13 +313,14 @@ data: {memory_efficient_mode: {ram_32gb_mode: {empty_cache_frequency: 8}}}
 
 def test_folder_of_a_run():
     assert str(run_folder(resolve(parse_config("recipe: {name: forex}")))) == "runs/forex"
+    assert str(run_folder(resolve(parse_config("recipe: {name: 'a.b:Mine'}")))) == "runs/Mine"
     assert str(run_folder(resolve(parse_config("run: {dir: x/y}")))) == "x/y"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("training: {}", ["the config names no recipe", "forex, massspec", "--config"]),
+        ("training: {}", ["the config names no recipe", "forex, massspec", "stoker config init"]),
         ("recipe: {name: forx}", ["f.yaml:1:10 recipe.name", "no recipe 'forx'", "Try: forex"]),
         ("recipe: {name: 'no.module:Here'}", ["f.yaml:1:10 recipe.name", "no module 'no'"]),
         (

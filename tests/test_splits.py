@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import InputError
 from stoker.loader.splits import (
+    draw_samples,
     samples_of,
     select_samples,
     split_by_group,
@@ -190,3 +191,36 @@ def test_other_arguments_that_are_refused():
         split_by_group(np.zeros(3))
     with pytest.raises(InputError, match="groups are int64 \\(2, 2\\)"):
         split_by_group(np.zeros((2, 2), int))
+
+
+@given(
+    st.lists(st.integers(-3, 3), min_size=1, max_size=80),
+    st.integers(1, 90),
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_a_draw_keeps_order_number_and_classes(classes, most, seed, stratified):
+    samples = 7 + 3 * np.arange(len(classes))
+    strata = np.array(classes) if stratified else None
+    drawn = draw_samples(samples, most, seed, strata)
+    assert len(drawn) == min(most, len(samples))
+    assert (np.diff(drawn) > 0).all()
+    assert np.isin(drawn, samples).all()
+    assert np.array_equal(drawn, draw_samples(samples, most, seed, strata))
+    if stratified:
+        kept = np.array(classes)[np.searchsorted(samples, drawn)]
+        known, sizes = np.unique(classes, return_counts=True)
+        assert len(np.unique(kept)) == min(len(known), len(drawn))
+        share = len(drawn) / len(samples)
+        for value, size in zip(known, sizes, strict=True):
+            count = (kept == value).sum()
+            assert count <= size * (share + len(known) / len(samples) / 2) + 1
+
+
+def test_a_draw_is_no_slice_and_follows_the_seed():
+    samples = np.arange(1000)
+    one, other = draw_samples(samples, 100, 0), draw_samples(samples, 100, 1)
+    assert one.max() > 900
+    assert not np.array_equal(one, other)
+    wide = np.stack([samples % 2, samples % 3], axis=1)
+    assert len({tuple(row) for row in wide[draw_samples(samples, 6, 0, wide)]}) == 6

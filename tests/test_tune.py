@@ -28,7 +28,6 @@ from stoker.machine import probe
 from stoker.recipes.run import open_run
 from stoker.store.fields import Dense
 from stoker.tune import bench as bench_module
-from stoker.tune import job as job_module
 from stoker.tune.bench import Effort, JobBench, Measured, StepClock
 from stoker.tune.gauge import Gauge
 from stoker.tune.job import tune_job
@@ -466,12 +465,10 @@ def test_a_larger_update_is_taken_only_when_asked_for(table, monkeypatch):
     grown = tune_job(settings, device="cpu", grow_update=True)
     assert grown.changes == {"batch_size": 64}
     assert "lr_rule" in grown.notes[0]
-    other = replace(settings, recipe="forex")
-    said = job_module._Search(other, None, torch.device("cpu"), None)._rate_notes(
-        UpdateShape(64, 1)
-    )
-    assert "0.012 by the linear rule" in said[0]
-    assert "0.006 by the square root rule" in said[0]
+    plain = settings_for("tabular", table / "store", table / "run", "recipe.options.lr_rule=none")
+    said = tune_job(plain, device="cpu", grow_update=True).notes[0]
+    assert "0.012 by the linear rule" in said
+    assert "0.006 by the square root rule" in said
 
 
 def made_up(

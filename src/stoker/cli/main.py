@@ -142,6 +142,7 @@ def run() -> NoReturn:
     except OtherRankError as error:
         code = error.exit_code
     except StokerError as error:
+        _show_traceback(error)
         _complain(str(error))
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):  # newer typers return 130 instead
@@ -204,12 +205,17 @@ def _other_rank() -> str:
     return "" if rank == "0" else f"rank {rank}: "
 
 
-def _our_fault(error: Exception) -> None:
+def _show_traceback(error: Exception) -> None:
+    """Print where an error comes from, for those who asked for it."""
     if os.environ.get("STOKER_TRACEBACK"):
         import traceback
 
         for line in "".join(traceback.format_exception(error)).splitlines():
             echo(line, err=True)
+
+
+def _our_fault(error: Exception) -> None:
+    _show_traceback(error)
     notes = "".join(f"\n{printable(note)}" for note in getattr(error, "__notes__", ()))
     _complain(
         f"{type(error).__name__}: {printable(str(error))}{notes}\n"

@@ -175,7 +175,7 @@ class Settings:
         lazy_loading: Read samples from the cache on disk instead of holding them in RAM.
         lazy_cache_dir: Folder of that cache.
         precompute_graphs: Build molecule graphs into the cache.
-        max_training_samples: Train on the first n only; None is all.
+        max_training_samples: Train on so many, drawn by the seed; None is all.
         empty_cache_every_n_batches: 0 is never.
         empty_cache_every_n_epochs: 0 is never.
         log_gpu_stats_every_n_batches: 0 is never.

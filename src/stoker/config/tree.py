@@ -125,7 +125,12 @@ class Ram32GbMode(Section):
 
     max_training_samples: Annotated[
         int | None,
-        _key("Train on n samples only. null: on all.", "samples", ge=1, le=2**53),
+        _key(
+            "Train on n samples, drawn by the seed; each class keeps its share. null: on all.",
+            "samples",
+            ge=1,
+            le=2**53,
+        ),
     ] = None
     gradient_accumulation: Accumulation = 1
     empty_cache_frequency: Annotated[

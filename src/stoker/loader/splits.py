@@ -173,6 +173,36 @@ def split_randomly(num_samples: int, ratios: Ratios = DEFAULT_RATIOS, seed: int 
     return np.random.default_rng(seed).permutation(in_order)
 
 
+def draw_samples(samples: Array, most: int, seed: int, strata: Array | None = None) -> Array:
+    """Return `most` of the samples, drawn by a seed, in their old order.
+
+    With strata every class keeps its share, rounded, and none vanishes while there are at least as many
+    places as classes.
+
+    Args:
+        samples: `(n,)` rising sample numbers.
+        most: Samples to keep; all where there are fewer.
+        seed: The same samples for the same seed.
+        strata: `(n,)` or `(n, columns)`, the class of each sample; None draws all alike.
+    """
+    if most >= len(samples):
+        return samples
+    dice = np.random.default_rng(seed).permutation(len(samples))
+    if strata is None:
+        return samples[np.sort(dice[:most])]
+    rows = np.asarray(strata).reshape(len(samples), -1)
+    _, classes, sizes = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
+    # Each class is shuffled and laid out evenly from 0 to 1; the first places of all are taken together.
+    shuffled = classes.ravel()[dice]
+    by_class = np.argsort(shuffled, kind="stable")
+    starts = np.cumsum(sizes) - sizes
+    rank = np.empty(len(samples), np.int64)
+    rank[by_class] = np.arange(len(samples)) - np.repeat(starts, sizes)
+    place = np.where(rank == 0, 0.0, (rank + 0.5) / sizes[shuffled])
+    kept = np.argsort(place, kind="stable")[:most]
+    return samples[np.sort(dice[kept])]
+
+
 def check_ratios(ratios: Ratios) -> Ratios:
     """Return three shares that add up to 1, or raise."""
     shares = tuple(float(share) for share in ratios)

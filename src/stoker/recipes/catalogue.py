@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from stoker.config import Place, Problem, Settings
-from stoker.config.resolve import DISTILL, as_error
+from stoker.config.resolve import as_error
 from stoker.display import command
 from stoker.errors import ConfigError, InputError
 from stoker.loader.splits import SplitName
@@ -89,6 +89,12 @@ class Chosen:
                 "at least one",
                 "stoker inspect STORE shows its fields and its split",
             )
+        if job.strata is not None and len(job.strata) != len(samples["train"]):
+            raise InputError(
+                f"the recipe {self.recipe.name!r} gives {len(job.strata)} strata.",
+                f"one for each of the {len(samples['train'])} training samples, or None",
+                "Job(..., strata=None)",
+            )
         return replace(job, samples=samples)
 
 
@@ -99,7 +105,7 @@ def restore(key: str, options: Mapping[str, Any]) -> Chosen:
     except InputError as error:
         fix = error.fix if ":" in key else "the stoker that wrote it, or a newer one"
         raise InputError(
-            f"the checkpoint is of the recipe {key!r}: {error.given}",
+            f"the checkpoint cannot be used: {error.given}",
             error.allowed,
             fix,
             error.details,
@@ -193,17 +199,8 @@ def _refuse_disagreement(
 
 def _idle_keys(settings: Settings, recipe: Recipe, options: Any) -> list[str]:
     """Return notes on keys that this recipe, with these options, does not read."""
-    notes = []
-    origins = [settings.origins[name] for name in ("batch_size", "accumulation_steps")]
-    stage = [origin for origin in origins if origin.key.startswith(f"{DISTILL}.")]
-    if stage and getattr(options, "teacher", None) is None:
-        said = "; ".join(map(str, stage))
-        notes.append(f"{said}: counts for the whole training, no teacher is named")
-    if getattr(options, "stateful", False):
-        lanes = ("use_chunk_loader", "chunk_bytes")
-        written = [settings.reasons[name] for name in lanes if not settings.is_default(name)]
-        if written:
-            notes.append(f"{'; '.join(written)}: no effect, a stateful model walks over lanes")
+    with blamed(recipe, "note_settings"):
+        notes = list(recipe.note_settings(settings, options))
     unused = [
         settings.reasons[name]
         for name in OPTIONAL

@@ -201,6 +201,11 @@ class Recipe(Protocol):
         del settings, given
         return {}
 
+    def note_settings(self, settings: Settings, options: Any) -> list[str]:
+        """Return notes on keys of the config that mean little or something else with these options."""
+        del settings, options
+        return []
+
     def make_source(self, **paths: Any) -> Source | None:
         """Return what `stoker train` packs into the store first; None where it cannot.
 

@@ -27,6 +27,7 @@ from stoker.recipes.blueprint import as_augments, check_columns, fingerprint, re
 from stoker.recipes.catalogue import SPLITS, Chosen, restore
 from stoker.recipes.contract import Job, Rebuilt
 from stoker.recipes.export.weights_file import SUFFIX, read_weights
+from stoker.recipes.registry import blamed
 from stoker.report import Progress, Silent, read_run_log
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
@@ -213,7 +214,8 @@ def predict_store(
                 columns[:] = predicted.columns
                 yield predicted
 
-        num_rows = write_parquet(out, watched(), _about(trained, store, split), told)
+        with blamed(trained.chosen.recipe, "predict"):
+            num_rows = write_parquet(out, watched(), _about(trained, store, split), told)
     seconds = time.perf_counter() - began
     return PredictReport(Path(out), num_rows, tuple(columns), seconds, (*notes, *made.notes))
 

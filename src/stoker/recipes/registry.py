@@ -14,6 +14,7 @@ import contextlib
 import difflib
 import importlib
 import pkgutil
+import site
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 OWN = "package.module:Class of your own"
 _WALK = "docs/extending.md has a whole recipe"
-_SHOWN_FRAMES = 3
+_SHOWN_FRAMES = 2
 
 
 @cache
@@ -59,6 +60,9 @@ def find_recipe(name: str) -> Recipe:
         return _checked(_load(ready[name]), name)
     module, _, kind = name.partition(":")
     if kind.isidentifier() and all(part.isidentifier() for part in module.split(".")):
+        here = str(Path.cwd())
+        if here not in sys.path:
+            sys.path.insert(0, here)  # as `python -m` does; a command's own path begins elsewhere
         return _checked(_load(name), name)
     near = difflib.get_close_matches(name, ready, n=1)
     dotted = all(part.isidentifier() for part in name.split(".")) and "." in name
@@ -87,7 +91,7 @@ def blamed(recipe: Recipe, member: str) -> Iterator[None]:
         raise InputError(
             f"{member} of the recipe {recipe.name!r} ended with {_told(error)}",
             "",
-            _WALK,
+            "STOKER_TRACEBACK=1 before the command shows the whole way",
             _frames(error),
         ) from error
 
@@ -98,9 +102,6 @@ def blamed(recipe: Recipe, member: str) -> Iterator[None]:
 def _load(name: str) -> type[Any]:
     """Return the class `package.module:Class`."""
     module_name, _, class_name = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does; a command's own path begins elsewhere
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -185,9 +186,12 @@ def _told(error: BaseException) -> str:
 
 
 def _frames(error: BaseException) -> list[str]:
-    """Return the last lines of code that an error went through."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """Return the last lines of the user's own code that an error went through, and where it was raised."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    libraries = (str(Path(stoker.__file__).parent), *site.getsitepackages(), sys.prefix, "<frozen")
+    own = [frame for frame in frames[:-1] if not frame.filename.startswith(libraries)]
+    shown = [*own[-_SHOWN_FRAMES:], *frames[-1:]]
     return [
         f"{frame.filename}:{frame.lineno}: {frame.line}"
-        for frame in frames[-_SHOWN_FRAMES:]
+        for frame in shown
     ]  # fmt: skip

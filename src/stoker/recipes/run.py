@@ -26,12 +26,14 @@ from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.loader.gather import Augments
 from stoker.loader.loader import Loader, pick_device
+from stoker.loader.splits import draw_samples
 from stoker.machine import probe
 from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan, store_facts
 from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
 from stoker.recipes.catalogue import Chosen, choose_recipe, with_defaults
 from stoker.recipes.contract import Job
 from stoker.recipes.inference import LOG_NAME, STORE_NOTE
+from stoker.recipes.registry import blamed
 from stoker.recipes.watch import TimedLoader, Watch
 from stoker.report import Progress, RunLog, Silent
 from stoker.runs.telemetry import TelemetryLog
@@ -126,7 +128,8 @@ def _train_and_judge(
             opened = open_run(settings, chosen, device=device, progress=progress)
             run = stack.enter_context(opened)
         check_alike(ranks, {"the store": fingerprint(run.store), "the config": run.digest})
-        history = run.train(resume)
+        with blamed(chosen.recipe, "training"):
+            history = run.train(resume)
         made = RecipeRun(
             **vars(history),
             recipe=chosen.recipe.name,
@@ -206,9 +209,14 @@ def _make_job(chosen: Chosen, store: Store, settings: Settings) -> Job:
             "all samples, or stateful: false",
             "delete max_training_samples",
         )
-    samples = {**job.samples, "train": job.samples["train"][:most]}
-    note = f"the first {most:,} training samples only: {settings.reasons['max_training_samples']}"
-    return replace(job, samples=samples, notes=(*job.notes, note))
+    drawn = draw_samples(train, most, settings.seed, job.strata)
+    how = "" if job.strata is None else ", each class with its share"
+    note = f"{most:,} of {len(train):,} training samples, drawn by the seed{how}: "
+    return replace(
+        job,
+        samples={**job.samples, "train": drawn},
+        notes=(*job.notes, note + settings.reasons["max_training_samples"]),
+    )
 
 
 class Run:
@@ -475,6 +483,8 @@ class Run:
             "batch_size": settings.batch_size,
             "drop_last": settings.drop_last,
             "max_training_samples": settings.max_training_samples,
+            # An older checkpoint was trained on the first samples of the file.
+            "subset": None if settings.max_training_samples is None else "drawn by the seed",
         }
 
 

@@ -207,6 +207,14 @@ class ForexRecipe(Recipe):
         is_asked = bool(given.get("stateful")) and "lanes" not in given
         return {"lanes": settings.batch_size} if is_asked else {}
 
+    def note_settings(self, settings: Settings, options: ForexOptions) -> list[str]:
+        """Return a note on chunks where the state is carried: lanes are resident or streamed."""
+        asked = ("use_chunk_loader", "chunk_bytes") if options.stateful else ()
+        written = [settings.reasons[name] for name in asked if not settings.is_default(name)]
+        if not written:
+            return []
+        return [f"{'; '.join(written)}: no effect, a stateful model walks over lanes"]
+
     def describe(self, job: Job) -> dict[str, Any]:
         """Return the timeframes, their columns, and whose state is carried."""
         model = cast(ForexModel, job.model)

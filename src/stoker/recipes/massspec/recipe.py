@@ -23,6 +23,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from stoker.config import Settings
+from stoker.config.resolve import DISTILL
 from stoker.errors import InputError
 from stoker.loader.ragged import batch_graphs, bin_spectra, expand_fingerprint
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_group
@@ -308,6 +310,14 @@ class MassSpecRecipe(_SpectrumRecipe):
     name = "massspec"
     Options = StudentOptions
     files = ("teacher",)
+
+    def note_settings(self, settings: Settings, options: StudentOptions) -> list[str]:
+        """Return a note on keys of the distillation stage where there is no teacher."""
+        origins = [settings.origins[name] for name in ("batch_size", "accumulation_steps")]
+        stage = [str(origin) for origin in origins if origin.key.startswith(f"{DISTILL}.")]
+        if not stage or options.teacher is not None:
+            return []
+        return [f"{'; '.join(stage)}: counts for the whole training, no teacher is named"]
 
     def make_job(self, store: Store, options: StudentOptions | Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""
