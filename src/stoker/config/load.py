@@ -96,8 +96,14 @@ def _yaml_lines(tree: Mapping[str, Any], pad: str = "") -> Iterator[str]:
             yield f"{pad}{name}: {_yaml_word(value)}"
 
 
-def describe_tree(config: Config) -> str:
-    """Return YAML with every key: written ones as they are, the others as comments."""
+def describe_tree(config: Config, defaults: Mapping[str, Any] | None = None) -> str:
+    """Return YAML with every key: written ones as they are, the others as comments.
+
+    Args:
+        config: What was written.
+        defaults: Dotted keys whose default is a recipe's, and that default.
+    """
+    own = defaults or {}
     lines: list[str] = []
     written = config.written()
     seen: set[str] = set()
@@ -110,7 +116,7 @@ def describe_tree(config: Config) -> str:
                 lines.append(f"{'  ' * depth}{above[depth]}:")
         pad = "  " * len(above)
         mark = "" if key in written else "# "
-        value = _yaml_word(written.get(key, schema["default"]))
+        value = _yaml_word(written.get(key, own.get(key, schema["default"])))
         lines.append(f"{pad}## {schema['description']} Allowed: {describe_allowed(schema)}.")
         lines.append(f"{pad}{mark}{name}: {value}")
     return "\n".join(lines) + "\n"
