@@ -98,8 +98,13 @@ def test_show_round_trips_and_lists_every_key():
     every = call("config", "show", BEST, "--all")
     assert parse_config(every.stdout) == load_config(BEST)
     assert "# student_distill" not in every.stdout
-    assert "    # batch_size: 128" in every.stdout
     assert parse_config(call("config", "show").stdout).written() == {}
+
+
+def test_show_has_the_defaults_of_the_recipe():
+    said = call("config", "show", BEST, "--all").stdout
+    assert "  # lr: 0.0008" in said
+    assert "    # batch_size: 32" in said
 
 
 def test_schema_is_one_json_document():

@@ -16,7 +16,7 @@ from stoker.cli.terminal import echo, echo_lines, make_console, print_commands, 
 from stoker.display import command, secret_hint
 
 if TYPE_CHECKING:
-    from stoker.config import Problem, Settings
+    from stoker.config import Config, Problem, Settings
 
 app = typer.Typer(no_args_is_help=True, help="Check config files and show what they come to.")
 
@@ -78,10 +78,28 @@ def show(
 
     given = overrides or ()
     config = parse_config("", overrides=given) if file is None else load_config(file, given)
-    text = describe_tree(config) if every or file is None else dump_config(config)
+    if every or file is None:
+        text = describe_tree(config, _recipe_defaults(config))
+    else:
+        text = dump_config(config)
     echo_lines(text)
     if masked(text) != text:
         echo(f"# {secret_hint(MARK)}")
+
+
+def _recipe_defaults(config: Config) -> dict[str, object]:
+    """Return the defaults that the config's recipe has of its own, by every key that asks for them."""
+    if config.recipe.name is None:
+        return {}
+    from stoker.config.resolve import QUESTIONS
+    from stoker.recipes.registry import find_recipe
+
+    return {
+        key: each.value
+        for each in find_recipe(config.recipe.name).defaults
+        for names in QUESTIONS[each.setting]
+        for key in names.split("|")
+    }
 
 
 @app.command()

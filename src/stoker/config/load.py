@@ -20,6 +20,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from stoker.config.names import SYNONYMS
 from stoker.config.resolve import as_error, find_clashes
 from stoker.config.shipped import find_config, shipped_configs
 from stoker.config.tree import Config, key_schemas, open_leaves, sections
@@ -95,8 +96,14 @@ def _yaml_lines(tree: Mapping[str, Any], pad: str = "") -> Iterator[str]:
             yield f"{pad}{name}: {_yaml_word(value)}"
 
 
-def describe_tree(config: Config) -> str:
-    """Return YAML with every key: written ones as they are, the others as comments."""
+def describe_tree(config: Config, defaults: Mapping[str, Any] | None = None) -> str:
+    """Return YAML with every key: written ones as they are, the others as comments.
+
+    Args:
+        config: What was written.
+        defaults: Dotted keys whose default is a recipe's, and that default.
+    """
+    own = defaults or {}
     lines: list[str] = []
     written = config.written()
     seen: set[str] = set()
@@ -109,7 +116,7 @@ def describe_tree(config: Config) -> str:
                 lines.append(f"{'  ' * depth}{above[depth]}:")
         pad = "  " * len(above)
         mark = "" if key in written else "# "
-        value = _yaml_word(written.get(key, schema["default"]))
+        value = _yaml_word(written.get(key, own.get(key, schema["default"])))
         lines.append(f"{pad}## {schema['description']} Allowed: {describe_allowed(schema)}.")
         lines.append(f"{pad}{mark}{name}: {value}")
     return "\n".join(lines) + "\n"
@@ -305,6 +312,8 @@ def _suggest_name(path: tuple[str, ...], name: str, section: str) -> str:
     if name in key_schemas():
         *above, last = name.split(".")
         return f"nest it: {': {'.join(above)}: {{{last}: …{'}' * len(above)}"
+    if path[-1] in SYNONYMS and name == path[-1]:
+        return SYNONYMS[name]
     near = difflib.get_close_matches(name, sections()[section].model_fields, n=1, cutoff=0.75)
     if near:
         better = prefix + near[0]

@@ -485,7 +485,9 @@ def _note_unread(answers: _Answers) -> None:
 def _check_batches(answers: _Answers) -> None:
     values = answers.values
     samples, batch = values["max_training_samples"], values["batch_size"]
-    if values["drop_last"] and samples is not None and samples < batch:
+    # A recipe may have another default; its loader then refuses what leaves no batch.
+    is_known = "batch_size" in answers.winners or values["recipe"] is None
+    if is_known and values["drop_last"] and samples is not None and samples < batch:
         key = answers.winners["max_training_samples"]
         given = f"{samples} samples are less than one batch of {batch}"
         given += f" by {answers.origins['batch_size']}, and drop_last drops it: nothing is left"

@@ -178,29 +178,8 @@ def run_folder(settings: Settings) -> Path:
 def train_settings(
     settings: Settings, monitor: tuple[str, bool] = ("loss", False)
 ) -> TrainSettings:
-    """Return what the trainer gets of a config: the only place where one becomes the other."""
-    return TrainSettings(
-        epochs=settings.epochs,
-        precision=settings.precision,
-        accumulation_steps=settings.accumulation_steps,
-        clip_norm=settings.clip_norm,
-        capture=settings.capture,
-        compile=settings.compile,
-        nonfinite=settings.nonfinite,
-        read_every=settings.read_every,
-        seed=settings.seed,
-        keep_last=settings.keep_last,
-        checkpoint_every_epochs=settings.checkpoint_every_epochs,
-        checkpoint_every_steps=settings.checkpoint_every_steps,
-        monitor=monitor[0],
-        maximise=monitor[1],
-        empty_cache_every_n_epochs=settings.empty_cache_every_n_epochs,
-        empty_cache_every_n_batches=settings.empty_cache_every_n_batches,
-        log_gpu_stats_every_n_batches=settings.log_gpu_stats_every_n_batches,
-        survive_oom=settings.survive_oom,
-        activation_checkpointing=settings.activation_checkpointing,
-        tensorboard=settings.tensorboard,
-    )
+    """Return what the trainer gets of a config, and the metric that decides the best checkpoint."""
+    return replace(TrainSettings.of(settings), monitor=monitor[0], maximise=monitor[1])
 
 
 def _is_of_this_launch(folder: Path) -> bool:

@@ -57,7 +57,7 @@ from stoker.train.parallel import (
 from stoker.train.precision import choose_precision
 from stoker.train.ranks import Ranks, as_ranks, check_alike
 from stoker.train.run_lock import RunLock
-from stoker.train.settings import TrainSettings
+from stoker.train.settings import TrainerConfig, read_config
 from stoker.train.step import (
     Step,
     StepParts,
@@ -102,7 +102,7 @@ class Trainer:
         criterion: `(outputs, targets) -> mean loss of the batch`; a module is moved to `device`.
         optimizer: Over the model's parameters.
         scheduler: Stepped after every update, or None.
-        config: `TrainSettings`, or a mapping of its fields.
+        config: `TrainSettings`, `Settings` of a config file, or a mapping with the names of either.
         device: "cuda", "cuda:1" or "cpu"; the first GPU by default, else the CPU.
         gpu_augmentation: `GPUAugmentation` or its kin, for training images only; validation gets
             its `validation()`.
@@ -121,7 +121,7 @@ class Trainer:
         criterion: Callable[[Any, Any], torch.Tensor],
         optimizer: torch.optim.Optimizer,
         scheduler: Any = None,
-        config: TrainSettings | Mapping[str, Any] | None = None,
+        config: TrainerConfig = None,
         device: str | torch.device | None = None,
         gpu_augmentation: Any = None,
         *,
@@ -131,7 +131,8 @@ class Trainer:
         identity: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.settings = TrainSettings.of(config)
+        rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        self.settings, unread = read_config(config, rates)
         self.ranks = Ranks.current()
         self.device = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.model = move_model(model, self.device)
@@ -179,12 +180,14 @@ class Trainer:
         self._first_loss = self._num_skipped = self._num_rollbacks = 0
         self._saved_step = -1
         self._has_batch_size = self._train.batch_size is not None
-        self._prepare()
+        self._prepare(unread)
 
     # -- setting up ------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
+    def _prepare(self, unread: Sequence[str]) -> None:
         settings = self.settings
+        for line in unread:
+            self.note(line)
         self._precision = choose_precision(settings.precision, self.device, self.model)
         guarded = make_guarded(self.optimizer, self.device)
         self.note(Note(f"precision {self._precision.reason}", Topic.PRECISION))

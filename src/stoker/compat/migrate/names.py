@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stoker.config.resolve import AUGMENT, GPU, LAZY, QUESTIONS, RAM, TRAIN
+from stoker.config.names import SYNONYMS
+from stoker.config.resolve import AUGMENT, QUESTIONS
 from stoker.config.rewrite import find_key
 from stoker.config.tree import Config
 
@@ -20,34 +21,6 @@ _PARTS = (
 )
 SECTIONS = frozenset(_PARTS.split())
 """Sections whose names are looked up below; so are names at the top level."""
-
-_SYNONYMS = {
-    f"{TRAIN}.batch_size": "train_batch_size",
-    f"{TRAIN}.num_workers": "workers n_workers dataloader_workers",
-    f"{TRAIN}.epochs": "num_epochs n_epochs max_epochs",
-    f"{TRAIN}.lr": "base_lr initial_lr",
-    f"{TRAIN}.gradient_accumulation_steps": "accumulation_steps gradient_accumulation grad_accum_steps "
-    "grad_accumulation_steps accumulate_grad_batches",
-    f"{TRAIN}.clip_norm": "grad_clip gradient_clip gradient_clip_val gradient_clip_norm grad_clip_norm "
-    "clip_grad_norm max_grad_norm",
-    f"{TRAIN}.use_amp": "amp mixed_precision use_mixed_precision",
-    f"{TRAIN}.seed": "random_seed random_state",
-    f"{TRAIN}.compile": "torch_compile use_compile compile_model",
-    f"{TRAIN}.tensorboard": "use_tensorboard",
-    f"{TRAIN}.activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing "
-    "use_checkpointing",
-    f"{TRAIN}.init_gain": "xavier_gain gain",
-    f"{TRAIN}.output_bound": "output_clip output_clamp output_clipping clip_outputs",
-    f"{TRAIN}.use_gpu_augmentation": "gpu_augmentation_enabled gpu_augmentation",
-    f"{GPU}.chunk_size_gb": "chunk_gb",
-    f"{LAZY}.enabled": "memory_efficient_mode memory_efficient",
-    f"{LAZY}.lazy_cache_dir": "cache_dir",
-    f"{LAZY}.use_lazy_loading": "lazy_loading lazy",
-    f"{RAM}.max_training_samples": "max_samples max_train_samples",
-    f"{RAM}.empty_cache_frequency": "empty_cache_every_n_batches empty_cache_steps",
-    "recipe.store": "hdf5_path h5_path hdf5_file data_path",
-    "run.dir": "run_dir output_dir save_dir checkpoint_dir",
-}
 
 _NOTHING = Config()
 _TOO_GENERAL = frozenset({"name", "dir", "store", "options", "enabled"})
@@ -62,7 +35,7 @@ def _find_names() -> dict[str, str]:
         for key in names.split("|")
     }
     found = {name: home for name, home in homes.items() if name not in _TOO_GENERAL}
-    found |= {word: key for key, words in _SYNONYMS.items() for word in words.split()}
+    found |= SYNONYMS
     return found
 
 
