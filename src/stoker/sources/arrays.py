@@ -22,6 +22,7 @@ import numpy as np
 
 from stoker.display import quoted
 from stoker.errors import SourceError, require_file
+from stoker.ownership import always, writing
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.store.fields import Array, Dense
 from stoker.store.reader import open_store
@@ -189,6 +190,10 @@ def _unzip(path: Path, scratch: Path) -> list[Path]:
             target = folder / Path(member.filename).name
             if not target.exists() or target.stat().st_size != member.file_size:
                 folder.mkdir(parents=True, exist_ok=True)
-                with archive.open(member) as packed, target.open("wb") as out:
+                with (
+                    archive.open(member) as packed,
+                    writing(target, always) as temporary,
+                    temporary.open("xb") as out,
+                ):
                     shutil.copyfileobj(packed, out, 8 << 20)
         return [folder / Path(member.filename).name for member in archive.infolist()]
