@@ -1,0 +1,296 @@
+"""Every input has a bound that is said before memory or disk is taken.
+
+Memory is measured in processes of their own: `measured` runs a script under a limit of its address space, so that
+what would take gigabytes fails at once.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import struct
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from stoker import bounds
+from stoker.cli.main import app
+from stoker.errors import SourceError, StoreError
+from stoker.packing import PackOptions, pack
+from stoker.sources.arrays import ArraysSource
+from stoker.store.reader import open_store
+
+ONE = PackOptions(jobs=1)
+
+
+def memory_of(imports: str, work: str, *words: object) -> tuple[int, str]:
+    """Run a script in its own process; return the bytes that `work` took beyond `imports`, and what it printed."""
+    peak = "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss"
+    script = [
+        "import resource, sys",
+        textwrap.dedent(imports),
+        f"before = {peak}",
+        textwrap.dedent(work),
+        f"print({peak} - before)",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(script), *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    *lines, last = done.stdout.splitlines()
+    return int(last) * 1024, "\n".join(lines)
+
+
+def run(*words: object) -> tuple[int, str]:
+    """Run a command; return its exit code and what it said."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    said = result.output + str(result.exception or "")
+    code = getattr(result.exception, "exit_code", result.exit_code)
+    return code, said
+
+
+# -- the rule ------------------------------------------------------------------------------
+
+
+@given(most=st.integers(0, 2**60), found=st.integers(0, 2**61))
+def test_a_bound_refuses_what_exceeds_it_and_nothing_else(most, found):
+    bound = bounds.Bound("a thing", most)
+    if found <= most:
+        bound.check(found, "x")
+        return
+    with pytest.raises(SourceError, match="limit of a thing"):
+        bound.check(found, "x", "type this")
+
+
+def test_memory_and_disk_are_compared_with_what_there_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(bounds, "available_memory", lambda: 10**9)
+    bounds.require_memory(10**9, "a row")
+    with pytest.raises(
+        StoreError, match=r"a row needs 2.00 GB of memory\.\nAllowed: at most 1.00 GB"
+    ):
+        bounds.require_memory(2 * 10**9, "a row", error=StoreError)
+    bounds.require_disk(tmp_path / "not" / "yet", 1, "a file")
+    with pytest.raises(SourceError, match=r"a file needs 1152921.5 TB on the disk"):
+        bounds.require_disk(tmp_path, 2**60, "a file")
+
+
+def test_a_stream_without_end_stops_at_the_bound():
+    taken = []
+
+    def endless():
+        while True:
+            taken.append(1)
+            yield bytes(1000)
+
+    with pytest.raises(StoreError, match=r"has 11.0 kB or more"):
+        bounds.read_within(bounds.Bound("it", 10_000), endless(), "x", "", StoreError)
+    assert len(taken) == 11
+
+
+def test_unpacking_stops_before_the_disk_is_full(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(
+        bounds.shutil, "disk_usage", lambda _: usage._replace(free=bounds.DISK_RESERVE_BYTES + 10)
+    )
+    out = io.BytesIO()
+    assert bounds.copy_to_disk(io.BytesIO(bytes(10)), out, tmp_path, "x") == 10
+    with pytest.raises(SourceError, match="was full after 0 B were unpacked"):
+        bounds.copy_to_disk(io.BytesIO(bytes(11)), out, tmp_path, "x")
+
+
+# -- archives ------------------------------------------------------------------------------
+
+
+def zip_of_zeros(path: Path, num_bytes: int, shape: str, name: str = "x.npy") -> Path:
+    """Write an archive with one member of float32 zeros, packed 1,000 to 1."""
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}"
+    header += " " * (117 - len(header)) + "\n"
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open(name, "w", force_zip64=True) as member,
+    ):
+        member.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode())
+        for _ in range(num_bytes >> 20):
+            member.write(bytes(1 << 20))
+    return path
+
+
+def test_an_archive_is_inspected_as_a_stream(tmp_path):
+    """160 MB in a file of 160 kB: neither the memory nor the disk holds it."""
+    path = zip_of_zeros(tmp_path / "a.npz", 160 << 20, f"({40 << 20},)")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    taken, seen = memory_of(
+        """
+        from pathlib import Path
+        from stoker.sources.arrays import ArraysSource
+        from stoker.store.inspection import inspect_parts
+        """,
+        """
+        blocks = ArraysSource((Path(sys.argv[1]),)).blocks(Path(sys.argv[2]))
+        print(inspect_parts(fields for _, fields in blocks).stats["x"].num_rows)
+        """,
+        path,
+        scratch,
+    )
+    assert seen == str(40 << 20)
+    assert taken < 130 << 20
+    assert not any(scratch.iterdir())
+
+
+def test_an_archive_in_fortran_order_is_inspected_too(tmp_path):
+    values = np.asfortranarray(np.arange(12.0, dtype="f4").reshape(4, 3))
+    np.savez(tmp_path / "a.npz", x=values)
+    blocks = [fields for _, fields in ArraysSource((tmp_path / "a.npz",)).blocks(tmp_path)]
+    assert (np.concatenate([fields["x"].values for fields in blocks]) == values).all()
+
+
+def test_one_row_of_gigabytes_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    path = zip_of_zeros(tmp_path / "a.npz", 64 << 20, f"(1, {16 << 20})")
+    monkeypatch.setattr(bounds, "available_memory", lambda: 100 << 20)
+    for act in ("inspect", "pack"):
+        words = ["inspect", path] if act == "inspect" else ["pack", "arrays", path, tmp_path / "s"]
+        code, said = run(*words)
+        assert code == 2
+        assert "one row of" in said
+        assert "needs 201.3 MB of memory" in said
+    assert not (tmp_path / "s").exists()
+
+
+def test_an_archive_that_does_not_fit_the_disk_is_refused_before_it_is_written(
+    tmp_path, monkeypatch
+):
+    path = zip_of_zeros(tmp_path / "a.npz", 8 << 20, f"({2 << 20},)")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(
+        bounds.shutil, "disk_usage", lambda _: usage._replace(free=bounds.DISK_RESERVE_BYTES + 100)
+    )
+    with pytest.raises(
+        SourceError, match=r"unpacking .*a.npz \(\S+ kB\) needs 8.39 MB on the disk"
+    ):
+        ArraysSource((path,)).prepare(tmp_path / "scratch")
+    assert not (tmp_path / "scratch").exists()
+
+
+def claim(path: Path, num_bytes: int) -> None:
+    """Let the directory of an archive, and the member itself, claim another size."""
+    raw = bytearray(path.read_bytes())
+    at = raw.rfind(b"PK\x01\x02")
+    struct.pack_into("<I", raw, at + 24, num_bytes)
+    struct.pack_into("<I", raw, raw.find(b"PK\x03\x04") + 22, num_bytes)
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("size", [100, 128 + 4 * 1000 - 1, 128 + 4 * 1000 + 1, 2**32 - 2])
+def test_an_archive_whose_member_has_another_size_than_it_claims(tmp_path, size):
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, x=np.random.default_rng(0).random(1000, dtype="f4"))
+    claim(path, size)
+    for act in (
+        lambda: ArraysSource((path,)).prepare(tmp_path / "scratch"),
+        lambda: list(ArraysSource((path,)).blocks(tmp_path / "scratch")),
+    ):
+        with pytest.raises(SourceError, match=r"a\.npz"):
+            act()
+
+
+def test_a_header_that_claims_gigabytes_is_not_read(tmp_path):
+    path = tmp_path / "a.npy"
+    with path.open("wb") as file:
+        file.write(b"\x93NUMPY\x02\x00" + struct.pack("<I", 3 << 30))
+        file.truncate(3 << 30)
+    with pytest.raises(
+        SourceError, match=r"header of a.npy has 3.22 GB\.\nAllowed: at most 65.5 kB"
+    ):
+        ArraysSource((path,)).prepare(tmp_path)
+
+
+def test_a_shape_without_its_bytes_is_refused(tmp_path):
+    zip_of_zeros(tmp_path / "a.npz", 1 << 20, f"({2**45},)")
+    for act in (
+        lambda: ArraysSource((tmp_path / "a.npz",)).prepare(tmp_path),
+        lambda: list(ArraysSource((tmp_path / "a.npz",)).blocks(tmp_path)),
+    ):
+        with pytest.raises(SourceError, match=r"x.npy says shape \(35184372088832,\)"):
+            act()
+
+
+def test_headers_that_are_damaged_are_named(tmp_path):
+    for number, text in enumerate(["-" * 9000, "(" * 9000, "{'descr': '|O'}", "[]", ""]):
+        path = tmp_path / f"{number}.npy"
+        path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode())
+        with pytest.raises(SourceError, match="cannot be read as a numpy file"):
+            ArraysSource((path,)).prepare(tmp_path)
+
+
+# -- keys ----------------------------------------------------------------------------------
+
+
+@given(
+    keys=st.lists(
+        st.text(st.sampled_from("ab/_"), min_size=1, max_size=4),
+        min_size=1,
+        max_size=4,
+        unique=True,
+    )
+)
+@settings(max_examples=40)
+def test_every_key_of_an_archive_becomes_a_field_or_is_refused_by_name(keys, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("k")
+    with zipfile.ZipFile(folder / "a.npz", "w") as archive:
+        for number, key in enumerate(keys):
+            with archive.open(f"{key}.npy", "w") as member:
+                np.lib.format.write_array(member, np.full(3, number, dtype="f4"))
+    fields = [key.replace("/", "_") for key in keys]
+    source = ArraysSource((folder / "a.npz",))
+    if len(set(fields)) < len(keys) or any(field.startswith("_") for field in fields):
+        with pytest.raises(SourceError, match="would"):
+            source.prepare(folder)
+        return
+    pack(source, folder / "s", ONE)
+    with open_store(folder / "s") as store:
+        got = {name: int(store.read_rows(name, 0, 1)[0]) for name in store.fields}
+    assert got == {field: number for number, field in enumerate(fields)}
+
+
+def test_train_and_val_of_one_name_are_kept_apart_and_said(tmp_path):
+    np.savez(tmp_path / "a.npz", **{"train/x": np.zeros(3, "f4"), "val/x": np.ones(3, "f4")})
+    preparation = ArraysSource((tmp_path / "a.npz",)).prepare(tmp_path / "scratch")
+    assert "array 'val/x' is stored as field 'val_x'" in preparation.notes
+    code, said = run("inspect", tmp_path / "a.npz", "--json")
+    assert code == 0
+    assert '"train_x"' in said
+    assert '"val_x"' in said
+
+
+def test_names_given_for_keys_that_would_be_one_field(tmp_path):
+    np.savez(tmp_path / "a.npz", **{"a/b": np.zeros(3, "f4"), "a_b": np.ones(3, "f4")})
+    code, said = run("pack", "arrays", tmp_path / "a.npz", tmp_path / "s")
+    assert code == 2
+    assert "'a/b' and 'a_b' would both be the field 'a_b'" in said
+    assert "--names field0,field1" in said
+    code, said = run("pack", "arrays", tmp_path / "a.npz", tmp_path / "s", "--names", "p,q")
+    assert code == 0, said
+    with open_store(tmp_path / "s") as store:
+        assert store.read_rows("q", 0, 3).tolist() == [1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_one_key_twice_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        for number in range(2):
+            with archive.open("x.npy", "w") as member:
+                np.lib.format.write_array(member, np.full(3, number, dtype="f4"))
+    with pytest.raises(SourceError, match="holds two arrays called 'x'"):
+        ArraysSource((tmp_path / "a.npz",)).prepare(tmp_path)
