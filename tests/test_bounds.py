@@ -7,14 +7,18 @@ what would take gigabytes fails at once.
 from __future__ import annotations
 
 import io
+import json
+import os
 import shutil
 import struct
 import subprocess
 import sys
 import textwrap
 import zipfile
+import zlib
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,9 +28,14 @@ from typer.testing import CliRunner
 from stoker import bounds
 from stoker.cli.main import app
 from stoker.errors import SourceError, StoreError
+from stoker.loader.loader import Loader
 from stoker.packing import PackOptions, pack
 from stoker.sources.arrays import ArraysSource
+from stoker.store import manifest
+from stoker.store.fields import Ragged
+from stoker.store.manifest import seal
 from stoker.store.reader import open_store
+from store_makers import simple_shard, write_store
 
 ONE = PackOptions(jobs=1)
 
@@ -127,8 +136,8 @@ def zip_of_zeros(path: Path, num_bytes: int, shape: str, name: str = "x.npy") ->
 
 
 def test_an_archive_is_inspected_as_a_stream(tmp_path):
-    """160 MB in a file of 160 kB: neither the memory nor the disk holds it."""
-    path = zip_of_zeros(tmp_path / "a.npz", 160 << 20, f"({40 << 20},)")
+    """96 MB in a file of 96 kB: neither the memory nor the disk holds it."""
+    path = zip_of_zeros(tmp_path / "a.npz", 96 << 20, f"({24 << 20},)")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     taken, seen = memory_of(
@@ -144,7 +153,7 @@ def test_an_archive_is_inspected_as_a_stream(tmp_path):
         path,
         scratch,
     )
-    assert seen == str(40 << 20)
+    assert seen == str(24 << 20)
     assert taken < 130 << 20
     assert not any(scratch.iterdir())
 
@@ -294,3 +303,192 @@ def test_one_key_twice_is_refused(tmp_path):
                 np.lib.format.write_array(member, np.full(3, number, dtype="f4"))
     with pytest.raises(SourceError, match="holds two arrays called 'x'"):
         ArraysSource((tmp_path / "a.npz",)).prepare(tmp_path)
+
+
+# -- HDF5 files of others ------------------------------------------------------------------
+
+
+def hostile_hdf5(path: Path, kind: str) -> Path:
+    """Write an HDF5 file of some kilobytes that claims gigabytes."""
+    with h5py.File(path, "w") as file:
+        if kind == "chunk":
+            data = file.create_dataset("x", (2**29,), "f4", chunks=(2**29,), compression="gzip")
+            data.id.write_direct_chunk((0,), zlib.compress(b""))
+        elif kind == "virtual":
+            layout = h5py.VirtualLayout((2**45,), "f4")
+            layout[:] = h5py.VirtualSource("absent.h5", "x", (2**45,))
+            file.create_virtual_dataset("x", layout)
+        elif kind == "deep":
+            group = file.id
+            for _ in range(5000):
+                group = h5py.h5g.create(group, b"a")
+            h5py.Group(group)["x"] = np.zeros(3, "f4")
+        elif kind == "wide":
+            file.create_dataset("x", (3, 2**42), "f4", chunks=(1, 2**20))
+        else:
+            options = {
+                "chunked": {"chunks": (1024,)},
+                "lzf": {"chunks": (9,), "compression": "lzf"},
+            }
+            file.create_dataset("x", (2**45,), "f4", **options.get(kind, {}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("chunk", "one chunk of dataset 'x', (536870912,) of float32, has 2.15 GB"),
+        ("contiguous", "the unwritten part of dataset 'x' of shape (35184372088832,)"),
+        ("chunked", "has 140.7 TB"),
+        ("lzf", "has 140.7 TB"),
+        ("virtual", "has 140.7 TB"),
+        ("wide", "has 52.8 TB"),
+        ("deep", "has 201 nested groups"),
+    ],
+)
+def test_an_hdf5_file_that_claims_gigabytes_is_refused_when_it_is_opened(tmp_path, kind, said):
+    path = hostile_hdf5(tmp_path / "a.h5", kind)
+    for words in (["inspect", path], ["verify", path], ["pack", "arrays", path, tmp_path / "s"]):
+        code, output = run(*words)
+        assert code == 2, output
+        assert said in output
+        assert "Allowed: at most" in output
+    with pytest.raises(StoreError):
+        Loader(path, batch_size=2)
+
+
+def test_the_copy_without_chunks_that_is_advised_can_be_read(tmp_path, monkeypatch):
+    values = np.arange(300.0, dtype="f4").reshape(100, 3)
+    with h5py.File(tmp_path / "it's.h5", "w") as file:
+        file.create_dataset("g/x", data=values, chunks=(50, 3), compression="gzip")
+        file["y"] = np.arange(100)
+        file["one"] = 3
+    monkeypatch.setattr(bounds, "CHUNK", bounds.Bound("an HDF5 chunk", 100))
+    with pytest.raises(StoreError, match="the limit of an HDF5 chunk") as caught:
+        open_store(tmp_path / "it's.h5")
+    typed = caught.value.fix.replace("python3", sys.executable, 1)
+    subprocess.run(["bash", "-c", typed], check=True)
+    with open_store(tmp_path / "it's-plain.h5") as store:
+        assert (store.read_rows("g/x", 0, 100) == values).all()
+        assert store.read_rows("y", 99, 100)[0] == 99
+
+
+def test_links_loops_and_second_names_are_walked_once(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        group = file.create_group("b")
+        group["x"] = np.zeros(3, "f4")
+        group["again"] = group
+        file["a"] = group["x"]
+        file["soft"] = h5py.SoftLink("/b/x")
+        file["absent"] = h5py.ExternalLink("absent.h5", "/x")
+    with open_store(tmp_path / "a.h5") as store:
+        assert list(store.fields) == ["a"]
+
+
+def test_a_chunk_table_that_claims_more_than_the_chunk_is_not_believed(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        data = file.create_dataset("x", (1000,), "f4", chunks=(1000,), compression="gzip")
+        data.id.write_direct_chunk((0,), bytes(1 << 20))
+    with (
+        open_store(tmp_path / "a.h5") as store,
+        pytest.raises(StoreError, match="its table says 1048576 bytes, for 4000"),
+    ):
+        store.read_rows("x", 0, 1)
+
+
+# -- manifests -----------------------------------------------------------------------------
+
+
+def changed(folder: Path, change) -> Path:
+    """Write a store whose manifest was changed and sealed again."""
+    write_store(folder, [simple_shard(np.random.default_rng(0), 20)]).close()
+    document = json.loads((folder / "store.json").read_text())
+    del document["manifest_checksum"]
+    change(document)
+    (folder / "store.json").write_text(seal(document))
+    return folder
+
+
+def more_samples(document) -> None:
+    document["num_samples"] = document["shards"][0]["num_samples"] = 2**45
+
+
+def more_rows(document) -> None:
+    more_samples(document)
+    shard = document["shards"][0]
+    for name in shard["rows"]:
+        shard["rows"][name] = 2**45 + name.endswith("offsets")
+
+
+def nothing_behind(document) -> None:
+    more_rows(document)
+    offsets = document["shards"][0]["offsets"]
+    document["shards"][0]["offsets"] = dict.fromkeys(offsets)
+
+
+def no_fields(document) -> None:
+    more_samples(document)
+    document["fields"] = {}
+
+
+def large_file(document) -> None:
+    nothing_behind(document)
+    document["shards"][0]["size_bytes"] = 2**50
+
+
+@pytest.mark.parametrize("change", [more_samples, more_rows, nothing_behind, no_fields, large_file])
+def test_a_manifest_that_claims_samples_without_bytes_is_not_sound(tmp_path, change):
+    code, said = run("verify", changed(tmp_path / "s", change))
+    assert code == 2
+    assert "sound" not in said
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("dtype", "|O8"), ("dtype", "?!"), ("dtype", "<f16"), ("shape", [-1]), ("kind", "series")],
+)
+def test_fields_that_cannot_be_are_named(tmp_path, key, value):
+    def change(document) -> None:
+        document["fields"]["features"][key] = value
+
+    code, said = run("verify", changed(tmp_path / "s", change))
+    assert code == 2
+    assert "features" in said
+
+
+def test_offsets_that_point_beyond_their_values_are_a_problem(tmp_path):
+    write_store(tmp_path / "s", [{"t": Ragged(np.zeros(9, "f4"), np.array([0, 4, 9]))}]).close()
+    with open_store(tmp_path / "s") as store:
+        assert not store.verify().problems
+        shard = store.shards[0]
+        for wrong in ([0, 4, 10], [0, 2**60, 9], [1, 4, 9], [0, 9, 4]):
+            shard.whole = lambda _, wrong=wrong: np.array(wrong)
+            assert "has offsets outside of its 9 values" in store.verify().problems[0]
+        shard.whole = lambda _: np.array([0, 4, 2**50])
+        with pytest.raises(StoreError, match="field 't' has offsets"):
+            store.read_ragged("t", 0, 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, "9" * 10_000, "[" * 990 + "]" * 990]
+)
+def test_deep_and_odd_json_is_an_error_of_the_input(tmp_path, text):
+    (tmp_path / "store.json").write_text(text)
+    code, said = run("verify", tmp_path)
+    assert code == 2
+    assert "store.json" in said
+
+
+def test_a_giant_manifest_is_not_read(tmp_path):
+    (tmp_path / "store.json").touch()
+    os.truncate(tmp_path / "store.json", 3 << 30)
+    code, said = run("verify", tmp_path)
+    assert code == 2
+    assert "has 3.22 GB" in said
+    assert "the limit of a store.json" in said
+
+
+def test_a_manifest_that_could_not_be_read_again_is_not_written(monkeypatch):
+    monkeypatch.setattr(manifest, "MANIFEST", bounds.Bound("a store.json", 100))
+    with pytest.raises(StoreError, match="the manifest of this store"):
+        seal({"a": "b" * 100})

@@ -33,7 +33,6 @@ from stoker.units import format_bytes
 _CHUNK_COPIES = 3
 """As stored, inflated, and with its bytes in order."""
 _CHUNK_ENTRY_BYTES = 400
-_GOOD_CHUNK_BYTES = 1 << 20
 _SHUFFLE, _DEFLATE = h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE
 
 
@@ -87,7 +86,7 @@ def check_claims(file: Path, dataset: h5py.Dataset) -> None:
     """Refuse a dataset whose chunks, chunk table or unwritten rows would take more than their bound.
 
     Raises:
-        StoreError: With the size, the limit, and a command that writes the dataset in smaller chunks.
+        StoreError: With the size, the limit, and a command that copies the file without chunks.
     """
     name, itemsize = dataset.name.lstrip("/"), dataset.dtype.itemsize
     total = math.prod(map(int, dataset.shape)) * itemsize
@@ -95,7 +94,7 @@ def check_claims(file: Path, dataset: h5py.Dataset) -> None:
     if dataset.chunks is not None:
         chunk_bytes = math.prod(map(int, dataset.chunks)) * itemsize
         what = f"{file}: one chunk of dataset {name!r}, {dataset.chunks} of {dataset.dtype},"
-        fix = _repack(file, name, dataset)
+        fix = _repack(file)
         bounds.CHUNK.check(chunk_bytes, what, fix, StoreError)
         bounds.require_memory(_CHUNK_COPIES * chunk_bytes, what.rstrip(","), fix, StoreError)
         num_chunks = dataset.id.get_num_chunks()
@@ -129,17 +128,19 @@ def _stored_bytes(file: Path, dataset: h5py.Dataset, total: int) -> int:
     return min(total, 1000 * sum(place.stat().st_size for place in places if place.is_file()))
 
 
-def _repack(file: Path, name: str, dataset: h5py.Dataset) -> str:
-    """Return the command that copies a file with chunks of about 1 MB for one dataset."""
-    shape = [max(1, int(length)) for length in dataset.shape]
-    left = max(1, _GOOD_CHUNK_BYTES // dataset.dtype.itemsize)
-    chunks: list[int] = []
-    for length in reversed(shape):
-        chunks.insert(0, min(length, left))
-        left = max(1, left // chunks[0])
-    words = f"{name}:CHUNK={'x'.join(map(str, chunks))}"
-    copy = file.with_name(f"{file.stem}-small-chunks{file.suffix}")
-    return command("h5repack", "-l", words, file, copy)
+def _repack(file: Path) -> str:
+    """Return the command that copies a file without chunks, reading each chunk once.
+
+    h5repack decodes a chunk of 2 GB anew for every piece of it that it writes, and takes an hour.
+    """
+    copy = file.with_name(f"{file.stem}-plain{file.suffix}")
+    code = (
+        f"import h5py; i = h5py.File({str(file)!r}); o = h5py.File({str(copy)!r}, 'w'); "
+        "i.visititems(lambda n, d: (getattr(d, 'shape', None) is not None and "
+        "[o.require_dataset(n, d.shape, d.dtype).__setitem__(s, d[s]) "
+        "for s in (d.iter_chunks() if d.chunks else [...])], None)[1])"
+    )
+    return command("python3", "-c", code)
 
 
 def locate(file: Path, dataset: h5py.Dataset) -> Location:
