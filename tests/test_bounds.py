@@ -6,6 +6,7 @@ what would take gigabytes fails at once.
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -27,10 +28,13 @@ from typer.testing import CliRunner
 
 from stoker import bounds
 from stoker.cli.main import app
-from stoker.errors import SourceError, StoreError
+from stoker.errors import Refusal, RefusalList, SourceError, StoreError, count_refused
 from stoker.loader.loader import Loader
 from stoker.packing import PackOptions, pack
+from stoker.sources import tables
 from stoker.sources.arrays import ArraysSource
+from stoker.sources.bars.reading import read_bars
+from stoker.sources.msp import blocks, read_msp, text
 from stoker.store import manifest
 from stoker.store.fields import Ragged
 from stoker.store.manifest import seal
@@ -143,7 +147,10 @@ def test_an_archive_is_inspected_as_a_stream(tmp_path):
     taken, seen = memory_of(
         """
         from pathlib import Path
-        from stoker.sources.arrays import ArraysSource
+        from stoker.sources import tables
+from stoker.sources.arrays import ArraysSource
+from stoker.sources.bars.reading import read_bars
+from stoker.sources.msp import blocks, read_msp, text
         from stoker.store.inspection import inspect_parts
         """,
         """
@@ -236,9 +243,9 @@ def test_a_shape_without_its_bytes_is_refused(tmp_path):
 
 
 def test_headers_that_are_damaged_are_named(tmp_path):
-    for number, text in enumerate(["-" * 9000, "(" * 9000, "{'descr': '|O'}", "[]", ""]):
+    for number, header in enumerate(["-" * 9000, "(" * 9000, "{'descr': '|O'}", "[]", ""]):
         path = tmp_path / f"{number}.npy"
-        path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode())
+        path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode())
         with pytest.raises(SourceError, match="cannot be read as a numpy file"):
             ArraysSource((path,)).prepare(tmp_path)
 
@@ -492,3 +499,136 @@ def test_a_manifest_that_could_not_be_read_again_is_not_written(monkeypatch):
     monkeypatch.setattr(manifest, "MANIFEST", bounds.Bound("a store.json", 100))
     with pytest.raises(StoreError, match="the manifest of this store"):
         seal({"a": "b" * 100})
+
+
+# -- pictures ------------------------------------------------------------------------------
+
+
+def png(path: Path, width: int, height: int) -> Path:
+    """Write a picture of a few bytes that claims to be large."""
+
+    def block(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    blocks = block(b"IHDR", header) + block(b"IDAT", zlib.compress(bytes(100)))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + blocks + block(b"IEND", b""))
+    return path
+
+
+@pytest.mark.parametrize(("width", "height"), [(14_000, 14_000), (60_000, 60_000), (2**30, 2**30)])
+def test_a_picture_that_claims_too_many_pixels_is_refused_by_name(tmp_path, width, height):
+    png(tmp_path / "in" / "cat" / "bomb.png", width, height)
+    code, said = run("pack", "images", tmp_path / "in", tmp_path / "s", "--size", "8x8")
+    assert code == 3, said
+    assert f"bomb.png claims {width * height:,} pixels, and at most 178,956,970" in said
+
+
+def test_a_picture_that_does_not_fit_the_memory_is_refused_before_it_is_decoded(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(bounds, "available_memory", lambda: 100 << 20)
+    png(tmp_path / "in" / "cat" / "a.png", 5000, 5000)
+    code, said = run(
+        "pack", "images", tmp_path / "in", tmp_path / "s", "--size", "8x8", "--jobs", 1
+    )
+    assert code == 3
+    assert "needs 300.0 MB of memory" in said
+
+
+# -- text ----------------------------------------------------------------------------------
+
+
+def packed_text(path: Path, *pieces: bytes, repeat: int) -> Path:
+    """Write gzipped text: the first piece, the second many times, the third."""
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(pieces[0])
+        for _ in range(repeat):
+            file.write(pieces[1])
+        file.write(b"".join(pieces[2:]))
+    return path
+
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("start", "piece", "said"),
+    [
+        (b"a,b\n1,", b"1" * MB, "a line, or a quoted cell, of more than 8.39 MB"),
+        (b'a,b\n1,"', b"1\n" * (MB // 2), "a line, or a quoted cell, of more than 8.39 MB"),
+        (b"", b"a" * MB, "cannot be read as a table"),
+    ],
+)
+def test_a_table_with_a_line_without_end(tmp_path, start, piece, said):
+    path = packed_text(tmp_path / "a.csv.gz", start, piece, repeat=40)
+    code, output = run("inspect", path)
+    assert code == 2
+    assert said in output
+
+
+@given(count=st.integers(0, 30), most=st.integers(1, 10))
+def test_refusals_are_listed_up_to_a_number_and_all_counted(count, most):
+    kept = type("Few", (RefusalList,), {"MOST": most})()
+    kept.extend(Refusal("f", number, "why") for number in range(count))
+    assert len(kept) <= most + 1
+    assert count_refused(kept) == count
+    assert [refusal.line for refusal in kept[:most]] == list(range(min(count, most)))
+
+
+def test_a_file_of_noise_is_counted_whole_and_listed_in_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(RefusalList, "MOST", 50)
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n2,3\n" + "1,2,3\n" * 1000)
+    code, said = run("pack", "table", tmp_path / "a.csv", tmp_path / "s")
+    assert code == 3, said
+    assert "1,000 pieces of input refused" in said
+    code, said = run("inspect", tmp_path / "a.csv")
+    assert "refused 1 of 1000" in said
+
+
+def test_wide_rows_make_parts_shorter(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_PART_BYTES", 1000)
+    monkeypatch.setattr(tables, "_CSV_BLOCK_BYTES", 1000)
+    rows = [f"{number},{number / 7:.9f}" for number in range(500)]
+    (tmp_path / "a.csv").write_text("a,b\n" + "\n".join(rows) + "\n")
+    preparation = tables.TableSource((tmp_path / "a.csv",)).prepare(tmp_path)
+    assert len(preparation.parts) > 5
+    assert sum(part.num_samples for part in preparation.parts) == 500
+
+
+def test_bars_of_gigabytes_are_refused_by_memory_and_by_line(tmp_path, monkeypatch):
+    start = b"time,open,high,low,close\n2020-01-01 00:00,1,1,1,"
+    path = packed_text(tmp_path / "EURUSD_M5.csv.gz", start, b"1" * MB, b"\n", repeat=40)
+    with pytest.raises(SourceError, match="the limit of a line of text"):
+        read_bars(path)
+    monkeypatch.setattr(bounds, "available_memory", lambda: 100 << 20)
+    with pytest.raises(SourceError, match=r"unpacked so far, needs .* of memory"):
+        read_bars(path)
+
+
+@pytest.mark.parametrize("line", [b"10 20\n", b"Comment: aa\n"])
+def test_a_record_without_end_is_refused(tmp_path, monkeypatch, line):
+    monkeypatch.setattr(text, "RECORD", bounds.Bound("one record or structure", MB))
+    monkeypatch.setattr(blocks, "_OPEN_BYTES", MB // 4)
+    monkeypatch.setattr(blocks, "CHUNK_BYTES", MB // 4)
+    path = packed_text(tmp_path / "a.msp.gz", b"Name: x\n", line * (MB // 60), repeat=20)
+    with pytest.raises(SourceError, match="the limit of one record"):
+        list(read_msp(path))
+
+
+def test_a_library_without_empty_lines_is_no_record_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "RECORD", bounds.Bound("one record or structure", MB))
+    monkeypatch.setattr(blocks, "_OPEN_BYTES", MB // 4)
+    monkeypatch.setattr(blocks, "CHUNK_BYTES", MB // 4)
+    record = b"Name: x\nNum Peaks: 2\n10 20\n11 21\n"
+    (tmp_path / "a.msp").write_bytes(record * 40_000)
+    assert sum(len(batch.records) for batch in read_msp(tmp_path / "a.msp")) == 40_000
+
+
+def test_a_line_without_end_in_a_library(tmp_path):
+    path = packed_text(tmp_path / "a.msp.gz", b"Name: x\nNum Peaks: 1\n", b"1" * MB, repeat=40)
+    with pytest.raises(SourceError, match="a line of more than 16 MiB"):
+        list(read_msp(path))

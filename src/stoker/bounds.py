@@ -75,9 +75,10 @@ DEPTH = Bound("an HDF5 file", 200, "nested groups")
 CHUNK = Bound("an HDF5 chunk", GIB)
 """Decoded. A reader holds three copies of a chunk, and every reader thread holds another chunk."""
 UNWRITTEN = Bound("rows that were never written", 4 * GIB)
-PIXELS = Bound("a picture", 1 << 28, "pixels")
+PIXELS = Bound("a picture", 178_956_970, "pixels")
+"""As many as Pillow opens without being told otherwise."""
 LINE = Bound("a line of text", 16 * MIB)
-RECORD = Bound("a record of a spectrum library", 64 * MIB)
+RECORD = Bound("one record or structure", 64 * MIB)
 
 
 def require_memory(

@@ -12,7 +12,6 @@ from stoker.cli.terminal import make_console, print_json
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stoker.errors import Refusal
     from stoker.report import Progress
     from stoker.store.fields import ShardData
     from stoker.store.inspection import Inspection
@@ -100,6 +99,7 @@ def _look(path: Path, target: str | None, bar: Progress) -> tuple[Inspection, di
 def _look_at_file(
     path: Path, target: str | None, is_table: bool, bar: Progress
 ) -> tuple[Inspection, dict[str, str]]:
+    from stoker.errors import RefusalList, count_refused
     from stoker.ownership import temporary_folder
     from stoker.packing.worker import unguarded
     from stoker.sources.arrays import ArraysSource
@@ -108,7 +108,7 @@ def _look_at_file(
     from stoker.store.inspection import inspect_parts
     from stoker.units import format_bytes, format_count
 
-    refused: list[Refusal] = []
+    refused = RefusalList()
     total = 0
 
     def array_parts(scratch: Path) -> Iterator[ShardData]:
@@ -137,7 +137,7 @@ def _look_at_file(
         inspection = inspect_parts((table_parts if is_table else array_parts)(scratch))
     facts = {"rows": format_count(total), "on disk": format_bytes(path.stat().st_size)}
     for number, refusal in enumerate(refused[:20]):
-        facts[f"refused {number + 1} of {len(refused)}"] = str(refusal)
+        facts[f"refused {number + 1} of {count_refused(refused)}"] = str(refusal)
     return inspection, facts
 
 
