@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from stoker.display import command
 from stoker.errors import SourceError, StokerError
@@ -126,7 +126,11 @@ def require_disk(
         )
 
 
-def copy_to_disk(packed: IO[bytes], plain: IO[bytes], folder: Path, what: str) -> int:
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+def copy_to_disk(packed: _Readable, plain: IO[bytes], folder: Path, what: str) -> int:
     """Copy a stream whose size nobody knows, and stop before it fills the disk.
 
     Args:

@@ -62,7 +62,7 @@ class TableSource:
     part_rows: int = _PART_ROWS
 
     kind: ClassVar[str] = "table"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     row_limit_seconds: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
