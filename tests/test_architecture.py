@@ -19,7 +19,7 @@ LAYERS = [
     {"units", "lifetime"},
     {"ownership"},
     {"config", "machine", "report", "page"},
-    {"runs"},
+    {"runs", "bounds"},
     {"store"},
     {"sources"},
     {"packing"},

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from stoker import address
+from stoker.bounds import Bound
 from stoker.cli.main import app
 from stoker.errors import CorruptError, InputError, StoreError
 from stoker.store import remote, remote_cache, remote_fetch
@@ -45,6 +46,8 @@ class Server(ThreadingHTTPServer):
         spoiled: Name of the file whose byte 5000 is sent wrong.
         silent: Requests are taken and never answered.
         sent: Bytes sent, by file.
+        pause: Seconds before every 4 kB of a shard.
+        endless: Answers do not end.
     """
 
     daemon_threads = True
@@ -60,6 +63,8 @@ class Server(ThreadingHTTPServer):
         self.sent: dict[str, int] = {}
         self.counting = threading.Lock()
         self.status = 0
+        self.pause = 0.0
+        self.endless = False
 
     @property
     def url(self) -> str:
@@ -89,7 +94,9 @@ class Handler(BaseHTTPRequestHandler):
             data[5000] ^= 0xFF
         low, high = 0, len(data)
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if wanted and server.ranges:
+        if server.endless:
+            self.send_response(200)
+        elif wanted and server.ranges:
             low, high = int(wanted[1]), min(int(wanted[2]) + 1, len(data))
             if low >= len(data):
                 self.send_error(416)
@@ -98,8 +105,11 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {low}-{high - 1}/{len(data)}")
         else:
             self.send_response(200)
-        self.send_header("Content-Length", str(high - low))
+        if not server.endless:
+            self.send_header("Content-Length", str(high - low))
         self.end_headers()
+        while server.endless:
+            self.send(path.name, bytearray(1 << 16))
         self.send(path.name, data[low:high])
 
     def send(self, name: str, data: bytearray) -> None:
@@ -115,6 +125,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.flush()
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return
+            if name.endswith(".h5"):
+                time.sleep(server.pause)
             self.wfile.write(piece)
 
 
@@ -368,6 +380,54 @@ def test_a_server_that_says_nothing_is_given_up(served, monkeypatch):
             store.read_rows("features", 0, 10)
         assert time.monotonic() - began < 20
         served.silent.clear()
+
+
+# -- slow links and endless answers --------------------------------------------------------
+
+
+def test_a_slow_steady_link_is_not_silence(served, packed, monkeypatch):
+    """Each answer takes far longer than the silence that is borne, but bytes keep coming."""
+    monkeypatch.setattr(remote_fetch, "SILENCE_SECONDS", 0.4)
+    monkeypatch.setattr(remote_fetch, "_SMALL_PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(remote_fetch, "_PIECE_BYTES", 1 << 20)
+    served.pause = 0.1
+    with open_store(served.url) as store, open_store(packed) as local:
+        began = time.monotonic()
+        assert (store.read_rows("features", 0, 300) == local.read_rows("features", 0, 300)).all()
+        assert time.monotonic() - began > 0.4  # else the link was not slow
+        served.pause = 1.0
+        with pytest.raises(StoreError, match=r"nothing came for 0\.4 s|Timeout"):
+            store.read_rows("features", 300, 310)
+
+
+def test_a_manifest_without_end_is_refused_at_its_bound(served, monkeypatch):
+    small = Bound("a store.json", 1 << 20)
+    monkeypatch.setattr(remote_fetch, "MANIFEST", small)
+    served.endless = True
+    with pytest.raises(CorruptError, match=r"store\.json has 1\.\d+ MB or more"):
+        open_store(served.url)
+    assert served.sent["store.json"] < 64 << 20
+    result = CliRunner().invoke(app, ["verify", served.url])
+    assert result.exception.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("quick", "most"), [(True, 8 * (16 << 10)), (False, 2 * (8 << 10))], ids=["fast", "slow"]
+)
+def test_the_size_of_requests_follows_the_speed_of_the_link(monkeypatch, quick, most):
+    monkeypatch.setattr(remote_fetch, "_SMALL_PIECE_BYTES", 8 << 10)
+    monkeypatch.setattr(remote_fetch, "_QUICK_SECONDS", 1e9 if quick else -1.0)
+    asked = []
+
+    class System:
+        def cat_ranges(self, paths, starts, ends, on_error):
+            asked.append(ends[-1] - starts[0])
+            return [bytes(high - low) for low, high in zip(starts, ends, strict=True)]
+
+    size = 3_000_001
+    assert sum(map(len, remote_fetch._by_ranges(System(), "x", 5, size))) == size - 5
+    assert max(asked) <= most
+    assert quick == (max(asked) == most)
 
 
 def test_no_store_there_and_refused(served, tmp_path):

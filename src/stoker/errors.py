@@ -12,7 +12,7 @@ carries the exit code that the command line ends with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,12 +119,14 @@ class Refusal:
         line: 1-based line, or 0-based row with `unit="row"`; None when it is the whole file.
         reason: In words a user understands.
         unit: What `line` counts: "line", "row" or "record".
+        count: How many pieces it stands for; above 1 where a listing was cut short.
     """
 
     file: str
     line: int | None
     reason: str
     unit: str = "line"
+    count: int = 1
 
     def __str__(self) -> str:
         """Format as `file:line: reason`, the way editors and compilers do."""
@@ -132,6 +134,35 @@ class Refusal:
             return f"{self.file}: {self.reason}"
         where = f"{self.file}:{self.line}" if self.unit == "line" else ""
         return f"{where or f'{self.file} {self.unit} {self.line}'}: {self.reason}"
+
+
+class RefusalList(list[Refusal]):
+    """Refusals of one input, of which the first `MOST` are listed and all are counted.
+
+    A file of noise would fill the memory with its refusals. Whatever exceeds `MOST` is counted in the last entry.
+    """
+
+    MOST = 100_000
+
+    def append(self, refusal: Refusal) -> None:
+        """List the refusal, or count it in the last entry."""
+        if len(self) < self.MOST:
+            super().append(refusal)
+            return
+        more = refusal.count + (self[-1].count if len(self) > self.MOST else 0)
+        del self[self.MOST :]
+        reason = f"{more:,} more pieces of input are refused, and not listed one by one"
+        super().append(Refusal(refusal.file, None, reason, count=more))
+
+    def extend(self, refusals: Iterable[Refusal]) -> None:
+        """Append each."""
+        for refusal in refusals:
+            self.append(refusal)
+
+
+def count_refused(refusals: Iterable[Refusal]) -> int:
+    """Return how many pieces of input were refused, listed or not."""
+    return sum(refusal.count for refusal in refusals)
 
 
 def require_file(path: str | Path, what: str) -> Path:

@@ -99,33 +99,45 @@ def _look(path: Path, target: str | None, bar: Progress) -> tuple[Inspection, di
 def _look_at_file(
     path: Path, target: str | None, is_table: bool, bar: Progress
 ) -> tuple[Inspection, dict[str, str]]:
+    from stoker.errors import RefusalList, count_refused
     from stoker.ownership import temporary_folder
     from stoker.packing.worker import unguarded
     from stoker.sources.arrays import ArraysSource
-    from stoker.sources.contract import PartContext, Source
+    from stoker.sources.contract import PartContext
     from stoker.sources.tables import TableSource
     from stoker.store.inspection import inspect_parts
     from stoker.units import format_bytes, format_count
 
-    source: Source = TableSource((path,), target) if is_table else ArraysSource((path,))
-    with temporary_folder("stoker-inspect-") as scratch:
+    refused = RefusalList()
+    total = 0
+
+    def array_parts(scratch: Path) -> Iterator[ShardData]:
+        nonlocal total
+        bar.start("inspecting", None, "rows")
+        for num_rows, fields in ArraysSource((path,)).blocks(scratch):
+            yield fields
+            total += num_rows
+            bar.advance(num_rows)
+
+    def table_parts(scratch: Path) -> Iterator[ShardData]:
+        nonlocal total
+        source = TableSource((path,), target)
         context = PartContext(scratch, unguarded, {})
-        preparation = source.prepare(context.scratch)
+        preparation = source.prepare(scratch)
         total = sum(part.num_samples for part in preparation.parts)
         bar.start("inspecting", total, "rows")
-        refused = list(preparation.refused)
+        refused.extend(preparation.refused)
+        for part in preparation.parts:
+            built = source.build(part, context)
+            refused.extend(built.refused)
+            yield built.fields
+            bar.advance(part.num_samples)
 
-        def parts() -> Iterator[ShardData]:
-            for part in preparation.parts:
-                built = source.build(part, context)
-                refused.extend(built.refused)
-                yield built.fields
-                bar.advance(part.num_samples)
-
-        inspection = inspect_parts(parts())
+    with temporary_folder("stoker-inspect-") as scratch:
+        inspection = inspect_parts((table_parts if is_table else array_parts)(scratch))
     facts = {"rows": format_count(total), "on disk": format_bytes(path.stat().st_size)}
     for number, refusal in enumerate(refused[:20]):
-        facts[f"refused {number + 1} of {len(refused)}"] = str(refusal)
+        facts[f"refused {number + 1} of {count_refused(refused)}"] = str(refusal)
     return inspection, facts
 
 

@@ -10,10 +10,12 @@ to it). torch is described without importing it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import resource
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ __all__ = [
     "Gpu",
     "GpuReader",
     "Machine",
+    "available_memory",
     "probe",
     "recommended_workers",
 ]
@@ -129,6 +132,18 @@ def probe(
         os=platform.platform(),
         notes=tuple(notes),
     )
+
+
+def available_memory() -> int | None:
+    """Return the bytes that this process can still take, by machine, cgroup and resource limits."""
+    root = Path("/")
+    found = [read_memory(root, Cgroups(root))[1]]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            found.append(max(0, limit - pages * resource.getpagesize()))
+    return min((size for size in found if size is not None), default=None)
 
 
 def recommended_workers(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stoker.display import table_html
-from stoker.errors import InputError, QualityError, Refusal, StoreError
+from stoker.errors import InputError, QualityError, Refusal, StoreError, count_refused
 from stoker.ownership import always, write_text
 from stoker.packing.cluster import ClusterWorkers, check_cluster
 from stoker.packing.gate import Stage, StagedPart, open_stage, quarantine, repair_stage
@@ -249,7 +249,7 @@ def _make(
             inspection = _inspect(stage, progress)
     if inspection.refused:
         raise _gate_error(inspection)
-    manifest = _manifest(source, stage, provenance, fitted, inspection, len(refused))
+    manifest = _manifest(source, stage, provenance, fitted, inspection, count_refused(refused))
     listing = "".join(json.dumps(asdict(refusal)) + "\n" for refusal in refused)
     work.commit(stage.folder, manifest, listing)
     return _Made(manifest, refused, inspection)
@@ -356,18 +356,19 @@ def _check_fields(stage: Stage) -> None:
 
 
 def _check_budget(refused: Sequence[Refusal], num_samples: int, options: PackOptions) -> None:
-    total = num_samples + len(refused)
-    if len(refused) <= options.allowance(total):
+    num_refused = count_refused(refused)
+    total = num_samples + num_refused
+    if num_refused <= options.allowance(total):
         return
     listed = [str(refusal) for refusal in refused[:_LISTED]]
-    listed += [f"... and {len(refused) - _LISTED:,} more"] if len(refused) > _LISTED else []
-    share = f"{math.ceil(1000 * len(refused) / total) / 10:g}%"
+    listed += [f"... and {num_refused - _LISTED:,} more"] if num_refused > _LISTED else []
+    share = f"{math.ceil(1000 * num_refused / total) / 10:g}%"
     if options.on_bad == "stop":
         fix = f"--on-bad quarantine --bad-budget {share} leaves them out and lists them in OUT/{REFUSED_NAME}"
     else:
         fix = f"--bad-budget {share}, or mend the input"
     raise QualityError(
-        f"{format_count(len(refused), 'piece')} of input refused ({share} of {total:,}):",
+        f"{format_count(num_refused, 'piece')} of input refused ({share} of {total:,}):",
         f"at most {options.allowance(total):,} (--on-bad {options.on_bad}, --bad-budget {options.bad_budget})",
         fix,
         listed,

@@ -3,30 +3,44 @@
 Enters: `.npy` (one field, named after the file), `.npz` (one field per entry) or `.h5` (one field
 per dataset), all with the same number of rows. Leaves: dense fields with the same dtypes. Costs:
 one part of about 256 MB in memory per worker; `.npy` is read through a memory map, `.npz` is
-unzipped once beside the store being made.
+unzipped once beside the store being made, after a look at the free disk space. `blocks` reads an `.npz` as a stream,
+without the disk.
+
+A store's field names have no `/`: the array `train/x` becomes the field `train_x`, and a note says so.
 """
 
 from __future__ import annotations
 
+import io
 import math
-import shutil
+import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
+import xxhash
 
+from stoker import bounds
 from stoker.display import quoted
 from stoker.errors import SourceError, require_file
+from stoker.ownership import always, writing
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
-from stoker.store.fields import Array, Dense
+from stoker.store.fields import Array, Dense, FieldData
 from stoker.store.reader import open_store
+from stoker.units import format_bytes
 
 PART_BYTES = 256 << 20
+_BLOCK_BYTES = 32 << 20
+_DEFLATE_RATIO = 1032
+"""Deflate cannot pack more bytes into one."""
+_ROW_COPIES = 3
+"""A part is held as it was read, as it is written, and by the hash of its bytes."""
 _HDF5 = {".h5", ".hdf5", ".he5", ".hdf"}
 
 
@@ -59,18 +73,15 @@ class ArraysSource:
     def prepare(self, scratch: Path) -> Preparation:
         """Check that all arrays have the same rows, and cut them into parts."""
         with _opened(self.paths, scratch) as arrays:
-            counts = {
-                name: array.shape[0]
-                for name, array in zip(self._names(arrays), arrays.values(), strict=True)
-            }
-            if len(set(counts.values())) != 1:
-                raise SourceError(
-                    f"the arrays have different numbers of rows: {counts}.",
-                    "one first dimension for all",
-                    "pack them into separate stores",
-                )
-            num_rows = next(iter(counts.values()))
+            names = self._names(arrays)
+            num_rows = _count(names, arrays)
             row_bytes = sum(array.row_bytes for array in arrays.values())
+        bounds.require_memory(
+            _ROW_COPIES * row_bytes,
+            f"one row of {self.paths[0]} ({format_bytes(row_bytes)})",
+            "cut the rows with numpy, so that the first dimension counts samples",
+        )
+        renamed = {old: new for old, new in zip(arrays, names, strict=True) if "/" in old}
         rows = max(1, self.part_bytes // max(1, row_bytes))
         starts = range(0, num_rows, rows) if num_rows else [0]
         parts = [
@@ -84,7 +95,33 @@ class ArraysSource:
             )
             for number, start in enumerate(starts)
         ]
-        return Preparation(parts, num_rows * row_bytes + (1 << 20))
+        notes = [f"array {old!r} is stored as field {new!r}" for old, new in renamed.items()]
+        return Preparation(parts, num_rows * row_bytes + (1 << 20), notes=notes)
+
+    def blocks(self, scratch: Path) -> Iterator[tuple[int, dict[str, FieldData]]]:
+        """Yield (rows, fields) from first to last, at most 32 MB or one row at a time.
+
+        An `.npz` is decompressed as a stream; only one in Fortran order goes through `scratch`.
+        """
+        with _opened(self.paths, scratch, in_order=True) as arrays:
+            names = self._names(arrays)
+            num_rows = _count(names, arrays)
+            row_bytes = sum(array.row_bytes for array in arrays.values())
+            bounds.require_memory(
+                _ROW_COPIES * row_bytes,
+                f"one row of {self.paths[0]} ({format_bytes(row_bytes)})",
+                "cut the rows with numpy, so that the first dimension counts samples",
+            )
+            step = max(1, _BLOCK_BYTES // max(1, row_bytes))
+            for start in range(0, num_rows, step) if num_rows else [0]:
+                stop = min(start + step, num_rows)
+                yield (
+                    stop - start,
+                    {
+                        name: Dense(array.read(start, stop))
+                        for name, array in zip(names, arrays.values(), strict=True)
+                    },
+                )
 
     def build(self, part: Part, context: PartContext) -> PartData:
         """Read one range of rows of every array."""
@@ -104,7 +141,7 @@ class ArraysSource:
 
     def _names(self, arrays: Mapping[str, _Rows]) -> list[str]:
         if not self.names:
-            return list(arrays)
+            return _field_names(list(arrays))
         if len(self.names) != len(arrays):
             raise SourceError(
                 f"{len(self.names)} names were given for {len(arrays)} arrays ({', '.join(arrays)}).",
@@ -112,6 +149,40 @@ class ArraysSource:
                 f"--names {quoted(','.join(arrays))}",
             )
         return list(self.names)
+
+
+def _count(names: Sequence[str], arrays: Mapping[str, _Rows]) -> int:
+    """Return the number of rows that all arrays have."""
+    counts = {name: array.shape[0] for name, array in zip(names, arrays.values(), strict=True)}
+    if len(set(counts.values())) > 1:
+        raise SourceError(
+            f"the arrays have different numbers of rows: {counts}.",
+            "one first dimension for all",
+            "pack them into separate stores",
+        )
+    return next(iter(counts.values()))
+
+
+def _field_names(names: Sequence[str]) -> list[str]:
+    """Return the field of each array: `/` becomes `_`. Names that a store cannot have are refused."""
+    fields = [name.replace("/", "_") for name in names]
+    for name, field in zip(names, fields, strict=True):
+        same = [other for other, its in zip(names, fields, strict=True) if its == field]
+        unusable = field.startswith("_") or field in {"", ".", ".."} or "\0" in field
+        if len(same) == 1 and not unusable:
+            continue
+        examples = ",".join(f"field{number}" for number in range(len(names)))
+        given = (
+            f"the array {name!r} would be the field {field!r}."
+            if unusable
+            else f"the arrays {' and '.join(map(repr, same))} would both be the field {field!r}."
+        )
+        raise SourceError(
+            given,
+            "different names, none of which begins with _",
+            f"--names {quoted(examples)}, for {', '.join(names)} in this order",
+        )
+    return fields
 
 
 @dataclass(frozen=True)
@@ -129,8 +200,16 @@ class _Rows:
 
 
 @contextmanager
-def _opened(paths: Sequence[Path], scratch: Path) -> Iterator[dict[str, _Rows]]:
-    """Open all files; duplicate names and unusable arrays are refused."""
+def _opened(
+    paths: Sequence[Path], scratch: Path, in_order: bool = False
+) -> Iterator[dict[str, _Rows]]:
+    """Open all files; duplicate names and unusable arrays are refused.
+
+    Args:
+        paths: The files.
+        scratch: Where archives are unpacked.
+        in_order: The rows will be read once, from the first to the last.
+    """
     if not paths:
         raise SourceError(
             "no array files were given.", ".npy, .npz or .h5 files", "stoker pack arrays x.npy OUT"
@@ -138,10 +217,13 @@ def _opened(paths: Sequence[Path], scratch: Path) -> Iterator[dict[str, _Rows]]:
     arrays: dict[str, _Rows] = {}
     with ExitStack() as stack:
         for path in paths:
-            for name, rows in _open(require_file(path, "array file"), scratch, stack).items():
+            found = _open(require_file(path, "array file"), scratch, stack, in_order)
+            for name, rows in found.items():
                 if name in arrays:
                     raise SourceError(
-                        f"two arrays are called {name!r}.", "different names", "--names a,b,..."
+                        f"two arrays are called {name!r}.",
+                        "different names",
+                        "rename one of them with numpy",
                     )
                 if not rows.shape or rows.dtype.kind not in "biuf":
                     raise SourceError(
@@ -150,10 +232,12 @@ def _opened(paths: Sequence[Path], scratch: Path) -> Iterator[dict[str, _Rows]]:
                         "convert it with numpy first",
                     )
                 arrays[name] = rows
+        if not arrays:
+            raise SourceError(f"{paths[0]} holds no arrays.", "at least one array", "")
         yield arrays
 
 
-def _open(path: Path, scratch: Path, stack: ExitStack) -> dict[str, _Rows]:
+def _open(path: Path, scratch: Path, stack: ExitStack, in_order: bool) -> dict[str, _Rows]:
     suffix = path.suffix.lower()
     if suffix in _HDF5:
         store = stack.enter_context(open_store(path))
@@ -168,27 +252,197 @@ def _open(path: Path, scratch: Path, stack: ExitStack) -> dict[str, _Rows]:
     if suffix not in {".npy", ".npz"}:
         raise SourceError(f"{path} has the ending {path.suffix!r}.", ".npy, .npz, .h5 or .hdf5", "")
     try:
-        files = [path] if suffix == ".npy" else _unzip(path, scratch)
-        return {file.stem: _map(file) for file in files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        if suffix == ".npy":
+            return {path.stem: _map(path, path.name)}
+        archive = stack.enter_context(zipfile.ZipFile(path))
+        members = _members(path, archive)
+        if in_order:
+            return {
+                name: _stream(archive, member, stack) or _map(_unzip(path, member, scratch), name)
+                for name, member in members.items()
+            }
+        _check_room(path, members.values(), scratch)
+        return {name: _map(_unzip(path, member, scratch), name) for name, member in members.items()}
+    except SourceError:
+        raise
+    except (*_DAMAGE, OSError) as error:
         raise SourceError(
             f"{path} cannot be read as a numpy file: {error}.", "an intact .npy or .npz", ""
         ) from error
 
 
-def _map(file: Path) -> _Rows:
+_DAMAGE = (
+    ValueError, SyntaxError, EOFError, RecursionError, MemoryError, NotImplementedError, RuntimeError,
+    zipfile.BadZipFile, zlib.error, struct.error,
+)  # fmt: skip
+"""What numpy and zipfile raise on damaged files; RuntimeError is a member with a password."""
+
+
+# -- numpy ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What the beginning of a numpy file says."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    is_fortran: bool
+    num_bytes: int
+
+    @property
+    def data_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _read_header(stream: IO[bytes], name: str) -> _Header:
+    """Read the header of a numpy file; one that claims gigabytes is refused before it is read."""
+    start = stream.read(8)
+    if len(start) < 8:
+        raise ValueError(f"{name} is empty or ends in its header")
+    version = np.lib.format.read_magic(io.BytesIO(start))
+    if version not in ((1, 0), (2, 0), (3, 0)):
+        raise ValueError(f"{name} has the numpy format {version}")
+    form = "<H" if version[0] == 1 else "<I"
+    size = stream.read(struct.calcsize(form))
+    (length,) = struct.unpack(form, size)
+    bounds.NPY_HEADER.check(length, f"the header of {name}")
+    text = io.BytesIO(size + stream.read(length))
+    read = (
+        np.lib.format.read_array_header_1_0
+        if version[0] == 1
+        else np.lib.format.read_array_header_2_0
+    )
+    try:
+        shape, is_fortran, dtype = read(text)
+    except (
+        Exception
+    ) as error:  # numpy evaluates the text as Python, with all that can go wrong there
+        raise ValueError(f"{name} has a damaged header: {type(error).__name__}") from error
+    if dtype.hasobject:
+        raise ValueError("Object arrays cannot be loaded: they are pickles, which run code")
+    if min(shape, default=0) < 0:
+        raise ValueError(f"{name} has shape {shape}")
+    return _Header(shape, dtype, is_fortran, 8 + len(size) + length)
+
+
+def _map(file: Path, name: str) -> _Rows:
+    with file.open("rb") as stream:
+        _check_size(_read_header(stream, name), file.stat().st_size, name)
     values = np.load(file, mmap_mode="r", allow_pickle=False)
     return _Rows(values.shape, values.dtype, lambda start, stop: np.array(values[start:stop]))
 
 
-def _unzip(path: Path, scratch: Path) -> list[Path]:
-    """Unpack an archive once, so that parts can be read without loading it whole each time."""
-    folder = scratch / "npz" / path.name
-    with zipfile.ZipFile(path) as archive:
-        for member in archive.infolist():
-            target = folder / Path(member.filename).name
-            if not target.exists() or target.stat().st_size != member.file_size:
-                folder.mkdir(parents=True, exist_ok=True)
-                with archive.open(member) as packed, target.open("wb") as out:
-                    shutil.copyfileobj(packed, out, 8 << 20)
-        return [folder / Path(member.filename).name for member in archive.infolist()]
+def _check_size(header: _Header, size_bytes: int, name: str) -> None:
+    wanted = header.num_bytes + header.data_bytes
+    if wanted > size_bytes:
+        raise ValueError(
+            f"{name} says shape {header.shape} of {header.dtype}, {format_bytes(header.data_bytes)}, "
+            f"but has {format_bytes(size_bytes)}"
+        )
+
+
+# -- archives ------------------------------------------------------------------------------
+
+
+def _members(path: Path, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    """Return the arrays of an archive by their whole key, `train/x` and `val/x` apart."""
+    members: dict[str, zipfile.ZipInfo] = {}
+    infos = [member for member in archive.infolist() if not member.is_dir()]
+    bounds.MEMBERS.check(len(infos), str(path))
+    for member in infos:
+        name = member.filename.removesuffix(".npy")
+        if name in members:
+            raise SourceError(
+                f"{path} holds two arrays called {name!r}.",
+                "different names",
+                "write the file again with numpy.savez",
+            )
+        most = _DEFLATE_RATIO * (member.compress_size + 64)
+        if member.compress_type == zipfile.ZIP_DEFLATED and member.file_size > most:
+            raise SourceError(
+                f"{path}: {member.filename!r} claims {format_bytes(member.file_size)} in "
+                f"{format_bytes(member.compress_size)} of compressed data.",
+                f"at most {format_bytes(most)}: deflate packs {_DEFLATE_RATIO} bytes into one at best",
+                "copy or write the file again",
+            )
+        members[name] = member
+    return members
+
+
+def _check_room(path: Path, members: Iterable[zipfile.ZipInfo], scratch: Path) -> None:
+    """Refuse an archive that does not fit the disk before anything of it is written."""
+    missing = [member for member in members if not _is_there(_place(path, member, scratch), member)]
+    total = sum(member.file_size for member in missing)
+    bounds.require_disk(scratch, total, f"unpacking {path} ({format_bytes(path.stat().st_size)})")
+
+
+def _place(path: Path, member: zipfile.ZipInfo, scratch: Path) -> Path:
+    """Return where a member is unpacked; the name in the archive is not trusted as a path."""
+    key = xxhash.xxh3_64_hexdigest(f"{path}\0{member.filename}".encode(errors="surrogatepass"))
+    return scratch / "npz" / f"{key}.npy"
+
+
+def _is_there(target: Path, member: zipfile.ZipInfo) -> bool:
+    return target.exists() and target.stat().st_size == member.file_size
+
+
+def _unzip(path: Path, member: zipfile.ZipInfo, scratch: Path) -> Path:
+    """Unpack a member once, so that parts can be read without decompressing all before them."""
+    target = _place(path, member, scratch)
+    if _is_there(target, member):
+        return target
+    _check_room(path, [member], scratch)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        zipfile.ZipFile(path) as archive,
+        archive.open(member) as packed,
+        writing(target, always) as temporary,
+        temporary.open("xb") as out,
+    ):
+        _check_size(_read_header(packed, member.filename), member.file_size, member.filename)
+        packed.seek(0)
+        num_bytes = bounds.copy_to_disk(packed, out, target.parent, f"unpacking {path}")
+        if num_bytes != member.file_size:
+            raise EOFError(
+                f"{member.filename} has {num_bytes} bytes, and the archive says {member.file_size}"
+            )
+    return target
+
+
+def _stream(archive: zipfile.ZipFile, member: zipfile.ZipInfo, stack: ExitStack) -> _Rows | None:
+    """Read a member from its beginning to its end without unpacking it; None where rows lie apart."""
+    stream = stack.enter_context(archive.open(member))
+    header = _read_header(stream, member.filename)
+    _check_size(header, member.file_size, member.filename)
+    if header.is_fortran and len(header.shape) > 1:
+        return None
+    done = 0
+
+    def read(start: int, stop: int) -> Array:
+        nonlocal done
+        assert start == done, "a stream is read in order"
+        done = stop
+        values = np.empty((stop - start, *header.shape[1:]), dtype=header.dtype)
+        left = values.reshape(-1).view(np.uint8).data if values.nbytes else memoryview(b"")
+        try:
+            while left:
+                count = stream.readinto(left)  # type: ignore[attr-defined]
+                if not count:
+                    raise EOFError(f"{member.filename} ends {len(left)} bytes early")
+                left = left[count:]
+            if stop == header.shape[0]:
+                rest = 0
+                while piece := stream.read(_BLOCK_BYTES):  # the checksum is compared at the end
+                    rest += len(piece)
+                if header.num_bytes + header.data_bytes + rest != member.file_size:
+                    raise EOFError(f"{member.filename} has not the size that the archive says")
+        except _DAMAGE as error:
+            raise SourceError(
+                f"{archive.filename} cannot be read as a numpy file: {error}.",
+                "an intact .npy or .npz",
+                "",
+            ) from error
+        return values
+
+    return _Rows(header.shape, header.dtype, read)

@@ -11,6 +11,9 @@ the values it had. Float images would carry four times the bytes and nothing mor
 
 from __future__ import annotations
 
+import re
+import struct
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from stoker import bounds
 from stoker.display import command
 from stoker.errors import InputError, MissingExtraError, Refusal, SourceError
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
@@ -25,8 +29,8 @@ from stoker.store.fields import Array, Dense, FieldData, Ragged
 
 _ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
 _PART_BYTES = 64 << 20
-_MAX_PIXELS = 1 << 28
-"""A header may claim any size; nothing above 268 megapixels is decoded."""
+_PIXEL_BYTES = 12
+"""As decoded, turned upright, and converted: up to four bytes each."""
 
 
 @dataclass(frozen=True)
@@ -253,16 +257,41 @@ def _pillow() -> Any:
 def _open(path: Path) -> Any:
     image = _pillow()
     try:
-        opened = image.open(path)
-    except (OSError, ValueError, image.DecompressionBombError) as error:
+        with warnings.catch_warnings():
+            # Pillow warns from 89 megapixels on and refuses from 179: ours is one limit, by name.
+            warnings.simplefilter("ignore", image.DecompressionBombWarning)
+            opened = image.open(path)
+    except image.DecompressionBombError as error:
+        claimed = re.search(r"\((\d+) pixels\)", str(error))
+        raise _too_large(path, int(claimed[1]) if claimed else None) from error
+    except (OSError, ValueError, SyntaxError, EOFError, RecursionError, struct.error) as error:
         raise SourceError(
             f"{path} cannot be opened as an image: {error}.", "an intact image", ""
         ) from error
-    if opened.width * opened.height > _MAX_PIXELS:
-        raise SourceError(
-            f"{path} claims {opened.width}x{opened.height} pixels.", f"at most {_MAX_PIXELS:,}", ""
-        )
+    pixels = opened.width * opened.height
+    try:
+        if pixels > bounds.PIXELS.most:
+            raise _too_large(path, pixels)
+        what = f"decoding {path} ({pixels:,} pixels)"
+        bounds.require_memory(_PIXEL_BYTES * pixels, what, _smaller(path))
+    except SourceError:
+        opened.close()
+        raise
     return opened
+
+
+def _too_large(path: Path, pixels: int | None) -> SourceError:
+    claimed = "too many" if pixels is None else f"{pixels:,}"
+    return SourceError(
+        f"{path} claims {claimed} pixels, and at most {bounds.PIXELS.most:,} are decoded.",
+        bounds.PIXELS.allowed,
+        _smaller(path),
+    )
+
+
+def _smaller(path: Path) -> str:
+    copy = path.with_name(f"{path.stem}-small{path.suffix}")
+    return f"{command('convert', path, '-resize', '4096x4096>', copy)}, or leave the file out"
 
 
 def _decode(path: Path, mode: str | None) -> Any:
@@ -273,7 +302,7 @@ def _decode(path: Path, mode: str | None) -> Any:
         try:
             upright = ImageOps.exif_transpose(opened) or opened
             return upright.convert(mode) if mode else upright.copy()
-        except (OSError, ValueError, SyntaxError, EOFError) as error:
+        except (OSError, ValueError, SyntaxError, EOFError, struct.error) as error:
             raise SourceError(
                 f"{path} cannot be decoded: {error}.", "an intact image", ""
             ) from error

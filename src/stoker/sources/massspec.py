@@ -31,9 +31,8 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import os
 import re
-import shutil
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,8 +41,10 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
+from stoker.bounds import copy_to_disk
 from stoker.display import command
-from stoker.errors import InputError, Refusal, SourceError, require_file
+from stoker.errors import InputError, Refusal, RefusalList, SourceError, require_file
+from stoker.ownership import always, writing
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.sources.molecules.files import NO_MOLS, MolIndex, MolPlaces, MolReader
 from stoker.sources.molecules.functional_groups import FUNCTIONAL_GROUPS
@@ -307,23 +308,24 @@ def _plain_msp(path: Path, scratch: Path) -> Path:
     target = scratch / f"spectra-{facts.st_size}-{facts.st_mtime_ns}.msp"
     if target.exists():  # left by the run that this one resumes
         return target
-    partial = target.with_suffix(f".{os.getpid()}.partial")
     try:
-        with gzip.open(path, "rb") as packed, partial.open("wb") as plain:
-            shutil.copyfileobj(packed, plain, 1 << 20)
-    except (EOFError, gzip.BadGzipFile) as error:
-        partial.unlink(missing_ok=True)
+        with (
+            gzip.open(path, "rb") as packed,
+            writing(target, always) as temporary,
+            temporary.open("xb") as plain,
+        ):
+            copy_to_disk(packed, plain, scratch, f"unpacking {path}")
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise SourceError(
             f"{str(path)!r} is a damaged gzip file: {error}", "", command("gzip", "-t", path)
         ) from error
-    partial.replace(target)
     return target
 
 
 def _survey(msp: Path, piece: MspRange, index: MolIndex | None, structures: Structures) -> _Survey:
     rows: list[int] = []
     smiles: list[bool] = []
-    refused: list[Refusal] = []
+    refused = RefusalList()
     num_peaks, whole_mz = 0, True
     for batch in read_msp(
         msp, start_byte=piece.start_byte, end_byte=piece.end_byte, first_line=piece.first_line
@@ -333,7 +335,7 @@ def _survey(msp: Path, piece: MspRange, index: MolIndex | None, structures: Stru
             smiles.append(structures != "mol" and bool(record.meta.get("smiles")))
         num_peaks += len(batch.mz)
         whole_mz = whole_mz and _is_whole(batch.mz)
-        refused += batch.refused
+        refused.extend(batch.refused)
     # `build` reports what it reads; a stretch without records is never built.
     found = np.array(rows, dtype=np.int64), np.array(smiles, dtype=bool)
     return _Survey(*found, num_peaks, whole_mz, [] if rows else refused)
@@ -382,7 +384,7 @@ class _Building:
     source: MassSpecSource
     payload: _Payload
     rdkit: str
-    refused: list[Refusal] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=RefusalList)
     reasons: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     spectra: list[tuple[Array, Array, Array]] = field(default_factory=list)

@@ -19,14 +19,20 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from stoker import bounds
 from stoker.display import quoted
-from stoker.errors import InputError, Refusal, SourceError, require_file
+from stoker.errors import InputError, Refusal, RefusalList, SourceError, require_file
 from stoker.ownership import always, writing
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.store.fields import Array, Dense, FieldData
 from stoker.store.rewrite import keep_samples
+from stoker.units import format_bytes
 
 _PART_ROWS = 200_000
+_PART_BYTES = 512 << 20
+"""Of text: wide rows make a part shorter, so that it fits the memory and Arrow's 2 GiB of text in a column."""
+_CSV_BLOCK_BYTES = 8 << 20
+_TABLE_FORMATS = "CSV with a header line, or Parquet"
 _NULLS = ["", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "-", "?"]
 _INFINITIES = {
     "inf": np.inf,
@@ -56,7 +62,7 @@ class TableSource:
     part_rows: int = _PART_ROWS
 
     kind: ClassVar[str] = "table"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     row_limit_seconds: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
@@ -93,7 +99,7 @@ class TableSource:
                 "no table files were given.", "CSV or Parquet files", "stoker pack table x.csv OUT"
             )
         pieces: list[_Piece] = []
-        refused: list[Refusal] = []
+        refused = RefusalList()
         classes: set[str] = set()
         first_columns = self._features(_header(self.paths[0]), self.paths[0])
         for path in self.paths:
@@ -106,6 +112,7 @@ class TableSource:
             for table in self._parts_of(path, refused):
                 classes |= self._text_classes(table)
                 piece = scratch / f"table-{len(pieces):05d}.arrow"
+                bounds.require_disk(scratch, table.nbytes, f"rows of {path}")
                 _write_piece(piece, table)
                 before = pieces[-1] if pieces else None
                 in_file = before.row + before.count if before and before.path == str(path) else 0
@@ -201,7 +208,7 @@ class TableSource:
         return columns
 
     def _parts_of(self, path: Path, refused: list[Refusal]) -> Iterator[Any]:
-        """Yield tables of exactly `part_rows` rows, the last one shorter."""
+        """Yield tables of exactly `part_rows` rows, the last one shorter, and those that grow too large."""
         import pyarrow as pa
 
         waiting: list[Any] = []
@@ -214,6 +221,9 @@ class TableSource:
                 yield table.slice(0, self.part_rows).combine_chunks()
                 waiting = table.slice(self.part_rows).to_batches()
                 rows -= self.part_rows
+            if rows and sum(each.nbytes for each in waiting) >= _PART_BYTES:
+                yield pa.Table.from_batches(waiting).combine_chunks()
+                waiting, rows = [], 0
         if rows:
             yield pa.Table.from_batches(waiting).combine_chunks()
 
@@ -309,9 +319,19 @@ def _readable(path: Path) -> Iterator[None]:
 
     try:
         yield
+    except pa.ArrowInvalid as error:
+        if "straddling" not in str(error):
+            raise SourceError(
+                f"{path} cannot be read as a table: {error}.", _TABLE_FORMATS, ""
+            ) from error
+        raise SourceError(
+            f"{path} has a line, or a quoted cell, of more than {format_bytes(_CSV_BLOCK_BYTES)}.",
+            _TABLE_FORMATS,
+            "look for a quotation mark that is not closed",
+        ) from error
     except (pa.ArrowException, OSError) as error:
         raise SourceError(
-            f"{path} cannot be read as a table: {error}.", "CSV with a header line, or Parquet", ""
+            f"{path} cannot be read as a table: {error}.", _TABLE_FORMATS, ""
         ) from error
 
 
@@ -327,7 +347,7 @@ def _open_csv(stream: Any, refused: list[Refusal], path: str, names: Sequence[st
 
     return csv.open_csv(
         stream,
-        read_options=csv.ReadOptions(block_size=8 << 20, use_threads=False),
+        read_options=csv.ReadOptions(block_size=_CSV_BLOCK_BYTES, use_threads=False),
         parse_options=csv.ParseOptions(invalid_row_handler=refuse, newlines_in_values=True),
         # Everything as text: a column's type is not what its first rows suggest.
         convert_options=csv.ConvertOptions(

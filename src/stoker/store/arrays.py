@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from stoker.bounds import SMALL_BYTES, require_memory
 from stoker.display import command
 from stoker.errors import CorruptError, StoreError
 from stoker.store.fields import Array
-from stoker.store.hdf5 import Chunk, Location, decode_chunk, open_hdf5
+from stoker.store.hdf5 import Chunk, Location, open_hdf5, read_chunk
 
 PIECE_BYTES = 8 << 20
 """Bytes per task of a large read: a long call that holds no GIL, and a multiple of the block."""
@@ -41,6 +42,7 @@ one call instead of hundreds."""
 _DIRECT_BYTES = 1 << 20
 _BOUNCE_BYTES = 8 << 20
 _PAGE = 4096
+_SMALLER_ROWS = "store smaller rows: the first dimension counts samples"
 
 Task = Callable[[], None]
 
@@ -184,6 +186,17 @@ class StoredArray:
 
     def read(self, start: int, stop: int) -> Array:
         """Return rows `start` to `stop` in a new array."""
+        where = f"{self.location.file}: dataset {self.location.dataset!r}"
+        if not 0 <= start <= stop <= len(self):  # offsets of somebody else's store
+            raise CorruptError(
+                f"{where}: rows {start} to {stop} are asked for.",
+                f"rows within 0 to {len(self)}",
+                "pack the data again",
+            )
+        num_bytes = (stop - start) * self.location.row_bytes
+        if num_bytes > SMALL_BYTES:
+            what = f"{where}: reading rows {start} to {stop}"
+            require_memory(num_bytes, what, _SMALLER_ROWS, StoreError)
         out = np.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         self.read_into(start, stop, out)
         return out
@@ -318,9 +331,10 @@ class StoredArray:
             if (known := self._chunks.get(chunk.origin)) is not None:
                 self._chunks.move_to_end(chunk.origin)
                 return known
-        raw = bytearray(chunk.size)
-        self.file.read(chunk.byte_offset, memoryview(raw), self.location.dataset)
-        values = decode_chunk(self.location, chunk, raw)
+        dataset = self.location.dataset
+        values = read_chunk(
+            self.location, chunk, lambda offset, raw: self.file.read(offset, raw, dataset)
+        )
         with self._lock:
             self._chunks[chunk.origin] = values
             while len(self._chunks) > 1 and len(self._chunks) * values.nbytes > _CACHED_CHUNK_BYTES:

@@ -24,6 +24,12 @@ from stoker.errors import InputError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 FieldKind = Literal["dense", "ragged", "series"]
+PARTS: Mapping[str, Mapping[str, str | None]] = {
+    "dense": {"": None},
+    "ragged": {"/values": None, "/offsets": "<i8"},
+    "series": {"/rows": None, "/time": "<i8", "/gap": "|u1", "/ends": "<i8"},
+}
+"""Kind of field to its datasets: suffix of the name, and dtype; None is the field's own."""
 
 
 def _stored(values: Array, what: str) -> Array:

@@ -12,10 +12,11 @@ numbers of other bits than numpy's) goes through the library, slower and right.
 from __future__ import annotations
 
 import math
+import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -23,10 +24,15 @@ from typing import Any, Literal
 import h5py
 import numpy as np
 
+from stoker import bounds
 from stoker.display import command
 from stoker.errors import CorruptError, StokerError, StoreError
 from stoker.store.fields import Array
+from stoker.units import format_bytes
 
+_CHUNK_COPIES = 3
+"""As stored, inflated, and with its bytes in order."""
+_CHUNK_ENTRY_BYTES = 400
 _SHUFFLE, _DEFLATE = h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE
 
 
@@ -76,6 +82,67 @@ class Location:
         return self.offset + start * self.row_bytes, self.offset + stop * self.row_bytes
 
 
+def check_claims(file: Path, dataset: h5py.Dataset) -> None:
+    """Refuse a dataset whose chunks, chunk table or unwritten rows would take more than their bound.
+
+    Raises:
+        StoreError: With the size, the limit, and a command that copies the file without chunks.
+    """
+    name, itemsize = dataset.name.lstrip("/"), dataset.dtype.itemsize
+    total = math.prod(map(int, dataset.shape)) * itemsize
+    size = file.stat().st_size
+    if dataset.chunks is not None:
+        chunk_bytes = math.prod(map(int, dataset.chunks)) * itemsize
+        what = f"{file}: one chunk of dataset {name!r}, {dataset.chunks} of {dataset.dtype},"
+        fix = _repack(file)
+        bounds.CHUNK.check(chunk_bytes, what, fix, StoreError)
+        bounds.require_memory(_CHUNK_COPIES * chunk_bytes, what.rstrip(","), fix, StoreError)
+        num_chunks = dataset.id.get_num_chunks()
+        what = f"{file}: the table of {num_chunks:,} chunks of dataset {name!r}"
+        bounds.require_memory(_CHUNK_ENTRY_BYTES * num_chunks, what, fix, StoreError)
+        stored = num_chunks * chunk_bytes
+    else:
+        stored = _stored_bytes(file, dataset, total)
+    # Deflate packs 1,000 bytes into one: more rows than that have nothing behind them.
+    bound = replace(bounds.UNWRITTEN, most=max(bounds.UNWRITTEN.most, 1000 * size))
+    bound.check(
+        total - stored,
+        f"{file}: the unwritten part of dataset {name!r} of shape {dataset.shape}, in a file of "
+        f"{format_bytes(size)},",
+        f"{command('h5ls', '-v', file)}, and cut the dataset to the rows that were written",
+        StoreError,
+    )
+
+
+def _stored_bytes(file: Path, dataset: h5py.Dataset, total: int) -> int:
+    """Return how many bytes of a dataset without chunks stand in some file."""
+    plist = dataset.id.get_create_plist()
+    if plist.get_layout() == h5py.h5d.VIRTUAL:
+        names = {source.file_name for source in dataset.virtual_sources()}
+    elif plist.get_external_count():
+        names = {plist.get_external(i)[0] for i in range(plist.get_external_count())}
+    else:
+        return total if dataset.id.get_storage_size() else 0
+    places = [file if each in (".", b".") else file.parent / os.fsdecode(each) for each in names]
+    # The sources may be compressed.
+    return min(total, 1000 * sum(place.stat().st_size for place in places if place.is_file()))
+
+
+def _repack(file: Path) -> str:
+    """Return the command that copies a file without chunks, reading each chunk once.
+
+    h5repack decodes a chunk of 2 GB anew for every piece of it that it writes, and takes an hour.
+    """
+    copy = file.with_name(f"{file.stem}-plain{file.suffix}")
+    code = (
+        f"import h5py; i = h5py.File({str(file)!r}); o = h5py.File({str(copy)!r}, 'w'); "
+        "i.visititems(lambda n, d: (getattr(d, 'shape', None) is not None and "
+        "[o.require_dataset(n, d.shape, d.dtype).__setitem__(s, d[s]) "
+        "for s in (d.iter_chunks() if d.chunks else [...])], None)[1])"
+    )
+    return command("python3", "-c", code)
+
+
 def locate(file: Path, dataset: h5py.Dataset) -> Location:
     """Find out how `dataset` can be read. The h5py file may be closed afterwards."""
     plist = dataset.id.get_create_plist()
@@ -113,14 +180,22 @@ def _is_numpys(dataset: h5py.Dataset) -> bool:
 def _locate_contiguous(facts: dict[str, Any], dataset: h5py.Dataset) -> Location:
     offset = dataset.id.get_offset()
     location = Location(**facts, layout="contiguous", offset=offset)
-    check_bounds(location, location.file.stat().st_size)
+    if offset is not None:  # else its rows are the fill value
+        check_bounds(location, location.file.stat().st_size)
     return location
 
 
 def check_bounds(location: Location, size_bytes: int) -> None:
     """Refuse a contiguous dataset whose bytes would lie beyond the end of its file."""
-    if location.offset is None or location.row_bytes == 0:
+    num_bytes = location.shape[0] * location.row_bytes
+    if num_bytes == 0:
         return
+    if location.offset is None:
+        raise CorruptError(
+            f"{location.file}: dataset {location.dataset!r} needs {num_bytes} bytes, and none are stored.",
+            "a whole file",
+            "copy or pack the file again",
+        )
     begin, end = location.byte_range(0, location.shape[0])
     if end > size_bytes:
         raise CorruptError(
@@ -155,6 +230,16 @@ def _locate_chunked(facts: dict[str, Any], dataset: h5py.Dataset, plist: Any) ->
         chunk_rows={row: tuple(chunks) for row, chunks in rows.items()},
         num_chunks=sum(map(len, rows.values())),
     )
+
+
+def read_chunk(location: Location, chunk: Chunk, read: Callable[[int, memoryview], None]) -> Array:
+    """Read and decode one chunk; `read(offset, buffer)` fills the buffer from the file."""
+    expected = math.prod(location.chunk_shape) * location.dtype.itemsize
+    if chunk.size > expected + expected // 8 + 4096:  # deflate makes random bytes a little longer
+        raise _bad_chunk(location, chunk, f"its table says {chunk.size} bytes, for {expected}")
+    raw = bytearray(chunk.size)
+    read(chunk.byte_offset, memoryview(raw))
+    return decode_chunk(location, chunk, raw)
 
 
 def decode_chunk(location: Location, chunk: Chunk, raw: bytes | bytearray | memoryview) -> Array:

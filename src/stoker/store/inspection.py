@@ -9,6 +9,7 @@ packed bits and text are not measurements: "constant" or "repeated" says nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from stoker.bounds import require_memory
+from stoker.errors import StoreError
 from stoker.report import Progress, Silent
 from stoker.store.arrays import split_range
 from stoker.store.fields import Array, ShardData
@@ -35,6 +38,8 @@ from stoker.store.reader import Store
 from stoker.store.rewrite import column_names, row_values
 
 _PIECE_BYTES = 32 << 20
+_ROW_COPIES = 4
+"""As read, in native order, as floats, and the temporaries of a block."""
 _VALUES = {"dense": "", "ragged": "/values", "series": "/rows"}
 _TARGET_FIELD, _TIME_FIELD = "targets", "time"
 
@@ -86,9 +91,13 @@ def inspect_store(store: Store, progress: Progress | None = None) -> Inspection:
     wanted = {name: info for name, info in store.fields.items() if _worth_a_look(info)}
     progress.start("inspecting", _num_bytes(store, wanted), "bytes")
     stats: dict[str, TableStats] = {}
+    largest = max((_row_bytes(info) for info in wanted.values()), default=0)
+    fix = "store smaller rows: the first dimension counts samples"
+    require_memory(_ROW_COPIES * largest, f"inspecting one row of {store.name}", fix, StoreError)
+    depth = max(0, min(store.threads, store.threads * _PIECE_BYTES // max(1, largest)))
     # numpy releases the GIL in the scan's long loops: threads, no copies between processes.
     with ThreadPoolExecutor(store.threads) as pool:
-        for piece, part in _ahead(pool, _store_pieces(store, wanted), store.threads):
+        for piece, part in _ahead(pool, _store_pieces(store, wanted), depth):
             _merge(stats, part)
             progress.advance(piece.values.nbytes)
     findings = [*_judge(stats), *_judge_store_time(store)]
@@ -118,12 +127,14 @@ def _worth_a_look(info: FieldInfo) -> bool:
 
 def _num_bytes(store: Store, wanted: Mapping[str, FieldInfo]) -> int:
     return sum(
-        shard.rows[name + _VALUES[info.kind]]
-        * int(np.prod(info.shape, dtype=np.int64))
-        * np.dtype(info.dtype).itemsize
+        shard.rows[name + _VALUES[info.kind]] * _row_bytes(info)
         for name, info in wanted.items()
         for shard in store.manifest.shards
     )
+
+
+def _row_bytes(info: FieldInfo) -> int:
+    return math.prod(info.shape) * np.dtype(info.dtype).itemsize
 
 
 def _store_pieces(store: Store, wanted: Mapping[str, FieldInfo]) -> Iterator[_Piece]:

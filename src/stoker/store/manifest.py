@@ -10,16 +10,19 @@ older versions; older code refuses newer ones and says what to install.
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
+from stoker.bounds import CHUNK, MANIFEST
 from stoker.display import command
 from stoker.errors import CorruptError, StoreError, StoreVersionError
-from stoker.store.fields import FieldData, FieldKind, Ragged, Series
+from stoker.store.fields import PARTS, FieldData, FieldKind, Ragged, Series
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "store.json"
@@ -132,8 +135,15 @@ class Manifest(_Frozen):
 
 
 def seal(document: dict[str, Any]) -> str:
-    """Return the text of `store.json`: the document and, as its last key, its own checksum."""
-    return json.dumps({**document, _SEAL: _digest(document)}, indent=1) + "\n"
+    """Return the text of `store.json`: the document and, as its last key, its own checksum.
+
+    Raises:
+        StoreError: It would be longer than what `read_manifest` takes.
+    """
+    text = json.dumps({**document, _SEAL: _digest(document)}, indent=1) + "\n"
+    fix = "pack fewer files into one store, or larger parts"
+    MANIFEST.check(len(text), "the manifest of this store", fix, StoreError)
+    return text
 
 
 def _digest(document: dict[str, Any]) -> str:
@@ -150,7 +160,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(MANIFEST.most + 1)
+            size = max(len(raw), os.fstat(file.fileno()).st_size)
+        MANIFEST.check(size, str(path), "pack again, or copy the store again", CorruptError)
     except (FileNotFoundError, NotADirectoryError):
         raise _not_a_store(folder) from None
     return parse_manifest(raw, str(path))
@@ -164,7 +177,7 @@ def parse_manifest(raw: bytes, name: str) -> Manifest:
         raise CorruptError(
             f"{name} is not UTF-8 text: byte {error.start}.", "a manifest", "pack again"
         ) from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits
         raise CorruptError(f"{name} is not JSON: {error}.", "a manifest", "pack again") from error
     version = document.get("format_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
@@ -231,21 +244,68 @@ def _check(manifest: Manifest, name: str) -> None:
             "equal counts",
             "pack again",
         )
-    for shard in manifest.shards:
-        if Path(shard.file).name != shard.file:
+    for field, info in manifest.fields.items():
+        if min(info.shape, default=0) < 0 or _item_bytes(info.dtype) is None:
             raise CorruptError(
-                f"{name}: shard {shard.file!r} is not a file name.",
-                "a name beside the manifest",
-                "",
+                f"{name}: field {field!r} has dtype {info.dtype!r} and shape {info.shape}.",
+                "numbers of at most 8 bytes, and lengths of 0 or more",
+                "pack again",
+            )
+        if info.kind == "series" and (info.window is None or info.window < 0):
+            raise CorruptError(
+                f"{name}: series {field!r} has window {info.window}.",
+                "0 rows or more",
+                "pack again",
             )
     for shard in manifest.shards:
-        if {f"_checksums/{dataset}" for dataset in shard.rows} | set(shard.rows) != set(
-            shard.offsets
-        ):
-            raise CorruptError(
-                f"{name}: shard {shard.file!r} misses offsets.", "one per dataset", "pack again"
-            )
-    if manifest.block_bytes < 4096:
+        _check_shard(manifest, shard, name)
+    if not 4096 <= manifest.block_bytes <= CHUNK.most:
         raise CorruptError(
-            f"{name}: block_bytes is {manifest.block_bytes}.", "4096 or more", "pack again"
+            f"{name}: block_bytes is {manifest.block_bytes}.",
+            f"4096 to {CHUNK.most}",
+            "pack again",
+        )
+
+
+def _item_bytes(dtype: str) -> int | None:
+    try:
+        kind = np.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError):
+        return None
+    return kind.itemsize if kind.kind in "biuf" and 0 < kind.itemsize <= 8 else None
+
+
+def _check_shard(manifest: Manifest, shard: ShardInfo, name: str) -> None:
+    """Hold what a shard claims to have against the size of its file."""
+    if Path(shard.file).name != shard.file:
+        raise CorruptError(
+            f"{name}: shard {shard.file!r} is not a file name.", "a name beside the manifest", ""
+        )
+    if {f"_checksums/{dataset}" for dataset in shard.rows} | set(shard.rows) != set(shard.offsets):
+        raise CorruptError(
+            f"{name}: shard {shard.file!r} misses offsets.", "one per dataset", "pack again"
+        )
+    # A sample has at least one byte, so no file has more samples than bytes.
+    if shard.num_samples > max(0, shard.size_bytes):
+        raise CorruptError(
+            f"{name}: shard {shard.file!r} claims {shard.num_samples} samples in {shard.size_bytes} bytes.",
+            "samples that have bytes",
+            "pack again",
+        )
+    for field, info in manifest.fields.items():
+        wanted = {"": 0, "/offsets": 1, "/ends": 0}
+        for part in PARTS[info.kind]:
+            rows = shard.rows.get(field + part, -1)
+            if rows < 0 or (part in wanted and rows != shard.num_samples + wanted[part]):
+                raise CorruptError(
+                    f"{name}: shard {shard.file!r} has {max(rows, 0)} rows of {field + part!r} for "
+                    f"{shard.num_samples} samples.",
+                    "equal counts",
+                    "pack again",
+                )
+    if any(offset is not None and offset < 0 for offset in shard.offsets.values()):
+        raise CorruptError(
+            f"{name}: shard {shard.file!r} has an offset below 0.",
+            "a place in the file",
+            "pack again",
         )

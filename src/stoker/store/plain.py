@@ -2,20 +2,23 @@
 
 Enters: an `.h5` with arrays of equal first dimension (`features`, `targets`). Leaves: a
 `Manifest` of dense fields and notes on what was left aside. Costs: a walk over the file's
-directory; no data is read.
+directory; no data is read. What a file only claims (chunks of gigabytes, rows that were never
+written, groups without end) is refused by `stoker.bounds` before memory is taken for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 
+from stoker import bounds
 from stoker.display import command
 from stoker.errors import StoreError
-from stoker.store.hdf5 import named_damage, open_hdf5
+from stoker.store.hdf5 import check_claims, named_damage, open_hdf5
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 
 _MOST_BYTES = 8
@@ -54,6 +57,9 @@ def describe_plain_file(path: Path) -> PlainFile:
                 fields[name] = FieldInfo(kind="dense", dtype=dtype, shape=list(shape[1:]))
             else:
                 aside[name] = f"dataset {name!r} has {shape[0]} rows, not {num_samples}: left aside"
+        bounds.MEMBERS.check(len(fields), str(path), command("h5ls", "-r", path), StoreError)
+        for name in fields:
+            check_claims(path, file[name])
         stated = file.attrs.get("num_samples")
         if stated is not None and not np.array_equal(stated, num_samples):
             notes = (
@@ -74,27 +80,80 @@ def describe_plain_file(path: Path) -> PlainFile:
 def _find_arrays(file: h5py.File) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, str]]:
     arrays: dict[str, tuple[tuple[int, ...], str]] = {}
     aside: dict[str, str] = {}
-
-    def visit(name: str | bytes, node: Any) -> None:
-        if not isinstance(node, h5py.Dataset):
-            return
-        if not isinstance(name, str):  # h5py gives bytes where a name is not UTF-8
-            aside[repr(name)] = f"dataset {name!r} has a name that is not text: left aside"
-            return
-        try:
-            dtype = node.dtype
-        except TypeError as error:  # numbers of 24 bits, for example
-            aside[name] = f"dataset {name!r} has a type that numpy has not ({error}): left aside"
-            return
-        if node.shape is None or len(node.shape) == 0:
-            aside[name] = f"dataset {name!r} is a single value: left aside"
-        elif dtype.kind not in "biuf" or dtype.itemsize > _MOST_BYTES:
-            aside[name] = f"dataset {name!r} has dtype {dtype}: left aside"
+    for raw_name, identifier in _walk(file):
+        fact = _describe(raw_name, identifier)
+        if isinstance(fact, str):
+            name = _text(raw_name)
+            aside[name if isinstance(name, str) else repr(name)] = (
+                f"dataset {name!r} {fact}: left aside"
+            )
         else:
-            arrays[name] = (tuple(map(int, node.shape)), dtype.str)
-
-    file.visititems(visit)
+            arrays[raw_name.decode()] = fact
     return arrays, aside
+
+
+def _describe(raw_name: bytes, identifier: Any) -> tuple[tuple[int, ...], str] | str:
+    """Return shape and dtype of an array of numbers, or why a dataset is none."""
+    if not isinstance(_text(raw_name), str):
+        return "has a name that is not text"
+    node = h5py.Dataset(identifier)
+    try:
+        dtype = node.dtype
+    except TypeError as error:  # numbers of 24 bits, for example
+        return f"has a type that numpy has not ({error})"
+    if node.shape is None or len(node.shape) == 0:
+        return "is a single value"
+    if dtype.kind not in "biuf" or dtype.itemsize > _MOST_BYTES:
+        return f"has dtype {dtype}"
+    return tuple(map(int, node.shape)), dtype.str
+
+
+def _text(raw_name: bytes) -> str | bytes:
+    try:
+        return raw_name.decode()
+    except UnicodeDecodeError:
+        return raw_name
+
+
+def _walk(file: h5py.File) -> Iterator[tuple[bytes, Any]]:
+    """Yield path and identifier of every dataset, each once, by name.
+
+    h5py's own walk recurses in C, and groups 20,000 deep end the process.
+    """
+    h5o, name = h5py.h5o, file.filename
+    seen = {h5o.get_info(file.id).addr}
+    waiting = [(b"", file.id, iter(_links(file.id, name)))]
+    while waiting:
+        prefix, group, links = waiting[-1]
+        link = next(links, None)
+        if link is None:
+            waiting.pop()
+            continue
+        address = h5o.get_info(group, link).addr
+        if address in seen:  # a second name, or a group within itself
+            continue
+        seen.add(address)
+        bounds.OBJECTS.check(len(seen), name, command("h5ls", file.filename), StoreError)
+        child = h5o.open(group, link)
+        if isinstance(child, h5py.h5d.DatasetID):
+            yield prefix + link, child
+        elif isinstance(child, h5py.h5g.GroupID):
+            bounds.DEPTH.check(len(waiting), name, command("h5ls", file.filename), StoreError)
+            waiting.append((prefix + link + b"/", child, iter(_links(child, name))))
+
+
+def _links(group: Any, name: str) -> list[bytes]:
+    """Return the names of what lies in a group; links to other places are left out."""
+    found: list[bytes] = []
+
+    def take(link: bytes) -> bool | None:
+        found.append(link)
+        return len(found) > bounds.OBJECTS.most or None  # anything but None ends the walk
+
+    group.links.iterate(take)
+    bounds.OBJECTS.check(len(found), name, command("h5ls", name), StoreError)
+    hard = h5py.h5l.TYPE_HARD
+    return sorted(link for link in found if group.links.get_info(link).type == hard)
 
 
 def _count(arrays: dict[str, tuple[tuple[int, ...], str]]) -> int:

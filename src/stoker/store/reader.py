@@ -10,6 +10,7 @@ A `Store` may be shared by threads and is pickled by its path, so it crosses to 
 from __future__ import annotations
 
 import bisect
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,20 +23,17 @@ from typing import Any, Self
 import numpy as np
 
 from stoker.address import as_url
+from stoker.bounds import require_memory
 from stoker.display import command, table_html
-from stoker.errors import InputError, StokerError, StoreError
+from stoker.errors import CorruptError, InputError, StokerError, StoreError
 from stoker.store.arrays import PIECE_BYTES, StoredArray, Task, split_range
-from stoker.store.fields import Array, offsets_of
+from stoker.store.fields import PARTS, Array, offsets_of
 from stoker.store.manifest import MANIFEST_NAME, FieldInfo, Manifest, find_store, read_manifest
 from stoker.store.plain import describe_plain_file
 from stoker.store.remote import Mirror, update_mirror
 from stoker.store.shard import Shard
 
-_PARTS: dict[str, dict[str, str | None]] = {  # dataset suffix to dtype; None is the field's own
-    "dense": {"": None},
-    "ragged": {"/values": None, "/offsets": "<i8"},
-    "series": {"/rows": None, "/time": "<i8", "/gap": "|u1", "/ends": "<i8"},
-}
+_MOST_NOTES = 100
 _INLINE_BYTES = 4 << 20
 """Reads below this run in the caller's thread: a hand-over costs more than it saves."""
 _HELD_SHARDS = 64
@@ -118,7 +116,7 @@ def _datasets(fields: Mapping[str, FieldInfo]) -> dict[str, tuple[str, list[int]
     return {
         name + part: (info.dtype, info.shape) if dtype is None else (dtype, [])
         for name, info in fields.items()
-        for part, dtype in _PARTS[info.kind].items()
+        for part, dtype in PARTS[info.kind].items()
     }
 
 
@@ -155,7 +153,10 @@ class Store:
         self.manifest = manifest
         self.shards = shards
         self._aside = dict(aside or {})
-        self.notes = (*self._aside.values(), *notes)
+        shown = list(self._aside.values())[:_MOST_NOTES]
+        if len(self._aside) > len(shown):
+            shown.append(f"{len(self._aside) - len(shown):,} more datasets are left aside")
+        self.notes = (*shown, *notes)
         self.threads = threads or min(16, len(os.sched_getaffinity(0)))
         self._starts = [0, *accumulate(info.num_samples for info in manifest.shards)]
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
@@ -300,7 +301,14 @@ class Store:
         """Return the values' array of one shard and the offsets of samples `low` to `high` in it."""
         shard, base = self.shards[number], self._starts[number]
         offsets = shard.whole(f"{field}/offsets")[low - base : high - base + 1]
-        return shard.arrays[f"{field}/values"], offsets
+        values = shard.arrays[f"{field}/values"]
+        if not 0 <= offsets[0] <= offsets[-1] <= len(values):
+            raise CorruptError(
+                f"{shard.path}: field {field!r} has offsets {offsets[0]} to {offsets[-1]}.",
+                f"offsets within 0 to {len(values)}",
+                "pack the data again",
+            )
+        return values, offsets
 
     def read_text(self, field: str, index: int) -> str:
         """Return one sample of a text field."""
@@ -325,7 +333,7 @@ class Store:
     def read_series(self, field: str, part: str, shard: int = 0) -> Array:
         """Return `rows`, `time`, `gap` or `ends` of one shard's series, entirely."""
         self._field(field, "series")
-        if f"/{part}" not in _PARTS["series"]:
+        if f"/{part}" not in PARTS["series"]:
             raise InputError(f"a series has no part {part!r}.", "rows, time, gap or ends", "")
         array = self.shards[shard].arrays[f"{field}/{part}"]
         out = np.empty(array.shape, dtype=array.dtype)
@@ -374,9 +382,35 @@ class Store:
                     num_bytes += piece.nbytes
                     num_blocks += 1
                     advance(piece.nbytes)
+            problems += self._index_problems(shard)
         return VerifyReport(
             num_bytes, num_blocks, tuple(dict.fromkeys(problems)), self.path.is_dir()
         )
+
+    def _index_problems(self, shard: Shard) -> list[str]:
+        """Hold offsets and window ends of a shard against the rows that they point to."""
+        problems = []
+        for name, info in self.fields.items():
+            kind, into = {"ragged": ("offsets", "values"), "series": ("ends", "rows")}.get(
+                info.kind, ("", "")
+            )
+            if not kind:
+                continue
+            try:
+                index = shard.whole(f"{name}/{kind}")
+            except StokerError as error:
+                problems.append(error.given)
+                continue
+            num_rows = len(shard.arrays[f"{name}/{into}"])
+            least = info.window or 0
+            ok = not len(index) or (least <= index.min() and index.max() <= num_rows)
+            if ok and kind == "offsets":
+                ok = index[0] == 0 and index[-1] == num_rows and bool((np.diff(index) >= 0).all())
+            if not ok:
+                problems.append(
+                    f"{shard.path}: field {name!r} has {kind} outside of its {num_rows} {into}"
+                )
+        return problems
 
     # -- the work --------------------------------------------------------------------------
 
@@ -424,6 +458,13 @@ class Store:
         dtype = np.dtype(info.dtype).newbyteorder("=")
         shape = (rows, *info.shape)
         if out is None:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            require_memory(
+                num_bytes,
+                f"reading {rows:,} rows of field {field!r}",
+                "read fewer rows",
+                StoreError,
+            )
             return np.empty(shape, dtype=dtype)
         if (
             out.shape != shape

@@ -5,8 +5,9 @@ in pieces, or an error that says whether nobody answered or the file is not ther
 that fetches ahead of whoever writes, and about 70 MB of memory.
 
 Contract: nothing here waits for ever. A server that says nothing for `SILENCE_SECONDS` counts as
-gone, whatever the protocol's own idea of time. What arrives is not trusted: the caller holds it
-against the manifest.
+gone, whatever the protocol's own idea of time; the time counts from the last byte, so a slow link that goes on sending
+is not silent. A manifest that does not end is refused at `bounds.MANIFEST`. What arrives is not trusted: the caller
+holds it against the manifest.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from typing import Any
 from urllib.parse import unquote
 
 from stoker.address import MARK, host_of, is_readable, parts, repeats_secret, without_secrets
-from stoker.errors import InputError, MissingExtraError, StoreError
+from stoker.bounds import MANIFEST, read_within
+from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
 
 SILENCE_SECONDS = 30.0
 """How long a server may say nothing before it counts as gone."""
 _CONNECT_SECONDS = 10.0
 _PIECE_BYTES = 4 << 20
+_SMALL_PIECE_BYTES = 64 << 10
+"""What a fetch begins with, until the link has shown its speed."""
 _MOST_PIECES = 8
 _QUICK_SECONDS, _SLOW_SECONDS = 0.5, 4.0
 
@@ -63,15 +67,20 @@ class Remote:
         return without_secrets(self.url)
 
     def read(self, file: str) -> bytes:
-        """Return a small file whole."""
+        """Return a small file whole; one that exceeds the bound of a manifest is refused in the middle."""
         system, root = self._connect()
 
         def produce() -> Iterator[bytes]:
-            yield bytes(system.cat_file(f"{root}/{file}"))
+            path = f"{root}/{file}"
+            options = {"block_size": 0, "size": 1} if _is_http(system) else {}
+            with system.open(path, "rb", **options) as stream:  # as bytes come, whatever the size
+                while piece := stream.read(_SMALL_PIECE_BYTES):
+                    yield bytes(piece)
 
         with self._translated(file), contextlib.closing(_Ahead()) as ahead:
             ahead.start(produce)
-            return b"".join(ahead)
+            what, fix = f"{self.name}/{file}", "look at what the server sends"
+            return read_within(MANIFEST, iter(ahead), what, fix, CorruptError)
 
     def pieces(self, file: str, start: int, size: int) -> Iterator[bytes]:
         """Yield the bytes of `file` from `start` to `size`, in order.
@@ -137,6 +146,8 @@ class Remote:
         try:
             yield
         except StoreError:
+            raise
+        except CorruptError:
             raise
         except Exception as error:  # noqa: BLE001  raised again as ours
             if _is_absent(error):
@@ -247,25 +258,54 @@ def _has_ranges(system: Any, path: str, size: int) -> bool:
     return True
 
 
+def _is_http(system: Any) -> bool:
+    """Whether fsspec speaks http to the server itself, without a cache in between."""
+    return type(system).__name__ == "HTTPFileSystem"
+
+
 def _by_ranges(system: Any, path: str, start: int, size: int) -> Iterator[bytes]:
-    """Batches of pieces at once, as many as arrive in about a second."""
-    num_pieces = 1
+    """Many pieces at once on a fast link; on a slow one, bytes as they come.
+
+    A request for a whole piece says nothing until the piece is there: at 100 kB/s, 4 MB look like a server
+    that has gone silent for 40 s. So every fetch begins as a stream, and goes over to requests for
+    many pieces only once the link has shown that they take about a second.
+    """
+    num_bytes = _SMALL_PIECE_BYTES
     while start < size:
-        ends = [min(start + _PIECE_BYTES * (n + 1), size) for n in range(num_pieces)]
-        ends = sorted(set(ends))
-        starts = [start, *ends[:-1]]
         began = time.monotonic()
-        pieces = system.cat_ranges([path] * len(ends), starts, ends, on_error="raise")
+        stop = min(start + num_bytes, size)
+        if _is_http(system) and num_bytes <= _PIECE_BYTES:
+            yield from _range_as_stream(system, path, start, stop, size)
+        else:
+            yield from _range_at_once(system, path, start, stop)
         seconds = time.monotonic() - began
-        for low, high, piece in zip(starts, ends, pieces, strict=True):
-            if len(piece) != high - low:
-                raise EOFError(f"{len(piece)} bytes came instead of {high - low}")
-            yield bytes(piece)
-        start = ends[-1]
+        start = stop
         if seconds < _QUICK_SECONDS:
-            num_pieces = min(2 * num_pieces, _MOST_PIECES)
+            num_bytes = min(2 * num_bytes, _MOST_PIECES * _PIECE_BYTES)
         elif seconds > _SLOW_SECONDS:
-            num_pieces = max(1, num_pieces // 2)
+            num_bytes = max(_SMALL_PIECE_BYTES, num_bytes // 2)
+
+
+def _range_as_stream(system: Any, path: str, start: int, stop: int, size: int) -> Iterator[bytes]:
+    headers = {**system.kwargs.get("headers", {}), "Range": f"bytes={start}-{stop - 1}"}
+    left = stop - start
+    with system.open(path, "rb", block_size=0, size=size, headers=headers) as file:
+        while left:
+            piece = file.read(left)
+            if not piece or len(piece) > left:
+                raise EOFError(f"{stop - start - left} bytes came instead of {stop - start}")
+            left -= len(piece)
+            yield bytes(piece)
+
+
+def _range_at_once(system: Any, path: str, start: int, stop: int) -> Iterator[bytes]:
+    starts = list(range(start, stop, _PIECE_BYTES))
+    ends = [*starts[1:], stop]
+    pieces = system.cat_ranges([path] * len(ends), starts, ends, on_error="raise")
+    for low, high, piece in zip(starts, ends, pieces, strict=True):
+        if len(piece) != high - low:
+            raise EOFError(f"{len(piece)} bytes came instead of {high - low}")
+        yield bytes(piece)
 
 
 def _by_stream(system: Any, path: str, size: int) -> Iterator[bytes]:

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 
+from stoker import bounds
 from stoker.display import command
 from stoker.errors import Refusal, SourceError, require_file
 from stoker.sources.bars.dialects import (
@@ -35,7 +36,13 @@ from stoker.sources.bars.dialects import (
 )
 from stoker.sources.bars.times import EARLIEST_NS, LATEST_NS, SECOND_NS, parse_times, to_utc
 from stoker.store.fields import Array
+from stoker.units import format_bytes
 
+_HEAD_BYTES = 4 << 20
+_GUNZIP_BYTES = 64 << 20
+_TEXT_COPIES = 3
+"""As read, without quotes, and in columns."""
+_SPLIT = "split the file by years, and name all parts: they are joined"
 _NUMBER = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
@@ -140,7 +147,9 @@ def read_head(path: Path, num_bytes: int = 131_072) -> tuple[bytes, int]:
     head = raw
     if raw[:2] == b"\x1f\x8b":
         try:
-            head = zlib.decompressobj(wbits=31).decompress(raw)
+            member = zlib.decompressobj(wbits=31)
+            head = member.decompress(raw, _HEAD_BYTES)
+            raw = raw[: len(raw) - len(member.unconsumed_tail)]
         except zlib.error as error:
             raise _damaged(path, error) from error
     text = _as_utf8(head)
@@ -150,22 +159,44 @@ def read_head(path: Path, num_bytes: int = 131_072) -> tuple[bytes, int]:
 
 def _read_text(path: Path) -> tuple[bytes, str | None]:
     """Return the file as utf-8 with plain newlines and no quotes, and what is wrong at its end."""
+    bounds.require_memory(_TEXT_COPIES * path.stat().st_size, f"reading {path}", _SPLIT)
     data, cut = path.read_bytes(), None
     if data[:2] == b"\x1f\x8b":
         data, cut = _gunzip(data, path)
     text = _as_utf8(data)
     if cut:  # the last line is half a line
         text = text[: text.rfind(b"\n") + 1]
+    bounds.LINE.check(_longest_line(text), f"a line of {path}", command("file", path))
     return _unquote(text), cut
+
+
+def _longest_line(text: bytes) -> int:
+    """Return the bytes of the longest line, or any number that is not too large when none can be."""
+    start = 0
+    while len(text) - start > bounds.LINE.most:
+        end = text.rfind(b"\n", start, start + bounds.LINE.most + 1)
+        if end < start:
+            stop = text.find(b"\n", start)
+            return (len(text) if stop < 0 else stop) - start
+        start = end + 1
+    return 0
 
 
 def _gunzip(data: bytes, path: Path) -> tuple[bytes, str | None]:
     """Decompress all members; a file cut short gives what it has, and the reason."""
-    out, cut = [], None
+    out, cut, total = [], None, 0
     try:
         while data[:2] == b"\x1f\x8b":
             member = zlib.decompressobj(wbits=31)
-            out.append(member.decompress(data))
+            while data and not member.eof:
+                piece = member.decompress(data, _GUNZIP_BYTES)
+                if not piece and not member.unconsumed_tail:
+                    break
+                out.append(piece)
+                total += len(piece)
+                what = f"reading {path}, of which {format_bytes(total)} are unpacked so far,"
+                bounds.require_memory(_TEXT_COPIES * total, what, _SPLIT)
+                data = member.unconsumed_tail
             data = member.unused_data
             if not member.eof:
                 cut = "the gzip file ends early: the last line and what followed are lost"

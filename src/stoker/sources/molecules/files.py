@@ -28,9 +28,11 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from stoker.bounds import RECORD
 from stoker.display import command
 from stoker.errors import SourceError
 from stoker.store.fields import Array
+from stoker.units import format_bytes
 
 MolHome = Literal["folder", "zip", "sdf"]
 
@@ -175,7 +177,12 @@ class MolReader:
         packed = head[start : start + num_bytes]
         if len(packed) < num_bytes:  # an unusually long name or extra field
             packed = os.pread(self._file, num_bytes, position + start)
-        content = packed if method == zipfile.ZIP_STORED else zlib.decompress(packed, -15)
+        content = packed
+        if method != zipfile.ZIP_STORED:
+            inflater = zlib.decompressobj(-15)
+            content = inflater.decompress(packed, RECORD.most)
+            if inflater.unconsumed_tail:
+                raise ValueError(f"it has more than {format_bytes(RECORD.most)}")
         if zlib.crc32(content) != checksum:
             raise ValueError("its checksum is wrong")
         return content

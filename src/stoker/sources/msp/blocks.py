@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stoker.bounds import LINE
 from stoker.display import command
 from stoker.errors import SourceError
 from stoker.sources.msp.keys import WHITESPACE, HeaderReader, flags_of
@@ -35,7 +36,7 @@ from stoker.sources.msp.text import (
 )
 
 CHUNK_BYTES = 2 << 20
-MAX_LINE_BYTES = 16 << 20
+MAX_LINE_BYTES = LINE.most
 _OPEN_BYTES = 8 << 20  # a text without a certain record boundary is cut here, its record open
 _ANY_LINE_END = re.compile(rb"\r\r?\n|\r")
 _GZIP_MAGIC = b"\x1f\x8b"

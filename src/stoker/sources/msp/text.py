@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stoker.bounds import RECORD
+from stoker.display import command
 from stoker.errors import Refusal
 from stoker.sources.msp.keys import (
     COUNT,
@@ -253,6 +255,7 @@ class CarefulParser:
     def __init__(self, file: str) -> None:
         self._file = file
         self._open: _Draft | None = None
+        self._open_bytes = 0
         self._blank_above = False
         self._parsed = Parsed()
         self._mz: list[float] = []
@@ -266,12 +269,20 @@ class CarefulParser:
     def feed(self, text: bytes, first_line: int) -> None:
         """Read whole lines, ended by LF; the first has the number `first_line`."""
         lines = text.split(b"\n")
+        before = self._open
         if not lines[-1]:
             lines.pop()
         for number, line in enumerate(lines, first_line):
             pair = _PAIR.fullmatch(line)
             if pair is None or not self._take_plain_pair(pair):
                 self._take(number, line.strip(WHITESPACE))
+        # A piece is a few megabytes: only a record that outlasts pieces can be too long.
+        self._open_bytes = self._open_bytes + len(text) if before is self._open is not None else 0
+        RECORD.check(
+            self._open_bytes,
+            f"{self._file}: the record that goes on at line {first_line}",
+            command("head", "-c", "2000", self._file),
+        )
 
     def drain(self) -> Parsed:
         """Return what is finished, and forget it."""

@@ -1,0 +1,177 @@
+"""How much of memory and disk one input may take, and the error that says so before it is taken.
+
+Enters: a size that a header claims, or the bytes that have come so far. Leaves: nothing, or an error with the size
+found, the limit and what to type. Costs: nothing below `SMALL_BYTES`; above it about 1 ms, to read how much memory
+is available.
+
+There are two kinds of limit. A `Bound` is a number that holds on every machine: whatever exceeds it is damaged, or
+made to do harm. `require_memory` and `require_disk` compare with what this machine has left.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+from stoker.display import command
+from stoker.errors import SourceError, StokerError
+from stoker.machine import available_memory
+from stoker.units import GIB, KIB, MIB, format_bytes
+
+SMALL_BYTES = 64 * MIB
+"""Memory below this is taken without asking how much there is."""
+DISK_RESERVE_BYTES = 64 * MIB
+"""What unpacking leaves free on a disk: a full one stops other programs."""
+_COPY_BYTES = 8 * MIB
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A limit that is the same on every machine.
+
+    Attributes:
+        name: What is limited, as a user reads it.
+        most: The largest size that is accepted.
+        unit: "bytes", or what is counted.
+    """
+
+    name: str
+    most: int
+    unit: str = "bytes"
+
+    def check(
+        self, found: int, what: str, fix: str = "", error: type[StokerError] = SourceError
+    ) -> None:
+        """Raise when `found` exceeds the limit.
+
+        Args:
+            found: The size that was claimed or counted.
+            what: What has it, with its file: "data.h5: one chunk of dataset 'x'".
+            fix: What to type next.
+            error: The class to raise.
+        """
+        if found > self.most:
+            raise error(f"{what} has {self.shown(found)}.", self.allowed, fix)
+
+    def shown(self, size: int) -> str:
+        """Return a size with its unit."""
+        return format_bytes(size) if self.unit == "bytes" else f"{size:,} {self.unit}"
+
+    @property
+    def allowed(self) -> str:
+        """The limit in words."""
+        return f"at most {self.shown(self.most)}: the limit of {self.name}"
+
+
+MANIFEST = Bound("a store.json", 64 * MIB)
+"""About 50,000 shards. Parsing takes up to 20 times as much memory."""
+NPY_HEADER = Bound("a numpy header", 64 * KIB)
+MEMBERS = Bound("an archive or HDF5 file", 10_000, "arrays")
+OBJECTS = Bound("an HDF5 file", 1_000_000, "groups and datasets")
+DEPTH = Bound("an HDF5 file", 200, "nested groups")
+CHUNK = Bound("an HDF5 chunk", GIB)
+"""Decoded. A reader holds three copies of a chunk, and every reader thread holds another chunk."""
+UNWRITTEN = Bound("rows that were never written", 4 * GIB)
+PIXELS = Bound("a picture", 178_956_970, "pixels")
+"""As many as Pillow opens without being told otherwise."""
+LINE = Bound("a line of text", 16 * MIB)
+RECORD = Bound("one record or structure", 64 * MIB)
+
+
+def require_memory(
+    num_bytes: int, what: str, fix: str = "", error: type[StokerError] = SourceError
+) -> None:
+    """Raise when `num_bytes` are more than this process can take.
+
+    Args:
+        num_bytes: All that the step will hold at once, copies included.
+        what: What needs it: "one row of data.npz".
+        fix: What to type next.
+        error: The class to raise.
+    """
+    if num_bytes < SMALL_BYTES:
+        return
+    free = available_memory()
+    if free is not None and num_bytes > free:
+        raise error(
+            f"{what} needs {format_bytes(num_bytes)} of memory.",
+            f"at most {format_bytes(free)}: the memory that is available",
+            fix or "free some memory, or use a machine with more",
+        )
+
+
+def require_disk(
+    folder: Path, num_bytes: int, what: str, error: type[StokerError] = SourceError
+) -> None:
+    """Raise when `num_bytes` would not fit on the disk of `folder`.
+
+    Args:
+        folder: An existing folder, or one below an existing folder.
+        num_bytes: What will be written.
+        what: What needs it.
+        error: The class to raise.
+    """
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = max(0, shutil.disk_usage(existing).free - DISK_RESERVE_BYTES)
+    if num_bytes > free:
+        raise error(
+            f"{what} needs {format_bytes(num_bytes)} on the disk of {existing}.",
+            f"at most {format_bytes(free)}: the space that is free there",
+            f"{command('df', '-h', existing)}, then free some space",
+        )
+
+
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+def copy_to_disk(packed: _Readable, plain: IO[bytes], folder: Path, what: str) -> int:
+    """Copy a stream whose size nobody knows, and stop before it fills the disk.
+
+    Args:
+        packed: Read to its end.
+        plain: Written to.
+        folder: Where `plain` lies.
+        what: What is unpacked, for the error.
+
+    Returns:
+        The bytes that were written.
+    """
+    total = 0
+    while piece := packed.read(_COPY_BYTES):
+        if shutil.disk_usage(folder).free - len(piece) < DISK_RESERVE_BYTES:
+            raise SourceError(
+                f"{what}: the disk of {folder} was full after {format_bytes(total)} were unpacked.",
+                "content that fits the disk",
+                f"{command('df', '-h', folder)}, then free some space",
+            )
+        plain.write(piece)
+        total += len(piece)
+    return total
+
+
+def read_within(
+    bound: Bound, pieces: Iterator[bytes], what: str, fix: str, error: type[StokerError]
+) -> bytes:
+    """Join pieces; raise as soon as they exceed the bound. The rest is not asked for.
+
+    Args:
+        bound: The limit.
+        pieces: As they come.
+        what: What they are, for the error.
+        fix: What to type next.
+        error: The class to raise.
+    """
+    parts: list[bytes] = []
+    total = 0
+    for piece in pieces:
+        parts.append(piece)
+        total += len(piece)
+        if total > bound.most:
+            raise error(f"{what} has {bound.shown(total)} or more.", bound.allowed, fix)
+    return b"".join(parts)
