@@ -12,12 +12,17 @@ carries the exit code that the command line ends with.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.address import as_url, shown
-from stoker.display import command, printable, secret_hint
+from stoker.display import command, printable, quoted, secret_hint
 
 EXIT_DONE = 0
 EXIT_OURS = 1
@@ -93,6 +98,14 @@ class OtherRankError(StokerError):
     """An error that another process of the same run has told; this one ends with it, and silently."""
 
 
+class FileError(StokerError, OSError):
+    """A file or folder that the system does not let stoker read or write: a full disk, no permission."""
+
+    def __str__(self) -> str:
+        """Return the message; `OSError` would print its arguments as a tuple."""
+        return str(self.args[0])
+
+
 class MissingExtraError(StokerError, ImportError):
     """A feature whose optional packages are not installed."""
 
@@ -102,8 +115,170 @@ class MissingExtraError(StokerError, ImportError):
         return cls(
             f"{purpose} needs the package {package!r}, which is not installed.",
             f"any install with the extra {extra!r}",
-            f"pip install 'stoker[{extra}]'",
+            install_command(extra),
         )
+
+
+# -- errors of the system and of the installation --------------------------------------------------
+
+_EXTRAS = {
+    "PIL": ("pillow", "vision"),
+    "rdkit": ("rdkit", "chem"),
+    "torch_geometric": ("torch-geometric", "chem"),
+    "torchao": ("torchao", "quant"),
+    "distributed": ("distributed", "cluster"),
+    "dask": ("dask", "cluster"),
+    "fsspec": ("fsspec", "remote"),
+    "aiohttp": ("aiohttp", "remote"),
+    "matplotlib": ("matplotlib", "plots"),
+    "onnx": ("onnx", "onnx"),
+    "onnxruntime": ("onnxruntime", "onnx"),
+    "onnxscript": ("onnxscript", "onnx"),
+    "safetensors": ("safetensors", "safetensors"),
+    "lightning": ("lightning", "lightning"),
+    "accelerate": ("accelerate", "accelerate"),
+    "transformers": ("transformers", "huggingface"),
+    "torchdata": ("torchdata", "torchdata"),
+}
+"""Modules of optional packages: the package's name, and the extra of pyproject.toml that brings it."""
+
+
+def install_command(extra: str = "") -> str:
+    """Return what to type to install stoker with an extra: from the checkout, where this is one."""
+    behind = f"[{extra}]" if extra else ""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "pyproject.toml").is_file() or root / "src" not in Path(__file__).parents:
+        return command("pip", "install", f"stoker{behind}")
+    try:
+        place = "." if Path.cwd() == root else str(root)
+    except OSError:  # the working folder is gone
+        place = str(root)
+    return command("pip", "install", "-e", f"{place}{behind}")
+
+
+def missing_package(error: ImportError) -> MissingExtraError | None:
+    """Return what to say about a package that is not installed; None where `error` is something else."""
+    module = (error.name or "").partition(".")[0]
+    if not module or module == "stoker" or not isinstance(error, ModuleNotFoundError):
+        return None
+    package, extra = _EXTRAS.get(module, (module, ""))
+    if extra:
+        return MissingExtraError.for_package(package, extra, "this command")
+    return MissingExtraError(
+        f"the package {package!r} is not installed.",
+        "an environment with the packages that stoker needs",
+        install_command(),
+    )
+
+
+_DISK = "a disk with free space and free inodes, within its quota"
+_ALLOWED = {
+    errno.ENOSPC: _DISK,
+    errno.EDQUOT: _DISK,
+    errno.EFBIG: "a file within the size that the disk and `ulimit -f` allow",
+    errno.EROFS: "a disk that can be written",
+    errno.EACCES: "a place that you have permission for",
+    errno.EPERM: "a place that you have permission for",
+    errno.ENOENT: "a file or folder that exists",
+    errno.ENOTDIR: "a path whose folders are folders",
+    errno.EISDIR: "the name of a file",
+    errno.EEXIST: "a name that is free",
+    errno.ENOTEMPTY: "an empty folder",
+    errno.ELOOP: "a path without a circle of links",
+    errno.ENAMETOOLONG: "names of at most 255 bytes",
+    errno.EILSEQ: "a name that the disk can hold",
+    errno.EBUSY: "a place that nobody else uses",
+    errno.ETXTBSY: "a place that nobody else uses",
+    errno.EXDEV: "a place on one disk",
+    errno.EIO: "a disk without faults",
+    errno.ENXIO: "a disk that answers",
+    errno.ENODEV: "a disk that answers",
+    errno.ESTALE: "a disk that answers",
+    errno.EREMOTEIO: "a disk that answers",
+    errno.ENOMEM: "enough free memory",
+    errno.EAGAIN: "enough processes and threads for this user",
+    errno.EMFILE: "enough open files for this process",
+    errno.ENFILE: "enough open files on this machine",
+}
+"""Codes of errors that say something about the machine, not about stoker, and what would have been right."""
+_COMMANDS = {
+    errno.EFBIG: "ulimit -f unlimited",
+    errno.EIO: "sudo dmesg | tail",
+    errno.ENOMEM: "free -h",
+    errno.EAGAIN: "ulimit -u unlimited",
+    errno.EMFILE: "ulimit -n 4096",
+    errno.ENFILE: "cat /proc/sys/fs/file-nr",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+# HDF5 and Rust put the code into their texts only.
+_CODE = re.compile(r"errno = (\d+)|\[[Ee]rrno (\d+)\]|\(os error (\d+)\)")
+
+
+def system_code(error: BaseException) -> int | None:
+    """Return the code of an error of the system, from its text where a library left it there."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code is None and (found := _CODE.search(str(error))):
+        code = int(next(filter(None, found.groups())))
+    return code
+
+
+def reason(error: BaseException) -> str:
+    """Return why the system refused, in its own words: "No space left on device"."""
+    code = system_code(error)
+    return str(error) if code is None else os.strerror(code)
+
+
+def file_error(error: BaseException, path: str | Path | None = None) -> FileError | None:
+    """Return what to say about an error of the system; None where it says nothing about the machine.
+
+    Args:
+        error: As it was raised, by Python or by a library.
+        path: What was read or written, where the error does not name it.
+    """
+    code = system_code(error)
+    if code not in _ALLOWED:
+        return None
+    named = getattr(error, "filename", None)
+    named = path if named is None or isinstance(named, int) else named
+    if named is None:
+        return FileError(f"{reason(error)}.", _ALLOWED[code], _COMMANDS.get(code, "df -h; df -i"))
+    place = Path(os.fsdecode(named))
+    return FileError(f"{place}: {reason(error)}.", _ALLOWED[code], _what_to_type(code, place))
+
+
+def _what_to_type(code: int, place: Path) -> str:
+    if code in _COMMANDS:
+        return _COMMANDS[code]
+    folder = place.parent
+    while not os.path.lexists(folder) and folder != folder.parent:
+        folder = folder.parent
+    if code not in (errno.ENOSPC, errno.EDQUOT):
+        return command("ls", "-ld", folder)
+    is_temporary = False
+    look = f"{command('df', '-h', folder)}; {command('df', '-i', folder)}"
+    with contextlib.suppress(OSError):  # there is none
+        is_temporary = Path(tempfile.gettempdir()) in place.parents
+    if is_temporary:
+        look += f", or TMPDIR={quoted('FOLDER')} before the command, with a folder of a larger disk"
+    return look
+
+
+def unusable_name(error: ValueError) -> InputError | None:
+    """Return what to say about a path that is no path: bytes that are not UTF-8, NUL, half a letter."""
+    if isinstance(error, UnicodeEncodeError) and re.search("[\ud800-\udfff]", str(error.object)):
+        name = str(error.object)
+        return InputError(
+            f"the name {name!r} holds bytes that are not UTF-8, and a library that stoker uses cannot take it.",
+            "names in UTF-8",
+            command("mv", name, "NAME") if os.path.lexists(name) else "give it another name",
+        )
+    if str(error).startswith("embedded null"):
+        return InputError(
+            "a path or name that was given holds a NUL character.",
+            "names without control characters",
+            "look for \\0 in the config and in the names of fields and columns",
+        )
+    return None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ line torn by a crash is left out by the reader and cut off when the log is opene
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -23,6 +22,7 @@ from stoker.address import masked, shown
 from stoker.display import command, escaped_json
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
 from stoker.ownership import empty_file, open_own_file
+from stoker.strict_json import json_text, parse_json
 
 # -- progress ------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class RunLog:
             "event": event,
             "values": plain,
         }
-        text = json.dumps(line, ensure_ascii=False, allow_nan=False)
+        text = json_text(line, ensure_ascii=False)
         # File names may hold bytes that are not UTF-8; escaped they are JSON all the same.
         self._append(escaped_json(text).encode() + b"\n")
         if self._scalars is not None and step is not None:
@@ -233,7 +233,7 @@ def parse_line(line: bytes) -> LogLine | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        found = json.loads(line)
+        found = parse_json(line)
         return LogLine(
             float(found["time"]),
             str(found["event"]),

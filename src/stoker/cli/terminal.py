@@ -10,7 +10,6 @@ shown escaped. Whoever wants two lines prints two.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import typer
 
 from stoker.address import masked_values
 from stoker.display import printable, secret_hint
+from stoker.strict_json import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,9 +36,15 @@ def echo_lines(text: str) -> None:
         echo(line.expandtabs())
 
 
+json_is_promised = False
+"""Whether `--json` was given and its document is still to be printed: an error then prints one. Set by `main`."""
+
+
 def print_json(document: Any, indent: int | None = None) -> None:
     """Print a JSON document, without the passwords of URLs; JSON escapes what a terminal would obey."""
-    typer.echo(json.dumps(masked_values(document), indent=indent))
+    global json_is_promised  # noqa: PLW0603  one per process, as stdout is one
+    json_is_promised = False
+    typer.echo(json_text(masked_values(document), indent=indent))
 
 
 def styled(text: str, style: str = "") -> Text:

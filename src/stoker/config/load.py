@@ -8,7 +8,6 @@ try`. Costs a few milliseconds for a file of a hundred lines.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import re
 import sys
@@ -25,6 +24,7 @@ from stoker.config.tree import Config, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import Document, Place, Problem, decode, read_yaml
 from stoker.display import command, quoted
 from stoker.errors import ConfigError
+from stoker.strict_json import exact_text
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _RANGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:-|–|\.\.|to)\s*(\d+(?:\.\d+)?)\s*")
@@ -346,7 +346,7 @@ def _describe_value(value: Any) -> str:
         return "empty"
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "a section"
-    text = json.dumps(value)
+    text = exact_text(value)
     if len(text) > _MOST_SHOWN:  # a CSV file is one long text to YAML
         text = f"{text[:_MOST_SHOWN]}…"
     return f"{text} ({_KINDS[type(value)]})"

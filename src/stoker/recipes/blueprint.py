@@ -11,7 +11,6 @@ written down. So are the repairs of the training store, which new data needs too
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +38,7 @@ from stoker.recipes.tabular import TabularOptions, unpack_tabular
 from stoker.recipes.tabular_data import Inputs
 from stoker.recipes.tabular_model import PatchTransformer, RowMlp, TabularModel
 from stoker.store.reader import Store
+from stoker.strict_json import exact_text, parse_json
 
 Facts = Mapping[str, Any]
 Columns = dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ def describe_job(job: Job, store: Store) -> dict[str, Any]:
     facts["repairs"] = {
         name: fitted for name, fitted in store.manifest.repairs.items() if name in inputs
     }
-    return cast(dict[str, Any], json.loads(json.dumps(facts)))
+    return cast(dict[str, Any], parse_json(exact_text(facts)))
 
 
 def _describe_forex(job: Job) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def fingerprint(store: Store) -> str:
     """Return a digest of what is in a store: the same data packed again gives the same."""
     about = store.manifest.model_dump(mode="json", include={"num_samples", "fields", "repairs"})
     about["shards"] = [[shard.size_bytes, shard.checksum] for shard in store.manifest.shards]
-    return xxhash.xxh3_64_hexdigest(json.dumps(about, sort_keys=True).encode())
+    return xxhash.xxh3_64_hexdigest(exact_text(about, sort_keys=True).encode())
 
 
 def check_columns(store: Store, facts: Facts) -> None:

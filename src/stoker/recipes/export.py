@@ -6,7 +6,6 @@ what a user should know about it. Costs: seconds to a minute for a graph, nothin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from stoker.recipes.export_graph import Deployed, Sizes, deploy
 from stoker.recipes.inference import Trained, find_training_store
 from stoker.recipes.weights_file import SUFFIX, is_weights, write_weights
 from stoker.store.reader import open_store
+from stoker.strict_json import json_text
 
 ONNX_SUFFIX = ".onnx"
 
@@ -131,12 +131,12 @@ def _describe(trained: Trained, graph: Deployed) -> dict[str, str]:
     return {
         "stoker.version": stoker.__version__,
         "stoker.recipe": trained.chosen.recipe.name,
-        "stoker.options": json.dumps(trained.chosen.plain),
-        "stoker.blueprint": json.dumps(facts),
-        "stoker.inputs": json.dumps(_describe_inputs(graph)),
-        "stoker.repairs": json.dumps(made),
-        "stoker.windows": json.dumps(_find_windows(trained)),
-        "stoker.checkpoint": json.dumps(
+        "stoker.options": json_text(trained.chosen.plain),
+        "stoker.blueprint": json_text(facts),
+        "stoker.inputs": json_text(_describe_inputs(graph)),
+        "stoker.repairs": json_text(made),
+        "stoker.windows": json_text(_find_windows(trained)),
+        "stoker.checkpoint": json_text(
             {"step": saved.step, "epoch": saved.epoch, "metrics": dict(saved.metrics)}
         ),
     }

@@ -6,7 +6,6 @@ and 30 ms per run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -19,6 +18,7 @@ from stoker.runs.comparison import QUANTITIES, format_rate, format_share, ratio
 from stoker.runs.figures import gpu_charts, loss_charts, memory_charts, speed_charts
 from stoker.runs.record import RunRecord, as_mapping, as_mappings, as_number
 from stoker.runs.targets import BUSY_FOOTNOTE
+from stoker.strict_json import json_text
 from stoker.units import format_bytes, format_count, format_seconds
 
 _STATE_KINDS = {
@@ -373,7 +373,7 @@ def _differences(runs: Sequence[RunRecord]) -> Html:
 
 
 def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return value if isinstance(value, str) else json_text(value, ensure_ascii=False, default=str)
 
 
 def _machine(run: RunRecord, key: str) -> Html | None:  # noqa: ARG001  one signature for all parts

@@ -31,9 +31,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import os
 import re
 import shutil
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +44,7 @@ import numpy as np
 
 from stoker.display import command
 from stoker.errors import InputError, Refusal, SourceError, require_file
+from stoker.ownership import always, writing
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.sources.molecules.files import NO_MOLS, MolIndex, MolPlaces, MolReader
 from stoker.sources.molecules.functional_groups import FUNCTIONAL_GROUPS
@@ -307,16 +308,17 @@ def _plain_msp(path: Path, scratch: Path) -> Path:
     target = scratch / f"spectra-{facts.st_size}-{facts.st_mtime_ns}.msp"
     if target.exists():  # left by the run that this one resumes
         return target
-    partial = target.with_suffix(f".{os.getpid()}.partial")
     try:
-        with gzip.open(path, "rb") as packed, partial.open("wb") as plain:
+        with (
+            writing(target, always) as temporary,
+            gzip.open(path, "rb") as packed,
+            temporary.open("xb") as plain,
+        ):
             shutil.copyfileobj(packed, plain, 1 << 20)
-    except (EOFError, gzip.BadGzipFile) as error:
-        partial.unlink(missing_ok=True)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise SourceError(
             f"{str(path)!r} is a damaged gzip file: {error}", "", command("gzip", "-t", path)
         ) from error
-    partial.replace(target)
     return target
 
 

@@ -9,7 +9,6 @@ older versions; older code refuses newer ones and says what to install.
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from stoker.display import command
 from stoker.errors import CorruptError, StoreError, StoreVersionError
 from stoker.store.fields import FieldData, FieldKind, Ragged, Series
+from stoker.strict_json import exact_text, finite, json_text, parse_json
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "store.json"
@@ -123,21 +123,25 @@ class Manifest(_Frozen):
 
     def to_text(self) -> str:
         """Serialise; the same manifest always gives the same bytes."""
-        return seal(self.model_dump(mode="json"))
+        return seal(self._document())
 
     @property
     def checksum(self) -> str:
         """The checksum that `store.json` is, or would be, sealed with."""
-        return self._checksum or _digest(self.model_dump(mode="json"))
+        return self._checksum or _digest(self._document())
+
+    def _document(self) -> dict[str, Any]:
+        document: dict[str, Any] = finite(self.model_dump(mode="json"))
+        return document
 
 
 def seal(document: dict[str, Any]) -> str:
     """Return the text of `store.json`: the document and, as its last key, its own checksum."""
-    return json.dumps({**document, _SEAL: _digest(document)}, indent=1) + "\n"
+    return json_text({**document, _SEAL: _digest(document)}, indent=1) + "\n"
 
 
 def _digest(document: dict[str, Any]) -> str:
-    return str(xxhash.xxh3_64_hexdigest(json.dumps(document).encode()))
+    return str(xxhash.xxh3_64_hexdigest(exact_text(document).encode()))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -159,12 +163,12 @@ def read_manifest(folder: Path) -> Manifest:
 def parse_manifest(raw: bytes, name: str) -> Manifest:
     """Check the bytes of a `store.json`; `name` says in messages where they are from. See `read_manifest`."""
     try:
-        document = json.loads(raw.decode("utf-8"))
+        document = parse_json(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise CorruptError(
             f"{name} is not UTF-8 text: byte {error.start}.", "a manifest", "pack again"
         ) from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise CorruptError(f"{name} is not JSON: {error}.", "a manifest", "pack again") from error
     version = document.get("format_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
@@ -181,7 +185,7 @@ def parse_manifest(raw: bytes, name: str) -> Manifest:
             "pack again",
         )
     try:
-        manifest = Manifest.model_validate_json(json.dumps(document))
+        manifest = Manifest.model_validate_json(exact_text(document))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "document"

@@ -15,7 +15,6 @@ was last seen is opened, with a note.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import threading
@@ -58,6 +57,7 @@ from stoker.store.remote_cache import (
 )
 from stoker.store.remote_fetch import AbsentError, Remote, UnreachableError
 from stoker.store.shard import Shard
+from stoker.strict_json import json_text
 from stoker.units import format_bytes
 
 _TRIES = 4
@@ -137,7 +137,7 @@ def _write_version(cache: Cache, folder: Path, text: bytes, remote: Remote) -> N
         if read_origin(folder).get("manifest") != folder.name and any(folder.iterdir()):
             raise refused(folder, f"stoker needs this name for a copy of {remote.name}")
         origin = {"url": remote.url, "manifest": folder.name, "cache": cache.id}
-        write_text(folder / ORIGIN_NAME, json.dumps(origin) + "\n", always, private=private)
+        write_text(folder / ORIGIN_NAME, json_text(origin) + "\n", always, private=private)
         write_text(folder / MANIFEST_NAME, text.decode(), always)
     except OSError as error:
         raise _disk_error(folder, error) from error

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import secrets
 import shutil
@@ -33,6 +32,7 @@ from stoker.display import command
 from stoker.errors import InputError, StoreError
 from stoker.ownership import Mark, always, open_own_file, read_mark, remove_file, write_mark
 from stoker.store.manifest import read_manifest
+from stoker.strict_json import parse_json
 from stoker.units import format_bytes, format_count, parse_bytes, parse_share
 
 ORIGIN_NAME = "remote.json"
@@ -198,7 +198,7 @@ def read_origin(version: Path) -> dict[str, str]:
     try:
         descriptor = os.open(version / ORIGIN_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
-            found = json.loads(file.read(_ORIGIN_BYTES))
+            found = parse_json(file.read(_ORIGIN_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     plain = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from stoker.display import command
-from stoker.errors import InputError, StoreError
+from stoker.errors import InputError, StoreError, reason
 from stoker.ownership import always, writing
 from stoker.store.fields import Array, Series, ShardData
 from stoker.store.manifest import BLOCK_BYTES, FieldInfo, ShardInfo
@@ -54,7 +54,7 @@ def write_shard(
             }
     except OSError as error:
         raise StoreError(
-            f"cannot write {path}: {error}.",
+            f"cannot write {path}: {reason(error)}.",
             "a folder with room and write permission",
             command("df", "-h", path.parent),
         ) from error

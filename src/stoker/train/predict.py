@@ -10,7 +10,6 @@ removes again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from stoker.ownership import SIGNATURE, writing
 from stoker.report import Progress, Silent
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
+from stoker.strict_json import json_text
 from stoker.train.batches import Feed, Unpack
 from stoker.train.judging import Judge
 from stoker.train.precision import PrecisionChoice
@@ -206,8 +206,8 @@ def _as_rows(predicted: Predicted, about: Mapping[str, Any]) -> pa.RecordBatch:
         if shape:
             flat = pa.FixedSizeListArray.from_arrays(flat, int(np.prod(shape)))
         arrays.append(flat)
-        more = {"shape": json.dumps(list(shape))} if len(shape) > 1 else None
+        more = {"shape": json_text(list(shape))} if len(shape) > 1 else None
         fields.append(pa.field(name, flat.type, metadata=more))
     about = masked_values(about)
-    schema = pa.schema(fields, metadata={"stoker": json.dumps(about), SIGNATURE: "1"})
+    schema = pa.schema(fields, metadata={"stoker": json_text(about), SIGNATURE: "1"})
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
