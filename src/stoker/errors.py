@@ -80,6 +80,10 @@ class StoreError(StokerError, OSError):
         return str(self.args[0])
 
 
+class FileError(StoreError):
+    """A file or folder that the system does not let stoker read or write: a full disk, no permission."""
+
+
 class StoreVersionError(StoreError):
     """A store written by another format version than this code reads."""
 
@@ -96,14 +100,6 @@ class QualityError(StokerError, ValueError):
 
 class OtherRankError(StokerError):
     """An error that another process of the same run has told; this one ends with it, and silently."""
-
-
-class FileError(StokerError, OSError):
-    """A file or folder that the system does not let stoker read or write: a full disk, no permission."""
-
-    def __str__(self) -> str:
-        """Return the message; `OSError` would print its arguments as a tuple."""
-        return str(self.args[0])
 
 
 class MissingExtraError(StokerError, ImportError):
@@ -222,6 +218,16 @@ def system_code(error: BaseException) -> int | None:
     return code
 
 
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, is that of a disk without room."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if system_code(chain) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        chain = chain.__cause__
+    return False
+
+
 def reason(error: BaseException) -> str:
     """Return why the system refused, in its own words: "No space left on device"."""
     code = system_code(error)
@@ -246,18 +252,35 @@ def file_error(error: BaseException, path: str | Path | None = None) -> FileErro
     return FileError(f"{place}: {reason(error)}.", _ALLOWED[code], _what_to_type(code, place))
 
 
+def unwritable(path: str | Path, error: BaseException, what: str = "") -> StokerError:
+    """Return the error for a file that cannot be written, whatever the reason.
+
+    Args:
+        path: As the user knows it.
+        error: As it was raised; one of stoker's own is returned as it is.
+        what: What the file is: "the run log".
+    """
+    if isinstance(error, StokerError):
+        return error
+    code = system_code(error) or errno.ENOSPC
+    allowed = _ALLOWED.get(code, "a folder with room and write permission")
+    given = f"cannot write {what} {path}".replace("  ", " ")
+    return FileError(f"{given}: {reason(error)}.", allowed, _what_to_type(code, Path(path)))
+
+
 def _what_to_type(code: int, place: Path) -> str:
     if code in _COMMANDS:
         return _COMMANDS[code]
-    folder = place.parent
+    folder = place.parent.absolute()
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     if code not in (errno.ENOSPC, errno.EDQUOT):
         return command("ls", "-ld", folder)
     is_temporary = False
     look = f"{command('df', '-h', folder)}; {command('df', '-i', folder)}"
-    with contextlib.suppress(OSError):  # there is none
-        is_temporary = Path(tempfile.gettempdir()) in place.parents
+    with contextlib.suppress(OSError, ValueError, IndexError):  # not there, or there is none
+        inside = place.relative_to(tempfile.gettempdir()).parts
+        is_temporary = inside[0].startswith("stoker-")
     if is_temporary:
         look += f", or TMPDIR={quoted('FOLDER')} before the command, with a folder of a larger disk"
     return look

@@ -19,7 +19,7 @@ from typing import Any, Self
 import psutil
 
 from stoker.display import quoted
-from stoker.errors import InputError, StoreError
+from stoker.errors import InputError, StokerError, unwritable
 from stoker.runs.follow import RunFollower, RunNow
 from stoker.runs.targets import judge_gpu
 from stoker.runs.telemetry import GpuReading, Meter, ProcessReading
@@ -204,12 +204,8 @@ class CsvLog:
         except OSError as error:
             raise self._refused(error) from error
 
-    def _refused(self, error: OSError) -> StoreError:
-        return StoreError(
-            f"cannot write {self.path}: {error.strerror}.",
-            "a file in a folder with room and write permission",
-            "--csv gpu_log.csv",
-        )
+    def _refused(self, error: OSError) -> StokerError:
+        return unwritable(self.path, error)
 
     def __enter__(self) -> Self:
         return self

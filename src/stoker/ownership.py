@@ -34,7 +34,7 @@ from typing import IO
 
 from stoker import lifetime
 from stoker.display import quoted
-from stoker.errors import InputError, StokerError
+from stoker.errors import InputError, StokerError, file_error
 from stoker.strict_json import json_text, parse_json
 
 MARK_NAME = ".stoker"
@@ -101,6 +101,7 @@ def claim_folder(folder: Path, kind: str, what: str) -> Mark:
     Raises:
         InputError: It is a link, a file, or a folder with other things in it.
     """
+    was_there = os.path.lexists(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink() or not folder.is_dir():
         raise refused(folder, f"{what} has to be a folder of its own")
@@ -110,7 +111,13 @@ def claim_folder(folder: Path, kind: str, what: str) -> Mark:
     others = [name for name in names if not _is_temporary_of(name, MARK_NAME)]
     if others:
         raise refused(folder, f"stoker needs this name for {what}", others)
-    return write_mark(folder, Mark(kind, secrets.token_hex(16)))
+    try:
+        return write_mark(folder, Mark(kind, secrets.token_hex(16)))
+    except OSError:
+        if not was_there:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def refused(path: Path, why: str, others: Collection[str] = ()) -> InputError:
@@ -319,11 +326,19 @@ def writing(path: str | Path, is_ours: IsOurs = has_signature) -> Iterator[Path]
         yield temporary
         fsync(temporary)
         rename_over(temporary, target, is_ours)
+    except StokerError:
+        raise
     except OSError as error:
         # A failed write does not say where, and nobody knows the temporary name.
-        if error.filename in (None, str(temporary)) and not isinstance(error, StokerError):
+        if error.filename in (None, str(temporary)):
             error.filename = str(path)
         raise
+    except Exception as error:
+        # Libraries in Rust have errors of their own for a full disk.
+        known = file_error(error, path)
+        if known is None:
+            raise
+        raise known from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -20,7 +20,14 @@ from typing import Any, Protocol, Self
 
 from stoker.address import masked, shown
 from stoker.display import command, escaped_json
-from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
+from stoker.errors import (
+    CorruptError,
+    InputError,
+    MissingExtraError,
+    StokerError,
+    StoreError,
+    unwritable,
+)
 from stoker.ownership import empty_file, open_own_file
 from stoker.strict_json import json_text, parse_json
 
@@ -173,12 +180,8 @@ class RunLog:
             empty_file(self._file, before)
             raise self._refused(error) from error
 
-    def _refused(self, error: OSError) -> StoreError:
-        return StoreError(
-            f"cannot write the run log {self.path}: {error.strerror}.",
-            "a folder with room and write permission",
-            command("df", "-h", self.path.parent),
-        )
+    def _refused(self, error: OSError) -> StokerError:
+        return unwritable(self.path, error, "the run log")
 
     def close(self) -> None:
         """End the log; a second call does nothing."""

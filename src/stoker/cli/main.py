@@ -64,6 +64,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_STDOUT = "standard output"
 _DATA, _TRAINING, _LOOKING = "Data", "Training", "Why it is slow, and how it goes"
 app.add_typer(pack.app, name="pack", rich_help_panel=_DATA)
 app.command("inspect", rich_help_panel=_DATA)(inspect.inspect)
@@ -170,7 +171,7 @@ def run() -> NoReturn:
     try:
         _flush_output()
     except OSError as error:
-        code = _tell(file_error(error, "standard output") or FileError(f"standard output: {error}"))
+        code = _tell(file_error(error, _STDOUT) or FileError(f"{_STDOUT}: {error}."))
     sys.exit(code if isinstance(code, int) else EXIT_DONE)
 
 
@@ -242,10 +243,19 @@ def _known(error: Exception) -> StokerError | None:
             known = missing_package(found)
         elif isinstance(found, ValueError):
             known = unusable_name(found)
-        known = known or file_error(found)
+        known = known or file_error(found, _failed_stream())
         if known is not None:
             return known
         found = found.__cause__
+    return None
+
+
+def _failed_stream() -> str | None:
+    """Return the name of standard output where that is what cannot be written: its error names no file."""
+    try:
+        _flush_output()
+    except OSError:
+        return _STDOUT
     return None
 
 

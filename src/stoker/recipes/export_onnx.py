@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from stoker.errors import InputError, MissingExtraError
+from stoker.errors import InputError, MissingExtraError, unwritable
 from stoker.ownership import SIGNATURE, writing
 from stoker.recipes.export_graph import IMAGE_SIZES, Deployed
 from stoker.recipes.export_lstm import traceable, translations
-from stoker.train.checkpoint_file import unwritable
 
 OPSETS = (18, 23)
 """First and last: what torch writes and converts to."""

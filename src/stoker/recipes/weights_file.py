@@ -20,11 +20,11 @@ import xxhash
 
 import stoker
 from stoker.display import command
-from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
+from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError, unwritable
 from stoker.ownership import writing
 from stoker.strict_json import exact_text, parse_json
 from stoker.train.checkpoint import Loaded
-from stoker.train.checkpoint_file import Saved, unwritable
+from stoker.train.checkpoint_file import Saved
 
 SUFFIX = ".safetensors"
 _MARK = "stoker_version"

@@ -171,6 +171,8 @@ def _open(path: Path, scratch: Path, stack: ExitStack) -> dict[str, _Rows]:
         files = [path] if suffix == ".npy" else _unzip(path, scratch)
         return {file.stem: _map(file) for file in files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        if isinstance(error, OSError) and (known := file_error(error, scratch)) is not None:
+            raise known from error
         raise SourceError(
             f"{path} cannot be read as a numpy file: {error}.", "an intact .npy or .npz", ""
         ) from error

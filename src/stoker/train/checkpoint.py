@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from stoker.address import masked_values
-from stoker.errors import CorruptError, InputError, StoreError
+from stoker.errors import CorruptError, InputError, StoreError, unwritable
 from stoker.ownership import (
     Mark,
     fsync,
@@ -43,7 +43,6 @@ from stoker.train.checkpoint_file import (
     loadable,
     read_description,
     read_file,
-    unwritable,
     write_file,
 )
 from stoker.train.generators import capture_rng, restore_rng

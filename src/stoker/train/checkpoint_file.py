@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from stoker.display import command
-from stoker.errors import CorruptError, InputError, StoreError
+from stoker.errors import CorruptError, InputError, StoreError, unwritable
 from stoker.ownership import writing
 from stoker.strict_json import exact_text, parse_json
 
@@ -83,15 +83,6 @@ def is_checkpoint(path: Path) -> bool:
     except StoreError:
         return False
     return True
-
-
-def unwritable(path: Path, error: OSError) -> StoreError:
-    """Return the error for a place that cannot be written."""
-    return StoreError(
-        f"cannot write {path}: {error.strerror or error}.",
-        "a folder with write permission and room for one more checkpoint than are kept",
-        f"{command('df', '-h', path.parent)}; earlier checkpoints are untouched",
-    )
 
 
 class _HashedFile:

@@ -21,8 +21,7 @@ import pyarrow.parquet as pq
 import torch
 
 from stoker.address import masked_values
-from stoker.display import command
-from stoker.errors import InputError, StoreError
+from stoker.errors import InputError, unwritable
 from stoker.loader.batch import Batch
 from stoker.loader.loader import Loader
 from stoker.ownership import SIGNATURE, writing
@@ -158,13 +157,7 @@ def write_parquet(
         with writing(path) as temporary:
             num_rows = _write(temporary, predictions, about, progress)
     except OSError as error:
-        if isinstance(error, StoreError):
-            raise
-        raise StoreError(
-            f"cannot write {path}: {error.strerror or error}.",
-            "a folder with room and write permission",
-            command("df", "-h", path.parent),
-        ) from error
+        raise unwritable(path, error) from error
     return num_rows
 
 
