@@ -246,6 +246,12 @@ def file_error(error: BaseException, path: str | Path | None = None) -> FileErro
         return None
     named = getattr(error, "filename", None)
     named = path if named is None or isinstance(named, int) else named
+    if code == errno.ENOENT and named in (None, "."):
+        try:
+            os.getcwd()  # noqa: PTH109  Path.cwd() is the same call
+        except OSError:
+            here = "the working folder of this shell was removed."
+            return FileError(here, "a folder that exists", "cd ~")
     if named is None:
         return FileError(f"{reason(error)}.", _ALLOWED[code], _COMMANDS.get(code, "df -h; df -i"))
     place = Path(os.fsdecode(named))
@@ -286,15 +292,26 @@ def _what_to_type(code: int, place: Path) -> str:
     return look
 
 
+def require_utf8(path: str | Path) -> None:
+    """Refuse a path with bytes that are not UTF-8, where a library or a file format cannot hold it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise _not_utf8(str(path)) from error
+
+
+def _not_utf8(name: str) -> InputError:
+    return InputError(
+        f"the name {name} holds bytes that are not UTF-8, and a library that stoker uses cannot take it.",
+        "names in UTF-8",
+        command("mv", name, "NAME") if os.path.lexists(name) else "give it another name",
+    )
+
+
 def unusable_name(error: ValueError) -> InputError | None:
-    """Return what to say about a path that is no path: bytes that are not UTF-8, NUL, half a letter."""
+    """Return what to say about a path that is no path: bytes that are not UTF-8, or NUL."""
     if isinstance(error, UnicodeEncodeError) and re.search("[\ud800-\udfff]", str(error.object)):
-        name = str(error.object)
-        return InputError(
-            f"the name {name!r} holds bytes that are not UTF-8, and a library that stoker uses cannot take it.",
-            "names in UTF-8",
-            command("mv", name, "NAME") if os.path.lexists(name) else "give it another name",
-        )
+        return _not_utf8(str(error.object))
     if str(error).startswith("embedded null"):
         return InputError(
             "a path or name that was given holds a NUL character.",

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +22,7 @@ from stoker.errors import InputError, StokerError, unwritable
 from stoker.runs.follow import RunFollower, RunNow
 from stoker.runs.targets import judge_gpu
 from stoker.runs.telemetry import GpuReading, Meter, ProcessReading
-from stoker.units import MB, MIB
+from stoker.units import MB, MIB, local_time
 
 LEAST_INTERVAL_SECONDS = 0.1
 ONCE_SECONDS = 0.2
@@ -216,7 +215,7 @@ class CsvLog:
 
 def _row(snapshot: Snapshot, gpu: GpuReading | None) -> list[Any]:
     """Return one row; csv writes what is unknown as an empty cell."""
-    when = datetime.fromtimestamp(snapshot.time).astimezone()
+    when = local_time(snapshot.time)
     values: dict[str, Any] = {
         "timestamp": f"{when:%Y/%m/%d %H:%M:%S}.{when.microsecond // 1000:03d}"
     }

@@ -237,8 +237,11 @@ def parse_line(line: bytes) -> LogLine | None:
         return None
     try:
         found = parse_json(line)
+        moment = float(found["time"])
+        if not math.isfinite(moment):
+            return None
         return LogLine(
-            float(found["time"]),
+            moment,
             str(found["event"]),
             found["step"],
             found["epoch"],

@@ -33,7 +33,7 @@ import xxhash
 
 from stoker.address import as_url, shown
 from stoker.display import command, quoted
-from stoker.errors import InputError, StoreError, is_full_disk, unwritable
+from stoker.errors import InputError, StoreError, is_full_disk, require_utf8, unwritable
 from stoker.ownership import (
     MARK_NAME,
     Mark,
@@ -97,6 +97,8 @@ def check_target(out: Path, inputs: Sequence[Path]) -> Path:
             "a folder of this machine, or of a disk that it mounts",
             "pack into a folder, copy it to the server, and read it there by its URL (docs/remote.md)",
         )
+    for path in (out, *inputs):
+        require_utf8(path)  # the manifest names them
     if out.is_symlink() and not out.exists():
         raise InputError(
             f"{out} is a link to {out.readlink()}, which does not exist.",

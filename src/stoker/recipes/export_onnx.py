@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stoker.errors import InputError, MissingExtraError, unwritable
+from stoker.errors import InputError, MissingExtraError, require_utf8, unwritable
 from stoker.ownership import SIGNATURE, writing
 from stoker.recipes.export_graph import IMAGE_SIZES, Deployed
 from stoker.recipes.export_lstm import traceable, translations
@@ -63,6 +63,7 @@ def write_onnx(
     """
     if opset is not None and not OPSETS[0] <= opset <= OPSETS[1]:
         raise InputError(f"--opset is {opset}.", f"{OPSETS[0]} to {OPSETS[1]}", "leave --opset out")
+    require_utf8(out)
     for package in ("onnx", "onnxscript"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError.for_package(package, "onnx", "export to ONNX")

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from stoker.display import quoted
-from stoker.errors import SourceError, require_file
+from stoker.errors import SourceError, file_error, require_file
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.store.fields import Array, Dense
 from stoker.store.reader import open_store

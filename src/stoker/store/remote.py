@@ -58,7 +58,7 @@ from stoker.store.remote_cache import (
 from stoker.store.remote_fetch import AbsentError, Remote, UnreachableError
 from stoker.store.shard import Shard
 from stoker.strict_json import json_text
-from stoker.units import format_bytes
+from stoker.units import format_bytes, local_time
 
 _TRIES = 4
 _PAUSE_SECONDS = 0.5
@@ -84,7 +84,7 @@ def update_mirror(url: str) -> tuple[Path, tuple[str, ...]]:
         newest = _newest_version(cache, home)
         if newest is None:
             raise
-        seen = time.strftime("%Y-%m-%d %H:%M", time.localtime(_seen(newest)))
+        seen = f"{local_time(_seen(newest)):%Y-%m-%d %H:%M}"
         return newest, (f"offline: {error.given} The version of {seen} is used.",)
     folder = home / xxhash.xxh3_64_hexdigest(text)
     if not _same_bytes(folder / MANIFEST_NAME, text) or not cache.owns(folder):

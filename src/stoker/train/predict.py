@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import torch
 
 from stoker.address import masked_values
-from stoker.errors import InputError, unwritable
+from stoker.errors import InputError, require_utf8, unwritable
 from stoker.loader.batch import Batch
 from stoker.loader.loader import Loader
 from stoker.ownership import SIGNATURE, writing
@@ -152,6 +152,7 @@ def write_parquet(
         progress: Told about rows.
     """
     path, progress = Path(path), progress or Silent()
+    require_utf8(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with writing(path) as temporary:
