@@ -178,7 +178,8 @@ def _from_other_keys(settings: Settings, given: Mapping[str, Any]) -> dict[str, 
         asked = {"epochs": max(1, settings.epochs)} | _augmentation(settings, given)
     elif settings.recipe == "tabular":
         asked = {name: getattr(settings, name) for name in _BOUNDS if not settings.is_default(name)}
-        free = {"batch_size": settings.samples_per_update}
+        most = settings.max_training_samples or settings.samples_per_update
+        free = {"batch_size": min(settings.samples_per_update, most)}
     elif settings.recipe == "forex" and given.get("stateful"):
         free = {"lanes": settings.batch_size}
     for name, value in asked.items():

@@ -483,9 +483,18 @@ class Run:
             f"{STORE_NOTE}{as_url(self.store.name) or self.store.path.resolve()}",
             *self.job.notes,
             *self._rank_notes(),
+            *self._batch_notes(),
             f"data {train.reason}",
             *settings.notes,
             *chosen.notes,
+        ]
+
+    def _batch_notes(self) -> list[str]:
+        have, asked = len(self.job.samples["train"]), self.settings.batch_size
+        if asked <= have:
+            return []
+        return [
+            f"batch_size is {asked:,}, and there are {have:,} training samples: one batch has all"
         ]
 
     def _rank_notes(self) -> list[str]:

@@ -187,7 +187,9 @@ class TabularRecipe:
             goal = Regress(targets["train"], targets["val"], chosen.loss)
         else:
             goal = Classify(task.classes, targets["train"], targets["val"], chosen.class_weights)
-        factor, why_lr = lr_factor(chosen.batch_size, chosen.reference_batch, chosen.lr_rule)
+        factor, why_lr = lr_factor(
+            chosen.batch_size, chosen.reference_batch, chosen.lr_rule, len(samples["train"])
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model, why_model = _make_model(store, inputs, samples["train"], task, goal, chosen)
