@@ -242,10 +242,15 @@ def _check_columns(faults: Mapping[int, str], table: Any, path: str) -> None:
     for name in table.column_names:
         about = [fault for fault in faults.values() if fault.startswith(f"column {name!r} ")]
         if 2 * len(about) >= table.num_rows:
+            large = "a whole number" in about[0]
             raise SourceError(
                 f"{path}: {about[0]}, in {len(about):,} of {table.num_rows:,} rows.",
-                "columns of numbers, and one --target that may be text",
-                f"--target {quoted(name)}, or --drop {quoted(name)}",
+                "numbers that a float holds exactly; number classes from 0, or name them by text"
+                if large
+                else "columns of numbers, and one --target that may be text",
+                f"--drop {quoted(name)}"
+                if large
+                else f"--target {quoted(name)}, or --drop {quoted(name)}",
             )
 
 
@@ -379,7 +384,8 @@ def _floats_one_by_one(column: Any, name: str, faults: dict[int, str]) -> Array:
     for row, cell in enumerate(column.to_pylist()):
         number = _number(cell) if isinstance(cell, str | None) else None
         if number is None:
-            faults.setdefault(row, f"column {name!r} holds {cell!r}, not a number")
+            why = "a whole number above 2**53" if isinstance(cell, int) else "not a number"
+            faults.setdefault(row, f"column {name!r} holds {cell!r}, {why}")
         else:
             values[row] = number
     return values
