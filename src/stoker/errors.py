@@ -128,6 +128,7 @@ _EXTRAS = {
     "aiohttp": ("aiohttp", "remote"),
     "matplotlib": ("matplotlib", "plots"),
     "onnx": ("onnx", "onnx"),
+    "onnx_ir": ("onnx-ir", "onnx"),
     "onnxruntime": ("onnxruntime", "onnx"),
     "onnxscript": ("onnxscript", "onnx"),
     "safetensors": ("safetensors", "safetensors"),
@@ -137,6 +138,11 @@ _EXTRAS = {
     "torchdata": ("torchdata", "torchdata"),
 }
 """Modules of optional packages: the package's name, and the extra of pyproject.toml that brings it."""
+
+
+_NEEDED = frozenset(
+    ("cloudpickle", "h5py", "numpy", "psutil", "pyarrow", "pydantic", "rich", "torch", "typer", "xxhash", "yaml")
+)  # fmt: skip
 
 
 def install_command(extra: str = "") -> str:
@@ -160,10 +166,11 @@ def missing_package(error: ImportError) -> MissingExtraError | None:
     package, extra = _EXTRAS.get(module, (module, ""))
     if extra:
         return MissingExtraError.for_package(package, extra, "this command")
+    ours = module in _NEEDED
     return MissingExtraError(
         f"the package {package!r} is not installed.",
-        "an environment with the packages that stoker needs",
-        install_command(),
+        "an environment with the packages that stoker needs" if ours else "an installed package",
+        install_command() if ours else command("pip", "install", package),
     )
 
 
@@ -271,6 +278,9 @@ def unwritable(path: str | Path, error: BaseException, what: str = "") -> Stoker
     code = system_code(error) or errno.ENOSPC
     allowed = _ALLOWED.get(code, "a folder with room and write permission")
     given = f"cannot write {what} {path}".replace("  ", " ")
+    named = getattr(error, "filename", None)
+    if isinstance(named, str) and Path(path).parent not in Path(named).parents:
+        given += f" ({named})"  # something else that the writing needs
     return FileError(f"{given}: {reason(error)}.", allowed, _what_to_type(code, Path(path)))
 
 
