@@ -17,7 +17,7 @@ import errno
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -227,12 +227,18 @@ def system_code(error: BaseException) -> int | None:
 
 def is_full_disk(error: BaseException) -> bool:
     """Whether an error, or one that it came from, is that of a disk without room."""
-    chain: BaseException | None = error
-    while chain is not None:
-        if system_code(chain) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return True
-        chain = chain.__cause__
-    return False
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return any(system_code(each) in full for each in with_causes(error))
+
+
+def with_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from; one may be its own cause."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__
 
 
 def reason(error: BaseException) -> str:

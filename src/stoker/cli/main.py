@@ -7,6 +7,7 @@ so that `stoker --help` answers in well under half a second.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -41,7 +42,7 @@ from stoker.cli import (
     tune,
     verify,
 )
-from stoker.cli.terminal import echo, make_console, print_json, styled
+from stoker.cli.terminal import STDOUT, echo, make_console, print_json, styled
 from stoker.display import printable
 from stoker.errors import (
     EXIT_DONE,
@@ -54,6 +55,7 @@ from stoker.errors import (
     file_error,
     missing_package,
     unusable_name,
+    with_causes,
 )
 from stoker.strict_json import parse_json
 
@@ -64,7 +66,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_STDOUT = "standard output"
 _DATA, _TRAINING, _LOOKING = "Data", "Training", "Why it is slow, and how it goes"
 app.add_typer(pack.app, name="pack", rich_help_panel=_DATA)
 app.command("inspect", rich_help_panel=_DATA)(inspect.inspect)
@@ -171,7 +172,7 @@ def run() -> NoReturn:
     try:
         _flush_output()
     except OSError as error:
-        code = _tell(file_error(error, _STDOUT) or FileError(f"{_STDOUT}: {error}."))
+        code = _tell(file_error(error, STDOUT) or FileError(f"{STDOUT}: {error}."))
     sys.exit(code if isinstance(code, int) else EXIT_DONE)
 
 
@@ -197,10 +198,25 @@ def _command_line() -> Callable[..., object]:
     while waiting:
         one = waiting.pop()
         waiting.extend(getattr(one, "commands", {}).values())
+        if one.callback is not None:
+            one.callback = _without_end_of_file(one.callback)
         for option in one.params:
             if "--json" in option.opts:
                 option.is_eager, option.callback = True, _promise_json
     return whole
+
+
+def _without_end_of_file(verb: Callable[..., object]) -> Callable[..., object]:
+    """Return `verb` with another error in the place of EOFError, which typer takes for Ctrl-D."""
+
+    @functools.wraps(verb)
+    def run_verb(*given: Any, **options: Any) -> object:
+        try:
+            return verb(*given, **options)
+        except EOFError as error:
+            raise RuntimeError(f"a file ended too early: {error}") from error
+
+    return run_verb
 
 
 def _promise_json(context: object, option: object, value: bool) -> bool:  # noqa: ARG001  as click calls it
@@ -234,8 +250,7 @@ def _typed() -> list[str]:
 
 def _known(error: Exception) -> StokerError | None:
     """Return what to say about an error that the machine or the input has caused; None for our own."""
-    found: BaseException | None = error
-    while found is not None:
+    for found in with_causes(error):
         known: StokerError | None = None
         if isinstance(found, StokerError):
             known = found
@@ -243,19 +258,9 @@ def _known(error: Exception) -> StokerError | None:
             known = missing_package(found)
         elif isinstance(found, ValueError):
             known = unusable_name(found)
-        known = known or file_error(found, _failed_stream())
+        known = known or file_error(found)
         if known is not None:
             return known
-        found = found.__cause__
-    return None
-
-
-def _failed_stream() -> str | None:
-    """Return the name of standard output where that is what cannot be written: its error names no file."""
-    try:
-        _flush_output()
-    except OSError:
-        return _STDOUT
     return None
 
 
