@@ -13,6 +13,7 @@ import stoker
 
 PACKAGE = Path(stoker.__file__).parent
 LAYERS = [
+    {"strict_json"},
     {"address"},
     {"display"},
     {"errors"},

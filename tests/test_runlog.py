@@ -240,7 +240,7 @@ def test_report_loads_no_torch_and_nothing_above_it():
     check = (
         "import sys, stoker.report\n"
         "mine = {m for m in sys.modules if m.startswith('stoker.')}\n"
-        "lower = {'errors', 'units', 'lifetime', 'ownership', 'report', 'address', 'display'}\n"
+        "lower = {'errors', 'units', 'lifetime', 'ownership', 'report', 'address', 'display', 'strict_json'}\n"
         "assert mine <= {f'stoker.{name}' for name in lower}, mine\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     )

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import os
 import re
 import traceback
@@ -25,6 +24,8 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote, unquote
+
+from stoker.strict_json import exact_text
 
 MARK = "***"
 """Stands where a secret was."""
@@ -249,5 +250,5 @@ def _forms(secret: str) -> set[str]:
         quote(bare, safe, errors="surrogatepass") + end for safe in ("", ":", ":@/!$&'()*+,;=~")
     }
     forms = {secret, plain, str(PurePosixPath(secret)), str(PurePosixPath(plain)), *encoded}
-    forms |= {repr(form)[1:-1] for form in forms} | {json.dumps(form)[1:-1] for form in forms}
+    forms |= {repr(form)[1:-1] for form in forms} | {exact_text(form)[1:-1] for form in forms}
     return {form for form in forms if len(form) > 1}

@@ -8,7 +8,6 @@ microseconds.
 from __future__ import annotations
 
 import html
-import json
 import os
 import re
 import shlex
@@ -16,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import PurePath
 
 from stoker.address import MARK, masked, shown
+from stoker.strict_json import json_text
 
 # Control characters, what turns the direction of text around, line ends of Unicode, what cannot be seen, and
 # halves of characters (bytes of a file name that are not UTF-8). Joiners stay: scripts and emoji need them.
@@ -55,7 +55,7 @@ def escaped_json(text: str) -> str:
 
 def _escaped_in_json(match: re.Match[str]) -> str:
     # Inside strings `json` has escaped line ends already; the others are its own.
-    return match[0] if match[0] == "\n" else json.dumps(match[0])[1:-1]
+    return match[0] if match[0] == "\n" else json_text(match[0])[1:-1]
 
 
 # -- commands ------------------------------------------------------------------------------------

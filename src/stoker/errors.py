@@ -12,12 +12,17 @@ carries the exit code that the command line ends with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import errno
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.address import as_url, shown
-from stoker.display import command, printable, secret_hint
+from stoker.display import command, printable, quoted, secret_hint
 
 EXIT_DONE = 0
 EXIT_OURS = 1
@@ -79,6 +84,10 @@ class StoreError(StokerError, OSError):
         return str(self.args[0])
 
 
+class FileError(StoreError):
+    """A file or folder that the system does not let stoker read or write: a full disk, no permission."""
+
+
 class StoreVersionError(StoreError):
     """A store written by another format version than this code reads."""
 
@@ -106,8 +115,230 @@ class MissingExtraError(StokerError, ImportError):
         return cls(
             f"{purpose} needs the package {package!r}, which is not installed.",
             f"any install with the extra {extra!r}",
-            f"pip install 'stoker[{extra}]'",
+            install_command(extra),
         )
+
+
+# -- errors of the system and of the installation --------------------------------------------------
+
+_EXTRAS = {
+    "PIL": ("pillow", "vision"),
+    "rdkit": ("rdkit", "chem"),
+    "torch_geometric": ("torch-geometric", "chem"),
+    "torchao": ("torchao", "quant"),
+    "distributed": ("distributed", "cluster"),
+    "dask": ("dask", "cluster"),
+    "fsspec": ("fsspec", "remote"),
+    "aiohttp": ("aiohttp", "remote"),
+    "matplotlib": ("matplotlib", "plots"),
+    "onnx": ("onnx", "onnx"),
+    "onnx_ir": ("onnx-ir", "onnx"),
+    "onnxruntime": ("onnxruntime", "onnx"),
+    "onnxscript": ("onnxscript", "onnx"),
+    "safetensors": ("safetensors", "safetensors"),
+    "lightning": ("lightning", "lightning"),
+    "accelerate": ("accelerate", "accelerate"),
+    "transformers": ("transformers", "huggingface"),
+    "torchdata": ("torchdata", "torchdata"),
+}
+"""Modules of optional packages: the package's name, and the extra of pyproject.toml that brings it."""
+
+
+_NEEDED = frozenset(
+    ("cloudpickle", "h5py", "numpy", "psutil", "pyarrow", "pydantic", "rich", "torch", "typer", "xxhash", "yaml")
+)  # fmt: skip
+
+
+def install_command(extra: str = "") -> str:
+    """Return what to type to install stoker with an extra: from the checkout, where this is one."""
+    behind = f"[{extra}]" if extra else ""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "pyproject.toml").is_file() or root / "src" not in Path(__file__).parents:
+        return command("pip", "install", f"stoker{behind}")
+    try:
+        place = "." if Path.cwd() == root else str(root)
+    except OSError:  # the working folder is gone
+        place = str(root)
+    return command("pip", "install", "-e", f"{place}{behind}")
+
+
+def missing_package(error: ImportError) -> MissingExtraError | None:
+    """Return what to say about a package that is not installed; None where `error` is something else."""
+    module = (error.name or "").partition(".")[0]
+    if not module or module == "stoker" or not isinstance(error, ModuleNotFoundError):
+        return None
+    package, extra = _EXTRAS.get(module, (module, ""))
+    if extra:
+        return MissingExtraError.for_package(package, extra, "this command")
+    ours = module in _NEEDED
+    return MissingExtraError(
+        f"the package {package!r} is not installed.",
+        "an environment with the packages that stoker needs" if ours else "an installed package",
+        install_command() if ours else command("pip", "install", package),
+    )
+
+
+_DISK = "a disk with free space and free inodes, within its quota"
+_ALLOWED = {
+    errno.ENOSPC: _DISK,
+    errno.EDQUOT: _DISK,
+    errno.EFBIG: "a file within the size that the disk and `ulimit -f` allow",
+    errno.EROFS: "a disk that can be written",
+    errno.EACCES: "a place that you have permission for",
+    errno.EPERM: "a place that you have permission for",
+    errno.ENOENT: "a file or folder that exists",
+    errno.ENOTDIR: "a path whose folders are folders",
+    errno.EISDIR: "the name of a file",
+    errno.EEXIST: "a name that is free",
+    errno.ENOTEMPTY: "an empty folder",
+    errno.ELOOP: "a path without a circle of links",
+    errno.ENAMETOOLONG: "names of at most 255 bytes",
+    errno.EILSEQ: "a name that the disk can hold",
+    errno.EBUSY: "a place that nobody else uses",
+    errno.ETXTBSY: "a place that nobody else uses",
+    errno.EXDEV: "a place on one disk",
+    errno.EIO: "a disk without faults",
+    errno.ENXIO: "a disk that answers",
+    errno.ENODEV: "a disk that answers",
+    errno.ESTALE: "a disk that answers",
+    errno.EREMOTEIO: "a disk that answers",
+    errno.ENOMEM: "enough free memory",
+    errno.EAGAIN: "enough processes and threads for this user",
+    errno.EMFILE: "enough open files for this process",
+    errno.ENFILE: "enough open files on this machine",
+}
+"""Codes of errors that say something about the machine, not about stoker, and what would have been right."""
+_COMMANDS = {
+    errno.EFBIG: "ulimit -f unlimited",
+    errno.EIO: "sudo dmesg | tail",
+    errno.ENOMEM: "free -h",
+    errno.EAGAIN: "ulimit -u unlimited",
+    errno.EMFILE: "ulimit -n 4096",
+    errno.ENFILE: "cat /proc/sys/fs/file-nr",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+# HDF5 and Rust put the code into their texts only.
+_CODE = re.compile(r"errno = (\d+)|\[[Ee]rrno (\d+)\]|\(os error (\d+)\)")
+
+
+def system_code(error: BaseException) -> int | None:
+    """Return the code of an error of the system, from its text where a library left it there."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code is None and (found := _CODE.search(str(error))):
+        code = int(next(filter(None, found.groups())))
+    return code
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, is that of a disk without room."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return any(system_code(each) in full for each in with_causes(error))
+
+
+def with_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from; one may be its own cause."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__
+
+
+def reason(error: BaseException) -> str:
+    """Return why the system refused, in its own words: "No space left on device"."""
+    code = system_code(error)
+    return str(error) if code is None else os.strerror(code)
+
+
+def file_error(error: BaseException, path: str | Path | None = None) -> FileError | None:
+    """Return what to say about an error of the system; None where it says nothing about the machine.
+
+    Args:
+        error: As it was raised, by Python or by a library.
+        path: What was read or written, where the error does not name it.
+    """
+    code = system_code(error)
+    if code not in _ALLOWED:
+        return None
+    named = getattr(error, "filename", None)
+    named = path if named is None or isinstance(named, int) else named
+    if code == errno.ENOENT and named in (None, "."):
+        try:
+            os.getcwd()  # noqa: PTH109  Path.cwd() is the same call
+        except OSError:
+            here = "the working folder of this shell was removed."
+            return FileError(here, "a folder that exists", "cd ~")
+    if named is None:
+        return FileError(f"{reason(error)}.", _ALLOWED[code], _COMMANDS.get(code, "df -h; df -i"))
+    place = Path(os.fsdecode(named))
+    return FileError(f"{place}: {reason(error)}.", _ALLOWED[code], _what_to_type(code, place))
+
+
+def unwritable(path: str | Path, error: BaseException, what: str = "") -> StokerError:
+    """Return the error for a file that cannot be written, whatever the reason.
+
+    Args:
+        path: As the user knows it.
+        error: As it was raised; one of stoker's own is returned as it is.
+        what: What the file is: "the run log".
+    """
+    if isinstance(error, StokerError):
+        return error
+    code = system_code(error) or errno.ENOSPC
+    allowed = _ALLOWED.get(code, "a folder with room and write permission")
+    given = f"cannot write {what} {path}".replace("  ", " ")
+    named = getattr(error, "filename", None)
+    if isinstance(named, str) and Path(path).parent not in Path(named).parents:
+        given += f" ({named})"  # something else that the writing needs
+    return FileError(f"{given}: {reason(error)}.", allowed, _what_to_type(code, Path(path)))
+
+
+def _what_to_type(code: int, place: Path) -> str:
+    if code in _COMMANDS:
+        return _COMMANDS[code]
+    folder = place.parent.absolute()
+    while not os.path.lexists(folder) and folder != folder.parent:
+        folder = folder.parent
+    if code not in (errno.ENOSPC, errno.EDQUOT):
+        return command("ls", "-ld", folder)
+    is_temporary = False
+    look = f"{command('df', '-h', folder)}; {command('df', '-i', folder)}"
+    with contextlib.suppress(OSError, ValueError, IndexError):  # not there, or there is none
+        inside = place.relative_to(tempfile.gettempdir()).parts
+        is_temporary = inside[0].startswith("stoker-")
+    if is_temporary:
+        look += f", or TMPDIR={quoted('FOLDER')} before the command, with a folder of a larger disk"
+    return look
+
+
+def require_utf8(path: str | Path) -> None:
+    """Refuse a path with bytes that are not UTF-8, where a library or a file format cannot hold it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise _not_utf8(str(path)) from error
+
+
+def _not_utf8(name: str) -> InputError:
+    return InputError(
+        f"the name {name} holds bytes that are not UTF-8, and a library that stoker uses cannot take it.",
+        "names in UTF-8",
+        command("mv", name, "NAME") if os.path.lexists(name) else "give it another name",
+    )
+
+
+def unusable_name(error: ValueError) -> InputError | None:
+    """Return what to say about a path that is no path: bytes that are not UTF-8, or NUL."""
+    if isinstance(error, UnicodeEncodeError) and re.search("[\ud800-\udfff]", str(error.object)):
+        return _not_utf8(str(error.object))
+    if str(error).startswith("embedded null"):
+        return InputError(
+            "a path or name that was given holds a NUL character.",
+            "names without control characters",
+            "look for \\0 in the config and in the names of fields and columns",
+        )
+    return None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import json
 import os
 import secrets
 import select
@@ -30,6 +29,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from stoker.strict_json import json_text, parse_json
+
 TAG = "STOKER_JOB"
 """Environment variable that every child carries; its value names the process that started it."""
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -39,6 +40,7 @@ _TRACKER_SECONDS = 1.0
 _JANITOR = """
 import sys
 sys.path.insert(0, sys.argv[1])
+from stoker.strict_json import json_text, parse_json
 from stoker.lifetime import keep_watch
 from stoker.ownership import remove_leftover
 keep_watch(int(sys.argv[2]), remove_leftover)
@@ -173,7 +175,7 @@ class _Janitor:
     def _write(self, line: dict[str, Any]) -> None:
         # A janitor that was killed costs the cleaning, not the job.
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._pipe, json.dumps(line).encode() + b"\n")
+            os.write(self._pipe, json_text(line).encode() + b"\n")
 
     def end_normally(self, owner: int) -> None:
         if os.getpid() == owner:
@@ -210,7 +212,7 @@ def keep_watch(owner: int, remove: Callable[[str, str], None]) -> None:
     left: dict[str, str] = {}
     tag, ended = "", False
     for text in _lines_until_death(owner):
-        line = json.loads(text)
+        line = parse_json(text)
         tag = line.get("tag", tag)
         ended = line.get("end", ended)
         if "add" in line:

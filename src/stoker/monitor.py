@@ -12,18 +12,17 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 
 from stoker.display import quoted
-from stoker.errors import InputError, StoreError
+from stoker.errors import InputError, StokerError, unwritable
 from stoker.runs.follow import RunFollower, RunNow
 from stoker.runs.targets import judge_gpu
 from stoker.runs.telemetry import GpuReading, Meter, ProcessReading
-from stoker.units import MB, MIB
+from stoker.units import MB, MIB, local_time
 
 LEAST_INTERVAL_SECONDS = 0.1
 ONCE_SECONDS = 0.2
@@ -204,12 +203,8 @@ class CsvLog:
         except OSError as error:
             raise self._refused(error) from error
 
-    def _refused(self, error: OSError) -> StoreError:
-        return StoreError(
-            f"cannot write {self.path}: {error.strerror}.",
-            "a file in a folder with room and write permission",
-            "--csv gpu_log.csv",
-        )
+    def _refused(self, error: OSError) -> StokerError:
+        return unwritable(self.path, error)
 
     def __enter__(self) -> Self:
         return self
@@ -220,7 +215,7 @@ class CsvLog:
 
 def _row(snapshot: Snapshot, gpu: GpuReading | None) -> list[Any]:
     """Return one row; csv writes what is unknown as an empty cell."""
-    when = datetime.fromtimestamp(snapshot.time).astimezone()
+    when = local_time(snapshot.time)
     values: dict[str, Any] = {
         "timestamp": f"{when:%Y/%m/%d %H:%M:%S}.{when.microsecond // 1000:03d}"
     }

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import json
 import os
 import secrets
 import shutil
@@ -35,7 +34,8 @@ from typing import IO
 
 from stoker import lifetime
 from stoker.display import quoted
-from stoker.errors import InputError
+from stoker.errors import InputError, StokerError, file_error
+from stoker.strict_json import json_text, parse_json
 
 MARK_NAME = ".stoker"
 SIGNATURE = "made-by-stoker"
@@ -71,7 +71,7 @@ def read_mark(folder: Path, kind: str) -> Mark | None:
     try:
         descriptor = os.open(folder / MARK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
-            found = json.loads(file.read(_MARK_BYTES))
+            found = parse_json(file.read(_MARK_BYTES))
         mark = Mark(str(found["kind"]), str(found["id"]), tuple(map(str, found.get("files", ()))))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -84,7 +84,7 @@ def write_mark(folder: Path, mark: Mark) -> Mark:
     The caller has made the folder, or found it empty, or knows what in it is ours.
     """
     path = folder / MARK_NAME
-    text = json.dumps({SIGNATURE: True, "kind": mark.kind, "id": mark.id, "files": mark.files})
+    text = json_text({SIGNATURE: True, "kind": mark.kind, "id": mark.id, "files": mark.files})
     with writing(path, lambda _: read_mark(folder, mark.kind) is not None) as temporary:
         write_new(temporary, text + "\n")
     return mark
@@ -101,6 +101,7 @@ def claim_folder(folder: Path, kind: str, what: str) -> Mark:
     Raises:
         InputError: It is a link, a file, or a folder with other things in it.
     """
+    was_there = os.path.lexists(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink() or not folder.is_dir():
         raise refused(folder, f"{what} has to be a folder of its own")
@@ -110,7 +111,13 @@ def claim_folder(folder: Path, kind: str, what: str) -> Mark:
     others = [name for name in names if not _is_temporary_of(name, MARK_NAME)]
     if others:
         raise refused(folder, f"stoker needs this name for {what}", others)
-    return write_mark(folder, Mark(kind, secrets.token_hex(16)))
+    try:
+        return write_mark(folder, Mark(kind, secrets.token_hex(16)))
+    except OSError:
+        if not was_there:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def refused(path: Path, why: str, others: Collection[str] = ()) -> InputError:
@@ -319,6 +326,19 @@ def writing(path: str | Path, is_ours: IsOurs = has_signature) -> Iterator[Path]
         yield temporary
         fsync(temporary)
         rename_over(temporary, target, is_ours)
+    except StokerError:
+        raise
+    except OSError as error:
+        # A failed write does not say where, and nobody knows the temporary name.
+        if error.filename in (None, str(temporary)):
+            error.filename = str(path)
+        raise
+    except Exception as error:
+        # Libraries in Rust have errors of their own for a full disk.
+        known = file_error(error, path)
+        if known is None:
+            raise
+        raise known from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

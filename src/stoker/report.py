@@ -10,7 +10,6 @@ line torn by a crash is left out by the reader and cut off when the log is opene
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -22,8 +21,16 @@ from typing import Any, Protocol, Self
 
 from stoker.address import masked, shown
 from stoker.display import command, escaped_json
-from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
+from stoker.errors import (
+    CorruptError,
+    InputError,
+    MissingExtraError,
+    StokerError,
+    StoreError,
+    unwritable,
+)
 from stoker.ownership import empty_file, open_own_file
+from stoker.strict_json import json_text, parse_json
 
 # -- progress ------------------------------------------------------------------------------------
 
@@ -195,7 +202,7 @@ class RunLog:
             "event": event,
             "values": plain,
         }
-        text = json.dumps(line, ensure_ascii=False, allow_nan=False)
+        text = json_text(line, ensure_ascii=False)
         # File names may hold bytes that are not UTF-8; escaped they are JSON all the same.
         self._append(escaped_json(text).encode() + b"\n")
         if self._scalars is not None and step is not None:
@@ -217,12 +224,8 @@ class RunLog:
             empty_file(self._file, before)
             raise self._refused(error) from error
 
-    def _refused(self, error: OSError) -> StoreError:
-        return StoreError(
-            f"cannot write the run log {self.path}: {error.strerror}.",
-            "a folder with room and write permission",
-            command("df", "-h", self.path.parent),
-        )
+    def _refused(self, error: OSError) -> StokerError:
+        return unwritable(self.path, error, "the run log")
 
     def close(self) -> None:
         """End the log; a second call does nothing."""
@@ -277,9 +280,12 @@ def parse_line(line: bytes) -> LogLine | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        found = json.loads(line)
+        found = parse_json(line)
+        moment = float(found["time"])
+        if not math.isfinite(moment):
+            return None
         return LogLine(
-            float(found["time"]),
+            moment,
             str(found["event"]),
             found["step"],
             found["epoch"],

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+from datetime import UTC, datetime
 from typing import Any
 
 from stoker.errors import InputError
@@ -145,6 +146,18 @@ def format_seconds(seconds: float | None) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def local_time(seconds: float) -> datetime:
+    """Return a moment, in seconds since 1970, on the clock of this machine.
+
+    In UTC where $TZ says nothing that a clock can show; the year 9999 for moments after it.
+    """
+    try:
+        return datetime.fromtimestamp(seconds).astimezone()
+    except (ValueError, OverflowError, OSError):
+        last = datetime(9999, 12, 31, tzinfo=UTC)
+        return datetime.fromtimestamp(seconds, UTC) if 0 <= seconds < last.timestamp() else last
 
 
 def format_rate(num_bytes: float | None, seconds: float | None) -> str:

@@ -20,6 +20,7 @@ from stoker.cli.config import SetOption, StoreOption
 from stoker.cli.terminal import make_console, print_json, styled
 from stoker.cli.train import DeviceOption
 from stoker.errors import EXIT_INTERRUPTED
+from stoker.strict_json import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -249,12 +250,11 @@ def _print_plain(console: Console, line: str) -> None:
 
 
 def _write(found: Consultation, html: Path | None, out: Path | None) -> None:
-    import json
 
     from stoker.ownership import SIGNATURE, write_text
 
     if out is not None:
-        write_text(out, json.dumps({"generator": SIGNATURE, **found.to_json()}, indent=1) + "\n")
+        write_text(out, json_text({"generator": SIGNATURE, **found.to_json()}, indent=1) + "\n")
     if html is not None:
         from stoker.doctor.findings_page import findings_page
 

@@ -7,12 +7,13 @@ so that `stoker --help` answers in well under half a second.
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -36,20 +37,27 @@ from stoker.cli import (
     profile,
     quantize,
     report,
+    terminal,
     train,
     tune,
     verify,
 )
-from stoker.cli.terminal import echo, make_console, styled
+from stoker.cli.terminal import STDOUT, echo, make_console, print_json, styled
 from stoker.display import printable
 from stoker.errors import (
     EXIT_DONE,
     EXIT_INPUT,
     EXIT_INTERRUPTED,
     EXIT_OURS,
+    FileError,
     OtherRankError,
     StokerError,
+    file_error,
+    missing_package,
+    unusable_name,
+    with_causes,
 )
+from stoker.strict_json import parse_json
 
 app = typer.Typer(
     name="stoker",
@@ -125,16 +133,18 @@ def _end_well() -> None:
 
 def run() -> NoReturn:
     """Run the command line and end the process with the exit code of `errors.py`."""
+    _open_missing_streams()
     _end_well()
     words = _typed()
     for word in words:
         keep_secrets(word)
     try:
         # Named, so that completion and usage are those of `stoker` under `python -m stoker` too.
-        code = app(words, prog_name="stoker", standalone_mode=False)
+        code = _command_line()(words, prog_name="stoker", standalone_mode=False)
     except _EndedBySignal as ended:
         # As if it had not been caught: a shell, `timeout` or a scheduler sees which signal it was.
-        _flush_output()
+        with contextlib.suppress(OSError):
+            _flush_output()
         lifetime.end_normally()
         signal.signal(ended.number, signal.SIG_DFL)
         os.kill(os.getpid(), ended.number)
@@ -143,8 +153,7 @@ def run() -> NoReturn:
         code = error.exit_code
     except StokerError as error:
         _show_traceback(error)
-        _complain(str(error))
-        code = error.exit_code
+        code = _tell(error)
     except (KeyboardInterrupt, typer.Abort):  # newer typers return 130 instead
         code = EXIT_INTERRUPTED
     except SystemExit:
@@ -154,26 +163,115 @@ def run() -> NoReturn:
     except Exception as error:  # noqa: BLE001  the last line of defence: report, do not crash
         code = _usage(error)
         if code is None:
-            _our_fault(error)
-            code = EXIT_OURS
+            known = _known(error)
+            code = _our_fault(error) if known is None else _tell(known)
     if code == EXIT_INTERRUPTED:
         # It ends already: one more Ctrl-C would only change how (Python gives the signal back at its end).
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if not _other_rank():
             _complain("interrupted; what was finished is kept")
+    try:
+        _flush_output()
+    except OSError as error:
+        code = _tell(file_error(error, STDOUT) or FileError(f"{STDOUT}: {error}."))
     sys.exit(code if isinstance(code, int) else EXIT_DONE)
 
 
+def _open_missing_streams() -> None:
+    """Put /dev/null where a standard stream is closed: the next file that is opened would take its number.
+
+    What a child prints would then stand in that file.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # Opened in rising order, so that each gets the lowest number, which is its own.
+            os.open(os.devnull, os.O_RDWR if number else os.O_RDONLY)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+def _command_line() -> Callable[..., object]:
+    """Return the whole command; each `--json` in it notes that a document is promised."""
+    whole = typer.main.get_command(app)
+    waiting: list[Any] = [whole]
+    while waiting:
+        one = waiting.pop()
+        waiting.extend(getattr(one, "commands", {}).values())
+        if one.callback is not None:
+            one.callback = _without_end_of_file(one.callback)
+        for option in one.params:
+            if "--json" in option.opts:
+                option.is_eager, option.callback = True, _promise_json
+    return whole
+
+
+def _without_end_of_file(verb: Callable[..., object]) -> Callable[..., object]:
+    """Return `verb` with another error in the place of EOFError, which typer takes for Ctrl-D."""
+
+    @functools.wraps(verb)
+    def run_verb(*given: Any, **options: Any) -> object:
+        try:
+            return verb(*given, **options)
+        except EOFError as error:
+            raise RuntimeError(f"a file ended too early: {error}") from error
+
+    return run_verb
+
+
+def _promise_json(context: object, option: object, value: bool) -> bool:  # noqa: ARG001  as click calls it
+    terminal.json_is_promised = value
+    return value
+
+
 def _flush_output() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    """Write what is held back; a full disk behind `>` is an error like any other."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # its reader went away
+        _drop_output()
+    except OSError:
+        _drop_output()
+        raise
+
+
+def _drop_output() -> None:
+    """Let what cannot be written go, so that Python does not try again at its end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
 
 
 def _typed() -> list[str]:
     """Return the words behind `stoker`; those with passwords come by the environment where we start it."""
     hidden = os.environ.pop(HIDDEN_WORDS, None)
-    return sys.argv[1:] if hidden is None else list(json.loads(hidden))
+    return sys.argv[1:] if hidden is None else list(parse_json(hidden))
+
+
+def _known(error: Exception) -> StokerError | None:
+    """Return what to say about an error that the machine or the input has caused; None for our own."""
+    for found in with_causes(error):
+        known: StokerError | None = None
+        if isinstance(found, StokerError):
+            known = found
+        elif isinstance(found, ImportError):
+            known = missing_package(found)
+        elif isinstance(found, ValueError):
+            known = unusable_name(found)
+        known = known or file_error(found)
+        if known is not None:
+            return known
+    return None
+
+
+def _tell(error: StokerError) -> int:
+    """Print an error: as text on stderr, and as the document that `--json` promises on stdout."""
+    _complain(str(error))
+    if terminal.json_is_promised and not _other_rank():
+        parts = {"given": error.given, "allowed": error.allowed, "fix": error.fix}
+        print_json({"error": {**parts, "details": error.details, "exit_code": error.exit_code}})
+    return error.exit_code
 
 
 def _usage(error: Exception) -> int | None:
@@ -214,10 +312,11 @@ def _show_traceback(error: Exception) -> None:
             echo(line, err=True)
 
 
-def _our_fault(error: Exception) -> None:
+def _our_fault(error: Exception) -> int:
     _show_traceback(error)
     notes = "".join(f"\n{printable(note)}" for note in getattr(error, "__notes__", ()))
     _complain(
         f"{type(error).__name__}: {printable(str(error))}{notes}\n"
         "This is a fault in stoker, not in your input. STOKER_TRACEBACK=1 before the command shows where."
     )
+    return EXIT_OURS

@@ -14,7 +14,6 @@ import typer
 
 from stoker.address import masked
 from stoker.cli.terminal import echo, print_json
-from stoker.display import command
 
 if TYPE_CHECKING:
     from stoker.compat.migrate.convert import Migration
@@ -85,7 +84,7 @@ def _check(text: str, file: str) -> None:
 
 
 def _write(new: Path, text: str) -> None:
-    from stoker.errors import InputError
+    from stoker.errors import unwritable
 
     try:
         with new.open("x", encoding="utf-8") as file:
@@ -93,11 +92,7 @@ def _write(new: Path, text: str) -> None:
                 new.chmod(0o600)
             file.write(text)
     except OSError as error:
-        raise InputError(
-            f"cannot write {new}: {error.strerror}.",
-            "a new file in a folder with write permission",
-            command("ls", "-ld", new.parent),
-        ) from error
+        raise unwritable(new, error) from error
 
 
 def _print_json(made: Migration, new: Path) -> None:

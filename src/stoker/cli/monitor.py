@@ -180,9 +180,9 @@ def _aligned(rows: list[list[Text]], left: tuple[int, ...]) -> list[Text]:
 
 
 def _clock(snapshot: Snapshot) -> str:
-    from datetime import datetime
+    from stoker.units import local_time
 
-    return f"stoker monitor  {datetime.fromtimestamp(snapshot.time).astimezone():%Y-%m-%d %H:%M:%S}"
+    return f"stoker monitor  {local_time(snapshot.time):%Y-%m-%d %H:%M:%S}"
 
 
 def _targets_line() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -39,6 +40,12 @@ def require_output(
             else command("mkdir", "-p", path.parent)
         )
         raise InputError(f"{option}: {given}", "a file in a folder that exists", fix)
+    if not os.access(path.resolve().parent, os.W_OK):  # said now, not after the work
+        raise InputError(
+            f"{option}: {path.parent} cannot be written.",
+            "a folder with write permission",
+            command("ls", "-ld", path.parent),
+        )
     read = [given for given in inputs if given is not None]
     try:
         check_output(path, read, always if force is not None else is_ours or has_signature)

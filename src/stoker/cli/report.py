@@ -59,17 +59,13 @@ def report(
 
 
 def _write(target: Path, text: str) -> None:
-    from stoker.errors import StoreError
+    from stoker.errors import unwritable
     from stoker.ownership import write_text
 
     try:
         write_text(target, text)
     except OSError as error:
-        raise StoreError(
-            f"cannot write the page {target}: {error.strerror}.",
-            "a file in a folder that exists, with write permission",
-            "--out page.html",
-        ) from error
+        raise unwritable(target, error, "the page") from error
 
 
 def _draw(records: Sequence[RunRecord], folder: Path) -> list[Path]:

@@ -10,8 +10,8 @@ shown escaped. Whoever wants two lines prints two.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,31 @@ import typer
 
 from stoker.address import masked_values
 from stoker.display import printable, secret_hint
+from stoker.strict_json import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
 
+STDOUT, STDERR = "standard output", "standard error"
+
+
+@contextlib.contextmanager
+def _named(stream: str) -> Iterator[None]:
+    """Let the error of a stream that cannot be written name it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = stream
+        raise
+
+
 def echo(line: str, *, err: bool = False) -> None:
     """Print a line."""
-    typer.echo(printable(line), err=err)
+    with _named(STDERR if err else STDOUT):
+        typer.echo(printable(line), err=err)
 
 
 def echo_lines(text: str) -> None:
@@ -36,9 +52,16 @@ def echo_lines(text: str) -> None:
         echo(line.expandtabs())
 
 
+json_is_promised = False
+"""Whether `--json` was given and its document is still to be printed: an error then prints one. Set by `main`."""
+
+
 def print_json(document: Any, indent: int | None = None) -> None:
     """Print a JSON document, without the passwords of URLs; JSON escapes what a terminal would obey."""
-    typer.echo(json.dumps(masked_values(document), indent=indent))
+    global json_is_promised  # noqa: PLW0603  one per process, as stdout is one
+    json_is_promised = False
+    with _named(STDOUT):
+        typer.echo(json_text(masked_values(document), indent=indent))
 
 
 def styled(text: str, style: str = "") -> Text:
@@ -70,6 +93,11 @@ def _console_kind() -> Any:
 
         def __init__(self, **options: Any) -> None:
             super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+        def print(self, *lines: Any, **options: Any) -> None:
+            """Print, as rich does."""
+            with _named(STDERR if self.stderr else STDOUT):
+                super().print(*lines, **options)
 
         def render_str(self, text: str, **options: Any) -> Text:
             """Make the text of a string, which is what rich does with every line, cell and title."""

@@ -18,7 +18,6 @@ MB and GB here are 10^6 and 10^9 bytes.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from stoker.lifetime import child_environment
 from stoker.ownership import temporary_folder
 from stoker.packing import PackOptions, pack
 from stoker.sources.massspec import MassSpecSource
+from stoker.strict_json import exact_text, parse_json
 from stoker.units import GB, MB
 
 Kind = Literal["lazy", "precomputed"]
@@ -269,7 +269,7 @@ def _in_new_process(task: str, *arguments: str | None) -> dict[str, Any]:
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        input=json.dumps([task, *arguments]),
+        input=exact_text([task, *arguments]),
         capture_output=True,
         text=True,
         check=False,
@@ -282,15 +282,15 @@ def _in_new_process(task: str, *arguments: str | None) -> dict[str, Any]:
             command("stoker", "verify", arguments[0]),
             done.stderr[-2000:].splitlines(),
         )
-    values: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    values: dict[str, Any] = parse_json(done.stdout.splitlines()[-1])
     return values
 
 
 def answer() -> None:
     """Run the task on stdin and write its values as one line of JSON; the child's side of `_in_new_process`."""
-    task, *arguments = json.loads(sys.stdin.read())
+    task, *arguments = parse_json(sys.stdin.read())
     tasks: dict[str, Callable[..., dict[str, Any]]] = {"_dataset": _dataset, "_training": _training}
-    sys.stdout.write(json.dumps(tasks[task](*arguments)) + "\n")
+    sys.stdout.write(exact_text(tasks[task](*arguments)) + "\n")
 
 
 def _open(store: str, kind: Kind) -> Any:

@@ -8,7 +8,6 @@ try`. Costs a few milliseconds for a file of a hundred lines.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import re
 import sys
@@ -27,6 +26,7 @@ from stoker.config.tree import Config, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import Document, Dumper, Place, Problem, decode, read_yaml
 from stoker.display import command, quoted
 from stoker.errors import ConfigError
+from stoker.strict_json import exact_text
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _RANGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:-|–|\.\.|to)\s*(\d+(?:\.\d+)?)\s*")
@@ -279,7 +279,8 @@ def _translate(detail: ErrorDetails, path: tuple[str, ...], place: Place) -> Pro
         return _not_a_section(detail["input"], place, key)
     schema = key_schemas()[key]
     given = _describe_given(detail["input"], place)
-    return Problem(place, key, given, describe_allowed(schema), _suggest(place, schema))
+    allowed = describe_allowed(schema, bounds=detail["type"] == "less_than_equal")
+    return Problem(place, key, given, allowed, _suggest(place, schema))
 
 
 def _not_a_section(value: Any, place: Place, key: str) -> Problem:
@@ -328,10 +329,15 @@ def _suggest_name(path: tuple[str, ...], name: str, section: str) -> str:
     return leaves[near[0]] if near else "delete it"
 
 
-def describe_allowed(schema: Mapping[str, Any]) -> str:
-    """Return what a leaf accepts, in words: "a whole number from 0 to 1024, or null"."""
+def describe_allowed(schema: Mapping[str, Any], *, bounds: bool = False) -> str:
+    """Return what a leaf accepts, in words: "a whole number from 0 to 1024, or null".
+
+    Args:
+        schema: Of the leaf.
+        bounds: Name the largest value also where it only guards against overflow.
+    """
     if "anyOf" in schema:
-        words = [describe_allowed(option) for option in schema["anyOf"]]
+        words = [describe_allowed(option, bounds=bounds) for option in schema["anyOf"]]
         return ", or ".join(words)
     if "enum" in schema:
         return " or ".join(str(choice) for choice in schema["enum"])
@@ -343,13 +349,17 @@ def describe_allowed(schema: Mapping[str, Any]) -> str:
     noun = "a whole number" if kind == "integer" else "a number"
     if "exclusiveMinimum" in schema:
         noun += f" above {schema['exclusiveMinimum']:g}"
-    # A bound that only guards against overflow would confuse.
-    bounded = schema["maximum"] < 1_000_000
+    # A bound that only guards against overflow would confuse whoever is below it.
+    bounded = bounds or schema["maximum"] < 1_000_000
     if "exclusiveMinimum" in schema:
-        return f"{noun}, up to {schema['maximum']:,}" if bounded else noun
+        return f"{noun}, up to {_grouped(schema['maximum'])}" if bounded else noun
     if bounded:
-        return f"{noun} from {schema['minimum']} to {schema['maximum']:,}"
+        return f"{noun} from {schema['minimum']} to {_grouped(schema['maximum'])}"
     return f"{noun}, {schema['minimum']} or more"
+
+
+def _grouped(number: float) -> str:
+    return f"{number:,}" if number < 1e15 else f"{number:g}"
 
 
 def _describe_value(value: Any) -> str:
@@ -357,7 +367,7 @@ def _describe_value(value: Any) -> str:
         return "empty"
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "a section"
-    text = json.dumps(value)
+    text = exact_text(value)
     if len(text) > _MOST_SHOWN:  # a CSV file is one long text to YAML
         text = f"{text[:_MOST_SHOWN]}…"
     return f"{text} ({_KINDS[type(value)]})"
@@ -376,8 +386,10 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
     numeric = next((part for part in options if part.get("type") in ("integer", "number")), None)
     if numeric is not None:
         advice = _suggest_number(text, numeric)
-        if advice:
+        if advice and all(_in_range(word, options) for word in advice.split(" or ")):
             return advice
+        if schema.get("default") is None and (bound := _nearest_bound(text, options)):
+            return bound
     choices = next((option["enum"] for option in options if "enum" in option), None)
     if choices is not None:
         near = difflib.get_close_matches(text.lower(), choices, n=1)
@@ -386,6 +398,30 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
         words = {"1": "true", "0": "false", "true": "true", "false": "false"}
         return words.get(text.lower(), "true or false")
     return _yaml_word(schema.get("default")) + " (the default), or delete the line"
+
+
+def _in_range(word: str, options: Sequence[Mapping[str, Any]]) -> bool:
+    return any(
+        "maximum" in option
+        and float(word) <= option["maximum"]
+        and float(word) >= option.get("minimum", -math.inf)
+        and float(word) > option.get("exclusiveMinimum", -math.inf)
+        for option in options
+    )
+
+
+def _nearest_bound(text: str, options: Sequence[Mapping[str, Any]]) -> str:
+    """Return the largest or smallest number that is allowed, whichever is nearer; "" for no number."""
+    try:
+        value = float(text)
+    except ValueError:
+        return ""
+    for option in options:
+        if "maximum" in option and value > option["maximum"]:
+            return _yaml_word(option["maximum"])
+        if "minimum" in option and value < option["minimum"]:
+            return _yaml_word(option["minimum"])
+    return ""
 
 
 def _suggest_number(text: str, schema: Mapping[str, Any]) -> str:

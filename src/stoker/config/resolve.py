@@ -11,7 +11,6 @@ gpu_optimization > default. Two names at one rank that disagree are an error.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from typing import Any, Literal
 from stoker.config.tree import Config, Precision, default_of
 from stoker.config.yaml_lines import Place, Problem
 from stoker.errors import ConfigError
+from stoker.strict_json import exact_text
 from stoker.units import GIB
 
 DISTILL, TRAIN, DATA, GPU = "training.student_distill", "training", "data", "gpu_optimization"
@@ -306,7 +306,7 @@ class _Answers:
     def say(self, key: str) -> str:
         """Return `key: value (place)` for messages."""
         place = self.config.place_of(key)
-        return f"{key}: {json.dumps(self.written[key])}" + (f" ({place})" if place else "")
+        return f"{key}: {exact_text(self.written[key])}" + (f" ({place})" if place else "")
 
     def answer(self, question: str, keys: tuple[str, ...]) -> None:
         """Settle one question: --set before the file, then the first rank that was written."""
@@ -328,7 +328,7 @@ class _Answers:
             if self.written[key] == self.written[winner]:
                 continue
             if (typed_later, rank) == told[0][:2]:
-                given = f"{json.dumps(self.written[key])} disagrees with {self.say(winner)}"
+                given = f"{exact_text(self.written[key])} disagrees with {self.say(winner)}"
                 self.clash((question,), key, given, "one name or the same value", f"delete {key}")
             else:
                 why = "typed on the command line" if typed_later != told[0][0] else "more specific"
@@ -410,7 +410,7 @@ def _settle_workers(answers: _Answers) -> None:
         elif values[question] and not workers:
             # torch's DataLoader raises ValueError here, far from the file.
             key = answers.winners[question]
-            says = f"{json.dumps(values[question])} needs workers, and num_workers is 0"
+            says = f"{exact_text(values[question])} needs workers, and num_workers is 0"
             says += f" by {origins['num_workers']}"
             allowed = f"{question} with num_workers of 1 or more"
             fix = f"{DATA}.num_workers: 4, or delete {key}"
@@ -441,7 +441,7 @@ def _settle_precision(answers: _Answers) -> None:
             # Nobody named a format: use_amp alone says whether it may be one of 16 bits.
             values["precision"], origins["precision"] = "fp32", origins["use_amp"]
         elif typed[0] == typed[1]:
-            given = f"{json.dumps(values['precision'])} disagrees with {answers.say(amp)}"
+            given = f"{exact_text(values['precision'])} disagrees with {answers.say(amp)}"
             allowed = "fp32 or tf32" if full is False else "auto, fp16 or bf16"
             about = ("precision", "use_amp")
             answers.clash(about, precision, given, f"{allowed} beside it", f"delete {amp}")

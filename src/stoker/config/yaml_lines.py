@@ -258,6 +258,9 @@ class _Reader:
             given = f"{text!r} is a YAML {kind}"
             self._refuse(node, path, given, "text, numbers, true, false, null", f'"{text}"')
             return None
+        if "\0" in text:  # no path, and no name of anything, may hold one
+            self._refuse(node, path, f"{text!r} holds a NUL character", "text without \\0")
+            return None
         numeric = node.tag in (_TAG + "int", _TAG + "float")
         if numeric and (":" in text or _OCTAL.fullmatch(text)):
             base = 60 if ":" in text else 8

@@ -8,7 +8,6 @@ end. Uses a GPU where there is one for stoker's own run; the two ways side by si
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from stoker.runs.run_page import run_page
 from stoker.sources.bars import BarsSource
 from stoker.store.inspection import Inspection, inspect_store
 from stoker.store.reader import Store, open_store
+from stoker.strict_json import json_text
 from stoker.tune.bench import Effort
 from stoker.tune.job import Tuned, tune_job
 
@@ -276,7 +276,7 @@ def _write_pages(folder: Path, run_dir: Path, examined: Examined) -> Path:
     """Write the doctor's page of the usual way, and the report of the run; return the latter."""
     write_text(folder / DOCTOR_PAGE, findings_page(examined.usual))
     document = {"generator": SIGNATURE, **examined.ours.to_json()}
-    write_text(run_dir / "doctor.json", json.dumps(document))
+    write_text(run_dir / "doctor.json", json_text(document))
     page = run_dir / "report.html"
     write_text(page, run_page([read_run(run_dir)]))
     return page

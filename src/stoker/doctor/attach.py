@@ -12,7 +12,6 @@ when the doctor itself is ended: a script must not go on behind the back of who 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -33,6 +32,7 @@ from stoker.errors import InputError
 from stoker.lifetime import child_environment
 from stoker.machine import probe
 from stoker.ownership import temporary_folder
+from stoker.strict_json import json_text
 
 _ENTRY = Path(__file__).parent / "probe" / "entry"
 _POLL_SECONDS = 0.05
@@ -136,7 +136,7 @@ def probe_variables(
     if steps is not None:
         variables["STOKER_DOCTOR_STEPS"] = str(steps)
     if loader_arguments:
-        variables["STOKER_DOCTOR_OVERRIDE"] = json.dumps(dict(loader_arguments))
+        variables["STOKER_DOCTOR_OVERRIDE"] = json_text(dict(loader_arguments))
     return variables
 
 

@@ -10,7 +10,6 @@ optimizer update, "per batch" one batch from the loader. A reading that was not 
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 import typing
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from stoker.address import masked_values
 from stoker.errors import CorruptError, StoreError
 from stoker.measure.readings import Spread
 from stoker.ownership import SIGNATURE, write_text
+from stoker.strict_json import json_text, parse_json
 
 FORMAT_VERSION = 1
 
@@ -505,7 +505,7 @@ class Measurements:
     def write(self, path: str | Path) -> None:
         """Write them as a JSON file."""
         document = {"generator": SIGNATURE, **masked_values(self.to_json())}
-        write_text(path, json.dumps(document, indent=1) + "\n")
+        write_text(path, json_text(document, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> Measurements:
@@ -516,7 +516,7 @@ class Measurements:
             CorruptError: It holds something else.
         """
         try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
+            document = parse_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise StoreError(
                 f"cannot read {path}: {error.strerror}.", "a file of measurements"

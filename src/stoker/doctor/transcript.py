@@ -6,7 +6,6 @@ Costs milliseconds. Lines torn by a kill are left out.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from stoker.doctor.probe.recorder import DISTURBED, OTHER_LOADER, WARM_UP, Fetch, Row
 from stoker.measure.readings import Spread
+from stoker.strict_json import parse_json
 
 _LONG_AFTER_SECONDS = 2.0
 """After the last step: less is the end of any script."""
@@ -52,7 +52,7 @@ def _read_process(path: Path) -> Process:
     process = Process()
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            line = json.loads(text)
+            line = parse_json(text)
         except ValueError:
             continue
         event = line.get("event") if isinstance(line, dict) else None

@@ -6,7 +6,6 @@ torch: somebody's script is judged without it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from stoker.address import masked_values
 from stoker.doctor.findings import Finding
 from stoker.doctor.measurements import Measurements
+from stoker.strict_json import json_text
 
 HEALTHY = "nothing to fix"
 _MOST_ELSEWHERE = 0.5
@@ -23,7 +23,7 @@ _MOST_ELSEWHERE = 0.5
 def describe_changes(changes: Mapping[str, Any]) -> str:
     """Return "training.batch_size: 64, training.capture: auto"."""
     words = (
-        (key, value if isinstance(value, str) else json.dumps(value))
+        (key, value if isinstance(value, str) else json_text(value))
         for key, value in changes.items()
     )
     return ", ".join(f"{key}: {word}" for key, word in words)

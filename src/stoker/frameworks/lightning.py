@@ -12,7 +12,7 @@ middle of an epoch holds the loader's place, and a resumed run goes on with the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from types import MethodType
 from typing import Any, cast, get_args
 
@@ -189,7 +189,9 @@ class ScheduleCallback(pl.Callback):
                 "ScheduleCallback(..., batch_size=128)",
             )
         together = int(batch) * trainer.world_size * trainer.accumulate_grad_batches
-        return lr_factor(together, self._tuned_batch, self._rule)
+        dataset = getattr(trainer.train_dataloader, "dataset", None)
+        have = len(dataset) if isinstance(dataset, Sized) else None
+        return lr_factor(together, self._tuned_batch, self._rule, have)
 
     def on_train_batch_start(
         self,

@@ -12,7 +12,6 @@ outside (torch's profiler over some steps, h5py, workers that are spawned) is le
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -45,6 +44,7 @@ from stoker.frameworks.lightning_watch import (
 )
 from stoker.ownership import SIGNATURE, temporary_folder, write_text
 from stoker.runs.reading import DOCTOR_NAME
+from stoker.strict_json import json_text
 from stoker.train.batches import iterate_tensors
 
 
@@ -211,7 +211,7 @@ class DoctorCallback(pl.Callback):
         if self._run_dir is not None:
             self._run_dir.mkdir(parents=True, exist_ok=True)
             document = {"generator": SIGNATURE, **self.consultation.to_json()}
-            write_text(self._run_dir / DOCTOR_NAME, json.dumps(document, indent=1) + "\n")
+            write_text(self._run_dir / DOCTOR_NAME, json_text(document, indent=1) + "\n")
         for line in describe(self.consultation):
             self._say(printable(line))
 

@@ -123,6 +123,11 @@ class Loader:
         lanes: LanePlan | None = None,
         augment: Augments | None = None,
     ) -> None:
+        self._options = {
+            "order": order, "seed": seed, "plan": plan, "fields": fields, "samples": samples,
+            "drop_last": drop_last, "rank": rank, "world_size": world_size, "lanes": lanes,
+            "chunk_bytes": chunk_bytes, "num_slots": num_slots, "augment": augment,
+        }  # fmt: skip
         JANITOR.start()
         self._closed = False
         self._owns_store = not isinstance(store, Store)
@@ -230,6 +235,15 @@ class Loader:
     def device_bytes(self) -> int:
         """Bytes of data on the device, batches not counted."""
         return 0 if self.tier == "streamed" else self._ring.num_bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it was made of and where it stands: a spawned process opens the store itself.
+
+        The plan goes along, so that both have the same chunks and so the same order.
+        """
+        self._check_open()
+        options = self._options | {"plan": self.plan}
+        return _reopened, (self.store, self.batch_size, self.device, options, self.state_dict())
 
     def __enter__(self) -> Self:
         return self
@@ -733,6 +747,19 @@ class Loader:
         self._ended = None
         self._cuts = place.cuts
         self.epoch, self._position = place.epoch, place.batch
+
+
+def _reopened(
+    store: Store,
+    batch_size: int,
+    device: torch.device,
+    options: Mapping[str, Any],
+    state: Mapping[str, Any],
+) -> Loader:
+    """Return a loader as another process has pickled it."""
+    loader = Loader(store, batch_size, device, **options)
+    loader.load_state_dict(state)
+    return loader
 
 
 def _end_threads(feeder: Feeder | None, uploader: Uploader, tables: TableUploader) -> None:

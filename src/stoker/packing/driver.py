@@ -12,7 +12,6 @@ built -> repaired (only with repairs) -> kept (only when rows were quarantined) 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +41,7 @@ from stoker.store.inspection import Inspection, inspect_store
 from stoker.store.manifest import REFUSED_NAME, FieldInfo, Manifest, Provenance, read_manifest
 from stoker.store.repairs import parse_repair
 from stoker.store.writer import write_shard
+from stoker.strict_json import json_text
 from stoker.units import format_count, parse_share
 
 _LISTED = 5
@@ -250,7 +250,7 @@ def _make(
     if inspection.refused:
         raise _gate_error(inspection)
     manifest = _manifest(source, stage, provenance, fitted, inspection, count_refused(refused))
-    listing = "".join(json.dumps(asdict(refusal)) + "\n" for refusal in refused)
+    listing = "".join(json_text(asdict(refusal)) + "\n" for refusal in refused)
     work.commit(stage.folder, manifest, listing)
     return _Made(manifest, refused, inspection)
 

@@ -7,7 +7,6 @@ only read. Costs: one read and one write of every shard, in parallel; fitting re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -34,6 +33,7 @@ from stoker.store.rewrite import (
     samples_touching,
 )
 from stoker.store.writer import write_shard
+from stoker.strict_json import exact_text, parse_json
 
 _FIT_ROWS = 200_000
 _FIT_BYTES = 256 << 20
@@ -67,12 +67,12 @@ class StagedPart:
             "extra": self.extra,
             "job": self.job,
         }
-        return json.dumps(document)
+        return exact_text(document)
 
     @classmethod
     def from_text(cls, text: str) -> StagedPart:
         """Read back what `to_text` wrote."""
-        document = json.loads(text)
+        document = parse_json(text)
         return cls(
             index=document["index"],
             label=document["label"],

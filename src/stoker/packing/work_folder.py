@@ -33,7 +33,7 @@ import xxhash
 
 from stoker.address import as_url, shown
 from stoker.display import command, quoted
-from stoker.errors import InputError, StoreError
+from stoker.errors import InputError, StoreError, is_full_disk, require_utf8, unwritable
 from stoker.ownership import (
     MARK_NAME,
     Mark,
@@ -97,6 +97,8 @@ def check_target(out: Path, inputs: Sequence[Path]) -> Path:
             "a folder of this machine, or of a disk that it mounts",
             "pack into a folder, copy it to the server, and read it there by its URL (docs/remote.md)",
         )
+    for path in (out, *inputs):
+        require_utf8(path)  # the manifest names them
     if out.is_symlink() and not out.exists():
         raise InputError(
             f"{out} is a link to {out.readlink()}, which does not exist.",
@@ -292,14 +294,8 @@ class WorkFolder:
         try:
             self._mark = claim_folder(self.folder, _PACK, f"the unfinished parts of {self.target}")
             self._lock = _take_lock(self.folder, self.target)
-        except StoreError:
-            raise
         except OSError as error:
-            raise StoreError(
-                f"cannot write beside {self.target}: {error.strerror}.",
-                "a folder with write permission",
-                command("ls", "-ld", self.target.parent),
-            ) from error
+            raise unwritable(self.folder, error) from error
         try:
             self._sort_leftovers()
         except BaseException:
@@ -307,8 +303,13 @@ class WorkFolder:
             raise
         return self
 
-    def __exit__(self, *error: object) -> None:
-        os.close(self._lock)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None and is_full_disk(error):
+                # The next try makes them again, and until then they would fill the disk.
+                self._clear(keep=[f"built-{self.job}/", _LOCK, _JOB])
+        finally:
+            os.close(self._lock)
 
     def _sort_leftovers(self) -> None:
         if foreign := foreign_entries(self.folder, _is_work):

@@ -10,7 +10,6 @@ here: the columns of the inputs, and the repairs of the training store, which ne
 
 from __future__ import annotations
 
-import json
 from typing import Any, cast
 
 import xxhash
@@ -22,6 +21,7 @@ from stoker.recipes.catalogue import Chosen
 from stoker.recipes.contract import Facts, Job, Rebuilt, Recipe
 from stoker.recipes.registry import blamed
 from stoker.store.reader import Store
+from stoker.strict_json import exact_text, parse_json
 
 
 def describe_job(recipe: Recipe, job: Job, store: Store) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def describe_job(recipe: Recipe, job: Job, store: Store) -> dict[str, Any]:
         name: fitted for name, fitted in store.manifest.repairs.items() if name in inputs
     }
     with blamed(recipe, "describe"):
-        return cast(dict[str, Any], json.loads(json.dumps(facts)))
+        return cast(dict[str, Any], parse_json(exact_text(facts)))
 
 
 def rebuild(chosen: Chosen, facts: Facts) -> Rebuilt:
@@ -71,7 +71,7 @@ def fingerprint(store: Store) -> str:
     """Return a digest of what is in a store: the same data packed again gives the same."""
     about = store.manifest.model_dump(mode="json", include={"num_samples", "fields", "repairs"})
     about["shards"] = [[shard.size_bytes, shard.checksum] for shard in store.manifest.shards]
-    return xxhash.xxh3_64_hexdigest(json.dumps(about, sort_keys=True).encode())
+    return xxhash.xxh3_64_hexdigest(exact_text(about, sort_keys=True).encode())
 
 
 def check_columns(store: Store, facts: Facts) -> None:

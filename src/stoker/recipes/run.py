@@ -438,9 +438,18 @@ class Run:
             *map(Note, describe_choices(settings)),
             *map(Note, self.job.notes),
             *self._rank_notes(),
+            *map(Note, self._batch_notes()),
             Note(f"data {train.reason}", Topic.DATA),
             *map(Note, settings.notes),
             *map(Note, chosen.notes),
+        ]
+
+    def _batch_notes(self) -> list[str]:
+        have, asked = len(self.job.samples["train"]), self.settings.batch_size
+        if asked <= have:
+            return []
+        return [
+            f"batch_size is {asked:,}, and there are {have:,} training samples: one batch has all"
         ]
 
     def _rank_notes(self) -> list[Note]:

@@ -100,6 +100,12 @@ def training_rows(store: Store, field: str, samples: Array) -> Array:
     """
     info = store.fields[field]
     columns = info.shape[-1]
+    if not columns:
+        raise InputError(
+            f"field {field!r} of {store.name} has 0 columns.",
+            "at least one column to learn from",
+            "choose another field, or pack the data again",
+        )
     limit = max(1, min(FIT_ROWS, _FIT_BYTES // max(1, 8 * columns)))
     if info.kind == "series":
         shards = list(_shards_of(store, samples))

@@ -54,8 +54,22 @@ def cosine_factor(step: int, num_updates: int, warmup_share: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, past)))
 
 
-def lr_factor(batch_size: int | None, reference: int, rule: LrRule) -> tuple[float, str]:
+MAX_LR_FACTOR = 64.0
+"""The most that a rate is multiplied with. The linear rule was shown to hold up to 32 (Goyal et al. 2017)."""
+
+
+def lr_factor(
+    batch_size: int | None, reference: int, rule: LrRule, num_samples: int | None = None
+) -> tuple[float, str]:
     """Return what a rate tuned at `reference` samples per update is multiplied with, and why.
+
+    At most `MAX_LR_FACTOR`. An update never has more samples than there are for training.
+
+    Args:
+        batch_size: Samples per update: batch, accumulation and ranks together. None: not scaled.
+        reference: Samples per update at which the rate is right.
+        rule: How the rate grows.
+        num_samples: Training samples; None where that is not known.
 
     Linear: k times the samples average the noise of k steps, so one step may be k times as long
     (Goyal et al. 2017, SGD). Sqrt keeps the noise of a step instead, and is the safer one for Adam,
@@ -69,8 +83,14 @@ def lr_factor(batch_size: int | None, reference: int, rule: LrRule) -> tuple[flo
         return 1.0, "lr as given: no batch_size was given to scale it by"
     if rule == "none":
         return 1.0, "lr as given: lr_rule is 'none'"
-    ratio = batch_size / reference
+    together = batch_size if num_samples is None else max(1, min(batch_size, num_samples))
+    few = f" ({batch_size:,} were asked for, there are no more)" if together < batch_size else ""
+    ratio = together / reference
     factor = ratio if rule == "linear" else math.sqrt(ratio)
+    limit = ""
+    if factor > MAX_LR_FACTOR:
+        limit = f", which would give {factor:g}; {MAX_LR_FACTOR:g} is the limit"
+        factor = MAX_LR_FACTOR
     return factor, (
-        f"lr x {factor:g}: the {rule} rule for {batch_size} samples per update against {reference}"
+        f"lr x {factor:g}: the {rule} rule for {together} samples per update{few} against {reference}{limit}"
     )

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stoker.display import command
-from stoker.errors import MissingExtraError, StoreError
+from stoker.errors import MissingExtraError, unwritable
 from stoker.ownership import SIGNATURE, writing
 from stoker.page.charts import COLOURS, Chart, Line, Mark
 
@@ -51,11 +50,7 @@ def write_plots(charts: Sequence[Chart], folder: str | Path) -> list[Path]:
                 with writing(written[-1]) as temporary:
                     figure.savefig(temporary, format="png", metadata={"Software": SIGNATURE})
     except OSError as error:
-        raise StoreError(
-            f"cannot write plots into {folder}: {error.strerror or error}.",
-            "a folder with room and write permission",
-            command("ls", "-ld", folder),
-        ) from error
+        raise unwritable(folder, error, "plots into") from error
     return written
 
 

@@ -9,7 +9,6 @@ still going or was killed are part of the record, with a sentence in `problems` 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import socket
@@ -26,6 +25,7 @@ from stoker.errors import InputError
 from stoker.report import INCIDENTS, LogLine, Note, RunEnd, parse_line, read_note
 from stoker.runs.record import Epoch, Event, RunRecord, State, as_mapping, as_mappings, as_number
 from stoker.runs.telemetry import TELEMETRY_NAME
+from stoker.strict_json import parse_json
 from stoker.units import format_count, format_seconds
 
 LOG_NAME, LOCK_NAME, DOCTOR_NAME = "run.jsonl", "lock", "doctor.json"
@@ -243,7 +243,7 @@ def _events(
 
 def _findings(path: Path, problems: list[str]) -> tuple[Mapping[str, Any], ...]:
     try:
-        document = json.loads(path.read_bytes())
+        document = parse_json(path.read_bytes())
         return tuple(as_mappings(list(document["findings"])))
     except FileNotFoundError:
         return ()

@@ -6,10 +6,8 @@ and 30 ms per run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 from stoker import page
@@ -19,7 +17,8 @@ from stoker.runs.comparison import QUANTITIES, format_rate, format_share, ratio
 from stoker.runs.figures import gpu_charts, loss_charts, memory_charts, speed_charts
 from stoker.runs.record import RunRecord, as_mapping, as_mappings, as_number
 from stoker.runs.targets import BUSY_FOOTNOTE
-from stoker.units import format_bytes, format_count, format_seconds
+from stoker.strict_json import json_text
+from stoker.units import format_bytes, format_count, format_seconds, local_time
 
 _STATE_KINDS = {
     "going": "note", "done": "good", "stopped": "warn", "failed": "refuse", "cut short": "warn",
@@ -137,7 +136,7 @@ def _figures(run: RunRecord) -> Html:
         if value is not None:
             facts[quantity.title] = quantity.text(value)
     if run.began is not None:
-        began = datetime.fromtimestamp(run.began).astimezone()
+        began = local_time(run.began)
         facts["Began"] = f"{began:%Y-%m-%d %H:%M}"
     if run.num_sessions > 1:
         facts["Resumed"] = f"{format_count(run.num_sessions - 1, 'time')}; pauses left out"
@@ -373,7 +372,7 @@ def _differences(runs: Sequence[RunRecord]) -> Html:
 
 
 def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return value if isinstance(value, str) else json_text(value, ensure_ascii=False, default=str)
 
 
 def _machine(run: RunRecord, key: str) -> Html | None:  # noqa: ARG001  one signature for all parts

@@ -28,7 +28,7 @@ import xxhash
 
 from stoker import bounds
 from stoker.display import quoted
-from stoker.errors import SourceError, require_file
+from stoker.errors import SourceError, file_error, require_file
 from stoker.ownership import always, writing
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.store.fields import Array, Dense, FieldData
@@ -266,6 +266,8 @@ def _open(path: Path, scratch: Path, stack: ExitStack, in_order: bool) -> dict[s
     except SourceError:
         raise
     except (*_DAMAGE, OSError) as error:
+        if isinstance(error, OSError) and (known := file_error(error, scratch)) is not None:
+            raise known from error
         raise SourceError(
             f"{path} cannot be read as a numpy file: {error}.", "an intact .npy or .npz", ""
         ) from error

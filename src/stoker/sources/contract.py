@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from stoker.errors import Refusal
 from stoker.store.fields import ShardData
 
-Json = Any  # what json.dumps takes: dict, list, str, int, float, bool, None
+Json = Any  # what JSON has: dict, list, str, int, float, bool, None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ files whose size or time changed since.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from stoker.display import command
 from stoker.errors import SourceError
 from stoker.sources.contract import Source
 from stoker.store.manifest import Provenance, SourceFile
+from stoker.strict_json import exact_text, parse_json
 
 _PIECE_BYTES = 8 << 20
 
@@ -37,9 +37,9 @@ def fingerprint(
     old = {entry.path: entry for entry in known.files} if known else {}
     files = [_describe(Path(path), old) for path in source.files()]
     # Through JSON and back, so that a fresh provenance equals one read from disk.
-    text = json.dumps({**source.options(), **extra}, sort_keys=True)
-    options = masked_values(json.loads(text))
-    if options != json.loads(text):
+    text = exact_text({**source.options(), **extra}, sort_keys=True)
+    options = masked_values(parse_json(text))
+    if options != parse_json(text):
         options["secrets"] = slow_digest(
             text
         )  # one store must not pass for that of another address

@@ -253,10 +253,12 @@ class _Fault(NamedTuple):
     Attributes:
         text_column: The column that holds text where a number belongs; None for another fault.
         reason: In words.
+        is_large: The cell is a whole number that no float32 column can hold.
     """
 
     text_column: str | None
     reason: str
+    is_large: bool = False
 
 
 def _check_columns(faults: Mapping[int, _Fault], table: Any, path: str) -> None:
@@ -266,10 +268,15 @@ def _check_columns(faults: Mapping[int, _Fault], table: Any, path: str) -> None:
     for name in table.column_names:
         about = [fault for fault in faults.values() if fault.text_column == name]
         if 2 * len(about) >= table.num_rows:
+            large = about[0].is_large
             raise SourceError(
                 f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows.",
-                "columns of numbers, and one --target that may be text",
-                f"--target {quoted(name)}, or --drop {quoted(name)}",
+                "numbers that a float holds exactly; number classes from 0, or name them by text"
+                if large
+                else "columns of numbers, and one --target that may be text",
+                f"--drop {quoted(name)}"
+                if large
+                else f"--target {quoted(name)}, or --drop {quoted(name)}",
             )
 
 
@@ -413,8 +420,9 @@ def _floats_one_by_one(column: Any, name: str, faults: dict[int, _Fault]) -> Arr
     for row, cell in enumerate(column.to_pylist()):
         number = _number(cell) if isinstance(cell, str | None) else None
         if number is None:
-            reason = f"column {name!r} holds {cell!r}, not a number"
-            faults.setdefault(row, _Fault(name, reason))
+            why = "a whole number above 2**53" if isinstance(cell, int) else "not a number"
+            reason = f"column {name!r} holds {cell!r}, {why}"
+            faults.setdefault(row, _Fault(name, reason, isinstance(cell, int)))
         else:
             values[row] = number
     return values

@@ -9,7 +9,6 @@ older versions; older code refuses newer ones and says what to install.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from stoker.bounds import CHUNK, MANIFEST
 from stoker.display import command
 from stoker.errors import CorruptError, StoreError, StoreVersionError
 from stoker.store.fields import PARTS, FieldData, FieldKind, Ragged, Series
+from stoker.strict_json import exact_text, finite, json_text, parse_json
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "store.json"
@@ -126,12 +126,16 @@ class Manifest(_Frozen):
 
     def to_text(self) -> str:
         """Serialise; the same manifest always gives the same bytes."""
-        return seal(self.model_dump(mode="json"))
+        return seal(self._document())
 
     @property
     def checksum(self) -> str:
         """The checksum that `store.json` is, or would be, sealed with."""
-        return self._checksum or _digest(self.model_dump(mode="json"))
+        return self._checksum or _digest(self._document())
+
+    def _document(self) -> dict[str, Any]:
+        document: dict[str, Any] = finite(self.model_dump(mode="json"))
+        return document
 
 
 def seal(document: dict[str, Any]) -> str:
@@ -140,14 +144,14 @@ def seal(document: dict[str, Any]) -> str:
     Raises:
         StoreError: It would be longer than what `read_manifest` takes.
     """
-    text = json.dumps({**document, _SEAL: _digest(document)}, indent=1) + "\n"
+    text = json_text({**document, _SEAL: _digest(document)}, indent=1) + "\n"
     fix = "pack fewer files into one store, or larger parts"
     MANIFEST.check(len(text), "the manifest of this store", fix, StoreError)
     return text
 
 
 def _digest(document: dict[str, Any]) -> str:
-    return str(xxhash.xxh3_64_hexdigest(json.dumps(document).encode()))
+    return str(xxhash.xxh3_64_hexdigest(exact_text(document).encode()))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -172,7 +176,7 @@ def read_manifest(folder: Path) -> Manifest:
 def parse_manifest(raw: bytes, name: str) -> Manifest:
     """Check the bytes of a `store.json`; `name` says in messages where they are from. See `read_manifest`."""
     try:
-        document = json.loads(raw.decode("utf-8"))
+        document = parse_json(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise CorruptError(
             f"{name} is not UTF-8 text: byte {error.start}.", "a manifest", "pack again"
@@ -194,7 +198,7 @@ def parse_manifest(raw: bytes, name: str) -> Manifest:
             "pack again",
         )
     try:
-        manifest = Manifest.model_validate_json(json.dumps(document))
+        manifest = Manifest.model_validate_json(exact_text(document))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "document"

@@ -15,7 +15,6 @@ was last seen is opened, with a note.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import threading
@@ -58,7 +57,8 @@ from stoker.store.remote_cache import (
 )
 from stoker.store.remote_fetch import AbsentError, Remote, UnreachableError
 from stoker.store.shard import Shard
-from stoker.units import format_bytes
+from stoker.strict_json import json_text
+from stoker.units import format_bytes, local_time
 
 _TRIES = 4
 _PAUSE_SECONDS = 0.5
@@ -84,7 +84,7 @@ def update_mirror(url: str) -> tuple[Path, tuple[str, ...]]:
         newest = _newest_version(cache, home)
         if newest is None:
             raise
-        seen = time.strftime("%Y-%m-%d %H:%M", time.localtime(_seen(newest)))
+        seen = f"{local_time(_seen(newest)):%Y-%m-%d %H:%M}"
         return newest, (f"offline: {error.given} The version of {seen} is used.",)
     folder = home / xxhash.xxh3_64_hexdigest(text)
     if not _same_bytes(folder / MANIFEST_NAME, text) or not cache.owns(folder):
@@ -137,7 +137,7 @@ def _write_version(cache: Cache, folder: Path, text: bytes, remote: Remote) -> N
         if read_origin(folder).get("manifest") != folder.name and any(folder.iterdir()):
             raise refused(folder, f"stoker needs this name for a copy of {remote.name}")
         origin = {"url": remote.url, "manifest": folder.name, "cache": cache.id}
-        write_text(folder / ORIGIN_NAME, json.dumps(origin) + "\n", always, private=private)
+        write_text(folder / ORIGIN_NAME, json_text(origin) + "\n", always, private=private)
         write_text(folder / MANIFEST_NAME, text.decode(), always)
     except OSError as error:
         raise _disk_error(folder, error) from error

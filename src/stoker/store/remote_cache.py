@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import secrets
 import shutil
@@ -33,12 +32,14 @@ from stoker.display import command
 from stoker.errors import InputError, StoreError
 from stoker.ownership import Mark, always, open_own_file, read_mark, remove_file, write_mark
 from stoker.store.manifest import read_manifest
+from stoker.strict_json import parse_json
 from stoker.units import format_bytes, format_count, parse_bytes, parse_share
 
 ORIGIN_NAME = "remote.json"
 _ORIGIN_BYTES = 1 << 16
 _KIND = "cache"
 _PART = ".part"
+_NO_HOME = Path("/dev/null/home-folder-unknown")
 _DEFAULT_LIMIT = "50%"
 _ROOM_SECONDS = 20.0
 _PATIENCE_SECONDS = 300.0
@@ -47,7 +48,7 @@ _PATIENCE_SECONDS = 300.0
 def cache_root() -> Path:
     """Return where copies lie: $STOKER_CACHE, else `stoker/stores` in the user's cache folder."""
     if given := os.environ.get("STOKER_CACHE"):
-        return Path(given).expanduser().absolute()
+        return _with_home(Path(given)).absolute()
     return user_cache_folder() / "stores"
 
 
@@ -55,8 +56,19 @@ def user_cache_folder() -> Path:
     """Return stoker's folder in the user's cache: in $XDG_CACHE_HOME, else in ~/.cache."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says that a relative path is to be ignored.
-    root = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    root = Path(given) if Path(given).is_absolute() else _with_home(Path("~/.cache"))
     return root / "stoker"
+
+
+def _with_home(path: Path) -> Path:
+    """Return `path` with the home folder for its `~`; one that nobody can make where there is no home.
+
+    Only what needs the cache fails then, with this name.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return _NO_HOME / path.name
 
 
 @dataclass(frozen=True)
@@ -198,7 +210,7 @@ def read_origin(version: Path) -> dict[str, str]:
     try:
         descriptor = os.open(version / ORIGIN_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
-            found = json.loads(file.read(_ORIGIN_BYTES))
+            found = parse_json(file.read(_ORIGIN_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     plain = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())

@@ -13,8 +13,7 @@ import h5py
 import numpy as np
 import xxhash
 
-from stoker.display import command
-from stoker.errors import InputError, StoreError
+from stoker.errors import InputError, unwritable
 from stoker.ownership import always, writing
 from stoker.store.fields import Array, Series, ShardData
 from stoker.store.manifest import BLOCK_BYTES, FieldInfo, ShardInfo
@@ -53,11 +52,7 @@ def write_shard(
                 for name in (*arrays, *(f"{CHECKSUM_GROUP}/{name}" for name in arrays))
             }
     except OSError as error:
-        raise StoreError(
-            f"cannot write {path}: {error}.",
-            "a folder with room and write permission",
-            command("df", "-h", path.parent),
-        ) from error
+        raise unwritable(path, error) from error
     return ShardInfo(
         file=path.name,
         label=label,

@@ -12,7 +12,6 @@ forced to the disk and renamed, and only then are older ones removed.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 from stoker.address import masked_values
-from stoker.errors import CorruptError, InputError, StoreError
+from stoker.errors import CorruptError, InputError, StoreError, unwritable
 from stoker.ownership import (
     Mark,
     fsync,
@@ -37,13 +36,13 @@ from stoker.ownership import (
     remove_temporaries,
     write_mark,
 )
+from stoker.strict_json import exact_text, parse_json
 from stoker.train.checkpoint_file import (
     Saved,
     is_checkpoint,
     loadable,
     read_description,
     read_file,
-    unwritable,
     write_file,
 )
 from stoker.train.generators import capture_rng, restore_rng
@@ -344,7 +343,7 @@ def _as_json(identity: Mapping[str, Any]) -> Any:
     Secrets of URLs are left out: a run goes on after a password was changed.
     """
     try:
-        return masked_values(json.loads(json.dumps(identity, default=_path_text)))
+        return masked_values(parse_json(exact_text(identity, default=_path_text)))
     except (TypeError, ValueError) as error:
         raise InputError(
             f"the identity of the run cannot be written as JSON: {error}.",
@@ -400,4 +399,4 @@ def differences(old: Any, new: Any, place: str = "") -> list[Difference]:
 
 
 def _shown(value: Any) -> str:
-    return "absent" if value is _ABSENT else json.dumps(value)
+    return "absent" if value is _ABSENT else exact_text(value)

@@ -11,7 +11,6 @@ The digest is needed: of 200 files with one flipped bit torch 2.13 itself loaded
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import struct
 from collections import Counter, OrderedDict
@@ -24,8 +23,9 @@ import torch
 import xxhash
 
 from stoker.display import command
-from stoker.errors import CorruptError, InputError, StoreError
+from stoker.errors import CorruptError, InputError, StoreError, unwritable
 from stoker.ownership import writing
+from stoker.strict_json import exact_text, parse_json
 
 _END = struct.Struct("<4s4H2LH")  # zip's end record; its last number is the length of the comment
 _END_MAGIC = b"PK\x05\x06"
@@ -85,15 +85,6 @@ def is_checkpoint(path: Path) -> bool:
     return True
 
 
-def unwritable(path: Path, error: OSError) -> StoreError:
-    """Return the error for a place that cannot be written."""
-    return StoreError(
-        f"cannot write {path}: {error.strerror or error}.",
-        "a folder with write permission and room for one more checkpoint than are kept",
-        f"{command('df', '-h', path.parent)}; earlier checkpoints are untouched",
-    )
-
-
 class _HashedFile:
     """What torch writes into: hashes all but the archive's end record, and keeps a failure.
 
@@ -150,7 +141,7 @@ class _HashedFile:
 
 def _sealed(described: Mapping[str, Any], record: bytes) -> bytes:
     """Return the description with a checksum over itself and the end record before it."""
-    sealed = json.dumps({"seal": _seal(described, record), "is": described}).encode()
+    sealed = exact_text({"seal": _seal(described, record), "is": described}).encode()
     if len(sealed) > _COMMENT_LIMIT:
         raise InputError(
             f"the metrics of a checkpoint take {len(sealed):,} bytes of text.",
@@ -161,7 +152,7 @@ def _sealed(described: Mapping[str, Any], record: bytes) -> bytes:
 
 
 def _seal(described: Mapping[str, Any], record: bytes) -> str:
-    text = json.dumps(described).encode()
+    text = exact_text(described).encode()
     return str(xxhash.xxh3_64_hexdigest(record[: _END.size - 2] + text))
 
 
@@ -218,7 +209,7 @@ def _read_end(file: IO[bytes]) -> tuple[dict[str, Any], int]:
     record, comment = tail[place : place + _END.size], tail[place + _END.size :]
     try:
         length = _END.unpack(record)[-1] if place >= 0 else -1
-        sealed = json.loads(comment) if length else {}
+        sealed = parse_json(comment) if length else {}
         described = sealed.get("is", {})
         whole = (
             length == len(comment)

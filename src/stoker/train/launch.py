@@ -10,7 +10,6 @@ Bad input, refused data and Ctrl-C end the run.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ from stoker.address import HIDDEN_WORDS, keep_secrets, masked
 from stoker.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OURS, EXIT_REFUSED
 from stoker.lifetime import children_of_this_process
 from stoker.ownership import temporary_folder
+from stoker.strict_json import exact_text
 from stoker.train.ranks import RESTARTS
 
 _FINAL = (EXIT_INPUT, EXIT_REFUSED, EXIT_INTERRUPTED)
@@ -64,7 +64,7 @@ def _hide_secrets(words: Sequence[str]) -> list[str]:
         keep_secrets(word)
     seen = [masked(word) for word in words]
     if seen != list(words):
-        os.environ[HIDDEN_WORDS] = json.dumps(list(words))
+        os.environ[HIDDEN_WORDS] = exact_text(list(words))
     return seen
 
 

@@ -11,7 +11,6 @@ then say only that something timed out. So the process is ended from beside it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import sys
@@ -24,6 +23,7 @@ from typing import Any, NoReturn
 from torch import distributed
 
 from stoker.display import printable
+from stoker.strict_json import exact_text, parse_json
 
 _BEAT_SECONDS = 1.0
 _QUIET_SECONDS = 3.0
@@ -149,14 +149,14 @@ class Lookout:
             "doing": ", ".join([*place, doing]),
         }
         with self._lock:
-            self._store.set(f"beat/{self._rank}", json.dumps(sign))
+            self._store.set(f"beat/{self._rank}", exact_text(sign))
 
     def _look(self) -> None:
         with self._lock:
             signs = self._store.multi_get([f"beat/{number}" for number in range(self._size)])
         now = time.monotonic()
         for number, sign in enumerate(signs):
-            self._seen[number].update(json.loads(sign), now)
+            self._seen[number].update(parse_json(sign), now)
 
     def _farewells(self) -> dict[int, str]:
         found = {}
@@ -192,7 +192,7 @@ class Lookout:
                 return str(self._store.get(_VERDICT).decode())
         if self._rank != 0:
             with self._lock:
-                sign = json.loads(self._store.get("beat/0"))
+                sign = parse_json(self._store.get("beat/0"))
             first, now = self._seen[0], time.monotonic()
             first.update(sign, now)
             quiet = now - first.beat_at

@@ -17,7 +17,6 @@ changed here: it changes results.
 from __future__ import annotations
 
 import gc
-import json
 import secrets
 import time
 from collections.abc import Mapping
@@ -33,6 +32,7 @@ from stoker.errors import InputError
 from stoker.ownership import Mark, always, read_mark, remove_file, write_mark, write_text
 from stoker.plan import FALLBACK_SHARE
 from stoker.store.remote_cache import user_cache_folder
+from stoker.strict_json import json_text, parse_json
 from stoker.units import GIB
 
 RungKind = Literal["chunk share", "batch", "activation checkpointing"]
@@ -310,7 +310,7 @@ class Remembered:
         """Return the footing that fitted when the same was asked for; None where nothing is known."""
         path = self._path(circumstances)
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = parse_json(path.read_text(encoding="utf-8"))
             if found["circumstances"] != asdict(circumstances) or found["asked"] != asdict(asked):
                 return None
             return _footing(found["learned"], asked)
@@ -333,7 +333,7 @@ class Remembered:
             self.folder.mkdir(parents=True, exist_ok=True)
             if read_mark(self.folder, _KIND) is None:
                 write_mark(self.folder, Mark(_KIND, secrets.token_hex(16)))
-            write_text(path, json.dumps(document, indent=1) + "\n", always)
+            write_text(path, json_text(document, indent=1) + "\n", always)
         except OSError as error:
             self.notes.append(f"the setting that fits is not remembered: {path}: {error.strerror}")
 
@@ -346,7 +346,7 @@ class Remembered:
             self.notes.append(f"{self._path(circumstances)} cannot be removed: {error.strerror}")
 
     def _path(self, circumstances: Circumstances) -> Path:
-        digest = xxhash.xxh3_64_hexdigest(json.dumps(asdict(circumstances)).encode())
+        digest = xxhash.xxh3_64_hexdigest(json_text(asdict(circumstances)).encode())
         return self.folder / f"{digest}.json"
 
 

@@ -10,7 +10,6 @@ removes again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +21,14 @@ import pyarrow.parquet as pq
 import torch
 
 from stoker.address import masked_values
-from stoker.display import command
-from stoker.errors import InputError, StoreError
+from stoker.errors import InputError, require_utf8, unwritable
 from stoker.loader.batch import Batch
 from stoker.loader.loader import Loader
 from stoker.ownership import SIGNATURE, writing
 from stoker.report import Progress, Silent
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
+from stoker.strict_json import json_text
 from stoker.train.batches import Feed, Unpack
 from stoker.train.judging import Judge
 from stoker.train.precision import PrecisionChoice
@@ -153,18 +152,13 @@ def write_parquet(
         progress: Told about rows.
     """
     path, progress = Path(path), progress or Silent()
+    require_utf8(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with writing(path) as temporary:
             num_rows = _write(temporary, predictions, about, progress)
     except OSError as error:
-        if isinstance(error, StoreError):
-            raise
-        raise StoreError(
-            f"cannot write {path}: {error.strerror or error}.",
-            "a folder with room and write permission",
-            command("df", "-h", path.parent),
-        ) from error
+        raise unwritable(path, error) from error
     return num_rows
 
 
@@ -206,8 +200,8 @@ def _as_rows(predicted: Predicted, about: Mapping[str, Any]) -> pa.RecordBatch:
         if shape:
             flat = pa.FixedSizeListArray.from_arrays(flat, int(np.prod(shape)))
         arrays.append(flat)
-        more = {"shape": json.dumps(list(shape))} if len(shape) > 1 else None
+        more = {"shape": json_text(list(shape))} if len(shape) > 1 else None
         fields.append(pa.field(name, flat.type, metadata=more))
     about = masked_values(about)
-    schema = pa.schema(fields, metadata={"stoker": json.dumps(about), SIGNATURE: "1"})
+    schema = pa.schema(fields, metadata={"stoker": json_text(about), SIGNATURE: "1"})
     return pa.RecordBatch.from_arrays(arrays, schema=schema)

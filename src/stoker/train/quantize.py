@@ -24,7 +24,7 @@ from typing import IO, Any, Literal, cast
 import torch
 from torch import nn
 
-from stoker.errors import InputError, MissingExtraError
+from stoker.errors import InputError, MissingExtraError, install_command
 from stoker.units import format_bytes
 
 Api = Literal["torch.ao", "torchao"]
@@ -186,7 +186,7 @@ def choose_api(
         f"int8 for {', '.join(sorted(kind.__name__ for kind in kinds))} needs {needed}; here: "
         f"{', '.join(sorted(installed)) or 'neither torch.ao nor torchao'}.",
         "torch.ao (LSTM, GRU, Linear) in torch up to 2.13 and later while it ships, or torchao (Linear)",
-        f"pip install 'stoker[{_EXTRA}]', or an older torch for recurrent layers",
+        f"{install_command(_EXTRA)}, or an older torch for recurrent layers",
     )
 
 

@@ -14,8 +14,7 @@ import weakref
 from pathlib import Path
 from typing import Self
 
-from stoker.display import command
-from stoker.errors import StoreError
+from stoker.errors import StoreError, unwritable
 from stoker.ownership import empty_file, open_own_file
 
 _BEGINNING = b"process "
@@ -45,11 +44,7 @@ class RunLock:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = open_own_file(self.folder / "lock", os.O_RDWR, _is_lock, "the lock of the run")
         except OSError as error:
-            raise StoreError(
-                f"cannot make the run directory {self.folder}: {error.strerror}.",
-                "a folder with write permission",
-                command("ls", "-ld", self.folder.parent),
-            ) from error
+            raise unwritable(self.folder, error, "the run directory") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -57,7 +52,11 @@ class RunLock:
             os.close(file)
             raise self._refused(error, holder) from error
         empty_file(file)
-        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        try:
+            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except OSError as error:
+            os.close(file)
+            raise unwritable(self.folder / "lock", error) from error
         self._file = file
         _held.add(self)
         return self

@@ -187,7 +187,7 @@ class Trainer:
     def _prepare(self, unread: Sequence[str]) -> None:
         settings = self.settings
         for line in unread:
-            self.note(line)
+            self.note(Note(line))
         self._precision = choose_precision(settings.precision, self.device, self.model)
         guarded = make_guarded(self.optimizer, self.device)
         self.note(Note(f"precision {self._precision.reason}", Topic.PRECISION))

@@ -11,6 +11,7 @@ A process that is killed has lost at most the last second. A fork begins its own
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import sys
@@ -30,6 +31,7 @@ FIRST_DRAWN, NUM_DRAWN = 12, 6
 """Steps whose spans are kept for drawing."""
 _STOP_POLL_SECONDS = 0.2
 _STUCK_SECONDS = 2.0
+_HIGH_NUMBER = 1000
 
 DISTURBED, OTHER_LOADER, EPOCH_START = 1, 2, 4
 """Flags of a step: the probe itself cost time; another loader (validation) ran; an epoch began."""
@@ -178,7 +180,7 @@ class Recorder:
         self.first_busy: float | None = None
         self.first_torch: dict[str, Any] = {}
         self.torch: dict[str, Any] = {}
-        self._file: Any = None
+        self._file: _OwnFile | None = None
         self._last_flush = 0.0
         self._flusher: threading.Thread | None = None
 
@@ -347,12 +349,9 @@ class Recorder:
     def write(self, line: dict[str, Any]) -> None:
         """Append one line with one write, so that a killed process leaves whole lines."""
         with self.lock:
-            if self._file is None:
-                path = Path(self.folder) / f"{self.pid}.jsonl"
-                self._file = os.open(
-                    path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-                )
-            os.write(self._file, (json.dumps(line, default=str) + "\n").encode("utf-8", "replace"))
+            if self._file is None or not self._file.is_open():
+                self._file = _OwnFile(Path(self.folder) / f"{self.pid}.jsonl")
+            self._file.append((json.dumps(line, default=str) + "\n").encode("utf-8", "replace"))
 
     def _stuck_place(self) -> str | None:
         """Return where the training thread stands when no step has ended for a while.
@@ -401,6 +400,40 @@ class Recorder:
         if not self.finished and self.pid == os.getpid():
             self.finished = True
             self.flush()
+
+
+class _OwnFile:
+    """A file to append to whose descriptor may stop being ours.
+
+    A script that closes all descriptors, as daemons do, closes this one, and its next file may get the same
+    number: writing there would damage the script's file. So the file behind the number is looked at first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        low = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            # High up: the script's own files get the numbers that they get without the probe.
+            self._number = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _HIGH_NUMBER)
+        except OSError:  # the process may not have so many
+            self._number = low
+        else:
+            os.close(low)
+        self._identity = _identity(self._number)
+
+    def is_open(self) -> bool:
+        return self._identity is not None and _identity(self._number) == self._identity
+
+    def append(self, text: bytes) -> None:
+        os.write(self._number, text)
+
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    """Return which file stands behind a descriptor; None when it is closed."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 _RECORDER: Recorder | None = None

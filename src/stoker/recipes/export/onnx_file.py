@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from stoker.errors import InputError, MissingExtraError
+from stoker.errors import InputError, MissingExtraError, require_utf8, unwritable
 from stoker.ownership import SIGNATURE, writing
 from stoker.recipes.export.graph import Deployed
 from stoker.recipes.export.ports import IMAGE_SIZES
-from stoker.train.checkpoint_file import unwritable
 
 OPSETS = (18, 23)
 """First and last: what torch writes and converts to."""
@@ -64,6 +63,7 @@ def write_onnx(
     """
     if opset is not None and not OPSETS[0] <= opset <= OPSETS[1]:
         raise InputError(f"--opset is {opset}.", f"{OPSETS[0]} to {OPSETS[1]}", "leave --opset out")
+    require_utf8(out)
     for package in ("onnx", "onnxscript"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError.for_package(package, "onnx", "export to ONNX")

@@ -6,7 +6,6 @@ what a user should know about it. Costs: seconds to a minute for a graph, nothin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from stoker.recipes.export.ports import Sizes
 from stoker.recipes.export.weights_file import SUFFIX, is_weights, write_weights
 from stoker.recipes.inference import Trained, find_training_store
 from stoker.store.reader import open_store
+from stoker.strict_json import json_text
 
 ONNX_SUFFIX = ".onnx"
 
@@ -132,12 +132,12 @@ def _describe(trained: Trained, graph: Deployed) -> dict[str, str]:
     return {
         "stoker.version": stoker.__version__,
         "stoker.recipe": trained.chosen.key,
-        "stoker.options": json.dumps(trained.chosen.plain),
-        "stoker.blueprint": json.dumps(facts),
-        "stoker.inputs": json.dumps(_describe_inputs(graph)),
-        "stoker.repairs": json.dumps(made),
-        "stoker.windows": json.dumps(_find_windows(trained, graph)),
-        "stoker.checkpoint": json.dumps(
+        "stoker.options": json_text(trained.chosen.plain),
+        "stoker.blueprint": json_text(facts),
+        "stoker.inputs": json_text(_describe_inputs(graph)),
+        "stoker.repairs": json_text(made),
+        "stoker.windows": json_text(_find_windows(trained, graph)),
+        "stoker.checkpoint": json_text(
             {"step": saved.step, "epoch": saved.epoch, "metrics": dict(saved.metrics)}
         ),
     }

@@ -10,7 +10,6 @@ checksum, so the metadata holds one over names, types, shapes, bytes and the oth
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,10 +20,11 @@ import xxhash
 
 import stoker
 from stoker.display import command
-from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
+from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError, unwritable
 from stoker.ownership import writing
+from stoker.strict_json import exact_text, parse_json
 from stoker.train.checkpoint import Loaded
-from stoker.train.checkpoint_file import Saved, unwritable
+from stoker.train.checkpoint_file import Saved
 
 SUFFIX = ".safetensors"
 _MARK = "stoker_version"
@@ -49,12 +49,12 @@ def write_weights(loaded: Loaded, out: str | Path) -> None:
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, value in loaded.state["model"].items()
     }
-    about = {name: json.dumps(value) for name, value in loaded.identity.items()}
+    about = {name: exact_text(value) for name, value in loaded.identity.items()}
     saved = {name: getattr(loaded.saved, name) for name in _SAVED}
     about |= {
         "format": "pt",
         _MARK: stoker.__version__,
-        "checkpoint": json.dumps({**saved, "saved_at": round(time.time(), 3)}),
+        "checkpoint": exact_text({**saved, "saved_at": round(time.time(), 3)}),
     }
     about[_DIGEST] = _digest(weights, about)
     path = Path(out)
@@ -105,10 +105,10 @@ def read_weights(path: str | Path) -> Loaded:
         )
     if about.pop(_DIGEST, None) != _digest(weights, about):
         raise _corrupt(path, "its bytes do not match their digest")
-    known = json.loads(about.pop("checkpoint"))
+    known = parse_json(about.pop("checkpoint"))
     for name in ("format", _MARK):
         about.pop(name, None)
-    identity = {name: json.loads(value) for name, value in about.items()}
+    identity = {name: parse_json(value) for name, value in about.items()}
     saved = Saved(path=path, size_bytes=path.stat().st_size, **known)
     return Loaded(saved, {"model": weights}, identity)
 
@@ -133,9 +133,9 @@ def _corrupt(path: Path, what: str) -> CorruptError:
 
 
 def _digest(weights: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> str:
-    digest = xxhash.xxh3_128(json.dumps(about, sort_keys=True).encode())
+    digest = xxhash.xxh3_128(exact_text(about, sort_keys=True).encode())
     for name in sorted(weights):
         value = weights[name]
-        digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
+        digest.update(exact_text([name, str(value.dtype), list(value.shape)]).encode())
         digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().data)
     return str(digest.hexdigest())

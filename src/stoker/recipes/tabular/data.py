@@ -153,6 +153,7 @@ def find_task(store: Store, target: str, values: Array, wanted: TaskName | None)
             "one whole number per sample",
             "task='regression'",
         )
+    _require_int64(target, values.reshape(-1))
     classes = _classes_of(store, values.reshape(-1))
     if not 2 <= len(classes) <= _MOST_CLASSES:
         raise InputError(
@@ -161,6 +162,18 @@ def find_task(store: Store, target: str, values: Array, wanted: TaskName | None)
             "task='regression'" if len(classes) > 2 else "pack samples of at least two classes",
         )
     return Task(name, classes, len(classes), f"classification into {len(classes)} classes: {why}")
+
+
+def _require_int64(target: str, values: Array) -> None:
+    """Refuse labels that int64 cannot hold: they would wrap around, and be other classes."""
+    limit = 2**63
+    beyond = values >= np.uint64(limit) if values.dtype.kind == "u" else np.abs(values) >= limit
+    if values.dtype.kind != "i" and beyond.any():
+        raise InputError(
+            f"{target!r} holds the label {values[beyond][0]}.",
+            "whole numbers from -2**63 to 2**63 - 1",
+            "number the classes from 0: np.unique(labels, return_inverse=True)[1]",
+        )
 
 
 def _classes_of(store: Store, values: Array) -> Array:

@@ -195,7 +195,9 @@ class TabularRecipe(Recipe):
             goal = Regress(targets["train"], targets["val"], chosen.loss)
         else:
             goal = Classify(task.classes, targets["train"], targets["val"], chosen.class_weights)
-        factor, why_lr = lr_factor(chosen.batch_size, chosen.reference_batch, chosen.lr_rule)
+        factor, why_lr = lr_factor(
+            chosen.batch_size, chosen.reference_batch, chosen.lr_rule, len(samples["train"])
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model, why_model = _make_model(store, inputs, samples["train"], task, goal, chosen)
@@ -230,7 +232,9 @@ class TabularRecipe(Recipe):
         asked = {
             name: getattr(settings, name) for name in self.uses if not settings.is_default(name)
         }
-        return {"batch_size": given.get("batch_size", settings.samples_per_update), **asked}
+        most = settings.max_training_samples or settings.samples_per_update
+        together = min(settings.samples_per_update, most)
+        return {"batch_size": given.get("batch_size", together), **asked}
 
     def describe(self, job: Job) -> dict[str, Any]:
         """Return the sizes of inputs and outputs, and which network it is."""
