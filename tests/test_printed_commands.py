@@ -117,6 +117,7 @@ def _is_quoted(node: ast.expr) -> bool:
         "quoted",
         "command",
         "display.command",
+        "look_in",
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from stoker.address import masked, shown
-from stoker.display import command, escaped_json
+from stoker.display import command, escaped_json, look_in
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
 from stoker.ownership import empty_file, open_own_file
 
@@ -210,7 +210,7 @@ def read_run_log(path: str | Path) -> list[LogLine]:
         raise StoreError(
             f"cannot read the run log {path}: {error.strerror}.",
             "the run.jsonl of a run",
-            command("ls", path.parent),
+            look_in(path.parent),
         ) from error
     return list(_parsed(path, lines))
 

@@ -14,7 +14,7 @@ import typer
 
 from stoker.address import masked
 from stoker.cli.terminal import echo, print_json
-from stoker.display import command
+from stoker.display import look_in, quoted
 
 if TYPE_CHECKING:
     from stoker.config.migrate import Migration
@@ -52,12 +52,13 @@ def migrate_config(
 
 def _refuse_to_overwrite(new: Path) -> None:
     from stoker.errors import InputError
+    from stoker.ownership import free_name
 
     if new.exists():
         raise InputError(
             f"{new} exists already.",
             "a file that is not there yet",
-            "another name, or move it away",
+            f"{quoted(free_name(new))}, or move it away",
         )
 
 
@@ -98,7 +99,7 @@ def _write(new: Path, text: str) -> None:
         raise InputError(
             f"cannot write {new}: {error.strerror}.",
             "a new file in a folder with write permission",
-            command("ls", "-ld", new.parent),
+            look_in(new.parent, "-ld"),
         ) from error
 
 

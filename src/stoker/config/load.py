@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 from stoker.config.resolve import as_error, find_clashes
 from stoker.config.tree import Config, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import Document, Place, Problem, decode, read_yaml
-from stoker.display import command, quoted
+from stoker.display import look_in, quoted
 from stoker.errors import ConfigError
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -70,7 +70,7 @@ def check_config(
         raise ConfigError(
             f"config {str(path)!r} cannot be read: {error.strerror}.",
             "a readable YAML file",
-            command("ls", "-l", Path(path).parent),
+            look_in(Path(path).parent, "-l"),
         ) from error
     if isinstance(text, Problem):
         return None, [text]

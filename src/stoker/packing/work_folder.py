@@ -32,7 +32,7 @@ from typing import Self
 import xxhash
 
 from stoker.address import as_url, shown
-from stoker.display import command, quoted
+from stoker.display import command, look_in, quoted
 from stoker.errors import InputError, StoreError
 from stoker.ownership import (
     MARK_NAME,
@@ -298,7 +298,7 @@ class WorkFolder:
             raise StoreError(
                 f"cannot write beside {self.target}: {error.strerror}.",
                 "a folder with write permission",
-                command("ls", "-ld", self.target.parent),
+                look_in(self.target.parent, "-ld"),
             ) from error
         try:
             self._sort_leftovers()

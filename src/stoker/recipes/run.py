@@ -531,7 +531,7 @@ def share_batch(settings: Settings, world_size: int) -> int:
     raise InputError(
         f"batch_size is {size} ({settings.reasons['batch_size']}), and {world_size} ranks share it.",
         f"a multiple of {world_size}: the batch is the same on any number of ranks",
-        f"--set training.batch_size={near}, or {near + world_size}",
+        f"--set training.batch_size={near}, or --set training.batch_size={near + world_size}",
     )
 
 

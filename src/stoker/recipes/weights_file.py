@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 import stoker
-from stoker.display import command
+from stoker.display import command, look_in
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
 from stoker.ownership import writing
 from stoker.train.checkpoint import Loaded
@@ -89,7 +89,7 @@ def read_weights(path: str | Path) -> Loaded:
         raise StoreError(
             f"cannot read the weights {path}: no such file.",
             "an existing file",
-            command("ls", "-l", path.parent),
+            look_in(path.parent, "-l"),
         )
     try:
         with package.safe_open(path, framework="pt") as file:

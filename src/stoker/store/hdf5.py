@@ -23,7 +23,7 @@ from typing import Any, Literal
 import h5py
 import numpy as np
 
-from stoker.display import command
+from stoker.display import command, look_in
 from stoker.errors import CorruptError, StokerError, StoreError
 from stoker.store.fields import Array
 
@@ -208,7 +208,7 @@ def open_hdf5(path: Path) -> h5py.File:
         return h5py.File(path, "r", locking="best-effort")
     except FileNotFoundError:
         raise StoreError(
-            f"{path} does not exist.", "an HDF5 file", command("ls", path.parent)
+            f"{path} does not exist.", "an HDF5 file", look_in(path.parent)
         ) from None
     except IsADirectoryError:
         raise StoreError(f"{path} is a folder.", "an HDF5 file", command("ls", path)) from None

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from stoker.display import command
+from stoker.display import command, look_in
 from stoker.errors import CorruptError, StoreError, StoreVersionError
 from stoker.store.fields import FieldData, FieldKind, Ragged, Series
 
@@ -213,7 +213,7 @@ def _not_a_store(folder: Path) -> StoreError:
         return StoreError(
             f"{folder} does not exist.",
             "a store folder, an HDF5 file or a URL",
-            command("ls", folder.parent),
+            look_in(folder.parent),
         )
     return StoreError(
         f"{folder} has no {MANIFEST_NAME}, so it is not a finished store.",

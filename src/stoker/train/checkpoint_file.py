@@ -23,7 +23,7 @@ from typing import IO, Any, cast
 import torch
 import xxhash
 
-from stoker.display import command
+from stoker.display import command, look_in
 from stoker.errors import CorruptError, InputError, StoreError
 from stoker.ownership import writing
 
@@ -202,7 +202,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         raise StoreError(
             f"cannot read the checkpoint {path}: {error.strerror}.",
             "an existing file",
-            command("ls", "-l", path.parent),
+            look_in(path.parent, "-l"),
         ) from error
     with file:
         yield file

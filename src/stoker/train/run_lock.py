@@ -14,7 +14,7 @@ import weakref
 from pathlib import Path
 from typing import Self
 
-from stoker.display import command
+from stoker.display import look_in
 from stoker.errors import StoreError
 from stoker.ownership import empty_file, open_own_file
 
@@ -48,7 +48,7 @@ class RunLock:
             raise StoreError(
                 f"cannot make the run directory {self.folder}: {error.strerror}.",
                 "a folder with write permission",
-                command("ls", "-ld", self.folder.parent),
+                look_in(self.folder.parent, "-ld"),
             ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

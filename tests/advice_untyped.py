@@ -1,0 +1,3 @@
+"""Advice that no test types, each with its reason."""
+
+UNTYPED: dict[str, str] = {}

@@ -1,0 +1,96 @@
+"""What an error says to type is typed: a `Try:` that is refused again fails here.
+
+Each part of the package has cases that are refused, and every way that their advice names is typed
+(`advice_typing`). The places that give an advice are read from the source (`advice_sites`): one that no case
+reaches fails too, unless `UNTYPED` says why it cannot be typed here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advice_cases_commands import COMMANDS
+from advice_cases_python import PYTHON, namespace
+from advice_folder import make_folder
+from advice_sites import all_sites
+from advice_typing import Case, NotTypedError, ReachedError, recording, type_advice
+from advice_untyped import UNTYPED
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+AREAS = sorted({site.file.partition("/")[0] for site in all_sites()})
+LONG = (
+    "stoker.train.trainer.Trainer.fit",
+    "stoker.train.launch.launch",
+    "torch.distributed.init_process_group",
+    "stoker.augment.bench._device_rows",
+    "stoker.augment.bench._worker_rows",
+    "stoker.tune.job._Search",
+    "stoker.doctor.trace._make_profiler",
+    "stoker.recipes.massspec_memory._in_new_process",
+    "stoker.doctor.attach._watch",
+    "stoker.doctor.ablation.examine",
+    "stoker.demo.story._make_plan",
+)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("advice") / "template"
+    folder.mkdir()
+    make_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def in_copy(template, tmp_path, monkeypatch) -> Iterator[Any]:
+    """Return what types a case in a copy of the folder, with the long work cut off."""
+
+    def reached(*args: object, **named: object) -> None:
+        raise ReachedError
+
+    for name in LONG:
+        monkeypatch.setattr(name, reached)
+    home = Path.cwd()
+    number = 0
+
+    def type_case(case: Case):
+        nonlocal number
+        number += 1
+        copy = tmp_path / str(number)
+        shutil.copytree(template, copy, symlinks=True)
+        os.chdir(copy)
+        with monkeypatch.context() as patch, recording():
+            for name, value in case.env.items():
+                patch.setenv(name, value)
+            return type_advice(case, namespace)
+
+    yield type_case
+    os.chdir(home)
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_what_an_error_says_to_type_is_not_refused_again(area, in_copy):
+    failures, typed = [], set()
+    for case in [*COMMANDS.get(area, ()), *PYTHON.get(area, ())]:
+        try:
+            typed |= in_copy(case)
+        except NotTypedError as error:
+            failures.append(f"{case}\n    {error}")
+    there = {site for site in all_sites() if site.file.partition("/")[0] == area}
+    excused = {site for site in there if str(site) in UNTYPED}
+    missing = sorted(map(str, there - typed - excused))
+    print(f"{area}: {len(there & typed)} of {len(there)} typed, {len(excused)} cannot be")
+    assert not failures, "\n".join(failures)
+    assert not missing, "no case types the advice of:\n" + "\n".join(missing)
+    assert not excused & typed, "typed, and said to be impossible"
+
+
+def test_what_cannot_be_typed_has_a_reason_and_still_exists():
+    assert {*UNTYPED} <= {str(site) for site in all_sites()}
+    assert all(len(reason.split()) > 2 for reason in UNTYPED.values())
