@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from advice_typing import Case
@@ -15,7 +16,91 @@ def namespace() -> dict[str, Any]:
     import stoker
     from stoker.loader.loader import Loader
 
-    return {"np": np, "torch": torch, "stoker": stoker, "Loader": Loader}
+    from store_makers import write_store
+    from stoker.store.fields import Dense
+    from test_recipe_tabular import class_table
+
+    return {
+        "np": np, "torch": torch, "stoker": stoker, "Loader": Loader, "Path": Path, "Dense": Dense,
+        "write_store": write_store, "class_table": class_table,
+    }  # fmt: skip
 
 
-PYTHON: dict[str, list[Case]] = {}
+IMAGES = "from stoker.augment import *; from stoker.augment.ops import *; import stoker.augment as A; images = torch.zeros(2, 3, 8, 8)"
+SERIES = "from stoker.loader.lanes import plan_lanes, plan_store_lanes; from stoker.loader.splits import *"
+
+
+def _refused(setup: str, *wrong: str, **named: str) -> list[Case]:
+    """Return a case for each piece of Python, with one setup."""
+    return [Case(each, setup, **named) for each in wrong]
+
+
+PYTHON: dict[str, list[Case]] = {
+    "augment": _refused(
+        IMAGES,
+        "Compose([RandomHorizontalFlip()], backend='x')",
+        "Compose([RandomHorizontalFlip()], ignore_index='x')",
+        "Compose([RandomHorizontalFlip()])(images[0])",
+        "Compose([RandomHorizontalFlip()])(images.double().requires_grad_())",
+        "Compose([RandomHorizontalFlip()])(images.numpy())",
+        "Compose([RandomHorizontalFlip()])(images.int())",
+        "Compose(RandomHorizontalFlip())",
+        "Compose([])",
+        "Compose([3])",
+        "GaussianBlur(2)",
+        "Normalize((0.5,), (0,))",
+        "Normalize(3, 4)",
+        "ToDtype(torch.int8)",
+        "RandomHorizontalFlip(p=2)",
+        "RandomCrop('x')",
+        "RandomResizedCrop(0)",
+        "GPUAugmentation(mean=(1, 2))",
+        "GPUAugmentation(rotation_degrees=900)",
+        "MixUp(0, 10)",
+        "MixUp(0.2, 10, stream='x')",
+    ),
+    "loader": _refused(
+        SERIES,
+        "Loader('store', 0)",
+        "Loader('store', 16, seed='x')",
+        "Loader('store', 16, order='x')",
+        "Loader('store', 16, device='x')",
+        "Loader('store', 16, device='cuda:99')",
+        "Loader('store', 16, fields='features')",
+        "Loader('store', 16, fields=['x'])",
+        "Loader('store', 16, samples=np.ones(300, bool))",
+        "Loader('store', 16, samples=np.array([0, 0]))",
+        "Loader('store', 16, samples=np.array([0, 900]))",
+        "Loader('store', 16, samples=np.array([0, 1]), drop_last=True)",
+        "Loader('store', 16, num_slots=0)",
+        "Loader('store', 16, rank=5)",
+        "Loader('store', 16, plan=3)",
+        "split_randomly(10, ratios=(1, 2, 3))",
+        "split_randomly('x')",
+        "stoker.prefetch(3, 'cpu')",
+    ),
+    "train": _refused(
+        "from stoker.train.settings import TrainSettings; from stoker import Trainer; model = torch.nn.Linear(3, 2); "
+        "optimizer = torch.optim.AdamW(model.parameters()); from stoker.train.checkpoint import Checkpoints",
+        "TrainSettings(epochs=0)",
+        "TrainSettings(precision='x')",
+        "TrainSettings(clip_norm=-1)",
+        "TrainSettings(accumulation_steps=0)",
+        "Checkpoints('c', keep_last=0)",
+        "Trainer(model, 3)",
+    ),
+    "plan": _refused(
+        "from stoker.plan import make_plan, estimate_model, store_facts; from stoker.store.reader import open_store; "
+        "facts = store_facts(open_store('store').manifest)",
+        "make_plan(facts, gpu_memory_bytes=10**9, ram_bytes=10**9, ranks_per_host=0)",
+        "estimate_model(-1)",
+        "store_facts(open_store('store').manifest, fields=['x'])",
+    ),
+    "store": _refused(
+        "from stoker.store.reader import open_store; from stoker.store.fields import Ragged; "
+        "from stoker.store.repairs import *; store = open_store('store')",
+        "store.read_rows('x', 0, 1)",
+        "store.read_rows('features', 0, 2, out=np.empty(3))",
+    ),
+    "units.py": _refused("from stoker.units import *", "usable_count('n', True)", "usable_count('n', 'x')", "parse_bytes(-1)"),
+}

@@ -104,7 +104,7 @@ def is_typed(way: str) -> bool:
     first = way.partition(" ")[0]
     if first in PROGRAMS or way.startswith("--") or re.fullmatch(r"leave \S+ out", way):
         return True
-    if way.startswith("WORD") or re.fullmatch(r"[\w-]+\.\w+ [\w-]+/", way):
+    if way.startswith("WORD") or re.fullmatch(r"[\w-]+\.\w+ [\w-]+/|OUT \S+", way):
         return True
     if re.fullmatch(r"(?:delete |OUT )?[\w.'\"/=%,…<>:-]+(?:: [^ ].*)?", way):
         return True

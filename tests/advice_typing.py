@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +23,13 @@ from typing import Any
 
 from advice_sites import PACKAGE, PROGRAMS, Site, all_sites, parsed, ways_of
 from stoker.config import yaml_lines
+from stoker.config.tree import key_schemas, sections
 from stoker.errors import StokerError
 
 # What the placeholders of the help pages stand for, in the folder that every case gets.
 PLACES = {
     "STORE": "store", "FOLDER": "pictures", "IMAGES": "pictures", "MASKS": "masks", "OUT": "made", "CONFIG": "config.yaml",
-    "CKPT": "run/best.pt", "FILE": "new-file", "NAME": "new-name", "LIBRARY.msp": "library.msp", "MOLS": "mols",
+    "FILE.npy": "a.npy", "CKPT": "run/best.pt", "FILE": "new-file", "NAME": "new-name", "LIBRARY.msp": "library.msp", "MOLS": "mols",
     "FILE.csv": "table.csv", "runs/NAME/best.pt": "run/best.pt", "OUT.safetensors": "out.safetensors", "KIND": "table",
 }  # fmt: skip
 _LOOKS = ("ls", "df", "head", "gzip", "unzip", "h5ls", "file", "fuser", "dd", "command", "expand", "iconv", "du")
@@ -173,7 +175,7 @@ class _Trial:
         way = self._filled(way)
         program = way.partition(" ")[0]
         if program == "stoker":
-            return self.run(shlex.split(way)[1:], fresh=True)
+            return self.run(shlex.split(way)[1:])
         if program in PROGRAMS:
             return self._shell(way)
         variable = re.fullmatch(r"(STOKER_\w+)=(\S+)", way)
@@ -188,14 +190,24 @@ class _Trial:
                     os.environ[variable[1]] = before
         if isinstance(self.case.wrong, str):
             return self._python(way)
-        return self.run(self._words(way), fresh=True)
+        return self.run(self._words(way))
 
     def _filled(self, way: str) -> str:
-        for name, word in {**PLACES, **self.case.fill}.items():
+        if way.startswith("OUT "):
+            return way
+        places = {**PLACES, **self.case.fill}
+        for name, word in sorted(places.items(), key=lambda item: -len(item[0])):
             way = re.sub(rf"(?<![\w.]){re.escape(name)}(?![\w=])", word, way)
         return way
 
     def _shell(self, line: str) -> Exception | None:
+        package = re.fullmatch(r"pip install '?([\w-]+)(?:\[([\w-]+)\])?'?", line)
+        if package:  # nothing is installed here: the extra must exist, and the name be a package's
+            known = tomllib.loads((PACKAGE.parent.parent / "pyproject.toml").read_text())["project"]
+            ok = package[2] is None or package[2] in known["optional-dependencies"]
+            return None if ok else NotTypedError(f"there is no extra {package[2]!r}")
+        if line.partition(" ")[0] not in (*_LOOKS, "mkdir", "gunzip", "sed"):
+            raise NotTypedError(f"{line!r} is not run here")
         env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         done = subprocess.run(
             ["bash", "-c", line], capture_output=True, text=True, env=env, timeout=20, check=False
@@ -219,12 +231,18 @@ class _Trial:
             return _without(words, left_out[1])
         if way.startswith("--"):
             for option, values in _options(shlex.split(way)):
+                if option == "--set":
+                    words = _without_override(words, values[0].partition("=")[0])
                 if option == "--set" or option not in words:
                     before = words.index("--") if "--" in words else len(words)
                     words[before:before] = [option, *values]
                 else:
                     words[words.index(option) + 1 : words.index(option) + 1 + len(values)] = values
             return words
+        overrides = [at for at, word in enumerate(words) if words[at - 1 : at] == ["--set"]]
+        if overrides and not self.case.at:
+            words[overrides[-1]] = retyped(words[overrides[-1]], way)
+            return words if words[overrides[-1]] else words[: overrides[-1] - 1]
         typed = shlex.split(way.removeprefix("OUT "))
         if self.case.at not in words:
             raise NotTypedError(f"no place for {way!r}")
@@ -280,6 +298,17 @@ class _Trial:
         raise NotTypedError(f"there is no call of {name!r}")
 
 
+def retyped(override: str, way: str) -> str:
+    """Return a `KEY=VALUE` with the key or the value that was advised; "" where it is to be deleted."""
+    key, _, value = override.partition("=")
+    name, colon, better = way.partition(": ")
+    if way.startswith("delete "):
+        return ""
+    if colon and re.fullmatch(r"[\w.]+", name):
+        return f"{name}={better}"
+    return f"{way}={value}" if way in {*key_schemas(), *sections()} or "." in key and way.startswith("recipe.options.") else f"{key}={way}"
+
+
 def _run_command(words: Sequence[str]) -> None:
     from stoker.cli import main
 
@@ -303,6 +332,19 @@ def _without(words: list[str], option: str) -> list[str]:
     at = words.index(option)
     takes = at + 1 < len(words) and not words[at + 1].startswith("--")
     return words[:at] + words[at + 1 + takes :]
+
+
+def _without_override(words: list[str], key: str) -> list[str]:
+    """Return the words without the `--set` of a key, of its section, or of something without a value."""
+    kept: list[str] = []
+    for word in words:
+        if kept[-1:] == ["--set"]:
+            name, equals, _ = word.partition("=")
+            if name == key or not equals or name in sections():
+                kept.pop()
+                continue
+        kept.append(word)
+    return kept
 
 
 def _calls(tree: ast.AST) -> list[ast.Call]:

@@ -21,6 +21,7 @@ from advice_folder import make_folder
 from advice_sites import all_sites
 from advice_typing import Case, NotTypedError, ReachedError, recording, type_advice
 from advice_untyped import UNTYPED
+from stoker.packing.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 AREAS = sorted({site.file.partition("/")[0] for site in all_sites()})
@@ -36,6 +37,7 @@ LONG = (
     "stoker.doctor.attach._watch",
     "stoker.doctor.ablation.examine",
     "stoker.demo.story._make_plan",
+    "stoker.recipes.export_onnx._trace",
 )
 
 
@@ -56,19 +58,33 @@ def in_copy(template, tmp_path, monkeypatch) -> Iterator[Any]:
 
     for name in LONG:
         monkeypatch.setattr(name, reached)
+    made = Workers.__init__
+
+    def in_this_process(self: Workers, *args: Any, **named: Any) -> None:
+        made(self, *args, **named)
+        self.isolated = False
+
+    monkeypatch.setattr(Workers, "__init__", in_this_process)
     home = Path.cwd()
     number = 0
 
     def type_case(case: Case):
         nonlocal number
-        number += 1
         copy = tmp_path / str(number)
-        shutil.copytree(template, copy, symlinks=True)
+        if case.setup or not copy.exists():  # what a case has changed is of no use to the next one
+            number += 1
+            copy = tmp_path / str(number)
+            shutil.copytree(template, copy, symlinks=True)
         os.chdir(copy)
         with monkeypatch.context() as patch, recording():
             for name, value in case.env.items():
                 patch.setenv(name, value)
-            return type_advice(case, namespace)
+            try:
+                return type_advice(case, namespace)
+            finally:
+                number += bool(case.setup)
+                for made in {*os.listdir()} - {*os.listdir(template)}:
+                    shutil.rmtree(made) if os.path.isdir(made) else os.remove(made)
 
     yield type_case
     os.chdir(home)

@@ -224,7 +224,7 @@ def _parsed(path: Path, lines: list[bytes]) -> Iterator[LogLine]:
             raise CorruptError(
                 f"{path}, line {number} is not an event: {line[:60]!r}.",
                 "one JSON object per line, as RunLog writes it",
-                f"delete line {number}: {command('sed', '-i', f'{number}d', path)}",
+                command("sed", "-i", f"{number}d", path),
             )
 
 

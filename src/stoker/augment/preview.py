@@ -23,7 +23,7 @@ from stoker.augment.compose import Compose
 from stoker.augment.sheet import Classes, Line, Pixels, colour_mask, make_sheet, pillow
 from stoker.display import command, look_in, quoted
 from stoker.errors import InputError, SourceError
-from stoker.ownership import SIGNATURE, writing
+from stoker.ownership import SIGNATURE, free_name, writing
 from stoker.store.reader import Store, open_store
 
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}

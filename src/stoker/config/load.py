@@ -219,7 +219,8 @@ def _override_problem(
     if key in sections():
         first = next(leaf for leaf in key_schemas() if leaf.startswith(f"{key}."))
         given = f"{key!r} is a section"
-        return Problem(place, key, given, "one key at a time", f"--set {first}=…")
+        usual = quoted(f"{first}={_yaml_word(key_schemas()[first]['default'])}")
+        return Problem(place, key, given, "one key at a time", f"--set {usual}")
     if key not in key_schemas() and key.rpartition(".")[0] not in open_leaves():
         return _unknown_key(place, tuple(key.split(".")))
     if key in seen and seen[key] != place.text:
@@ -276,9 +277,14 @@ def _translate(detail: ErrorDetails, path: tuple[str, ...], place: Place) -> Pro
 def _not_a_section(value: Any, place: Place, key: str) -> Problem:
     names = list(sections()[key].model_fields)
     given = f"is {_describe_value(value)}, not a section" + ("" if key else " per line")
-    name = key.rpartition(".")[2]
-    fix = f"{name}: {{{names[0]}: …}}" if key else f"{names[0]}:"
+    fix = _nested(next(leaf for leaf in key_schemas() if leaf.startswith(f"{key}." if key else "")))
     return Problem(place, key, given, f"a section with the keys {', '.join(names)}", fix)
+
+
+def _nested(leaf: str) -> str:
+    """Return a key with its default as YAML in one line: `training: {lr: 0.001}`."""
+    word = _yaml_word(key_schemas()[leaf]["default"])
+    return f"{leaf.replace('.', ': {')}: {word}{'}' * leaf.count('.')}"
 
 
 def _unknown_key(place: Place, path: tuple[str, ...]) -> Problem:
@@ -301,8 +307,7 @@ def _unknown_key(place: Place, path: tuple[str, ...]) -> Problem:
 def _suggest_name(path: tuple[str, ...], name: str, section: str) -> str:
     prefix = f"{section}." if section else ""
     if name in key_schemas():
-        *above, last = name.split(".")
-        return f"nest it: {': {'.join(above)}: {{{last}: …{'}' * len(above)}"
+        return _nested(name)
     near = difflib.get_close_matches(name, sections()[section].model_fields, n=1, cutoff=0.75)
     if near:
         better = prefix + near[0]

@@ -25,7 +25,7 @@ from stoker.recipes.massspec import (
     StudentOptions,
     TeacherOptions,
 )
-from stoker.recipes.options import parse_options
+from stoker.recipes.options import as_overrides, parse_options
 from stoker.recipes.segmentation import SegmentationOptions, SegmentationRecipe
 from stoker.recipes.tabular import TabularOptions, TabularRecipe
 
@@ -111,7 +111,7 @@ def choose_recipe(settings: Settings) -> Chosen:
         raise ConfigError(
             "the config names no recipe.",
             ", ".join(RECIPES),
-            "stoker train --config configs/forex.yaml, or --set recipe.name=forex",
+            "stoker train --config configs/tabular.yaml --store STORE, or --set recipe.name=tabular",
         )
     entry = RECIPES[settings.recipe]
     given = dict(settings.recipe_options)
@@ -123,7 +123,9 @@ def choose_recipe(settings: Settings) -> Chosen:
     except InputError as error:
         named = next((name for name in given if f"'{name}'" in error.given), None)
         raise ConfigError(
-            f"{_where(settings, named)}: {error.given}", error.allowed, error.fix
+            f"{_where(settings, named)}: {error.given}",
+            error.allowed,
+            as_overrides(error.fix, entry.options),
         ) from error
     return Chosen(entry.recipe, options, teacher, tuple(_idle_keys(settings)))
 
@@ -144,7 +146,7 @@ def _take_teacher(settings: Settings, given: dict[str, Any]) -> str | None:
         raise ConfigError(
             f"{_where(settings, TEACHER)}: {path!r} is no path.",
             "the checkpoint of a run of massspec-teacher, or null",
-            "teacher: runs/massspec-teacher/best.pt",
+            "--set recipe.options.teacher=runs/massspec-teacher/best.pt",
         )
     return path
 
@@ -160,7 +162,7 @@ def _refuse_unknown(settings: Settings, given: Mapping[str, Any], known: list[st
                     "",
                     f"the recipe {settings.recipe!r} has no option {name!r}",
                     ", ".join(known),
-                    near[0] if near else f"docs/recipes/{settings.recipe}.md lists them",
+                    f"recipe.options.{near[0]}" if near else f"docs/recipes/{settings.recipe}.md lists them",
                 )
             )
     if problems:

@@ -111,7 +111,7 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
         raise InputError(
             f"{path} is a checkpoint of {found}.",
             f"one of a run of {recipe or 'stoker train'}",
-            f"stoker train --config configs/{recipe or 'forex'}.yaml",
+            f"stoker train --config configs/{recipe or 'tabular'}.yaml --store STORE",
         )
     chosen = restore(identity["recipe"], identity["options"])
     made = rebuild(chosen, identity["facts"])
@@ -141,7 +141,7 @@ def find_samples(store: Store, trained: Trained, split: str) -> Array:
         return np.arange(store.num_samples, dtype=np.int64)
     if split not in _SPLITS:
         raise InputError(
-            f"--split is {split!r}.", f"all, {', '.join(_SPLITS)}", "--split test, or leave it out"
+            f"--split is {split!r}.", f"all, {', '.join(_SPLITS)}", "--split test, or leave --split out"
         )
     if "split" in store.fields:
         return select_samples(store, split)
@@ -329,6 +329,8 @@ def quantize_trained(
             "a checkpoint of stoker train",
             "the one it was made from",
         )
+    if split not in _SPLITS:
+        raise InputError(f"--split is {split!r}.", ", ".join(_SPLITS), "--split val")
     name = None
     if store_path is None:
         _, report = quantize_dynamic(trained.model, api="torch.ao")

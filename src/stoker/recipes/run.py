@@ -31,6 +31,7 @@ from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan, store_facts
 from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
 from stoker.recipes.catalogue import Chosen, choose_recipe, without_epochs
 from stoker.recipes.contract import Job
+from stoker.recipes.options import as_overrides
 from stoker.recipes.inference import LOG_NAME, STORE_NOTE, load_trained
 from stoker.recipes.watch import TimedLoader, Watch
 from stoker.report import Progress, RunLog, Silent
@@ -226,7 +227,11 @@ def _make_job(chosen: Chosen, store: Store, settings: Settings) -> Job:
     options: dict[str, Any] = chosen.plain
     if chosen.teacher is not None:
         options["teacher"] = load_trained(chosen.teacher, "massspec-teacher").model
-    job = chosen.recipe.make_job(store, options, settings.seed)
+    try:
+        job = chosen.recipe.make_job(store, options, settings.seed)
+    except InputError as error:
+        fix = as_overrides(error.fix, type(chosen.options))
+        raise type(error)(error.given, error.allowed, fix, error.details) from error
     most = settings.max_training_samples
     if most is None or most >= len(job.samples["train"]):
         return job

@@ -22,7 +22,7 @@ import xxhash
 import stoker
 from stoker.display import command, look_in
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
-from stoker.ownership import writing
+from stoker.ownership import free_name, writing
 from stoker.train.checkpoint import Loaded
 from stoker.train.checkpoint_file import Saved, unwritable
 
@@ -128,7 +128,7 @@ def _corrupt(path: Path, what: str) -> CorruptError:
     return CorruptError(
         f"{path} is not as it was written: {what}.",
         "the bytes as they were saved",
-        command("stoker", "export", "CKPT", path),
+        command("stoker", "export", "CKPT", free_name(path)),
     )
 
 

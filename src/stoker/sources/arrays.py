@@ -133,7 +133,7 @@ def _opened(paths: Sequence[Path], scratch: Path) -> Iterator[dict[str, _Rows]]:
     """Open all files; duplicate names and unusable arrays are refused."""
     if not paths:
         raise SourceError(
-            "no array files were given.", ".npy, .npz or .h5 files", "stoker pack arrays x.npy OUT"
+            "no array files were given.", ".npy, .npz or .h5 files", "stoker pack arrays FILE.npy OUT"
         )
     arrays: dict[str, _Rows] = {}
     with ExitStack() as stack:
@@ -141,7 +141,9 @@ def _opened(paths: Sequence[Path], scratch: Path) -> Iterator[dict[str, _Rows]]:
             for name, rows in _open(require_file(path, "array file"), scratch, stack).items():
                 if name in arrays:
                     raise SourceError(
-                        f"two arrays are called {name!r}.", "different names", "--names a,b,..."
+                        f"two arrays are called {name!r}.",
+                        "different names",
+                        "rename one of the files",
                     )
                 if not rows.shape or rows.dtype.kind not in "biuf":
                     raise SourceError(

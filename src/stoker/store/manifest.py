@@ -218,7 +218,7 @@ def _not_a_store(folder: Path) -> StoreError:
     return StoreError(
         f"{folder} has no {MANIFEST_NAME}, so it is not a finished store.",
         "a folder made by `stoker pack`, or a plain .h5 file",
-        command("stoker", "pack", "KIND", "...", folder),
+        "stoker pack --help shows how to make one",
     )
 
 
