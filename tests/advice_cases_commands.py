@@ -9,7 +9,15 @@ ON_CPU = ["--device", "cpu"]
 BENCH = ["bench", "augment", "--device", "cpu"]
 PREVIEW = ["augment", "preview", "pictures/cat", "x.png"]
 TRAIN = ["train", "--config", "tabular.yaml", *ON_CPU]
-BARS = ["pack", "bars", "bars/EURUSD_M5.csv", "bars/EURUSD_H1.csv", "made", "--windows", "M5=8,H1=4"]
+BARS = [
+    "pack",
+    "bars",
+    "bars/EURUSD_M5.csv",
+    "bars/EURUSD_H1.csv",
+    "made",
+    "--windows",
+    "M5=8,H1=4",
+]
 
 CHECK = ["config", "check", "config.yaml", "--set"]
 
@@ -71,7 +79,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["inspect", "table.csv", "--html", "none/none/x.html"]),
         Case(["inspect", "table.csv", "--html", "table.csv"]),
         Case(["tune", "--config", "tabular.yaml", "--out", "config.yaml", *ON_CPU]),
-        Case(["pack", "table", "table.csv"], at="table.csv"),
+        Case(["pack", "table", "table.csv"], "pass", at="table.csv"),
         Case(["pack", "table", "table.csv", "made", "--split", "x"]),
         Case([*BARS, "--split-at", "2020"]),
         Case(["plan"]),
@@ -79,7 +87,6 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["plan", "store", "--gpu-memory", "16GB", "--activations", "2MB"]),
         Case(["profile"]),
         Case([*TRAIN, "--gpus", "99"], then=""),
-        Case([*TRAIN, "--gpus", "2"], env={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}),
         Case(["train", "--config", "tabular.yaml", "--msp", "library.msp"]),
         Case(["train", "--config", "configs/massspec.yaml", "--mol-dir", "mols"]),
         Case(["tune"]),
@@ -99,10 +106,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "table", "sub/table.csv", "sub"], "import os; os.mkdir('sub'); os.rename('table.csv', 'sub/table.csv')", at="sub"),
     ],
     "plan": [
-        Case(["plan", "store", "--gpu-memory", "1MB", "--ram", "16GB", "--batch-size", "100000"]),
         Case(["plan", "store", "--gpu-memory", "16GB", "--optimizer", "x"], at="x"),
         Case(["plan", "store", "--gpu-memory", "16GB"], "write_store(Path('store'), [{'a': Dense(np.zeros((0, 3), 'f4'))}])", fill={"STORE": "plain-store"}),
-        Case(["plan", "store", "--gpu-memory", "16GB", "--share", "0"]),
     ],
     "sources": [
         Case(["pack", "table", "text.csv", "made"]),
@@ -171,7 +176,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["train", "--set", "recipe.name=forex", "--store", "forex-store", "--set", 'recipe.options.timeframes=["W1"]', *ON_CPU]),
         Case(["bench", "memory", "--msp", "library.msp", "--mode", "x"]),
         Case(["bench", "memory", "--msp", "library.msp", "--samples", "0"]),
-        
+
     ],
     "store": [
         Case(["verify", "none/none"]),
@@ -179,18 +184,15 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["verify", "none/none.h5"]),
         Case(["verify", "text.h5"]),
         Case(["pack", "table", "table.csv", "made", "--repair", "x"]),
-        Case(["pack", "table", "table.csv", "made", "--repair", "min-denominator:x"]),
+        Case(["pack", "table", "prices.csv", "made", "--repair", "min-denominator:x"],
+             "open('prices.csv', 'w').write('ratio,close,vwap' + (chr(10) + '1,2,3') * 30)"),
         Case(["pack", "table", "gone.csv", "made", "--repair", "fill:median"], "open('gone.csv', 'w').write('a,b' + (chr(10) + '1,') * 30)"),
-        Case(["inspect", "http://user:***@host/store"]),
     ],
     "runs": [
         Case(["report", "none/none"]),
         Case(["report", "empty"]),
         Case(["monitor", "none/none", "--once"]),
         Case(["report", "told", "--png", "table.csv"]),
-    ],
-    "report.py": [
-        Case(["report", "told"], "p = Path('told/run.jsonl'); p.write_text('x' + chr(10) + p.read_text())"),
     ],
     "monitor.py": [
         Case(["monitor", "--once", "--csv", "table.csv"]),
@@ -208,7 +210,6 @@ COMMANDS: dict[str, list[Case]] = {
     "ownership.py": [
         Case(["export", "run/best.pt", "out.onnx"], "open('out.onnx', 'w').write('x')", at="out.onnx"),
         Case(["export", "run/best.pt", "out.onnx"], "Path('out.onnx').mkdir()", at="out.onnx"),
-        Case(["export", "run/best.pt", "run/best.pt"], at="run/best.pt", then="ends with"),
     ],
     "units.py": [
         Case(["plan", "store", "--gpu-memory", "16"]),

@@ -12,8 +12,8 @@ from PIL import Image
 from molecule_makers import msp_record
 from run_folders import write_run
 from run_makers import make_store, settings_for
-from store_makers import write_store
 from stoker.store.fields import Dense
+from store_makers import write_store
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

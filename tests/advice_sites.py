@@ -11,16 +11,16 @@ from pathlib import Path
 import stoker
 
 PACKAGE = Path(stoker.__file__).parent
-PROGRAMS = (
-    "stoker ls df du dd cd cp mv rm sed cat head tail file find fuser gzip gunzip unzip iconv expand mkdir chmod "
-    "h5ls ssh pip python python3 torchrun dask findmnt kill export command"
-).split()
+PROGRAMS = ["stoker", "ls", "df", "du", "dd", "cd", "cp", "mv", "rm", "sed", "cat", "head", "tail", "file", "find", "fuser", "gzip", "gunzip", "unzip", "iconv", "expand", "mkdir", "chmod", "h5ls", "ssh", "pip", "python", "python3", "torchrun", "dask", "findmnt", "kill", "export", "command"]
 # Where several ways are named in one advice, or words behind a way say what it does.
 _BETWEEN = re.compile(r"[,;] or |; |, then |, and (?=\w+\()|, (?=leave )")
 _BEHIND = re.compile(
     r"(?:, which |,? (?:where|for|with|in|shows|as|before|first|there|again|to|names|prints|of|at|instead|beside) "
-    r"|,? (?:first|there|again)$| \(|  |, its default$|, in this order$| or (?=\w+[.(=])|, (?:instead|too)\b).*"
+    r"|,? (?:first|there|again)$| \((?=[a-zA-Z-])|  |, its default$|, in this order$| or (?=\w+[.(=])|, (?:instead|too)\b).*"
 )
+
+
+_CONSTANTS = ("null", "true", "false")
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,14 @@ def _texts(node: ast.expr) -> list[str]:
 def ways_of(text: str) -> list[str]:
     """Return what can be typed of an advice: commands, options, values and Python, without the prose."""
     whole = text.removeprefix("for example ")
+    if re.fullmatch(r"[\w.+-]+ or [\w.+-]+", whole):  # two values of a config
+        return whole.split(" or ")
     ways = (_BEHIND.sub("", way).strip() for way in _BETWEEN.split(whole))
     # A word alone is a value where it is the whole advice, and else what was left of a sentence.
     return [
         way
         for way in ways
-        if is_typed(way) and (way == whole or not re.fullmatch("[a-z]+", way))
+        if is_typed(way) and (way == whole or way in _CONSTANTS or not re.fullmatch("[a-z]+", way))
     ]
 
 

@@ -18,6 +18,7 @@ import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,21 @@ PLACES = {
     "FILE.npy": "a.npy", "CKPT": "run/best.pt", "FILE": "new-file", "NAME": "new-name", "LIBRARY.msp": "library.msp", "MOLS": "mols",
     "FILE.csv": "table.csv", "runs/NAME/best.pt": "run/best.pt", "OUT.safetensors": "out.safetensors", "KIND": "table",
 }  # fmt: skip
-_LOOKS = ("ls", "df", "head", "gzip", "unzip", "h5ls", "file", "fuser", "dd", "command", "expand", "iconv", "du")
+_LOOKS = (
+    "ls",
+    "df",
+    "head",
+    "gzip",
+    "unzip",
+    "h5ls",
+    "file",
+    "fuser",
+    "dd",
+    "command",
+    "expand",
+    "iconv",
+    "du",
+)
 
 
 @dataclass
@@ -127,18 +142,26 @@ def type_advice(case: Case, namespace: Callable[[], dict[str, Any]]) -> set[Site
     sites = {
         site
         for record in _records
-        if record.fix == refused.fix
+        if record.fix in _fixes(refused)
         for site in all_sites()
         if any(file == site.file and site.first <= line <= site.last for file, line in record.lines)
     }
     ways = ways_of(refused.fix)
     if not ways:
         raise NotTypedError(f"nothing to type in {refused.fix!r}")
-    for way in ways:
+    # Some say the same for the command line and for Python.
+    fitting = [way for way in ways if way.startswith("--") != isinstance(case.wrong, str)]
+    for way in (fitting or ways) if isinstance(case.wrong, str) else ways:
         again = trial.type(way)
         if again is not None and not (case.then and case.then in str(again)):
             raise NotTypedError(f"{way!r} was typed: {type(again).__name__}: {again}")
     return sites
+
+
+def _fixes(error: BaseException | None) -> set[str]:
+    """Return the advice of an error and of those that it was made from."""
+    own = {error.fix} if isinstance(error, StokerError) else set()
+    return own | (_fixes(error.__cause__) if error is not None and error.__cause__ else set())
 
 
 class _Trial:
@@ -306,13 +329,24 @@ def retyped(override: str, way: str) -> str:
         return ""
     if colon and re.fullmatch(r"[\w.]+", name):
         return f"{name}={better}"
-    return f"{way}={value}" if way in {*key_schemas(), *sections()} or "." in key and way.startswith("recipe.options.") else f"{key}={way}"
+    return (
+        f"{way}={value}"
+        if way in {*key_schemas(), *sections()} or ("." in key and way.startswith("recipe.options."))
+        else f"{key}={way}"
+    )
+
+
+@cache
+def _command() -> Any:
+    import typer
+
+    from stoker.cli import main
+
+    return typer.main.get_command(main.app)
 
 
 def _run_command(words: Sequence[str]) -> None:
-    from stoker.cli import main
-
-    code = main.app(list(words), prog_name="stoker", standalone_mode=False)
+    code = _command().main(list(words), prog_name="stoker", standalone_mode=False)
     if isinstance(code, int) and code:
         raise RuntimeError(f"exit code {code}")
 

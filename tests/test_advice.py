@@ -2,7 +2,8 @@
 
 Each part of the package has cases that are refused, and every way that their advice names is typed
 (`advice_typing`). The places that give an advice are read from the source (`advice_sites`): one that no case
-reaches fails too, unless `UNTYPED` says why it cannot be typed here.
+reaches fails too, unless `UNTYPED` says why it cannot be typed here. `PENDING` holds the places that were there
+before this test and have no case yet: it may only become shorter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from advice_cases_python import PYTHON, namespace
 from advice_folder import make_folder
 from advice_sites import all_sites
 from advice_typing import Case, NotTypedError, ReachedError, recording, type_advice
-from advice_untyped import UNTYPED
+from advice_untyped import PENDING, UNTYPED
 from stoker.packing.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,7 +29,6 @@ AREAS = sorted({site.file.partition("/")[0] for site in all_sites()})
 LONG = (
     "stoker.train.trainer.Trainer.fit",
     "stoker.train.launch.launch",
-    "torch.distributed.init_process_group",
     "stoker.augment.bench._device_rows",
     "stoker.augment.bench._worker_rows",
     "stoker.tune.job._Search",
@@ -99,14 +99,19 @@ def test_what_an_error_says_to_type_is_not_refused_again(area, in_copy):
         except NotTypedError as error:
             failures.append(f"{case}\n    {error}")
     there = {site for site in all_sites() if site.file.partition("/")[0] == area}
-    excused = {site for site in there if str(site) in UNTYPED}
-    missing = sorted(map(str, there - typed - excused))
-    print(f"{area}: {len(there & typed)} of {len(there)} typed, {len(excused)} cannot be")
+    left = {str(site) for site in there - typed}
+    excused, waiting = left & {*UNTYPED}, left & {*PENDING}
+    print(
+        f"{area}: {len(there & typed)} of {len(there)} typed, {len(excused)} cannot be, {len(waiting)} have no case yet"
+    )
     assert not failures, "\n".join(failures)
+    missing = sorted(left - excused - waiting)
     assert not missing, "no case types the advice of:\n" + "\n".join(missing)
-    assert not excused & typed, "typed, and said to be impossible"
+    done = {str(site) for site in there & typed} - left
+    assert not done & {*UNTYPED, *PENDING}, "typed by now: take it out of advice_untyped.py"
 
 
 def test_what_cannot_be_typed_has_a_reason_and_still_exists():
-    assert {*UNTYPED} <= {str(site) for site in all_sites()}
+    assert {*UNTYPED, *PENDING} <= {str(site) for site in all_sites()}
+    assert not {*UNTYPED} & {*PENDING}
     assert all(len(reason.split()) > 2 for reason in UNTYPED.values())

@@ -291,7 +291,9 @@ def check_output(
     except (FileNotFoundError, NotADirectoryError):
         return target
     if stat.S_ISDIR(mode):
-        raise InputError(f"{path} is a folder.", "the name of a file", quoted(path / f"NAME{path.suffix}"))
+        raise InputError(
+            f"{path} is a folder.", "the name of a file", quoted(path / f"NAME{path.suffix}")
+        )
     if not stat.S_ISREG(mode):
         raise InputError(
             f"{path} is not a plain file.", "the name of a file", quoted(Path(path.name + "-2"))

@@ -290,7 +290,11 @@ def check_output(out: Path, sources: Sequence[Path | None]) -> None:
             command("mkdir", "-p", out.parent),
         )
     if out.exists() and not _is_png(out):
-        raise InputError(f"{out} exists and is not a PNG.", "a new file, or an older picture", quoted(free_name(out)))
+        raise InputError(
+            f"{out} exists and is not a PNG.",
+            "a new file, or an older picture",
+            quoted(free_name(out)),
+        )
     for source in sources:
         if source is not None and out.resolve().is_relative_to(source.resolve()):
             raise InputError(

@@ -371,7 +371,7 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
     text = place.text.strip()
     if kinds & {"integer", "number"}:
         advice = _suggest_number(text, place.quoted, whole="integer" in kinds)
-        if advice:
+        if advice and all(_is_in_range(float(word), options) for word in advice.split(" or ")):
             return advice
     choices = next((option["enum"] for option in options if "enum" in option), None)
     if choices is not None:
@@ -379,8 +379,17 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
         return str(near[0] if near else choices[0])
     if "boolean" in kinds:
         words = {"1": "true", "0": "false", "true": "true", "false": "false"}
-        return words.get(text.lower(), "true or false")
+        return words.get(text.lower(), _yaml_word(schema.get("default")))
     return _yaml_word(schema.get("default")) + " (the default), or delete the line"
+
+
+def _is_in_range(value: float, options: Sequence[Mapping[str, Any]]) -> bool:
+    return any(
+        option.get("minimum", -math.inf) <= value <= option["maximum"]
+        and value > option.get("exclusiveMinimum", -math.inf)
+        for option in options
+        if "maximum" in option
+    )
 
 
 def _suggest_number(text: str, quoted: bool, whole: bool) -> str:

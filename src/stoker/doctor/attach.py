@@ -118,7 +118,9 @@ def _check(command: Sequence[str], steps: int | None, seconds: float | None) -> 
     for name, limit in (("--steps", steps), ("--seconds", seconds)):
         if limit is not None and limit <= 0:
             raise InputError(
-                f"{name} is {limit}.", "a number above 0", display.command("stoker", "doctor", name, 100, "--", *command)
+                f"{name} is {limit}.",
+                "a number above 0",
+                display.command("stoker", "doctor", name, 100, "--", *command),
             )
 
 

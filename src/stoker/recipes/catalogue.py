@@ -162,7 +162,9 @@ def _refuse_unknown(settings: Settings, given: Mapping[str, Any], known: list[st
                     "",
                     f"the recipe {settings.recipe!r} has no option {name!r}",
                     ", ".join(known),
-                    f"recipe.options.{near[0]}" if near else f"docs/recipes/{settings.recipe}.md lists them",
+                    f"recipe.options.{near[0]}"
+                    if near
+                    else f"docs/recipes/{settings.recipe}.md lists them",
                 )
             )
     if problems:

@@ -141,7 +141,9 @@ def find_samples(store: Store, trained: Trained, split: str) -> Array:
         return np.arange(store.num_samples, dtype=np.int64)
     if split not in _SPLITS:
         raise InputError(
-            f"--split is {split!r}.", f"all, {', '.join(_SPLITS)}", "--split test, or leave --split out"
+            f"--split is {split!r}.",
+            f"all, {', '.join(_SPLITS)}",
+            "--split test, or leave --split out",
         )
     if "split" in store.fields:
         return select_samples(store, split)

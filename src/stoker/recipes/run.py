@@ -31,8 +31,8 @@ from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan, store_facts
 from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
 from stoker.recipes.catalogue import Chosen, choose_recipe, without_epochs
 from stoker.recipes.contract import Job
-from stoker.recipes.options import as_overrides
 from stoker.recipes.inference import LOG_NAME, STORE_NOTE, load_trained
+from stoker.recipes.options import as_overrides
 from stoker.recipes.watch import TimedLoader, Watch
 from stoker.report import Progress, RunLog, Silent
 from stoker.runs.telemetry import TelemetryLog

@@ -133,7 +133,9 @@ def _opened(paths: Sequence[Path], scratch: Path) -> Iterator[dict[str, _Rows]]:
     """Open all files; duplicate names and unusable arrays are refused."""
     if not paths:
         raise SourceError(
-            "no array files were given.", ".npy, .npz or .h5 files", "stoker pack arrays FILE.npy OUT"
+            "no array files were given.",
+            ".npy, .npz or .h5 files",
+            "stoker pack arrays FILE.npy OUT",
         )
     arrays: dict[str, _Rows] = {}
     with ExitStack() as stack:

@@ -207,9 +207,7 @@ def open_hdf5(path: Path) -> h5py.File:
         # Best effort: file systems without locks (read-only, network) still open.
         return h5py.File(path, "r", locking="best-effort")
     except FileNotFoundError:
-        raise StoreError(
-            f"{path} does not exist.", "an HDF5 file", look_in(path.parent)
-        ) from None
+        raise StoreError(f"{path} does not exist.", "an HDF5 file", look_in(path.parent)) from None
     except IsADirectoryError:
         raise StoreError(f"{path} is a folder.", "an HDF5 file", command("ls", path)) from None
     except PermissionError as error:

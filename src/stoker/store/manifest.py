@@ -17,7 +17,7 @@ from typing import Any, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from stoker.display import command, look_in
+from stoker.display import look_in
 from stoker.errors import CorruptError, StoreError, StoreVersionError
 from stoker.store.fields import FieldData, FieldKind, Ragged, Series
 

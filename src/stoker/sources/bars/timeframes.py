@@ -71,9 +71,7 @@ def parse_timeframe(text: str) -> str:
         found = [name for name, known in TIMEFRAMES.items() if known == duration]
         if found:
             return found[0]
-    raise InputError(
-        f"{text!r} is not a timeframe.", ", ".join(TIMEFRAMES), "for example M5"
-    )
+    raise InputError(f"{text!r} is not a timeframe.", ", ".join(TIMEFRAMES), "for example M5")
 
 
 def parse_windows(text: str) -> tuple[tuple[str, int], ...]:
@@ -92,7 +90,9 @@ def parse_windows(text: str) -> tuple[tuple[str, int], ...]:
             raise InputError(f"window {name} is given twice.", "one window per timeframe", "")
         windows[name] = int(length)
     if not windows:
-        raise InputError("no window is given.", "TIMEFRAME=BARS, split by commas", "--windows M5=288,H1=96")
+        raise InputError(
+            "no window is given.", "TIMEFRAME=BARS, split by commas", "--windows M5=288,H1=96"
+        )
     return tuple(sorted(windows.items(), key=lambda window: TIMEFRAMES[window[0]]))
 
 
@@ -206,7 +206,9 @@ def pick_base(windows: Iterable[tuple[str, int]], base: str | None) -> str:
     base = parse_timeframe(base)
     if base not in names:
         raise InputError(
-            f"base {base} has no window.", ", ".join(names), f"--windows {','.join(f'{name}={length}' for name, length in [*windows, (base, 96)])}"
+            f"base {base} has no window.",
+            ", ".join(names),
+            f"--windows {','.join(f'{name}={length}' for name, length in [*windows, (base, 96)])}",
         )
     return base
 
