@@ -86,6 +86,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["plan", "store", "--gpu-memory", "16GB", "--parameters", "x"]),
         Case(["plan", "store", "--gpu-memory", "16GB", "--activations", "2MB"]),
         Case(["profile"]),
+        Case(["train", "--config", "tabular.yaml", "--gpus", "16"]),
         Case([*TRAIN, "--gpus", "99"], then=""),
         Case(["train", "--config", "tabular.yaml", "--msp", "library.msp"]),
         Case(["train", "--config", "configs/massspec.yaml", "--mol-dir", "mols"]),

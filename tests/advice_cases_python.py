@@ -113,8 +113,7 @@ PYTHON: dict[str, list[Case]] = {
         "call(n=0)",
     ),
     "report.py": _refused(
-        "from stoker.report import read_run_log; p = Path('told/run.jsonl')\n"
-        "if 'broken' not in dir(): p.write_text('x' + chr(10) + p.read_text())",
+        "from stoker.report import read_run_log",
         "read_run_log('none/run.jsonl')",
     ),
 }

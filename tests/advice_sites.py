@@ -11,7 +11,42 @@ from pathlib import Path
 import stoker
 
 PACKAGE = Path(stoker.__file__).parent
-PROGRAMS = ["stoker", "ls", "df", "du", "dd", "cd", "cp", "mv", "rm", "sed", "cat", "head", "tail", "file", "find", "fuser", "gzip", "gunzip", "unzip", "iconv", "expand", "mkdir", "chmod", "h5ls", "ssh", "pip", "python", "python3", "torchrun", "dask", "findmnt", "kill", "export", "command"]
+PROGRAMS = [
+    "stoker",
+    "ls",
+    "df",
+    "du",
+    "dd",
+    "cd",
+    "cp",
+    "mv",
+    "rm",
+    "sed",
+    "cat",
+    "head",
+    "tail",
+    "file",
+    "find",
+    "fuser",
+    "gzip",
+    "gunzip",
+    "unzip",
+    "iconv",
+    "expand",
+    "mkdir",
+    "chmod",
+    "h5ls",
+    "ssh",
+    "pip",
+    "python",
+    "python3",
+    "torchrun",
+    "dask",
+    "findmnt",
+    "kill",
+    "export",
+    "command",
+]
 # Where several ways are named in one advice, or words behind a way say what it does.
 _BETWEEN = re.compile(r"[,;] or |; |, then |, and (?=\w+\()|, (?=leave )")
 _BEHIND = re.compile(

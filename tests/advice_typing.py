@@ -331,7 +331,8 @@ def retyped(override: str, way: str) -> str:
         return f"{name}={better}"
     return (
         f"{way}={value}"
-        if way in {*key_schemas(), *sections()} or ("." in key and way.startswith("recipe.options."))
+        if way in {*key_schemas(), *sections()}
+        or ("." in key and way.startswith("recipe.options."))
         else f"{key}={way}"
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,10 @@ def in_copy(template, tmp_path, monkeypatch) -> Iterator[Any]:
     """Return what types a case in a copy of the folder, with the long work cut off."""
 
     def reached(*args: object, **named: object) -> None:
+        for started in args:
+            if isinstance(started, subprocess.Popen):  # a script that the doctor would watch
+                started.kill()
+                started.wait()
         raise ReachedError
 
     for name in LONG:
@@ -83,8 +88,12 @@ def in_copy(template, tmp_path, monkeypatch) -> Iterator[Any]:
                 return type_advice(case, namespace)
             finally:
                 number += bool(case.setup)
-                for made in {*os.listdir()} - {*os.listdir(template)}:
-                    shutil.rmtree(made) if os.path.isdir(made) else os.remove(made)
+                kept = {path.name for path in template.iterdir()}
+                for new in [path for path in copy.iterdir() if path.name not in kept]:
+                    if new.is_dir() and not new.is_symlink():
+                        shutil.rmtree(new)
+                    else:
+                        new.unlink()
 
     yield type_case
     os.chdir(home)
