@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from stoker.address import MARK, masked, shown
 from stoker.strict_json import json_text
@@ -95,6 +95,12 @@ def _bytes_of(letter: str) -> bytes:
 def command(*words: object) -> str:
     """Return a command to type, each word quoted."""
     return " ".join(map(quoted, words))
+
+
+def look_in(folder: Path, *options: str) -> str:
+    """Return the `ls` of a folder, or of the nearest one above it that is there."""
+    there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
+    return command("ls", *options, there)
 
 
 def secret_hint(text: str) -> str:

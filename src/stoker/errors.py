@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.address import as_url, shown
-from stoker.display import command, printable, quoted, secret_hint
+from stoker.display import command, look_in, printable, quoted, secret_hint
 
 EXIT_DONE = 0
 EXIT_OURS = 1
@@ -405,7 +405,7 @@ def require_file(path: str | Path, what: str) -> Path:
     path = Path(path)
     if not path.exists():
         raise SourceError(
-            f"{what} {str(path)!r} does not exist.", "a readable file", command("ls", path.parent)
+            f"{what} {str(path)!r} does not exist.", "a readable file", look_in(path.parent)
         )
     if path.is_dir():
         raise SourceError(

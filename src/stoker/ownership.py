@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import secrets
 import shutil
@@ -263,6 +264,12 @@ def has_signature(path: Path) -> bool:
         return SIGNATURE.encode() in head + file.read(_SIGNED_BYTES)
 
 
+def free_name(path: Path) -> Path:
+    """Return a name beside `path` that nothing has yet: `page-2.html` for `page.html`."""
+    numbered = (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in itertools.count(2))
+    return next(name for name in numbered if not os.path.lexists(name))
+
+
 def check_output(
     path: str | Path, inputs: Iterable[str | Path] = (), is_ours: IsOurs = has_signature
 ) -> Path:
@@ -283,7 +290,7 @@ def check_output(
                 raise InputError(
                     f"{path} is read by this command, and would be replaced by what it writes.",
                     "an output that is no input",
-                    "choose another name for the output",
+                    quoted(free_name(path)),
                 )
     target = path.resolve() if path.is_symlink() else path
     try:
@@ -291,16 +298,18 @@ def check_output(
     except (FileNotFoundError, NotADirectoryError):
         return target
     if stat.S_ISDIR(mode):
-        raise InputError(f"{path} is a folder.", "the name of a file", quoted(path / "NAME"))
+        raise InputError(
+            f"{path} is a folder.", "the name of a file", quoted(path / f"NAME{path.suffix}")
+        )
     if not stat.S_ISREG(mode):
         raise InputError(
-            f"{path} is not a plain file.", "the name of a file", "choose another name"
+            f"{path} is not a plain file.", "the name of a file", quoted(Path(path.name + "-2"))
         )
     if not is_ours(target):
         raise InputError(
             f"{path} exists, and stoker did not write it.",
             "a new name, or a file that stoker wrote before",
-            "choose another name, or move the file away",
+            f"{quoted(free_name(path))}, or move the file away",
         )
     return target
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from stoker.address import masked, shown
-from stoker.display import command, escaped_json
+from stoker.display import command, escaped_json, look_in
 from stoker.errors import (
     CorruptError,
     InputError,
@@ -257,7 +257,7 @@ def read_run_log(path: str | Path) -> list[LogLine]:
         raise StoreError(
             f"cannot read the run log {path}: {error.strerror}.",
             "the run.jsonl of a run",
-            command("ls", path.parent),
+            look_in(path.parent),
         ) from error
     return list(_parsed(path, lines))
 
@@ -271,7 +271,7 @@ def _parsed(path: Path, lines: list[bytes]) -> Iterator[LogLine]:
             raise CorruptError(
                 f"{path}, line {number} is not an event: {line[:60]!r}.",
                 "one JSON object per line, as RunLog writes it",
-                f"delete line {number}: {command('sed', '-i', f'{number}d', path)}",
+                command("sed", "-i", f"{number}d", path),
             )
 
 

@@ -21,9 +21,9 @@ import torch
 
 from stoker.augment.compose import Compose
 from stoker.augment.sheet import Classes, Line, Pixels, colour_mask, make_sheet, pillow
-from stoker.display import command, quoted
+from stoker.display import command, look_in, quoted
 from stoker.errors import InputError, SourceError
-from stoker.ownership import SIGNATURE, writing
+from stoker.ownership import SIGNATURE, free_name, writing
 from stoker.store.reader import Store, open_store
 
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
@@ -94,7 +94,7 @@ def _image_files(path: Path) -> list[Path]:
         raise SourceError(
             f"{path} does not exist.",
             "a folder of images, an image, a store",
-            command("ls", path.parent),
+            look_in(path.parent),
         )
     files = sorted(
         each for each in path.iterdir() if each.suffix.lower() in ENDINGS and each.is_file()
@@ -290,13 +290,17 @@ def check_output(out: Path, sources: Sequence[Path | None]) -> None:
             command("mkdir", "-p", out.parent),
         )
     if out.exists() and not _is_png(out):
-        raise InputError(f"{out} exists and is not a PNG.", "a new file, or an older picture", fix)
+        raise InputError(
+            f"{out} exists and is not a PNG.",
+            "a new file, or an older picture",
+            quoted(free_name(out)),
+        )
     for source in sources:
         if source is not None and out.resolve().is_relative_to(source.resolve()):
             raise InputError(
                 f"{out} lies in {source}, which images are read from.",
                 "another folder: the next run would take the picture for an image",
-                fix,
+                quoted(free_name(Path(fix))),
             )
 
 

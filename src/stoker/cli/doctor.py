@@ -37,7 +37,7 @@ _STOPPED = {
     "termination": "with the doctor, by SIGTERM",
 }
 _ENDED_BY = {"interrupt": EXIT_INTERRUPTED, "termination": 128 + 15}
-_BOTH_FORMS = "stoker doctor --config FILE.yaml, or stoker doctor -- python train.py"
+_BOTH_FORMS = "stoker doctor --config tabular --store STORE, or stoker doctor -- python train.py"
 
 
 def doctor(

@@ -14,6 +14,7 @@ import typer
 
 from stoker.address import masked
 from stoker.cli.terminal import echo, print_json
+from stoker.display import quoted
 
 if TYPE_CHECKING:
     from stoker.compat.migrate.convert import Migration
@@ -51,12 +52,13 @@ def migrate_config(
 
 def _refuse_to_overwrite(new: Path) -> None:
     from stoker.errors import InputError
+    from stoker.ownership import free_name
 
     if new.exists():
         raise InputError(
             f"{new} exists already.",
             "a file that is not there yet",
-            "another name, or move it away",
+            f"{quoted(free_name(new))}, or move it away",
         )
 
 

@@ -50,7 +50,9 @@ def require_output(
     try:
         check_output(path, read, always if force is not None else is_ours or has_signature)
     except InputError as error:
-        raise InputError(f"{option}: {error.given}", error.allowed, error.fix) from error
+        raise InputError(
+            f"{option}: {error.given}", error.allowed, f"{option} {error.fix}"
+        ) from error
     if force is False and path.exists():
         raise InputError(
             f"{path} exists.",

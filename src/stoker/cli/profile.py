@@ -51,7 +51,9 @@ def profile(
 
     if config is None:
         raise InputError(
-            "no config was given.", "--config FILE", "stoker profile --config FILE.yaml"
+            "no config was given.",
+            "--config FILE",
+            "stoker profile --config tabular --store STORE",
         )
     plan = Schedule(wait, warmup, active)
     job = JobConfig.read(config, overrides or (), store)

@@ -24,7 +24,7 @@ from stoker.config.resolve import as_error, find_clashes
 from stoker.config.shipped import find_config, shipped_configs
 from stoker.config.tree import Config, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import Document, Dumper, Place, Problem, decode, read_yaml
-from stoker.display import command, quoted
+from stoker.display import look_in, quoted
 from stoker.errors import ConfigError
 from stoker.strict_json import exact_text
 
@@ -73,7 +73,7 @@ def check_config(
         raise ConfigError(
             f"config {str(path)!r} cannot be read: {error.strerror}.",
             f"a readable YAML file, or one of {', '.join(shipped_configs())}",
-            command("ls", "-l", path.parent),
+            look_in(Path(path).parent, "-l"),
         ) from error
     if isinstance(text, Problem):
         return None, [text]
@@ -228,7 +228,8 @@ def _override_problem(
     if key in sections():
         first = next(leaf for leaf in key_schemas() if leaf.startswith(f"{key}."))
         given = f"{key!r} is a section"
-        return Problem(place, key, given, "one key at a time", f"--set {first}=…")
+        usual = f"{first}={_yaml_word(key_schemas()[first]['default'])}"
+        return Problem(place, key, given, "one key at a time", f"--set {quoted(usual)}")
     if key not in key_schemas() and key.rpartition(".")[0] not in open_leaves():
         return _unknown_key(place, tuple(key.split(".")))
     if key in seen and seen[key] != place.text:
@@ -286,9 +287,14 @@ def _translate(detail: ErrorDetails, path: tuple[str, ...], place: Place) -> Pro
 def _not_a_section(value: Any, place: Place, key: str) -> Problem:
     names = list(sections()[key].model_fields)
     given = f"is {_describe_value(value)}, not a section" + ("" if key else " per line")
-    name = key.rpartition(".")[2]
-    fix = f"{name}: {{{names[0]}: …}}" if key else f"{names[0]}:"
+    fix = _nested(next(leaf for leaf in key_schemas() if leaf.startswith(f"{key}." if key else "")))
     return Problem(place, key, given, f"a section with the keys {', '.join(names)}", fix)
+
+
+def _nested(leaf: str) -> str:
+    """Return a key with its default as YAML in one line: `training: {lr: 0.001}`."""
+    word = _yaml_word(key_schemas()[leaf]["default"])
+    return f"{leaf.replace('.', ': {')}: {word}{'}' * leaf.count('.')}"
 
 
 def _unknown_key(place: Place, path: tuple[str, ...]) -> Problem:
@@ -311,8 +317,7 @@ def _unknown_key(place: Place, path: tuple[str, ...]) -> Problem:
 def _suggest_name(path: tuple[str, ...], name: str, section: str) -> str:
     prefix = f"{section}." if section else ""
     if name in key_schemas():
-        *above, last = name.split(".")
-        return f"nest it: {': {'.join(above)}: {{{last}: …{'}' * len(above)}"
+        return _nested(name)
     if path[-1] in SYNONYMS and name == path[-1]:
         return SYNONYMS[name]
     near = difflib.get_close_matches(name, sections()[section].model_fields, n=1, cutoff=0.75)
@@ -396,7 +401,7 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
         return str(near[0] if near else choices[0])
     if "boolean" in kinds:
         words = {"1": "true", "0": "false", "true": "true", "false": "false"}
-        return words.get(text.lower(), "true or false")
+        return words.get(text.lower(), _yaml_word(schema.get("default")))
     return _yaml_word(schema.get("default")) + " (the default), or delete the line"
 
 

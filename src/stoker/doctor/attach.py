@@ -118,7 +118,9 @@ def _check(command: Sequence[str], steps: int | None, seconds: float | None) -> 
     for name, limit in (("--steps", steps), ("--seconds", seconds)):
         if limit is not None and limit <= 0:
             raise InputError(
-                f"{name} is {limit}.", "a number above 0", f"{example[:13]} {name} 100 -- …"
+                f"{name} is {limit}.",
+                "a number above 0",
+                display.command("stoker", "doctor", name, 100, "--", *command),
             )
 
 
@@ -152,7 +154,7 @@ def _start(
             "a command as you would type it in a shell",
             display.command("stoker", "doctor", "--", "python", *command)
             if script
-            else display.command("command", "-v", command[0]),
+            else "look at the spelling, and at PATH",
         ) from error
 
 

@@ -337,7 +337,7 @@ def _check_fields(stage: Stage) -> None:
         raise InputError(
             "the source has nothing to pack.",
             "at least one file or row of the kind that is packed",
-            "stoker pack --help lists the kinds, stoker pack KIND --help what each one reads",
+            "stoker pack --help (the kinds, and what each one reads)",
         )
     first = stage.parts[0]
     for part in stage.parts[1:]:
@@ -364,7 +364,7 @@ def _check_budget(refused: Sequence[Refusal], num_samples: int, options: PackOpt
     listed += [f"... and {num_refused - _LISTED:,} more"] if num_refused > _LISTED else []
     share = f"{math.ceil(1000 * num_refused / total) / 10:g}%"
     if options.on_bad == "stop":
-        fix = f"--on-bad quarantine --bad-budget {share} leaves them out and lists them in OUT/{REFUSED_NAME}"
+        fix = f"--on-bad quarantine --bad-budget {share} (leaves them out and lists them in OUT/{REFUSED_NAME})"
     else:
         fix = f"--bad-budget {share}, or mend the input"
     raise QualityError(
@@ -377,10 +377,14 @@ def _check_budget(refused: Sequence[Refusal], num_samples: int, options: PackOpt
 
 def _gate_error(inspection: Inspection) -> QualityError:
     remedies = {finding.remedy for finding in inspection.refused if finding.remedy}
+    # Each column by itself: together they touch at most as many rows.
+    share = min(1.0, sum(finding.share for finding in inspection.refused))
+    budget = f"{max(1.0, math.ceil(1000 * share) / 10):g}%"
+    leave_out = f"--on-bad quarantine --bad-budget {budget} (leaves the bad rows out)"
     return QualityError(
         "the quality gate refuses the data:",
         "finite values of usable size",
-        "; or ".join([*sorted(remedies)[:3], "--on-bad quarantine leaves the bad rows out"]),
+        "; or ".join([*sorted(remedies)[:3], leave_out]),
         inspection.lines(only_refused=True)[:12],
     )
 

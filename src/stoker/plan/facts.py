@@ -154,7 +154,9 @@ def store_facts(
     unknown = [name for name in fields or () if name not in manifest.fields]
     if unknown:
         raise InputError(
-            f"the store has no field {unknown[0]!r}.", ", ".join(manifest.fields), "stoker inspect"
+            f"the store has no field {unknown[0]!r}.",
+            ", ".join(manifest.fields),
+            "stoker inspect STORE",
         )
     text = tuple(name for name, info in manifest.fields.items() if info.encoding)
     chosen = [name for name in manifest.fields if name not in text] if fields is None else fields

@@ -25,7 +25,7 @@ from stoker.display import command
 from stoker.errors import ConfigError, InputError
 from stoker.loader.splits import SplitName
 from stoker.recipes.contract import Job, Recipe
-from stoker.recipes.options import OptionError, parse_options
+from stoker.recipes.options import OptionError, as_overrides, parse_options
 from stoker.recipes.registry import OWN, blamed, find_recipe, ready_recipes
 from stoker.store.fields import Array
 from stoker.store.reader import Store
@@ -148,7 +148,9 @@ def choose_recipe(settings: Settings) -> Chosen:
     except InputError as error:
         named = error.option if isinstance(error, OptionError) else None
         raise ConfigError(
-            f"{_where(settings, named)}: {error.given}", error.allowed, error.fix
+            f"{_where(settings, named)}: {error.given}",
+            error.allowed,
+            as_overrides(error.fix, recipe.Options),
         ) from error
     notes = tuple(_idle_keys(settings, recipe, options))
     return Chosen(str(settings.recipe), recipe, options, settings, notes)
@@ -179,7 +181,7 @@ def _refuse_unknown(settings: Settings, given: Mapping[str, Any], known: list[st
                     "",
                     f"the recipe {settings.recipe!r} has no option {name!r}",
                     ", ".join(known) or "no options",
-                    near[0] if near else f"delete recipe.options.{name}",
+                    f"recipe.options.{near[0]}" if near else f"delete recipe.options.{name}",
                 )
             )
     if problems:

@@ -104,7 +104,7 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
         raise InputError(
             f"{path} is a checkpoint of {found}.",
             f"one of a run of {recipe or 'stoker train'}",
-            f"stoker train --set recipe.name={recipe or 'NAME'} --store STORE",
+            f"stoker train --config {recipe or 'tabular'} --store STORE",
         )
     chosen = restore(identity["recipe"], identity["options"])
     made = rebuild(chosen, identity["facts"])
@@ -134,7 +134,9 @@ def find_samples(store: Store, trained: Trained, split: str) -> Array:
         return np.arange(store.num_samples, dtype=np.int64)
     if split not in SPLITS:
         raise InputError(
-            f"--split is {split!r}.", f"all, {', '.join(SPLITS)}", "--split test, or leave it out"
+            f"--split is {split!r}.",
+            f"all, {', '.join(SPLITS)}",
+            "--split test, or leave --split out",
         )
     if "split" in store.fields:
         return select_samples(store, split)
@@ -320,6 +322,8 @@ def quantize_trained(
             "a checkpoint of stoker train",
             "the one it was made from",
         )
+    if split not in SPLITS:
+        raise InputError(f"--split is {split!r}.", ", ".join(SPLITS), "--split val")
     name = None
     if store_path is None:
         _, report = quantize_dynamic(trained.model, api="torch.ao")

@@ -6,11 +6,14 @@ an instance of it. Costs: microseconds; no torch. Ranges are checked by the data
 
 from __future__ import annotations
 
+import ast
+import json
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from stoker.display import quoted
 from stoker.errors import InputError
 
 T = TypeVar("T")
@@ -73,6 +76,32 @@ def parse_options(kind: type[T], given: T | Mapping[str, Any], recipe: str) -> T
         raise InputError(
             f"the options of the recipe {recipe!r}: {error}.", "", "recipe.options in the config"
         ) from error
+
+
+def as_overrides(fix: str, kind: type[Any]) -> str:
+    """Return an advice with options as the command line and a config take them.
+
+    Recipes are made in Python, and say `task='regression'`; whoever trains from a config types
+    `--set recipe.options.task=regression`.
+    """
+    names = {entry.name for entry in fields(kind)}
+    return ", or ".join(_as_override(way, names) for way in fix.split(", or "))
+
+
+def _as_override(way: str, names: set[str]) -> str:
+    try:
+        call = ast.parse(f"f({way.removesuffix(', its default')})", mode="eval").body
+        given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}  # type: ignore[attr-defined]
+    except (SyntaxError, ValueError):
+        return way
+    if not given or not names.issuperset(given):
+        return way
+    settings = (f"recipe.options.{name}={_yaml(value)}" for name, value in given.items())
+    return " ".join(f"--set {quoted(text)}" for text in settings)
+
+
+def _yaml(value: Any) -> str:
+    return value if isinstance(value, str) and value.isalpha() else json.dumps(value)
 
 
 def require(holds: bool, name: str, value: object, allowed: str, fix: str) -> None:

@@ -34,6 +34,7 @@ from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
 from stoker.recipes.catalogue import Chosen, choose_recipe, with_defaults
 from stoker.recipes.contract import Job
 from stoker.recipes.inference import LOG_NAME
+from stoker.recipes.options import as_overrides
 from stoker.recipes.registry import blamed
 from stoker.recipes.watch import Watch
 from stoker.report import Note, Progress, RunEnd, RunLog, Silent, Topic
@@ -199,7 +200,11 @@ def _require_fresh(folder: Path) -> None:
 
 
 def _make_job(chosen: Chosen, store: Store, settings: Settings) -> Job:
-    job = chosen.make_job(store, settings.seed)
+    try:
+        job = chosen.make_job(store, settings.seed)
+    except InputError as error:
+        fix = as_overrides(error.fix, type(chosen.options))
+        raise type(error)(error.given, error.allowed, fix, error.details) from error
     most, train = settings.max_training_samples, job.samples["train"]
     if most is None or most >= len(train):
         return job
@@ -497,7 +502,7 @@ def share_batch(settings: Settings, world_size: int) -> int:
     raise InputError(
         f"batch_size is {size} ({settings.reasons['batch_size']}), and {world_size} ranks share it.",
         f"a multiple of {world_size}: the batch is the same on any number of ranks",
-        f"--set training.batch_size={near}, or {near + world_size}",
+        f"--set training.batch_size={near}, or --set training.batch_size={near + world_size}",
     )
 
 

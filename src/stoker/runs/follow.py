@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.display import command
+from stoker.display import look_in
 from stoker.errors import InputError
 from stoker.report import LogLine, RunEnd, parse_line
 from stoker.runs.reading import LOG_NAME, is_going, lock_holder
@@ -119,7 +119,7 @@ class RunFollower:
                 if is_file
                 else f"there is no folder {str(folder)!r}.",
                 "the folder of a run, as `stoker train` makes it",
-                command("ls", self.folder.parent),
+                look_in(self.folder.parent),
             )
         self._clock = clock
         self._log = LogTail(self.folder / LOG_NAME)

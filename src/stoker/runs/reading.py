@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from stoker.display import command
+from stoker.display import look_in
 from stoker.errors import InputError
 from stoker.report import INCIDENTS, LogLine, Note, RunEnd, parse_line, read_note
 from stoker.runs.record import Epoch, Event, RunRecord, State, as_mapping, as_mappings, as_number
@@ -94,7 +94,7 @@ def run_folder_of(path: str | Path) -> Path:
         raise InputError(
             f"{str(path)!r} {what}.",
             f"a folder with {LOG_NAME}, as `stoker train` makes it",
-            command("ls", folder if folder.is_dir() else folder.parent),
+            look_in(folder if folder.is_dir() else folder.parent),
         )
     return folder
 

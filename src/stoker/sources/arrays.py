@@ -212,7 +212,9 @@ def _opened(
     """
     if not paths:
         raise SourceError(
-            "no array files were given.", ".npy, .npz or .h5 files", "stoker pack arrays x.npy OUT"
+            "no array files were given.",
+            ".npy, .npz or .h5 files",
+            "stoker pack arrays FILE.npy OUT",
         )
     arrays: dict[str, _Rows] = {}
     with ExitStack() as stack:

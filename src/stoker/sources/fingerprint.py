@@ -15,7 +15,7 @@ import xxhash
 
 import stoker
 from stoker.address import masked_values, slow_digest
-from stoker.display import command
+from stoker.display import look_in
 from stoker.errors import SourceError
 from stoker.sources.contract import Source
 from stoker.store.manifest import Provenance, SourceFile
@@ -81,7 +81,7 @@ def _describe(path: Path, old: Mapping[str, SourceFile]) -> SourceFile:
         raise SourceError(
             f"source {str(path)!r} does not exist.",
             "an existing file or folder",
-            command("ls", path.parent),
+            look_in(path.parent),
         )
     if path.is_dir():
         return _describe_folder(path)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from stoker import bounds
-from stoker.display import command
+from stoker.display import command, look_in
 from stoker.errors import InputError, MissingExtraError, Refusal, SourceError
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.store.fields import Array, Dense, FieldData, Ragged
@@ -311,7 +311,7 @@ def _decode(path: Path, mode: str | None) -> Any:
 def _listed(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise SourceError(
-            f"{folder} is not a folder.", "an existing folder", command("ls", folder.parent)
+            f"{folder} is not a folder.", "an existing folder", look_in(folder.parent)
         )
     return sorted(folder.iterdir())
 

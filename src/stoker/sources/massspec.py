@@ -289,13 +289,13 @@ def _check_options(source: MassSpecSource) -> None:
         raise InputError(
             f"train_ratio {shares[0]} and val_ratio {shares[1]} leave no test share.",
             "two shares of 0 or more that add up to at most 1",
-            "train_ratio 0.8 and val_ratio 0.1",
+            "train_ratio=0.8, val_ratio=0.1",
         )
     if source.structures == "mol" and source.mol_dir is None:
         raise InputError(
             "structures='mol' without a place for MOL files.",
             "a folder, a zip or an .sdf",
-            "--mol-dir mols, or structures='smiles'",
+            "--mol-dir MOLS, or --structures smiles",
         )
 
 

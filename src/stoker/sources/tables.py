@@ -96,7 +96,9 @@ class TableSource:
         """
         if not self.paths:
             raise SourceError(
-                "no table files were given.", "CSV or Parquet files", "stoker pack table x.csv OUT"
+                "no table files were given.",
+                "CSV or Parquet files",
+                "stoker pack table FILE.csv OUT",
             )
         pieces: list[_Piece] = []
         refused = RefusalList()

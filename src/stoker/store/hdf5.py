@@ -25,7 +25,7 @@ import h5py
 import numpy as np
 
 from stoker import bounds
-from stoker.display import command
+from stoker.display import command, look_in
 from stoker.errors import CorruptError, StokerError, StoreError
 from stoker.store.fields import Array
 from stoker.units import format_bytes
@@ -292,9 +292,7 @@ def open_hdf5(path: Path) -> h5py.File:
         # Best effort: file systems without locks (read-only, network) still open.
         return h5py.File(path, "r", locking="best-effort")
     except FileNotFoundError:
-        raise StoreError(
-            f"{path} does not exist.", "an HDF5 file", command("ls", path.parent)
-        ) from None
+        raise StoreError(f"{path} does not exist.", "an HDF5 file", look_in(path.parent)) from None
     except IsADirectoryError:
         raise StoreError(f"{path} is a folder.", "an HDF5 file", command("ls", path)) from None
     except PermissionError as error:

@@ -19,7 +19,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from stoker.bounds import CHUNK, MANIFEST
-from stoker.display import command
+from stoker.display import look_in
 from stoker.errors import CorruptError, StoreError, StoreVersionError
 from stoker.store.fields import PARTS, FieldData, FieldKind, Ragged, Series
 from stoker.strict_json import exact_text, finite, json_text, parse_json
@@ -230,12 +230,12 @@ def _not_a_store(folder: Path) -> StoreError:
         return StoreError(
             f"{folder} does not exist.",
             "a store folder, an HDF5 file or a URL",
-            command("ls", folder.parent),
+            look_in(folder.parent),
         )
     return StoreError(
         f"{folder} has no {MANIFEST_NAME}, so it is not a finished store.",
         "a folder made by `stoker pack`, or a plain .h5 file",
-        command("stoker", "pack", "KIND", "...", folder),
+        "stoker pack --help shows how to make one",
     )
 
 

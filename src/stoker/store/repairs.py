@@ -290,7 +290,7 @@ def _fit(spec: RepairSpec, sample: Array, columns: Sequence[str]) -> FittedRepai
             raise InputError(
                 f"column {name!r} has no finite value to fit {str(spec)!r} on.",
                 "a column with at least one number",
-                f"drop it: --drop {quoted(name)}",
+                f"--drop {quoted(name)}",
             )
         pair, note = _fit_column(spec, values)
         pairs.append(pair)

@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 import torch
 import xxhash
 
-from stoker.display import command
+from stoker.display import look_in
 from stoker.errors import CorruptError, InputError, StoreError, unwritable
 from stoker.ownership import writing
 from stoker.strict_json import exact_text, parse_json
@@ -193,7 +193,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         raise StoreError(
             f"cannot read the checkpoint {path}: {error.strerror}.",
             "an existing file",
-            command("ls", "-l", path.parent),
+            look_in(path.parent, "-l"),
         ) from error
     with file:
         yield file

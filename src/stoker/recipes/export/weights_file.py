@@ -19,9 +19,9 @@ import torch
 import xxhash
 
 import stoker
-from stoker.display import command
+from stoker.display import command, look_in
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError, unwritable
-from stoker.ownership import writing
+from stoker.ownership import free_name, writing
 from stoker.strict_json import exact_text, parse_json
 from stoker.train.checkpoint import Loaded
 from stoker.train.checkpoint_file import Saved
@@ -89,7 +89,7 @@ def read_weights(path: str | Path) -> Loaded:
         raise StoreError(
             f"cannot read the weights {path}: no such file.",
             "an existing file",
-            command("ls", "-l", path.parent),
+            look_in(path.parent, "-l"),
         )
     try:
         with package.safe_open(path, framework="pt") as file:
@@ -128,7 +128,7 @@ def _corrupt(path: Path, what: str) -> CorruptError:
     return CorruptError(
         f"{path} is not as it was written: {what}.",
         "the bytes as they were saved",
-        command("stoker", "export", "CKPT", path),
+        command("stoker", "export", "CKPT", free_name(path)),
     )
 
 

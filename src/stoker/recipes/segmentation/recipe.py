@@ -315,11 +315,12 @@ def find_classes(store: Store, options: SegmentationOptions) -> tuple[int, str]:
             "ignore_values=[]",
         )
     num_classes = options.num_classes or max(2, max(values) + 1)
-    if max(values) >= num_classes:
+    beyond = [value for value in values if value >= num_classes]
+    if beyond:
         raise InputError(
             f"the masks hold the value {max(values)}, and there are {num_classes} classes.",
             f"0 to {num_classes - 1}, 255 and ignore_values",
-            f"num_classes={max(values) + 1}, or ignore_values=[{max(values)}]",
+            f"num_classes={max(values) + 1}, or ignore_values={[*options.ignore_values, *beyond]}",
         )
     ignored = ", ".join(str(value) for value in sorted(apart))
     return num_classes, f"{num_classes} classes; mask values {ignored} count nowhere"

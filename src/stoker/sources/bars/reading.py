@@ -468,7 +468,7 @@ def _in_order(bars: Bars, sort: bool) -> Bars:
         f"{bars.file}: time goes {'forwards' if falling else 'backwards'} at line {bars.lines[row]}, "
         f"from {show_time(bars.time[row - 1])} to {show_time(bars.time[row])}.",
         "bars from oldest to newest, or all from newest to oldest",
-        "mend that line, or give --sort (sort=True)",
+        "--sort (sort=True), or mend that line",
     )
 
 

@@ -103,13 +103,13 @@ class BarsSource:
             raise InputError(
                 f"horizon {self.horizon}, embargo {self.embargo}, latency {self.latency_seconds} s.",
                 "a horizon of at least 1, an embargo and a latency of at least 0",
-                "horizon=1, embargo=None, latency_seconds=0",
+                "--horizon 1 --embargo 0 --latency 0 (horizon=1, embargo=0, latency_seconds=0)",
             )
         if min(self.ratios) < 0 or abs(sum(self.ratios) - 1) > 1e-6:
             raise InputError(
                 f"ratios {self.ratios} do not share out the samples.",
                 "three shares that sum to 1",
-                "0.70,0.15,0.15",
+                "--split 0.70,0.15,0.15 (ratios=(0.70, 0.15, 0.15))",
             )
         self._fixed_boundaries()
 
@@ -243,10 +243,12 @@ class BarsSource:
         }
         missing = [name for name, paths in grouped.items() if not paths]
         if missing:
+            add = f"add {quoted(f'{symbol}_{missing[0]}.csv')}"
+            rest = ",".join(f"{name}={length}" for name, length in self.windows if grouped[name])
             raise SourceError(
                 f"{symbol} has no file for {', '.join(missing)}.",
                 "a file per window",
-                f"add {quoted(f'{symbol}_{missing[0]}.csv')}, or leave {missing[0]} out of --windows",
+                f"--windows {quoted(rest)}, or {add}" if rest else add,
             )
         return grouped
 
@@ -303,7 +305,7 @@ class BarsSource:
             raise InputError(
                 f"split_at {self.split_at} is not two times in order.",
                 "the last decision times of train and of val",
-                "2020-09-15,2020-10-01",
+                "--split-at 2020-09-15,2020-10-01",
             )
         return ends[0], ends[1]
 

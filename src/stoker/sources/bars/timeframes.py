@@ -17,6 +17,7 @@ from pathlib import PurePath
 
 import numpy as np
 
+from stoker.display import quoted
 from stoker.errors import InputError, SourceError
 from stoker.store.fields import Array
 
@@ -71,9 +72,7 @@ def parse_timeframe(text: str) -> str:
         found = [name for name, known in TIMEFRAMES.items() if known == duration]
         if found:
             return found[0]
-    raise InputError(
-        f"{text!r} is not a timeframe.", ", ".join(TIMEFRAMES), "for example M5, H1 or D1"
-    )
+    raise InputError(f"{text!r} is not a timeframe.", ", ".join(TIMEFRAMES), "for example M5")
 
 
 def parse_windows(text: str) -> tuple[tuple[str, int], ...]:
@@ -85,14 +84,16 @@ def parse_windows(text: str) -> tuple[tuple[str, int], ...]:
             raise InputError(
                 f"window {piece!r} is not a timeframe and a number of bars.",
                 "TIMEFRAME=BARS, split by commas",
-                "M1=480,M5=288,M15=192,H1=96,H4=48",
+                "--windows M5=288,H1=96",
             )
         name = parse_timeframe(name)
         if name in windows:
             raise InputError(f"window {name} is given twice.", "one window per timeframe", "")
         windows[name] = int(length)
     if not windows:
-        raise InputError("no window is given.", "TIMEFRAME=BARS, split by commas", "M5=288,H1=96")
+        raise InputError(
+            "no window is given.", "TIMEFRAME=BARS, split by commas", "--windows M5=288,H1=96"
+        )
     return tuple(sorted(windows.items(), key=lambda window: TIMEFRAMES[window[0]]))
 
 
@@ -205,8 +206,9 @@ def pick_base(windows: Iterable[tuple[str, int]], base: str | None) -> str:
         return "M5" if "M5" in names else min(names, key=lambda name: TIMEFRAMES[name])
     base = parse_timeframe(base)
     if base not in names:
+        wanted = ",".join(f"{name}={length}" for name, length in [*windows, (base, 96)])
         raise InputError(
-            f"base {base} has no window.", ", ".join(names), f"add {base}=288 to the windows"
+            f"base {base} has no window.", ", ".join(names), f"--windows {quoted(wanted)}"
         )
     return base
 

@@ -152,7 +152,7 @@ def to_utc(local_ns: Array, zone: str) -> Array:
         raise InputError(
             f"time zone {zone!r} is not known here.",
             "an IANA name",
-            "for example Europe/Athens, or pip install tzdata",
+            "--tz Europe/Athens, or pip install tzdata",
         ) from error
     steps, back = np.unique(local_ns // _LOCAL_STEP_NS, return_inverse=True)
     seconds = steps * (_LOCAL_STEP_NS // SECOND_NS)
@@ -179,7 +179,7 @@ def find_day_first(text: bytes, delimiter: str, date_cell: int, file: str) -> bo
     large, small = "(?:1[3-9]|2[0-9]|3[01])", "(?:0?[1-9]|1[0-2])"
     day_left = re.search(f"{before}{large}[-./]{small}[-./][0-9]{{4}}".encode(), text)
     day_right = re.search(f"{before}{small}[-./]{large}[-./][0-9]{{4}}".encode(), text)
-    fix = "give --day-first or --month-first (day_first=True or False)"
+    fix = "--day-first, or --month-first (day_first=True, or False)"
     if day_left and day_right:
         lines = [text.count(b"\n", 0, match.start()) + 1 for match in (day_left, day_right)]
         raise SourceError(

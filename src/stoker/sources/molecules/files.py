@@ -29,7 +29,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from stoker.bounds import RECORD
-from stoker.display import command
+from stoker.display import command, look_in
 from stoker.errors import SourceError
 from stoker.store.fields import Array
 from stoker.units import format_bytes
@@ -199,7 +199,7 @@ def _home_of(path: Path) -> MolHome:
     raise SourceError(
         f"MOL files {str(path)!r} {given} a folder, a zip or an .sdf file.",
         "a folder of .mol files, a .zip of them, or one .sdf",
-        command("ls", path.parent),
+        look_in(path.parent),
     )
 
 

@@ -1,0 +1,245 @@
+# ruff: noqa: E501  a table: one case or advice a line
+"""Commands that are refused, by the part of the package that refuses them."""
+
+from __future__ import annotations
+
+from advice_typing import Case
+from stoker.config.tree import key_schemas
+
+ON_CPU = ["--device", "cpu"]
+BENCH = ["bench", "augment", "--device", "cpu"]
+PREVIEW = ["augment", "preview", "pictures/cat", "x.png"]
+TRAIN = ["train", "--config", "tabular.yaml", *ON_CPU]
+BARS = [
+    "pack",
+    "bars",
+    "bars/EURUSD_M5.csv",
+    "bars/EURUSD_H1.csv",
+    "made",
+    "--windows",
+    "M5=8,H1=4",
+]
+
+CHECK = ["config", "check", "config.yaml", "--set"]
+
+
+def _wrong_values() -> list[Case]:
+    """Return every key of a config with values of other types, out of range and misspelt."""
+    cases = []
+    for key, schema in key_schemas().items():
+        kinds = {option.get("type") for option in [schema, *schema.get("anyOf", [])]}
+        wrong = ["[1, 2]"]
+        if kinds & {"integer", "number"}:
+            wrong += ["-7", "x", "1e30"]
+        elif "boolean" in kinds or any("enum" in one for one in [schema, *schema.get("anyOf", [])]):
+            wrong += ["x"]
+        for value in wrong if key != "recipe.options" else ["3"]:
+            cases.append(Case([*CHECK, f"{key}={value}"]))
+    return cases
+
+
+COMMANDS: dict[str, list[Case]] = {
+    "augment": [
+        Case(["bench", "augment", "--repeats", "0", *ON_CPU]),
+        Case(["augment", "preview", "none/none", "x.png"]),
+        Case(["augment", "preview", "empty", "x.png"]),
+        Case(["augment", "preview", "pictures/cat", "x.png", "--masks", "masks/cat/0.png"]),
+        Case(["augment", "preview", "pictures/cat", "x.png", "--masks", "masks"]),
+        Case(["augment", "preview", "store", "x.png"], at="store", fill={"store": "seg-store"}),
+        Case(["augment", "preview", "seg-store", "x.png", "--size", "8x8"]),
+        Case(["augment", "preview", "seg-store", "x.png", "--masks", "masks"]),
+        Case(["augment", "preview", "pictures/cat", "empty"], at="empty"),
+        Case(["augment", "preview", "pictures/cat", "x.jpg"], at="x.jpg"),
+        Case(["augment", "preview", "pictures/cat", "none/none/x.png"]),
+        Case(["augment", "preview", "pictures/cat", "x.png"], "open('x.png', 'w').write('x')", at="x.png"),
+        Case(["augment", "preview", "pictures/cat", "pictures/cat/x.png"], at="pictures/cat/x.png"),
+    ],
+    "cli": [
+        Case(["augment", "pictures", "new/folder"]),
+        Case([*PREVIEW, "--size", "1x1"]),
+        Case([*PREVIEW, "--preset", "none"]),
+        Case([*PREVIEW, "--rows", "0"]),
+        Case([*PREVIEW, "--preset", "strong", "--config", "aug.yaml"], "open('aug.yaml', 'w').write('training: {use_gpu_augmentation: true}')"),
+        Case([*PREVIEW, "--config", "config.yaml"]),
+        Case(["bench", "memory"]),
+        Case(["bench", "memory", "--msp", "library.msp", "--ram-gb", "0"]),
+        Case([*BENCH, "--batch", "0"]),
+        Case([*BENCH, "--size", "1x1"]),
+        Case([*BENCH, "--input", "x"]),
+        Case(["bench", "augment", "--device", "x"]),
+        Case(["bench", "augment", "--device", "cuda:99"]),
+        Case([*BENCH, "--workers", "x"]),
+        Case(["doctor"]),
+        Case(["doctor", "--set", "training.lr=1", "--", "python", "train.py"], "open('train.py', 'w').write('')"),
+        Case(["doctor", "--json", "--", "python", "train.py"], "open('train.py', 'w').write('')"),
+        Case(["export", "run/best.pt", "out.safetensors", "--opset", "18"], at="out.safetensors"),
+        Case(["export", "run/best.pt", "out.onnx", "--batch", "x"]),
+        Case(["migrate-config", "config.yaml", "none/new.yaml"]),
+        Case(["monitor", "--interval", "0", "--once"]),
+        Case(["inspect", "table.csv", "--html", "empty"]),
+        Case(["inspect", "table.csv", "--html", "none/none/x.html"]),
+        Case(["inspect", "table.csv", "--html", "table.csv"]),
+        Case(["tune", "--config", "tabular.yaml", "--out", "config.yaml", *ON_CPU]),
+        Case(["pack", "table", "table.csv"], "pass", at="table.csv"),
+        Case(["pack", "table", "table.csv", "made", "--split", "x"]),
+        Case([*BARS, "--split-at", "2020"]),
+        Case(["plan"]),
+        Case(["plan", "store", "--gpu-memory", "16GB", "--parameters", "x"]),
+        Case(["plan", "store", "--gpu-memory", "16GB", "--activations", "2MB"]),
+        Case(["profile"]),
+        Case(["train", "--config", "tabular.yaml", "--gpus", "16"]),
+        Case([*TRAIN, "--gpus", "99"], then=""),
+        Case(["train", "--config", "tabular.yaml", "--msp", "library.msp"]),
+        Case(["train", "--config", "configs/massspec.yaml", "--mol-dir", "mols"]),
+        Case(["tune"]),
+        Case(["migrate-config", "config.yaml", "tabular.yaml"], at="tabular.yaml"),
+    ],
+    "packing": [
+        Case(["pack", "table", "dirty.csv", "made"]),
+        Case(["pack", "table", "table.csv", "made", "--jobs", "-1"]),
+        Case(["pack", "table", "table.csv", "made", "--on-bad", "x"]),
+        Case(["pack", "images", "few", "made", "--size", "8x8"], "import os; os.makedirs('few/cat')"),
+        Case(["pack", "images", "pictures", "made", "--size", "8x8"], "open('pictures/cat/0.png', 'w').write('x')"),
+        Case(["pack", "images", "pictures", "made", "--size", "8x8", "--on-bad", "quarantine", "--bad-budget", "1%"],
+             "open('pictures/cat/0.png', 'w').write('x')"),
+        Case(["pack", "arrays", "b.npy", "made", "--repair", "clip"]),
+        Case(["pack", "table", "table.csv", "link"], "import os; os.symlink('new-folder', 'link')"),
+        Case(["pack", "images", "pictures", "pictures/out", "--size", "8x8"], at="pictures/out"),
+        Case(["pack", "table", "sub/table.csv", "sub"], "import os; os.mkdir('sub'); os.rename('table.csv', 'sub/table.csv')", at="sub"),
+    ],
+    "plan": [
+        Case(["plan", "store", "--gpu-memory", "16GB", "--optimizer", "x"], at="x"),
+        Case(["plan", "store", "--gpu-memory", "16GB"], "write_store(Path('store'), [{'a': Dense(np.zeros((0, 3), 'f4'))}])", fill={"STORE": "plain-store"}),
+    ],
+    "sources": [
+        Case(["pack", "table", "text.csv", "made"]),
+        Case(["pack", "arrays", "two.npz", "made", "--names", "a"]),
+        Case(["pack", "bars", "bars.csv", "made", "--windows", "M5=8"], "import shutil; shutil.copy('bars/EURUSD_M5.csv', 'bars.csv')", at="bars.csv"),
+        Case([*BARS, "--horizon", "0"]),
+        Case([*BARS[:-1], "x"], fill={"M5=288,H1=96": "M5=28,H1=9"}),
+        Case([*BARS[:-1], ""], fill={"M5=288,H1=96": "M5=28,H1=9"}), Case([*BARS[:-1], "X1=3"], at="X1=3", fill={"M5": "M5=3"}), Case([*BARS[:-1], "M5=8,H1=4,H4=2"]),
+        Case([*BARS, "--base", "M15"], then="M15"),
+        Case([*BARS, "--split-at", "2020-10-02,2020-09-01"]),
+        Case([*BARS, "--split-at", "a,b"]),
+        Case([*BARS, "--tz", "Mars/Base"]),
+        Case(["pack", "bars", "bad_M5.csv.gz", "made", "--windows", "M5=8"]),
+        Case(["pack", "bars", "bars/EURUSD_M5.csv", "made", "--windows", "M5=8"],
+             "p = Path('bars/EURUSD_M5.csv'); lines = p.read_text().splitlines(); p.write_text(chr(10).join([lines[0], *lines[900:], *lines[1:900]]))"),
+        Case(["pack", "bars", "bars/EURUSD_M5.csv", "made", "--windows", "M5=8", "--tz", "Europe/Athens"],
+             "p = Path('bars/EURUSD_M5.csv'); p.write_text(__import__('re').sub('(2020[^,]*)', r'\\1+00:00', p.read_text()).replace('.', '-', 0))"),
+        Case(["pack", "bars", "days_M5.csv", "made", "--windows", "M5=8"],
+             "open('days_M5.csv', 'w').write(chr(10).join(f'0{d}/0{m}/2020 {h:02d}:{n:02d},1,2,0.5,1' for m in (5,) for d in (5,) for h in range(24) for n in range(0, 60, 5)))"),
+        Case(["pack", "images", "pictures", "made", "--size", "x"]),
+        Case(["pack", "images", "pictures", "made", "--size", "0x0"]),
+        Case(["pack", "images", "pictures", "made", "--size", "8x8", "--channels", "2"]),
+        Case(["pack", "images", "none/none", "made", "--size", "8x8"]),
+        Case(["pack", "images", "empty", "made", "--size", "8x8"]),
+        Case(["pack", "segmentation", "--images", "empty", "--masks", "masks", "made", "--size", "8x8"]),
+        Case(["pack", "massspec", "--msp", "library.msp", "made", "--max-mz", "0"]),
+        Case(["pack", "massspec", "--msp", "library.msp", "made", "--structures", "mol"], then="MOL"),
+        Case(["pack", "massspec", "--msp", "library.msp", "made", "--mol-dir", "none/none"]),
+        Case(["pack", "massspec", "--msp", "bad.msp.gz", "made"]),
+        Case(["pack", "massspec", "--msp", "wide.msp", "made"]),
+        Case(["pack", "massspec", "--msp", "library.msp", "made", "--mol-dir", "bad.zip"],
+             "import zipfile; z = zipfile.ZipFile('bad.zip', 'w', zipfile.ZIP_BZIP2); z.writestr('a.mol', 'x'); z.close()"),
+    ],
+    "recipes": [
+        Case(["train", "--config", "config.yaml", "--store", "store", *ON_CPU]),
+        Case(["train", "--set", "recipe.name=tabular", *ON_CPU]),
+        Case([*TRAIN, "--set", "recipe.options.hidden=x"]),
+        Case([*TRAIN, "--set", "recipe.options.dropout=2"]),
+        Case([*TRAIN, "--set", "recipe.options.hiden=[8]"]),
+        Case(["train", "--config", "configs/massspec.yaml", "--set", "recipe.options.teacher=1", *ON_CPU], then="stores"),
+        Case([*TRAIN, "--set", "training.output_bound=3", "--set", "recipe.options.output_bound=4"]),
+        Case([*TRAIN, "--store", "plain-store"]),
+        Case([*TRAIN, "--set", "recipe.options.field=x"]),
+        Case([*TRAIN, "--set", "recipe.options.split=x"]),
+        Case([*TRAIN, "--set", "recipe.options.ratios=[0.0, 0.5, 0.5]"]),
+        Case([*TRAIN, "--store", "window-store", "--set", "recipe.options.patch=900"]),
+        Case([*TRAIN, "--run-dir", "run"]),
+        Case([*TRAIN, "--gpus", "3"]),
+        Case(["export", "run", "out.onnx"], at="run"),
+        Case(["export", "x.onnx", "out.onnx"], "open('x.onnx', 'w').write('')"),
+        Case(["export", "run/best.pt", "out.x"], at="out.x"),
+        Case(["export", "run/best.pt", "out.onnx", "--size", "8x8"]),
+        Case(["export", "run/best.pt", "out.onnx", "--batch", "0"]),
+        Case(["export", "run/best.pt", "out.onnx", "--opset", "3"]),
+        Case(["predict", "run/best.pt", "store", "x.parquet", "--split", "x"]),
+        Case(["predict", "run/best.pt", "other", "x.parquet", "--split", "val"],
+             "f = class_table(40, 3); write_store(Path('other'), [f])"),
+        Case(["predict", "none/x.safetensors", "store", "x.parquet"]),
+        Case(["predict", "x.safetensors", "store", "x.parquet"], "open('x.safetensors', 'wb').write(b'x' * 99)"),
+        Case(["quantize", "run/best.pt", "q.pt", "--split", "x"]),
+        Case(["train", "--set", "recipe.name=segmentation", "--store", "store", *ON_CPU], fill={"IMAGES": "pictures/cat", "MASKS": "masks/cat"}),
+        Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", "--set", "recipe.options.num_classes=2", *ON_CPU]),
+        Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", "--set", "recipe.options.ratios=[0.0,0.5,0.5]", *ON_CPU]),
+        Case(["train", "--set", "recipe.name=forex", "--store", "store", *ON_CPU], fill={"FOLDER STORE": "bars made --windows M5=8,H1=4"}),
+        Case(["train", "--set", "recipe.name=massspec", "--store", "store", *ON_CPU]),
+        Case(["train", "--set", "recipe.name=forex", "--store", "forex-store", "--set", 'recipe.options.timeframes=["W1"]', *ON_CPU]),
+        Case(["bench", "memory", "--msp", "library.msp", "--mode", "x"]),
+        Case(["bench", "memory", "--msp", "library.msp", "--samples", "0"]),
+
+    ],
+    "store": [
+        Case(["verify", "none/none"]),
+        Case(["verify", "empty"]),
+        Case(["verify", "none/none.h5"]),
+        Case(["verify", "text.h5"]),
+        Case(["pack", "table", "table.csv", "made", "--repair", "x"]),
+        Case(["pack", "table", "prices.csv", "made", "--repair", "min-denominator:x"],
+             "open('prices.csv', 'w').write('ratio,close,vwap' + (chr(10) + '1,2,3') * 30)"),
+        Case(["pack", "table", "gone.csv", "made", "--repair", "fill:median"], "open('gone.csv', 'w').write('a,b' + (chr(10) + '1,') * 30)"),
+    ],
+    "runs": [
+        Case(["report", "none/none"]),
+        Case(["report", "empty"]),
+        Case(["monitor", "none/none", "--once"]),
+        Case(["report", "told", "--png", "table.csv"]),
+    ],
+    "monitor.py": [
+        Case(["monitor", "--once", "--csv", "table.csv"]),
+        Case(["monitor", "--once", "--csv", "none/x.csv"]),
+    ],
+    "doctor": [
+        Case(["profile", "--config", "tabular.yaml", "--active", "0", *ON_CPU]),
+        Case(["doctor", "--", "train.py"], "open('train.py', 'w').write('')"),
+    ],
+    "demo": [Case(["demo", "--folder", "table.csv"])],
+    "errors.py": [
+        Case(["pack", "table", "none/none.csv", "made"]),
+        Case(["pack", "table", "empty", "made"]),
+    ],
+    "ownership.py": [
+        Case(["export", "run/best.pt", "out.onnx"], "open('out.onnx', 'w').write('x')", at="out.onnx"),
+        Case(["export", "run/best.pt", "out.onnx"], "Path('out.onnx').mkdir()", at="out.onnx"),
+    ],
+    "units.py": [
+        Case(["plan", "store", "--gpu-memory", "16"]),
+        Case(["plan", "store", "--gpu-memory", "x"], at="x"),
+        Case(["plan", "store", "--gpu-memory", "16GB", "--share", "200%"], at="200%"),
+    ],
+    "tune": [
+        Case(["tune", "--config", "tabular.yaml", "--seconds-per-try", "0", *ON_CPU]),
+    ],
+    "config": [
+        *_wrong_values(),
+        Case([*CHECK, "training.batch_sizes=3"]),
+        Case([*CHECK, "use_amp=true"]),
+        Case([*CHECK, "trainng.lr=0.1"]),
+        Case([*CHECK, "training.lr.x=1"]),
+        Case([*CHECK, "training.lr=8e-4"]),
+        Case([*CHECK, "data.num_workers=4-6"]),
+        Case([*CHECK, "data.batch_size=2020-01-01"], then="text"),
+        Case([*CHECK, "data.batch_size=010"]),
+        Case([*CHECK, "training.lr=1", "--set", "training.lr=2"]),
+        Case([*CHECK, "data.prefetch_factor=2"]),
+        Case([*CHECK, "training.use_amp=false", "--set", "training.precision=bf16"]),
+        Case([*CHECK, "training.batch_size=64", "--set", "training.max_training_samples=2"]),
+        Case(["config", "check", "latin.yaml"], "open('latin.yaml', 'wb').write(b'# \\xff' + bytes([10]))"),
+        Case(["config", "check", "tab.yaml"], "open('tab.yaml', 'w').write('training:' + chr(10) + chr(9) + 'lr: 1')"),
+        Case(["config", "check", "none/none.yaml"]),
+        Case(["migrate-config", "config.yaml", "new.yaml", "--recipe", "tabula"]),
+        Case([*TRAIN, "--set", "training"]),
+        Case([*TRAIN, "--set", "data=3"]),
+    ],
+}  # fmt: skip

@@ -1,0 +1,126 @@
+"""What an error says to type is typed: a `Try:` that is refused again fails here.
+
+Each part of the package has cases that are refused, and every way that their advice names is typed
+(`advice_typing`). The places that give an advice are read from the source (`advice_sites`): one that no case
+reaches fails too, unless `UNTYPED` says why it cannot be typed here. `PENDING` holds the places that were there
+before this test and have no case yet: it may only become shorter.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advice_cases_commands import COMMANDS
+from advice_cases_python import PYTHON, namespace
+from advice_folder import make_folder
+from advice_sites import all_sites
+from advice_typing import Case, NotTypedError, ReachedError, recording, type_advice
+from advice_untyped import PENDING, UNTYPED
+from stoker.packing.workers import Workers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+AREAS = sorted({site.file.partition("/")[0] for site in all_sites()})
+LONG = (
+    "stoker.train.trainer.Trainer.fit",
+    "stoker.train.launch.launch",
+    "stoker.augment.bench._device_rows",
+    "stoker.augment.bench._worker_rows",
+    "stoker.tune.job._Search",
+    "stoker.doctor.trace._make_profiler",
+    "stoker.recipes.massspec_memory._in_new_process",
+    "stoker.doctor.attach._watch",
+    "stoker.doctor.ablation.examine",
+    "stoker.demo.story._make_plan",
+    "stoker.recipes.export_onnx._trace",
+)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("advice") / "template"
+    folder.mkdir()
+    make_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def in_copy(template, tmp_path, monkeypatch) -> Iterator[Any]:
+    """Return what types a case in a copy of the folder, with the long work cut off."""
+
+    def reached(*args: object, **named: object) -> None:
+        for started in args:
+            if isinstance(started, subprocess.Popen):  # a script that the doctor would watch
+                started.kill()
+                started.wait()
+        raise ReachedError
+
+    for name in LONG:
+        monkeypatch.setattr(name, reached)
+    made = Workers.__init__
+
+    def in_this_process(self: Workers, *args: Any, **named: Any) -> None:
+        made(self, *args, **named)
+        self.isolated = False
+
+    monkeypatch.setattr(Workers, "__init__", in_this_process)
+    home = Path.cwd()
+    number = 0
+
+    def type_case(case: Case):
+        nonlocal number
+        copy = tmp_path / str(number)
+        if case.setup or not copy.exists():  # what a case has changed is of no use to the next one
+            number += 1
+            copy = tmp_path / str(number)
+            shutil.copytree(template, copy, symlinks=True)
+        os.chdir(copy)
+        with monkeypatch.context() as patch, recording():
+            for name, value in case.env.items():
+                patch.setenv(name, value)
+            try:
+                return type_advice(case, namespace)
+            finally:
+                number += bool(case.setup)
+                kept = {path.name for path in template.iterdir()}
+                for new in [path for path in copy.iterdir() if path.name not in kept]:
+                    if new.is_dir() and not new.is_symlink():
+                        shutil.rmtree(new)
+                    else:
+                        new.unlink()
+
+    yield type_case
+    os.chdir(home)
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_what_an_error_says_to_type_is_not_refused_again(area, in_copy):
+    failures, typed = [], set()
+    for case in [*COMMANDS.get(area, ()), *PYTHON.get(area, ())]:
+        try:
+            typed |= in_copy(case)
+        except NotTypedError as error:
+            failures.append(f"{case}\n    {error}")
+    there = {site for site in all_sites() if site.file.partition("/")[0] == area}
+    left = {str(site) for site in there - typed}
+    excused, waiting = left & {*UNTYPED}, left & {*PENDING}
+    print(
+        f"{area}: {len(there & typed)} of {len(there)} typed, {len(excused)} cannot be, {len(waiting)} have no case yet"
+    )
+    assert not failures, "\n".join(failures)
+    missing = sorted(left - excused - waiting)
+    assert not missing, "no case types the advice of:\n" + "\n".join(missing)
+    done = {str(site) for site in there & typed} - left
+    assert not done & {*UNTYPED, *PENDING}, "typed by now: take it out of advice_untyped.py"
+
+
+def test_what_cannot_be_typed_has_a_reason_and_still_exists():
+    assert {*UNTYPED, *PENDING} <= {str(site) for site in all_sites()}
+    assert not {*UNTYPED} & {*PENDING}
+    assert all(len(reason.split()) > 2 for reason in UNTYPED.values())
