@@ -27,6 +27,7 @@ from stoker.loader.splits import SplitName
 from stoker.recipes.contract import Job, Recipe
 from stoker.recipes.options import parse_options
 from stoker.recipes.registry import OWN, blamed, find_recipe, ready_recipes
+from stoker.store.fields import Array
 from stoker.store.reader import Store
 
 SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
@@ -82,7 +83,9 @@ class Chosen:
         """Return the recipe's job for a store; splits that it leaves out are empty."""
         with blamed(self.recipe, "make_job"):
             job = self.recipe.make_job(store, self.options, seed)
-            samples = {name: np.asarray(job.samples.get(name, ()), np.int64) for name in SPLITS}
+            samples: dict[str, Array] = {
+                name: np.asarray(job.samples.get(name, ()), np.int64) for name in SPLITS
+            }
         if not len(samples["train"]):
             raise InputError(
                 f"the recipe {self.recipe.name!r} finds no training samples in {store.name}.",
