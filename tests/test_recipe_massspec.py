@@ -617,7 +617,7 @@ def test_the_job_follows_the_store_and_the_seed(store, student_job):
         ({"temperature_end": 0.5}, "'temperature_end' is 0.5"),
         ({"distill_weights": [0, 0, 0]}, "not all 0"),
         ({"recall_at": []}, "'recall_at'"),
-        ({"teacher": "best.pt"}, "'teacher' is 'str'"),
+        ({"teacher": 5}, "'teacher' is 'int'"),
         ({"teacher": Teacher(5, 1, 4, 4, 1)}, "a model of 5 bins"),
     ],
 )
