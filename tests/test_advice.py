@@ -34,11 +34,11 @@ LONG = (
     "stoker.augment.bench._worker_rows",
     "stoker.tune.job._Search",
     "stoker.doctor.trace._make_profiler",
-    "stoker.recipes.massspec_memory._in_new_process",
+    "stoker.compat.massspec_memory._in_new_process",
     "stoker.doctor.attach._watch",
     "stoker.doctor.ablation.examine",
     "stoker.demo.story._make_plan",
-    "stoker.recipes.export_onnx._trace",
+    "stoker.recipes.export.onnx_file._trace",
 )
 
 

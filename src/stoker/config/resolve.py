@@ -350,10 +350,12 @@ class _Answers:
             self.idle(key, why)
             del self.written[key]
 
-    def clash(self, about: tuple[str, ...], key: str, given: str, allowed: str, fix: str) -> None:
+    def clash(
+        self, about: tuple[str, ...], key: str, given: str, allowed: str, fix: str, loser: str = ""
+    ) -> None:
         """Record that written keys cannot stand together; `about` names the questions."""
         place = self.config.place_of(key) or Place("config")
-        self.clashes.append((frozenset(about), Problem(place, key, given, allowed, fix)))
+        self.clashes.append((frozenset(about), Problem(place, key, given, allowed, fix, loser)))
 
 
 def _is_override(place: Place | None) -> bool:
@@ -444,7 +446,7 @@ def _settle_precision(answers: _Answers) -> None:
             given = f"{exact_text(values['precision'])} disagrees with {answers.say(amp)}"
             allowed = "fp32 or tf32" if full is False else "auto, fp16 or bf16"
             about = ("precision", "use_amp")
-            answers.clash(about, precision, given, f"{allowed} beside it", f"delete {amp}")
+            answers.clash(about, precision, given, f"{allowed} beside it", f"delete {amp}", amp)
         else:
             winner, loser = (amp, precision) if typed[0] else (precision, amp)
             answers.lose(loser, f"{answers.say(winner)} is typed on the command line")

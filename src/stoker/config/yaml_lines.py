@@ -81,6 +81,7 @@ class Problem:
         given: What was found.
         allowed: What would have been right; may be empty.
         fix: What to type instead; may be empty.
+        loser: Key whose removal settles a clash of two; "" where it is `key` or where there is none.
     """
 
     place: Place
@@ -88,6 +89,7 @@ class Problem:
     given: str
     allowed: str = ""
     fix: str = ""
+    loser: str = ""
 
     def __str__(self) -> str:
         """Format as one line: `file:line:column key: given; allowed: …; try: …`."""

@@ -261,8 +261,7 @@ class _Work:
         """Return one answer per question, at its usual key; drop the keys that have no say."""
         while problems := find_clashes(self._config()):
             first = problems[0]
-            loser = first.fix.rpartition("delete ")[2]
-            loser = loser if loser in self.taken else first.key
+            loser = first.loser or first.key
             self._drop_moved(self.taken.pop(loser), first.given)
         answers = _answer_all(self._config())
         homes = {
