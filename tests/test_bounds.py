@@ -147,10 +147,7 @@ def test_an_archive_is_inspected_as_a_stream(tmp_path):
     taken, seen = memory_of(
         """
         from pathlib import Path
-        from stoker.sources import tables
-from stoker.sources.arrays import ArraysSource
-from stoker.sources.bars.reading import read_bars
-from stoker.sources.msp import blocks, read_msp, text
+        from stoker.sources.arrays import ArraysSource
         from stoker.store.inspection import inspect_parts
         """,
         """
