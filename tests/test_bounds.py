@@ -147,10 +147,7 @@ def test_an_archive_is_inspected_as_a_stream(tmp_path):
     taken, seen = memory_of(
         """
         from pathlib import Path
-        from stoker.sources import tables
-from stoker.sources.arrays import ArraysSource
-from stoker.sources.bars.reading import read_bars
-from stoker.sources.msp import blocks, read_msp, text
+        from stoker.sources.arrays import ArraysSource
         from stoker.store.inspection import inspect_parts
         """,
         """
@@ -581,12 +578,23 @@ def test_refusals_are_listed_up_to_a_number_and_all_counted(count, most):
 
 def test_a_file_of_noise_is_counted_whole_and_listed_in_part(tmp_path, monkeypatch):
     monkeypatch.setattr(RefusalList, "MOST", 50)
-    (tmp_path / "a.csv").write_text("a,b\n1,2\n2,3\n" + "1,2,3\n" * 1000)
+    (tmp_path / "a.csv").write_text("a,b\n" + "1,2\n2,3\n1,2,3\n" * 1000)
     code, said = run("pack", "table", tmp_path / "a.csv", tmp_path / "s")
     assert code == 3, said
     assert "1,000 pieces of input refused" in said
     code, said = run("inspect", tmp_path / "a.csv")
     assert "refused 1 of 1000" in said
+
+
+def test_a_file_of_nothing_but_noise_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(RefusalList, "MOST", 500)
+    path = packed_text(tmp_path / "a.csv.gz", b"a,b\n", b"1,2,3\n" * 600, repeat=1)
+    with pytest.raises(SourceError, match=r"Row #502: Expected 2 columns, got 3"):
+        tables.TableSource((path,)).prepare(tmp_path)
+    few = packed_text(tmp_path / "b.csv.gz", b"a,b\n", b"1,2\n1,2\n1,2,3\n" * 600, repeat=1)
+    preparation = tables.TableSource((few,)).prepare(tmp_path)
+    assert count_refused(preparation.refused) == 600
+    assert len(preparation.refused) == 501
 
 
 def test_wide_rows_make_parts_shorter(tmp_path, monkeypatch):

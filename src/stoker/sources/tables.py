@@ -209,7 +209,7 @@ class TableSource:
             )
         return columns
 
-    def _parts_of(self, path: Path, refused: list[Refusal]) -> Iterator[Any]:
+    def _parts_of(self, path: Path, refused: RefusalList) -> Iterator[Any]:
         """Yield tables of exactly `part_rows` rows, the last one shorter, and those that grow too large."""
         import pyarrow as pa
 
@@ -307,10 +307,10 @@ def _header(path: Path) -> list[str]:
         if _is_parquet(path):
             return list(parquet.read_schema(path).names)
         with _stream(path) as stream:
-            return list(_open_csv(stream, [], str(path)).schema.names)
+            return list(_open_csv(stream, RefusalList(), str(path)).schema.names)
 
 
-def _batches(path: Path, refused: list[Refusal]) -> Iterator[Any]:
+def _batches(path: Path, refused: RefusalList) -> Iterator[Any]:
     from pyarrow import parquet
 
     with _readable(path):
@@ -344,12 +344,18 @@ def _readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _open_csv(stream: Any, refused: list[Refusal], path: str, names: Sequence[str] = ()) -> Any:
+def _open_csv(stream: Any, refused: RefusalList, path: str, names: Sequence[str] = ()) -> Any:
     """Open a CSV stream; the named columns as text, and lines of the wrong length set aside."""
     import pyarrow as pa
     from pyarrow import csv
 
+    num_refused = 0
+
     def refuse(row: Any) -> str:
+        nonlocal num_refused
+        num_refused += 1
+        if num_refused > RefusalList.MOST and 2 * num_refused > row.number:
+            return "error"  # noise, not a table; Arrow needs 0.1 ms for every line of it
         given = f"{row.actual_columns} cells instead of {row.expected_columns}"
         refused.append(Refusal(path, row.number, given))
         return "skip"
