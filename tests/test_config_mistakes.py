@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stoker.config import parse_config, resolve
+from stoker.config.load import key_schemas
 from stoker.errors import ConfigError
 from test_config import RAM, problems_of
 
@@ -181,3 +185,25 @@ def test_alias_bomb_and_deep_nesting_end_quickly():
     assert any("unfold" in line for line in problems_of(bomb))
     assert any("nested too deep" in line or "unfold" in line for line in problems_of("[" * 5000))
     assert any("levels" in line for line in problems_of("a: " + "[" * 60 + "]" * 60))
+
+
+NUMBERS = sorted(
+    key
+    for key, schema in key_schemas().items()
+    if not key.endswith("prefetch_factor")  # which also needs workers
+    and any(
+        option.get("type") in ("integer", "number") for option in [schema, *schema.get("anyOf", [])]
+    )
+)
+
+
+@given(st.sampled_from(NUMBERS), st.floats() | st.integers())
+def test_what_is_suggested_for_a_number_is_accepted(key, value):
+    word = yaml.safe_dump(value).split("\n")[0]
+    try:
+        parse_config("{}", overrides=[f"{key}={word}"])
+    except ConfigError as error:
+        lines = str(error).split("\n")
+        advice = next(line.removeprefix("Try: ") for line in lines if line.startswith("Try: "))
+        for better in advice.removesuffix(" (the default), or delete the line").split(" or "):
+            parse_config("{}", overrides=[f"{key}={better}"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,6 +20,7 @@ from stoker.doctor.attach import Attached, _lives, describe_ending, run_script
 from stoker.doctor.findings import Finding, Gain, Patch
 from stoker.doctor.findings_page import findings_page
 from stoker.doctor.measurements import MachineFacts, Measurements
+from stoker.doctor.probe import recorder
 from stoker.doctor.probe.recorder import OTHER_LOADER
 from stoker.doctor.scripts import edit_call, suggest_patch, treat_script
 from stoker.doctor.transcript import Process
@@ -338,3 +342,36 @@ def test_a_file_elsewhere_is_named_from_the_root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     diff = edit_call(f"{path}:1", {"num_workers": 2})
     assert diff.startswith(f"--- a{path.resolve()}\n+++ b{path.resolve()}\n")
+
+
+CLOSES_ALL = """
+import os, sys, time
+folder = sys.argv[1]
+sys.path.insert(0, sys.argv[2])
+from recorder_package import recorder
+recorder.begin(folder)
+one = recorder.get()
+one.write({"event": "first"})
+os.closerange(3, 4096)
+# Every number is the script's own now, the probe's old one included.
+own = [os.open(f"{folder}/own", os.O_RDWR | os.O_CREAT | os.O_APPEND) for _ in range(1020)]
+one.write({"event": "second"})
+one.write({"event": "third"})
+os.close(own[-1]); os.close(own[-2])
+one.write({"event": "fourth"})
+assert os.fstat(own[0]).st_size == 0
+"""
+
+
+def test_the_probe_never_writes_into_a_file_of_the_script(tmp_path):
+    (tmp_path / "recorder_package").symlink_to(Path(recorder.__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSES_ALL, str(tmp_path), str(tmp_path)],
+        capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1030, 1030)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (log,) = tmp_path.glob("*.jsonl")
+    events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
+    assert events[:4] == ["first", "second", "third", "fourth"]
+    assert (tmp_path / "own").read_bytes() == b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
+import pickle
 import signal
 import subprocess
 import sys
@@ -286,3 +287,19 @@ def test_an_ended_lane_holds_no_sample():
     batch = Batch()
     batch.positions, batch._samples = np.array([-1, 1]), np.array([5, 9])
     assert batch.sample_ids.tolist() == [-1, 9]
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 256])
+def test_a_pickled_loader_goes_on_where_it_stands(tmp_path, chunk_bytes):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = np.arange(200, dtype=np.float32).reshape(50, 4)
+    options = {"order": "shuffled", "seed": 3, "chunk_bytes": chunk_bytes}
+    with Loader(tmp_path / "x.h5", 8, "cpu", **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        code = pickle.dumps(loader)
+        rest = [batch["x"].tolist() for batch in batches]
+    with pickle.loads(code) as other:
+        assert [batch["x"].tolist() for batch in other] == rest
+    with pytest.raises(InputError, match="closed"):
+        pickle.dumps(loader)

@@ -14,6 +14,8 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional
 
 from stoker.errors import InputError, QualityError
@@ -23,7 +25,7 @@ from stoker.recipes.contract import Job
 from stoker.recipes.gate import quality_gate
 from stoker.recipes.options import parse_options
 from stoker.recipes.scaling import OnDevice, RobustScale, fit_robust, training_rows
-from stoker.recipes.schedule import lr_factor
+from stoker.recipes.schedule import MAX_LR_FACTOR, lr_factor
 from stoker.recipes.tabular.data import find_inputs, find_task, split_samples
 from stoker.recipes.tabular.goals import Classify, Regress
 from stoker.recipes.tabular.model import (
@@ -359,6 +361,39 @@ def test_splits_choose_what_cannot_leak(tmp_path, classes, windows, series):
     assert len(small["train"]) > 800
     with pytest.raises(InputError, match="dense features"):
         make_job(series, split="distinct")
+
+
+@given(
+    st.integers(1, 10**10), st.integers(1, 10**6), st.integers(1, 10**6), st.sampled_from(["linear", "sqrt"])
+)  # fmt: skip
+def test_the_rate_is_scaled_by_samples_that_exist(batch, reference, have, rule):
+    factor, why = lr_factor(batch, reference, rule, have)
+    together = min(batch, have)
+    exact = (together / reference) ** (1 if rule == "linear" else 0.5)
+    assert factor == pytest.approx(min(exact, MAX_LR_FACTOR))
+    assert f"{together} samples per update" in why
+    assert (f"{batch:,} were asked for" in why) == (batch > have)
+    assert ("is the limit" in why) == (exact > MAX_LR_FACTOR)
+
+
+@pytest.mark.parametrize("labels", [np.arange(90, dtype="u8") % 3 + 2**63, np.full(90, 1e30)])
+def test_labels_beyond_int64_are_refused_by_name(tmp_path, labels):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["features"] = np.ones((90, 2), np.float32)
+        file["label"] = labels
+    with (
+        open_store(tmp_path / "x.h5") as store,
+        pytest.raises(InputError, match="'label' holds the label"),
+    ):
+        TabularRecipe().make_job(store, {"target_field": "label", "task": "classification"}, 0)
+
+
+def test_a_field_of_no_columns_is_refused_by_name(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["features"] = np.ones((90, 0), np.float32)
+        file["label"] = np.arange(90) % 3
+    with open_store(tmp_path / "x.h5") as store, pytest.raises(InputError, match="0 columns"):
+        TabularRecipe().make_job(store, {"target_field": "label"}, 0)
 
 
 def test_the_rate_follows_the_batch(classes):
