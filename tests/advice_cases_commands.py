@@ -1,3 +1,4 @@
+# ruff: noqa: E501  a table: one case or advice a line
 """Commands that are refused, by the part of the package that refuses them."""
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ PROGRAMS = [
 _BETWEEN = re.compile(r"[,;] or |; |, then |, and (?=\w+\()|, (?=leave )")
 _BEHIND = re.compile(
     r"(?:, which |,? (?:where|for|with|in|shows|as|before|first|there|again|to|names|prints|of|at|instead|beside) "
-    r"|,? (?:first|there|again)$| \((?=[a-zA-Z-])|  |, its default$|, in this order$| or (?=\w+[.(=])|, (?:instead|too)\b).*"
+    r"|,? (?:first|there|again)$| \((?=[a-zA-Z-])|  |, its default$|, in this order$"
+    r"| or (?=\w+[.(=])|, (?:instead|too)\b).*"
 )
 
 

@@ -29,9 +29,10 @@ from stoker.errors import StokerError
 
 # What the placeholders of the help pages stand for, in the folder that every case gets.
 PLACES = {
-    "STORE": "store", "FOLDER": "pictures", "IMAGES": "pictures", "MASKS": "masks", "OUT": "made", "CONFIG": "config.yaml",
-    "FILE.npy": "a.npy", "CKPT": "run/best.pt", "FILE": "new-file", "NAME": "new-name", "LIBRARY.msp": "library.msp", "MOLS": "mols",
-    "FILE.csv": "table.csv", "runs/NAME/best.pt": "run/best.pt", "OUT.safetensors": "out.safetensors", "KIND": "table",
+    "STORE": "store", "FOLDER": "pictures", "IMAGES": "pictures", "MASKS": "masks", "OUT": "made",
+    "CONFIG": "config.yaml", "FILE.npy": "a.npy", "CKPT": "run/best.pt", "FILE": "new-file", "NAME": "new-name",
+    "LIBRARY.msp": "library.msp", "MOLS": "mols", "FILE.csv": "table.csv", "runs/NAME/best.pt": "run/best.pt",
+    "OUT.safetensors": "out.safetensors", "KIND": "table",
 }  # fmt: skip
 _LOOKS = (
     "ls",

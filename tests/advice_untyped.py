@@ -1,3 +1,4 @@
+# ruff: noqa: E501  a table: one case or advice a line
 """Advice that no test types.
 
 `UNTYPED` gives the reason why it cannot be typed here. `PENDING` has no case yet: it may only become shorter.

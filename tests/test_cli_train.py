@@ -156,15 +156,22 @@ def test_a_loss_that_is_not_finite_ends_with_3_and_names_the_sample(tmp_path):
         ),
         (
             ["train", "--config", "bad.yaml"],
-            ["bad.yaml:4:13 recipe.options.hiden", "has no option 'hiden'", "Try: hidden"],
+            [
+                "bad.yaml:4:13 recipe.options.hiden",
+                "has no option 'hiden'",
+                "Try: recipe.options.hidden",
+            ],
         ),
-        (["config", "check", "bad.yaml"], ["bad.yaml:4:13 recipe.options.hiden", "Try: hidden"]),
+        (
+            ["config", "check", "bad.yaml"],
+            ["bad.yaml:4:13 recipe.options.hiden", "Try: recipe.options.hidden"],
+        ),
         (
             ["train", "--config", "c.yaml", "--run-dir", "x", "--store", "nothing"],
             ["nothing does not exist", "Allowed:"],
         ),
         (["train", "--config", "c.yaml", "--run-dir", "x", "--device", "gpu"], ["gpu", "Try:"]),
-        (["train"], ["names no recipe", "configs/forex.yaml"]),
+        (["train"], ["names no recipe", "configs/tabular.yaml"]),
         (["predict", "run/run.jsonl", "store", "p.parquet"], ["is not a whole checkpoint"]),
         (["predict", "run/best.pt", "store", "p.parquet", "--split", "x"], ["--split is 'x'"]),
         (["quantize", "none.pt", "int8.pt"], ["No such file", "Try: ls"]),

@@ -44,7 +44,7 @@ from test_config import RAM, problems_of
         ("trainng: {lr: 3}", "1:1 trainng", "no key 'trainng'", "training", "training"),
         ("use_amp: true", "1:1 use_amp", "at the top level", "", "training.use_amp"),
         ("data: {ram_32gb_mode: {}}", "1:8", "no key 'ram_32gb_mode'", "", RAM),
-        ("training.lr: 0.1", "1:1 training.lr", "no key", "", "nest it: training: {lr: …}"),
+        ("training.lr: 0.1", "1:1 training.lr", "no key", "", "training: {lr: 0.0001}"),
         ("data: {qqqq: 1}", "1:8 data.qqqq", "no key 'qqqq'", "batch_size", "delete it"),
         ("training: 5", "1:1 training", "is 5", "section with the keys batch_size", "training: {"),
         ("- training", "1:1", "is a list", "gpu_optimization", "gpu_optimization:"),

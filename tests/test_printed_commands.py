@@ -75,7 +75,7 @@ OURS = {
     # Numbers, versions, and names that are our own.
     "present", "num_processes", "near", "best", "share", "made", "len(states)", "first", "near[0]",
     "options.on_bad", "options.bad_budget", "torch.__version__", "stoker.__version__", "fact['stoker']",
-    "_EXTRA", "extra", "recipe or 'forex'", "_MAKE_ONE", "kind", "ours[0]", "task.version",
+    "_EXTRA", "extra", "budget", "recipe or 'tabular'", "_MAKE_ONE", "kind", "ours[0]", "task.version",
 }  # fmt: skip
 SPOKEN = {
     # Sentences about what was given, and titles.
@@ -198,7 +198,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 WORDS = [
-    ["inspect", f"{NAME}/none"], ["inspect", f"{NAME}.csv"], ["inspect", f"{NAME}.h5"], ["inspect", NAME],
+    ["inspect", f"{NAME}/none"], ["inspect", f"{NAME}.csv"], ["inspect", f"{NAME}.h5"],
     ["verify", f"{NAME}/none"], ["plan", f"{NAME}/none"], ["pack", "table", f"{NAME}.csv", "out"],
     ["pack", "table", f"{NAME}/none", "out"], ["pack", "table", NAME, "out"], ["pack", "table", "nan.csv", "out"],
     ["pack", "table", f"{NAME}.csv"], ["pack", "arrays", "two.npz", "out", "--names", "a"],

@@ -219,8 +219,8 @@ def _override_problem(
     if key in sections():
         first = next(leaf for leaf in key_schemas() if leaf.startswith(f"{key}."))
         given = f"{key!r} is a section"
-        usual = quoted(f"{first}={_yaml_word(key_schemas()[first]['default'])}")
-        return Problem(place, key, given, "one key at a time", f"--set {usual}")
+        usual = f"{first}={_yaml_word(key_schemas()[first]['default'])}"
+        return Problem(place, key, given, "one key at a time", f"--set {quoted(usual)}")
     if key not in key_schemas() and key.rpartition(".")[0] not in open_leaves():
         return _unknown_key(place, tuple(key.split(".")))
     if key in seen and seen[key] != place.text:

@@ -243,13 +243,12 @@ class BarsSource:
         }
         missing = [name for name, paths in grouped.items() if not paths]
         if missing:
+            add = f"add {quoted(f'{symbol}_{missing[0]}.csv')}"
+            rest = ",".join(f"{name}={length}" for name, length in self.windows if grouped[name])
             raise SourceError(
                 f"{symbol} has no file for {', '.join(missing)}.",
                 "a file per window",
-                f"--windows {quoted(','.join(f'{name}={length}' for name, length in self.windows if name not in missing))}"
-                f", or add {quoted(f'{symbol}_{missing[0]}.csv')}"
-                if len(missing) < len(self.windows)
-                else f"add {quoted(f'{symbol}_{missing[0]}.csv')}",
+                f"--windows {quoted(rest)}, or {add}" if rest else add,
             )
         return grouped
 

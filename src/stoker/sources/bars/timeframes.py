@@ -17,6 +17,7 @@ from pathlib import PurePath
 
 import numpy as np
 
+from stoker.display import quoted
 from stoker.errors import InputError, SourceError
 from stoker.store.fields import Array
 
@@ -205,10 +206,9 @@ def pick_base(windows: Iterable[tuple[str, int]], base: str | None) -> str:
         return "M5" if "M5" in names else min(names, key=lambda name: TIMEFRAMES[name])
     base = parse_timeframe(base)
     if base not in names:
+        wanted = ",".join(f"{name}={length}" for name, length in [*windows, (base, 96)])
         raise InputError(
-            f"base {base} has no window.",
-            ", ".join(names),
-            f"--windows {','.join(f'{name}={length}' for name, length in [*windows, (base, 96)])}",
+            f"base {base} has no window.", ", ".join(names), f"--windows {quoted(wanted)}"
         )
     return base
 
