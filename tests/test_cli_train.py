@@ -156,9 +156,16 @@ def test_a_loss_that_is_not_finite_ends_with_3_and_names_the_sample(tmp_path):
         ),
         (
             ["train", "--config", "bad.yaml"],
-            ["bad.yaml:4:13 recipe.options.hiden", "has no option 'hiden'", "Try: hidden"],
+            [
+                "bad.yaml:4:13 recipe.options.hiden",
+                "has no option 'hiden'",
+                "Try: recipe.options.hidden",
+            ],
         ),
-        (["config", "check", "bad.yaml"], ["bad.yaml:4:13 recipe.options.hiden", "Try: hidden"]),
+        (
+            ["config", "check", "bad.yaml"],
+            ["bad.yaml:4:13 recipe.options.hiden", "Try: recipe.options.hidden"],
+        ),
         (
             ["train", "--config", "c.yaml", "--run-dir", "x", "--store", "nothing"],
             ["nothing does not exist", "Allowed:"],

@@ -327,7 +327,7 @@ def test_folder_of_a_run():
         (
             "recipe:\n  name: forex\n  options:\n    d_modle: 64\n    layrs: 2",
             ["2 problems", "f.yaml:4:5 recipe.options.d_modle", "has no option 'd_modle'",
-             "try: d_model", "f.yaml:5:5 recipe.options.layrs", "try: layers"],
+             "try: recipe.options.d_model", "f.yaml:5:5 recipe.options.layrs", "try: recipe.options.layers"],
         ),
         (
             "recipe:\n  name: forex\n  options: {d_model: big}",
