@@ -26,7 +26,7 @@ def namespace() -> dict[str, Any]:
     }  # fmt: skip
 
 
-IMAGES = "from stoker.augment import *; from stoker.augment.ops import *; import stoker.augment as A; images = torch.zeros(2, 3, 8, 8)"
+IMAGES = "from stoker import GPUAugmentation, MinimalGPUAugmentation, StrongGPUAugmentation; from stoker.augment import *; from stoker.augment.ops import *; import stoker.augment as A; images = torch.zeros(2, 3, 8, 8)"
 SERIES = "from stoker.loader.lanes import plan_lanes, plan_store_lanes; from stoker.loader.splits import *"
 
 

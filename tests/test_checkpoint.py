@@ -705,7 +705,7 @@ def test_the_parent_keeps_the_lock_when_a_forked_child_ends(tmp_path):
 
 def test_a_run_directory_that_cannot_be_made_is_a_clear_error(tmp_path):
     (tmp_path / "f").write_text("")
-    with pytest.raises(StoreError, match="cannot make the run directory"):
+    with pytest.raises(StoreError, match="cannot write the run directory"):
         RunLock(tmp_path / "f").acquire()
 
 

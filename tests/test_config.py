@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import stoker
@@ -645,6 +645,7 @@ configs = st.fixed_dictionaries({}, optional={key: legal(leaf) for key, leaf in 
 @example({"data.memory_efficient_mode.lazy_cache_dir": "a: b # c" * 40})
 @given(configs)
 def test_dump_round_trips(flat):
+    assume("\0" not in str(list(flat.values())).replace("\\x00", "\0"))  # refused in any text
     tree = yaml.safe_load(nested(flat)) or {}
     config = Config.model_validate(tree)
     text = dump_config(config)

@@ -184,7 +184,7 @@ def _pack_first(settings: Settings, msp: Path | None, mol_dir: Path | None, *, q
         raise InputError(
             f"--msp or --mol-dir was given; the recipe is {recipe.name}, the store {settings.store}.",
             "a recipe of mass spectra, with a store to pack into",
-            "leave --msp and --mol-dir out" if source is None else "--store STORE",
+            f"leave {'--msp' if msp else '--mol-dir'} out" if source is None else "--store STORE",
         )
     options = PackOptions(on_bad="quarantine", bad_budget="10%")
     with Bar(quiet=quiet) as bar:

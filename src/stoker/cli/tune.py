@@ -65,7 +65,7 @@ def tune(
         raise InputError(
             "there is nothing to tune.",
             "a config with a recipe and a store",
-            "stoker tune --config FILE.yaml --store STORE --out tuned.yaml",
+            "stoker tune --config tabular --store STORE --out tuned.yaml",
         )
     require_output(out, "--out", [config], force=force)
     require_output(html, "--html", [config])

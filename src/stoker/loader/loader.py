@@ -299,6 +299,8 @@ class Loader:
         num_slots: int,
     ) -> Plan:
         """Return the plan that was given, or one for the memory that is free now."""
+        if num_slots < 1:
+            raise InputError(f"num_slots is {num_slots}.", "1 or more", "num_slots=3")
         sizes = {"data_bytes": data_bytes, "chunk_bytes": chunk_bytes}
         told: dict[str, Any] = {
             name: whole_number(name, size) for name, size in sizes.items() if size is not None
