@@ -60,7 +60,7 @@ def open_store(path: str | Path, threads: int | None = None, checksum: str = "")
         manifest, aside, notes = describe_plain_file(path)
         shards = [Shard(path, None, _datasets(manifest.fields), manifest.block_bytes)]
         return Store(path, manifest, shards, threads, notes, aside=aside)
-    folder = find_store(path.parent if path.name == "store.json" else path)
+    folder = path.parent if path.name == "store.json" else path
     store = _open_folder(folder, threads)
     if checksum and store.manifest.checksum != checksum:
         store.close()
@@ -72,11 +72,22 @@ def open_store(path: str | Path, threads: int | None = None, checksum: str = "")
     return store
 
 
-def _open_folder(folder: Path, threads: int | None) -> Store:
-    """Open manifest and shards of one and the same store."""
-    for _ in range(_TRIES):
+def _open_folder(path: Path, threads: int | None) -> Store:
+    """Open manifest and shards of one and the same store.
+
+    Where a kernel cannot exchange two folders in one step, the store is away for some microseconds between
+    two renames: what is gone or has changed since it was looked for is looked for again.
+    """
+    for attempt in range(_TRIES):
+        folder = find_store(path)
         before = _manifest_stamp(folder)
-        store = assemble_store(folder, read_manifest(folder), threads)
+        try:
+            store = assemble_store(folder, read_manifest(folder), threads)
+        except StoreError:
+            now = find_store(path)
+            if (now == folder and _manifest_stamp(now) == before) or attempt == _TRIES - 1:
+                raise
+            continue
         # One that is missing or damaged is told when it is read.
         for shard in store.shards[:_HELD_SHARDS]:
             shard.hold()
