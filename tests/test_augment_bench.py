@@ -188,7 +188,7 @@ def test_workers_are_timed_in_whole_bursts():
 
 def test_too_little_shared_memory_is_said_before_a_bus_error(monkeypatch):
     monkeypatch.setattr(peers.os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4096))
-    with pytest.raises(UnavailableError, match=r"/dev/shm has 4\.10 kB free and 4 workers need"):
+    with pytest.raises(UnavailableError, match=r"/dev/shm has 4\.00 KiB free and 4 workers need"):
         peers.loader_seconds(Work(8, (64, 64), CPU), 4, 1, peers.stoker_torch)
 
 

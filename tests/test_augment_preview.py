@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -250,12 +251,12 @@ def test_writing_is_all_or_nothing(tmp_path):
     class Broken:
         def save(self, path, **_):
             Path(path).write_bytes(b"half")
-            raise OSError("disk full")
+            raise OSError(errno.ENOSPC, "disk full")
 
     out = tmp_path / "p.png"
     older = f"older, {SIGNATURE}".encode()
     out.write_bytes(older)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match=r"(?i)no space|disk full"):
         write_png(Broken(), out)
     assert out.read_bytes() == older
     assert list(tmp_path.iterdir()) == [out]
@@ -327,7 +328,7 @@ def test_without_pillow_the_extra_is_named(street, monkeypatch):
         return plain(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", no_pillow)
-    with pytest.raises(MissingExtraError, match=r"stoker\[vision\]"):
+    with pytest.raises(MissingExtraError, match=r"\[vision\]"):
         read_samples(street / "images", None, 1, None)
 
 

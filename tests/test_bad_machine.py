@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_written_is_named_by_every_command(place, run, nam
     assert name in said, said
     assert "File too large" in said, said
     assert "Try: " in said, said
-    assert "fault" not in said, said
+    assert "a fault in stoker" not in said, said
     # What they had written before it failed is gone.
     left = {path.name for path in place.rglob("*") if path.is_file() and ".partial" in str(path)}
     assert left <= {".stoker", "lock", "job.json"}, left
@@ -241,7 +241,7 @@ def test_a_working_folder_that_is_gone(tmp_path, words):
     script = f"cd {gone}; rmdir {gone}; {sys.executable} -m stoker {' '.join(words)}"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "fault" not in done.stderr
+    assert "a fault in stoker" not in done.stderr
 
 
 def test_without_a_home_folder_only_the_cache_is_missing(place, monkeypatch):
@@ -298,7 +298,7 @@ def test_names_that_are_not_utf8_work_or_are_named(place, run, words):
     np.save(place / f"{ODD}.npy", np.ones((9, 2)))
     code, out, said = run(place, words)
     assert code in (0, 2), said
-    assert "fault" not in said
+    assert "a fault in stoker" not in said
     assert code == 0 or "b\\xff\\xfed" in said, said
     if "--json" in words:
         json.loads(out)
@@ -337,7 +337,7 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(place, run, m
         pillow.new("RGB", (8, 8)).save(place / "img/a/0.png")
     code, _, said = run(place, words, blocked=[module])
     assert code == 2, said
-    assert "fault" not in said
+    assert "a fault in stoker" not in said
     assert errors._EXTRAS.get(module, (module,))[0] in said
     root = PACKAGE.parents[1]
     assert f"[{extra}]" in said if extra else f"pip install -e {root}" in said

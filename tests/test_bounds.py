@@ -90,11 +90,11 @@ def test_memory_and_disk_are_compared_with_what_there_is(tmp_path, monkeypatch):
     monkeypatch.setattr(bounds, "available_memory", lambda: 10**9)
     bounds.require_memory(10**9, "a row")
     with pytest.raises(
-        StoreError, match=r"a row needs 2.00 GB of memory\.\nAllowed: at most 1.00 GB"
+        StoreError, match=r"a row needs 1.86 GiB of memory\.\nAllowed: at most 953.7 MiB"
     ):
         bounds.require_memory(2 * 10**9, "a row", error=StoreError)
     bounds.require_disk(tmp_path / "not" / "yet", 1, "a file")
-    with pytest.raises(SourceError, match=r"a file needs 1152921.5 TB on the disk"):
+    with pytest.raises(SourceError, match=r"a file needs 1048576.0 TiB on the disk"):
         bounds.require_disk(tmp_path, 2**60, "a file")
 
 
@@ -106,7 +106,7 @@ def test_a_stream_without_end_stops_at_the_bound():
             taken.append(1)
             yield bytes(1000)
 
-    with pytest.raises(StoreError, match=r"has 11.0 kB or more"):
+    with pytest.raises(StoreError, match=r"has 10.7 KiB or more"):
         bounds.read_within(bounds.Bound("it", 10_000), endless(), "x", "", StoreError)
     assert len(taken) == 11
 
@@ -177,7 +177,7 @@ def test_one_row_of_gigabytes_is_refused_before_it_is_read(tmp_path, monkeypatch
         code, said = run(*words)
         assert code == 2
         assert "one row of" in said
-        assert "needs 201.3 MB of memory" in said
+        assert "needs 192.0 MiB of memory" in said
     assert not (tmp_path / "s").exists()
 
 
@@ -190,7 +190,7 @@ def test_an_archive_that_does_not_fit_the_disk_is_refused_before_it_is_written(
         bounds.shutil, "disk_usage", lambda _: usage._replace(free=bounds.DISK_RESERVE_BYTES + 100)
     )
     with pytest.raises(
-        SourceError, match=r"unpacking .*a.npz \(\S+ kB\) needs 8.39 MB on the disk"
+        SourceError, match=r"unpacking .*a.npz \(\S+ KiB\) needs 8.00 MiB on the disk"
     ):
         ArraysSource((path,)).prepare(tmp_path / "scratch")
     assert not (tmp_path / "scratch").exists()
@@ -224,7 +224,7 @@ def test_a_header_that_claims_gigabytes_is_not_read(tmp_path):
         file.write(b"\x93NUMPY\x02\x00" + struct.pack("<I", 3 << 30))
         file.truncate(3 << 30)
     with pytest.raises(
-        SourceError, match=r"header of a.npy has 3.22 GB\.\nAllowed: at most 65.5 kB"
+        SourceError, match=r"header of a.npy has 3.00 GiB\.\nAllowed: at most 64.0 KiB"
     ):
         ArraysSource((path,)).prepare(tmp_path)
 
@@ -341,12 +341,12 @@ def hostile_hdf5(path: Path, kind: str) -> Path:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("chunk", "one chunk of dataset 'x', (536870912,) of float32, has 2.15 GB"),
+        ("chunk", "one chunk of dataset 'x', (536870912,) of float32, has 2.00 GiB"),
         ("contiguous", "the unwritten part of dataset 'x' of shape (35184372088832,)"),
-        ("chunked", "has 140.7 TB"),
-        ("lzf", "has 140.7 TB"),
-        ("virtual", "has 140.7 TB"),
-        ("wide", "has 52.8 TB"),
+        ("chunked", "has 128.0 TiB"),
+        ("lzf", "has 128.0 TiB"),
+        ("virtual", "has 128.0 TiB"),
+        ("wide", "has 48.0 TiB"),
         ("deep", "has 201 nested groups"),
     ],
 )
@@ -488,7 +488,7 @@ def test_a_giant_manifest_is_not_read(tmp_path):
     os.truncate(tmp_path / "store.json", 3 << 30)
     code, said = run("verify", tmp_path)
     assert code == 2
-    assert "has 3.22 GB" in said
+    assert "has 3.00 GiB" in said
     assert "the limit of a store.json" in said
 
 
@@ -533,7 +533,7 @@ def test_a_picture_that_does_not_fit_the_memory_is_refused_before_it_is_decoded(
         "pack", "images", tmp_path / "in", tmp_path / "s", "--size", "8x8", "--jobs", 1
     )
     assert code == 3
-    assert "needs 300.0 MB of memory" in said
+    assert "needs 286.1 MiB of memory" in said
 
 
 # -- text ----------------------------------------------------------------------------------
@@ -555,8 +555,8 @@ MB = 1 << 20
 @pytest.mark.parametrize(
     ("start", "piece", "said"),
     [
-        (b"a,b\n1,", b"1" * MB, "a line, or a quoted cell, of more than 8.39 MB"),
-        (b'a,b\n1,"', b"1\n" * (MB // 2), "a line, or a quoted cell, of more than 8.39 MB"),
+        (b"a,b\n1,", b"1" * MB, "a line, or a quoted cell, of more than 8.00 MiB"),
+        (b'a,b\n1,"', b"1\n" * (MB // 2), "a line, or a quoted cell, of more than 8.00 MiB"),
         (b"", b"a" * MB, "cannot be read as a table"),
     ],
 )

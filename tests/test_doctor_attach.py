@@ -122,7 +122,7 @@ def test_the_machines_own_sitecustomize_still_runs(tmp_path):
     [
         ([], "no command"),
         (["train.py"], "stoker doctor -- python train.py"),
-        (["no-such-program"], "command -v no-such-program"),
+        (["no-such-program"], "look at the spelling, and at PATH"),
     ],
 )
 def test_a_command_that_cannot_run_says_what_to_type(command, words):

@@ -18,8 +18,10 @@ PACKAGE = Path(stoker.__file__).parent
 # The documents' layouts, the demo, and raw files of the same name are not about recipes.
 OTHERS = ("compat", "demo", "sources", "cli/demo.py")
 FOLDERS = tuple(f"recipes/{target.split('.')[2]}" for target in ready_recipes().values())
-# `stoker pack segmentation` and `stoker.sources.massspec` are kinds of raw files.
-KINDS = re.compile(r"stoker pack [\w|]+|stoker\.(sources|compat)\.\w+|stoker/(sources|compat)/\w+")
+# `stoker pack segmentation` and `stoker.sources.massspec` are kinds of raw files, `--config tabular` a shipped file.
+KINDS = re.compile(
+    r"stoker pack [\w|]+|--config \w+|stoker\.(sources|compat)\.\w+|stoker/(sources|compat)/\w+"
+)
 NAMES = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, ready_recipes()))})(?![\w-])")
 
 

@@ -404,7 +404,7 @@ def test_a_manifest_without_end_is_refused_at_its_bound(served, monkeypatch):
     small = Bound("a store.json", 1 << 20)
     monkeypatch.setattr(remote_fetch, "MANIFEST", small)
     served.endless = True
-    with pytest.raises(CorruptError, match=r"store\.json has 1\.\d+ MB or more"):
+    with pytest.raises(CorruptError, match=r"store\.json has 1\.\d+ MiB or more"):
         open_store(served.url)
     assert served.sent["store.json"] < 64 << 20
     result = CliRunner().invoke(app, ["verify", served.url])
@@ -904,7 +904,7 @@ def test_waiting_for_a_process_that_does_not_go_on_ends(tmp_path, monkeypatch):
 
 def test_the_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(ImportError, match=r"stoker\[remote\]"):
+    with pytest.raises(ImportError, match=r"\[remote\]"):
         open_store("http://127.0.0.1:1/store")
 
 

@@ -124,9 +124,8 @@ class Loader:
         augment: Augments | None = None,
     ) -> None:
         self._options = {
-            "order": order, "seed": seed, "plan": plan, "fields": fields, "samples": samples,
-            "drop_last": drop_last, "rank": rank, "world_size": world_size, "lanes": lanes,
-            "chunk_bytes": chunk_bytes, "num_slots": num_slots, "augment": augment,
+            "order": order, "seed": seed, "fields": fields, "samples": samples, "lanes": lanes,
+            "drop_last": drop_last, "rank": rank, "world_size": world_size, "augment": augment,
         }  # fmt: skip
         JANITOR.start()
         self._closed = False

@@ -7,7 +7,6 @@ an instance of it. Costs: microseconds; no torch. Ranges are checked by the data
 from __future__ import annotations
 
 import ast
-import json
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -15,6 +14,7 @@ from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get
 
 from stoker.display import quoted
 from stoker.errors import InputError
+from stoker.strict_json import exact_text
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ def _as_override(way: str, names: set[str]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    return value if isinstance(value, str) and value.isalpha() else json.dumps(value)
+    return value if isinstance(value, str) and value.isalpha() else exact_text(value)
 
 
 def require(holds: bool, name: str, value: object, allowed: str, fix: str) -> None:

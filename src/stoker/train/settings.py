@@ -163,7 +163,7 @@ def _read_mapping(
         if field is None:
             raise _unknown_name(name, list(fields_of))
         first = said.setdefault(field, name)
-        if given[first] != value:
+        if first != name and given[first] != value:
             raise InputError(
                 f"{name} is {value!r}, and {first} is {given[first]!r}.",
                 "one of the two names",
