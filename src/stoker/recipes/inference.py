@@ -104,7 +104,7 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
         raise InputError(
             f"{path} is a checkpoint of {found}.",
             f"one of a run of {recipe or 'stoker train'}",
-            f"stoker train --config {recipe or 'NAME'} --store STORE",
+            command("stoker", "train", "--config", recipe or "NAME", "--store", "STORE"),
         )
     chosen = restore(identity["recipe"], identity["options"])
     made = rebuild(chosen, identity["facts"])

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get
 
 from stoker.display import quoted
 from stoker.errors import InputError
-from stoker.strict_json import exact_text
+from stoker.strict_json import json_text
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ def _as_override(way: str, names: set[str]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    return value if isinstance(value, str) and value.isalpha() else exact_text(value)
+    return value if isinstance(value, str) and value.isalpha() else json_text(value)
 
 
 def require(holds: bool, name: str, value: object, allowed: str, fix: str) -> None:
