@@ -70,7 +70,7 @@ _ORDER = (
 class _Verbs(TyperGroup):
     """The verbs in the order in which one meets them; typer alone puts groups such as `pack` last."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  as click calls it
         """Return the listed verbs, then those that are hidden."""
         return sorted(self.commands, key=lambda name: (*_ORDER, name).index(name))
 
