@@ -386,7 +386,7 @@ def judge(made: dict[str, dict[str, Comparison]], trained: dict | None, on_gpu: 
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", type=torch.device, default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if on_gpu else "cpu")
     parser.add_argument("--repeats", type=positive)
     parser.add_argument(
         "--part", choices=(*PARTS, "workers"), action="append", help="only this; may be repeated"
@@ -400,7 +400,7 @@ def main() -> None:
     for_workers.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    device, parts = args.device, args.part or PARTS
+    device, parts = torch.device(args.device), args.part or PARTS
     on_gpu = device.type == "cuda"
     repeats = args.repeats or (7 if on_gpu else 3)
     if "workers" in parts:

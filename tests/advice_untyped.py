@@ -5,6 +5,8 @@
 """
 
 UNTYPED: dict[str, str] = {
+    "cli/renamed.py: 'python benchmarks/augment.py --part workers'": "measures for minutes; test_augment_bench.py runs it at a small size",
+    "cli/renamed.py: command('python', '-m', 'docs_build.pictures', *context.args)": "test_augment_preview.py draws the same pictures",
     "cli/plan.py: '--ram 32GB'": "needs a machine that does not say how much RAM it has",
     "cli/report.py: '--out page.html'": "needs a folder without write permission, which root does not have",
     "cli/train.py: 'leave --gpus out'": "needs processes that torchrun has started",

@@ -338,7 +338,7 @@ def test_the_part_prints_json(run, monkeypatch):
         ["--repeats", "0"],
         ["--workers", "4,x"],
         ["--workers", "0,4"],
-        ["--device", "fpga?"],
+        ["--device", "tpu"],
         ["--input", "int64"],
         ["--output", "uint8"],
     ],
