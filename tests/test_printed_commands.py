@@ -83,7 +83,6 @@ SPOKEN = {
     "augment/preview.py: --masks \0 is one file for \0 images.",
     "augment/preview.py: --masks \0 with the store \0.",
     "cli/augment.py: --preset \0 and --config \0.",
-    "cli/bench.py: torch \0, python \0",
     "cli/inspect.py: stoker inspect \0",
     "cli/monitor.py: stoker monitor  \0",
     "cli/tune.py: stoker tune \0",
