@@ -1,13 +1,15 @@
 """Augmentation on the device: stoker's fused kernel against its peers and the memory's own speed.
 
     python benchmarks/augment.py [--device cuda] [--repeats 7] [--part tables|launches|epoch]
+    python benchmarks/augment.py --part workers [--workers 4,8,16] [--batch 32] [--size 512x512] [--json]
 
 Flip, rotate ±15 degrees, brightness, with and without contrast, normalise. Four questions:
 
     tables    32 x 3 x 512 x 512, float32 to float32 and uint8 to float16, with and without a mask
     launches  what the launches cost: eager, CUDA graph, and the kernels alone, at three sizes
     epoch     a training epoch of a segmentation net with fused augmentation against one without
-    workers   is `stoker bench augment`; it is not repeated here
+    workers   augmentation in DataLoader workers on the CPU beside all of the above, on this machine; only
+              where it is asked for, and never published: its batch, size and types may be chosen
 
 Parameter drawing is counted everywhere. Without a GPU everything runs at small sizes, to be tried.
 """
@@ -15,18 +17,31 @@ Parameter drawing is counted everywhere. Without a GPU everything runs at small 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+import augment_compare as bench
+import augment_peers as peers
+from augment_compare import (
+    DALI,
+    KORNIA,
+    LIMIT,
+    OURS_FUSED,
+    OURS_GRAPH,
+    OURS_TORCH,
+    Comparison,
+    cells,
+    verdict,
+)
+from augment_peers import MEAN, STD, UnavailableError, Work
 from harness import publish
-from stoker.augment import bench, peers
-from stoker.augment.bench import DALI, KORNIA, LIMIT, OURS_FUSED, OURS_GRAPH, OURS_TORCH, Comparison
-from stoker.augment.bench_page import cells
-from stoker.augment.peers import MEAN, STD, UnavailableError, Work
 
+TYPES = ("float32", "float16", "bfloat16")
 PARTS = ("tables", "launches", "epoch")
 BASE = "flip, rotate, brightness"
 
@@ -133,6 +148,60 @@ def kernel_ms(work: Work, calls: int = 50) -> float | None:
         torch.cuda.synchronize()
     spent = sum(event.self_device_time_total for event in profiler.key_averages())
     return spent / calls / 1e3
+
+
+# -- workers on the CPU --------------------------------------------------------------------------
+
+
+def workers(work: Work, counts: Sequence[int], repeats: int, as_json: bool) -> None:
+    """Print the three pieces of work with DataLoader workers beside the peers, or one JSON document."""
+    facts = {
+        "Batch size": str(work.batch),
+        "Image size": f"{work.size[0]}x{work.size[1]}",
+        "Device": torch.cuda.get_device_name(work.device)
+        if work.device.type == "cuda"
+        else f"the CPU, no GPU; torch uses {torch.get_num_threads()} threads",
+        "Types": f"{bench.dtype_name(work.input_dtype)} in, {bench.dtype_name(work.output_dtype)} out, int64 masks",
+        "Versions": f"torch {torch.__version__}",
+        "Repeats": str(repeats),
+    }
+    if not as_json:
+        print("GPU Augmentation Benchmark:")
+        for name, value in facts.items():
+            print(f"  {name}: {value}")
+    made = []
+    for title, each in bench.cases(work):
+        made.append(bench.compare(title, each, workers=counts, repeats=repeats))
+        if not as_json:
+            show(made[-1])
+    if as_json:
+        print(json.dumps({"facts": facts, "cases": [each.to_json() for each in made]}))
+    else:
+        print(f"\n{verdict(made)}")
+        print("x Kornia: how many times as fast; x limit: how many times the limit's time.")
+
+
+def worker_counts(text: str) -> list[int]:
+    """Read "4,8,16", or "none"."""
+    counts = [] if text == "none" else [int(part) for part in text.split(",")]
+    if not all(1 <= count <= 256 for count in counts):
+        raise ValueError(text)
+    return counts
+
+
+def image_size(text: str) -> tuple[int, int]:
+    """Read "HEIGHTxWIDTH"."""
+    height, width = map(int, text.split("x"))
+    if not (2 <= height <= 16384 and 2 <= width <= 16384):
+        raise ValueError(text)
+    return height, width
+
+
+def positive(text: str) -> int:
+    """Read a number from 1 to 65,535."""
+    if not 1 <= int(text) <= 65535:
+        raise ValueError(text)
+    return int(text)
 
 
 # -- a training epoch ----------------------------------------------------------------------------
@@ -315,22 +384,38 @@ def judge(made: dict[str, dict[str, Comparison]], trained: dict | None, on_gpu: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=7 if torch.cuda.is_available() else 3)
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this; may be repeated")
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--repeats", type=positive)
+    parser.add_argument(
+        "--part", choices=(*PARTS, "workers"), action="append", help="only this; may be repeated"
+    )
+    for_workers = parser.add_argument_group("--part workers")
+    for_workers.add_argument("--workers", type=worker_counts, default="4,8,16", help="or none")
+    for_workers.add_argument("--batch", type=positive, default=32)
+    for_workers.add_argument("--size", type=image_size, default="512x512")
+    for_workers.add_argument("--input", choices=("uint8", *TYPES), default="float32")
+    for_workers.add_argument("--output", choices=TYPES, default="float32")
+    for_workers.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     device, parts = torch.device(args.device), args.part or PARTS
     on_gpu = device.type == "cuda"
+    repeats = args.repeats or (7 if on_gpu else 3)
+    if "workers" in parts:
+        types = getattr(torch, args.input), getattr(torch, args.output)
+        workers(Work(args.batch, args.size, device, *types), args.workers, repeats, args.json)
+    if set(parts) == {"workers"}:
+        return
     work = Work(32, (512, 512), device) if on_gpu else Work(4, (96, 96), device)
     result: dict = {"device": str(device), "batch": work.batch, "size": work.size}
     made, trained = {}, None
     if "tables" in parts:
-        made = tables(work, args.repeats)
+        made = tables(work, repeats)
         result["tables"] = {t: {k: show(c) for k, c in cases.items()} for t, cases in made.items()}
     if "launches" in parts:
-        result["launches"] = launches(work, args.repeats)
+        result["launches"] = launches(work, repeats)
     if "epoch" in parts:
         trained = epochs(work, 256 if on_gpu else 8, 5 if on_gpu else 1)
         result["epoch"] = trained

@@ -7,7 +7,6 @@ from advice_typing import Case
 from stoker.config.tree import key_schemas
 
 ON_CPU = ["--device", "cpu"]
-BENCH = ["bench", "augment", "--device", "cpu"]
 PREVIEW = ["augment", "preview", "pictures/cat", "x.png"]
 TRAIN = ["train", "--config", "tabular.yaml", *ON_CPU]
 BARS = [
@@ -42,7 +41,6 @@ def _wrong_values() -> list[Case]:
 
 COMMANDS: dict[str, list[Case]] = {
     "augment": [
-        Case(["bench", "augment", "--repeats", "0", *ON_CPU]),
         Case(["augment", "preview", "none/none", "x.png"]),
         Case(["augment", "preview", "empty", "x.png"]),
         Case(["augment", "preview", "pictures/cat", "x.png", "--masks", "masks/cat/0.png"]),
@@ -57,7 +55,6 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["augment", "preview", "pictures/cat", "pictures/cat/x.png"], at="pictures/cat/x.png"),
     ],
     "cli": [
-        Case(["augment", "pictures", "new/folder"]),
         Case([*PREVIEW, "--size", "1x1"]),
         Case([*PREVIEW, "--preset", "none"]),
         Case([*PREVIEW, "--rows", "0"]),
@@ -65,18 +62,15 @@ COMMANDS: dict[str, list[Case]] = {
         Case([*PREVIEW, "--config", "config.yaml"]),
         Case(["bench", "memory"]),
         Case(["bench", "memory", "--msp", "library.msp", "--ram-gb", "0"]),
-        Case([*BENCH, "--batch", "0"]),
-        Case([*BENCH, "--size", "1x1"]),
-        Case([*BENCH, "--input", "x"]),
-        Case(["bench", "augment", "--device", "x"]),
-        Case(["bench", "augment", "--device", "cuda:99"]),
-        Case([*BENCH, "--workers", "x"]),
         Case(["doctor"]),
         Case(["doctor", "--set", "training.lr=1", "--", "python", "train.py"], "open('train.py', 'w').write('')"),
         Case(["doctor", "--json", "--", "python", "train.py"], "open('train.py', 'w').write('')"),
         Case(["export", "run/best.pt", "out.safetensors", "--opset", "18"], at="out.safetensors"),
         Case(["export", "run/best.pt", "out.onnx", "--batch", "x"]),
-        Case(["migrate-config", "config.yaml", "none/new.yaml"]),
+        Case(["export", "run/best.pt", "q.onnx", "--int8"], at="q.onnx"),
+        Case(["export", "run/best.pt", "q.pt", "--int8", "--opset", "18", "--size", "8x8"]),
+        Case(["export", "run/best.pt", "q.onnx", "--store", "store", "--split", "val"]),
+        Case(["config", "migrate", "config.yaml", "none/new.yaml"]),
         Case(["monitor", "--interval", "0", "--once"]),
         Case(["inspect", "table.csv", "--html", "empty"]),
         Case(["inspect", "table.csv", "--html", "none/none/x.html"]),
@@ -94,7 +88,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["train", "--config", "tabular.yaml", "--msp", "library.msp"]),
         Case(["train", "--config", "configs/massspec.yaml", "--mol-dir", "mols"]),
         Case(["tune"]),
-        Case(["migrate-config", "config.yaml", "tabular.yaml"], at="tabular.yaml"),
+        Case(["config", "migrate", "config.yaml", "tabular.yaml"], at="tabular.yaml"),
     ],
     "packing": [
         Case(["pack", "table", "dirty.csv", "made"]),
@@ -171,7 +165,8 @@ COMMANDS: dict[str, list[Case]] = {
              "f = class_table(40, 3); write_store(Path('other'), [f])"),
         Case(["predict", "none/x.safetensors", "store", "x.parquet"]),
         Case(["predict", "x.safetensors", "store", "x.parquet"], "open('x.safetensors', 'wb').write(b'x' * 99)"),
-        Case(["quantize", "run/best.pt", "q.pt", "--split", "x"]),
+        Case(["export", "run/best.pt", "q.pt", "--int8", "--split", "x"]),
+        Case(["export", "run/best.pt", "q.pt", "--int8", "--batch", "0"]),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "store", *ON_CPU], fill={"IMAGES": "pictures/cat", "MASKS": "masks/cat"}),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", "--set", "recipe.options.num_classes=2", *ON_CPU]),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", "--set", "recipe.options.ratios=[0.0,0.5,0.5]", *ON_CPU]),
@@ -239,7 +234,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["config", "check", "latin.yaml"], "open('latin.yaml', 'wb').write(b'# \\xff' + bytes([10]))"),
         Case(["config", "check", "tab.yaml"], "open('tab.yaml', 'w').write('training:' + chr(10) + chr(9) + 'lr: 1')"),
         Case(["config", "check", "none/none.yaml"]),
-        Case(["migrate-config", "config.yaml", "new.yaml", "--recipe", "tabula"]),
+        Case(["config", "migrate", "config.yaml", "new.yaml", "--recipe", "tabula"]),
         Case([*TRAIN, "--set", "training"]),
         Case([*TRAIN, "--set", "data=3"]),
     ],

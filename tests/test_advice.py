@@ -30,8 +30,6 @@ AREAS = sorted({site.file.partition("/")[0] for site in all_sites()})
 LONG = (
     "stoker.train.trainer.Trainer.fit",
     "stoker.train.launch.launch",
-    "stoker.augment.bench._device_rows",
-    "stoker.augment.bench._worker_rows",
     "stoker.tune.job._Search",
     "stoker.doctor.trace._make_profiler",
     "stoker.compat.massspec_memory._in_new_process",

@@ -1,38 +1,41 @@
-"""`stoker bench augment`: honest timing, peers that are missing, the table, the page."""
+"""`benchmarks/augment.py`: honest timing, peers that are missing, the table, the options."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import re
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from stoker import page
-from stoker.augment import bench, peers
-from stoker.augment.bench import KORNIA, LIMIT, OURS_FUSED, OURS_GRAPH, OURS_TORCH, Row, Timing
-from stoker.augment.bench_page import bench_page, cells, verdict
-from stoker.augment.peers import UnavailableError, Work
-from stoker.cli.main import app
-from stoker.errors import InputError
+# As for the scripts themselves; behind everything else, so that nothing is hidden by their names.
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import augment as script
+import augment_compare as bench
+import augment_peers as peers
+from augment_compare import (
+    KORNIA,
+    LIMIT,
+    OURS_FUSED,
+    OURS_GRAPH,
+    OURS_TORCH,
+    Row,
+    Timing,
+    cells,
+    verdict,
+)
+from augment_peers import UnavailableError, Work
 
 CPU = torch.device("cpu")
 SMALL = Work(2, (12, 16), CPU)
-
-
-def run(*args: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
-    got = getattr(result.exception, "exit_code", result.exit_code)
-    assert got == code, (got, result.output, result.exception)
-    return result.output + str(result.exception or "")
 
 
 def missing(monkeypatch, *packages: str) -> None:
@@ -255,8 +258,6 @@ def test_a_comparison_on_this_machine(monkeypatch):
         assert by[name].timing.median_ms > 0
     assert by[OURS_FUSED].reason == by[OURS_GRAPH].reason == "the device is a CPU"
     assert by[names[1]].timing.repeats == 2
-    with pytest.raises(InputError, match="--repeats is 0"):
-        bench.compare("x", SMALL, repeats=0)
 
 
 def test_a_peer_that_fails_is_a_row_and_ours_is_an_error(monkeypatch):
@@ -276,75 +277,50 @@ def test_a_peer_that_fails_is_a_row_and_ours_is_an_error(monkeypatch):
         bench.compare("x", SMALL, repeats=1, ways=(OURS_TORCH,))
 
 
-# -- page ----------------------------------------------------------------------------------------
+# -- the part `workers` --------------------------------------------------------------------------
+
+QUICK = (
+    "--batch",
+    "2",
+    "--size",
+    "12x16",
+    "--repeats",
+    "1",
+    "--workers",
+    "none",
+    "--device",
+    "cpu",
+)
 
 
-def test_bars_are_logarithmic_and_say_why_one_is_missing():
-    items = [
-        page.Bar("ours", 0.1, "0.1 ms", "good"),
-        page.Bar("<b>peer</b>", 10.0, "10 ms"),
-        page.Bar("absent", None, "n/a: not here"),
-    ]
-    html = page.bars(items, key="k", unit="ms")
-    widths = [float(each) for each in re.findall(r'd="M0 1h([0-9.]+)v8', html)]
-    low, high = widths
-    marks = re.findall(r"<span[^>]*>([^<]+)</span>", html)
-    assert marks == ["0.01", "0.1", "1", "10", "100"]
-    step = 100 / (len(marks) - 1)
-    assert high - low == pytest.approx(2 * step, abs=0.02), "a hundred times is two marks"
-    assert "&lt;b&gt;peer" in html
-    assert "<b>peer" not in html
-    assert "n/a: not here" in html
-    assert "Nothing was measured" in page.bars([items[2]], key="k", unit="ms")
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Return what runs the script's part and returns what it printed."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # it is put back
+    monkeypatch.setattr(script, "publish", lambda *_: pytest.fail("a chosen size is not published"))
+
+    def run_script(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["augment.py", "--part", "workers", *options])
+        script.main()
+        return capsys.readouterr().out
+
+    return run_script
 
 
-@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8))
-def test_every_bar_fits(values):
-    html = page.bars([page.Bar("x", v, "") for v in values], key="k", unit="ms")
-    widths = [float(each) for each in re.findall(r'd="M0 1h([0-9.]+)v8', html)]
-    assert len(widths) == len(values)
-    assert all(0 <= width <= 100 for width in widths)
-    ordered = [width for _, width in sorted(zip(values, widths, strict=True))]
-    assert all(a <= b + 0.01 for a, b in itertools.pairwise(ordered))
-    assert all(math.isfinite(width) for width in widths)
-
-
-def test_the_page_holds_every_row_and_no_script():
-    rows = (
-        Row(KORNIA, "peer", None, "kornia <is> not installed"),
-        Row(OURS_TORCH, "ours", Timing(1.0, 0.0, 2)),
-        Row(LIMIT, "limit", Timing(0.5, 0.0, 2)),
-    )
-    html = bench_page("bench", [made(*rows)], {"Batch size": "2"})
-    assert html.startswith("<!doctype html>")
-    for row in rows:
-        assert html.count(page.escape(row.name)) >= 2, "in the bars and in the table"
-    assert "kornia &lt;is&gt; not installed" in html
-    assert "<script" not in html
-    assert "2.0 times the copy limit" in html
-
-
-# -- the verb ------------------------------------------------------------------------------------
-
-QUICK = ("--batch", 2, "--size", "12x16", "--repeats", 1, "--workers", "none", "--device", "cpu")
-
-
-def test_the_verb_begins_as_documented_and_writes_a_page(tmp_path, monkeypatch):
+def test_the_part_begins_as_documented(run, monkeypatch):
     missing(monkeypatch, "kornia", "torchvision")
-    text = run("bench", "augment", *QUICK, "--html", tmp_path / "b.html")
+    text = run(*QUICK)
     lines = text.splitlines()
     assert lines[0] == "GPU Augmentation Benchmark:"
     assert lines[1].strip() == "Batch size: 2"
     assert lines[2].strip() == "Image size: 12x16"
     assert text.count("stoker torch ") >= 3
     assert text.count("kornia is not installed") == 3
-    assert (tmp_path / "b.html").read_text().startswith("<!doctype html>")
 
 
-def test_the_verb_prints_json(monkeypatch):
+def test_the_part_prints_json(run, monkeypatch):
     missing(monkeypatch, "kornia", "torchvision")
-    types = ("--input", "uint8", "--output", "float16")
-    document = json.loads(run("bench", "augment", *QUICK, *types, "--json"))
+    document = json.loads(run(*QUICK, "--input", "uint8", "--output", "float16", "--json"))
     assert document["facts"]["Batch size"] == "2"
     assert len(document["cases"]) == 3
     work = document["cases"][2]["work"]
@@ -354,27 +330,22 @@ def test_the_verb_prints_json(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options",
     [
-        (["--batch", "0"], "--batch is 0"),
-        (["--size", "1x1"], "--size is 1x1"),
-        (["--size", "big"], "cannot read 'big'"),
-        (["--repeats", "0"], "--repeats is 0"),
-        (["--workers", "4,x"], "--workers is '4,x'"),
-        (["--workers", "0,4"], "--workers is '0,4'"),
-        (["--device", "tpu"], "--device is 'tpu'"),
-        (["--device", "cuda:99"], "--device is cuda:99"),
-        (["--input", "int64"], "--input is 'int64'"),
-        (["--output", "uint8"], "--output is 'uint8'"),
-        (["--html", "/nowhere/b.html"], "there is no folder"),
-        (["--html", "/tmp"], "is a folder"),
+        ["--batch", "0"],
+        ["--size", "1x1"],
+        ["--size", "big"],
+        ["--repeats", "0"],
+        ["--workers", "4,x"],
+        ["--workers", "0,4"],
+        ["--device", "tpu"],
+        ["--input", "int64"],
+        ["--output", "uint8"],
     ],
+    ids=" ".join,
 )
-def test_bad_options_end_with_code_2_before_anything_is_measured(options, words, monkeypatch):
-    def never(*_args, **_kwargs):
-        raise AssertionError("measured")
-
-    monkeypatch.setattr(bench, "compare", never)
-    text = run("bench", "augment", *options, code=2)
-    assert words in text
-    assert "Allowed:" in text or "Try:" in text
+def test_a_wrong_option_is_named(run, capsys, options):
+    with pytest.raises(SystemExit) as ended:
+        run(*options)
+    assert ended.value.code == 2
+    assert f"argument {options[0]}: invalid" in capsys.readouterr().err

@@ -126,7 +126,7 @@ WRITING = {
     "run2": ["train", "--config", "c.yaml", "--device", "cpu", "--run-dir", "run2"],
     "m.safetensors": ["export", "run/best.pt", "m.safetensors"],
     "p.parquet": ["predict", "run/best.pt", "small", "p.parquet", "--device", "cpu"],
-    "q.pt": ["quantize", "run/best.pt", "q.pt"],
+    "q.pt": ["export", "run/best.pt", "q.pt", "--int8"],
     "d.json": ["doctor", "--out", "d.json", "--", "true"],
 }  # fmt: skip
 

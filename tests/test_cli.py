@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stoker.cli.main import app
+from stoker.errors import InputError
 
 ENV = {**os.environ, "COLUMNS": "200", "PYTHONWARNINGS": "default"}
 
@@ -44,19 +46,44 @@ def arrays(tmp_path) -> Path:
 def test_help_names_every_verb_and_every_verb_has_help():
     shown = stoker("--help")
     assert shown.returncode == 0
-    verbs = ["pack", "inspect", "verify", "machine", "config", "demo"]
-    for verb in verbs:
-        assert verb in shown.stdout
+    groups = {
+        "Data": ["pack", "inspect", "verify", "plan", "augment"],
+        "Training": ["train", "tune", "predict", "export", "config"],
+        "Why it is slow, and how it goes": ["doctor", "monitor", "report", "machine", "demo"],
+    }
+    panels = dict(re.findall(r"─ ([\w ,]+) ─+╮\n(.*?)╰", shown.stdout, re.DOTALL))
+    assert {name: re.findall(r"^│ (\w+)", panels[name], re.MULTILINE) for name in groups} == groups
+    for verb in (verb for verbs in groups.values() for verb in verbs):
         page = CliRunner(env=ENV).invoke(app, [verb, "--help"])
         assert page.exit_code == 0
         assert "Usage" in page.stdout
-        if verb not in ("pack", "config"):
+        if verb not in ("pack", "config", "augment"):
             assert "--json" in page.stdout
     for kind in ("arrays", "table", "images", "segmentation", "bars", "massspec"):
         page = CliRunner(env=ENV).invoke(app, ["pack", kind, "--help"])
         for option in ("--jobs", "--force-recreate", "--on-bad", "--bad-budget", "--json"):
             assert option in page.stdout, (kind, option)
     assert stoker("--version").stdout.startswith("stoker 0.")
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [
+        (
+            ["bench", "augment", "--batch", "8", "--html", "b.html"],
+            "python benchmarks/augment.py --part workers",
+        ),
+        (["augment", "pictures", "a folder"], "python -m docs_build.pictures 'a folder'"),
+    ],
+)
+def test_what_has_left_the_package_says_what_to_type(words, typed):
+    with pytest.raises(InputError, match="has left the package") as caught:
+        app(words, standalone_mode=False)
+    assert caught.value.fix == typed
+    script = Path(__file__).resolve().parent.parent / (
+        typed.split()[1] if typed.split()[1] != "-m" else "docs_build/pictures.py"
+    )
+    assert "__main__" in script.read_text()
 
 
 def test_pack_verify_inspect_and_their_json(arrays):

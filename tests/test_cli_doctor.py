@@ -1,4 +1,4 @@
-"""`stoker doctor` and `stoker profile` as a user meets them: both forms, output, exit codes, mistakes."""
+"""`stoker doctor` as a user meets it: both forms, the trace, output, exit codes, mistakes."""
 
 from __future__ import annotations
 
@@ -362,34 +362,60 @@ def test_what_cannot_be_edited_is_said_in_words(tmp_path):
     )
 
 
-# -- profile ---------------------------------------------------------------------------------------
+# -- the trace -------------------------------------------------------------------------------------
 
 
-def test_profile_prints_the_costliest_operations_and_writes_a_trace(folder):
-    command = ["profile", "--config", "c.yaml", "--out", "t.json", "--device", "cpu",
-               "--wait", "1", "--warmup", "1", "--active", "2", "--top", "4"]  # fmt: skip
+def test_a_trace_is_written_beside_the_findings(folder):
+    command = ["doctor", "--config", "c.yaml", "--device", "cpu", "--seconds", "0.2", "--steps", "5",
+               "--trace", "t.json", "--trace-steps", "2"]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "stoker", *command], capture_output=True, text=True, cwd=folder,
         env=ENV, timeout=110, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert "samples/s" in done.stdout.partition("\n")[0]
     assert re.search(r"2 steps, own time of each operation", done.stdout)
     assert re.search(r"Optimizer.step#AdamW.step +│ +2 │ +[\d.]+ ms │ +\d+%", done.stdout)
-    assert len(re.findall(r"│ +\d+%", done.stdout)) == 4
+    assert "trace: t.json" in done.stdout
     events = json.loads((folder / "t.json").read_text())["traceEvents"]
     assert any("addmm" in str(event.get("name")) for event in events)
 
 
-def test_profile_as_json_and_its_mistakes(inside, capsys):
+def test_a_trace_is_part_of_the_documents(inside, capsys):
     _, out, _ = call(
+        capsys, "doctor", "--config", "c.yaml", "--device", "cpu", "--seconds", 0.2, "--steps", 5,
+        "--trace", "t.json.gz", "--trace-steps", 1, "--json", "--out", "d.json",
+    )  # fmt: skip
+    trace = json.loads(out)["trace"]
+    assert trace["num_steps"] == 1
+    assert len(trace["operations"]) == 15
+    assert trace["trace"] == "t.json.gz"
+    assert json.loads(Path("d.json").read_text())["trace"] == trace
+    for args, word in (
+        (["--config", "c.yaml", "--trace", "no/t.json"], "there is no folder no"),
+        (["--config", "c.yaml", "--trace", "c.yaml"], "c.yaml"),
+        (["--trace", "t.json", "--", "python", "x.py"], "--trace are for a config"),
+    ):
+        with pytest.raises(StokerError, match=word) as caught:
+            app(["doctor", *args], standalone_mode=False)
+        assert caught.value.exit_code == 2
+
+
+def test_profile_is_an_old_spelling_with_its_own_options(inside, capsys):
+    _, out, err = call(
         capsys, "profile", "--config", "c.yaml", "--out", "t.json", "--device", "cpu", "--json",
         "--wait", 0, "--warmup", 1, "--active", 1, "--top", 3,
     )  # fmt: skip
+    assert "`stoker profile` is now `stoker doctor --trace`\n" in err
     document = json.loads(out)
     assert document["num_steps"] == 1
     assert len(document["operations"]) == 3
     assert document["trace"] == "t.json"
+    _, out, _ = call(
+        capsys, "profile", "--config", "c.yaml", "--out", "t.json", "--device", "cpu",
+        "--wait", 1, "--warmup", 1, "--active", 2, "--top", 4,
+    )  # fmt: skip
+    assert len(re.findall(r"│ +\d+%", out)) == 4
     for args, word in (
         ([], "no config was given"),
         (["--config", "c.yaml", "--active", "0"], "--active is 0"),

@@ -1,4 +1,4 @@
-"""`stoker train`, `predict` and `quantize` as a user meets them: output, exit codes, signals, silence."""
+"""`stoker train`, `predict` and `export --int8` as a user meets them: output, exit codes, signals, silence."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_second_run_needs_another_folder_and_a_resumed_one_goes_on(trained, mo
     assert facts["ended"] == "done"
 
 
-def test_predict_and_quantize(trained, tmp_path, monkeypatch, capsys):
+def test_predict_and_int8(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(trained)
 
     def call(*args: object) -> str:
@@ -93,14 +93,34 @@ def test_predict_and_quantize(trained, tmp_path, monkeypatch, capsys):
     facts = json.loads(said)
     assert facts["num_rows"] == pq.read_metadata(out).num_rows == 30
     assert facts["columns"] == ["class", "probability"]
-    said = call("quantize", "run/best.pt", tmp_path / "int8.pt")
+    said = call("export", "run/best.pt", tmp_path / "int8.pt", "--int8")
     for words in ("int8 by torch.ao", "weights", "latency of a batch", "loss", "outputs differ"):
         assert words in said
-    facts = json.loads(call("quantize", "run/best.pt", tmp_path / "int8.pt", "--json"))
+    facts = json.loads(call("export", "run/best.pt", tmp_path / "int8.pt", "--int8", "--json"))
     assert facts["metric"] == "loss"
     assert facts["metric_after"] == pytest.approx(facts["metric_before"], rel=0.05)
     said = call("predict", tmp_path / "int8.pt", "store", tmp_path / "q.parquet")
     assert "300 rows of class, probability" in said
+
+
+def test_quantize_is_an_old_spelling(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
+    app(
+        ["quantize", "run/best.pt", str(tmp_path / "a.pt"), "--batch-size", "8", "--json"],
+        standalone_mode=False,
+    )
+    old = capsys.readouterr()
+    assert old.err == "`stoker quantize` is now `stoker export --int8`\n"
+    app(
+        ["export", "run/best.pt", str(tmp_path / "b.pt"), "--int8", "--batch", "8", "--json"],
+        standalone_mode=False,
+    )
+    new = capsys.readouterr()
+    assert new.err == ""
+    before, after = json.loads(old.out), json.loads(new.out)
+    assert before.keys() == after.keys()
+    same = ("metric", "metric_before", "metric_after", "bytes_after", "modules", "store")
+    assert [before[key] for key in same] == [after[key] for key in same]
 
 
 def start(folder: Path, *args: object, env: dict[str, str] = ENV) -> subprocess.Popen[str]:
@@ -174,7 +194,7 @@ def test_a_loss_that_is_not_finite_ends_with_3_and_names_the_sample(tmp_path):
         (["train"], ["names no recipe", "Try: stoker config init forex my.yaml"]),
         (["predict", "run/run.jsonl", "store", "p.parquet"], ["is not a whole checkpoint"]),
         (["predict", "run/best.pt", "store", "p.parquet", "--split", "x"], ["--split is 'x'"]),
-        (["quantize", "none.pt", "int8.pt"], ["No such file", "Try: ls"]),
+        (["export", "none.pt", "int8.pt", "--int8"], ["No such file", "Try: ls"]),
     ],
 )
 def test_bad_input_ends_with_2_and_three_parts(trained, args, words, monkeypatch):

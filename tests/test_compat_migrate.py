@@ -424,7 +424,7 @@ def test_the_page_names_the_names():
 
 
 def run(*args):
-    return CliRunner().invoke(app, ["migrate-config", *map(str, args)])
+    return CliRunner().invoke(app, ["config", "migrate", *map(str, args)])
 
 
 def test_the_command_says_what_became_of_every_key(tmp_path):
@@ -461,3 +461,14 @@ def test_the_command_refuses_by_name(tmp_path):
     assert not (tmp_path / "b.yaml").exists()
     old.write_text("lr: 0.1")
     assert "cannot write" in str(run(old, tmp_path / "no" / "folder.yaml").exception)
+
+
+def test_the_old_spelling_does_the_same_and_names_the_new_one(tmp_path):
+    old = tmp_path / "old.yaml"
+    old.write_text("data: {num_workers: 4-6, shuffle: true}\n")
+    new = run(old, tmp_path / "new.yaml")
+    shown = CliRunner().invoke(app, ["migrate-config", str(old), str(tmp_path / "same.yaml")])
+    assert shown.exit_code == 0
+    assert shown.stderr == "`stoker migrate-config` is now `stoker config migrate`\n"
+    assert shown.stdout == new.stdout.replace("new.yaml", "same.yaml")
+    assert (tmp_path / "same.yaml").read_text() == (tmp_path / "new.yaml").read_text()

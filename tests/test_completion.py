@@ -59,7 +59,8 @@ def test_it_is_installed_in_the_home_folder_only(tmp_path):
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ("stoker mig", ["migrate-config"]),
+        ("stoker mig", []),  # old spellings work and are not offered
+        ("stoker config mi", ["migrate"]),
         ("stoker export --op", ["--opset"]),
         ("stoker pack se", ["segmentation"]),
     ],

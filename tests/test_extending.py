@@ -113,7 +113,7 @@ def test_every_other_verb_takes_it(packed):
     )
     type_in("stoker doctor --config job.yaml --device cpu --seconds 1")
     type_in("stoker export run/best.pt weights.safetensors")
-    type_in("stoker quantize run/best.pt int8.pt")
+    type_in("stoker export run/best.pt int8.pt --int8")
     for weights in ("weights.safetensors", "int8.pt"):
         type_in(f"stoker predict {weights} rows.store {weights}.parquet --device cpu")
     with pytest.raises(

@@ -169,9 +169,9 @@ def test_no_verb_shows_or_writes_the_password(trained, served, tmp_path, monkeyp
         ["train", "--config", "secret.yaml", "--set", f"training.lr={served}"],
         ["inspect", f"{served}/nothing"], ["plan", served.replace(quote(PASSWORD, safe=""), "wrong")],
         ["inspect", f"simplecache::{served}/nothing"], ["inspect", f"zip://x::{served}.zip"],
-        ["predict", served, "store", "out.parquet"], ["quantize", served, "out.pt"],
+        ["predict", served, "store", "out.parquet"], ["export", served, "out.pt", "--int8"],
         ["augment", "preview", served, "out.png"], ["machine", served], ["report", served],
-        ["config", "check", served], ["migrate-config", served, "new.yaml"],
+        ["config", "check", served], ["config", "migrate", served, "new.yaml"],
         ["pack", "bars", served, "out"], ["pack", "images", served, "out"],
         ["pack", "massspec", "--msp", served, "--mol-dir", served, "out"],
         ["pack", "segmentation", "--images", served, "--masks", served, "out"],
@@ -196,7 +196,7 @@ def test_a_tuned_config_keeps_the_address_for_its_owner_only(served, tmp_path, c
     assert stat.S_IMODE((tmp_path / "secret.yaml").stat().st_mode) == 0o600
     JobConfig.read(plain).write(tmp_path / "other.yaml")
     assert stat.S_IMODE((tmp_path / "other.yaml").stat().st_mode) & 0o044 == 0o044 & ~_umask()
-    assert stoker("migrate-config", "secret.yaml", "new.yaml", cwd=tmp_path).returncode == 0
+    assert stoker("config", "migrate", "secret.yaml", "new.yaml", cwd=tmp_path).returncode == 0
     assert stat.S_IMODE((tmp_path / "new.yaml").stat().st_mode) == 0o600
 
 

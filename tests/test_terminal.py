@@ -218,7 +218,7 @@ VERBS = [
     ["config", "check", "a.yaml"], ["config", "check", f"{NAME}.yaml"], ["config", "check", NAME],
     ["config", "show", "a.yaml"], ["train", "--config", "a.yaml"], ["train", "--set", NAME],
     ["train", "--config", f"{NAME}.yaml", "--set", f"{NAME}={NAME}"], ["report", NAME], ["monitor", NAME, "--once"],
-    ["migrate-config", "a.yaml", f"{NAME}2.yaml"], ["predict", NAME, NAME, NAME], ["quantize", NAME, NAME],
+    ["config", "migrate", "a.yaml", f"{NAME}2.yaml"], ["predict", NAME, NAME, NAME], ["export", NAME, NAME, "--int8"],
     ["export", NAME, NAME], ["doctor", "--", NAME], ["augment", "preview", NAME, NAME],
     ["augment", "preview", "classes", "out.png", "--masks", NAME], ["machine", NAME],
     [NAME], ["inspect", "a.h5", NAME], ["inspect", f"--{NAME}"], ["plan", "a.h5", "--batch-size", NAME],

@@ -40,8 +40,8 @@ def test_the_examples_run(tmp_path, monkeypatch):
 
 def test_the_commands_and_options_exist(capsys):
     commands = re.findall(r"^stoker (\w+)", PAGE, re.MULTILINE)
-    assert {"train", "predict", "quantize", "pack"} == set(commands)
-    for verb in ("train", "predict", "quantize"):
+    assert {"train", "predict", "export", "pack"} == set(commands)
+    for verb in ("train", "predict", "export"):
         with pytest.raises(SystemExit) as ended:
             app([verb, "--help"])
         assert ended.value.code == 0

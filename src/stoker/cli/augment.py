@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.renamed import PASS_ON, augment_pictures
 from stoker.cli.terminal import echo, print_json
-from stoker.display import command
 
 if TYPE_CHECKING:
     from stoker.augment.compose import Compose
 
-app = typer.Typer(no_args_is_help=True, help="Look at augmentation before training with it.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Draw what augmentation does to your images before you train with it.",
+)
 
 
 @app.command()
@@ -91,22 +94,7 @@ def preview(
         echo(f"  {op}")
 
 
-@app.command()
-def pictures(
-    folder: Annotated[Path, typer.Argument(help="Folder to write into.", show_default=False)],
-) -> None:
-    """Write one small picture of every op on a drawn scene: those of docs/augmentation.md."""
-    from stoker.augment.scene import write_pictures
-    from stoker.errors import InputError
-    from stoker.units import format_bytes
-
-    if not folder.is_dir():
-        raise InputError(
-            f"{folder} is not a folder.", "an existing folder", command("mkdir", "-p", folder)
-        )
-    files = write_pictures(folder)
-    total = sum(file.stat().st_size for file in files)
-    echo(f"{len(files)} pictures in {folder}, {format_bytes(total)}")
+app.command("pictures", hidden=True, context_settings=PASS_ON)(augment_pictures)
 
 
 def _check_counts(rows: int, columns: int, epoch: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""`stoker config`: check a config file, show it whole, print the schema for editors.
+"""`stoker config`: write, check and show config files, bring older ones up to date, print the schema for editors.
 
 Enters: a YAML file and `--set` overrides. Leaves: a table, YAML or one JSON document on stdout.
 Costs a few milliseconds beside the imports.
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.address import MARK, masked
+from stoker.cli.migrate import migrate
 from stoker.cli.terminal import echo, echo_lines, make_console, print_commands, print_json
 from stoker.display import command, secret_hint
 
 if TYPE_CHECKING:
     from stoker.config import Config, Problem, Settings
 
-app = typer.Typer(no_args_is_help=True, help="Check config files and show what they come to.")
+app = typer.Typer(no_args_is_help=True, help="Write, check, show and migrate config files.")
 
 FileArgument = Annotated[Path, typer.Argument(help="The YAML file.")]
 SetOption = Annotated[
@@ -127,6 +128,9 @@ def init(
     echo(f"{out}: {text.splitlines()[0].removeprefix('# ')}", err=True)
     echo("Then:", err=True)
     print_commands(make_console(stderr=True), [command("stoker", "train", "--config", out)])
+
+
+app.command("migrate")(migrate)
 
 
 @app.command()

@@ -27,7 +27,7 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON document on stdout.")
     ] = False,
 ) -> None:
-    """Make bars, pack, plan, train as usual and with stoker, examine, tune, report."""
+    """Try it all on made-up bars: pack, plan, train with and without stoker, doctor, tune, report."""
     import time
 
     from stoker.cli.progress import Bar

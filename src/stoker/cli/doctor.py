@@ -2,8 +2,8 @@
 
 Enters: a config of stoker's own, or behind `--` somebody's command, which is run as it is. Leaves: findings
 on stdout, or on stderr beside a script, whose own output and exit code are untouched; a page, a JSON
-document, a changed config or a suggested patch where asked. Costs seconds for a config; for a script its
-own time, or `--steps` and `--seconds` of it.
+document, a chrome trace, a changed config or a suggested patch where asked. Costs seconds for a config; for a
+script its own time, or `--steps` and `--seconds` of it.
 
 A config ends with 0 whatever is found; a script with its own exit code, or 0 when the doctor ended it after
 its steps or seconds. Ctrl-C and SIGTERM end the script as well: 130 and 143.
@@ -12,7 +12,7 @@ its steps or seconds. Ctrl-C and SIGTERM end the script as well: 130 and 143.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -82,15 +82,26 @@ def doctor(
         Path | None,
         typer.Option("--out", metavar="FILE", help="Write the JSON document to a file.", show_default=False),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE", show_default=False,
+            help="A config: also record a few steps with torch's profiler, as a chrome trace; .json.gz is compressed.",
+        ),
+    ] = None,
+    trace_steps: Annotated[
+        int, typer.Option("--trace-steps", min=1, help="Steps that --trace records.")
+    ] = 5,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document on stdout (beside a script: use --out).")
     ] = False,
 ) -> None:  # fmt: skip
-    """Say why a training job is slow, what would help, and by how much.
+    """Find out why a training job is slow, what would help, and by how much.
 
     Give a config of stoker's own, or any command behind two dashes: it runs unmodified.
     """
     from stoker.cli.outputs import require_output
+    from stoker.cli.trace import require_trace
     from stoker.errors import InputError
 
     if bool(command) == (config is not None):
@@ -103,9 +114,9 @@ def doctor(
     require_output(out, "--out", read)
     require_output(apply, "--apply", read, force=force)
     if command:
-        if overrides or store is not None or device is not None:
+        if overrides or any(given is not None for given in (store, device, trace)):
             raise InputError(
-                "--set, --store and --device are for a config, and a command was given.",
+                "--set, --store, --device and --trace are for a config, and a command was given.",
                 "a command with options of its own, behind --",
                 "stoker doctor -- python train.py",
             )
@@ -119,8 +130,9 @@ def doctor(
     from stoker.doctor.job_config import JobConfig
 
     assert config is not None
+    require_trace(trace, "--trace", config)
     job = JobConfig.read(config, overrides or (), store)
-    _examine_job(job, device, steps, seconds, apply, html, out, as_json, force)
+    _examine_job(job, device, steps, seconds, apply, html, out, as_json, force, trace, trace_steps)
 
 
 # -- stoker's own jobs -----------------------------------------------------------------------------
@@ -136,6 +148,8 @@ def _examine_job(
     out: Path | None,
     as_json: bool,
     force: bool,
+    trace: Path | None,
+    trace_steps: int,
 ) -> None:
     import os
     from dataclasses import replace
@@ -143,7 +157,9 @@ def _examine_job(
     # The profiler's library talks on stderr while it is loaded, unless it is told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from stoker.cli.progress import Bar
+    from stoker.cli.trace import print_trace, record_job, trace_facts
     from stoker.doctor.consultation import choose_treatment, consult_job, treat_job
+    from stoker.doctor.trace import Schedule
 
     with Bar(quiet=as_json) as bar:
         found = consult_job(job, device=device, steps=steps, seconds=seconds, progress=bar)
@@ -156,12 +172,22 @@ def _examine_job(
                 job, treated, finding, device=device, steps=steps, seconds=seconds, progress=bar
             )
             found = replace(found, outcome=outcome)
-    _write(found, html, out)
+        recorded = None
+        if trace is not None:
+            bar.say(f"recording {trace_steps} steps for {trace}")
+            recorded = record_job(job, device, Schedule(active=trace_steps), trace)
+    document = found.to_json()
+    if trace is not None and recorded is not None:
+        document["trace"] = trace_facts(recorded, trace)
+    _write(found, document, html, out)
     if as_json:
-        print_json(found.to_json())
+        print_json(document)
         return
     console = _console(stderr=False)
     _print(console, found)
+    if trace is not None and recorded is not None:
+        console.line()
+        print_trace(console, recorded, trace)
     if apply is not None and found.outcome is not None:
         _print_outcome(console, found.outcome, apply)
     elif apply is not None:
@@ -203,7 +229,7 @@ def _examine_script(
                 )
             outcome = treat_script(command, found, steps=steps, seconds=seconds)
             found = replace(found, outcome=outcome)
-    _write(found, html, out)
+    _write(found, found.to_json(), html, out)
     _print(console, found)
     if attached.stopped:
         _print_plain(console, f"the script was ended {_STOPPED[attached.stopped]}")
@@ -249,12 +275,13 @@ def _print_plain(console: Console, line: str) -> None:
     console.print(line, soft_wrap=True)
 
 
-def _write(found: Consultation, html: Path | None, out: Path | None) -> None:
-
+def _write(
+    found: Consultation, document: dict[str, Any], html: Path | None, out: Path | None
+) -> None:
     from stoker.ownership import SIGNATURE, write_text
 
     if out is not None:
-        write_text(out, json_text({"generator": SIGNATURE, **found.to_json()}, indent=1) + "\n")
+        write_text(out, json_text({"generator": SIGNATURE, **document}, indent=1) + "\n")
     if html is not None:
         from stoker.doctor.findings_page import findings_page
 

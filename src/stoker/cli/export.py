@@ -1,8 +1,9 @@
-"""`stoker export CKPT OUT`: a trained model for other programs.
+"""`stoker export CKPT OUT`: a trained model for other programs, or for a CPU.
 
 Enters: a checkpoint of `stoker train`. Leaves: an ONNX graph (`OUT.onnx`) that has been compared with torch,
-or the weights alone (`OUT.safetensors`), which every verb takes in the place of a checkpoint. Costs: seconds
-to a minute for a graph. Needs no network and no account.
+or the weights alone (`OUT.safetensors`), which every verb takes in the place of a checkpoint. With `--int8`: a
+checkpoint of int8 weights that `stoker predict` takes on a CPU, with size, latency and the recipe's metric before
+and after. Costs: seconds to a minute for a graph; two passes over a split for int8. Needs no network and no account.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.cli.predict import CheckpointArgument
-from stoker.cli.terminal import echo, print_json
+from stoker.cli.terminal import echo, make_console, print_json
 from stoker.display import command, quoted
 
 if TYPE_CHECKING:
     from stoker.recipes.export.trained import Exported
+    from stoker.train.quantize import QuantizeReport
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
 
 def export(
     checkpoint: CheckpointArgument,
     out: Annotated[
         Path,
-        typer.Argument(help="OUT.onnx: a graph; OUT.safetensors: weights.", show_default=False),
+        typer.Argument(
+            help="OUT.onnx: a graph; OUT.safetensors: weights; with --int8, OUT.pt: a checkpoint.",
+            show_default=False,
+        ),
     ],
     opset: Annotated[
         int | None,
@@ -33,7 +40,11 @@ def export(
         ),
     ] = None,
     batch: Annotated[
-        str, typer.Option("--batch", help="Samples per call: a number, or dynamic for any.")
+        str,
+        typer.Option(
+            "--batch",
+            help="Samples per call: a number, or dynamic for any. With --int8: per measured pass, 64.",
+        ),
     ] = "dynamic",
     size: Annotated[
         str | None,
@@ -46,43 +57,122 @@ def export(
             help="Make the repairs of the training store inside the graph, or leave them to the caller.",
         ),
     ] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
+    int8: Annotated[
+        bool,
+        typer.Option(
+            "--int8",
+            help="Write an int8 checkpoint for CPUs, and measure what that changes.",
+        ),
     ] = False,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            "--store",
+            help="With --int8: store folder, HDF5 file or URL to measure on.",
+            show_default="the run's own, if it is there",
+        ),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option("--split", help="With --int8: samples for the metric.", show_default="test"),
+    ] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Write a trained model as an ONNX graph, or its weights as safetensors."""
+    """Write a trained model as an ONNX graph, as safetensors weights, or in int8 for a CPU."""
     import dataclasses
 
-    from stoker.errors import InputError
     from stoker.recipes.export.ports import Sizes
     from stoker.recipes.export.trained import export_trained
-    from stoker.recipes.export.weights_file import SUFFIX
     from stoker.recipes.inference import load_trained
     from stoker.sources.images import parse_size
 
-    for_graphs = {
+    of_graphs = {
         "--opset": opset,
         "--size": size,
-        "--batch": None if batch == "dynamic" else batch,
+        "--batch": None if int8 or batch == "dynamic" else batch,
+        "--no-repairs": None if repairs else True,
     }
-    given = [name for name, value in for_graphs.items() if value is not None]
-    given += [] if repairs else ["--no-repairs"]
-    if given and out.suffix == SUFFIX:
-        raise InputError(
-            f"{', '.join(given)}: {out} holds weights, which have no such thing.",
-            "these options for a graph, OUT.onnx",
-            quoted(out.with_suffix(".onnx")),
-        )
+    _check_options(
+        checkpoint,
+        out,
+        int8,
+        [name for name, value in of_graphs.items() if value is not None],
+        [name for name, value in {"--store": store, "--split": split}.items() if value is not None],
+    )
     sizes = Sizes(
         batch=_parse_batch(batch),
         image=None if size is None else parse_size(size),
     )
+    if int8:
+        _export_int8(
+            checkpoint,
+            out,
+            store,
+            split or "test",
+            64 if sizes.batch is None else sizes.batch,
+            as_json,
+        )
+        return
     made = export_trained(load_trained(checkpoint), out, sizes, opset=opset, repairs=repairs)
     if as_json:
         facts = {**dataclasses.asdict(made), "path": str(made.path)}
         print_json(facts)
         return
     _print(made)
+
+
+def quantize(
+    checkpoint: CheckpointArgument,
+    out: Annotated[Path, typer.Argument(help="The int8 checkpoint to write.", show_default=False)],
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            "--store", help="Store folder, HDF5 file or URL to measure on; by default the run's own, if it is there.",
+            show_default=False,
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option("--split", help="Samples for the metric.")] = "test",
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, help="Samples per measured pass.")
+    ] = 64,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Old spelling of `stoker export --int8`."""
+    _export_int8(checkpoint, out, store, split, batch_size, as_json)
+
+
+def _check_options(
+    checkpoint: Path, out: Path, int8: bool, of_graphs: list[str], of_int8: list[str]
+) -> None:
+    """Refuse options that the kind of file would not use."""
+    from stoker.errors import InputError
+    from stoker.recipes.export.trained import ONNX_SUFFIX
+    from stoker.recipes.export.weights_file import SUFFIX
+
+    if int8 and out.suffix in (ONNX_SUFFIX, SUFFIX):
+        raise InputError(
+            f"--int8 writes a checkpoint, and {out} ends with {out.suffix!r}.",
+            "OUT.pt",
+            quoted(out.with_suffix(".pt")),
+        )
+    if of_graphs and int8:
+        raise InputError(
+            f"{', '.join(of_graphs)}: an int8 checkpoint has no such thing.",
+            "these options for a graph, OUT.onnx",
+            command("stoker", "export", checkpoint, out, "--int8"),
+        )
+    if of_graphs and out.suffix == SUFFIX:
+        raise InputError(
+            f"{', '.join(of_graphs)}: {out} holds weights, which have no such thing.",
+            "these options for a graph, OUT.onnx",
+            quoted(out.with_suffix(ONNX_SUFFIX)),
+        )
+    if of_int8 and not int8:
+        raise InputError(
+            f"{', '.join(of_int8)}: only int8 weights are measured on a store.",
+            "these options with --int8",
+            command("stoker", "export", checkpoint, out.with_suffix(".pt"), "--int8"),
+        )
 
 
 def _parse_batch(text: str) -> int | None:
@@ -118,3 +208,54 @@ def _print(made: Exported) -> None:
         else f"onnxruntime differs from torch by {made.difference:.1e} of the largest output"
     )
     echo(f"{made.path}: {made.recipe}, opset {made.opset}, {size}; {compared}")
+
+
+# -- int8 ------------------------------------------------------------------------------------------
+
+
+def _export_int8(
+    checkpoint: Path, out: Path, store: Path | None, split: str, batch_size: int, as_json: bool
+) -> None:
+    from stoker.address import shown
+    from stoker.recipes.inference import find_training_store, load_trained, quantize_trained
+
+    trained = load_trained(checkpoint)
+    place = store or find_training_store(checkpoint)
+    report, metric = quantize_trained(trained, out, place, split=split, batch_size=batch_size)
+    if as_json:
+        facts = {
+            "out": str(out),
+            "store": None if place is None else shown(place),
+            "metric": metric,
+        }
+        print_json({**facts, **report.to_json(), "size_bytes": out.stat().st_size})
+        return
+    _print_int8(report, metric)
+    if place is None:
+        echo("latency and accuracy were not measured: --store STORE does")
+    echo(
+        f"{out}: use it like any checkpoint, on a CPU: {command('stoker', 'predict', out)} STORE OUT.parquet"
+    )
+
+
+def _print_int8(report: QuantizeReport, metric: str | None) -> None:
+    from rich.table import Table
+
+    from stoker.units import format_bytes
+
+    console = make_console(width=160)
+    console.print(f"int8 by {report.api}: {len(report.modules)} modules")
+    table = Table(box=None, pad_edge=False)
+    for head in ("", "float32", "int8"):
+        table.add_column(head, justify="left" if not head else "right")
+    table.add_row("weights", format_bytes(report.bytes_before), format_bytes(report.bytes_after))
+    if report.latency_before is not None:
+        table.add_row("latency of a batch", str(report.latency_before), str(report.latency_after))
+    if metric is not None:
+        table.add_row(metric, f"{report.metric_before:.5g}", f"{report.metric_after:.5g}")
+    console.print(table)
+    if report.largest_difference is not None:
+        relative = report.relative_difference or 0.0
+        console.print(f"outputs differ by at most {report.largest_difference:.3g} ({relative:.2%})")
+    for note in report.notes:
+        console.print(f"note: {note}")

@@ -40,7 +40,7 @@ def inspect(
         bool, typer.Option("--json", help="Print one JSON document on stdout.")
     ] = False,
 ) -> None:
-    """Look at every value once; exit code 3 when the quality gate would refuse the data."""
+    """Check every value of a file or store; exit code 3 if the quality gate would refuse the data."""
     from stoker.address import shown
     from stoker.cli.outputs import require_output
     from stoker.cli.progress import Bar

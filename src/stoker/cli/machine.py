@@ -26,7 +26,7 @@ def machine(
         bool, typer.Option("--measure-disk", help="Read from the disk for up to a second.")
     ] = False,
 ) -> None:
-    """Show cores, memory, disk and GPUs as this process may use them."""
+    """Show the cores, memory, disk and GPUs that this process may use."""
     from stoker.machine import probe
 
     found = probe(path, measure=measure_disk)

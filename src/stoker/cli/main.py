@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 import stoker
 from stoker import lifetime
@@ -34,14 +35,14 @@ from stoker.cli import (
     pack,
     plan,
     predict,
-    profile,
-    quantize,
     report,
     terminal,
+    trace,
     train,
     tune,
     verify,
 )
+from stoker.cli.renamed import renamed
 from stoker.cli.terminal import STDOUT, echo, make_console, print_json, styled
 from stoker.display import printable
 from stoker.errors import (
@@ -59,8 +60,24 @@ from stoker.errors import (
 )
 from stoker.strict_json import parse_json
 
+_ORDER = (
+    "pack", "inspect", "verify", "plan", "augment",
+    "train", "tune", "predict", "export", "config",
+    "doctor", "monitor", "report", "machine", "demo",
+)  # fmt: skip
+
+
+class _Verbs(TyperGroup):
+    """The verbs in the order in which one meets them; typer alone puts groups such as `pack` last."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  as click calls it
+        """Return the listed verbs, then those that are hidden."""
+        return sorted(self.commands, key=lambda name: (*_ORDER, name).index(name))
+
+
 app = typer.Typer(
     name="stoker",
+    cls=_Verbs,
     help="Keeps a GPU fed: packs raw files into a compact, checked store, and trains from it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -75,20 +92,24 @@ app.add_typer(augment.app, name="augment", rich_help_panel=_DATA)
 app.command("train", rich_help_panel=_TRAINING)(train.train)
 app.command("tune", rich_help_panel=_TRAINING)(tune.tune)
 app.command("predict", rich_help_panel=_TRAINING)(predict.predict)
-app.command("quantize", rich_help_panel=_TRAINING)(quantize.quantize)
 app.command("export", rich_help_panel=_TRAINING)(export.export)
 app.add_typer(config.app, name="config", rich_help_panel=_TRAINING)
-app.command("migrate-config", rich_help_panel=_TRAINING)(migrate.migrate_config)
 # What stands behind the first word of a script's command belongs to the script, dashes or not.
 app.command(
     "doctor", context_settings={"allow_interspersed_args": False}, rich_help_panel=_LOOKING
 )(doctor.doctor)
-app.command("profile", rich_help_panel=_LOOKING)(profile.profile)
 app.command("monitor", rich_help_panel=_LOOKING)(monitor.monitor)
 app.command("report", rich_help_panel=_LOOKING)(report.report)
 app.command("machine", rich_help_panel=_LOOKING)(machine.machine)
-app.add_typer(bench.app, name="bench", rich_help_panel=_LOOKING)
 app.command("demo", rich_help_panel=_LOOKING)(demo.demo)
+# Not listed: a documented command for one kind of data, and spellings of earlier versions.
+app.add_typer(bench.app, name="bench", hidden=True)
+for _old, _new, _verb in (
+    ("quantize", "export --int8", export.quantize),
+    ("profile", "doctor --trace", trace.profile),
+    ("migrate-config", "config migrate", migrate.migrate),
+):
+    app.command(_old, hidden=True)(renamed(_verb, _old, _new))
 
 
 def _version(asked: bool) -> None:

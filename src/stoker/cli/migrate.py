@@ -1,4 +1,4 @@
-"""`stoker migrate-config OLD.yaml NEW.yaml`: a config of the documents in today's layout.
+"""`stoker config migrate OLD.yaml NEW.yaml`: a config of the documents in today's layout.
 
 Enters: an older YAML file. Leaves: a config that `stoker config check` accepts, and a line for every key that
 was moved, corrected or dropped. Costs a few milliseconds; a named recipe costs the import of torch, which checks
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stoker.compat.migrate.convert import Migration
 
 
-def migrate_config(
+def migrate(
     old: Annotated[Path, typer.Argument(help="The older YAML file.", show_default=False)],
     new: Annotated[
         Path, typer.Argument(help="The file to write; must not exist.", show_default=False)
@@ -37,7 +37,7 @@ def migrate_config(
         bool, typer.Option("--json", help="Print one JSON document on stdout.")
     ] = False,
 ) -> None:
-    """Turn a config of the documents into today's layout; every key is taken over or listed."""
+    """Write an older config in today's layout; every key is taken over or listed."""
     from stoker.compat.migrate.convert import migrate_file
 
     _refuse_to_overwrite(new)

@@ -53,7 +53,7 @@ def monitor(
         str, typer.Option("--interval", help="Time between two looks, such as 1, 500ms or 5s.")
     ] = "1",
 ) -> None:  # fmt: skip
-    """Watch GPUs and a run: busy share, memory, PCIe, power, heat, samples/s, waits."""
+    """Watch GPUs and a run: utilization, memory, PCIe, power, temperature, samples/s, waits."""
     from stoker.errors import InputError
     from stoker.monitor import LEAST_INTERVAL_SECONDS, CsvLog, Monitor
     from stoker.units import parse_seconds

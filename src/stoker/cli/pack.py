@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Word = TypeVar("Word", str, Path)
 
 app = typer.Typer(
-    help="Turn raw files into a store: parallel, resumable, checked.",
+    help="Turn raw files into a store: in parallel, resumable, checked.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

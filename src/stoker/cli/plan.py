@@ -74,7 +74,7 @@ def plan(
         bool, typer.Option("--json", help="Print one JSON document on stdout.")
     ] = False,
 ) -> None:  # fmt: skip
-    """Say what would live on the GPU and in RAM, and why; or print the published table."""
+    """Show what would be kept on the GPU and in RAM, and why; or print the published table."""
     from stoker.errors import InputError
 
     if store is None and not table:

@@ -1,6 +1,6 @@
 """`stoker predict CKPT STORE OUT.parquet`: a trained model's answer for every sample.
 
-Enters: a checkpoint of `stoker train` (or an int8 one of `stoker quantize`) and a store; no targets are
+Enters: a checkpoint of `stoker train` (or an int8 one of `stoker export --int8`) and a store; no targets are
 needed. Leaves: a parquet file with the sample's number and the predictions. Costs one forward pass per
 sample, in constant memory.
 """
@@ -37,7 +37,7 @@ def predict(
         bool, typer.Option("--json", help="Print one JSON document on stdout.")
     ] = False,
 ) -> None:
-    """Write one row per sample: its number, and what the model says of it."""
+    """Write the model's prediction for every sample to a parquet file."""
     from stoker.cli.progress import Bar
     from stoker.recipes.inference import load_trained, predict_store
     from stoker.units import format_bytes, format_count, format_seconds

@@ -38,7 +38,7 @@ def report(
         bool, typer.Option("--json", help="Print one JSON document with the figures and the paths.")
     ] = False,
 ) -> None:  # fmt: skip
-    """Write a page: speed, waits, memory, GPU, loss, plan, events, config and machine of a run."""
+    """Write an HTML page about a run: speed, waits, memory, GPU, loss, plan, events, config, machine."""
     from stoker.runs.reading import read_run
     from stoker.runs.run_page import run_page, verdict, with_unique_names
 

@@ -83,7 +83,7 @@ def train(
         bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
     ] = False,
 ) -> None:  # fmt: skip
-    """Train a ready job, judge its best checkpoint, and say what it is worth against chance."""
+    """Train a ready job, evaluate its best checkpoint, and compare it with chance."""
     from stoker.cli.progress import Bar
     from stoker.recipes.run import run_recipe
 
@@ -237,8 +237,8 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
         predict = command(
             "stoker", "predict", best, store, "predictions.parquet", "--split", "test"
         )
-        quantize = command("stoker", "quantize", best, run.run_dir / "int8.pt")
-        print_commands(console, [predict, quantize])
+        int8 = command("stoker", "export", best, run.run_dir / "int8.pt", "--int8")
+        print_commands(console, [predict, int8])
 
 
 def _print_epochs(console: Console, run: RecipeRun) -> None:

@@ -57,7 +57,7 @@ def tune(
         bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
     ] = False,
 ) -> None:  # fmt: skip
-    """Find batch size, accumulation, capture and chunk that train fastest, and prove that they fit."""
+    """Find the batch size, accumulation, capture and chunk size that train fastest and fit in memory."""
     from stoker.cli.outputs import require_output
     from stoker.errors import InputError
 

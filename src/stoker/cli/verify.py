@@ -20,7 +20,7 @@ def verify(
         bool, typer.Option("--json", help="Print one JSON document on stdout.")
     ] = False,
 ) -> None:
-    """Read every byte of a store against its checksums; exit code 2 when anything is wrong."""
+    """Check every byte of a store against its checksums; exit code 2 if anything is wrong."""
     import time
 
     from stoker.address import shown

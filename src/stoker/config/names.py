@@ -2,7 +2,7 @@
 
 Enters: nothing. Leaves: a mapping from a bare name to a dotted key. Costs nothing; imports nothing.
 
-`stoker migrate-config` takes such names over; a config, `--set` and `Trainer(config=...)` refuse them with the
+`stoker config migrate` takes such names over; a config, `--set` and `Trainer(config=...)` refuse them with the
 name to write.
 """
 

@@ -48,23 +48,6 @@ class Section:
     body: Html
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One line of a bar chart.
-
-    Attributes:
-        label: What was measured.
-        value: How much, above zero; None draws no bar.
-        text: What stands beside the bar; without a value, why there is none.
-        kind: "plain", "good" for ours, "note" for a limit.
-    """
-
-    label: str
-    value: float | None
-    text: str
-    kind: str = "plain"
-
-
 def escape(text: str) -> Html:
     """Return `text` as markup, without the passwords of URLs; markup stays as it is."""
     if isinstance(text, Html):
@@ -240,50 +223,6 @@ def _bars(counts: Sequence[int], top: int, height: int, style: str, least: float
             tall = max(least, count / top * (height - 2))
             steps.append(f"M{index * 4} {height}v-{tall:.1f}h3.4v{tall:.1f}z")
     return f'<path class="{style}" d="{"".join(steps)}"/>' if steps else ""
-
-
-def bars(items: Sequence[Bar], *, key: str, unit: str) -> Html:
-    """Return a bar chart on a logarithmic scale, its decades marked and named below.
-
-    Peers differ by three orders of magnitude: on a plain scale only the slowest would be seen.
-
-    Args:
-        items: Lines, drawn in this order; one value at least must be known.
-        key: The chart's id, unique on the page.
-        unit: Of the values, for the axis.
-    """
-    values = [item.value for item in items if item.value]
-    if not values:
-        return paragraph("Nothing was measured.", quiet=True)
-    low = math.floor(math.log10(min(values)) - 1e-9)
-    high = max(math.ceil(math.log10(max(values)) + 1e-9), low + 1)
-    marks = [(number - low) / (high - low) * 100 for number in range(low, high + 1)]
-    lines = "".join(f"M{at:.2f} 0v10" for at in marks)
-    rows = "".join(_bar_row(item, lines, low, high) for item in items)
-    names = "".join(
-        f'<span style="left:{at:.2f}%">{escape(_decade(low + number))}</span>'
-        for number, at in enumerate(marks)
-    )
-    axis = f'<div class="line axis"><div class="pic">{names}</div></div>'
-    under = paragraph(f"{unit}; each mark is ten times the one before.", quiet=True)
-    return Html(f'<div class="bars" id="{escape(key)}">{rows}{axis}</div>{under}')
-
-
-def _bar_row(item: Bar, lines: str, low: int, high: int) -> str:
-    who = f'<div class="who">{escape(shorten(item.label))}</div>'
-    if not item.value:
-        return f'<div class="line"><div class="quiet why">{escape(item.text)}</div>{who}</div>'
-    wide = (math.log10(item.value) - low) / (high - low) * 100
-    return (
-        f'<div class="line">{who}<div class="how">{escape(item.text)}</div>'
-        '<svg class="pic" aria-hidden="true" viewBox="0 0 100 10" preserveAspectRatio="none">'
-        f'<path class="base" d="{lines}"/>'
-        f'<path class="bar {escape(item.kind)}" d="M0 1h{wide:.2f}v8h-{wide:.2f}z"/></svg></div>'
-    )
-
-
-def _decade(exponent: int) -> str:
-    return f"{10**exponent:,}" if exponent >= 0 else f"{10.0**exponent:.{-exponent}f}"
 
 
 def format_number(value: float | None) -> str:

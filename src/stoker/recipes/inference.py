@@ -79,7 +79,7 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
     """Build the model of a checkpoint and fill it with its weights.
 
     Args:
-        path: `best.pt`, a `step-*.pt`, what `stoker quantize` wrote, or the `.safetensors` of
+        path: `best.pt`, a `step-*.pt`, what `stoker export --int8` wrote, or the `.safetensors` of
             `stoker export`.
         recipe: Insist on this one.
 
@@ -324,6 +324,8 @@ def quantize_trained(
         )
     if split not in SPLITS:
         raise InputError(f"--split is {split!r}.", ", ".join(SPLITS), "--split val")
+    if batch_size < 1:
+        raise InputError(f"--batch is {batch_size}.", "1 or more", "--batch 64")
     name = None
     if store_path is None:
         _, report = quantize_dynamic(trained.model, api="torch.ao")

@@ -1,6 +1,6 @@
 """Measuring augmentation: ours, the peers and the limit, in one run, on this machine.
 
-Enters: a `Work` (see peers.py) and how often to repeat. Leaves: a `Report` of tables, one row per way
+Enters: a `Work` (see augment_peers.py) and how often to repeat. Leaves: a `Comparison`, one row per way
 with the median and the spread, or the reason why it could not be measured. Costs: about half a minute
 on a GPU; on a CPU some minutes at 32 x 512 x 512.
 
@@ -21,10 +21,8 @@ from typing import Any, Literal
 
 import torch
 
-from stoker.augment import peers
-from stoker.augment.peers import Augment, Inputs, UnavailableError, Work
-from stoker.errors import InputError
-from stoker.report import Progress, Silent
+import augment_peers as peers
+from augment_peers import Augment, Inputs, UnavailableError, Work
 from stoker.units import format_count
 
 WARMUP_CALLS = 3
@@ -155,7 +153,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def cases(work: Work) -> list[tuple[str, Work]]:
-    """Return the three pieces of work of `stoker bench augment`, with their titles."""
+    """Return the three pieces of work of the part `workers`, with their titles."""
     base = "flip, rotate ±15°, brightness"
     return [
         (f"{base}, normalise", work),
@@ -171,7 +169,6 @@ def compare(
     workers: Sequence[int] = (),
     repeats: int = 7,
     ways: Sequence[str] = _ORDER,
-    progress: Progress | None = None,
 ) -> Comparison:
     """Measure every way at one piece of work. Blocking; the device should be otherwise idle.
 
@@ -181,32 +178,20 @@ def compare(
         workers: Numbers of DataLoader workers for augmentation on the CPU; empty for none.
         repeats: Measurements per way.
         ways: Which of the other rows, by their names.
-        progress: Told when a way is done.
     """
-    check_repeats(repeats)
-    told = progress or Silent()
-    told.start(title, len(workers) + len(ways), "ways")
     # First: workers are forked, and a process that has not yet run its threads forks safely.
-    rows = [row for count in workers for row in _worker_rows(work, count, min(repeats, 3), told)]
-    rows += _device_rows(work, ways, repeats, told)
+    rows = [row for count in workers for row in _worker_rows(work, count, min(repeats, 3))]
+    rows += _device_rows(work, ways, repeats)
     return Comparison(title, work, tuple(rows))
 
 
-def check_repeats(repeats: int) -> None:
-    """Raise unless a median can be taken."""
-    if repeats < 1:
-        raise InputError(f"--repeats is {repeats}.", "1 or more", "--repeats 7")
-
-
-def _worker_rows(work: Work, workers: int, bursts: int, told: Progress) -> list[Row]:
+def _worker_rows(work: Work, workers: int, bursts: int) -> list[Row]:
     name = f"CPU, {format_count(workers, 'worker')}: torchvision v2"
     try:
         seconds = peers.loader_seconds(work, workers, bursts, peers.torchvision_batch)
-        rows = [Row(name, "cpu", Timing.of(seconds))]
+        return [Row(name, "cpu", Timing.of(seconds))]
     except UnavailableError as error:
-        rows = [Row(name, "cpu", None, str(error)), _stand_in(work, workers, bursts)]
-    told.advance()
-    return rows
+        return [Row(name, "cpu", None, str(error)), _stand_in(work, workers, bursts)]
 
 
 def _stand_in(work: Work, workers: int, bursts: int) -> Row:
@@ -219,7 +204,7 @@ def _stand_in(work: Work, workers: int, bursts: int) -> Row:
     return Row(name, "cpu", Timing.of(seconds))
 
 
-def _device_rows(work: Work, ways: Sequence[str], repeats: int, told: Progress) -> list[Row]:
+def _device_rows(work: Work, ways: Sequence[str], repeats: int) -> list[Row]:
     inputs = work.make_inputs(num_buffers(work))
     calls: dict[str, Call] = {}
     reasons: dict[str, str] = {}
@@ -228,8 +213,7 @@ def _device_rows(work: Work, ways: Sequence[str], repeats: int, told: Progress) 
             calls[name] = _prepare(name, work, inputs)
         except UnavailableError as error:
             reasons[name] = str(error)
-            told.advance()
-    timings = time_calls(calls, work.device, repeats, told)
+    timings = time_calls(calls, work.device, repeats)
     return [Row(name, _kind(name), timings.get(name), reasons.get(name, "")) for name in ways]
 
 
@@ -310,28 +294,19 @@ def warm_up(call: Call, device: torch.device) -> None:
             return
 
 
-def time_calls(
-    calls: Mapping[str, Call],
-    device: torch.device,
-    repeats: int,
-    progress: Progress | None = None,
-) -> dict[str, Timing]:
+def time_calls(calls: Mapping[str, Call], device: torch.device, repeats: int) -> dict[str, Timing]:
     """Time every call, in turns.
 
     Args:
         calls: Already warmed up.
         device: Synchronised before and after each measurement.
         repeats: Measurements of each.
-        progress: Told of each call once, when it is through.
     """
-    told = progress or Silent()
     counts = {name: _calls_per_slice(call, device) for name, call in calls.items()}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(repeats):
+    for _ in range(repeats):
         for name, call in calls.items():
             seconds[name].append(_slice(call, counts[name], device))
-            if number == repeats - 1:
-                told.advance()
     return {name: Timing.of(times) for name, times in seconds.items()}
 
 
@@ -357,3 +332,48 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done everything; nothing to wait for on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+# -- words ---------------------------------------------------------------------------------------
+
+
+def verdict(comparisons: Sequence[Comparison]) -> str:
+    """Return the one sentence that the tables are about."""
+    for comparison in comparisons:
+        ours = [row for row in comparison.rows if row.kind == "ours" and row.timing is not None]
+        if not ours:
+            continue
+        best = min(ours, key=lambda row: row.timing.median_ms)
+        said = f"{best.name}: {milliseconds(best)} per batch of {comparison.work.batch}"
+        faster = comparison.times_faster_than(KORNIA, best)
+        limit = comparison.times_the_limit(best)
+        if faster is not None:
+            said += f", {faster:.1f} times as fast as Kornia"
+        if limit is not None:
+            said += f", {limit:.1f} times the copy limit"
+        return f"{said} ({comparison.title})."
+    return "Nothing of ours could be measured here."
+
+
+def milliseconds(row: Row) -> str:
+    """Return "0.104 ms"; n/a when it was not measured."""
+    if row.timing is None:
+        return "n/a"
+    ms = row.timing.median_ms
+    return f"{ms:.3g} ms" if ms < 100 else f"{ms:,.0f} ms"
+
+
+def cells(comparison: Comparison, row: Row) -> list[str]:
+    """Return a row's numbers as text: ms, spread, images/s, × Kornia, × the limit."""
+    if row.timing is None:
+        return ["n/a"] * 5
+    rate = comparison.images_per_second(row)
+    faster = comparison.times_faster_than(KORNIA, row)
+    limit = comparison.times_the_limit(row)
+    return [
+        milliseconds(row).removesuffix(" ms"),
+        f"{row.timing.spread * 100:.0f} %" if row.timing.repeats > 1 else "n/a",
+        format_count(round(rate)) if rate is not None else "n/a",
+        "n/a" if faster is None else f"{faster:.3g}",
+        "n/a" if limit is None else f"{limit:,.3g}" if limit < 1000 else f"{limit:,.0f}",
+    ]

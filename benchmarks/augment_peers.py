@@ -1,4 +1,4 @@
-"""The other ways to augment a batch, each as it does best, for `stoker bench augment`.
+"""The other ways to augment a batch, each as it does best, for `benchmarks/augment.py`.
 
 Enters: a `Work`: how many images of which size and type, on which device, with contrast or a mask.
 Leaves: a function from (images, masks) to an augmented batch per peer, or `UnavailableError` with the
@@ -212,7 +212,7 @@ def dali(work: Work, inputs: list[Inputs]) -> Callable[[], object]:
     if work.output_dtype not in kinds:
         raise UnavailableError(f"DALI does not write {work.output_dtype}")
 
-    @pipeline_def(batch_size=work.batch, num_threads=4, device_id=work.device.index or 0)  # type: ignore[untyped-decorator]
+    @pipeline_def(batch_size=work.batch, num_threads=4, device_id=work.device.index or 0)
     def pipeline() -> Any:
         angle = fn.random.uniform(range=(-DEGREES, DEGREES))
         flip = fn.random.coin_flip(probability=0.5)
@@ -244,7 +244,7 @@ def dali(work: Work, inputs: list[Inputs]) -> Callable[[], object]:
 
     built = pipeline()
     built.build()
-    return built.run  # type: ignore[no-any-return]
+    return built.run
 
 
 def _cycle(batches: list[Tensor]) -> Iterator[Tensor]:
@@ -284,7 +284,7 @@ class _Samples(torch.utils.data.Dataset[Any]):
         one = self._augment(
             self._inputs.images[row : row + 1], None if masks is None else masks[row : row + 1]
         )
-        return tuple(part[0] for part in one) if isinstance(one, tuple) else one[0]  # type: ignore[index]
+        return tuple(part[0] for part in one) if isinstance(one, tuple) else one[0]
 
 
 def loader_seconds(
