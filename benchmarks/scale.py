@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from harness import publish
+from stoker.loader.elastic import find_place, save_place
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import EpochOrder, Order, even_chunks
-from stoker.loader.rest import find_place, save_place
 
 RANKS = (1, 2, 3, 4, 7, 8, 16, 32, 64, 100, 128, 256, 512, 1000, 1024)
 FEW_RANKS = (1, 8, 64, 1024)

@@ -26,7 +26,7 @@ from torch import nn
 
 from harness import publish, seconds_of, side_by_side
 from stoker.loader.loader import Loader
-from stoker.train.pieces import UpdateInPieces, in_pieces
+from stoker.train.split_update import UpdateInPieces, in_pieces
 from stoker.train.trainer import Trainer
 
 FEATURES = 256

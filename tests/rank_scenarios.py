@@ -21,8 +21,8 @@ from run_makers import settings_for
 from stoker.errors import InputError, StokerError
 from stoker.loader.loader import Loader
 from stoker.recipes.run import run_recipe
-from stoker.train import ending
-from stoker.train.judging import Judge
+from stoker.train import shutdown
+from stoker.train.evaluation import Judge
 from stoker.train.oom import Footing
 from stoker.train.parallel import gather_whole, is_sharded, load_whole_model, shard_model
 from stoker.train.ranks import Ranks, check_alike, join
@@ -71,7 +71,7 @@ def train(folder: Path, ranks: Ranks, **options) -> dict:
 
 def stop_early(folder: Path, ranks: Ranks, name: str, **options) -> dict:
     """Train until a signal to one rank ends all of them in the middle of an epoch, and leave a checkpoint."""
-    ending._ASK_SECONDS = 0.0  # at every step: these take a millisecond
+    shutdown._ASK_SECONDS = 0.0  # at every step: these take a millisecond
     trainer = make(folder / "rows.h5", ranks, run_dir=folder / name, **options)
     taken: list[list[int]] = []
     inner = trainer._train_on
@@ -209,7 +209,7 @@ def foreign_goes_on(folder: Path, ranks: Ranks) -> list[bool]:
     """Every rank shuffles a part of its own, with a generator of its own, and is resumed in an epoch."""
     from training_makers import read_rows
 
-    ending._ASK_SECONDS = 0.0
+    shutdown._ASK_SECONDS = 0.0
     features, targets = read_rows(folder / "rows.h5")
     own = np.array_split(np.arange(200), ranks.world_size)[ranks.rank]
     seen: list[tuple[int, int]] = []

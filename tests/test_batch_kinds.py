@@ -14,7 +14,7 @@ from torch import nn
 
 from stoker.errors import InputError
 from stoker.train.batches import Feed, Work, count_rows, map_tensors
-from stoker.train.judging import Judge
+from stoker.train.evaluation import Judge
 from stoker.train.precision import choose_precision
 from stoker.train.step import Step, as_float32, clip_values, coalesce_gradients, make_guarded
 from stoker.train.trainer import Trainer

@@ -27,8 +27,8 @@ from stoker.cli.monitor import one_line, view
 from stoker.errors import InputError, StoreError
 from stoker.loader.loader import Loader
 from stoker.monitor import CSV_COLUMNS, CsvLog, Monitor
+from stoker.recipes.progress import Watch
 from stoker.recipes.run import run_recipe
-from stoker.recipes.watch import Watch
 from stoker.report import RunEnd, RunLog, Silent, read_run_log
 from stoker.runs.follow import LogTail, RunFollower
 from stoker.runs.reading import LOG_NAME, lock_holder

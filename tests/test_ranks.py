@@ -25,10 +25,10 @@ from run_makers import make_store
 from stoker.cli.main import app
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
-from stoker.train import launch, lookout
+from stoker.train import heartbeat, launch
 from stoker.train.batches import Feed
-from stoker.train.carry import Carry
 from stoker.train.ranks import RankLostError, Ranks, is_launched, meet, num_restarts
+from stoker.train.recurrent_state import Carry
 from stoker.train.trainer import Trainer
 from training_makers import make_model, read_rows, write_dirty, write_rows
 
@@ -468,13 +468,13 @@ def watch(monkeypatch):
     """Return what makes the lookouts of some ranks in one process, and what they have said at the end."""
     store, made, said = FakeStore(), [], {}
     base = type("Base", (), {"clone": lambda self: None})()
-    c10d = lookout.distributed.distributed_c10d
+    c10d = heartbeat.distributed.distributed_c10d
     monkeypatch.setattr(c10d, "_get_default_store", lambda: base)
     monkeypatch.setattr(c10d, "PrefixStore", lambda prefix, base: store)
-    monkeypatch.setattr(lookout.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(heartbeat.distributed, "barrier", lambda: None)
 
     def make(rank, world_size, stall_seconds):
-        found = lookout.Lookout(
+        found = heartbeat.Lookout(
             rank, world_size, stall_seconds, lambda words: said.update({rank: words})
         )
         made.append(found)

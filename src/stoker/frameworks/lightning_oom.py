@@ -6,7 +6,7 @@ batches of one update are held until it is done, and the state of torch's genera
 buffers is kept for each: 0.1 ms of the host per step.
 
 When a `training_step` or its backward pass runs out, the gradients of the update so far are dropped,
-generators and buffers go back, a rung is taken and its batches are run again (`train/window.py`). A pass
+generators and buffers go back, a rung is taken and its batches are run again (`train/update.py`). A pass
 weighs as many samples as it holds, so the update is that of the whole batch where `training_step` returns
 the mean over its samples.
 
@@ -32,7 +32,7 @@ from stoker.train.batches import Work
 from stoker.train.oom import Remembered
 from stoker.train.precision import PrecisionChoice
 from stoker.train.step import Step, StepParts
-from stoker.train.window import Window
+from stoker.train.update import Window
 
 
 class OomLadderCallback(pl.Callback):

@@ -18,8 +18,8 @@ from stoker.errors import InputError
 from stoker.loader.batch import IndexBatch
 from stoker.loader.columns import Column
 from stoker.loader.recycled import Recycled
+from stoker.loader.small_fields import Ahead, Rows, Take
 from stoker.loader.staging import restore_sign
-from stoker.loader.takes import Ahead, Rows, Take
 
 
 def window_view(values: torch.Tensor, window: int) -> torch.Tensor:

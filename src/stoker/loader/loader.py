@@ -2,7 +2,7 @@
 
 Enters: a store, a batch size, a device, an order. Leaves: `Batch`es, assembled on the device from an
 index tensor. Costs: the plan's bytes on the device (its reserve holds up to 4 MB of coming batches); per batch
-one gather per large field and slices of what is uploaded, or gathered, for many batches at once (`takes.py`).
+one gather per large field and slices of what is uploaded, or gathered, for many batches at once (`small_fields.py`).
 
 The contract is DESIGN's: every sample once per epoch; order from (seed, epoch) alone; a state that
 resumes at any batch; device memory within the plan while the consumer holds a batch; failures end in
@@ -28,6 +28,7 @@ from stoker.errors import InputError
 from stoker.loader.background import JANITOR
 from stoker.loader.batch import Batch, IndexBatch, IndexTable
 from stoker.loader.columns import check_samples, column_facts, digest_samples, make_columns
+from stoker.loader.elastic import Cut, Place, RestEpoch, find_place, save_place
 from stoker.loader.gather import Assembler, Augments
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import (
@@ -39,7 +40,6 @@ from stoker.loader.order import (
     Visit,
 )
 from stoker.loader.prefetch import prefetch
-from stoker.loader.rest import Cut, Place, RestEpoch, find_place, save_place
 from stoker.loader.ring import Feeder, superseded
 from stoker.loader.scattered import (
     Handful,
@@ -724,7 +724,7 @@ class Loader:
 
         The state may be of another rank. With the number of ranks and the batch size of the state the
         same batches follow; with others, in the middle of an epoch, the rest of it is shared anew:
-        nothing is lost or repeated, and `num_batches` says where it ends. See `stoker.loader.rest`.
+        nothing is lost or repeated, and `num_batches` says where it ends. See `stoker.loader.elastic`.
 
         Returns:
             How the epoch goes on, in words, where others began it.

@@ -24,7 +24,7 @@ would leave a rank nothing for its last step, the batch before gives up samples 
 world_size) samples are left out, other ones in every shuffled epoch.
 
 Every rank knows what all of them take in a step, without asking: blocks have only two sizes. An epoch
-that other ranks began goes on with its rest: see `rest.py`.
+that other ranks began goes on with its rest: see `elastic.py`.
 
 numpy keeps the bits of its generators for ever, but may change `permutation` between releases: the
 digest in a saved state tells, and tests pin it.

@@ -2,7 +2,7 @@
 
 Enters: the rest of an epoch and a ring. Leaves: what is to be loaded, in order, and where each batch
 finds its rows. Costs: nothing for a whole epoch, whose batches never need more chunks than there are
-slots. In a rest (`rest.py`) a chunk can have two samples left, and a batch can need dozens of chunks:
+slots. In a rest (`elastic.py`) a chunk can have two samples left, and a batch can need dozens of chunks:
 it is then loaded sample by sample, one read for each run of rows. Where all slots are smaller than one
 batch, the ring is made larger, to hold just that.
 """
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stoker.loader.columns import Column
+from stoker.loader.elastic import RestEpoch
 from stoker.loader.order import EpochOrder, PlannedBatch, Visit
-from stoker.loader.rest import RestEpoch
 from stoker.loader.ring import Ring
 from stoker.loader.staging import Copy, Upload, Uploader
 from stoker.store.fields import Array, offsets_of

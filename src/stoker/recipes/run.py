@@ -35,8 +35,8 @@ from stoker.recipes.catalogue import Chosen, choose_recipe, with_defaults
 from stoker.recipes.contract import Job
 from stoker.recipes.inference import LOG_NAME
 from stoker.recipes.options import as_overrides
+from stoker.recipes.progress import Watch
 from stoker.recipes.registry import blamed
-from stoker.recipes.watch import Watch
 from stoker.report import Note, Progress, RunEnd, RunLog, Silent, Topic
 from stoker.runs.telemetry import TelemetryLog
 from stoker.store.fields import Array

@@ -28,7 +28,7 @@ from stoker.loader.loader import Loader
 from stoker.loader.prefetch import Prefetcher, prefetch
 from stoker.loader.slabs import with_parts
 from stoker.store.fields import Array
-from stoker.train.place import EpochPlace
+from stoker.train.foreign_position import EpochPlace
 from stoker.train.ranks import Ranks, as_ranks, check_alike
 
 Unpack = Callable[[Any], tuple[Any, Any]]

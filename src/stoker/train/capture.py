@@ -31,7 +31,7 @@ from stoker.train.generators import restore_rng
 from stoker.train.oom import forget_frames, is_oom
 from stoker.train.settings import Capture
 from stoker.train.step import Step, compact_recurrent, state_tensors
-from stoker.train.window import Window
+from stoker.train.update import Window
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_RANKS = 11

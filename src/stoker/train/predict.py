@@ -30,7 +30,7 @@ from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
 from stoker.strict_json import json_text
 from stoker.train.batches import Feed, Unpack
-from stoker.train.judging import Judge
+from stoker.train.evaluation import Judge
 from stoker.train.precision import PrecisionChoice
 from stoker.train.ranks import Ranks
 from stoker.train.step import Criterion

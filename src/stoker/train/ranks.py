@@ -5,7 +5,7 @@ every rank. Costs: a handshake at the start, and per question one small message 
 never through the GPU. Alone, every question answers itself at once.
 
 Every rank must ask the same questions in the same order. A rank that is lost is named by the others
-(`lookout.py`), and everybody ends.
+(`heartbeat.py`), and everybody ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 
 import stoker
 from stoker.errors import EXIT_OURS, InputError, OtherRankError, StokerError
-from stoker.train.lookout import LOOKOUT, Lookout
+from stoker.train.heartbeat import LOOKOUT, Lookout
 
 _T = TypeVar("_T")
 _is_alone: ContextVar[bool] = ContextVar("stoker_alone", default=False)

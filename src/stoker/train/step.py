@@ -25,11 +25,11 @@ from stoker.errors import InputError
 from stoker.train.accumulation import AccumulationWindow, scale_gradients
 from stoker.train.batches import map_tensors
 from stoker.train.buffers import Buffers, Copies
-from stoker.train.carry import Carry
 from stoker.train.parallel import Parallel, gather_whole, is_spread
-from stoker.train.pieces import UpdateInPieces, in_pieces
 from stoker.train.precision import PrecisionChoice
 from stoker.train.ranks import Ranks
+from stoker.train.recurrent_state import Carry
+from stoker.train.split_update import UpdateInPieces, in_pieces
 
 Criterion = Callable[[Any, Any], torch.Tensor]
 _NUM_FLAGS = 256

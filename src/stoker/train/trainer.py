@@ -29,21 +29,19 @@ from stoker.report import Note, Progress, RunLog, Silent, Topic, open_tensorboar
 from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
 from stoker.train.capture import CapturedStep, cannot_capture, refuse_eager, step_note
-from stoker.train.carry import make_carry
 from stoker.train.checkpoint import Checkpoints
-from stoker.train.diagnosis import explain_batch
-from stoker.train.ending import Ending
-from stoker.train.fitness import (
+from stoker.train.checks import (
     check_parameters,
     check_skipping,
     check_steps,
     load_criterion,
     move_model,
 )
+from stoker.train.diagnosis import explain_batch
+from stoker.train.evaluation import Judge, JudgingStopped, no_batches
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
+from stoker.train.heartbeat import LOOKOUT
 from stoker.train.history import EpochReport, EpochTally, History
-from stoker.train.judging import Judge, JudgingStopped, no_batches
-from stoker.train.lookout import LOOKOUT
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
 from stoker.train.memory import CacheEmptier, LeakWatch, log_gpu_stats
 from stoker.train.parallel import (
@@ -56,15 +54,17 @@ from stoker.train.parallel import (
 )
 from stoker.train.precision import choose_precision
 from stoker.train.ranks import Ranks, as_ranks, check_alike
+from stoker.train.recurrent_state import make_carry
 from stoker.train.run_lock import RunLock
 from stoker.train.settings import TrainerConfig, read_config
+from stoker.train.shutdown import Ending
 from stoker.train.step import (
     Step,
     StepParts,
     fill_momentum,
     make_guarded,
 )
-from stoker.train.window import Window
+from stoker.train.update import Window
 
 AUGMENTED = "✓ GPU augmentation enabled"
 MOST_ROLLBACKS = 5

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stoker.errors import InputError
-from stoker.train.place import EpochPlace
+from stoker.train.foreign_position import EpochPlace
 from stoker.train.trainer import Trainer
 from training_makers import make_model
 

@@ -19,13 +19,13 @@ import torch
 from stoker.errors import InputError
 from stoker.report import Note, Topic
 from stoker.train.batches import Feed, Work, map_tensors
-from stoker.train.carry import Carry, make_carry
 from stoker.train.diagnosis import explain_samples
-from stoker.train.lookout import LOOKOUT
+from stoker.train.heartbeat import LOOKOUT
 from stoker.train.oom import bytes_in_use, forget_frames, is_oom, let_go, smaller_pass
 from stoker.train.parallel import is_sharded
 from stoker.train.precision import PrecisionChoice
 from stoker.train.ranks import Ranks
+from stoker.train.recurrent_state import Carry, make_carry
 from stoker.train.step import Criterion, as_float32, take_rows
 from stoker.units import format_bytes
 

@@ -16,12 +16,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import InputError
+from stoker.loader.elastic import Cut, RestEpoch, find_place, save_place
 from stoker.loader.epochs import DealtEpoch
 from stoker.loader.lanes import plan_lanes, plan_store_lanes
 from stoker.loader.loader import Loader
 from stoker.loader.order import EpochOrder, Order, PlannedBatch
 from stoker.loader.positions import Part, PositionSet
-from stoker.loader.rest import Cut, RestEpoch, find_place, save_place
 from stoker.plan.facts import even_chunks
 from store_makers import simple_shard, write_store
 from test_loader import check_batch

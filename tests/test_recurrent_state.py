@@ -10,8 +10,8 @@ from torch import nn
 from stoker.loader.lanes import plan_store_lanes
 from stoker.loader.loader import Loader
 from stoker.store.fields import Dense, Series
-from stoker.train.carry import Carry
 from stoker.train.losses import NonFiniteError
+from stoker.train.recurrent_state import Carry
 from stoker.train.trainer import Trainer
 from store_makers import write_store
 

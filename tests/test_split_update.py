@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stoker.train.pieces import UpdateInPieces, _spread, in_pieces, piece_size
+from stoker.train.split_update import UpdateInPieces, _spread, in_pieces, piece_size
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
