@@ -42,13 +42,13 @@ def shuffled(store, device, batch_size=8, **options):
 def gathers(monkeypatch):
     """Which fields were gathered, and how many samples of them."""
     seen: list[tuple[str, int]] = []
-    take = small_fields.Take.__call__
+    take = small_fields.FieldGather.__call__
 
     def noted(self, rows):
         seen.append((self.name, len(rows[self.row])))
         return take(self, rows)
 
-    monkeypatch.setattr(small_fields.Take, "__call__", noted)
+    monkeypatch.setattr(small_fields.FieldGather, "__call__", noted)
     return seen
 
 

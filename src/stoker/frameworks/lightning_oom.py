@@ -6,7 +6,7 @@ batches of one update are held until it is done, and the state of torch's genera
 buffers is kept for each: 0.1 ms of the host per step.
 
 When a `training_step` or its backward pass runs out, the gradients of the update so far are dropped,
-generators and buffers go back, a rung is taken and its batches are run again (`train/update.py`). A pass
+generators and buffers go back, the run goes one level down and its batches are run again (`train/update.py`). A pass
 weighs as many samples as it holds, so the update is that of the whole batch where `training_step` returns
 the mean over its samples.
 
@@ -32,7 +32,7 @@ from stoker.train.batches import Work
 from stoker.train.oom import Remembered
 from stoker.train.precision import PrecisionChoice
 from stoker.train.step import Step, StepParts
-from stoker.train.update import Window
+from stoker.train.update import Update
 
 
 class OomLadderCallback(pl.Callback):
@@ -42,19 +42,19 @@ class OomLadderCallback(pl.Callback):
         remembered: Where settings that fitted are kept between runs; the user's cache folder by default.
 
     Attributes:
-        notes: Every rung that was taken, and why the callback stands aside where it does.
+        notes: Every level that the run went down to, or why the callback does nothing.
     """
 
     def __init__(self, remembered: Remembered | None = None) -> None:
         self.notes: list[str] = []
         self._remembered = remembered
-        self._window: Window | None = None
+        self._update: Update | None = None
         self._loop: Any = None
 
     @property
-    def window(self) -> Window | None:
-        """Where the run stands on the ladder; None before the first step and where it stands aside."""
-        return self._window
+    def window(self) -> Update | None:
+        """The update in progress, with its memory level; None before the first step, or if the callback is off."""
+        return self._update
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Step between Lightning's loop and its closures, where that can be done."""
@@ -71,8 +71,8 @@ class OomLadderCallback(pl.Callback):
             batch = kwargs.get("batch")  # not there where the module draws batches by itself
             if not count_samples(batch) or plain._backward_fn is None:
                 return plain
-            window = self._window or self._make_window(trainer, pl_module, batch)
-            return _SurvivingClosure(plain, window, _Call(self._loop, kwargs, plain._backward_fn))
+            update = self._update or self._make_update(trainer, pl_module, batch)
+            return _SurvivingClosure(plain, update, _Call(self._loop, kwargs, plain._backward_fn))
 
         self._loop._make_closure = make_closure
 
@@ -85,14 +85,14 @@ class OomLadderCallback(pl.Callback):
         batch_idx: int,
     ) -> None:
         """After an update its batches are held no longer."""
-        if self._window is not None and not trainer.fit_loop._should_accumulate():
-            self._window.finish()
+        if self._update is not None and not trainer.fit_loop._should_accumulate():
+            self._update.finish()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Step back out."""
         if self._loop is not None:
             del self._loop._make_closure
-        self._loop = self._window = None
+        self._loop = self._update = None
 
     def on_exception(
         self,
@@ -103,7 +103,7 @@ class OomLadderCallback(pl.Callback):
         """Likewise: Lightning does not tear down after an error."""
         self.teardown(trainer, pl_module, "fit")
 
-    def _make_window(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Window:
+    def _make_update(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Update:
         loader = trainer.train_dataloader
         nominal = getattr(loader, "batch_size", None) or count_samples(batch)
         parts = StepParts(
@@ -119,14 +119,14 @@ class OomLadderCallback(pl.Callback):
             trainer.accumulate_grad_batches,
         )
         chunked = isinstance(loader, AdaptedLoader) and loader.loader.tier == "chunked"
-        self._window = Window(
+        self._update = Update(
             _LightningStep(parts),
             True,
             lambda note: self._tell(trainer, note),
             loader.loader.shrink if chunked else None,
             self._remembered,
         )
-        return self._window
+        return self._update
 
     def _tell(self, trainer: pl.Trainer, note: Note) -> None:
         self.notes.append(note.text)
@@ -191,8 +191,8 @@ class _LightningStep(Step):
 
     def begin_batch(self, num_samples: int, *_: Any, **__: Any) -> float:
         """Count a batch; Lightning has divided its loss by the batches of an update already."""
-        self.window.num_batches += 1
-        self.window.num_samples += num_samples
+        self.accumulation.num_batches += 1
+        self.accumulation.num_samples += num_samples
         return 1.0
 
     def add(self, inputs: Any, targets: Any, num_samples: int, *_: Any, **__: Any) -> torch.Tensor:
@@ -206,23 +206,23 @@ class _LightningStep(Step):
         call: _Call = targets[0]
         return call.run(inputs, weight)
 
-    def finish_window(self) -> None:
+    def finish_update(self) -> None:
         """The update was Lightning's."""
-        self.window.close()
+        self.accumulation.close()
 
 
 class _SurvivingClosure(Closure):
     """Lightning's closure for one batch, through the window."""
 
-    def __init__(self, plain: Closure, window: Window, call: _Call) -> None:
+    def __init__(self, plain: Closure, update: Update, call: _Call) -> None:
         super().__init__(plain._step_fn, plain._backward_fn, plain._zero_grad_fn)
-        self._window, self._call = window, call
+        self._update, self._call = update, call
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         """Run forward and backward of one batch, in as many passes as fit."""
         if self._zero_grad_fn is not None:  # the first batch of an update
-            self._window.drop()
+            self._update.drop()
             self._zero_grad_fn()
         call = self._call
         batch = call.kwargs["batch"]
@@ -230,9 +230,9 @@ class _SurvivingClosure(Closure):
         positions = None if own is None else own.positions
         # The call is no tensor, so it goes with every part as it is.
         work = Work(batch, (call,), count_samples(batch), positions, own)
-        loss = self._window.add(work)
+        loss = self._update.add(work)
         output = call.output
         assert output is not None
-        if output.closure_loss is None or not self._window.is_lowered:
+        if output.closure_loss is None or not self._update.is_lowered:
             return output
         return ClosureResult(loss)

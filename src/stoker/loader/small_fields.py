@@ -1,9 +1,13 @@
-"""One field of a batch, or of several batches at once.
+"""Small fields (labels, weights, flags), gathered for many batches with one kernel.
 
-Enters: values on the device and the rows to take. Leaves: new tensors. Costs: a gather costs the host 20 to
-50 µs, whatever it moves, which is what a loop of small kernels waits for; so batches that are taken one after
-the other share the gathers of small fields. (For large ones that gained little: four batches at once took as
-long to cut as they saved.)
+Enters: values on the device and the rows to gather. Leaves: new tensors. Costs: up to `AHEAD_BYTES` on the
+device. A gather costs the host 20 to 50 µs whatever its size, and a training step of small kernels waits for
+the host. So consecutive batches share the gathers of their small fields. Large fields gain little: gathering
+four batches at once saved no more than splitting them cost.
+
+Contract: each batch's tensors are handed out once and belong to the caller, who may change them in place.
+They are used on the stream that gathered them only; on another stream, in inference mode or inside a CUDA
+graph the batch is gathered anew.
 """
 
 from __future__ import annotations
@@ -19,26 +23,26 @@ from stoker.loader.recycled import Recycled
 from stoker.loader.staging import restore_sign
 
 AHEAD_BYTES = 2 << 20
-"""What may be gathered for batches to come: little, for a tensor that is kept or saved brings its neighbours."""
+"""Most bytes gathered ahead. Small, because a tensor that the user keeps keeps its neighbours' memory too."""
 
 _LEAST_BATCHES, _MOST_BATCHES = 32, 64
-"""A field is small when `_LEAST_BATCHES` of it fit; the host is held up by more than `_MOST_BATCHES` at once."""
+"""A field is small if `_LEAST_BATCHES` batches of it fit. Splitting more than `_MOST_BATCHES` delays the host."""
 
 _ALIGNMENT = 16
-"""Bytes; kernels take wide loads from such addresses only, and a compiled model copies other inputs."""
+"""Bytes. Kernels use wide loads only at aligned addresses, and a compiled model copies unaligned inputs."""
 
 
 _LARGE_BYTES = 1 << 20
 
 
 class Rows(Protocol):
-    """Indices row by row: of a batch, or of several."""
+    """Indices of one batch, or of several, one row per field."""
 
     def __getitem__(self, row: int, /) -> torch.Tensor: ...
 
 
-class Take(NamedTuple):
-    """One gather: rows of `values`, whose first axis is rows or windows."""
+class FieldGather(NamedTuple):
+    """How one field is gathered: `values[indices]`, whose first axis is rows, or windows of a series."""
 
     name: str
     values: torch.Tensor
@@ -47,17 +51,17 @@ class Take(NamedTuple):
     dtype: np.dtype[np.generic]
     unsigned: bool
     memory: Recycled | None = None
-    """For large batches in host memory."""
+    """Reused memory for large batches on the CPU."""
 
     def __call__(self, rows: Rows) -> torch.Tensor:
-        """Gather; `rows` are those of a table, one of which is this field's."""
+        """Return the field's values at `rows[self.row]`."""
         indices = rows[self.row]
         out = None if self.memory is None else self._room(len(indices), self.memory)
         taken = torch.index_select(self.values, 0, indices, out=out)
         return restore_sign(taken, self.dtype) if self.unsigned else taken
 
     def _room(self, size: int, memory: Recycled) -> torch.Tensor | None:
-        """Return where a batch of `size` goes if it is large; malloc does well with others."""
+        """Return reused memory for a batch of `size` if it is large; malloc is fast enough for small ones."""
         row = self.values.shape[1:]
         num_bytes = size * row.numel() * self.values.element_size()
         if num_bytes < _LARGE_BYTES:
@@ -67,7 +71,7 @@ class Take(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """Batches of a table up to `end`, gathered; `parts` are those that were not given out."""
+    """Gathered fields of a table's batches up to `end`; `parts` has those that were not handed out yet."""
 
     table: IndexTable | None
     end: int
@@ -78,63 +82,65 @@ class _Made(NamedTuple):
 _NOTHING = _Made(None, 0, (0, False), {})
 
 
-class Ahead:
-    """Small fields of the next batches, gathered at once for who takes batches one after the other.
+class GatheredAhead:
+    """Small fields of the next batches of an iteration, gathered with one kernel per field.
 
-    Every batch is given out once, and nobody else's values change with it, also in place; but its tensors
-    lie beside those of its neighbours, on 16-byte boundaries. Threads may share it.
+    A batch's tensors are views of one allocation that it shares with its neighbours, 16-byte aligned. They do
+    not overlap, so changing one in place changes no other batch. Thread safe: a race costs one more gather.
     """
 
-    def __init__(self, takes: Sequence[Take]) -> None:
-        self._takes = takes
-        device = takes[0].values.device if takes else torch.device("cpu")
+    def __init__(self, fields: Sequence[FieldGather]) -> None:
+        self._fields = fields
+        device = fields[0].values.device if fields else torch.device("cpu")
         self._gpu = device.index if device.type == "cuda" else None
-        self._chosen: dict[int, tuple[Sequence[Take], int]] = {}
+        self._chosen: dict[int, tuple[Sequence[FieldGather], int]] = {}
         self._made = _NOTHING
 
     def pop(self, table: IndexTable, number: int) -> dict[str, torch.Tensor]:
-        """Return the small fields of a batch by name; none out of turn, or of a batch that was given out."""
+        """Return the small fields of a batch by name; empty if it is out of turn or was handed out before."""
         if self._gpu is not None and torch.cuda.is_current_stream_capturing():
-            return {}  # a graph gathers for itself: its replays read new indices, and nobody else what they write
-        made, where = self._made, self._where()  # once: another thread may gather meanwhile
+            # A graph must record its own gathers: its replays read new indices.
+            return {}
+        made, where = self._made, self._where()  # read once: another thread may replace it
         if table is not made.table or number >= made.end:
             if number != 0 and (table is not made.table or number != made.end):
                 return {}
-            made = _NOTHING  # the memory of those before is for the next
+            made = _NOTHING  # free the memory of the batches before, so that the next can use it
             made = self._gather(table, number)
         return made.parts.pop(number, {}) if made.where == where else {}
 
     def _where(self) -> tuple[int, bool]:
-        """Whose the tensors are that are made now: the current stream's, and inference's or not."""
+        """Key of the cache: the current stream, and whether inference mode is on."""
         stream = 0 if self._gpu is None else torch._C._cuda_getCurrentRawStream(self._gpu)
         return stream, torch.is_inference_mode_enabled()
 
-    def _choose(self, size: int) -> tuple[Sequence[Take], int]:
-        """Return the fields that are small in batches of `size`, and how many batches to gather at once."""
+    def _choose(self, size: int) -> tuple[Sequence[FieldGather], int]:
+        """Return the fields that are small at this batch size, and how many batches to gather at once."""
         small, total = [], 0
-        for take in self._takes:
-            num_bytes = size * take.values[:1].nbytes
+        for field in self._fields:
+            num_bytes = size * field.values[:1].nbytes
             if 0 < num_bytes * _LEAST_BATCHES <= AHEAD_BYTES and num_bytes % _ALIGNMENT == 0:
-                small.append(take)
+                small.append(field)
                 total += num_bytes
         most = min(AHEAD_BYTES // max(1, total), _MOST_BATCHES)
         return (small, most) if most > 1 else ([], 1)
 
     def _gather(self, table: IndexTable, first: int) -> _Made:
-        """Gather for batch `first` of a table and those after it, where there is something to gain."""
+        """Gather the small fields of batch `first` of a table and of the batches of the same size after it."""
         self._made = _NOTHING
         size = table.sizes[first]
         if size not in self._chosen:
             self._chosen[size] = self._choose(size)
-        takes, most = self._chosen[size]
-        if not takes:
+        fields, most = self._chosen[size]
+        if not fields:
             return _NOTHING
         others = (at for at in range(first, len(table.sizes)) if table.sizes[at] != size)
         end = min(first + most, next(others, len(table.sizes)))
         rows = table.rows_of(first, end)
-        # "unsafe": without the version counter in common, by which autograd finds values changed in place
-        cut = zip(*(torch.unsafe_split(take(rows), size) for take in takes), strict=True)
-        names = [take.name for take in takes]
+        # unsafe_split: views with version counters of their own. With a shared counter, changing one batch in
+        # place would make autograd refuse all the others.
+        cut = zip(*(torch.unsafe_split(field(rows), size) for field in fields), strict=True)
+        names = [field.name for field in fields]
         parts = {at: dict(zip(names, part, strict=True)) for at, part in enumerate(cut, first)}
         self._made = made = _Made(table, end, self._where(), parts)
         return made

@@ -103,33 +103,33 @@ def keeps_update(shape: UpdateShape, configured: UpdateShape) -> bool:
 
 
 def climb(
-    num_rungs: int,
+    num_levels: int,
     start: int,
     measure: Callable[[int], OutcomeT],
     least_gain: float = LEAST_GAIN,
     most_misses: int = 0,
 ) -> dict[int, OutcomeT]:
-    """Try rungs of a ladder from `start`, up while that pays, else down while that pays.
+    """Try levels of a ladder from `start`, up while that pays, else down while that pays.
 
-    Where `start` does not fit, the first rung below that does takes its place.
+    Where `start` does not fit, the first level below that does takes its place.
 
     Args:
-        num_rungs: Of the ladder; rungs are 0 to num_rungs - 1, and what does not fit on one does not
+        num_levels: Of the ladder; levels are 0 to num_levels - 1, and what does not fit on one does not
             fit on those above.
-        start: The configured rung.
-        measure: Runs a rung.
-        least_gain: Share by which the next rung must be better.
-        most_misses: Rungs in a row that need not be: one alone may be the machine's doing.
+        start: The configured level.
+        measure: Runs a level.
+        least_gain: Share by which the next level must be better.
+        most_misses: Levels in a row that need not be: one alone may be the machine's doing.
 
     Returns:
-        Rung to outcome, in the order of trying; nothing is tried twice.
+        Level to outcome, in the order of trying; nothing is tried twice.
     """
     tried: dict[int, OutcomeT] = {}
 
     def walk(here: int, step: int) -> int:
-        """Go on while it pays; return the last rung that did."""
+        """Go on while it pays; return the last level that did."""
         at, num_misses = here, 0
-        while 0 <= at + step < num_rungs and num_misses <= most_misses:
+        while 0 <= at + step < num_levels and num_misses <= most_misses:
             at += step
             tried[at] = following = measure(at)
             if not following.fits:
@@ -164,23 +164,25 @@ def choose(
     allowed: Callable[[int], bool] = lambda _: True,
     least_gain: float = LEAST_GAIN,
 ) -> int | None:
-    """Return the rung to take, one that was tried and fits; None when none does.
+    """Return the level to take, one that was tried and fits; None when none does.
 
     Args:
         tried: From `climb`.
-        start: The configured rung, kept unless another gains `least_gain`.
-        allowed: Rungs that may be taken.
+        start: The configured level, kept unless another gains `least_gain`.
+        allowed: Levels that may be taken.
         least_gain: What a change must gain.
     """
     rates = {
-        rung: outcome.rate
-        for rung, outcome in tried.items()
-        if outcome.fits and outcome.rate is not None and allowed(rung)
+        level: outcome.rate
+        for level, outcome in tried.items()
+        if outcome.fits and outcome.rate is not None and allowed(level)
     }
     if not rates:
         return None
     best = max(rates.values())
-    near = [rung for rung, rate in rates.items() if rate * (1 + least_gain) > best or rate == best]
+    near = [
+        level for level, rate in rates.items() if rate * (1 + least_gain) > best or rate == best
+    ]
     return start if start in near else min(near)
 
 

@@ -19,7 +19,7 @@ _SHOW_SECONDS = 0.2
 _SHOWN_METRICS = 5
 
 
-class Watch:
+class RunProgress:
     """Tells a `Progress` in samples instead of batches, and each epoch in a line."""
 
     def __init__(self, told: Progress, loader: Loader, epochs: int) -> None:

@@ -20,11 +20,11 @@ import torch
 from stoker.errors import InputError
 
 
-class AccumulationWindow:
+class Accumulation:
     """Counts the batches of one update and says how they weigh.
 
-    Per batch: `(loss * window.add(num_samples)).backward()`. When `is_complete`, or when the epoch ends
-    and `num_batches` is not 0: unscale, `scale_gradients(parameters, window.close())`, clip, step.
+    Per batch: `(loss * accumulation.add(num_samples)).backward()`. When `is_complete`, or when the epoch ends
+    and `num_batches` is not 0: unscale, `scale_gradients(parameters, accumulation.close())`, clip, step.
 
     Args:
         nominal: Samples of a full batch.
@@ -57,7 +57,7 @@ class AccumulationWindow:
             raise InputError(
                 f"batch {self.num_batches + 1} was added to a window of {self.steps}.",
                 "no batch between the last one of a window and close()",
-                "if window.is_complete: scale_gradients(parameters, window.close())",
+                "if accumulation.is_complete: scale_gradients(parameters, accumulation.close())",
             )
         self.num_batches += 1
         self.num_samples += num_samples if counted is None else counted
@@ -109,7 +109,7 @@ class GradientAccumulator:
 
     Call once per batch, in this order: `scale_loss(loss).backward()`, then `should_update()`. With
     batches of equal size and a mean loss, the gradient is that of one large batch; where the last batch
-    is short too, use `AccumulationWindow`.
+    is short too, use `Accumulation`.
 
     Args:
         steps: Batches per update.
@@ -123,7 +123,7 @@ class GradientAccumulator:
             _check_positive("num_batches", num_batches)
         self.steps = steps
         self.num_batches = num_batches
-        self._window = AccumulationWindow(1, steps)
+        self._accumulation = Accumulation(1, steps)
         self._done = 0
 
     def scale_loss(self, loss: Any) -> Any:
@@ -132,11 +132,11 @@ class GradientAccumulator:
 
     def should_update(self) -> bool:
         """Count one batch; True when its window is complete and the optimizer should step."""
-        self._window.add(1)
-        complete = self._window.num_batches == self._length()
+        self._accumulation.add(1)
+        complete = self._accumulation.num_batches == self._length()
         if complete:
-            self._done += self._window.num_batches
-            self._window.close()
+            self._done += self._accumulation.num_batches
+            self._accumulation.close()
             if self.num_batches is None or self._done == self.num_batches:
                 self._done = 0
         return complete

@@ -20,21 +20,21 @@ from stoker.errors import InputError
 from stoker.report import Note, Topic
 from stoker.train.batches import Feed, Work, map_tensors
 from stoker.train.diagnosis import explain_samples
-from stoker.train.heartbeat import LOOKOUT
+from stoker.train.heartbeat import HEARTBEAT
 from stoker.train.oom import bytes_in_use, forget_frames, is_oom, let_go, smaller_pass
 from stoker.train.parallel import is_sharded
 from stoker.train.precision import PrecisionChoice
 from stoker.train.ranks import Ranks
-from stoker.train.recurrent_state import Carry, make_carry
+from stoker.train.recurrent_state import RecurrentState, make_recurrent_state
 from stoker.train.step import Criterion, as_float32, take_rows
 from stoker.units import format_bytes
 
 
-class JudgingStopped(Exception):  # noqa: N818 (no error: somebody asked for it)
-    """The run is to end; the split was not judged to its end."""
+class EvaluationStopped(Exception):  # noqa: N818 (no error: somebody asked for it)
+    """The run is to end; the split was not evaluated to its end."""
 
 
-class _Judged(NamedTuple):
+class _Evaluated(NamedTuple):
     """Some samples of a batch: its number, their mean loss, and what the metrics compare."""
 
     number: int
@@ -44,11 +44,11 @@ class _Judged(NamedTuple):
     num_samples: int
 
 
-class Judge:
+class Evaluator:
     """Runs a model over splits.
 
     Args:
-        model: Put into evaluation mode while it is judged.
+        model: Put into evaluation mode while it is evaluated.
         criterion: `(outputs, targets) -> mean loss`.
         metrics: Makes an accumulator with `update(outputs, targets)` and `compute()`.
         precision: Of the forward pass.
@@ -82,7 +82,7 @@ class Judge:
         self._survives = survive and not (self._ranks.are_several and is_sharded(model))
 
     @torch.no_grad()
-    def judge(
+    def evaluate(
         self, feed: Feed, when: str = "", is_over: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
         """Return the mean loss and the metrics over the whole of a feed's first epoch.
@@ -94,7 +94,7 @@ class Judge:
 
         Raises:
             InputError: The feed has no batch.
-            JudgingStopped: It was over.
+            EvaluationStopped: It was over.
         """
         was_training = self._model.training
         self._model.eval()
@@ -103,13 +103,13 @@ class Judge:
         count, numbers = 0, []
         num_good = torch.zeros((), dtype=torch.int64, device=self._device)
         try:
-            for judged in self._over(feed, is_over):
-                total += judged.loss.double() * judged.num_samples
+            for evaluated in self._over(feed, is_over):
+                total += evaluated.loss.double() * evaluated.num_samples
                 num_good += torch.isfinite(total)  # once it is not, it stays so
-                count += judged.num_samples
-                numbers.append(judged.number)
+                count += evaluated.num_samples
+                numbers.append(evaluated.number)
                 if counted is not None:
-                    counted.update(judged.outputs, judged.targets)
+                    counted.update(evaluated.outputs, evaluated.targets)
         finally:
             self._model.train(was_training)
         loss, number = float(total), float(count)
@@ -125,7 +125,7 @@ class Judge:
         return found | (counted.compute() if counted is not None else {})
 
     def explain(self, feed: Feed) -> str:
-        """Return what is known of the first batch that made the last `judge`'s loss not finite.
+        """Return what is known of the first batch that made the last `evaluate`'s loss not finite.
 
         Costs, for a stoker loader, one more read of the batches up to it.
         """
@@ -159,13 +159,13 @@ class Judge:
         counted.merge(states)
         return counted
 
-    def _over(self, feed: Feed, is_over: Callable[[], bool]) -> Iterator[_Judged]:
-        carry = make_carry(self._model, feed.loader, self._device)
+    def _over(self, feed: Feed, is_over: Callable[[], bool]) -> Iterator[_Evaluated]:
+        recurrent = make_recurrent_state(self._model, feed.loader, self._device)
         feed.begin_anew()
         works, num_failures, number = iter(feed), 0, 0
         while True:
             if is_over():
-                raise JudgingStopped
+                raise EvaluationStopped
             try:
                 work = next(works, None)
             except RuntimeError as error:
@@ -177,39 +177,41 @@ class Judge:
             if work is None:
                 return
             num_failures = 0
-            LOOKOUT.mark("validating")
-            yield from self._in_parts(work, carry, number)
+            HEARTBEAT.mark("validating")
+            yield from self._in_parts(work, recurrent, number)
             number += 1
 
-    def _in_parts(self, work: Work, carry: Carry | None, number: int) -> Iterator[_Judged]:
+    def _in_parts(
+        self, work: Work, recurrent: RecurrentState | None, number: int
+    ) -> Iterator[_Evaluated]:
         start = 0
         while start < work.num_samples:
             whole = self._most is None or not work.can_cut
             part = work if whole else work.part(start, start + (self._most or 0))
-            state = None if carry is None else carry.state_dict()
+            state = None if recurrent is None else recurrent.state_dict()
             try:
-                judged = self._forward(part, carry, number)
+                evaluated = self._forward(part, recurrent, number)
             except RuntimeError as error:
                 before = bytes_in_use(self._device)
                 if not self._let_go(error):
                     self._cut(work, before)
-                if carry is not None:
-                    carry.load_state_dict(state)
+                if recurrent is not None:
+                    recurrent.load_state_dict(state)
                 continue
-            yield judged
+            yield evaluated
             start += part.num_samples
 
-    def _forward(self, work: Work, carry: Carry | None, number: int) -> _Judged:
+    def _forward(self, work: Work, recurrent: RecurrentState | None, number: int) -> _Evaluated:
         with self._precision.autocast(self._device):
-            if carry is not None and work.reset is not None:
-                outputs = carry.run(self._model, work.inputs, work.reset)
+            if recurrent is not None and work.reset is not None:
+                outputs = recurrent.run(self._model, work.inputs, work.reset)
             else:
                 outputs = self._model(work.inputs)
         outputs, targets, rows = as_float32(outputs), work.targets, work.rows
         if rows is not None:
             outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
         loss = self._criterion(outputs, targets)
-        return _Judged(number, loss, outputs, targets, work.num_samples)
+        return _Evaluated(number, loss, outputs, targets, work.num_samples)
 
     def _let_go(self, error: RuntimeError) -> bool:
         """Let go of all that can be after memory ran out; raise other errors.

@@ -27,7 +27,7 @@ _COPIED = (
 )  # fmt: skip
 
 
-class EpochPlace:
+class ForeignPosition:
     """Counts the batches that were taken, and knows the way back to them.
 
     Attributes:

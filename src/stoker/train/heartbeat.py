@@ -36,7 +36,7 @@ _LEFT_SECONDS = 10.0
 
 
 @dataclass
-class _Sighting:
+class _RankStatus:
     """What is known of a rank, and since when it is so."""
 
     beat: int = -1
@@ -62,7 +62,7 @@ def _end(words: str) -> NoReturn:
     os._exit(1)
 
 
-class Lookout:
+class Heartbeat:
     """Watches over the ranks of the default process group.
 
     Args:
@@ -82,18 +82,18 @@ class Lookout:
         self._rank, self._size, self._stall, self._end = rank, world_size, stall_seconds, end
         base: Any = distributed.distributed_c10d._get_default_store()
         # A connection of its own: what one thread waits for must not hold up the other.
-        self._store: Any = distributed.distributed_c10d.PrefixStore("lookout", base.clone())
+        self._store: Any = distributed.distributed_c10d.PrefixStore("heartbeat", base.clone())
         self._lock = threading.Lock()
         self._where = f"{platform.node()}, process {os.getpid()}"
         self._doing: tuple[str, int | None, int | None] = "starting", None, None
         self._count = self._beat = 0
-        self._seen = {number: _Sighting(beat_at=time.monotonic(), moved_at=time.monotonic())
+        self._seen = {number: _RankStatus(beat_at=time.monotonic(), moved_at=time.monotonic())
                       for number in range(world_size)}  # fmt: skip
         self._post()
         distributed.barrier()  # every rank's key is there from now on
         self._left_at: float | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="stoker-lookout", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="stoker-heartbeat", daemon=True)
         self._thread.start()
 
     def mark(self, doing: str, epoch: int | None = None, batch: int | None = None) -> None:
@@ -101,10 +101,10 @@ class Lookout:
         self._doing = doing, epoch, batch
         self._count += 1
 
-    def farewell(self, words: str) -> None:
+    def announce_exit(self, words: str) -> None:
         """Leave word why this rank ends."""
         with self._lock, contextlib.suppress(RuntimeError):
-            self._store.set(f"farewell/{self._rank}", words[:600])
+            self._store.set(f"exit/{self._rank}", words[:600])
             self._store.set(_LEFT, str(self._rank))
 
     def close(self) -> None:
@@ -112,12 +112,12 @@ class Lookout:
         self._stop.set()
         self._thread.join(timeout=5)
 
-    def who_is_lost(self, seconds: float) -> list[str]:
+    def find_lost(self, seconds: float) -> list[str]:
         """Return a sentence for every rank that gave no sign of life, or said farewell, within `seconds`."""
         until, since = time.monotonic() + seconds, time.monotonic()
         while True:
             try:
-                found = self._farewells()
+                found = self._exit_notices()
                 self._look()
             except RuntimeError:
                 return ["the process that all ranks met at is gone (rank 0, or torchrun itself)"]
@@ -158,12 +158,12 @@ class Lookout:
         for number, sign in enumerate(signs):
             self._seen[number].update(parse_json(sign), now)
 
-    def _farewells(self) -> dict[int, str]:
+    def _exit_notices(self) -> dict[int, str]:
         found = {}
         with self._lock:
             for number in range(self._size):
-                if number != self._rank and self._store.check([f"farewell/{number}"]):
-                    words = self._store.get(f"farewell/{number}").decode()
+                if number != self._rank and self._store.check([f"exit/{number}"]):
+                    words = self._store.get(f"exit/{number}").decode()
                     found[number] = f"rank {number} ({self._seen[number].words}) ended: {words}"
         return found
 
@@ -172,7 +172,7 @@ class Lookout:
         while not self._stop.wait(min(_BEAT_SECONDS, self._stall / 4)):
             try:
                 self._post()
-                verdict = self._judge()
+                verdict = self._find_verdict()
                 unreachable_since = None
             except RuntimeError:
                 unreachable_since = unreachable_since or time.monotonic()
@@ -185,7 +185,7 @@ class Lookout:
                 self._end(f"{verdict} This is rank {self._rank}; what was saved last stays.")
                 return
 
-    def _judge(self) -> str | None:
+    def _find_verdict(self) -> str | None:
         """Return why all must end; rank 0 decides, the others look for its word and for rank 0."""
         with self._lock:
             if self._store.check([_VERDICT]):
@@ -213,7 +213,7 @@ class Lookout:
         if is_left:
             self._left_at = self._left_at or now
             if now - self._left_at > _LEFT_SECONDS:
-                return f"{'; '.join(self._farewells().values()) or 'a rank has ended'}."
+                return f"{'; '.join(self._exit_notices().values()) or 'a rank has ended'}."
         for number, seen in self._seen.items():
             if now - seen.beat_at > min(self._stall, _SILENT_SECONDS):
                 return _silent(number, seen, now - seen.beat_at)
@@ -229,39 +229,39 @@ class Lookout:
         )
 
 
-def _silent(number: int, seen: _Sighting, seconds: float) -> str:
+def _silent(number: int, seen: _RankStatus, seconds: float) -> str:
     return f"rank {number} ({seen.words}) has given no sign of life for {seconds:.0f} s."
 
 
-class _Post:
-    """The process's lookout, if there is one: who marks need not know."""
+class _ProcessHeartbeat:
+    """The process's heartbeat, if there is one: who marks need not know."""
 
     def __init__(self) -> None:
-        self._lookout: Lookout | None = None
+        self._heartbeat: Heartbeat | None = None
 
-    def set(self, lookout: Lookout | None) -> None:
-        """Begin with a lookout, or without."""
-        self._lookout = lookout
+    def set(self, heartbeat: Heartbeat | None) -> None:
+        """Begin with a heartbeat, or without."""
+        self._heartbeat = heartbeat
 
     def mark(self, doing: str, epoch: int | None = None, batch: int | None = None) -> None:
-        """See `Lookout.mark`."""
-        if self._lookout is not None:
-            self._lookout.mark(doing, epoch, batch)
+        """See `Heartbeat.mark`."""
+        if self._heartbeat is not None:
+            self._heartbeat.mark(doing, epoch, batch)
 
-    def farewell(self, words: str) -> None:
-        """See `Lookout.farewell`."""
-        if self._lookout is not None:
-            self._lookout.farewell(words)
+    def announce_exit(self, words: str) -> None:
+        """See `Heartbeat.announce_exit`."""
+        if self._heartbeat is not None:
+            self._heartbeat.announce_exit(words)
 
-    def who_is_lost(self, seconds: float) -> list[str]:
-        """See `Lookout.who_is_lost`."""
-        return [] if self._lookout is None else self._lookout.who_is_lost(seconds)
+    def find_lost(self, seconds: float) -> list[str]:
+        """See `Heartbeat.find_lost`."""
+        return [] if self._heartbeat is None else self._heartbeat.find_lost(seconds)
 
     def close(self) -> None:
         """Stop watching."""
-        if self._lookout is not None:
-            self._lookout.close()
-        self._lookout = None
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self._heartbeat = None
 
 
-LOOKOUT = _Post()
+HEARTBEAT = _ProcessHeartbeat()

@@ -33,11 +33,11 @@ from torch.distributed.rendezvous import rendezvous
 
 import stoker
 from stoker.errors import EXIT_OURS, InputError, OtherRankError, StokerError
-from stoker.train.heartbeat import LOOKOUT, Lookout
+from stoker.train.heartbeat import HEARTBEAT, Heartbeat
 
 _T = TypeVar("_T")
 _is_alone: ContextVar[bool] = ContextVar("stoker_alone", default=False)
-_FAREWELL_SECONDS = 6.0
+_EXIT_NOTICE_SECONDS = 6.0
 _MEETING_SECONDS = 0.02
 
 
@@ -240,14 +240,18 @@ def join(
         device_id=place if place.type == "cuda" else None,
     )
     ranks = Ranks.current()
-    LOOKOUT.set(Lookout(ranks.rank, ranks.world_size, stall_seconds) if ranks.are_several else None)
+    HEARTBEAT.set(
+        Heartbeat(ranks.rank, ranks.world_size, stall_seconds) if ranks.are_several else None
+    )
     try:
         check_alike(ranks, {"stoker": stoker.__version__, "torch": str(torch.__version__)})
         yield ranks, place
     except Exception as error:
         is_foreign = isinstance(error, RuntimeError) and not isinstance(error, StokerError)
         lost = _find_lost() if is_foreign and ranks.are_several else []
-        LOOKOUT.farewell("; ".join(lost) or f"{type(error).__name__}: {error}".splitlines()[0])
+        HEARTBEAT.announce_exit(
+            "; ".join(lost) or f"{type(error).__name__}: {error}".splitlines()[0]
+        )
         if not lost:
             raise
         raise RankLostError(
@@ -256,7 +260,7 @@ def join(
             "the same command with --resume; torchrun --max-restarts 3, or stoker train --gpus, do so",
         ) from error
     finally:
-        LOOKOUT.close()
+        HEARTBEAT.close()
         gc.collect()  # a model that is in a circle with its DDP would keep the group too
         with contextlib.suppress(RuntimeError):
             distributed.destroy_process_group()
@@ -266,7 +270,7 @@ def meet(store: Any, rank: int, world_size: int, seconds: float) -> Any:
     """Return a part of a store that belongs to this start alone, once all ranks have come.
 
     A launcher's store outlives the processes that it starts again, and what they left there (addresses,
-    farewells) would be taken for that of the new ones. Machines do not count restarts alike, so rank 0 names
+    exit notices) would be taken for that of the new ones. Machines do not count restarts alike, so rank 0 names
     the start, and tells it to each process by the word that this one has brought: a name that nobody
     else can have left.
 
@@ -315,7 +319,7 @@ def _find_lost() -> list[str]:
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return LOOKOUT.who_is_lost(_FAREWELL_SECONDS)
+    return HEARTBEAT.find_lost(_EXIT_NOTICE_SECONDS)
 
 
 def check_alike(ranks: Ranks, facts: Mapping[str, Any]) -> None:

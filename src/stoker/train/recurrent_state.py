@@ -21,7 +21,7 @@ from stoker.loader.loader import Loader
 State = Mapping[str, torch.Tensor]
 
 
-class Carry:
+class RecurrentState:
     """Holds the state between batches; one for training, another for validation."""
 
     def __init__(self, device: torch.device, model: Any) -> None:
@@ -100,7 +100,9 @@ class Carry:
         return made
 
 
-def make_carry(model: torch.nn.Module, loader: Any, device: torch.device) -> Carry | None:
+def make_recurrent_state(
+    model: torch.nn.Module, loader: Any, device: torch.device
+) -> RecurrentState | None:
     """Return a carry where the loader walks in lanes and the model takes a state; else None."""
     in_lanes = isinstance(loader, Loader) and loader.walks_in_lanes
-    return Carry(device, model) if in_lanes and hasattr(model, "initial_state") else None
+    return RecurrentState(device, model) if in_lanes and hasattr(model, "initial_state") else None

@@ -22,7 +22,7 @@ _ASK_SECONDS = 1.0
 _MOST_STEPS = 1000
 
 
-class Ending:
+class Shutdown:
     """Listens for signals, and says when all ranks are to end.
 
     Args:

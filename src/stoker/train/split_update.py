@@ -45,13 +45,13 @@ def piece_size(sizes: Sequence[int], num_lists: int) -> int | None:
     return min(choices, key=microseconds)
 
 
-def in_pieces(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def split_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return views that together are the tensors, to take the norm of."""
     size = piece_size([tensor.numel() for tensor in tensors], 1)
     return [piece for tensor in tensors for (piece,) in _cut((tensor,), size)]
 
 
-class UpdateInPieces(TorchFunctionMode):
+class SplitUpdate(TorchFunctionMode):
     """While active, Adam's and AdamW's fused updates go over pieces of their tensors."""
 
     def __torch_function__(
