@@ -299,9 +299,9 @@ def evaluate_parts(folder: Path, ranks: Ranks) -> dict:
 
 def lowest_level(folder: Path, ranks: Ranks) -> tuple:
     """One rank remembers that less fits."""
-    window = make(folder / "rows.h5", ranks)._window
+    update = make(folder / "rows.h5", ranks)._update
     known = MemoryLevel(12, 6) if ranks.rank else None
-    return window._lowest(known).pass_size, window._lowest(None), window.give_way()
+    return update._lowest(known).pass_size, update._lowest(None), update.give_way()
 
 
 def disagree(folder: Path, ranks: Ranks) -> str:

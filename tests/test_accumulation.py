@@ -83,7 +83,7 @@ def test_a_full_window_of_full_batches_needs_no_correction_at_all():
 def test_a_batch_too_many_is_an_error_and_not_a_wrong_gradient():
     accumulation = Accumulation(2, 1)
     accumulation.add(2)
-    with pytest.raises(InputError, match="batch 2 was added to a window of 1"):
+    with pytest.raises(InputError, match="batch 2 was added to an update of 1"):
         accumulation.add(2)
 
 

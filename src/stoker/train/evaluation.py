@@ -1,10 +1,12 @@
-"""The mean loss and the metrics of a split, without gradients, in as many passes as memory asks for.
+"""Evaluation: the mean loss and the metrics of a split, without gradients.
 
-Enters: a model, a criterion, a feed. Leaves: numbers by name. Costs the forward passes; nothing waits for
-the device before the end, unless a metric does.
+Enters: a model, a criterion, a feed. Leaves: numbers by name. Costs the forward passes. The host does not wait
+for the device before the end, unless a metric does.
 
-When memory runs out the batch is cut into smaller parts, which stay that small: in evaluation a sample's
-output does not depend on the others. Losses are weighted by their samples.
+Out of memory: the batch is cut into smaller passes, and later batches too. In evaluation a sample's output does
+not depend on the others, so the result is the same. Losses are weighted by their samples.
+Stop: `is_over` is asked before every batch; `EvaluationStopped` then means that there is no result.
+Failure: the error is raised, and the model is back in the mode that it was in.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from stoker.units import format_bytes
 
 
 class EvaluationStopped(Exception):  # noqa: N818 (no error: somebody asked for it)
-    """The run is to end; the split was not evaluated to its end."""
+    """`is_over` was true before the end of the split: there is no result."""
 
 
 class _Evaluated(NamedTuple):
-    """Some samples of a batch: its number, their mean loss, and what the metrics compare."""
+    """One pass: the number of its batch, the mean loss, and the values for the metrics."""
 
     number: int
     loss: torch.Tensor
@@ -45,19 +47,19 @@ class _Evaluated(NamedTuple):
 
 
 class Evaluator:
-    """Runs a model over splits.
+    """Evaluates a model on splits.
 
     Args:
-        model: Put into evaluation mode while it is evaluated.
+        model: In evaluation mode during `evaluate`, then in its mode before.
         criterion: `(outputs, targets) -> mean loss`.
         metrics: Makes an accumulator with `update(outputs, targets)` and `compute()`.
         precision: Of the forward pass.
         device: Where the model is.
-        survive: Whether to cut batches when memory runs out; False lets the error through.
-        say: Told of every cut.
-        give_way: Asked first: lets others give memory back, and says whether they did.
-        ranks: Where each has its own part of the samples, what they found is put together; metrics then
-            need `state()` and `merge(states)`.
+        survive: Whether to cut batches when memory runs out; False raises the error.
+        say: Called with a note for every cut.
+        give_way: Called before a cut: frees memory elsewhere and returns whether it did.
+        ranks: If each has its own part of the samples, their results are merged; metrics then need
+            `state()` and `merge(states)`.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Evaluator:
         self._most: int | None = None
         self._first_bad: int | None = None
         self._ranks = ranks or Ranks()
-        # A model in parts asks all ranks for every pass: none can take smaller ones by itself.
+        # Every pass of a sharded model is collective: one rank alone cannot run smaller passes.
         self._survives = survive and not (self._ranks.are_several and is_sharded(model))
 
     @torch.no_grad()
@@ -89,12 +91,12 @@ class Evaluator:
 
         Args:
             feed: The split.
-            when: For the words of an error: "in epoch 3".
-            is_over: Asked before every batch whether to stop.
+            when: For the text of an error: "in epoch 3".
+            is_over: Asked before every batch; True stops.
 
         Raises:
             InputError: The feed has no batch.
-            EvaluationStopped: It was over.
+            EvaluationStopped: `is_over` was true.
         """
         was_training = self._model.training
         self._model.eval()
@@ -105,7 +107,9 @@ class Evaluator:
         try:
             for evaluated in self._over(feed, is_over):
                 total += evaluated.loss.double() * evaluated.num_samples
-                num_good += torch.isfinite(total)  # once it is not, it stays so
+                num_good += torch.isfinite(
+                    total
+                )  # a total that is not finite stays so: this counts the passes before it
                 count += evaluated.num_samples
                 numbers.append(evaluated.number)
                 if counted is not None:
@@ -114,7 +118,7 @@ class Evaluator:
             self._model.train(was_training)
         loss, number = float(total), float(count)
         if self._ranks.are_several and (feed.is_shared or not feed.is_stoker):
-            # The mean is right also where a loader of others has all samples on every rank.
+            # Also right for a foreign loader that has all samples on every rank: the mean stays the same.
             loss, number = self._ranks.total(loss, number)
         if not number:
             raise no_batches(f"the validation loader yielded no batch{when and f' {when}'}.")
@@ -125,9 +129,9 @@ class Evaluator:
         return found | (counted.compute() if counted is not None else {})
 
     def explain(self, feed: Feed) -> str:
-        """Return what is known of the first batch that made the last `evaluate`'s loss not finite.
+        """Explain why the loss of the last `evaluate` was not finite: the first such batch and its samples.
 
-        Costs, for a stoker loader, one more read of the batches up to it.
+        With a stoker loader it reads the batches up to that one again.
         """
         if self._first_bad is None:
             return "Every loss on this rank was finite."
@@ -142,7 +146,7 @@ class Evaluator:
         return f"{finding.given} Try: {finding.fix}"
 
     def _merge(self, counted: Any) -> Any:
-        """Return the metrics of all ranks' samples, in the order of ranks."""
+        """Return the metrics over the samples of all ranks, merged in the order of ranks."""
         if counted is None:
             return None
         if not hasattr(counted, "merge"):
@@ -214,10 +218,10 @@ class Evaluator:
         return _Evaluated(number, loss, outputs, targets, work.num_samples)
 
     def _let_go(self, error: RuntimeError) -> bool:
-        """Let go of all that can be after memory ran out; raise other errors.
+        """Free memory after it ran out; raise other errors.
 
         Returns:
-            Whether others gave memory back, so that the same can be tried again.
+            Whether memory was freed elsewhere, so that the same pass can be repeated.
         """
         if not self._survives or not is_oom(error):
             raise error
@@ -226,7 +230,7 @@ class Evaluator:
         return self._give_way()
 
     def _cut(self, work: Work, before_bytes: int) -> None:
-        """Let fewer samples through at once from now on."""
+        """Run fewer samples per pass from now on."""
         size = min(work.num_samples, self._most or work.num_samples)
         smaller = smaller_pass(work.num_samples, size) if work.can_cut else None
         if smaller is None:
@@ -249,7 +253,7 @@ class Evaluator:
 
 
 def no_batches(given: str) -> InputError:
-    """Return the error for a loader of an epoch without a batch."""
+    """Return the error for a loader whose epoch has no batch."""
     return InputError(
         given,
         "something that can be iterated every epoch, and has a batch in it",
