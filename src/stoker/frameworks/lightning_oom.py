@@ -136,12 +136,12 @@ class OomLadderCallback(pl.Callback):
 def _stands_aside(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     """Return why the ladder cannot be used; None where it can."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    doors = (
+    hooks = (
         (loop, "_make_closure"),
         (loop, "_training_step"),
         (trainer.fit_loop, "_should_accumulate"),
     )
-    if not all(hasattr(owner, name) for owner, name in doors):
+    if not all(hasattr(owner, name) for owner, name in hooks):
         return f"Lightning {pl.__version__} makes its closures in another way than 2.6"
     if not module.automatic_optimization:
         return "the module optimizes by hand, and only it knows what a step is"
@@ -212,7 +212,7 @@ class _LightningStep(Step):
 
 
 class _SurvivingClosure(Closure):
-    """Lightning's closure for one batch, through the window."""
+    """Lightning's closure for one batch, as part of an `Update`."""
 
     def __init__(self, plain: Closure, update: Update, call: _Call) -> None:
         super().__init__(plain._step_fn, plain._backward_fn, plain._zero_grad_fn)

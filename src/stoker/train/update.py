@@ -4,14 +4,16 @@ Enters: `Work`, batch by batch. Leaves: their losses, and the optimizer's step a
 update a copy of torch's random generator states and of the model's buffers. The batches of an update are
 held until it is done.
 
-Success: the weights change once per update, and the batches are released.
-Out of memory, in the forward pass, the backward pass or the optimizer's step: the gradients of this update
-are dropped, random generators, buffers and recurrent state are restored, the run goes one level down
-(`oom.py`), and the same batches are run again. The weights are then those of a run that had enough memory.
-A batch that cannot be built for lack of memory is treated the same way.
-Any other error: it is raised as it is; the caller drops the update.
-Several ranks: nothing can be repeated, because the other ranks wait inside a collective. The lower level is
-written to the user's cache, this rank ends with an error, and the next start begins at that level.
+Contract:
+
+    success        the weights change once per update, and the batches are released
+    out of memory  in the forward pass, the backward pass or the optimizer's step: the gradients of this update
+                   are dropped, random generators, buffers and recurrent state are restored, the run goes one
+                   level down (`oom.py`), and the same batches are run again. The weights are those of a run
+                   that had enough memory. A batch that cannot be built for lack of memory counts too
+    another error  it is raised; the caller drops the update
+    several ranks  nothing can be repeated, because the other ranks wait inside a collective. The lower level is
+                   written to the user's cache, this rank ends with an error, and the next start begins there
 """
 
 from __future__ import annotations
