@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from harness import publish
+from stoker.loader.elastic import find_resume_point, save_state
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import EpochOrder, Order, even_chunks
-from stoker.loader.rest import find_place, save_place
 
 RANKS = (1, 2, 3, 4, 7, 8, 16, 32, 64, 100, 128, 256, 512, 1000, 1024)
 FEW_RANKS = (1, 8, 64, 1024)
@@ -124,15 +124,15 @@ def scale_lanes(plan: LanePlan, ranks: tuple[int, ...]) -> dict[str, Any]:
 def resume_cost(order: Order, ranks: int) -> dict[str, float]:
     """Half of an epoch on `ranks` ranks, the rest on half as many: what one of them spends on it."""
     before = replace(order, world_size=ranks)
-    state = save_place(before, before.epoch(EPOCH), len(before) // 2, ())
+    state = save_state(before, before.epoch(EPOCH), len(before) // 2, ())
     after = replace(order, world_size=ranks // 2)
     began = time.perf_counter()
-    place = find_place(after, state)
+    place = find_resume_point(after, state)
     assert place.begun is not None
     next(place.begun.batches())
     seconds = time.perf_counter() - began
     tracemalloc.start()
-    place = find_place(after, state)
+    place = find_resume_point(after, state)
     assert place.begun is not None
     few = list(islice(place.begun.batches(), 3))
     kept, most = tracemalloc.get_traced_memory()

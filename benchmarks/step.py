@@ -26,7 +26,7 @@ from torch import nn
 
 from harness import publish, seconds_of, side_by_side
 from stoker.loader.loader import Loader
-from stoker.train.pieces import UpdateInPieces, in_pieces
+from stoker.train.split_update import SplitUpdate, split_tensors
 from stoker.train.trainer import Trainer
 
 FEATURES = 256
@@ -63,9 +63,9 @@ def one_step(model, optimizer, features, targets, pieces: bool = False) -> torch
     loss = nn.functional.cross_entropy(model(features), targets)
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
-    norm = nn.utils.get_total_norm(in_pieces(gradients) if pieces else gradients)
+    norm = nn.utils.get_total_norm(split_tensors(gradients) if pieces else gradients)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
-    with UpdateInPieces() if pieces else contextlib.nullcontext():
+    with SplitUpdate() if pieces else contextlib.nullcontext():
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.detach()

@@ -21,9 +21,9 @@ from run_makers import settings_for
 from stoker.errors import InputError, StokerError
 from stoker.loader.loader import Loader
 from stoker.recipes.run import run_recipe
-from stoker.train import ending
-from stoker.train.judging import Judge
-from stoker.train.oom import Footing
+from stoker.train import shutdown
+from stoker.train.evaluation import Evaluator
+from stoker.train.oom import MemoryLevel
 from stoker.train.parallel import gather_whole, is_sharded, load_whole_model, shard_model
 from stoker.train.ranks import Ranks, check_alike, join
 from stoker.train.trainer import Trainer
@@ -71,7 +71,7 @@ def train(folder: Path, ranks: Ranks, **options) -> dict:
 
 def stop_early(folder: Path, ranks: Ranks, name: str, **options) -> dict:
     """Train until a signal to one rank ends all of them in the middle of an epoch, and leave a checkpoint."""
-    ending._ASK_SECONDS = 0.0  # at every step: these take a millisecond
+    shutdown._ASK_SECONDS = 0.0  # at every step: these take a millisecond
     trainer = make(folder / "rows.h5", ranks, run_dir=folder / name, **options)
     taken: list[list[int]] = []
     inner = trainer._train_on
@@ -209,7 +209,7 @@ def foreign_goes_on(folder: Path, ranks: Ranks) -> list[bool]:
     """Every rank shuffles a part of its own, with a generator of its own, and is resumed in an epoch."""
     from training_makers import read_rows
 
-    ending._ASK_SECONDS = 0.0
+    shutdown._ASK_SECONDS = 0.0
     features, targets = read_rows(folder / "rows.h5")
     own = np.array_split(np.arange(200), ranks.world_size)[ranks.rank]
     seen: list[tuple[int, int]] = []
@@ -275,7 +275,7 @@ def refused(folder: Path, ranks: Ranks) -> dict[str, str]:
     return said
 
 
-def judge_parts(folder: Path, ranks: Ranks) -> dict:
+def evaluate_parts(folder: Path, ranks: Ranks) -> dict:
     """Weights that are loaded right after a validation, in which those of the root stay whole."""
     trainer = make(folder / "rows.h5", ranks, sharded=True, checkpoint_every_epochs=0)
     trainer.fit()
@@ -284,22 +284,24 @@ def judge_parts(folder: Path, ranks: Ranks) -> dict:
     trainer.validate()
     was_sharded = is_sharded(trainer.model)
     load_whole_model(trainer.model, {name: value.clone() for name, value in state.items()})
-    judge = Judge(trainer.model, LOSS, None, trainer._precision, trainer.device, ranks=ranks)
+    evaluator = Evaluator(
+        trainer.model, LOSS, None, trainer._precision, trainer.device, ranks=ranks
+    )
     kept = gather_whole(trainer.optimizer.state_dict(), keep=False)["state"][0]["exp_avg"]
     return {
         "was sharded": was_sharded,
         "is the same": before["weights"] == outcome(trainer)["weights"],
-        "survives alone": judge._survives,
+        "survives alone": evaluator._survives,
         "name": trainer.identity["model"],
         "kept": kept,
     }
 
 
-def lowest_rung(folder: Path, ranks: Ranks) -> tuple:
+def lowest_level(folder: Path, ranks: Ranks) -> tuple:
     """One rank remembers that less fits."""
-    window = make(folder / "rows.h5", ranks)._window
-    known = Footing(12, 6) if ranks.rank else None
-    return window._lowest(known).pass_size, window._lowest(None), window.give_way()
+    update = make(folder / "rows.h5", ranks)._update
+    known = MemoryLevel(12, 6) if ranks.rank else None
+    return update._lowest(known).pass_size, update._lowest(None), update.give_way()
 
 
 def disagree(folder: Path, ranks: Ranks) -> str:
@@ -350,10 +352,10 @@ SCENARIOS = {
     "foreign goes on": foreign_goes_on,
     "rolled back": roll_back,
     "refused": refused,
-    "parts judged": judge_parts,
+    "parts evaluated": evaluate_parts,
     "parts stopped": lambda folder, ranks: stop_early(folder, ranks, "parts", sharded=True),
     "whole gone on": lambda folder, ranks: go_on(folder, ranks, "parts"),
-    "lowest rung": lowest_rung,
+    "lowest level": lowest_level,
     "disagree": disagree,
     "one fails": fail_on_one,
     "tabular": lambda folder, ranks: recipe(folder, ranks, "tabular"),

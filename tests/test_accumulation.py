@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import mse_loss
 
 from stoker.errors import InputError
-from stoker.train.accumulation import AccumulationWindow, GradientAccumulator, scale_gradients
+from stoker.train.accumulation import Accumulation, GradientAccumulator, scale_gradients
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -27,14 +27,14 @@ def gradients(model):
 
 def accumulated(model, x, y, batch_size, steps):
     """The gradient of every update of one epoch, with the samples it was made of."""
-    window = AccumulationWindow(batch_size, steps)
+    accumulation = Accumulation(batch_size, steps)
     updates, first = [], 0
     batches = list(zip(x.split(batch_size), y.split(batch_size), strict=True))
     for number, (inputs, targets) in enumerate(batches, 1):
-        (mse_loss(model(inputs), targets) * window.add(len(inputs))).backward()
-        if window.is_complete or number == len(batches):
-            last = first + window.num_samples
-            scale_gradients(model.parameters(), window.close())
+        (mse_loss(model(inputs), targets) * accumulation.add(len(inputs))).backward()
+        if accumulation.is_complete or number == len(batches):
+            last = first + accumulation.num_samples
+            scale_gradients(model.parameters(), accumulation.close())
             updates.append((slice(first, last), gradients(model)))
             model.zero_grad()
             first = last
@@ -61,34 +61,34 @@ def test_every_update_is_that_of_one_large_batch(device, num_samples, batch_size
     spare=st.integers(0, 3),
 )
 def test_any_sizes_in_any_window_weigh_as_their_samples(sizes, nominal, spare):
-    window = AccumulationWindow(nominal, len(sizes) + spare)
-    weights = [window.add(size) for size in sizes]
-    factor = window.close()
+    accumulation = Accumulation(nominal, len(sizes) + spare)
+    weights = [accumulation.add(size) for size in sizes]
+    factor = accumulation.close()
     assert [weight * factor for weight in weights] == pytest.approx(
         [size / sum(sizes) for size in sizes], rel=1e-12
     )
 
 
 def test_a_full_window_of_full_batches_needs_no_correction_at_all():
-    window = AccumulationWindow(128, 4)
+    accumulation = Accumulation(128, 4)
     for _ in range(4):
-        assert window.add(128) == 0.25
-    assert window.is_complete
-    assert window.correction == 1.0  # exactly: the captured step relies on it
-    assert window.close() == 1.0
-    assert window.num_batches == 0
-    assert not window.is_complete
+        assert accumulation.add(128) == 0.25
+    assert accumulation.is_complete
+    assert accumulation.correction == 1.0  # exactly: the captured step relies on it
+    assert accumulation.close() == 1.0
+    assert accumulation.num_batches == 0
+    assert not accumulation.is_complete
 
 
 def test_a_batch_too_many_is_an_error_and_not_a_wrong_gradient():
-    window = AccumulationWindow(2, 1)
-    window.add(2)
-    with pytest.raises(InputError, match="batch 2 was added to a window of 1"):
-        window.add(2)
+    accumulation = Accumulation(2, 1)
+    accumulation.add(2)
+    with pytest.raises(InputError, match="batch 2 was added to an update of 1"):
+        accumulation.add(2)
 
 
 def test_a_window_goes_on_after_a_checkpoint():
-    one, two = AccumulationWindow(4, 3), AccumulationWindow(4, 3)
+    one, two = Accumulation(4, 3), Accumulation(4, 3)
     one.add(4)
     one.add(3)
     two.load_state_dict(one.state_dict())
@@ -97,7 +97,7 @@ def test_a_window_goes_on_after_a_checkpoint():
 
 
 def test_an_empty_window_corrects_nothing():
-    assert AccumulationWindow(4, 3).close() == 1.0
+    assert Accumulation(4, 3).close() == 1.0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -119,10 +119,10 @@ def test_scaling_takes_dense_sparse_and_missing_gradients(device):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: AccumulationWindow(0), "nominal is 0"),
-        (lambda: AccumulationWindow(4, 0), "steps is 0"),
-        (lambda: AccumulationWindow(4, 2.5), r"steps is 2\.5"),
-        (lambda: AccumulationWindow(4).add(0), "num_samples is 0"),
+        (lambda: Accumulation(0), "nominal is 0"),
+        (lambda: Accumulation(4, 0), "steps is 0"),
+        (lambda: Accumulation(4, 2.5), r"steps is 2\.5"),
+        (lambda: Accumulation(4).add(0), "num_samples is 0"),
         (lambda: GradientAccumulator(0), "steps is 0"),
         (lambda: GradientAccumulator(True), "steps is True"),
         (lambda: GradientAccumulator(2, 0), "num_batches is 0"),

@@ -24,8 +24,8 @@ from stoker.augment import (
     RandomVerticalFlip,
     Resize,
     ToDtype,
-    dice,
     draw,
+    philox,
     reference,
 )
 from stoker.errors import InputError
@@ -381,14 +381,14 @@ def test_what_cannot_be_used_is_said_in_three_parts(call, words):
 @pytest.mark.parametrize("built", [True, False])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_compose_works_on_both_sides_of_inference_mode(built, first):
-    dice._constants.cache_clear()
+    philox._constants.cache_clear()
     draw._constant.cache_clear()
     reference._per_channel.cache_clear()
     images, masks, rows = pictures().float() / 255, labels(), torch.arange(6)
     expected = Compose(every_op(), seed=3)
     with torch.inference_mode(built):
         compose = Compose(every_op(), seed=3)
-    dice._constants.cache_clear()
+    philox._constants.cache_clear()
     for inside in (first, not first, first):
         with torch.inference_mode(inside):
             made, moved = compose(images, masks, rows=rows)
@@ -405,7 +405,7 @@ def test_a_compose_works_on_both_sides_of_inference_mode(built, first):
 
 
 def test_nothing_that_is_kept_belongs_to_inference_mode():
-    for cached in (dice._constants, draw._constant, reference._per_channel):
+    for cached in (philox._constants, draw._constant, reference._per_channel):
         cached.cache_clear()
     with torch.inference_mode():
         compose = Compose(every_op())
@@ -414,7 +414,7 @@ def test_nothing_that_is_kept_belongs_to_inference_mode():
             compose._position.on(torch.device("cpu")),
             *(tape for _, tape in compose._plans.values()),
             *(flag.bits for flag in compose._flags.values()),
-            *dice._constants(torch.device("cpu")),
+            *philox._constants(torch.device("cpu")),
             draw._constant((1.0,), torch.device("cpu")),
             reference._per_channel((0.5,), torch.device("cpu"), torch.float32),
         ]
@@ -423,14 +423,14 @@ def test_nothing_that_is_kept_belongs_to_inference_mode():
 
 def test_counters_are_kept_per_device_and_the_last_one_is_the_state():
     # Plain tensors stand for the counters of two GPUs: a captured graph goes on counting in them.
-    position = dice.Position(7, stream=2)
+    position = philox.Position(7, stream=2)
     here, there = torch.device("cpu"), torch.device("cuda:7")
-    first, second = position.on(here), dice.make_counter(0)
+    first, second = position.on(here), philox.make_counter(0)
     position._counters[there] = second
-    dice.advance(first)
+    philox.advance(first)
     position._last = there
     second.copy_(first)
-    dice.advance(second)
+    philox.advance(second)
     assert position.read() == {"seed": 7, "epoch": 0, "step": 2, "stream": 2}
     assert position.on(here) is first
     assert first.tolist() == [7, 0, 2, 2], "the state follows to the device that is used"

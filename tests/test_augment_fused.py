@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.augment import dice, fused
+from stoker.augment import fused, philox
 from stoker.augment.definition import Program
 from stoker.augment.geometry import RandomCrop, RandomHorizontalFlip, RandomRotation
 from stoker.augment.ops import (
@@ -177,7 +177,7 @@ def test_gray_images_large_blurs_and_crops_compile(compiled):
 
 def test_drawing_compiles(compiled):
     tape = encode_tape(USUAL, (32, 32))
-    fused.FusedBackend().draw(tape, dice.make_counter(0), 32)
+    fused.FusedBackend().draw(tape, philox.make_counter(0), 32)
     assert set(compiled.ptx) == {"draw"}
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.augment import Compose, dice
+from stoker.augment import Compose, philox
 from stoker.augment.draw import draw_table, fill_table, untouched
 from stoker.augment.ops import (
     TAPE_WIDTH,
@@ -56,7 +56,7 @@ EVERY_OP = [
 
 
 def draw(ops, batch=64, size=(40, 48), seed=0, epoch=0, step=0, stream=0):
-    counter = dice.make_counter(seed, epoch, step, stream)
+    counter = philox.make_counter(seed, epoch, step, stream)
     return draw_table(encode_tape(ops, size), counter, batch)
 
 
@@ -110,9 +110,9 @@ def draw(ops, batch=64, size=(40, 48), seed=0, epoch=0, step=0, stream=0):
         (lambda: Normalize((), ()), "mean is empty"),
         (lambda: Normalize("grey", 1), "mean is 'grey'"),
         (lambda: ToDtype(torch.int32), "dtype is torch.int32"),
-        (lambda: dice.make_counter(1 << 64), "seed is"),
-        (lambda: dice.make_counter(0, epoch=-1), "epoch is -1"),
-        (lambda: dice.make_counter(0, stream=1 << 16), "stream is 65536"),
+        (lambda: philox.make_counter(1 << 64), "seed is"),
+        (lambda: philox.make_counter(0, epoch=-1), "epoch is -1"),
+        (lambda: philox.make_counter(0, stream=1 << 16), "stream is 65536"),
     ],
 )
 def test_bad_arguments_say_what_is_allowed_and_what_to_type(make, words):
@@ -300,20 +300,20 @@ def plain_philox(key, counter):
 
 def test_philox_gives_the_published_answers():
     zero, full = torch.zeros(2, 1, dtype=torch.int64), torch.full((2, 1), 0xFFFFFFFF)
-    words = dice.philox(torch.tensor(0), zero, zero)[0].tolist()
+    words = philox.philox(torch.tensor(0), zero, zero)[0].tolist()
     assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    words = dice.philox(torch.tensor(-1), full, full)[0].tolist()
+    words = philox.philox(torch.tensor(-1), full, full)[0].tolist()
     assert words == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
 def test_torch_and_numpy_go_through_the_same_rounds():
     words = torch.randint(0, 1 << 32, (2, 50), generator=torch.Generator().manual_seed(1))
-    factors, steps = dice._constants(torch.device("cpu"))
+    factors, steps = philox._constants(torch.device("cpu"))
     keys = steps.view(10, 2, 1) + words[:, :1]
     state, factors = (words, words.flip(1)), factors.view(2, 1)
-    here = dice._rounds(state, keys, factors, lambda array: array.flip(0))
+    here = philox._rounds(state, keys, factors, lambda array: array.flip(0))
     state = tuple(tensor.numpy() for tensor in state)
-    there = dice._rounds(state, keys.numpy(), factors.numpy(), lambda array: array[::-1])
+    there = philox._rounds(state, keys.numpy(), factors.numpy(), lambda array: array[::-1])
     for one, other in zip(here, there, strict=True):
         assert np.array_equal(one.numpy(), other)
 
@@ -328,7 +328,7 @@ def test_torch_and_numpy_go_through_the_same_rounds():
 )
 @settings(max_examples=40)
 def test_uniforms_are_philox_of_row_op_step_and_epoch(seed, epoch, step, stream, batch, num_ops):
-    drawn = dice.uniforms(dice.make_counter(seed, epoch, step, stream), batch, num_ops)
+    drawn = philox.uniforms(philox.make_counter(seed, epoch, step, stream), batch, num_ops)
     assert drawn.shape == (batch, num_ops, 8)
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
     for row in range(batch):
@@ -341,7 +341,7 @@ def test_uniforms_are_philox_of_row_op_step_and_epoch(seed, epoch, step, stream,
 
 
 def test_uniforms_look_uniform_and_rows_and_ops_are_unrelated():
-    drawn = dice.uniforms(dice.make_counter(7), 2000, 3).double()
+    drawn = philox.uniforms(philox.make_counter(7), 2000, 3).double()
     assert drawn.min() >= 0
     assert drawn.max() < 1
     flat = drawn.view(2000, 24)
@@ -362,7 +362,7 @@ def test_a_draw_is_a_function_of_seed_epoch_step_and_stream():
 
 
 def test_the_step_advances_in_place():
-    counter, tape = dice.make_counter(3), encode_tape(EVERY_OP, (40, 48))
+    counter, tape = philox.make_counter(3), encode_tape(EVERY_OP, (40, 48))
     before = counter.data_ptr()
     first, second = draw_table(tape, counter, 4), draw_table(tape, counter, 4)
     assert counter.tolist() == [3, 0, 2, 0]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.augment import dice, reference
+from stoker.augment import philox, reference
 from stoker.augment.draw import BRIGHTNESS, CONTRAST, HUE, SATURATION, SIGMA, draw_table, untouched
 from stoker.augment.guard import NOT_FINITE, OUT_OF_UNIT
 from stoker.augment.ops import (
@@ -57,7 +57,7 @@ def bytes_of(*shape, seed=0):
 
 def drawn(ops, images, seed=0):
     tape = encode_tape(ops, tuple(images.shape[-2:]))
-    return draw_table(tape, dice.make_counter(seed), images.shape[0])
+    return draw_table(tape, philox.make_counter(seed), images.shape[0])
 
 
 def apply(images, ops, table=None, masks=None, rows=None, faults=None, **others):
@@ -548,8 +548,8 @@ def test_keypoints_and_the_matrix_are_inverse_of_each_other(angle, x, y):
 def test_the_gpu_gives_what_the_cpu_gives():
     images, labels = bytes_of(6, 3, 65, 47), torch.randint(0, 19, (6, 65, 47))
     tape = encode_tape(EVERYTHING, (65, 47))
-    table = draw_table(tape, dice.make_counter(5), 6)
-    there = draw_table(tape.cuda(), dice.make_counter(5).cuda(), 6)
+    table = draw_table(tape, philox.make_counter(5), 6)
+    there = draw_table(tape.cuda(), philox.make_counter(5).cuda(), 6)
     torch.testing.assert_close(there.cpu(), table, atol=1e-4, rtol=1e-5)
     result, moved = apply(images, EVERYTHING, table, labels)
     far, classes = apply(images.cuda(), EVERYTHING, table, labels.cuda())

@@ -14,7 +14,7 @@ from torch import nn
 
 from stoker.errors import InputError
 from stoker.train.batches import Feed, Work, count_rows, map_tensors
-from stoker.train.judging import Judge
+from stoker.train.evaluation import Evaluator
 from stoker.train.precision import choose_precision
 from stoker.train.step import Step, as_float32, clip_values, coalesce_gradients, make_guarded
 from stoker.train.trainer import Trainer
@@ -200,7 +200,7 @@ def test_a_judge_forwards_a_batch_whose_first_image_has_no_box():
         return outputs.mean()
 
     batches = detection_batches()
-    found = Judge(model, criterion, None, precision, CPU).judge(Feed(batches, CPU))
+    found = Evaluator(model, criterion, None, precision, CPU).evaluate(Feed(batches, CPU))
     assert weights == [8.0] * 4
     with torch.no_grad():
         want = torch.stack([model.eval()(inputs).mean() for inputs, _ in batches]).mean()

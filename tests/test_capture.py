@@ -242,7 +242,7 @@ def test_memory_that_runs_out_in_assembly_of_a_captured_run(store, pretend_captu
     loader = chunked(store)
     inject(monkeypatch, "assembly", fail_while_large(loader, 9))
     trainer, history = train_chunked(store, loader, capture="on")
-    assert trainer._window.footing.chunk_share == 0.6
+    assert trainer._update.level.chunk_share == 0.6
     assert history.losses == expected.losses
 
 

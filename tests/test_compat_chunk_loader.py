@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import stoker.compat.chunk_loader as door
 from stoker.compat.chunk_loader import ChunkDataLoader, samples_that_fit
 from stoker.errors import InputError, StoreError
-from stoker.loader.takes import AHEAD_BYTES
+from stoker.loader.small_fields import AHEAD_BYTES
 from stoker.plan import array_facts, make_plan
 from stoker.store.manifest import FieldInfo
 from stoker.units import GIB

@@ -490,12 +490,12 @@ def test_a_place_that_is_set_in_the_middle_ends_the_iteration(store, chunk_bytes
         next(iterator)
         state = loader.state_dict()
         loader.set_epoch(5)
-        with pytest.raises(InputError, match="its place was set"):
+        with pytest.raises(InputError, match="its position was set"):
             next(iterator)
         iterator = iter(loader)
         next(iterator)
         loader.load_state_dict(state)
-        with pytest.raises(InputError, match="its place was set"):
+        with pytest.raises(InputError, match="its position was set"):
             next(iterator)
 
 

@@ -151,7 +151,9 @@ def test_too_few_readings_say_nothing():
 
 
 @pytest.mark.parametrize(("misses", "tried"), [(0, [0, 1, 2]), (1, [0, 1, 2, 3, 4, 5])])
-def test_a_search_may_pass_over_one_rung_that_does_not_pay(misses, tried):
+def test_a_search_may_pass_over_one_level_that_does_not_pay(misses, tried):
     rates = [1.0, 2.0, 1.9, 3.0, 3.0, 3.0, 9.0]
-    found = climb(len(rates), 0, lambda rung: Outcome(rates[rung], True), 0.05, most_misses=misses)
+    found = climb(
+        len(rates), 0, lambda level: Outcome(rates[level], True), 0.05, most_misses=misses
+    )
     assert list(found) == tried

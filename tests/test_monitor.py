@@ -27,8 +27,8 @@ from stoker.cli.monitor import one_line, view
 from stoker.errors import InputError, StoreError
 from stoker.loader.loader import Loader
 from stoker.monitor import CSV_COLUMNS, CsvLog, Monitor
+from stoker.recipes.progress import RunProgress
 from stoker.recipes.run import run_recipe
-from stoker.recipes.watch import Watch
 from stoker.report import RunEnd, RunLog, Silent, read_run_log
 from stoker.runs.follow import LogTail, RunFollower
 from stoker.runs.reading import LOG_NAME, lock_holder
@@ -307,15 +307,15 @@ def test_what_lies_between_epochs_is_not_training():
     loader = SimpleNamespace(
         batch_size=4, samples=range(8), waited_seconds=0.0, device=device, epoch=0
     )
-    watch = Watch(Silent(), loader, epochs=1)  # type: ignore[arg-type]
-    watch.start("epoch 1", 2, "batches")
-    watch.advance()
-    assert watch.count().samples == 4
-    watch.advance()
-    done = watch.count()
+    progress = RunProgress(Silent(), loader, epochs=1)  # type: ignore[arg-type]
+    progress.start("epoch 1", 2, "batches")
+    progress.advance()
+    assert progress.count().samples == 4
+    progress.advance()
+    done = progress.count()
     time.sleep(0.02)
     loader.epoch = 1
-    assert watch.count() == done
+    assert progress.count() == done
     assert (done.samples, done.epoch) == (8, 0)
 
 

@@ -17,51 +17,51 @@ from stoker.errors import InputError, StoreError
 from stoker.store.remote_cache import user_cache_folder
 from stoker.train.oom import (
     Circumstances,
-    Footing,
+    MemoryLevel,
     Remembered,
     cut,
     exhausted,
     forget_frames,
     is_oom,
-    next_rung,
+    next_level,
     sign_model,
 )
 
-DOCUMENTED = Footing(batch_size=128, pass_size=128, chunk_share=0.75)
+DOCUMENTED = MemoryLevel(batch_size=128, pass_size=128, chunk_share=0.75)
 
 
-def descend(footing):
-    rungs = []
-    while (rung := next_rung(footing)) is not None:
-        rungs.append(rung)
-        footing = footing.on(rung)
-        assert len(rungs) < 100
-    return rungs, footing
+def descend(level):
+    levels = []
+    while (lower := next_level(level)) is not None:
+        levels.append(lower)
+        level = level.lowered_to(lower)
+        assert len(levels) < 100
+    return levels, level
 
 
 def test_the_documented_ladder():
-    rungs, last = descend(DOCUMENTED)
-    assert [(r.kind, r.chunk_share, r.pass_size, r.is_checkpointed) for r in rungs[:4]] == [
+    levels, last = descend(DOCUMENTED)
+    assert [(r.kind, r.chunk_share, r.pass_size, r.is_checkpointed) for r in levels[:4]] == [
         ("chunk share", 0.6, 128, False),
         ("batch", 0.6, 96, False),
         ("batch", 0.6, 64, False),
         ("activation checkpointing", 0.6, 64, True),
     ]
-    assert [rung.pass_size for rung in rungs[4:]] == [48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1]
+    assert [lower.pass_size for lower in levels[4:]] == [48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1]
     assert last == replace(DOCUMENTED, chunk_share=0.6, pass_size=1, is_checkpointed=True)
 
 
 def test_every_reason_says_what_changes_and_keeps_the_effective_batch():
-    rungs, _ = descend(replace(DOCUMENTED, accumulation_steps=2))
-    assert "75%" in rungs[0].reason
-    assert "60%" in rungs[0].reason
-    assert rungs[1].reason == (
+    levels, _ = descend(replace(DOCUMENTED, accumulation_steps=2))
+    assert "75%" in levels[0].reason
+    assert "60%" in levels[0].reason
+    assert levels[1].reason == (
         "128 samples at once, now 96: a batch goes through as 96 + 32, "
         "4 passes per update keep the effective batch at 256"
     )
-    assert "third more time" in rungs[3].reason
-    assert "24 + 24 + 24 + 24 + …" in rungs[6].reason
-    assert {rung.effective_batch for rung in rungs} == {256}
+    assert "third more time" in levels[3].reason
+    assert "24 + 24 + 24 + 24 + …" in levels[6].reason
+    assert {lower.effective_batch for lower in levels} == {256}
 
 
 @given(
@@ -71,37 +71,37 @@ def test_every_reason_says_what_changes_and_keeps_the_effective_batch():
     can=st.booleans(),
 )
 def test_the_ladder_ends_goes_down_only_and_loses_no_sample(batch, steps, share, can):
-    start = Footing(batch, batch, steps, share, can_checkpoint=can)
-    footing = start
-    while (rung := next_rung(footing)) is not None:
-        below = footing.on(rung)
-        assert below != footing
-        assert below.pass_size <= footing.pass_size
-        assert below.effective_batch == rung.effective_batch == batch * steps
-        assert rung.num_passes == steps * -(-batch // below.pass_size)
+    start = MemoryLevel(batch, batch, steps, share, can_checkpoint=can)
+    level = start
+    while (lower := next_level(level)) is not None:
+        below = level.lowered_to(lower)
+        assert below != level
+        assert below.pass_size <= level.pass_size
+        assert below.effective_batch == lower.effective_batch == batch * steps
+        assert lower.num_passes == steps * -(-batch // below.pass_size)
         assert sum(cut(batch, below.pass_size)) == batch
         assert max(cut(batch, below.pass_size)) == below.pass_size
-        footing = below
-    assert footing.pass_size == 1
-    assert footing.is_checkpointed == can
-    assert footing.chunk_share == (None if share is None else min(share, 0.6))
+        level = below
+    assert level.pass_size == 1
+    assert level.is_checkpointed == can
+    assert level.chunk_share == (None if share is None else min(share, 0.6))
 
 
 def test_without_blocks_to_recompute_the_batch_goes_on_down():
-    rungs, last = descend(Footing(8, 8, can_checkpoint=False))
-    assert [rung.pass_size for rung in rungs] == [6, 4, 3, 2, 1]
+    levels, last = descend(MemoryLevel(8, 8, can_checkpoint=False))
+    assert [lower.pass_size for lower in levels] == [6, 4, 3, 2, 1]
     assert "no block can be recomputed" in str(exhausted(last))
 
 
 @given(batch=st.integers(1, 300), share=st.none() | st.just(0.75), can=st.booleans())
 def test_a_batch_that_cannot_be_cut_is_never_cut(batch, share, can):
-    footing, kinds = Footing(batch, batch, 1, share, can_checkpoint=can), []
-    while (rung := next_rung(footing, can_cut=False)) is not None:
-        footing = footing.on(rung)
-        kinds.append(rung.kind)
-        assert footing.pass_size == batch
+    level, kinds = MemoryLevel(batch, batch, 1, share, can_checkpoint=can), []
+    while (lower := next_level(level, can_cut=False)) is not None:
+        level = level.lowered_to(lower)
+        kinds.append(lower.kind)
+        assert level.pass_size == batch
     assert kinds == ["chunk share"] * (share is not None) + ["activation checkpointing"] * can
-    error = exhausted(footing, can_cut=False)
+    error = exhausted(level, can_cut=False)
     assert (
         f"{batch} sample{'s' * (batch > 1)} at once, which cannot go through in parts"
         in error.given
@@ -128,7 +128,7 @@ def test_a_batch_is_cut_into_full_passes_and_a_rest(num_samples, pass_size):
 @pytest.mark.parametrize(("batch", "size", "steps"), [(8, 9, 1), (8, 0, 1), (8, 8, 0)])
 def test_an_impossible_footing_is_refused(batch, size, steps):
     with pytest.raises(InputError, match="pass_size is"):
-        Footing(batch, size, steps)
+        MemoryLevel(batch, size, steps)
 
 
 # -- is it? --------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ from run_makers import make_store
 from stoker.cli.main import app
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
-from stoker.train import launch, lookout
+from stoker.train import heartbeat, launch
 from stoker.train.batches import Feed
-from stoker.train.carry import Carry
 from stoker.train.ranks import RankLostError, Ranks, is_launched, meet, num_restarts
+from stoker.train.recurrent_state import RecurrentState
 from stoker.train.trainer import Trainer
 from training_makers import make_model, read_rows, write_dirty, write_rows
 
@@ -82,7 +82,7 @@ def two(folder):
     names = [
         "whole", "accumulated", "in parts", "stopped", "stopped time", "dirty", "unequal", "foreign",
         "disagree", "one fails", "tabular", "tabular in parts", "stateful", "massspec", "foreign windows",
-        "foreign goes on", "rolled back", "refused", "parts judged", "parts stopped", "lowest rung",
+        "foreign goes on", "rolled back", "refused", "parts evaluated", "parts stopped", "lowest level",
     ]  # fmt: skip
     return run(folder, 2, *names)
 
@@ -219,7 +219,7 @@ def test_what_ranks_cannot_share_is_refused_on_all(two):
 
 def test_a_model_in_parts_is_known_as_itself_whatever_was_done_last(two):
     for found in two:
-        assert found["parts judged"] == {
+        assert found["parts evaluated"] == {
             "was sharded": True,
             "is the same": True,
             "survives alone": False,
@@ -238,9 +238,9 @@ def test_a_run_in_parts_goes_on_whole_in_one_process(folder, two):
     )
 
 
-def test_all_ranks_stand_on_the_rung_of_the_lowest(two):
+def test_all_ranks_stand_on_the_level_of_the_lowest(two):
     for found in two:
-        assert found["lowest rung"] == (6, None, False)
+        assert found["lowest level"] == (6, None, False)
 
 
 def test_versions_that_differ_are_named(two):
@@ -400,11 +400,11 @@ class TwoStates:
 
 
 def test_carried_state_moves_with_its_rows():
-    carry = Carry(torch.device("cpu"), TwoStates())
+    recurrent = RecurrentState(torch.device("cpu"), TwoStates())
     saved = [{"rows": torch.full((3, 2), float(n)), "all": torch.ones(2)} for n in range(2)]
-    assert carry.part_of(saved, 1, 2) is saved[1]
+    assert recurrent.part_of(saved, 1, 2) is saved[1]
     for rank in range(4):
-        own = carry.part_of(saved, rank, 4)
+        own = recurrent.part_of(saved, rank, 4)
         assert own["rows"].tolist() == [[rank // 2]] * 3
         assert own["all"].tolist() == [1, 1]
 
@@ -445,7 +445,7 @@ def test_a_rank_that_does_not_come_is_named():
 
 
 class FakeStore:
-    """What the ranks' lookouts share."""
+    """What the ranks' heartbeats share."""
 
     def __init__(self):
         self.values: dict[str, bytes] = {}
@@ -465,16 +465,16 @@ class FakeStore:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Return what makes the lookouts of some ranks in one process, and what they have said at the end."""
+    """Return what makes the heartbeats of some ranks in one process, and what they have said at the end."""
     store, made, said = FakeStore(), [], {}
     base = type("Base", (), {"clone": lambda self: None})()
-    c10d = lookout.distributed.distributed_c10d
+    c10d = heartbeat.distributed.distributed_c10d
     monkeypatch.setattr(c10d, "_get_default_store", lambda: base)
     monkeypatch.setattr(c10d, "PrefixStore", lambda prefix, base: store)
-    monkeypatch.setattr(lookout.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(heartbeat.distributed, "barrier", lambda: None)
 
     def make(rank, world_size, stall_seconds):
-        found = lookout.Lookout(
+        found = heartbeat.Heartbeat(
             rank, world_size, stall_seconds, lambda words: said.update({rank: words})
         )
         made.append(found)
@@ -536,12 +536,12 @@ def test_ranks_that_move_are_left_alone(watch):
 def test_a_rank_that_leaves_word_is_quoted(watch):
     make, _ = watch
     first, second = (make(rank, 2, 30) for rank in range(2))
-    second.farewell("InputError: no such column")
-    (words,) = first.who_is_lost(5)
+    second.announce_exit("InputError: no such column")
+    (words,) = first.find_lost(5)
     assert words.startswith("rank 1 (")
     assert words.endswith("ended: InputError: no such column")
     first.mark("x")
-    assert second.who_is_lost(0.3) == []
+    assert second.find_lost(0.3) == []
 
 
 CONFIG = """

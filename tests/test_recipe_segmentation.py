@@ -16,7 +16,7 @@ from stoker.packing import PackOptions, pack
 from stoker.recipes.segmentation.metrics import (
     IGNORE,
     SegmentationMetrics,
-    judge,
+    compute_metrics,
     segmentation_loss,
 )
 from stoker.recipes.segmentation.network import (
@@ -279,7 +279,7 @@ def test_miou_and_accuracy_equal_a_count_by_hand(device, seed, num_classes):
 
 def test_metrics_of_nothing():
     assert SegmentationMetrics(3).compute() == {}
-    assert np.isnan(judge(np.zeros((3, 3), int))["miou"])
+    assert np.isnan(compute_metrics(np.zeros((3, 3), int))["miou"])
 
 
 def test_the_baseline_answers_the_commonest_training_class(store, job):

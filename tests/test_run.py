@@ -270,9 +270,9 @@ def test_augmentation_follows_the_config(stores, tmp_path):
 
 
 def test_loss_and_wait_are_shown_while_training(stores, tmp_path, monkeypatch):
-    from stoker.recipes import watch
+    from stoker.recipes import progress
 
-    monkeypatch.setattr(watch, "_SHOW_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_SHOW_SECONDS", 0.0)
     told = Told()
     settings = settings_for(
         "tabular", stores("tabular").path, tmp_path / "run", "training.read_every=2"

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stoker.errors import InputError
 from stoker.train.checkpoint import Checkpoints
-from stoker.train.fitness import check_skipping, check_steps
+from stoker.train.checks import check_skipping, check_steps
 from stoker.train.trainer import Trainer
 from test_trainer_edges import make
 from training_makers import make_model, read_rows, weights, write_rows

@@ -88,11 +88,11 @@ class Made:
     def __init__(self, rates: list[float], cap: int) -> None:
         self.rates, self.cap, self.asked = rates, cap, []
 
-    def __call__(self, rung: int) -> Outcome:
-        self.asked.append(rung)
-        if rung > self.cap:
+    def __call__(self, level: int) -> Outcome:
+        self.asked.append(level)
+        if level > self.cap:
             return Outcome(None, False, "out of memory")
-        return Outcome(self.rates[rung], True)
+        return Outcome(self.rates[level], True)
 
 
 rate_lists = st.lists(st.floats(1.0, 1e6), min_size=1, max_size=12)
@@ -159,8 +159,8 @@ def test_more_memory_never_means_a_smaller_batch_or_a_lower_rate(cost, configure
 def test_a_size_that_did_not_fit_or_may_not_be_taken_is_not_chosen():
     tried = {0: Outcome(10.0, True), 1: Outcome(20.0, True), 2: Outcome(40.0, False, "too big")}
     assert choose(tried, 0) == 1
-    assert choose(tried, 0, allowed=lambda rung: rung == 0) == 0
-    assert choose(tried, 0, allowed=lambda rung: rung == 2) is None
+    assert choose(tried, 0, allowed=lambda level: level == 0) == 0
+    assert choose(tried, 0, allowed=lambda level: level == 2) is None
     assert choose({0: Outcome(100.0, True), 1: Outcome(101.9, True)}, 0) == 0
 
 

@@ -36,11 +36,11 @@ def decide(rank: int, folder: str, results) -> None:
     )
     caps, factor = (5, 3)[rank], (1.0, 3.0)[rank]
 
-    def measure(rung: int) -> Outcome:
+    def measure(level: int) -> Outcome:
         own = (
             Outcome(None, False, "out of memory")
-            if rung > caps
-            else Outcome(factor * 2**rung, True)
+            if level > caps
+            else Outcome(factor * 2**level, True)
         )
         return agree(own)
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.augment import dice, fused, guard
+from stoker.augment import fused, guard, philox
 from stoker.augment.compose import Compose
 from stoker.augment.definition import Program
 from stoker.augment.geometry import (
@@ -66,7 +66,7 @@ def make_masks(shape, dtype=torch.int64, seed=1):
 def drawn(ops, size, channels, batch, ignore_index=255, seed=3):
     """A program and a table drawn by the reference."""
     tape = encode_tape(ops, size)
-    table = TorchBackend().draw(tape, dice.make_counter(seed), batch)
+    table = TorchBackend().draw(tape, philox.make_counter(seed), batch)
     return make_program(ops, size, channels, ignore_index), table
 
 
@@ -169,7 +169,7 @@ def drawn_twice(ops, size, counter, batch):
     [(0, 0, 0, 0, 1), (-5, 3, 7, 3, 9), ((1 << 63) + 12345, 9, 2**31 + 5, 65535, 300)],
 )
 def test_the_table_is_the_references(seed, epoch, step, stream, batch):
-    counter = dice.make_counter(seed, epoch, step, stream)
+    counter = philox.make_counter(seed, epoch, step, stream)
     actual, expected = drawn_twice(EVERYTHING, (29, 33), counter, batch)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     whole = [11, 12, 13, 14, 15]
@@ -179,9 +179,9 @@ def test_the_table_is_the_references(seed, epoch, step, stream, batch):
 @pytest.mark.parametrize("batch", [1, 31, 257])
 def test_uniforms_are_bit_equal(batch):
     # A factor from 0 to 1 is the uniform itself: u1, u2 and u3 stand in the table.
-    counter = dice.make_counter(2**64 - 3, 5, 11, 7)
+    counter = philox.make_counter(2**64 - 3, 5, 11, 7)
     unit = [ColorJitter((0.0, 1.0), (0.0, 1.0), (0.0, 1.0), 0.0, p=1.0)]
-    uniforms = dice.uniforms(counter, batch, 1)
+    uniforms = philox.uniforms(counter, batch, 1)
     actual, _ = drawn_twice(unit, (8, 8), counter, batch)
     assert torch.equal(actual[:, 6:9], uniforms[:, 0, 1:4])
 
@@ -189,19 +189,19 @@ def test_uniforms_are_bit_equal(batch):
 @pytest.mark.parametrize("p", [0.0, 1.0])
 def test_gates_of_0_and_1_are_exact(p):
     ops = [RandomHorizontalFlip(p), RandomErasing(p)]
-    actual, expected = drawn_twice(ops, (16, 24), dice.make_counter(1), 64)
+    actual, expected = drawn_twice(ops, (16, 24), philox.make_counter(1), 64)
     assert torch.equal(actual, expected)
     assert bool((actual[:, 0] == (-1.0 if p else 1.0)).all())
 
 
 def test_an_empty_tape_changes_nothing_but_the_step():
-    actual, expected = drawn_twice([], (8, 8), dice.make_counter(1), 5)
+    actual, expected = drawn_twice([], (8, 8), philox.make_counter(1), 5)
     assert torch.equal(actual, expected)
 
 
 def test_quarter_turns_are_drawn_exactly():
     ops = [RandomRotation((90.0, 90.0))]
-    actual, _ = drawn_twice(ops, (15, 15), dice.make_counter(4), 3)
+    actual, _ = drawn_twice(ops, (15, 15), philox.make_counter(4), 3)
     assert torch.equal(actual[0, :6], torch.tensor([0.0, -1.0, 14.0, 1.0, 0.0, 0.0]))
 
 
@@ -615,7 +615,7 @@ def test_a_captured_graph_draws_anew_and_reads_new_images():
     size, batch = (64, 48), 6
     ops = [RandomRotation(30), ColorJitter(0.3, 0.3, 0.3, 0.1), GaussianBlur(3), IMAGENET]
     program, tape = make_program(ops, size, 3), encode_tape(ops, size).to(DEVICE)
-    counter = dice.make_counter(5).to(DEVICE)
+    counter = philox.make_counter(5).to(DEVICE)
     images = make_images((batch, 3, *size)).to(DEVICE)
     backend = fused.FusedBackend()
     backend.apply(images, None, None, backend.draw(tape, counter, batch), program, None)
@@ -623,7 +623,7 @@ def test_a_captured_graph_draws_anew_and_reads_new_images():
     with torch.cuda.graph(graph):
         table = backend.draw(tape, counter, batch)
         result, _ = backend.apply(images, None, None, table, program, None)
-    reference = dice.make_counter(5, step=1)
+    reference = philox.make_counter(5, step=1)
     for seed in (10, 11, 12):
         images.copy_(make_images((batch, 3, *size), seed=seed))
         graph.replay()

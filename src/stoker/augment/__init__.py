@@ -1,7 +1,7 @@
 """Augmentation on the device: drawn per sample, applied in one pass over memory.
 
 Enters: batches of images, masks, boxes, keypoints. Leaves: the same, augmented, on the same device.
-Files: `ops.py` (and `definition.py`, `geometry.py`) what can be asked for, `dice.py` and `draw.py`
+Files: `ops.py` (and `definition.py`, `geometry.py`) what can be asked for, `philox.py` and `draw.py`
 what each sample gets, `reference.py` what it means in torch, `fused.py` the same in one Triton
 kernel, `compose.py` all of it together, `mixing.py` MixUp and CutMix, `presets.py`
 ready lists of ops, `schedule.py` stages over epochs, `guard.py` what may enter.

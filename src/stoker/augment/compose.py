@@ -18,7 +18,7 @@ from typing import Any, Protocol, overload
 
 import torch
 
-from stoker.augment import dice, guard
+from stoker.augment import guard, philox
 from stoker.augment.definition import Op, Program, Size, check_size
 from stoker.augment.ops import check_order, encode_tape, make_program
 from stoker.augment.reference import TorchBackend, move_boxes, move_keypoints
@@ -101,7 +101,7 @@ class Compose:
         self.ignore_index = ignore_index
         self.backend = backend
         self.backend_reason = ""
-        self._position = dice.Position(seed, stream)
+        self._position = philox.Position(seed, stream)
         self._plans: dict[tuple[Size, int, torch.device], tuple[Program, Tensor]] = {}
         self._backends: dict[tuple[object, ...], tuple[Backend, str]] = {}
         self._flags: dict[torch.device, guard.FaultFlag] = {}
@@ -263,7 +263,7 @@ class Compose:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where `state_dict` was taken."""
-        self._position.write(dice.check_state(state))
+        self._position.write(philox.check_state(state))
 
     # -- inside ----------------------------------------------------------------------------------
 

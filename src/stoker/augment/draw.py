@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from stoker.augment.dice import advance, uniforms
 from stoker.augment.ops import TABLE_WIDTH, Opcode
+from stoker.augment.philox import advance, uniforms
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE, SIGMA, ERASE_X0 = 6, 7, 8, 9, 10, 11
 SNAP = 1e-6

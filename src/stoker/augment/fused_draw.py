@@ -28,7 +28,7 @@ ERASE = tl.constexpr(8.0)
 
 @triton.jit
 def _uniforms(seed, lanes, block, step, epoch):
-    """Return four uniforms in [0, 1) per lane: the same bits as `stoker.augment.dice`."""
+    """Return four uniforms in [0, 1) per lane: the same bits as `stoker.augment.philox`."""
     same = lanes * 0
     x0, x1, x2, x3 = tl.philox(seed, lanes, same + block, same + step, same + epoch)
     return _unit(x0), _unit(x1), _unit(x2), _unit(x3)

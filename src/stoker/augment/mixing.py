@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from stoker.augment import dice
+from stoker.augment import philox
 from stoker.augment.definition import check_number
 from stoker.errors import InputError
 
@@ -42,7 +42,7 @@ class _Mixer:
         if not isinstance(stream, int) or not 0 <= stream < _MOST_STREAMS:
             raise InputError(f"stream is {stream!r}.", f"0 to {_MOST_STREAMS - 1}", "stream=rank")
         self.num_classes = num_classes
-        self._position = dice.Position(seed, self._first_stream + stream)
+        self._position = philox.Position(seed, self._first_stream + stream)
         self._quantiles: dict[torch.device, Tensor] = {}
         self._looked = False
 
@@ -61,8 +61,8 @@ class _Mixer:
                 quantiles = torch.from_numpy(beta_quantiles(self.alpha)).float()
                 self._quantiles[device] = quantiles.to(device)
         quantiles, counter = self._quantiles[device], self._position.on(device)
-        drawn = dice.uniforms(counter, batch, 1)[:, 0]
-        dice.advance(counter)
+        drawn = philox.uniforms(counter, batch, 1)[:, 0]
+        philox.advance(counter)
         place = drawn[:, 1] * (TABLE_POINTS - 1)
         low = place.floor()
         index = low.to(torch.int64)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stoker.augment.compose import Compose, Params
-from stoker.augment.dice import check_state, make_counter
+from stoker.augment.philox import check_state, make_counter
 from stoker.errors import InputError
 
 Tensor = torch.Tensor

@@ -1,4 +1,4 @@
-"""`ChunkDataLoader`: the documented chunk loader (S0-3 to S0-7), a door to `Loader`.
+"""`ChunkDataLoader`: the documented chunk loader (S0-3 to S0-7), an adapter of `Loader`.
 
 Enters: an HDF5 file with `features` and `targets`. Leaves: `(features, targets)` on the device, batch
 after batch. Costs: at most `chunk_size_gb` on the device, whatever the file's size and however long a

@@ -164,7 +164,7 @@ class Settings:
         checkpoint_every_steps: 0 is never.
         tensorboard: Write scalars for TensorBoard.
         activation_checkpointing: Recompute activations in the backward pass.
-        survive_oom: Climb down the ladder when memory runs out.
+        survive_oom: Repeat the update with less memory when the device runs out of it.
         parallel: With several ranks, the whole model on each or a part of it.
         stall_seconds: With several ranks, how long none may move.
         learning_rate: Of the optimizer.

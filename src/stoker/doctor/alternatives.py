@@ -140,15 +140,15 @@ def find_knee(
     sizes = [batch, *(size for size in doublings if size <= most)]
     tried: list[tuple[int, float]] = []
 
-    def try_rung(rung: int) -> search.Outcome:
-        took = measure(sizes[rung]) if rung else seconds
+    def try_level(level: int) -> search.Outcome:
+        took = measure(sizes[level]) if level else seconds
         if took is None:
             return search.Outcome(None, False)
-        if rung:
-            tried.append((sizes[rung], took))
-        return search.Outcome(sizes[rung] / max(took, 1e-12), True)
+        if level:
+            tried.append((sizes[level], took))
+        return search.Outcome(sizes[level] / max(took, 1e-12), True)
 
-    outcomes = search.climb(len(sizes), 0, try_rung, BATCH_GAIN - 1, most_misses=1)
+    outcomes = search.climb(len(sizes), 0, try_level, BATCH_GAIN - 1, most_misses=1)
     knee = search.choose(outcomes, 0, least_gain=1 / NEAR_BEST - 1)
     return tried, sizes[knee] if knee else None
 

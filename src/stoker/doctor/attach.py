@@ -1,12 +1,16 @@
-"""Running somebody's script with a probe inside it.
+"""Run a user's script with the probe inside it.
 
-Enters: a command line. Leaves: its exit code, untouched, and `Measurements`. Costs what the script costs,
-and 0.1 to 0.25 ms more per step.
+Enters: a command line. Leaves: its own exit code and `Measurements`. Costs the script's time, and 0.1 to 0.25 ms
+more per step.
 
-The probe (`probe/`) reaches every Python process of the command through the environment: the folder
-`probe/entry` stands first on its path. stdin, stdout, stderr, the working directory and the process group
-stay the caller's; the command is ended by the doctor only when it was given a number of steps or seconds, or
-when the doctor itself is ended: a script must not go on behind the back of who started it.
+The probe (`probe/`) gets into every Python process of the command through the environment: the folder
+`probe/entry` is first on its path. stdin, stdout, stderr, the working directory and the process group stay the
+caller's.
+
+Success: the script ends by itself, and its exit code is returned. Limit: after the given steps or seconds the
+script and all its processes are ended, asked first, then killed. Ctrl-C: the terminal interrupts the script too;
+it gets five seconds to end in its own way, and a second Ctrl-C kills it. SIGTERM to the doctor, or any error
+here: the script is ended, so that it never outlives the doctor.
 """
 
 from __future__ import annotations
@@ -42,13 +46,13 @@ _GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Attached:
-    """What came of a script.
+    """The result of a script.
 
     Attributes:
         exit_code: The script's own, negative for a signal; None when the doctor ended it.
         stopped: Why the doctor ended it: "steps", "seconds", "interrupt" (Ctrl-C) or "termination" (SIGTERM to the
             doctor); "" when it ended by itself.
-        measurements: What was seen.
+        measurements: From the probe's files.
     """
 
     exit_code: int | None
@@ -65,14 +69,14 @@ def run_script(
     cwd: str | Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Attached:
-    """Run `command` (such as ["python", "train.py"]) to its end, or for so many steps or seconds.
+    """Run `command` (such as ["python", "train.py"]) to its end, or for a number of steps or seconds.
 
     Args:
         command: As typed after `--`. stdin, stdout and stderr are the caller's.
-        steps: End the script after so many optimizer updates past warm-up; None lets it finish.
-        seconds: End it after so many seconds.
-        loader_arguments: Arguments to force on every DataLoader the script makes, to try a remedy.
-        cwd: Where to run it; None is here.
+        steps: End the script after this many optimizer updates past the warm-up; None lets it finish.
+        seconds: End it after this many seconds.
+        loader_arguments: Arguments to force on every DataLoader of the script, to try a remedy.
+        cwd: Working directory; None is the current one.
         environment: Variables to run it with; None is this process's own.
 
     Raises:
@@ -130,7 +134,7 @@ def probe_variables(
     steps: int | None = None,
     loader_arguments: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Return the environment that carries the probe into every Python process; `folder` gets its files."""
+    """Return the environment with which every Python process starts the probe; `folder` gets its files."""
     variables = {n: value for n, value in environment.items() if not n.startswith("STOKER_DOCTOR_")}
     path = [str(_ENTRY), *filter(None, [variables.get("PYTHONPATH", "")])]
     variables["PYTHONPATH"] = os.pathsep.join(path)
@@ -158,12 +162,12 @@ def _start(
         ) from error
 
 
-# -- waiting for it, ending it ---------------------------------------------------------------------
+# -- waiting for the script, ending it ---------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _until_terminated() -> Iterator[threading.Event]:
-    """Give an event that SIGTERM sets; only the main thread can listen for one."""
+    """Context with an event that SIGTERM sets; outside of the main thread it is never set."""
     told = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield told
@@ -182,7 +186,7 @@ def _watch(
     seconds: float | None,
     terminated: threading.Event,
 ) -> str:
-    """Wait for the end; return why the doctor ended the script, "" when it ended by itself."""
+    """Wait for the script; return why the doctor ended it, "" if it ended by itself."""
     deadline = None if seconds is None else time.monotonic() + seconds
     try:
         while True:
@@ -193,7 +197,7 @@ def _watch(
                 end(process)
                 return "termination"
             if steps is not None and any(folder.glob("*.done")):
-                # The other ranks of a data-parallel job stop by themselves at the same step.
+                # Give the other ranks of a data-parallel job time to reach the same step and write.
                 time.sleep(_POLL_SECONDS * 4)
                 end(process)
                 return "steps"
@@ -212,7 +216,7 @@ def _watch(
 
 
 def _give_way(process: subprocess.Popen[bytes]) -> None:
-    """End a script after Ctrl-C: in its own way, since a terminal interrupts it too; a second one kills it."""
+    """Let a script end after Ctrl-C, which it gets from the terminal too; a second Ctrl-C kills it."""
     family = _family(process.pid)
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -224,7 +228,7 @@ def _give_way(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes], family: Sequence[psutil.Process]) -> None:
-    """Kill a script and the processes it has started, without asking."""
+    """Kill a script and the processes that it has started."""
     process.kill()
     for one in family:
         with contextlib.suppress(psutil.Error):
@@ -233,7 +237,7 @@ def _kill(process: subprocess.Popen[bytes], family: Sequence[psutil.Process]) ->
 
 
 def _ask_for_last_words(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Let the probe write what it has, unless the script does not even let its threads run."""
+    """Ask the probe to write its last lines, and wait for it up to 1.5 s: the script may block all threads."""
     (folder / "stop").touch()
     deadline = time.monotonic() + _LAST_WORDS_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
@@ -243,7 +247,7 @@ def _ask_for_last_words(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a script and every process it has started: asked first, the script before its workers."""
+    """End a script and every process that it has started: SIGTERM, the script first, then SIGKILL."""
     family = _family(process.pid)
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -269,7 +273,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Return whether a process still runs; one that nobody has buried yet does not."""
+    """Return whether a process still runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -277,7 +281,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def machine_facts() -> MachineFacts:
-    """Return what the rules need to know of this machine."""
+    """Return the facts of this machine that the rules use."""
     found = probe()
     return MachineFacts(
         cores=found.cores_usable,

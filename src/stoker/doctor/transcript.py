@@ -151,10 +151,10 @@ class Rhythm:
         return Spread.of(statistics.fmean(map(seconds, group)) for group in self.groups)
 
 
-def worker_shares(crew: Sequence[Process]) -> dict[int, float]:
+def worker_shares(workers: Sequence[Process]) -> dict[int, float]:
     """Return the share of a core that each worker kept busy, by its number; started again it is the same."""
     spent: dict[int, list[float]] = {}
-    for one in crew:
+    for one in workers:
         cpu = one.state.get("cpu")
         if cpu and cpu[1] > 0:
             known = spent.setdefault(one.state["worker_id"], [0.0, 0.0])
@@ -186,15 +186,15 @@ class Clock:
         if not cpu or busy is None or seconds <= 0:
             return cls()
         _, number = usual_rows(process)
-        crew: list[Process] = []
+        workers: list[Process] = []
         rest = 0.0
         for one in processes:
             if one.state.get("role") == "worker" and one.state.get("loader_id") == number:
-                crew.append(one)
+                workers.append(one)
             elif one.state.get("cpu"):
                 rest += one.state["cpu"][0]
         # Workers tell of themselves now and then, and are told to end without a word: their share counts.
-        loading = sum(worker_shares(crew).values()) * cpu[1]
+        loading = sum(worker_shares(workers).values()) * cpu[1]
         script = loading + rest
         thread = sum(row.cpu for row in process.rows) / seconds * cpu[1]
         outside, others = max(0.0, busy - script), max(loading, script - thread)

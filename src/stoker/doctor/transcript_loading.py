@@ -44,17 +44,17 @@ def read_loader(
     facts = facts_of(main, number)
     if facts is None:
         return None
-    crew = loading_processes(main, processes, number, facts["workers"])
+    workers = loading_processes(main, processes, number, facts["workers"])
     fetches = [
         fetch
-        for one in crew
+        for one in workers
         for fetch in one.fetches[_WARM_FETCHES:] or one.fetches
         if fetch.loader == number
     ]
     wall = sum(fetch.seconds for fetch in fetches)
     ran = sum(max(0.0, fetch.seconds - fetch.delay) for fetch in fetches)
     idle = sum(max(0.0, fetch.seconds - fetch.cpu - fetch.delay) for fetch in fetches)
-    lines = sum((Counter(one.state["lines"]) for one in crew), Counter[str]())
+    lines = sum((Counter(one.state["lines"]) for one in workers), Counter[str]())
     seen, looks = (lines.most_common(1) or [(None, 0)])[0], max(1, lines.total())
     batches = sum(row.batches for row in rows)
     clock = Clock.of(main, processes)
@@ -70,14 +70,14 @@ def read_loader(
         persistent_workers=facts["persistent_workers"],
         prefetch_factor=facts["prefetch_factor"],
         start_method=facts["start_method"],
-        work=_work(crew, fetches),
+        work=_work(workers, fetches),
         alone_seconds=Spread.of(fetch.seconds - fetch.delay for fetch in fetches),
         sample_seconds=Spread.of(fetch.sample for fetch in fetches if fetch.sample is not None),
         # Seconds queued for a core are the machine's affair: they are neither work nor waiting.
         blocked_share=idle / ran if ran > 0 else None,
         queued_share=1 - ran / wall if wall > 0 else None,
         crowding_share=sum(map(clock.crowding, rows)) / steps if steps > 0 else None,
-        worker_cpu_shares=tuple(worker_shares(crew if facts["workers"] else []).values()),
+        worker_cpu_shares=tuple(worker_shares(workers if facts["workers"] else []).values()),
         main_cpu_share=cpu[0] / cpu[1] if cpu and cpu[1] > 0 else None,
         epoch_starts=starts,
         epoch_start_seconds=start_seconds,
@@ -92,14 +92,14 @@ def read_loader(
     )
 
 
-def _work(crew: Sequence[Process], fetches: Sequence[Fetch]) -> LoaderWork:
+def _work(workers: Sequence[Process], fetches: Sequence[Fetch]) -> LoaderWork:
     """Split the usual batch: collating by the clock, the rest by what was seen being done."""
     if not fetches:
         return LoaderWork()
     whole = statistics.median(fetch.seconds - fetch.delay for fetch in fetches)
     collate_share = sum(f.collate for f in fetches) / max(1e-9, sum(f.seconds for f in fetches))
     collate, dataset = whole * collate_share, whole * (1 - collate_share)
-    seen = sum((Counter(one.state["doing"]) for one in crew), Counter[str]())
+    seen = sum((Counter(one.state["doing"]) for one in workers), Counter[str]())
     looks = seen.total()
     if looks < 5:
         return LoaderWork(collate=collate, other=dataset)
@@ -133,12 +133,12 @@ def read_hdf5(
     facts = facts_of(main, number)
     if facts is None:
         return ()
-    crew = loading_processes(main, processes, number, facts["workers"])
-    num_fetches = max(1, sum(one.state["num_fetches"] for one in crew))
-    fetches = [fetch for one in crew for fetch in one.fetches]
+    workers = loading_processes(main, processes, number, facts["workers"])
+    num_fetches = max(1, sum(one.state["num_fetches"] for one in workers))
+    fetches = [fetch for one in workers for fetch in one.fetches]
     on_core = 1 - sum(f.delay for f in fetches) / max(1e-9, sum(f.seconds for f in fetches))
     together: dict[str, dict[str, Any]] = {}
-    for one in crew:
+    for one in workers:
         for data in one.state["hdf5"]:
             known = together.setdefault(
                 data["name"],

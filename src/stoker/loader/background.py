@@ -1,7 +1,10 @@
-"""A thread that works ahead of its consumer, and ends when it should.
+"""Background threads: one that works ahead of its consumer, and the end of all of them.
 
-Enters: a function that makes the next result. Leaves: its results, in order, made before they are
-asked for. Costs: one thread and `ahead` results in memory.
+Enters: a function that makes the next result. Leaves: its results, in order, made before they are asked for.
+Costs: one thread and `ahead` results in memory.
+
+Every thread of the loader is ended in one of three ways: by its owner's `close`, by the janitor thread after its
+owner was garbage collected, or before the interpreter shuts down.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ T = TypeVar("T")
 
 
 class Stoppable(Protocol):
-    """A thread of the loader's, or what owns one."""
+    """A thread of the loader, or an object that owns one."""
 
     def stop(self) -> None:
         """End it."""
@@ -37,10 +40,11 @@ _running: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 
 
 def stop_at_exit(thread: Stoppable) -> None:
-    """Have a thread ended before the interpreter goes down, which may abort the process otherwise.
+    """Register a thread to be ended before the interpreter shuts down.
 
-    A daemon thread that wants the interpreter's lock then is made to exit where it stands; inside torch's C++
-    (freeing a tensor is enough) that ends the whole process, with exit code 134, after all work is done.
+    A daemon thread that asks for the interpreter's lock during shutdown is made to exit on the spot. Inside
+    torch's C++ code (freeing a tensor is enough) that aborts the whole process, with exit code 134, although
+    all work is done.
     """
     _running.add(thread)
 
@@ -48,9 +52,9 @@ def stop_at_exit(thread: Stoppable) -> None:
 class Background(Generic[T]):
     """Calls `pull` in a thread, at most `ahead` results before they are asked for.
 
-    Success: results in order, then StopIteration. Failure: `pull`'s error behind the results before
-    it, with its traceback; nothing after. Stop: the thread ends after the `pull` under way, and lets
-    go of `pull` itself. The thread starts with the first `take`.
+    Success: results in order, then StopIteration. Failure: the results before `pull`'s error, then the error
+    with its traceback, then StopIteration. Stop: the thread ends after the current call of `pull` and drops its
+    reference to it; results that were not taken are dropped. The thread starts with the first `take`.
     """
 
     def __init__(
@@ -67,11 +71,13 @@ class Background(Generic[T]):
         self._error: BaseException | None = None
         self._ended = False
         self.stopped = False
-        self._changed = threading.Condition()  # over an RLock: a finalizer may come in between
+        self._changed = (
+            threading.Condition()
+        )  # its lock is reentrant: a finalizer may call `stop` anywhere
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def take(self) -> T:
-        """Return the next result; blocks until it is there."""
+        """Return the next result; blocks until there is one."""
         with self._changed:
             if self._thread.ident is None and not self.stopped:
                 stop_at_exit(self)
@@ -102,7 +108,7 @@ class Background(Generic[T]):
                 self._pull = None
 
     def join(self, seconds: float) -> bool:
-        """Wait for the thread; True when it has ended or never began."""
+        """Wait for the thread; True if it has ended or never started."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             with self._changed:
                 self._changed.wait_for(lambda: self._ended, seconds)
@@ -138,10 +144,10 @@ class Background(Generic[T]):
 
 
 class _Janitor:
-    """Ends what finalizers may not end themselves.
+    """A thread that does the waiting for finalizers.
 
-    A finalizer runs in any thread, under any lock: it may not wait, nor take a lock that is not
-    reentrant. `SimpleQueue.put` is made for it; this thread does the waiting.
+    A finalizer runs in any thread, under any lock: it must not wait, nor take a lock that is not reentrant.
+    `SimpleQueue.put` is safe there; this thread then calls what was handed over.
     """
 
     def __init__(self) -> None:
@@ -151,25 +157,27 @@ class _Janitor:
         self._process = -1
 
     def start(self) -> None:
-        """Make sure that there is a thread in this process."""
+        """Start the thread in this process; does nothing if it runs."""
         if self._process != os.getpid():
             if self._process != -1:
-                # After a fork: what the parent has handed over is its own, and has no threads here. Kept, since
-                # freeing a CUDA event in a child aborts it.
+                # After a fork: what the parent handed over belongs to the parent. The queue is kept, because
+                # freeing a CUDA event in a forked child aborts it.
                 self._parents, self._dropped = self._dropped, queue.SimpleQueue()
             self._process = os.getpid()
             self._thread = threading.Thread(target=self._run, name="stoker-janitor", daemon=True)
             self._thread.start()
 
     def hand_over(self, end: Callable[[], None]) -> None:
-        """Have `end` called soon, by the janitor."""
+        """Call `end` soon, in the janitor's thread. Never blocks; safe in a finalizer."""
         self._dropped.put(end)
 
     def finish(self, seconds: float) -> None:
-        """Do what was handed over, then end; what comes later is left to the end of the process."""
+        """Call what was handed over, then end the thread. Later calls are left to the end of the process."""
         if self._thread is not None and self._process == os.getpid():
             self._dropped.put(None)
-            with contextlib.suppress(RuntimeError):  # an interrupt broke its start
+            with contextlib.suppress(
+                RuntimeError
+            ):  # an interrupt came in the middle of Thread.start
                 self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -197,11 +205,11 @@ def _end_threads() -> None:
     JANITOR.finish(_FINISH_SECONDS)
 
 
-# Executors wait for all their tasks before `atexit`: a whole dataset may be waiting to be read. What is
-# registered later runs first, so theirs must be there.
+# Executors wait for all their tasks before `atexit` runs: a whole dataset may be queued. Functions registered
+# later run first, so the executors' function must be registered before ours.
 importlib.import_module("concurrent.futures.thread")
 getattr(threading, "_register_atexit", atexit.register)(_stop_threads)
 
 
-# A forked child has none of the threads, and may find their locks taken.
+# A forked child has none of the threads, and their locks may be taken.
 os.register_at_fork(after_in_child=_running.clear)

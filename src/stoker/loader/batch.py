@@ -1,7 +1,7 @@
-"""What a loader hands out: batches, and the indices that batches are assembled from.
+"""A loader's results: batches, and the indices that batches are assembled from.
 
-Enters: tensors by name and where they come from, from the loader. Leaves: `Batch` for training loops,
-`IndexBatch` for who assembles on the device, in a CUDA graph say. Costs: nothing is copied.
+Enters: tensors by name and the samples that they hold. Leaves: `Batch` for training loops, `IndexBatch` for
+callers that assemble batches themselves, for example in a CUDA graph. Costs: nothing is copied.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from stoker.store.fields import Array
 class Batch(dict[str, torch.Tensor]):
     """Tensors on the device by name, and which samples they are.
 
-    They are yours to change, but small ones lie beside those of other batches in one storage, and large ones
-    on the host cannot be resized: `clone` what you keep for long, save, resize or send to another process.
+    They may be changed in place. Small tensors share one storage with those of other batches, and large ones
+    on the host cannot be resized: `clone` a tensor before keeping it for long, saving or resizing it, or
+    sending it to another process.
 
     Attributes:
         step: Number of the batch in its epoch.
-        positions: Places in the loader's list of samples, in row order; -1 for a lane that has ended.
+        positions: Positions in the loader's list of samples, in row order; -1 for a lane that has ended.
         reset: Lanes only: rows whose recurrent state must be reset, on the device.
         valid: Lanes only: rows that hold a sample (a lane that has ended does not).
     """
@@ -55,7 +56,7 @@ class Batch(dict[str, torch.Tensor]):
 
     @property
     def num_together(self) -> int:
-        """Samples of this step over all ranks; its own where there is one rank."""
+        """Samples of this step over all ranks."""
         own = self._num_together
         return int((self.positions >= 0).sum()) if own is None else own
 
@@ -65,7 +66,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 class IndexTable:
-    """The indices of many batches, cut batch by batch: all at once, which costs the host least.
+    """The indices of many batches. They are split with one call for all batches, which is fastest.
 
     Args:
         indices: `(rows, samples)` int64 on the device.
@@ -89,21 +90,21 @@ class IndexTable:
         return parts
 
     def rows_of(self, first: int, last: int) -> Sequence[torch.Tensor]:
-        """Row by row the indices of batches `first` to `last`, one after the other."""
+        """Return, row by row, the concatenated indices of batches `first` to `last`."""
         start = sum(self.sizes[:first])
         return self._indices[:, start : start + sum(self.sizes[first:last])].unbind(0)
 
 
 @dataclass(slots=True, eq=False)
 class IndexBatch:
-    """What one batch is assembled from.
+    """The indices of one batch.
 
     Attributes:
-        table: Holds its indices and those of batches beside it.
-        number: Which of the table's batches it is.
-        totals: Ragged field to its number of values in the batch, known to the host.
-        planned: The batch as the order planned it.
-        ring_number: Which of the loader's rings the indices point into; see `Loader.shrink`.
+        table: Its indices and those of its neighbours.
+        number: Of the batch in the table.
+        totals: From a ragged field to its number of values in the batch.
+        planned: The batch in the epoch's order.
+        ring_number: Number of the loader's ring that the indices refer to; see `Loader.shrink`.
     """
 
     table: IndexTable

@@ -1,7 +1,7 @@
-"""The epochs of an order: blocks of chunks, one dealt permutation, lanes; whole, or what is left of one.
+"""The three kinds of epoch: blocks of chunks, one permutation of all samples, and lanes; whole or partial.
 
-Enters: an `Order` and the number of an epoch; for a rest also its first step and what is left. Leaves:
-the batches of one rank and the chunks they need. Costs: see `order.py`, which says who gets what.
+Enters: an `Order` and the number of an epoch; for a partial epoch also its first step and the remaining
+samples. Leaves: the batches of one rank and the chunks that they need. Costs and rules: see `order.py`.
 No torch.
 """
 
@@ -22,7 +22,7 @@ from stoker.store.fields import Array, offsets_of
 
 _CHUNK_ORDER, _WITHIN, _EVERYTHING, _REST = range(4)
 _PIECE = 1 << 20
-"""Positions that a digest takes at once: 8 MB."""
+"""Positions per call when a digest is computed: 8 MB."""
 
 _Take = Callable[[int, int], Array]
 
@@ -38,9 +38,9 @@ def begin_epoch(order: Order, epoch: int) -> EpochOrder:
 
 @dataclass(frozen=True)
 class _Block:
-    """What one rank has of the sequence: parts of chunks, one after the other.
+    """One rank's block of the sequence: parts of chunks, one after the other.
 
-    `starts` and `stops` are places in the sequence's list of positions, `offsets` in the block.
+    `starts` and `stops` are indices into the sequence's list of positions, `offsets` into the block.
     """
 
     chunks: Array
@@ -96,7 +96,7 @@ class BlockEpoch(EpochOrder):
         return _Block(chunks, np.maximum(begins, first) + shift, np.minimum(ends, last) + shift)
 
     def _sample(self, step: int, count: int | None = None) -> int:
-        """First sample of a step in a block of `count` samples, by default the own one."""
+        """Return the first sample of a step in a block of `count` samples; this rank's block by default."""
         count = self._num_own if count is None else count
         done, batch = step - self.first_step, self.order.batch_size
         return _first_of_step(done, self._num_steps, count, batch, 1)
@@ -110,29 +110,29 @@ class BlockEpoch(EpochOrder):
         )
 
     def _at(self, low: int, high: int) -> Array:
-        """Return the positions at these places of the list that the edges divide."""
+        """Return positions `low` to `high` of the list that the edges divide."""
         return np.arange(low, high)
 
     def _shuffled(self, start: int, rows: Array) -> Array:
-        """Return the positions at the places `start` + rows; may write to the rows."""
+        """Return the positions at `start` + rows of that list; may overwrite the rows."""
         rows += start
         return rows
 
     def _bounds(self, lows: Array, highs: Array) -> tuple[Array, Array]:
-        """Return ranges of positions for ranges of places."""
+        """Return ranges of positions for ranges of that list."""
         return lows, highs
 
     def _chosen(self, places: PositionSet, parts: Sequence[Part]) -> PositionSet:
-        """Return the positions at places, and the parts beside them."""
+        """Return the positions at ranges of that list, together with parts of chunks."""
         return PositionSet(places.starts, places.stops, tuple(parts))
 
     def _key(self, chunk: int, start: int) -> tuple[int, ...]:
-        """What the order within a part of a chunk is drawn from."""
+        """Return the key that the order within a part of a chunk is drawn from."""
         rest = (_REST, self.first_step) if self.first_step else (_WITHIN,)
         return *rest, chunk, start
 
     def _taker(self, block: _Block, part: int) -> _Take:
-        """Return what gives samples i to j of a part; it holds the part's permutation, if any."""
+        """Return a function for samples i to j of a part; it keeps the part's permutation, if there is one."""
         start = int(block.starts[part])
         if self.order.mode != "shuffled":
             return lambda low, high: self._at(start + low, start + high)
@@ -212,7 +212,7 @@ class BlockEpoch(EpochOrder):
         return self._chosen(whole, parts)
 
     def _second_half(self, block: _Block, part: int, sample: int) -> Part:
-        """Return what a part has from a sample of the block on; permuted when somebody asks."""
+        """Return the samples of a part from a given one on; permuted when they are first used."""
         base, end = (int(each) for each in block.offsets[part : part + 2])
         starts, stops = self._bounds(block.starts[part : part + 1], block.stops[part : part + 1])
 
@@ -223,9 +223,9 @@ class BlockEpoch(EpochOrder):
 
 
 class Deck:
-    """One permutation of all positions, or of those that are left at a step; made when first needed.
+    """One permutation of all positions, or of the remaining ones; computed when first needed.
 
-    Threads may share it: one permutes, the others wait.
+    Thread safe: one thread permutes, the others wait.
     """
 
     def __init__(
@@ -238,12 +238,12 @@ class Deck:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the permutation of everything."""
+        """Whether it is the permutation of all positions."""
         return self._of is None
 
     @property
     def rows(self) -> Array:
-        """The positions as they are dealt."""
+        """The permuted positions."""
         with self._permuting:
             if self._rows is None:
                 rows = _permute(self._num_samples, self._seed, *self._key)
@@ -252,7 +252,7 @@ class Deck:
 
 
 class DealtEpoch(EpochOrder):
-    """One permutation, dealt to the ranks step by step, from its place `begin` on."""
+    """One permutation, shared by the ranks step by step, from index `begin` on."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class DealtEpoch(EpochOrder):
         self.begin = begin
 
     def dealt(self, step: int) -> int:
-        """Return how much of the deck is gone before a step."""
+        """Return how many positions of the permutation come before a step."""
         ranks, batch = self.order.world_size, self.order.batch_size
         done = step - self.first_step
         return self.begin + _first_of_step(
@@ -276,7 +276,7 @@ class DealtEpoch(EpochOrder):
         )
 
     def prepare(self) -> None:
-        """Permute, if that takes long."""
+        """Permute in a thread, if that takes long."""
         if self.num_offered >= _PIECE:
             threading.Thread(
                 target=lambda: self.deck.rows, name="stoker-order", daemon=True
@@ -326,8 +326,8 @@ class LaneEpoch(EpochOrder):
         order: With as many lanes as the plan.
         epoch: Its number.
         plan: The lanes.
-        layout_ranks: For how many ranks the lanes were laid out; those of the order by default.
-        first_step: Of a rest.
+        layout_ranks: Number of ranks that the lanes were laid out for; those of the order by default.
+        first_step: Of a partial epoch.
     """
 
     def __init__(
@@ -344,7 +344,9 @@ class LaneEpoch(EpochOrder):
         rest: Share | None = None
         if first_step or self.layout_ranks != order.world_size:
             longest = self._all_lengths.reshape(order.world_size, order.batch_size).max(axis=1)
-            steps = max(0, int(longest.min()) - first_step)  # as many as every rank has samples for
+            steps = max(
+                0, int(longest.min()) - first_step
+            )  # every rank needs a sample in every step
             left = np.maximum(self._all_lengths - first_step, 0)
             rest = Share(steps, int(left.sum()), int(np.minimum(left, steps).sum()))
         super().__init__(order, epoch, first_step, rest)
@@ -353,7 +355,7 @@ class LaneEpoch(EpochOrder):
         self._shortest = int(self._all_lengths.min())
 
     def _at(self, step: int) -> tuple[Array, Array]:
-        """Where the step's samples stand in the plan, and which lanes have one."""
+        """Return the indices of a step's samples in the plan, and which lanes have one."""
         valid = step < self._lengths
         return np.where(valid, self._starts + step, 0), valid
 
@@ -396,11 +398,11 @@ class LaneEpoch(EpochOrder):
 
 
 def _permute(count: int, seed: int, *key: int) -> Array:
-    """Return a permutation of 0 to count - 1, from the seed and the key alone."""
+    """Return a permutation of 0 to count - 1, which depends on the seed and the key only."""
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key))
     return np.random.Generator(bits).permutation(count)
 
 
 def _first_of_step(step: int, num_steps: int, count: int, full: int, least: int) -> int:
-    """First of `count` items that a step takes: `full` a step, but `least` are kept for each to come."""
+    """Return the first of `count` items of a step: `full` per step, but `least` are kept for each later one."""
     return min(step * full, count - (num_steps - step) * least)

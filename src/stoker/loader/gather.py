@@ -1,9 +1,10 @@
 """Batches from values on the device: rows, windows, ragged ranges and augmented images, by index.
 
-Enters: value tensors and an int64 index tensor. Leaves: new tensors (the values may be overwritten
-afterwards). Costs: one read and one write of the batch at the device's memory speed. Pure device
-work: no host synchronisation, and static shapes except for ragged values without a capacity, so all
-of it can be captured in a CUDA graph.
+Enters: value tensors and an int64 index tensor. Leaves: new tensors, so the values may be overwritten
+afterwards. Costs: one read and one write of the batch at the device's memory speed.
+
+Everything is queued on the current stream; the host never waits for the device. Shapes are static, except
+for ragged values whose exact total is given. A batch can therefore be assembled inside a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from stoker.errors import InputError
 from stoker.loader.batch import IndexBatch
 from stoker.loader.columns import Column
 from stoker.loader.recycled import Recycled
+from stoker.loader.small_fields import FieldGather, GatheredAhead, Rows
 from stoker.loader.staging import restore_sign
-from stoker.loader.takes import Ahead, Rows, Take
 
 
 def window_view(values: torch.Tensor, window: int) -> torch.Tensor:
@@ -41,10 +42,10 @@ def ragged_offsets(lengths: torch.Tensor) -> torch.Tensor:
     return offsets
 
 
-def take_ranges(
+def gather_ranges(
     values: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, total: int, exact: bool
 ) -> torch.Tensor:
-    """Return the ranges of all samples one after the other.
+    """Return the values of all samples, concatenated.
 
     Args:
         values: All values.
@@ -62,12 +63,12 @@ def take_ranges(
         return values.index_select(0, source)
     inside = place < offsets[-1]
     taken = values.index_select(0, torch.where(inside, source, 0))
-    # Not a product with 0: the first value may be anything, also not a number.
+    # Filled, not multiplied by 0: the value that was gathered instead may be NaN.
     return taken.masked_fill_(~inside.view(-1, *[1] * (values.dim() - 1)), 0)
 
 
 class Augments(Protocol):
-    """What can be applied to images while they are gathered: `stoker.augment.Compose` and its kin."""
+    """An augmentation that gathers its images itself: `stoker.augment.Compose` and similar classes."""
 
     def __call__(
         self,
@@ -100,20 +101,20 @@ class Assembler:
         self._tensors = tensors
         self._augment = augment
         self._memory = Recycled()
-        self._takes, self._ragged = _plan_takes(columns, tensors, self._memory)
-        self._pictures = [] if augment is None else _find_pictures(self._takes)
-        drawn = {take.name for take in self._pictures}
-        self._others = [take for take in self._takes if take.name not in drawn]
-        self._ahead = Ahead(self._others)
+        self._gathers, self._ragged = _plan_gathers(columns, tensors, self._memory)
+        self._images = [] if augment is None else _find_images(self._gathers)
+        drawn = {gather.name for gather in self._images}
+        self._others = [gather for gather in self._gathers if gather.name not in drawn]
+        self._ahead = GatheredAhead(self._others)
 
     def close(self) -> None:
-        """Let go of the values."""
-        self._takes, self._others, self._pictures, self._tensors = [], [], [], {}
-        self._ahead = Ahead([])
+        """Drop the references to the values, so that their memory can be freed."""
+        self._gathers, self._others, self._images, self._tensors = [], [], [], {}
+        self._ahead = GatheredAhead([])
         self._memory.close()
 
     def assemble_in_turn(self, index: IndexBatch) -> dict[str, torch.Tensor]:
-        """`assemble` a batch for who takes one after the other; what it needs may have been gathered before."""
+        """Assemble the next batch of an iteration; its small fields may have been gathered with earlier ones."""
         return self.assemble(index, index.totals, self._ahead.pop(index.table, index.number))
 
     def assemble(
@@ -122,44 +123,50 @@ class Assembler:
         totals: Mapping[str, int] | None,
         ready: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> dict[str, torch.Tensor]:
-        """Return a batch, augmented straight from where the images lie; of what is ready, that."""
+        """Return a batch. Images are augmented while they are read from the resident chunk, without a copy between.
+
+        Args:
+            rows: Indices, one row per field.
+            totals: Exact number of values of each ragged field; None pads them to a static shape.
+            ready: Fields that were gathered ahead; they are returned as they are.
+        """
         if self._augment is None:
-            return self._take(rows, totals, self._takes, ready)
-        batch = self._take(rows, totals, self._others, ready)
-        images, *_ = self._pictures
-        made = self._augment(*(take.values for take in self._pictures), rows=rows[images.row])
+            return self._gather(rows, totals, self._gathers, ready)
+        batch = self._gather(rows, totals, self._others, ready)
+        images, *_ = self._images
+        made = self._augment(*(gather.values for gather in self._images), rows=rows[images.row])
         return batch | self._named(made)
 
     def gather(self, rows: Rows, totals: Mapping[str, int] | None) -> dict[str, torch.Tensor]:
-        """Return a batch as it is stored."""
-        return self._take(rows, totals, self._takes)
+        """Return a batch as it is stored, without augmentation."""
+        return self._gather(rows, totals, self._gathers)
 
     def augment(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Augment a batch that was gathered elsewhere."""
+        """Augment a batch that `gather` has returned, possibly copied to another device since."""
         if self._augment is None:
             return batch
-        return batch | self._named(self._augment(*(batch[take.name] for take in self._pictures)))
+        return batch | self._named(self._augment(*(batch[gather.name] for gather in self._images)))
 
     def _named(self, made: Any) -> dict[str, torch.Tensor]:
         made = (made,) if isinstance(made, torch.Tensor) else made
-        return {take.name: value for take, value in zip(self._pictures, made, strict=True)}
+        return {gather.name: value for gather, value in zip(self._images, made, strict=True)}
 
-    def _take(
+    def _gather(
         self,
         rows: Rows,
         totals: Mapping[str, int] | None,
-        takes: Sequence[Take],
+        gathers: Sequence[FieldGather],
         ready: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> dict[str, torch.Tensor]:
         batch: dict[str, torch.Tensor] = {}
-        for take in takes:
-            taken = ready.get(take.name)
-            batch[take.name] = take(rows) if taken is None else taken
+        for gather in gathers:
+            taken = ready.get(gather.name)
+            batch[gather.name] = gather(rows) if taken is None else taken
         for column, row in self._ragged:
-            batch |= self._take_ragged(column, rows[row], rows[row + 1], totals)
+            batch |= self._gather_ragged(column, rows[row], rows[row + 1], totals)
         return batch
 
-    def _take_ragged(
+    def _gather_ragged(
         self,
         column: Column,
         starts: torch.Tensor,
@@ -172,18 +179,18 @@ class Assembler:
         capacity = int(column.lengths.max(initial=0)) * len(starts)
         total = capacity if totals is None else totals[column.field]
         exact = totals is not None
-        taken = take_ranges(self._tensors[values.name], starts, offsets, total, exact)
+        taken = gather_ranges(self._tensors[values.name], starts, offsets, total, exact)
         return {
             column.field: restore_sign(taken, values.dtype),
             f"{column.field}/offsets": offsets,
         }
 
 
-def _plan_takes(
+def _plan_gathers(
     columns: Sequence[Column], tensors: Mapping[str, torch.Tensor], memory: Recycled
-) -> tuple[list[Take], list[tuple[Column, int]]]:
+) -> tuple[list[FieldGather], list[tuple[Column, int]]]:
     """Decide once how each field is gathered, so that a batch costs one call per field."""
-    takes: list[Take] = []
+    gathers: list[FieldGather] = []
     ragged: list[tuple[Column, int]] = []
     row = 0
     for column in columns:
@@ -199,14 +206,16 @@ def _plan_takes(
                 assert isinstance(column.lengths, int)
                 tensor = window_view(tensor, column.lengths)
             host = memory if tensor.device.type == "cpu" else None
-            takes.append(Take(values.name, tensor, row, is_window, values.dtype, unsigned, host))
+            gathers.append(
+                FieldGather(values.name, tensor, row, is_window, values.dtype, unsigned, host)
+            )
         row += 1
-    return takes, ragged
+    return gathers, ragged
 
 
-def _find_pictures(takes: Sequence[Take]) -> list[Take]:
-    """What an augmentation is applied to: images, then masks."""
-    found = {take.name: take for take in takes if not take.is_window}
+def _find_images(gathers: Sequence[FieldGather]) -> list[FieldGather]:
+    """Return the fields that an augmentation is applied to: images, then masks if there are any."""
+    found = {gather.name: gather for gather in gathers if not gather.is_window}
     if "images" not in found:
         raise InputError(
             f"an augmentation was given, but the loader has no images; it has {', '.join(found)}.",

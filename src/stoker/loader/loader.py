@@ -2,12 +2,12 @@
 
 Enters: a store, a batch size, a device, an order. Leaves: `Batch`es, assembled on the device from an
 index tensor. Costs: the plan's bytes on the device (its reserve holds up to 4 MB of coming batches); per batch
-one gather per large field and slices of what is uploaded, or gathered, for many batches at once (`takes.py`).
+one gather per large field. Indices and small fields (`small_fields.py`) are made for many batches at once.
 
-The contract is DESIGN's: every sample once per epoch; order from (seed, epoch) alone; a state that
-resumes at any batch; device memory within the plan while the consumer holds a batch; failures end in
-bounded time with their cause; the CPU gives the same batches as the GPU; copies that cannot corrupt
-a batch (`ring.py`, `staging.py`).
+Contract: every sample comes once per epoch. The order depends on (seed, epoch) alone. A state resumes at any
+batch. Device memory stays within the plan while the consumer holds a batch. An error in a background thread
+is raised by the next batch, with its cause. The CPU gives the same batches as the GPU. No copy can overwrite
+a batch (`ring.py`, `staging.py`). `close` ends all threads. One iteration at a time, in one thread.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from stoker.errors import InputError
 from stoker.loader.background import JANITOR
 from stoker.loader.batch import Batch, IndexBatch, IndexTable
 from stoker.loader.columns import check_samples, column_facts, digest_samples, make_columns
+from stoker.loader.elastic import Cut, ElasticEpoch, ResumePoint, find_resume_point, save_state
 from stoker.loader.gather import Assembler, Augments
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import (
@@ -39,14 +40,13 @@ from stoker.loader.order import (
     Visit,
 )
 from stoker.loader.prefetch import prefetch
-from stoker.loader.rest import Cut, Place, RestEpoch, find_place, save_place
 from stoker.loader.ring import Feeder, superseded
 from stoker.loader.scattered import (
-    Handful,
     Loads,
+    ScatteredBatch,
     ScatteredRing,
     plan_loads,
-    rows_for_handfuls,
+    rows_for_scattered,
 )
 from stoker.loader.slabs import usable_device
 from stoker.loader.staging import TableUploader, Uploader
@@ -58,11 +58,11 @@ from stoker.store.reader import Store, open_store
 from stoker.units import format_bytes, whole_number
 
 _BLOCK_SAMPLES, _BLOCK_BATCHES = 1 << 15, 256
-"""Samples, and batches, whose indices are uploaded together: 256 kB per column; the host is held up by more."""
+"""Most samples and batches whose indices are uploaded together: 256 kB per column. More would delay the host."""
 
 _FIRST_BATCHES, _GROWTH = 2, 8
-"""Batches of an epoch's first block, which the device waits for, and how much longer each block after it is:
-the device trains on one while the host computes the next."""
+"""Batches of an epoch's first block, and by how much each later block is longer. The device waits for the
+first block; it trains on each block while the host computes the next."""
 
 
 _T = TypeVar("_T")
@@ -89,18 +89,18 @@ class Loader:
         chunk_bytes: Size of one chunk instead, `num_slots` of which are on the device.
         num_slots: Chunks on the device at once, with `chunk_bytes`.
         lanes: From `plan_lanes`, for `order="lanes"`.
-        augment: Applied to `images` (and `masks`, where they are loaded) as they are gathered, read
-            straight from where they lie; drawn from (its seed, epoch, batch), so a resumed epoch goes
-            on with the same draws. For validation: `augmentation.validation()`.
+        augment: Applied to `images` (and `masks`, where they are loaded) while they are gathered, without
+            a copy between. It draws from (its seed, epoch, batch), so a resumed epoch continues with the
+            same draws. For validation: `augmentation.validation()`.
 
     Attributes:
-        on_iteration: Called with the batches, or indices, of every iteration; what it returns is handed out
-            in their place. For those who time the consumer, or end an epoch early.
+        on_iteration: Called with the iterator over batches, or indices, of every iteration; what it returns
+            is iterated instead. For measuring the consumer, or ending an epoch early.
     """
 
     on_iteration: Callable[[Iterable[Any]], Iterable[Any]] | None = None
-    # Seconds of finished waits, and since when the caller waits now: one value, so that a thread that
-    # looks in never sees half of a change.
+    # Seconds of finished waits, and the start of the current one. One tuple, so that another thread never
+    # reads one number before a change and the other after it.
     _waits: tuple[float, float | None] = (0.0, None)
 
     def __init__(
@@ -145,7 +145,7 @@ class Loader:
         self.samples = check_samples(samples, self.store)
         self.columns = make_columns(self.store, fields, self.samples)
         self.plan = self._take_plan(plan, batch_size, data_bytes, chunk_bytes, num_slots)
-        # Streamed batches are assembled in host memory, by the same code, and copied afterwards.
+        # Streamed batches are assembled in host memory by the same code, then copied to the device.
         local = self.plan.host or self.plan
         streamed = self.plan.tier == "streamed"
         self._home = torch.device("cpu") if streamed else self.device
@@ -217,7 +217,7 @@ class Loader:
 
     @property
     def num_batches(self) -> int:
-        """Batches of the current epoch: as `len`, unless it was begun by other ranks or batch sizes."""
+        """Batches of the current epoch: `len`, unless other ranks or another batch size began it."""
         return self._epochs.get(self.epoch).num_batches
 
     @property
@@ -236,9 +236,9 @@ class Loader:
         return 0 if self.tier == "streamed" else self._ring.num_bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what it was made of and where it stands: a spawned process opens the store itself.
+        """Pickle the arguments and the position: a spawned process opens the store itself.
 
-        The plan goes along, so that both have the same chunks and so the same order.
+        The plan is included, so that both processes have the same chunks and therefore the same order.
         """
         self._check_open()
         options = self._options | {"plan": self.plan}
@@ -251,7 +251,7 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """End the threads and give the memory back; the loader cannot be used afterwards."""
+        """End the threads and free the memory; the loader cannot be used afterwards. May be called twice."""
         self._closed = True
         if self._process == os.getpid():
             self._stop_feeder()
@@ -265,17 +265,17 @@ class Loader:
             self.store.close()
 
     def __del__(self) -> None:
-        """End the threads of a loader that was dropped: they would keep the ring's memory.
+        """End the threads of a loader that nobody refers to: they would keep the ring's memory.
 
-        Without waiting: the collector may run in one of these threads.
+        Another thread waits for them, because the garbage collector may run in one of them.
         """
-        with contextlib.suppress(AttributeError):  # a constructor that failed leaves less behind
+        with contextlib.suppress(AttributeError):  # the constructor may have failed early
             if not self._closed and self._process == os.getpid():
                 parts = self._feeder, self._uploader, self._tables
                 JANITOR.hand_over(partial(_end_threads, *parts))
 
     def _settle_after_fork(self) -> None:
-        """Begin with new threads in a forked child: none came along, whatever they were at."""
+        """Make new threads in a forked child, where the parent's do not exist."""
         if self._process != os.getpid():
             self._process = os.getpid()
             JANITOR.start()
@@ -297,7 +297,7 @@ class Loader:
         chunk_bytes: int | None,
         num_slots: int,
     ) -> Plan:
-        """Return the plan that was given, or one for the memory that is free now."""
+        """Return the given plan, or make one for the memory that is free now."""
         if num_slots < 1:
             raise InputError(f"num_slots is {num_slots}.", "1 or more", "num_slots=3")
         sizes = {"data_bytes": data_bytes, "chunk_bytes": chunk_bytes}
@@ -330,7 +330,7 @@ class Loader:
     def _choose_chunks(
         self, plan: Plan, lanes: LanePlan | None
     ) -> tuple[tuple[tuple[int, int], ...] | None, str]:
-        """Return the chunks (None: all resident), and why."""
+        """Return the chunks, or None for resident data, and the reason."""
         reason = self.plan.reasons[0]
         if lanes is not None:
             if self.plan.tier != "resident":
@@ -357,9 +357,9 @@ class Loader:
     # -- iteration -------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the rest of the current epoch; the next iteration begins the next epoch.
+        """Yield the remaining batches of the current epoch; the next iteration begins the next epoch.
 
-        A loader has one place, so a new iteration ends the one before it.
+        A loader has one position, so a new iteration ends the one before it.
         """
         self._begin_turn()
         if self.tier == "streamed":
@@ -372,9 +372,9 @@ class Loader:
 
     @property
     def _reads_straight(self) -> bool:
-        """Whether this epoch's batches are ranges of rows; a rest has holes."""
-        is_rest = isinstance(self._epochs.get(self.epoch), RestEpoch)
-        return self._straight is not None and not is_rest
+        """Whether this epoch's batches are ranges of rows; those of an elastic epoch have holes."""
+        is_elastic = isinstance(self._epochs.get(self.epoch), ElasticEpoch)
+        return self._straight is not None and not is_elastic
 
     def _finish(self, batch: Batch, planned: PlannedBatch) -> Batch:
         batch.step = planned.step
@@ -388,7 +388,7 @@ class Loader:
         return batch
 
     def _host_batches(self) -> Iterator[tuple[PlannedBatch, dict[str, torch.Tensor]]]:
-        """Yield the rest of the epoch in host memory, ahead of the position if need be."""
+        """Yield the remaining batches in host memory; does not move the position, so it may be read ahead."""
         if self._straight is not None and self._reads_straight:
             self.store.check_unchanged()
             planned = self._epochs.get(self.epoch).batches(self._position)
@@ -406,15 +406,19 @@ class Loader:
         )
 
     def index_batches(self) -> Iterator[IndexBatch]:
-        """Yield the indices of the rest of the epoch, for `assemble`; moves the position.
+        """Yield the indices of the remaining batches, for `assemble`; moves the position.
 
-        The slots an index points into stay loaded until the next index is asked for.
+        The chunks that an index refers to stay on the device until the next index is asked for.
         """
         self._begin_turn()
         yield from self._moving(self._indices(self.epoch, self._position))
 
     def _begin_turn(self) -> None:
-        """Be ready for a new iteration; one that took every batch may not have asked for more."""
+        """Prepare a new iteration.
+
+        The one before may have taken the last batch without asking for another, so that its generator never
+        reached its end: the epoch is advanced here.
+        """
         self._check_open()
         self._settle_after_fork()
         if self._taken_in is not None and self._taken_in is self._turn:
@@ -423,13 +427,13 @@ class Loader:
 
     def _begin_next_epoch(self) -> None:
         ended = self.epoch, self._epochs.begun(self.epoch)
-        self._go_to(Place(self.epoch + 1, 0))
+        self._go_to(ResumePoint(self.epoch + 1, 0))
         self._ended, self._taken_in = ended, None
 
     def _moving(self, batches: Iterable[_T]) -> Iterator[_T]:
-        """Move the position with every batch; refuse to when another iteration has taken over.
+        """Move the position with every batch; raise if a newer iteration has begun.
 
-        A batch that could not be built was not taken: a new iteration begins with it.
+        A batch that could not be built does not move the position: a new iteration begins with it.
         """
         self._turn = turn = object()
         num_batches = self.num_batches
@@ -447,7 +451,7 @@ class Loader:
 
     @property
     def waited_seconds(self) -> float:
-        """How long callers have waited for batches in all, a wait that goes on included; thread-safe."""
+        """Total seconds that callers waited for batches, including a wait in progress; thread safe."""
         finished, since = self._waits
         return finished if since is None else finished + time.perf_counter() - since
 
@@ -462,28 +466,28 @@ class Loader:
             yield batch
 
     def _indices(self, number: int, position: int) -> Iterator[IndexBatch]:
-        """Yield the indices of epoch `number` from batch `position` on, whatever happens to the ring."""
+        """Yield the indices of epoch `number` from batch `position` on, also if the ring is replaced."""
         is_stale = True
         while is_stale:
             is_stale, ring = False, self._ring
             for index in self._ring_indices(number, position):
                 yield index
                 position += 1
-                if self._ring is not ring:  # what was computed ahead points into the old one
+                if self._ring is not ring:  # indices that were computed ahead refer to the old ring
                     is_stale = True
                     break
 
     def _ring_indices(self, number: int, position: int) -> Iterator[IndexBatch]:
         epoch = self._epochs.get(number)
         if not self._resident:
-            self.store.check_unchanged()  # while nobody trains on what it does not hold
+            self.store.check_unchanged()  # a file that was replaced would mix two versions of the data
         feeder, first, loads = self._feed(epoch, position)
         for block_number, block in enumerate(self._blocks(epoch.batches(position))):
             needed = self._needed(loads, block[0])
             feeder.release_before(first + needed[0])
             slots = [feeder.wait(first + visit) for visit in needed]
             yield from self._index_block(block, [loads.visits[visit] for visit in needed], slots)
-            if block_number == 0:  # not before: the first batch is waited for
+            if block_number == 0:  # not earlier: the device waits for the first batch
                 self._epochs.prepare(number + 1)
         if not self._resident:
             feeder.release_before(feeder.num_visits - len(self._promised[1]))
@@ -492,11 +496,11 @@ class Loader:
         return (0,) if self._resident else loads.needed_by(batch)
 
     def _feed(self, epoch: EpochOrder, position: int) -> tuple[Feeder, int, Loads]:
-        """Return a feeder, what it loads for the rest of the epoch, and the number of the first of it.
+        """Return a feeder, the number of its first visit for this epoch, and the epoch's visits.
 
-        What is resident is loaded once and kept. Otherwise the feeder is promised the next epoch's
-        chunks too, so that the first of them load while this epoch's last are trained on; a jump to
-        another epoch or batch begins anew.
+        Resident data is loaded once and kept. Otherwise the feeder also gets the next epoch's visits, so that
+        its first chunks are loaded while this epoch's last are trained on. A jump to another epoch or batch
+        starts a new feeder.
         """
         self._settle_after_fork()
         if self._feeder is not None and self._feeder.failed:
@@ -509,7 +513,7 @@ class Loader:
             return self._feeder, 0, Loads([everything], {0: 0})
         loads = plan_loads(epoch, position, self._ring)
         is_promised = self._promised == ((epoch.epoch, position), loads.visits)
-        # An epoch that was left in the middle has visits that nobody waits for: they would be read first.
+        # An epoch that was left early has visits that nobody waits for: they would be read first.
         if self._feeder is None or not is_promised or not self._feeder.has_taken(len(loads.visits)):
             self._stop_feeder()
             self._start_feeder(loads.visits)
@@ -523,8 +527,9 @@ class Loader:
 
     def _start_feeder(self, visits: Sequence[Visit]) -> None:
         if self._home.type == "cuda":
-            # The last feeder's copies, gathers out of its slots, and whatever is still done with the memory
-            # that the ring was given, are only queued; this one's copies go by another stream.
+            # Copies of the last feeder, gathers out of its slots, and other work with the memory that the
+            # ring was given may still be queued. The new feeder copies on another stream, which would not
+            # wait for them.
             torch.cuda.synchronize(self._home)
         self._feeder = Feeder(self._ring, self._uploader, visits)
         self._feeder.start()
@@ -535,7 +540,7 @@ class Loader:
         self._feeder = None
 
     def _blocks(self, batches: Iterator[PlannedBatch]) -> Iterator[list[PlannedBatch]]:
-        """Group batches that touch the same chunks, up to a size that grows."""
+        """Group consecutive batches that touch the same chunks, into blocks of growing size."""
         block: list[PlannedBatch] = []
         samples, most = 0, _FIRST_BATCHES
         for batch in batches:
@@ -555,7 +560,7 @@ class Loader:
     def _index_block(
         self, block: list[PlannedBatch], visits: Sequence[Visit], slots: Sequence[int]
     ) -> Iterator[IndexBatch]:
-        """Compute the indices of many batches on the host and upload them as one."""
+        """Compute the indices of many batches on the host and upload them in one copy."""
         positions = np.maximum(np.concatenate([batch.positions for batch in block]), 0)
         host: list[Array] = []
         lengths: dict[str, Array] = {}
@@ -577,15 +582,15 @@ class Loader:
     def _shifts(
         self, column: int, positions: Array, visits: Sequence[Visit], slots: Sequence[int]
     ) -> Array | int:
-        """From rows of the store to rows of the ring, where the visits' rows lie in the slots."""
-        if len(slots) == 1 and not isinstance(visits[0], Handful):
+        """Return what to add to row numbers of the store to get those of the ring's tensors."""
+        if len(slots) == 1 and not isinstance(visits[0], ScatteredBatch):
             return self._ring.shift(column, visits[0].chunk, slots[0])
         shifts = np.zeros(len(positions), dtype=np.int64)
         for visit, slot in zip(visits, slots, strict=True):
             inside = (positions >= visit.start) & (positions < visit.stop)
             shifts[inside] = (
                 self._ring.shifts(column, positions[inside], visit, slot)
-                if isinstance(visit, Handful)
+                if isinstance(visit, ScatteredBatch)
                 else self._ring.shift(column, visit.chunk, slot)
             )
         return shifts
@@ -613,7 +618,7 @@ class Loader:
         return Batch(self._assembler.assemble(indices.unbind(0), totals))
 
     def _renew(self, index: IndexBatch) -> IndexBatch:
-        """Return an index into the ring as it is now, loading its chunks again if they are gone."""
+        """Return the index for the current ring; if the ring was replaced, load the batch's chunks again."""
         planned = index.planned
         if index.ring_number == self.ring_number:
             return index
@@ -623,15 +628,15 @@ class Loader:
         return next(self._index_block([planned], [loads.visits[visit] for visit in needed], slots))
 
     def shrink(self, share: float) -> int:
-        """Keep `share` of the chunks on the device, and give the memory of the others back at once.
+        """Keep `share` of the chunks on the device, and free the memory of the others at once.
 
-        Chunks, order, batches and the loader's place stay as they are, also in the middle of an
-        iteration; fewer chunks are loaded ahead, so that training may wait for them. Waits for the
-        device and reads the chunks in use again.
+        Chunks, order, batches and position stay the same, also in the middle of an iteration. Fewer chunks
+        are loaded ahead, so that training may wait for them. Waits for the device, and reads the chunks in
+        use again.
 
         Returns:
-            Bytes given back; 0 where nothing can be: the data is not chunked, or there are two chunks,
-            or as many as a batch can touch.
+            Bytes that were freed. 0 if the data is not chunked, or if there are only two chunks, or only as
+            many as a batch can touch.
         """
         self._check_open()
         ring = self._ring
@@ -640,19 +645,21 @@ class Loader:
         if self.tier != "chunked" or self._straight is not None or num_slots >= ring.num_slots:
             return 0
         before = ring.num_bytes
-        self._replace_ring(num_slots, self._rows_for_handfuls(num_slots))
+        self._replace_ring(num_slots, self._rows_for_scattered(num_slots))
         return before - self._ring.num_bytes
 
-    def _rows_for_handfuls(self, num_slots: int) -> list[int]:
+    def _rows_for_scattered(self, num_slots: int) -> list[int]:
         epoch = self._epochs.get(self.epoch)
-        return rows_for_handfuls(epoch, self._position, self.columns, num_slots)
+        return rows_for_scattered(epoch, self._position, self.columns, num_slots)
 
     def _replace_ring(self, num_slots: int, least_rows: Sequence[int]) -> None:
-        """Make the ring anew; waits for the device. Iterations go on, and load what they need again."""
+        """Replace the ring; waits for the device. An iteration continues and loads its chunks again."""
         self._settle_after_fork()
         self._stop_feeder()
         if self._home.type == "cuda":
-            torch.cuda.synchronize(self._home)  # whoever had the memory that the new ring gets
+            torch.cuda.synchronize(
+                self._home
+            )  # the new ring may get memory that queued work still uses
         self._ring.tensors.clear()
         self._assembler.close()
         if self._home.type == "cuda":
@@ -701,7 +708,7 @@ class Loader:
                 f"an epoch from 0, a batch from 0 to {len(self)}",
                 "loader.set_epoch(0)",
             )
-        self._go_to(Place(epoch, batch))
+        self._go_to(ResumePoint(epoch, batch))
         self._turn = None
 
     def order_digest(self) -> str:
@@ -716,38 +723,38 @@ class Loader:
         return self._epochs.get(self.epoch).digest(self._position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader is, in plain values: every rank can go on from the state of any one."""
+        """Return the position in plain values; every rank can continue from the state of any rank."""
         epoch = self._epochs.get(self.epoch)
-        return save_place(self._order, epoch, self._position, self._cuts)
+        return save_state(self._order, epoch, self._position, self._cuts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Go to the place of a `state_dict` of a loader over the same samples in the same order.
+        """Continue from the `state_dict` of a loader over the same samples in the same order.
 
-        The state may be of another rank. With the number of ranks and the batch size of the state the
-        same batches follow; with others, in the middle of an epoch, the rest of it is shared anew:
-        nothing is lost or repeated, and `num_batches` says where it ends. See `stoker.loader.rest`.
+        Any rank's state will do. With the same number of ranks and batch size the same batches follow. With
+        others, in the middle of an epoch, its remaining samples are shared anew: none is lost or repeated,
+        and `num_batches` says where the epoch ends. See `stoker.loader.elastic`.
 
         Returns:
-            How the epoch goes on, in words, where others began it.
+            How the epoch continues, in words, if other ranks began it.
 
         Raises:
-            InputError: The state is of other samples, another order or another number of lanes; the
-                message says which.
+            InputError: The state belongs to other samples, another order or another number of lanes; the
+                message names the difference.
         """
-        place = find_place(self._order, state)
-        self._go_to(place)
+        point = find_resume_point(self._order, state)
+        self._go_to(point)
         self._turn = None
-        if place.begun is not None and not self._resident:
-            rows = self._rows_for_handfuls(self._ring.num_slots)
+        if point.begun is not None and not self._resident:
+            rows = self._rows_for_scattered(self._ring.num_slots)
             if not self._ring.can_hold(rows):
                 self._replace_ring(self._ring.num_slots, rows)
-        return place.words
+        return point.words
 
-    def _go_to(self, place: Place) -> None:
-        self._epochs.put(place.begun)
+    def _go_to(self, point: ResumePoint) -> None:
+        self._epochs.put(point.begun)
         self._ended = None
-        self._cuts = place.cuts
-        self.epoch, self._position = place.epoch, place.batch
+        self._cuts = point.cuts
+        self.epoch, self._position = point.epoch, point.batch
 
 
 def _reopened(
@@ -757,7 +764,7 @@ def _reopened(
     options: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> Loader:
-    """Return a loader as another process has pickled it."""
+    """Return a loader with the position that another process has pickled."""
     loader = Loader(store, batch_size, device, **options)
     loader.load_state_dict(state)
     return loader

@@ -5,9 +5,9 @@ Leaves: per epoch the chunks to visit and the batches, from any batch on. Costs:
 10 million samples 0.7 s and 80 MB; in every other mode an epoch costs nothing before its first
 batch, and holds the permutation of one chunk at a time. A batch costs about 6 µs. No torch.
 
-A *position* is a place in the loader's list of samples, 0 to n - 1. A *chunk* is a range of
+A *position* is an index into the loader's list of samples, 0 to n - 1. A *chunk* is a range of
 positions that is loaded at once. The *sequence* of an epoch is all positions in the order of their
-chunks' visits. Who gets what:
+chunks' visits. How samples are shared by ranks:
 
     sequential, time   chunks ascending; rank r has the r-th of `world_size` blocks of the sequence
     shuffled, chunks   chunk order shuffled; rank r has the r-th block of the sequence; shuffled
@@ -17,17 +17,17 @@ chunks' visits. Who gets what:
                        batch sees
     lanes              rank r has lanes r * batch_size to (r + 1) * batch_size - 1; see `lanes.py`
 
-The rule of the tail: every rank takes the same number of steps, `ceil(n / (batch_size *
-world_size))`, and no batch is empty or repeats a sample. Batches are full but the last; where that
-would leave a rank nothing for its last step, the batch before gives up samples for it. With
-`drop_last` the sequence is cut to whole steps of full batches: its last n % (batch_size *
-world_size) samples are left out, other ones in every shuffled epoch.
+The end of an epoch: every rank has the same number of steps, `ceil(n / (batch_size * world_size))`, and
+no batch is empty or repeats a sample. All batches are full except the last. If a rank would have nothing
+for its last step, the batch before gives up samples for it. With `drop_last` the sequence is cut to whole
+steps of full batches: its last n % (batch_size * world_size) samples are left out, different ones in every
+shuffled epoch.
 
-Every rank knows what all of them take in a step, without asking: blocks have only two sizes. An epoch
-that other ranks began goes on with its rest: see `rest.py`.
+Every rank can compute how many samples all ranks have in a step, because blocks have only two sizes. For
+an epoch that other ranks began see `elastic.py`.
 
-numpy keeps the bits of its generators for ever, but may change `permutation` between releases: the
-digest in a saved state tells, and tests pin it.
+numpy guarantees the bits of its generators, but may change `permutation` between releases. The digest in a
+saved state detects that, and tests pin it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PlannedBatch:
 
 @dataclass(frozen=True)
 class Visit:
-    """What a rank needs of one chunk: positions `start` to `stop`; with lanes, steps."""
+    """The part of one chunk that a rank needs: positions `start` to `stop`; with lanes, steps."""
 
     chunk: int
     start: int
@@ -92,7 +92,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Order:
-    """Everything that decides the batches.
+    """Everything that the batches depend on.
 
     Attributes:
         num_samples: Positions, 0 to n - 1.
@@ -136,14 +136,14 @@ class Order:
         return self.count_steps(self._num_offered)
 
     def count_steps(self, num_samples: int) -> int:
-        """Return in how many steps all ranks together take this many samples."""
+        """Return how many steps all ranks together need for this many samples."""
         step_samples = self.batch_size * self.world_size
         spare = 0 if self.drop_last else step_samples - 1
         return (num_samples + spare) // step_samples
 
     @property
     def num_used(self) -> int:
-        """Samples of every epoch over all ranks; fewer than `num_samples` by `drop_last` or lanes."""
+        """Samples of an epoch over all ranks; fewer than `num_samples` with `drop_last` or lanes."""
         full = len(self) * self.batch_size * self.world_size
         return full if self.drop_last else self._num_offered
 
@@ -166,22 +166,22 @@ class Order:
 
     @property
     def most_chunks_per_batch(self) -> int:
-        """Chunks that one batch can touch at the worst: the slots that a loader needs at least."""
+        """Most chunks that one batch can touch: a loader needs at least as many slots."""
         if self.chunks is None or self.lanes is not None:
             return 1
         return most_chunks_per_batch(np.diff(self.edges), self.batch_size)
 
     def epoch(self, epoch: int) -> EpochOrder:
-        """Return the order of one epoch; cheap, nothing is permuted before it is needed."""
+        """Return the order of one epoch. Cheap: a permutation is computed when it is first needed."""
         if epoch < 0:
             raise InputError(f"the epoch is {epoch}.", "0 or more", "epoch(0)")
-        from stoker.loader.epochs import begin_epoch  # which is written in terms of this module
+        from stoker.loader.epochs import begin_epoch  # it imports this module
 
         return begin_epoch(self, epoch)
 
     @property
     def is_dealt(self) -> bool:
-        """Whether all ranks together walk through one permutation of everything."""
+        """Whether all ranks share one permutation of all samples."""
         return self.mode == "shuffled" and self.chunks is None
 
     def remaining(self, epoch: int, step: int) -> Array:
@@ -199,7 +199,7 @@ class Order:
 
     @property
     def _chunked(self) -> tuple[int, str]:
-        """How many of what the chunks divide."""
+        """Return how many things the chunks divide, and what they are."""
         if self.lanes is None:
             return self.num_samples, "samples"
         return len(self), "steps (lanes are chunked by step, so that an edge breaks no lane)"
@@ -213,7 +213,7 @@ class Order:
 
 
 class Share(NamedTuple):
-    """What all ranks together take of what there is."""
+    """How many steps and samples all ranks together have, out of the samples offered."""
 
     num_steps: int
     num_offered: int
@@ -221,15 +221,15 @@ class Share(NamedTuple):
 
 
 class EpochOrder(ABC):
-    """The batches of one rank in one epoch, or in its rest; threads may share it.
+    """The batches of one rank in one epoch, or in the remaining part of one. Thread safe.
 
     Attributes:
-        order: Of the ranks that take these batches.
+        order: Of the ranks that share the epoch.
         epoch: Number of the epoch.
-        first_step: Number of the first batch; 0 but in a rest.
+        first_step: Number of the first batch; 0 for a whole epoch.
         num_batches: One past the number of the last batch, the same on all ranks.
-        num_offered: Samples that are there to be taken from `first_step` on, by all ranks together.
-        num_used: How many of them are taken.
+        num_offered: Samples available from `first_step` on, to all ranks together.
+        num_used: How many of them are in batches.
     """
 
     def __init__(
@@ -251,15 +251,15 @@ class EpochOrder(ABC):
         return [visit.chunk for visit in self.visits(start)]
 
     def visits(self, start: int | None = None) -> Sequence[Visit]:
-        """Return the same with the part of each chunk that belongs to this rank."""
+        """Return these chunks with the part of each that belongs to this rank."""
         start = self._checked(start)
         return self._visits(start) if start < self.num_batches else []
 
     def digest(self, upto: int | None = None) -> str:
         """Return a digest of the samples of the batches before `upto` (all by default), in order.
 
-        Equal digests mean the same samples in the same order; how they are cut into batches does
-        not matter, nor do rows without a sample. Of a rest, those from `first_step` on.
+        Equal digests mean the same samples in the same order. It does not depend on how they are cut into
+        batches, nor on rows without a sample. It begins at `first_step`.
         """
         stop = self._checked(self.num_batches if upto is None else upto)
         state = xxhash.xxh3_128(self.order.samples_digest.encode())
@@ -273,14 +273,13 @@ class EpochOrder(ABC):
 
     @abstractmethod
     def untaken(self, step: int) -> PositionSet:
-        """Return what no rank is given before batch `step`, and what `drop_last` leaves out.
+        """Return the samples that no rank has before batch `step`, including those that `drop_last` leaves out.
 
-        The same on every rank; of a rest, out of what it was offered. Costs one permutation: of a
-        chunk for every rank, or of everything where that is one permutation.
+        The same on every rank. Costs a permutation of one chunk per rank, or the one of all samples.
         """
 
     def prepare(self) -> None:
-        """Begin to compute, in a thread, what takes long before the first batch."""
+        """Start a thread that computes a long permutation before the first batch needs it."""
         return
 
     @abstractmethod
@@ -302,7 +301,7 @@ class EpochOrder(ABC):
 
 
 class EpochShelf:
-    """The epochs in use, so that none is permuted twice, and the next one while this one is trained on."""
+    """Cache of the epochs in use, so that none is permuted twice; it prepares the next one in time."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -320,21 +319,21 @@ class EpochShelf:
         return found
 
     def begun(self, epoch: int) -> EpochOrder | None:
-        """Return the order of an epoch that others began; None where it is a whole one."""
+        """Return the order of an epoch that other ranks began; None for a whole epoch."""
         return self._begun if self._begun is not None and self._begun.epoch == epoch else None
 
     def renewed(self) -> EpochShelf:
-        """Return a shelf for a forked process, where a thread of the other may have held a lock."""
+        """Return a new cache for a forked process: a thread of the parent may have held a lock of this one."""
         shelf = EpochShelf(self._order)
         shelf.put(self._begun)
         return shelf
 
     def put(self, begun: EpochOrder | None) -> None:
-        """Have one epoch go on as it was begun elsewhere; with None, all are as the order says."""
+        """Use this order for an epoch that other ranks began; None: all epochs are whole."""
         self._begun = begun
 
     def prepare(self, epoch: int) -> None:
-        """Permute a large epoch in a thread: 0.7 s for 10 million samples that nobody waits for."""
+        """Permute a large epoch in a thread: 10 million samples take 0.7 s."""
         self.get(epoch).prepare()
 
 
@@ -398,7 +397,7 @@ def _check_lanes(order: Order) -> None:
             f"batch_size * world_size = {wanted} lanes",
             f"num_lanes={wanted}",
         )
-    # A plan or an order that does not know its samples can only be held to their number.
+    # Without a digest only the number of samples can be compared.
     digests = {plan.samples_digest, order.samples_digest} - {""}
     as_many = plan.num_samples == order.num_samples
     if not as_many or len(digests) > 1:
@@ -411,7 +410,7 @@ def _check_lanes(order: Order) -> None:
 
 
 def _check_steps(order: Order) -> None:
-    """Every rank must get a sample in every step."""
+    """Check that every rank has a sample in every step."""
     offered, step_samples = order._num_offered, order.batch_size * order.world_size
     if not len(order):
         raise InputError(

@@ -2,30 +2,31 @@
 
 Enters: anything that can be iterated and yields tensors, or tuples, lists, dicts, named tuples or
 dataclasses of them, nested as you like. Leaves: the same batches in the same order, their tensors on
-the device; an object with a `to` of its own (a PyTorch Geometric batch, a packed sequence) moves by
-it, and whatever else is not a tensor is left alone. Your own batches are never written to; classes of
-your own come back as what they are, or as plain dicts, lists and tuples where they cannot be rebuilt
-(`map_batch`). Costs: one thread, at most four pinned slabs of
-16 MB, pinned once for the prefetcher's life and never per batch, at most `depth + 2` batches on the
-device beside those you keep, and 0.1 to 0.2 ms of Python per batch. Measured on an H200, 31 MB batches
-under a 5 ms step: 5.1 to 5.2 ms per step, against 8.0 with `.to(device)` and 4.9 without any data; batches
-below about 4 MB gain nothing, and with no compute to hide behind they lose (197 against 9 µs at 32 kB).
+the device. An object with its own `to` method (a PyTorch Geometric batch, a packed sequence) is moved by
+it; other objects that are not tensors are passed on. The source batches are never modified. User classes
+keep their type, or become plain dicts, lists and tuples if they cannot be rebuilt (`map_batch`). Costs:
+one thread, at most four pinned slabs of 16 MB, pinned once for the prefetcher's life and never per batch,
+at most `depth + 2` batches on the device beside those you keep, and 0.1 to 0.2 ms of Python per batch.
+
+Measured on an H200, 31 MB batches and a step of 5 ms: 5.1 to 5.2 ms per step, against 8.0 with `.to(device)`
+and 4.9 without any data. Batches below about 4 MB gain nothing. Without compute to overlap with they lose
+(197 against 9 µs at 32 kB).
 
 Contract, and why no batch can be corrupted:
 
-- A batch is taken out of the wrapped loader's memory before the loader is asked for the next one: it
-  is either copied into a slab, or (when it was pinned already) its copy has been waited for. A loader
-  may therefore refill its own buffers.
+- A batch is copied out of the wrapped loader's memory before the loader is asked for the next one: either
+  into a slab, or, if it was pinned already, to the device, and that copy is waited for. A loader may
+  therefore refill its own buffers.
 - A slab is filled again only after the event behind its last copy.
-- Device tensors are new ones, never a ring: hold as many batches as you like. They come from the copy
-  stream's memory and are recorded on the stream you take them on, so that memory you let go is not
-  written before your kernels are done with it. `record_stream` is needed here because the lifetime is
-  the user's, not ours (FACTS §3 avoids it where buffers are preallocated).
-- Your stream waits for the copy of the batch it is given, nobody else does. Using a batch on another
+- Device tensors are newly allocated, not slots of a ring: any number of batches may be kept. They are
+  allocated on the copy stream and recorded on the consumer's stream, so that freed memory is not reused
+  before the consumer's kernels have finished. `record_stream` is needed because the user decides how long
+  a batch lives.
+- The consumer's stream waits for the copy of the batch that it gets; no other stream does. Using a batch on another
   stream than the one that was current at `next()` needs `record_stream`, as always in torch.
-- The wrapped loader's error arrives behind the batches before it, with its own traceback. `break`,
-  `close()` and garbage collection end the thread after the batch it is fetching. An iteration that was
-  closed before its end is an error to go on with, never a short epoch.
+- An error of the wrapped loader is raised after the batches before it, with its own traceback. `break`,
+  `close()` and garbage collection end the thread after the batch that it is fetching. Continuing an
+  iteration that was closed before its end raises an error; it is never a silent short epoch.
 """
 
 from __future__ import annotations
@@ -143,11 +144,11 @@ class Prefetcher:
         engine = self._engine()
         stager = self._idle.pop() if self._idle else Stager()
         stager.engine = engine
-        # Here and not in the thread: worker processes are forked and seeds are drawn where the
-        # caller would have done it without us.
+        # In the caller's thread, not in ours: worker processes are forked and seeds are drawn where they
+        # would be without the prefetcher.
         course = _Course()
         source = _Source(self.loader, iter(self.loader), stager, self.depth, course)
-        # Until you have a batch of it, the state is that of its beginning, not of an iteration before.
+        # Before the first batch, the state is that of this iteration's start, not of an earlier iteration.
         self._state = source.take_state()
         fetcher: _Fetcher
         if self._background:
@@ -201,7 +202,7 @@ class Prefetcher:
         self._join_stopped()
 
     def _join_stopped(self) -> None:
-        # Persistent workers serve one iterator, and a slab one thread: the last one must be over.
+        # Persistent workers serve one iterator, and a slab one thread: the last iteration must have ended.
         for part in [part for part in self._busy if part[0].stopped]:
             if not part[0].join(_JOIN_SECONDS):
                 raise StokerError(
@@ -262,7 +263,7 @@ class _Item:
 
 @dataclasses.dataclass(eq=False)
 class _Course:
-    """How far one iteration is, for the side that fetches and the side that consumes.
+    """Progress of one iteration, shared by the fetching thread and the consumer.
 
     Attributes:
         used: Marks of the consumer's work on its batches, oldest first.
@@ -286,7 +287,7 @@ class _Fetcher(Protocol):
 
 
 class _Batches(Iterator[Any]):
-    """One iteration, on the consumer's side; the fetching side does not hold it."""
+    """One iteration, on the consumer's side. The thread has no reference to it, so it can be collected."""
 
     def __init__(
         self, owner: Prefetcher, engine: Engine, course: _Course, fetcher: _Fetcher
@@ -310,7 +311,7 @@ class _Batches(Iterator[Any]):
         try:
             item = self._fetcher.take()
         except StopIteration:
-            self._check_open()  # by another thread, while this one waited
+            self._check_open()  # another thread may have closed it while this one waited
             self._owner._state = None  # from here on the loader's own state is the right one
             self.close()
             raise
@@ -329,7 +330,7 @@ class _Batches(Iterator[Any]):
         self._fetcher.stop()
 
     def _check_open(self) -> None:
-        """Raise where `Prefetcher.close` has thrown batches away; a silent end would be a short epoch."""
+        """Raise if `Prefetcher.close` has dropped batches: ending silently would be a short epoch."""
         course = self._course
         if course.is_closed and not (course.is_over and course.num_pulled == self._num_taken):
             raise InputError(
@@ -340,7 +341,7 @@ class _Batches(Iterator[Any]):
 
 
 class _Source:
-    """Fetches and stages one batch after the other; used by one thread at a time."""
+    """Fetches and stages batches in order; used by one thread at a time."""
 
     def __init__(
         self, loader: Any, iterator: Iterator[Any], stager: Stager, depth: int, course: _Course
@@ -372,14 +373,14 @@ class _Source:
             raise
         state = self.take_state()
         if course.num_pulled >= self._depth + 2:
-            # The consumer's work on that batch is done: its memory can serve this one. Otherwise a
-            # host that runs ahead of the device would allocate a batch per step it is ahead.
+            # Wait for the consumer's work on an old batch, whose memory this one can then reuse. Otherwise a
+            # host that runs ahead of the device would allocate one more batch per step.
             wait_for(course.used.popleft())
         course.num_pulled += 1
         return _Item(self._stager.stage(batch), state)
 
     def take_state(self) -> Any:
-        """Return a copy of the loader's state behind the last batch pulled; None where it has none."""
+        """Return a copy of the loader's state after the last batch; None if it has no state."""
         if not hasattr(self._loader, "state_dict"):
             return None
         return copy.deepcopy(self._loader.state_dict())
@@ -408,7 +409,7 @@ class _Foreground:
         raise failure
 
     def stop(self) -> None:
-        """Let go of the loader and of what is ready."""
+        """Drop the loader and the batches that are ready."""
         self.stopped, self._pull = True, None
         self._ready.clear()
 

@@ -1,17 +1,24 @@
-"""Where the values live on the device: slots of one ring, filled ahead of the consumer.
+"""Device memory for the data: a ring of slots, and a thread that fills them ahead of the consumer.
 
 Enters: columns, chunks of positions, a number of slots. Leaves: one tensor per dataset, and for each
 chunk in a slot the shift from its rows in the store to its rows in the tensor. Costs: `num_slots`
 times the largest chunk, on the device, for the ring's life; nothing is allocated per chunk.
 
-"Everything resident" is a ring of one slot whose only chunk is never released, so there is one code
-path. Gathers copy out of the ring, so a consumer that holds its last batch holds no chunk: the
-second chunk of memory that slices of a chunk would keep alive never exists.
+Resident data is a ring of one slot whose only chunk is never released, so both cases share one code
+path. Batches are copied out of the ring by gathers. A consumer that keeps its last batch therefore keeps
+no chunk alive, which a batch that is a slice of a chunk would do.
 
-Contract of the `Feeder`: one thread loads the visits in order, visit i into slot i modulo the slots,
-as soon as visit i - slots was released and the device is done with it. `wait` returns when a visit
-is loaded, or raises the thread's error with its traceback; `stop` ends the thread within one piece of
-a read. Nothing is loaded twice, and what was released before its turn is not loaded at all.
+A *visit* is one load of a chunk, or of a part of it, into a slot. Contract of the `Feeder`:
+
+    order     one thread loads the visits in order, visit i into slot `i % num_slots`, as soon as visit
+              `i - num_slots` was released and the device has finished reading it
+    success   `wait` returns the slot, and the caller's CUDA stream waits for the copies
+    failure   the first error stops the thread; `wait` raises it with its traceback and the chunk's name
+    cancel    `stop` returns when the thread has ended, which takes at most one piece of a read
+    skipping  a visit that is released before its turn is not loaded
+
+The loader owns ring, uploader and feeder. The feeder's thread and the uploader's readers write into slots;
+only the consumer's thread calls `wait` and `release_before`.
 """
 
 from __future__ import annotations
@@ -36,8 +43,11 @@ _POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Rows of one column: per chunk from `lows` to `highs`, `capacity` rows a slot."""
+class _Layout:
+    """How one column lies in a slot: chunk i has the store's rows `lows[i]` to `highs[i]`.
+
+    Every slot has room for `capacity` rows.
+    """
 
     lows: Array
     highs: Array
@@ -45,7 +55,7 @@ class _Place:
 
 
 class Ring:
-    """Slots on the device.
+    """Memory for `num_slots` chunks on the device, allocated once.
 
     Args:
         columns: What is loaded.
@@ -68,13 +78,13 @@ class Ring:
         self.num_slots = num_slots
         self.device = device
         least = least_rows or [0] * len(columns)
-        self._places = [
-            _place(column, chunks, rows) for column, rows in zip(columns, least, strict=True)
+        self._layouts = [
+            _lay_out(column, chunks, rows) for column, rows in zip(columns, least, strict=True)
         ]
         self.tensors: dict[str, torch.Tensor] = {}
-        for column, place in zip(columns, self._places, strict=True):
+        for column, layout in zip(columns, self._layouts, strict=True):
             for values in column.values:
-                shape = (num_slots * place.capacity, *values.shape)
+                shape = (num_slots * layout.capacity, *values.shape)
                 self.tensors[values.name] = torch.empty(
                     shape, dtype=torch_dtype(values.dtype), device=device
                 )
@@ -88,11 +98,18 @@ class Ring:
     def load(
         self, visit: Visit, slot: int, uploader: Uploader, when_done: Callable[[Upload], None]
     ) -> Upload:
-        """Begin to fill what a rank needs of a slot."""
+        """Begin to read a visit's rows into a slot; returns before they have arrived.
+
+        Args:
+            visit: A chunk, or the part of it that this rank needs.
+            slot: Its number. The copies wait for the last reader of the slot (`release`).
+            uploader: Reads and copies.
+            when_done: Called once, from a reader thread, with success or failure.
+        """
         copies: list[Copy] = []
         whole = self.chunks[visit.chunk] == (visit.start, visit.stop)
-        for number, (column, place) in enumerate(zip(self.columns, self._places, strict=True)):
-            low, high = int(place.lows[visit.chunk]), int(place.highs[visit.chunk])
+        for number, (column, layout) in enumerate(zip(self.columns, self._layouts, strict=True)):
+            low, high = int(layout.lows[visit.chunk]), int(layout.highs[visit.chunk])
             if not whole:
                 low, high = column.extent(visit.start, visit.stop)
             at = low + self.shift(number, visit.chunk, slot)
@@ -103,26 +120,28 @@ class Ring:
         return uploader.begin(copies, self.used[slot], when_done)
 
     def shift(self, column: int, chunk: int, slot: int) -> int:
-        """What to add to a row of the store to find it in the tensor."""
-        place = self._places[column]
-        return slot * place.capacity - int(place.lows[chunk])
+        """Return what to add to a row number of the store to get the row number in the ring's tensor."""
+        layout = self._layouts[column]
+        return slot * layout.capacity - int(layout.lows[chunk])
 
     def release(self, slot: int) -> None:
-        """Everything queued on the current stream is the last to read this slot."""
+        """Allow the slot to be overwritten after the work that is queued on the current stream now."""
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.device))
             self.used[slot] = event
 
 
-def _place(column: Column, chunks: Sequence[tuple[int, int]], least_rows: int) -> _Place:
+def _lay_out(column: Column, chunks: Sequence[tuple[int, int]], least_rows: int) -> _Layout:
     extents = column.extents(chunks)
     capacity = int((extents[:, 1] - extents[:, 0]).max(initial=least_rows))
-    return _Place(extents[:, 0], extents[:, 1], capacity)
+    return _Layout(extents[:, 0], extents[:, 1], capacity)
 
 
 class Feeder:
-    """Loads visits ahead of the consumer; `extend` it with the next epoch's before this one ends.
+    """Loads visits ahead of the consumer. See the module's text for its contract.
+
+    `extend` adds the next epoch's visits before this epoch ends, so that its first chunks are loaded in time.
 
     Attributes:
         num_visits: Visits asked for so far; those that are no longer needed are forgotten.
@@ -137,30 +156,32 @@ class Feeder:
         self._released = self._taken = 0
         self._error: BaseException | None = None
         self._stopping = False
-        # Taken as a plain lock: an exception out of a signal handler can come between taking a Condition
-        # and entering its block, and would leave it taken.
+        # `with lock` instead of `with condition`: a signal handler may raise after Condition.__enter__, which
+        # is Python code, has acquired the lock and before the block begins. Nobody would release it then.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        # Held while there is nothing new; released to wake the consumer. A lock, because acquiring it with a
+        # timeout is one C call that a signal handler cannot interrupt halfway.
         self._news = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="stoker-feeder", daemon=True)
         self._process = os.getpid()
 
     def start(self) -> None:
-        """Begin; apart from making it, so that whoever is interrupted in between can still stop it."""
+        """Start the thread. Separate from the constructor, so that an interrupted caller can still `stop` it."""
         stop_at_exit(self)
         self._thread.start()
 
     @property
     def failed(self) -> bool:
-        """Whether the thread has ended with an error, or was ended."""
+        """Whether the thread has ended, with an error or because it was stopped."""
         return self._error is not None or not self._thread.is_alive()
 
     def has_taken(self, but: int) -> bool:
-        """Whether all visits but the last so many were waited for, or are not needed any more."""
+        """Whether all visits except the last `but` were waited for or released."""
         return max(self._taken, self._released) >= self.num_visits - but
 
     def extend(self, visits: Sequence[Visit]) -> int:
-        """Ask for more visits after the last; return the number of the first of them."""
+        """Append visits; return the number of the first of them."""
         with self._lock:
             first = self.num_visits
             self._visits.update(enumerate(visits, first))
@@ -169,7 +190,12 @@ class Feeder:
             return first
 
     def wait(self, visit: int) -> int:
-        """Return the slot of a visit once it is loaded; the current stream waits for its copies."""
+        """Block until a visit is loaded; return its slot. The current stream waits for its copies.
+
+        Raises:
+            InputError: The feeder was stopped, the visit was released, or this is a forked process.
+            StokerError: The thread died. Its own error is raised as it is.
+        """
         assert visit < self._released + self._ring.num_slots, (
             "a batch touches more chunks than slots"
         )
@@ -180,7 +206,8 @@ class Feeder:
                 raise self._error
             if self._stopping or not self._thread.is_alive():
                 raise self._ended(visit)
-            # Not by the Condition, whose wait is Python: an interrupt in it breaks its lock.
+            # Not Condition.wait, which is Python code: an interrupt inside it would leave its lock broken.
+            # The timeout covers a thread that died without a word.
             self._news.acquire(timeout=_POLL_SECONDS)
         self._taken = max(self._taken, visit + 1)
         event = self._ready[visit]
@@ -189,10 +216,10 @@ class Feeder:
         return visit % self._ring.num_slots
 
     def _ended(self, visit: int) -> StokerError:
-        """Return why nothing more is loaded."""
+        """Return the error that says why this visit will never be loaded."""
         if self._stopping:
             return InputError(
-                "the loader is closed, or its place was set, and an iteration goes on.",
+                "an iteration goes on after its loader was closed, or after its position was set.",
                 "one iteration at a time, over an open loader",
                 "begin a new iteration, with a new Loader where it was closed",
             )
@@ -209,9 +236,9 @@ class Feeder:
         )
 
     def release_before(self, visit: int) -> None:
-        """Say that no later batch needs the visits before this one."""
+        """Release the slots of all visits before this one: no later batch reads them."""
         if visit <= self._released:
-            return  # a thread that is woken for nothing takes the interpreter from the training loop
+            return  # waking the thread for nothing would take the interpreter lock from the training loop
         with self._lock:
             for done in range(self._released, visit):
                 self._ring.release(done % self._ring.num_slots)
@@ -221,15 +248,17 @@ class Feeder:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the thread; waits for it, at most one piece of a read."""
+        """End the thread and wait for it: at most one piece of a read. The uploader can be used again after it."""
         with self._lock:
             self._stopping = True
             self._changed.notify_all()
         self._uploader.stop()
         if self._thread.ident is not None:
-            with contextlib.suppress(RuntimeError):  # an interrupt broke its start
+            with contextlib.suppress(
+                RuntimeError
+            ):  # an interrupt came in the middle of Thread.start
                 self._thread.join()
-        self._uploader.stop()  # what the thread may have begun since
+        self._uploader.stop()  # again: the thread may have begun an upload between the first call and its end
         self._uploader.stop(False)
 
     def _run(self) -> None:
@@ -242,24 +271,27 @@ class Feeder:
                     upload = self._ring.load(wanted, slot, self._uploader, done)
                     if self._uploader.once:
                         upload.wait()
-                        self._uploader.release()  # nobody waits for this
+                        # Resident data is read once: its pinned slabs are given back here, in this
+                        # thread, where no consumer waits for it.
+                        self._uploader.release()
                 visit += 1
         except BaseException as error:  # noqa: BLE001  the consumer raises it, whatever it is
             self._fail(visit, error)
 
     def _note(self, visit: int, upload: Upload) -> None:
-        """A visit is loaded, or could not be; called by the thread that had its last piece."""
+        """Record the end of a visit's upload; called by the reader thread that finished its last piece."""
         if upload.error is not None:
             self._fail(visit, upload.error)
             return
         with self._lock:
-            if visit >= self._released:
+            if visit >= self._released:  # else it was released while it was loaded
                 self._ready[visit] = upload.event
         self._tell()
 
     def _fail(self, visit: int, error: BaseException) -> None:
         with self._lock:
             if self._error is None:
+                # The first error is the cause; those after it are uploads that were cancelled.
                 error.add_note(f"while loading {self._named(visit)} ahead of the training loop")
                 self._error = error
             self._changed.notify_all()
@@ -270,12 +302,12 @@ class Feeder:
         return "a chunk" if known is None else f"chunk {known.chunk}"
 
     def _tell(self) -> None:
-        """Wake who waits for a visit; news that were not taken yet will do."""
+        """Wake the consumer. Safe to call twice: an unread notification is enough."""
         with contextlib.suppress(RuntimeError):
             self._news.release()
 
     def _await_turn(self, visit: int) -> bool:
-        """Wait until there is such a visit and its slot is free; False when being stopped."""
+        """Block until the visit exists and its slot is released; return False if the thread should end."""
         with self._lock:
             while not (self._stopping or self._error) and (
                 visit >= self.num_visits or visit >= self._released + self._ring.num_slots
@@ -285,9 +317,9 @@ class Feeder:
 
 
 def superseded() -> InputError:
-    """Return the error of an iteration that goes on although the loader's place is another's by now."""
+    """Return the error of an iteration that is no longer the loader's current one."""
     return InputError(
-        "an iteration goes on after a newer one over the same loader began, or after its place was set.",
+        "an iteration goes on after a newer one over the same loader began, or after its position was set.",
         "one iteration at a time",
         "begin a new iteration, or take a second Loader over the same store",
     )

@@ -1,11 +1,20 @@
 """Batches from pageable host memory to the device, through a few pinned slabs that are reused.
 
-Enters: a batch of any nesting. Leaves: the same batch with device tensors, and marks to wait for.
+Enters: a batch of any nesting. Leaves: the same batch with device tensors, and marks (events) to wait for.
 Costs: one copy in host memory at memory speed; at most `num_slabs` slabs of pinned memory, whatever
 the size of a batch. Measured reasons for not pinning per batch: docs/loading.md.
 
-All rules of order are here and in plain Python; CUDA is behind `Engine`, so that tests can replace it
-by one that does every copy as late as it may.
+Contract of `Stager.stage`:
+
+    success   every copy is queued; the batch is complete for whoever waits for all its marks. The source
+              may be overwritten, unless its owner had pinned it: then after `settle`
+    failure   the error is raised; slabs that were filled stay valid, because each is reused only after the
+              mark of its last copy
+    cancel    nothing runs in the background: there is nothing to cancel
+    threads   one thread at a time
+
+The ordering rules are plain Python in this file. CUDA is behind `Engine`, so that a test can replace it with
+an engine that performs every copy as late as the rules allow.
 """
 
 from __future__ import annotations
@@ -53,7 +62,7 @@ def usable_device(device: str | int | torch.device) -> torch.device:
 
 
 class Mark(Protocol):
-    """A point in a stream's work."""
+    """A point in a stream's work; on CUDA an event."""
 
     def query(self) -> bool:
         """Whether the work before it is done."""
@@ -63,13 +72,13 @@ class Mark(Protocol):
 
 
 def wait_for(mark: Mark) -> None:
-    """Wait on the host; asking first spares the 50 µs of falling asleep."""
+    """Wait on the host. Asks first: a thread that sleeps and is woken loses 50 µs."""
     if not mark.query():
         mark.synchronize()
 
 
 class Engine(Protocol):
-    """What staging needs of a device: the only seam between the rules above and CUDA."""
+    """The operations that staging needs from a device; the only connection between this file and CUDA."""
 
     def home(self) -> contextlib.AbstractContextManager[Any]:
         """Work inside goes to the consumer's stream."""
@@ -102,11 +111,11 @@ class Engine(Protocol):
         """Inside `copying`: move by its own `.to`, on the stream that was current before it."""
 
     def receive(self, tensors: list[torch.Tensor], marks: list[Mark]) -> None:
-        """Make the calling thread's stream wait for the marks, and own the tensors too."""
+        """Make the calling thread's stream wait for the marks, and keep the tensors' memory until it is done."""
 
 
 class CudaEngine:
-    """The real one."""
+    """`Engine` for a CUDA device; `copies` is the side stream."""
 
     def __init__(self, device: torch.device, copies: torch.cuda.Stream) -> None:
         self._device = device
@@ -172,7 +181,7 @@ class CudaEngine:
 
 @dataclasses.dataclass
 class _Slab:
-    """Pinned memory, its first `used` bytes lent; `free` is set once it is closed."""
+    """Pinned memory. The first `used` bytes are filled; `free` is the mark of its last copy, once it is full."""
 
     memory: torch.Tensor
     used: int = 0
@@ -181,7 +190,7 @@ class _Slab:
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """A batch under way: complete for whoever waited for the marks."""
+    """A batch whose copies are queued: complete for whoever waited for the marks."""
 
     batch: Any
     tensors: list[torch.Tensor]
@@ -189,11 +198,11 @@ class Staged:
 
 
 class Stager:
-    """Copies batches through a few pinned slabs. For one thread at a time.
+    """Copies batches through a few pinned slabs. Not thread safe.
 
-    A batch begins in a fresh slab; large ones flow through several, so that filling the next slab
-    overlaps with copying the last. Slabs have powers of two bytes (torch's host allocator rounds up
-    to one anyway) and grow with the batches up to `max_slab_bytes`.
+    Every batch begins in an empty slab. A large batch uses several, so that the host fills one while the
+    device copies the one before. A slab's size is a power of two, to which torch's host allocator rounds up
+    anyway, and grows with the batches up to `max_slab_bytes`.
     """
 
     def __init__(
@@ -220,9 +229,9 @@ class Stager:
         return sum(slab.memory.nbytes for slab in self._slabs if slab is not None)
 
     def stage(self, batch: Any) -> Staged:
-        """Queue the copies of every tensor in `batch`; afterwards its own memory may be reused.
+        """Queue the copies of every tensor in `batch`; its memory may be overwritten afterwards.
 
-        Except memory that was pinned by its owner: call `settle` first.
+        Memory that its owner had pinned is copied from directly: call `settle` before it is overwritten.
         """
         self._grow(self._batch_bytes)
         self._batch_bytes = 0
@@ -241,7 +250,7 @@ class Stager:
         return Staged(moved, [*tensors, *filter(_is_plain, at_home)], marks)
 
     def settle(self) -> None:
-        """Wait for the copies that read memory we do not own."""
+        """Wait for the copies that read memory which the batch's owner had pinned."""
         if self._lent is not None:
             wait_for(self._lent)
             self._lent = None
@@ -249,8 +258,8 @@ class Stager:
 
     def _move(self, leaf: Any, tensors: list[torch.Tensor], at_home: list[Any]) -> Any:
         if not _is_plain(leaf):
-            # Sparse, nested, quantised, with gradient, a subclass, or an object with its own `to`:
-            # rare, and only their own method knows how. The copy is complete before the host goes on.
+            # Sparse, nested, quantised, with gradient, a subclass, or an object with its own `to`: rare,
+            # and only its own method knows how to copy it. That copy blocks the host.
             with torch.enable_grad():
                 at_home.append(self.engine.move(leaf))
             return at_home[-1]
@@ -286,7 +295,7 @@ class Stager:
             low = high
 
     def _room(self, wanted: int) -> torch.Tensor:
-        """Lend some free bytes of the current slab, or of the next when it is full."""
+        """Return up to `wanted` free bytes of the current slab, or of the next one when it is full."""
         slab = self._slabs[self._current]
         if slab is not None and slab.free is None:
             if slab.memory.nbytes - slab.used < min(wanted, _SMALL_PIECE_BYTES):
@@ -300,7 +309,7 @@ class Stager:
         return piece
 
     def _open(self) -> _Slab:
-        """Make the current slab empty and large enough."""
+        """Empty the current slab, which may wait for its last copy, and replace it if it is too small."""
         slab = self._slabs[self._current]
         if slab is not None and slab.free is not None:
             wait_for(slab.free)
@@ -311,7 +320,7 @@ class Stager:
         return slab
 
     def _seal(self, mark: Mark) -> None:
-        """Close the current slab, if it was filled: it may be filled again after `mark`."""
+        """Close the current slab if anything is in it: it may be filled again after `mark`."""
         slab = self._slabs[self._current]
         if slab is not None and slab.free is None and slab.used:
             slab.free = mark
@@ -352,12 +361,12 @@ def _as_bytes(dense: torch.Tensor) -> torch.Tensor:
 def map_batch(batch: Any, move: Callable[[Any], Any]) -> Any:
     """Rebuild `batch` with `move(leaf)` for every tensor and every object that has a `to` method.
 
-    Goes into dicts, lists, tuples, named tuples and dataclasses, and keeps their types; what has
-    nothing to move comes back as the same object. `batch` is never written to.
+    Walks through dicts, lists, tuples, named tuples and dataclasses, and keeps their types. A container
+    without anything to move is returned as it is. `batch` is never modified.
 
-    Classes of your own keep their type and their attributes, and their constructors are not called
-    again. Where a class cannot be rebuilt so (it refuses to be copied, or computes its items), its
-    items come as a plain dict, list or tuple.
+    A user's own class keeps its type and attributes, and its constructor is not called again. If an object
+    cannot be rebuilt this way (it refuses to be copied, or computes its items), its items are returned in
+    a plain dict, list or tuple.
     """
     if isinstance(batch, torch.Tensor):
         return move(batch)
@@ -385,13 +394,13 @@ def _all_same(these: Iterable[Any], those: Iterable[Any]) -> bool:
 def _with_items(
     batch: Mapping[Any, Any], items: dict[Any, Any], moved: dict[Any, Any]
 ) -> Mapping[Any, Any]:
-    """Return a mapping of the same class with `moved` in the place of `items`, or `moved` itself."""
+    """Return a mapping of the same class with `moved` instead of `items`, or `moved` itself."""
     if type(batch) is dict:
         return moved
     try:
         made = _remade(batch, items, moved)
         held = dict(made.items())
-    except Exception:  # noqa: BLE001  a class of others may raise anything
+    except Exception:  # noqa: BLE001  a user's class may raise anything
         return moved
     changed = [key for key, value in moved.items() if value is not items[key]]
     is_right = held.keys() == moved.keys() and all(held[key] is moved[key] for key in changed)
@@ -403,10 +412,10 @@ def _remade(
 ) -> Mapping[Any, Any]:
     clone = _own_copy(batch)
     if clone is None:
-        has_more = getattr(batch, "__dict__", None)  # which a constructor would lose
+        has_more = getattr(batch, "__dict__", None)  # attributes that a constructor would lose
         return moved if has_more else type(batch)(moved)  # type: ignore[call-arg]
-    # Not `clone[key] = value`: what a copy keeps its items in may be the original's too. A dict's own
-    # memory is not, and attributes get new containers.
+    # Not `clone[key] = value`: a shallow copy may keep its items in a container that the original shares.
+    # A dict's own memory is not shared, and attributes get new containers below.
     if isinstance(clone, dict):
         dict.update(clone, moved)
     _swap_attributes(clone, items, moved)
@@ -414,7 +423,7 @@ def _remade(
 
 
 def with_parts(batch: list[Any] | tuple[Any, ...], parts: list[Any]) -> Any:
-    """Return a list or tuple of the same class with other parts, or a plain one."""
+    """Return a list or tuple of the same class with other items, or a plain one."""
     if type(batch) is list:
         return parts
     if type(batch) is tuple:
@@ -460,7 +469,7 @@ def _with_fields(batch: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def _own_copy(batch: Any) -> Any | None:
-    """Return a shallow copy with attributes of its own; None where the class gives none."""
+    """Return a shallow copy with attributes of its own; None if the class does not allow one."""
     try:
         clone = copy.copy(batch)
     except Exception:  # noqa: BLE001  a class of others may raise anything
@@ -471,7 +480,7 @@ def _own_copy(batch: Any) -> Any | None:
 
 
 def _swap_attributes(clone: Any, items: dict[Any, Any], moved: dict[Any, Any]) -> None:
-    """Replace items that were moved in the clone's attributes, and in the containers that are there."""
+    """Replace moved items in the clone's attributes, and in dicts, lists and tuples among them."""
     swaps = {id(old): moved[key] for key, old in items.items() if moved[key] is not old}
 
     def swap(key: Any, value: Any) -> Any:

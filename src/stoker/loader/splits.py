@@ -1,4 +1,4 @@
-"""Which samples train, judge and test: from the store, or made here for stores without a split.
+"""Which samples are for training, validation and test: from the store, or made here for stores without a split.
 
 Enters: a store, or one key per sample (its group, its time, nothing). Leaves: sorted sample numbers,
 or one uint8 per sample: 0 train, 1 val, 2 test, 3 purged, as stores keep it. Costs: a read of one

@@ -1,20 +1,27 @@
-"""From disk to the device: positional reads into pinned slabs, copies on a side stream.
+"""From disk to the device: positional reads into pinned slabs, then copies on a side stream.
 
 Enters: rows of stored datasets and a tensor to put them in. Leaves: the tensor filled, and on CUDA
 an event that says when. Costs: on CUDA `threads + 2` pinned slabs of 8 MB, pinned once for the
 uploader's life; each thread reads into one slab while others are being copied. From the page cache
-50 GB/s on an H200 with a quiet host (12 threads), 42 to 45 with a restless one (10); its bus gives 55,
-pinning every chunk anew 1.3.
+50 GB/s on an H200 with an idle host (12 threads), 42 to 45 with a busy one (10). The bus gives 55; pinning
+every chunk anew gives 1.3.
 
-One thread at a time speaks to the driver: whoever has read a slab and finds nobody there queues the
-copies of all slabs that are ready. Twelve threads that each queue their own copy wait for each other at
-every slab (the driver's lock and the interpreter's): 18 GB/s instead of 34 with slabs of 4 MB, 40 instead
-of 50 with 8.
+Only one thread at a time calls the driver. A thread that has filled a slab, and finds no other thread
+queueing copies, queues the copies of all slabs that are ready. Twelve threads that each queue their own copy
+wait for each other at every slab, for the driver's lock and the interpreter's: 18 GB/s instead of 34 with
+slabs of 4 MB, 40 instead of 50 with 8 MB.
 
-Contract: when an upload is done, every copy has been queued, and its event fires after the last of
-them. A slab is filled again only after its copy's event. A failed read ends the upload with the
-first error, after all threads have let go. `wait_for` is an event after which the target is free:
-the copies wait for it, the reads before them do not.
+Contract of an `Upload`:
+
+    success   all copies are queued, and `event` fires after the last of them
+    failure   `wait` raises the first error, after every thread has finished with the upload's pieces; the
+              pieces that were not begun are skipped, and the target's content is undefined
+    cancel    `Uploader.stop` makes each piece that was not begun fail with InterruptedError, and waits for
+              the pieces in progress
+    memory    a slab is filled again only after the event of its last copy; the caller keeps the targets
+              alive until `event`. Copies wait for the caller's `wait_for` event, reads do not
+
+Threads: any thread may call `begin`, one call at a time. Reader threads belong to the uploader.
 """
 
 from __future__ import annotations
@@ -51,7 +58,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def restore_sign(values: torch.Tensor, dtype: np.dtype[Any]) -> torch.Tensor:
-    """View a signed twin as the unsigned type it stands for."""
+    """View values that were stored as a signed type as the unsigned type they came from."""
     return (
         values.view(_UNSIGNED[values.dtype]) if dtype.kind == "u" and dtype.itemsize > 1 else values
     )
@@ -59,7 +66,7 @@ def restore_sign(values: torch.Tensor, dtype: np.dtype[Any]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Copy:
-    """One range of rows on its way: `values[start:stop]` to `target[at:]`."""
+    """A range of rows to copy: `values[start:stop]` into `target`, which has as many rows."""
 
     values: Values
     start: int
@@ -68,10 +75,10 @@ class Copy:
 
 
 class OnceFlag:
-    """Something that happens once, and can be waited for.
+    """An event that is set once and can be waited for.
 
-    As `threading.Event`, but an exception that a signal handler raises in the middle of a wait leaves nothing
-    locked for ever: an Event's own lock is taken in Python, where such an exception can come in between.
+    Like `threading.Event`, but safe when a signal handler raises in the middle of a wait. An Event takes its
+    lock in Python code, so such an exception can leave the lock taken for ever.
     """
 
     def __init__(self) -> None:
@@ -80,29 +87,30 @@ class OnceFlag:
         self._until.acquire()
 
     def is_set(self) -> bool:
-        """Whether it has happened."""
+        """Whether `set` was called."""
         return self._is_set
 
     def set(self) -> None:
-        """It happens; call this once."""
+        """Set it and wake everybody who waits. Must be called once."""
         self._is_set = True
         self._until.release()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it has happened, at most so long; return whether it has."""
+        """Block until it is set, at most `seconds`; return whether it is set."""
         end = None if seconds is None else time.monotonic() + seconds
         while not self._is_set and (end is None or time.monotonic() < end):
+            # Polls: the main thread runs signal handlers between two calls, not within one.
             if self._until.acquire(timeout=_POLL_SECONDS):
-                self._until.release()
+                self._until.release()  # let the next waiter through
         return self._is_set
 
 
 class Upload:
-    """Copies on their way. `wait` for them, or be called when they are all queued.
+    """A set of copies in progress. `wait` for it, or pass `when_done` to be called at its end.
 
     Attributes:
-        event: On CUDA what fires after the last copy; None on the CPU and before the end.
-        error: What went wrong first, if anything did.
+        event: On CUDA the event after the last copy; None on the CPU, and until all copies are queued.
+        error: The first error, or None.
     """
 
     def __init__(
@@ -122,14 +130,14 @@ class Upload:
             self._finish()
 
     def wait(self) -> torch.cuda.Event | None:
-        """Block until no thread works on it any more; return the event or raise the error."""
+        """Block until no thread works on the upload; return its event, or raise its error."""
         self._finished.wait()
         if self.error is not None:
             raise self.error
         return self.event
 
     def count_piece(self, error: BaseException | None) -> None:
-        """One piece is queued, has failed, or was left out because another one failed."""
+        """Count a piece that was queued, failed, or was skipped because another piece failed."""
         with self._lock:
             self.error = self.error or error
             self._left -= 1
@@ -143,10 +151,10 @@ class Upload:
                 event = torch.cuda.Event()
                 event.record(self.stream)
                 self.event = event
-        except Exception as error:  # noqa: BLE001  a failed kernel, which CUDA reports at the next call
+        except Exception as error:  # noqa: BLE001  CUDA reports a kernel that failed earlier at its next call
             self.error = error
-        # Let go of the callback: in a cycle the event would be freed by the garbage collector, maybe
-        # in a forked child, where CUDA aborts the process.
+        # Drop the callback: it may refer to this upload. The garbage collector would then free the event,
+        # possibly in a forked child, where CUDA aborts the process.
         when_done, self._when_done = self._when_done, None
         try:
             if when_done is not None:
@@ -154,11 +162,11 @@ class Upload:
         except Exception as error:  # noqa: BLE001  whoever waits for the upload raises it
             self.error = self.error or error
         finally:
-            self._finished.set()  # or whoever waits would wait forever
+            self._finished.set()  # whatever happened: `wait` must return
 
 
 class _Piece(NamedTuple):
-    """Rows that one thread reads at once, at most a slab: `array[low:high]` to `target[at:]`, in bytes."""
+    """Rows that one thread reads in one call, at most a slab: `array[low:high]` to byte `at` of `target`."""
 
     upload: Upload
     array: StoredArray
@@ -170,14 +178,14 @@ class _Piece(NamedTuple):
 
 
 class Uploader:
-    """Fills tensors from disk, on the CPU or on a CUDA device, with threads that go from upload to upload.
+    """Fills tensors from disk, on the CPU or on a CUDA device, with a pool of reader threads.
 
     Args:
         device: Where the targets are.
         threads: Reader threads, at most 10.
         slab_bytes: Size of one pinned buffer; a larger row gets a slab of its own size.
         num_slabs: Pinned buffers on CUDA; two more than threads by default.
-        once: Whether everything is read only once, so that the page cache need not keep it.
+        once: Whether every row is read only once; reads then bypass the page cache.
     """
 
     def __init__(
@@ -203,14 +211,15 @@ class Uploader:
         self._num_made = 0
         self._ready: deque[tuple[_Piece, _Slab]] = deque()
         self._queueing = threading.Lock()
-        # Two, in turn: an upload that waits for its target must not hold up the one before it.
+        # Two streams in turn: a new upload makes its stream wait for its target, and must not delay the
+        # copies of the upload before it.
         self._streams = (
             [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
         )
 
     @property
     def pinned_bytes(self) -> int:
-        """Pinned host memory an upload to CUDA holds."""
+        """Bytes of pinned host memory that uploads to CUDA use."""
         return self._num_slabs * self._slab_bytes if self._streams else 0
 
     def upload(
@@ -235,16 +244,16 @@ class Uploader:
     ) -> Upload:
         """Begin to fill the targets; blocks only until the upload before the last one is done.
 
-        The threads take up the pieces when those of earlier uploads are taken: no thread is idle at
-        the end of a chunk while the next one could begin.
+        Threads continue with this upload's pieces when those of earlier uploads are all taken, so none is
+        idle at the end of a chunk.
 
         Args:
             copies: What goes where.
             wait_for: An event after which the targets may be overwritten.
-            when_done: Called once, from a reader thread, when nothing works on the upload any more.
+            when_done: Called once, from a reader thread, when no thread works on the upload any more.
         """
         with self._lock:
-            if len(self._recent) == 2:
+            if len(self._recent) == 2:  # at most two at once: more would share the same slabs
                 self._recent[0]._finished.wait()
             cuts = list(self._cut(copies))
             stream = None
@@ -260,27 +269,27 @@ class Uploader:
             try:
                 for _ in range(min(self.threads, len(cuts))):
                     self._pool.submit(self._drain)
-            except RuntimeError as error:  # at the end of the process there are no new tasks
+            except RuntimeError as error:  # the interpreter is shutting down: no new tasks
                 upload.error = upload.error or error
-                self._drain()  # count its pieces, or whoever waits for it would wait forever
+                self._drain()  # count its pieces, so that `wait` returns
             return upload
 
     def stop(self, stopped: bool = True) -> None:
-        """Make the uploads under way end at their next piece; False allows new ones."""
+        """Cancel the uploads in progress and wait for them. `stop(False)` allows new uploads again."""
         self._stopped = stopped
         if stopped:
             for upload in tuple(self._recent):
                 upload._finished.wait()
 
     def close(self) -> None:
-        """End the threads and give the pinned memory back."""
+        """Cancel uploads, end the threads and unpin the slabs. The uploader cannot be used afterwards."""
         self.stop()
         self._pool.shutdown()
         self._recent.clear()
         self.release()
 
     def release(self) -> None:
-        """Give the pinned memory back once the copies out of it are done; blocks until then."""
+        """Unpin the slabs; blocks until the copies out of them are done. A later upload makes new ones."""
         while self._slabs is not None and not self._slabs.empty():
             self._slabs.get().release()
         self._slabs, self._num_made = None, 0
@@ -288,7 +297,7 @@ class Uploader:
     def _cut(
         self, copies: Sequence[Copy]
     ) -> Iterator[tuple[StoredArray, int, int, torch.Tensor, int, int]]:
-        """Cut the copies at shard edges and into slabs; the threads begin when all are cut."""
+        """Cut the copies at shard boundaries and into pieces of at most a slab."""
         for copy in copies:
             row_bytes = copy.values.row_bytes
             rows = max(1, self._slab_bytes // max(1, row_bytes))
@@ -301,10 +310,10 @@ class Uploader:
                     yield array, low, low + count, target, where, count * row_bytes
 
     def _drain(self) -> None:
-        """Take piece after piece until there is none.
+        """Process pieces until the queue is empty; runs in a reader thread.
 
-        A task and a stream context for each piece would hold the interpreter's lock for so long that
-        16 threads get 37 GB/s instead of 48 (H200).
+        One task per thread, not per piece: a task and a stream context for each piece hold the interpreter's
+        lock so long that 16 threads get 37 GB/s instead of 48 (H200).
         """
         read = self._read_into_slab if self._streams else self._read_into_place
         while True:
@@ -347,8 +356,9 @@ class Uploader:
         self._ready.append((piece, slab))
 
     def _queue_copies(self) -> None:
-        """Queue the copies of all pieces that are read, unless another thread is at it."""
-        # Looked at again after letting go: a piece may have come while nobody else could take the lock.
+        """Queue the copies of all pieces that are read, unless another thread is doing so."""
+        # Check again after releasing the lock: another thread may have added a piece and failed to acquire
+        # the lock just before.
         while self._ready and self._queueing.acquire(blocking=False):
             try:
                 while self._ready:
@@ -363,7 +373,9 @@ class Uploader:
         error: BaseException | None = None
         try:
             if torch.cuda.current_stream(self.device) != stream:
-                torch.cuda.set_stream(stream)  # of this thread, which is ours
+                torch.cuda.set_stream(
+                    stream
+                )  # for this thread, which is a reader: a context costs more
             target = piece.target[piece.at : piece.at + piece.num_bytes]
             target.copy_(slab.memory[: piece.num_bytes], non_blocking=True)
             slab.free.record(stream)
@@ -373,7 +385,7 @@ class Uploader:
         piece.upload.count_piece(error)
 
     def _add_slabs(self, copies: Sequence[Copy], num_pieces: int) -> None:
-        """Make as many slabs as so many pieces can use; the uploads before may have been small ones."""
+        """Pin as many slabs as this upload can use: a small one before it may have needed fewer."""
         missing = min(self._num_slabs, num_pieces) - self._num_made
         if missing <= 0:
             return
@@ -385,16 +397,16 @@ class Uploader:
 
 
 def signed_twin(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type that torch can hold with the same bits."""
+    """Return the type with the same bits that torch supports: signed for wide unsigned types."""
     return np.dtype(_SIGNED.get(dtype.str.lstrip("<>|="), dtype.str))
 
 
 class TableUploader:
-    """Small tables on their way to a CUDA device, through pinned memory that is made once.
+    """Copies small index tables to a CUDA device, through pinned memory that is allocated once.
 
-    Pinning each table anew asks the driver for memory, which waits for the device. And on the stream of the
-    training loop a table would be copied when the loop needs it, behind a chunk that has just begun to load:
-    4.6 ms without work at every chunk's edge on an H200. So tables go ahead on a stream of their own.
+    Pinning each table anew asks the driver for memory, which waits for the device. Copied on the training
+    loop's stream, a table would wait behind a chunk that has just begun to load: the GPU idled for 4.6 ms at
+    every chunk boundary on an H200. So tables are copied early, on a stream of their own.
 
     Args:
         device: Where the tables go; on the CPU they stay as they are.
@@ -424,43 +436,45 @@ class TableUploader:
             made = torch.from_numpy(host).to(self._device, non_blocking=True)
         slab.free.record(self._stream)
         user.wait_event(slab.free)
-        made.record_stream(user)
+        made.record_stream(user)  # the allocator must not reuse it while the loop reads it
         self._slabs.append(slab)
         return made
 
     def close(self) -> None:
-        """Give the pinned memory back."""
+        """Unpin the memory; waits for its last copies."""
         while self._slabs:
             self._slabs.popleft().release()
 
 
 class _Slab:
-    """Pinned host memory.
+    """A block of pinned host memory; `free` is the event after the last copy out of it.
 
-    Registering touched memory is eight times faster than `pin_memory=True`: 54 against 456 ms for
-    1 GB on an H200.
+    Registering memory that was touched before is eight times faster than `pin_memory=True`: 54 against
+    456 ms for 1 GB on an H200.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._map = mmap.mmap(-1, num_bytes)
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
-        self._bytes[::4096] = 0
+        self._bytes[::4096] = 0  # touch every page, so that registering need not fault them in
         status = torch.cuda.cudart().cudaHostRegister(self._bytes.ctypes.data, num_bytes, 0)
         self._pinned = int(status) == 0
         self.memory = torch.from_numpy(self._bytes)
-        # Blocking: sixteen threads that spin on an event take the cores the training loop needs.
+        # blocking=True sleeps: sixteen threads that spin on events take the cores of the training loop.
         self.free = torch.cuda.Event(blocking=True)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Wait until the last copy out of the slab is done, then lend it."""
-        if not self.free.query():  # it mostly is, and waiting lets go of the interpreter's lock
+        """Wait until the last copy out of the slab is done; return its memory as an array."""
+        if (
+            not self.free.query()
+        ):  # it mostly is done, and `synchronize` would release the interpreter's lock
             self.free.synchronize()
         count = int(np.prod(shape, dtype=np.int64))
         return self._bytes[: count * dtype.itemsize].view(dtype).reshape(shape)
 
     def release(self) -> None:
-        """Unpin."""
+        """Unpin the memory; waits for the last copy out of it."""
         self.free.synchronize()
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.ctypes.data)

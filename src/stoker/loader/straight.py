@@ -5,12 +5,12 @@ Leaves: the batches' tensors. Costs: one copy of every byte, from the page cache
 stays in the processor's cache: three quarters of the time of reading a chunk and gathering from it
 (benchmarks/loader_cpu.py). Two buffers a column while one batch is held; the kernel reads ahead of them.
 
-A few batches of one column share a buffer, if they are small. It is used again when the last tensor in
-it is gone: keep what you like, and change it as you like.
+Small batches of one column share a buffer. It is reused when its last tensor is freed, so a batch may be kept
+and changed.
 
-Not mapped into memory, though that would copy nothing: a batch would change with its file, a file cut
-short by somebody else would end the process (SIGBUS), and each first write to a page of a batch costs
-a fault (adding 1 in place took ten times as long).
+Files are not mapped into memory, although that would avoid the copy. A batch would change with its file, a file
+that another process truncates would end this one (SIGBUS), and the first write to each page of a batch would
+cause a fault (adding 1 in place took ten times as long).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from stoker.loader.recycled import Recycled
 from stoker.loader.staging import restore_sign, signed_twin
 
 BLOCK_BYTES = 4 << 20
-"""Of all columns together. What is read into has to stay in the processor's cache: a buffer of 2 MB was
-filled at 6 GB/s, two of 4 MB in turn at 4 (a core with 2 MB of its own)."""
+"""Buffer size of all columns together. The buffer should stay in the processor's cache: one of 2 MB was filled
+at 6 GB/s, two of 4 MB in turn at 4 GB/s (a core with 2 MB of cache)."""
 _AHEAD_BYTES = 32 << 20
 _MOST_TOGETHER = 64
 """Batches whose columns are cut together; a large column is read one batch at a time."""
@@ -91,10 +91,10 @@ class StraightReader:
         for array, low, high, where in values.spans(first, last):
             array.read_into(low, high, out[where : where + high - low])
             ahead = max(1, _AHEAD_BYTES // max(1, values.row_bytes))
-            if low // ahead != high // ahead or low == 0:  # once for each window of this size
+            if low // ahead != high // ahead or low == 0:  # once per `ahead` rows
                 array.expect(high, (high // ahead + 2) * ahead)
         return restore_sign(torch.from_numpy(out.view(signed_twin(values.dtype))), values.dtype)
 
     def close(self) -> None:
-        """Give back the buffers that nobody holds; the others go with their tensors."""
+        """Free the unused buffers; the others are freed with their tensors."""
         self._memory.close()

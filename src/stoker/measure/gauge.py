@@ -1,13 +1,12 @@
-"""What memory a try took, and what it may take.
+"""Memory of a try: how much it used, and how much it may use.
 
-Enters: a device. Leaves: peak bytes of what ran between `begin` and `peak_bytes`, and the most that they
-may be. Costs a collection of garbage per try; on a GPU its cache is given back first, so that one try does
-not pay for another.
+Enters: a device. Leaves: peak bytes between `begin` and `peak_bytes`, and their limit. Costs a garbage collection
+per try; on a GPU the allocator's cache is emptied first, so that one try does not count for another.
 
-On a GPU the peak is what torch has reserved, CUDA graphs included, against what was free. On a CPU it is
-the process's resident memory against that and what the machine (or its cgroup) has available. There a size
-that would not fit ends the process instead of raising, so sizes far beyond what was seen are refused before
-they run: in proportion to the last one, which counts the weights as if they grew too.
+On a GPU the peak is the memory that torch has reserved, CUDA graphs included; the limit is what was free. On a CPU
+it is the process's resident memory; the limit is that plus what the machine (or its cgroup) has available. There a
+size that does not fit ends the process instead of raising an error. So sizes far beyond those seen are refused
+before they run, estimated in proportion to the last one.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from stoker.machine.process import forget_peak, peak_rss_bytes, rss_bytes
 from stoker.units import format_bytes
 
 MARGIN = 0.10
-"""Share of the memory that stays free: fragments, other processes, a longer batch."""
+"""Share of the memory that must stay free, for fragments, other processes and a longer batch."""
 
 
 class Gauge:
-    """Memory of one device, one try after the other.
+    """Measures the memory of tries on one device, one at a time.
 
     Args:
         device: Where the tries run.
         margin: Share of the memory that a try must leave free.
 
     Attributes:
-        cap_bytes: Most that the current try may take, what the process had before it included.
+        cap_bytes: Limit of the current try, including what the process used before it.
     """
 
     def __init__(self, device: torch.device, margin: float = MARGIN) -> None:
@@ -42,12 +41,12 @@ class Gauge:
         self._margin = margin
         self._before = 0
         self._seen: tuple[int, int] | None = None
-        # Once: what the process may have does not change, whatever it holds at the moment.
+        # Once: the limit of the process does not depend on what it holds at the moment.
         self._room = 0 if self._on_gpu else rss_bytes() + _available_ram()
         self.cap_bytes = 0
 
     def begin(self) -> None:
-        """Let go of what earlier tries left, and measure from here."""
+        """Free what earlier tries left, and measure from here on."""
         self.release()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -61,27 +60,27 @@ class Gauge:
         self.cap_bytes = int(room * (1 - self._margin))
 
     def release(self) -> None:
-        """Give back what nobody holds any more."""
-        # On a CPU the young generations will do: a full collection takes longer than a small try.
+        """Free unreferenced memory."""
+        # On a CPU only the young generations: a full collection takes longer than a small try.
         gc.collect(2 if self._on_gpu else 1)
         if self._on_gpu:
             torch.cuda.empty_cache()
 
     def peak_bytes(self) -> int:
-        """Return the most that was in use since `begin`; waits for the device."""
+        """Return the peak since `begin`; waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize(self.device)
             return torch.cuda.max_memory_reserved(self.device)
         return peak_rss_bytes()
 
     def note(self, size: int) -> None:
-        """Remember what a size took, for `expect`; call it when the size has run."""
+        """Remember the memory of a size that has run, for `expect`."""
         taken = max(0, self.peak_bytes() - self._before)
         if self._seen is None or size >= self._seen[0]:
             self._seen = (size, taken)
 
     def expect(self, size: int) -> str:
-        """Return why a size should not even be tried, on a CPU; "" when it may be. After `begin`."""
+        """Return why a size must not be tried on a CPU; "" if it may. Call it after `begin`."""
         if self._on_gpu or self._seen is None or size <= self._seen[0]:
             return ""
         seen, taken = self._seen

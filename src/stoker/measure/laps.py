@@ -1,11 +1,11 @@
-"""The clock of a loop that asks for batches: how long each batch was waited for, and each step took.
+"""Timing of a loop over batches: the wait for each batch, and the length of each step.
 
-Enters: any iterator of batches, a device, and how long to measure. Leaves: the same batches, as many as
-are wanted, and one `Lap` for each after the warm-up. Costs two clock readings per batch, on CUDA also one
-event; nothing waits for the device before `laps` is called.
+Enters: any iterator of batches, a device, and how long to measure. Leaves: the same batches, as many as needed,
+and one `Lap` for each after the warm-up. Costs two clock readings per batch, on CUDA also one event; the host does
+not wait for the device before `laps` is called.
 
-On CUDA the host runs ahead of the device, so a step's length is taken between events on the device; the
-wait is the host's.
+On CUDA the host runs ahead of the device. So the length of a step is measured between events on the device, and
+the wait on the host.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Patience:
     """How long to measure.
 
     Attributes:
-        warm_up: Batches that are not counted: threads start, caches fill, graphs are captured.
-        steps: Batches that are counted.
-        seconds: When these are over, counted from the end of the warm-up, fewer are enough.
-        least: But never less than this.
+        warm_up: First batches, not counted: threads start, caches fill, graphs are captured.
+        steps: Most batches to count.
+        seconds: Time limit from the end of the warm-up.
+        least: Batches to count even if the time is over.
     """
 
     warm_up: int
@@ -56,10 +56,10 @@ class Lap:
     """One batch of a loop.
 
     Attributes:
-        began: When it was asked for, in seconds since the first that counts.
-        wait_seconds: Until it came.
+        began: When it was asked for, in seconds since the first counted batch.
+        wait_seconds: Until it arrived.
         seconds: Until the next one was asked for.
-        num_samples: In it.
+        num_samples: Its size.
     """
 
     began: float
@@ -69,7 +69,7 @@ class Lap:
 
 
 class Stopwatch:
-    """Takes the time of one loop. Not thread-safe; one loop each.
+    """Times one loop. Not thread safe; make one for each loop.
 
     Args:
         patience: How long to measure.
@@ -87,8 +87,8 @@ class Stopwatch:
         self._each = each
         self._device = device
         self._on_gpu = device.type == "cuda"
-        # A mark is a question for a batch, on the host's clock and on the device's. An epoch's last
-        # question brings no batch, so a batch knows the number of its mark.
+        # A mark is the time at which a batch is asked for, on the host and on the device. The last request of
+        # an epoch returns no batch, so every batch stores the number of its mark.
         self._marks: list[float] = []
         self._events: list[torch.cuda.Event] = []
         self._asked: list[int] = []
@@ -97,7 +97,7 @@ class Stopwatch:
 
     @property
     def began(self) -> float:
-        """The clock when the first batch that counts was asked for."""
+        """Time at which the first counted batch was asked for."""
         return self._marks[self._asked[self._first]]
 
     @property
@@ -106,7 +106,7 @@ class Stopwatch:
 
     @property
     def num_batches(self) -> int:
-        """Batches that were handed out."""
+        """Batches that were yielded."""
         return len(self._came)
 
     def is_enough(self) -> bool:
@@ -120,9 +120,9 @@ class Stopwatch:
         return self._marks[-1] - began > self._patience.seconds
 
     def timed(self, batches: Iterable[_T]) -> Iterator[_T]:
-        """Yield the batches until enough were timed; goes on with the next epoch's where it is called again."""
+        """Yield batches until enough were timed; a second call continues with another epoch."""
         source = iter(batches)
-        if self.is_enough():  # of an epoch that is not wanted any more, not even its beginning
+        if self.is_enough():  # do not even begin the next epoch
             return
         while True:
             self._mark()
@@ -137,10 +137,10 @@ class Stopwatch:
             yield batch
 
     def laps(self, *, with_epoch_ends: bool = True) -> list[Lap]:
-        """Return what was timed after the warm-up; waits for the device.
+        """Return the laps after the warm-up; waits for the device.
 
         Args:
-            with_epoch_ends: Whether what is done between two epochs counts for the step before it.
+            with_epoch_ends: Whether the time between two epochs counts for the step before it.
         """
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
@@ -157,13 +157,13 @@ class Stopwatch:
         ]
 
     def _between(self, one: int, other: int) -> float:
-        """Seconds from one mark to another, on the device where there is one."""
+        """Return the seconds between two marks, measured on the device if there is one."""
         if self._on_gpu:
             return float(self._events[one].elapsed_time(self._events[other])) / 1e3
         return self._marks[other] - self._marks[one]
 
     def _mark(self) -> None:
-        """Note that a batch is asked for; after an epoch's end, for the second time."""
+        """Record that a batch is asked for; after an epoch's end, for the second time."""
         is_again = bool(self._marks) and (not self._asked or self._asked[-1] < len(self._marks) - 1)
         if self._each is not None and not is_again:
             self._each()
@@ -180,13 +180,13 @@ def block_rates(
     batches_per_update: int = 1,
     count: Callable[[Lap], int] = lambda lap: lap.num_samples,
 ) -> list[float]:
-    """Return the rate of a few blocks of laps, in order: slow steps count in full.
+    """Return the rates of a few blocks of laps, in order. Unlike a median of steps, slow steps count in full.
 
     Args:
         laps: From `Stopwatch.laps`.
         num_blocks: At most.
-        batches_per_update: A block holds whole updates of so many batches.
-        count: What is counted per second; samples by default.
+        batches_per_update: Blocks have whole updates of this many batches.
+        count: What to count per second; samples by default.
     """
     num_updates = len(laps) // batches_per_update
     edges = [
@@ -208,10 +208,10 @@ def _count_samples(batch: Any) -> int:
 
 
 class Phases:
-    """When the forward pass, the backward pass and the update of each step ran, on a CPU.
+    """Times of the forward pass, the backward pass and the update of each step, on a CPU.
 
-    Use as a context manager around the training. On CUDA the host only launches, and a captured step runs
-    no hooks: nothing is noted there.
+    Use as a context manager around the training. On CUDA the host only launches kernels, and a captured step
+    runs no hooks: nothing is recorded there.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -251,15 +251,15 @@ class Phases:
 
 
 class HeldLoader:
-    """One batch that is on the device already, again and again: a step without a loader.
+    """A loader that yields one batch on the device repeatedly: for timing a step without loading.
 
     Args:
-        batch: What is held.
-        stopwatch: Ends it.
+        batch: The batch.
+        stopwatch: Ends the iteration.
         most: Batches of the only epoch.
     """
 
-    pinned_bytes = 0  # says to the trainer that nothing needs to be staged
+    pinned_bytes = 0  # tells the trainer that batches need no prefetching
 
     def __init__(self, batch: Batch, stopwatch: Stopwatch, most: int) -> None:
         self.batch_size = len(batch.positions)

@@ -1,12 +1,11 @@
-"""Which size to try next, and which of those that were tried to take.
+"""Search for a size: which one to try next, and which of the tried ones to choose.
 
-Enters: a ladder of sizes and somebody who measures one. Leaves: what was tried, and a choice that was
-tried, fitted, and paid. Costs nothing by itself; the number of tries is at most the ladder's length.
+Enters: a list of sizes (levels) and a function that measures one. Leaves: the outcomes, and a choice that was
+measured, fits, and pays. Costs nothing by itself; there are at most as many tries as levels.
 
-The rules are two. A step along the ladder is taken only when it gains at least `LEAST_GAIN`, and the first
-step that does not ends the way in that direction (the second, where that is asked for). What is taken is the
-smallest size within `LEAST_GAIN` of the best, and the configured one wherever it is among those: a change
-must pay.
+There are two rules. The search goes on to the next level only while it gains at least `LEAST_GAIN`; the first
+level that does not ends that direction (or the second, on request). The choice is the smallest size within
+`LEAST_GAIN` of the best, or the configured one if it is among those: a change must pay.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 LEAST_GAIN = 0.02
-"""A change that gains less is not worth being a change; medians of short runs differ by as much."""
+"""Least gain of a change: medians of short runs differ by as much without one."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Outcome:
     """One try.
 
     Attributes:
-        rate: Samples per second, or whatever more of is better; None when it was not run to the end.
+        rate: Samples per second, or another rate; None if the try did not run to its end.
         fits: Whether it ran, and left the margin of memory free.
         reason: Why not, in words.
     """
@@ -37,15 +36,15 @@ class Outcome:
 OutcomeT = TypeVar("OutcomeT", bound=Outcome)
 
 
-# -- ladders ---------------------------------------------------------------------------------------
+# -- shapes of an update ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class UpdateShape:
-    """How the samples of one update go through the model.
+    """How the samples of one update are divided into batches.
 
     Attributes:
-        batch_size: Samples at once.
+        batch_size: Samples per batch.
         accumulation_steps: Batches per update.
     """
 
@@ -54,19 +53,19 @@ class UpdateShape:
 
     @property
     def samples_per_update(self) -> int:
-        """The effective batch."""
+        """Effective batch size."""
         return self.batch_size * self.accumulation_steps
 
 
 def shape_ladder(configured: UpdateShape, most: int) -> tuple[UpdateShape, ...]:
-    """Return the shapes to consider, by rising batch size, the configured one among them.
+    """Return the shapes to consider, by rising batch size, including the configured one.
 
-    Up to the effective batch a shape keeps it: about half the batch, twice the batches per update (where
-    it does not divide, the last batch is rounded up). Above it the batch doubles, and the update grows.
+    Batches up to the effective one keep it: half the batch, twice the batches per update (rounded up if it does
+    not divide). Above it the batch doubles, and the update grows.
 
     Args:
-        configured: Where to start.
-        most: No batch is larger; the number of training samples. The configured one always stays.
+        configured: The configured shape.
+        most: Largest batch: the number of training samples. The configured one is always included.
     """
     whole = configured.samples_per_update
     shapes = {configured.batch_size: configured}
@@ -99,37 +98,36 @@ def keeps_update(shape: UpdateShape, configured: UpdateShape) -> bool:
     return shape.batch_size <= whole and 0 <= more < shape.batch_size
 
 
-# -- climbing --------------------------------------------------------------------------------------
+# -- searching -------------------------------------------------------------------------------------
 
 
 def climb(
-    num_rungs: int,
+    num_levels: int,
     start: int,
     measure: Callable[[int], OutcomeT],
     least_gain: float = LEAST_GAIN,
     most_misses: int = 0,
 ) -> dict[int, OutcomeT]:
-    """Try rungs of a ladder from `start`, up while that pays, else down while that pays.
+    """Measure levels from `start` upwards while that pays; if it never does, downwards while that pays.
 
-    Where `start` does not fit, the first rung below that does takes its place.
+    If `start` does not fit, the search begins at the first level below that does.
 
     Args:
-        num_rungs: Of the ladder; rungs are 0 to num_rungs - 1, and what does not fit on one does not
-            fit on those above.
-        start: The configured rung.
-        measure: Runs a rung.
-        least_gain: Share by which the next rung must be better.
-        most_misses: Rungs in a row that need not be: one alone may be the machine's doing.
+        num_levels: Levels are 0 to num_levels - 1; above one that does not fit, none does.
+        start: The configured level.
+        measure: Measures a level.
+        least_gain: Share by which the next level must be better.
+        most_misses: Levels in a row that may fail to be: a single one may be noise.
 
     Returns:
-        Rung to outcome, in the order of trying; nothing is tried twice.
+        From a level to its outcome, in the order of trying; nothing is tried twice.
     """
     tried: dict[int, OutcomeT] = {}
 
     def walk(here: int, step: int) -> int:
-        """Go on while it pays; return the last rung that did."""
+        """Continue in one direction while it pays; return the last level that did."""
         at, num_misses = here, 0
-        while 0 <= at + step < num_rungs and num_misses <= most_misses:
+        while 0 <= at + step < num_levels and num_misses <= most_misses:
             at += step
             tried[at] = following = measure(at)
             if not following.fits:
@@ -164,23 +162,25 @@ def choose(
     allowed: Callable[[int], bool] = lambda _: True,
     least_gain: float = LEAST_GAIN,
 ) -> int | None:
-    """Return the rung to take, one that was tried and fits; None when none does.
+    """Return the level to choose among those that were tried and fit; None if none does.
 
     Args:
         tried: From `climb`.
-        start: The configured rung, kept unless another gains `least_gain`.
-        allowed: Rungs that may be taken.
-        least_gain: What a change must gain.
+        start: The configured level, kept unless another gains `least_gain`.
+        allowed: Whether a level may be chosen.
+        least_gain: Least gain of a change.
     """
     rates = {
-        rung: outcome.rate
-        for rung, outcome in tried.items()
-        if outcome.fits and outcome.rate is not None and allowed(rung)
+        level: outcome.rate
+        for level, outcome in tried.items()
+        if outcome.fits and outcome.rate is not None and allowed(level)
     }
     if not rates:
         return None
     best = max(rates.values())
-    near = [rung for rung, rate in rates.items() if rate * (1 + least_gain) > best or rate == best]
+    near = [
+        level for level, rate in rates.items() if rate * (1 + least_gain) > best or rate == best
+    ]
     return start if start in near else min(near)
 
 
@@ -188,14 +188,14 @@ def choose(
 
 
 def largest_fitting(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to `most` that fits, tried and found to; 0 when not even 1 does.
+    """Return the largest number up to `most` that was tried and fits; 0 if not even 1 does.
 
-    Doubles from 2 until something does not fit, then halves the gap. 1 is tried only where 2 does not fit:
-    a batch norm cannot train on one sample.
+    Doubles from 2 until a number does not fit, then bisects. 1 is tried only if 2 does not fit: a batch norm
+    cannot train on one sample.
 
     Args:
         most: The largest number of interest, 1 or more.
-        fits: Tries a number; what fits at a number fits below it.
+        fits: Tries a number; every number below one that fits must fit too.
     """
     good, bad = 0, most + 1
     size = min(2, most)

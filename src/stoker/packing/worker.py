@@ -1,15 +1,15 @@
-"""A worker process of a pack: takes parts one at a time, and answers with what it built.
+"""A worker process of a pack: builds parts, one at a time.
 
-Enters: on standard input, one message per part. Leaves: one message per part on what was standard output,
-the result or the error as it was raised. Costs: starting Python with numpy and h5py once per worker, about
+Enters: on standard input, one message per part. Leaves: one message per part on the original standard output:
+the result, or the exception. Costs: starting Python with numpy and h5py once per worker, about
 half a second and 100 MB.
 
-A worker ends when its input ends, when its parent is gone, or, on a cluster, when the file that says
-that the pack goes on is gone: what an interrupted pack left behind must not write into the next one.
+A worker ends when its input ends, when its parent is gone, or, on a cluster, when the file that marks the pack as
+running is gone. A worker of an interrupted pack must not write into the next one.
 
-The time limit of one row cannot be a Python signal handler: C++ that hangs never returns to Python. So
-the worker arms a timer whose default action ends the process, and writes down the row before it begins;
-the parent reads the note of a worker that died.
+The time limit of one row cannot be a Python signal handler, because C++ code that hangs never returns to Python.
+So the worker sets a timer whose default action ends the process, and notes the row in a file before it begins.
+The parent reads that note when a worker has died.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from stoker.lifetime import end_with_parent
 PARENT = "STOKER_PARENT"
 """Environment variable: the process that started this worker."""
 NOTES = "STOKER_NOTES"
-"""Environment variable: the descriptor of the file that the current row is written down in."""
+"""Environment variable: the descriptor of the file in which the current row is noted."""
 ALIVE = "STOKER_ALIVE"
-"""Environment variable: a file that exists as long as the pack goes on; "" where the parent is enough."""
+"""Environment variable: a file that exists while the pack runs; "" if observing the parent is enough."""
 _LENGTH = struct.Struct("<Q")
 _ROW = struct.Struct("<q")
 _BETWEEN_ROWS = -1
@@ -43,7 +43,7 @@ Guard = Callable[[int | None], None]
 
 
 def dump(value: Any) -> bytes:
-    """Return a value as bytes, functions and classes of a user's own script included."""
+    """Return a value as bytes, including functions and classes that a user's script defines."""
     import cloudpickle
 
     code: bytes = cloudpickle.dumps(value)
@@ -64,7 +64,7 @@ def send(file: IO[bytes], message: bytes) -> None:
 
 
 def receive(file: IO[bytes]) -> bytes | None:
-    """Return the next message; None when the other side is gone."""
+    """Return the next message; None if the other side has ended."""
     header = file.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         return None
@@ -77,14 +77,14 @@ def receive(file: IO[bytes]) -> bytes | None:
 
 
 class RowNotes:
-    """Writes down the row that is worked on; a row that takes too long ends the process. 2 µs a row."""
+    """Notes the current row in a file; a row over the time limit ends the process. Costs 2 µs a row."""
 
     def __init__(self, descriptor: int, limit_seconds: float | None) -> None:
         self._descriptor = descriptor
         self._limit_seconds = limit_seconds
 
     def __call__(self, row: int | None) -> None:
-        """Begin work on `row`; None: no row is worked on."""
+        """Note that work on `row` begins; None: between two rows."""
         os.pwrite(self._descriptor, _ROW.pack(_BETWEEN_ROWS if row is None else row), 0)
         if self._limit_seconds is not None:
             signal.setitimer(signal.ITIMER_REAL, 0 if row is None else self._limit_seconds)
@@ -113,14 +113,14 @@ def current_guard() -> Guard:
 
 
 def serve() -> None:
-    """Work on parts until the input ends; all that a worker process ever does."""
+    """Build parts until the input ends: the main function of a worker process."""
     global _guard  # noqa: PLW0603  one per process, as the process works on one part at a time
     end_with_parent(int(os.environ[PARENT]))
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C goes to the whole group; the parent decides
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not end up between two answers
+    os.dup2(2, 1)  # text that libraries print must not get between two answers
     if alive := os.environ.get(ALIVE):
         threading.Thread(target=_end_without, args=(alive,), daemon=True).start()
     known: tuple[bytes, Any] = (b"", None)
@@ -133,7 +133,7 @@ def serve() -> None:
         outcome: tuple[bool, Any]
         try:
             outcome = (True, known[1](item, poison))
-        except Exception as error:  # noqa: BLE001  it is raised again in the parent
+        except Exception as error:  # noqa: BLE001  the parent raises it
             error.add_note(f"while working on {item.label!r}")
             outcome = (False, error)
         _guard(None)
@@ -144,25 +144,25 @@ def _as_message(outcome: tuple[bool, Any]) -> bytes:
     try:
         message = dump(outcome)
         load(message)
-    except Exception as error:  # noqa: BLE001  pickling runs anybody's code
+    except Exception as error:  # noqa: BLE001  pickling runs user code
         lost = f"{type(outcome[1]).__name__}: {outcome[1]} (which cannot be pickled: {error})."
         return dump((False, StokerError(lost)))
     return message
 
 
 def _end_without(alive: str) -> None:
-    """End this process when the pack that wants its work is over."""
+    """End this process when its pack has ended."""
     while is_alive(alive):
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_alive(path: str) -> bool:
-    """Whether a file exists. Opened, because a network file system answers `stat` from memory."""
+    """Whether a file exists. It is opened, because a network file system answers `stat` from its cache."""
     try:
         os.close(os.open(path, os.O_RDONLY))
     except FileNotFoundError:
         return False
-    except OSError:  # a network file system that stutters
+    except OSError:  # a temporary failure of a network file system
         return True
     return True

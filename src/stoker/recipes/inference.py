@@ -1,7 +1,7 @@
 """A trained recipe used: its model from a checkpoint, predictions to a file, int8 weights.
 
 Enters: a checkpoint of `run_recipe`, alone. Leaves: the model with its weights; a parquet file; an int8
-checkpoint that loads as safely and predicts through the same door. Costs: reading the checkpoint; then
+checkpoint that loads as safely and predicts with the same command. Costs: reading the checkpoint; then
 one pass over the samples, in constant memory.
 """
 

@@ -136,7 +136,7 @@ def majority_baseline(train: Array, val: Array, num_classes: int) -> dict[str, f
 
     Args:
         train: `(n,)` labels of training samples.
-        val: `(m,)` labels to be judged on.
+        val: `(m,)` labels of the validation samples.
         num_classes: Labels are 0 to num_classes - 1.
     """
     if not len(val):

@@ -35,8 +35,8 @@ from stoker.recipes.catalogue import Chosen, choose_recipe, with_defaults
 from stoker.recipes.contract import Job
 from stoker.recipes.inference import LOG_NAME
 from stoker.recipes.options import as_overrides
+from stoker.recipes.progress import RunProgress
 from stoker.recipes.registry import blamed
-from stoker.recipes.watch import Watch
 from stoker.report import Note, Progress, RunEnd, RunLog, Silent, Topic
 from stoker.runs.telemetry import TelemetryLog
 from stoker.store.fields import Array
@@ -86,7 +86,7 @@ def run_recipe(
     device: str | torch.device | None = None,
     progress: Progress | None = None,
 ) -> RecipeRun:
-    """Train as a config says, then judge the best checkpoint on the test samples.
+    """Train as a config says, then evaluate the best checkpoint on the test samples.
 
     Args:
         settings: With a recipe and a store.
@@ -138,7 +138,7 @@ def _train_and_judge(
             monitor=run.job.monitor,
             baseline=dict(run.job.baseline),
         )
-        return run.judge(made) if history.ended == "done" else made
+        return run.evaluate(made) if history.ended == "done" else made
 
 
 @contextlib.contextmanager
@@ -227,7 +227,7 @@ def _make_job(chosen: Chosen, store: Store, settings: Settings) -> Job:
 class Run:
     """One run: what `open_run` has settled, and what is done with it.
 
-    `train` and `judge` are the run; `make_train_loader` and `make_trainer` lend its parts to those who
+    `train` and `evaluate` are the run; `make_train_loader` and `make_trainer` lend its parts to those who
     measure it.
     """
 
@@ -267,29 +267,29 @@ class Run:
         job, settings = self.job, self.settings
         with contextlib.ExitStack() as stack:
             train = stack.enter_context(self.make_train_loader())
-            judged = self._judged_loader("val") if len(job.samples["val"]) else None
-            val = None if judged is None else stack.enter_context(judged)
+            val_loader = self._evaluation_loader("val") if len(job.samples["val"]) else None
+            val = None if val_loader is None else stack.enter_context(val_loader)
             notes = self._notes(train)
             for note in notes:
                 self.told.say(note.text)
-            watch = Watch(self.told, train, settings.epochs)
-            trainer = self.make_trainer(train, val, watch, run_dir=self.folder)
+            progress = RunProgress(self.told, train, settings.epochs)
+            trainer = self.make_trainer(train, val, progress, run_dir=self.folder)
             trainer.history.told[:0] = notes
-            watch.history = trainer.history
+            progress.history = trainer.history
             self.ranks.first_does(lambda: self._write_setup(train))
-            telemetry = self._telemetry(watch)
+            telemetry = self._telemetry(progress)
             with telemetry or contextlib.nullcontext():
                 history = trainer.fit(resume=resume)
                 if telemetry is not None:
                     telemetry.end = RunEnd(history.ended)
-            watch.tell_epochs()
+            progress.tell_epochs()
             return history
 
-    def _telemetry(self, watch: Watch) -> TelemetryLog | None:
+    def _telemetry(self, progress: RunProgress) -> TelemetryLog | None:
         """Return the run's record of its machine; rank 0 keeps it."""
         if not self.ranks.is_first:
             return None
-        return TelemetryLog(self.folder, watch.count, gpu_uuid=_gpu_uuid(self.device))
+        return TelemetryLog(self.folder, progress.count, gpu_uuid=_gpu_uuid(self.device))
 
     def make_trainer(
         self, train: Any, val: Any, progress: Progress, *, run_dir: Path | None
@@ -323,7 +323,7 @@ class Run:
             progress=progress,
         )
 
-    def judge(self, made: RecipeRun) -> RecipeRun:
+    def evaluate(self, made: RecipeRun) -> RecipeRun:
         """Return the run with the metrics of its best checkpoint; they go into the log as well."""
         job, settings = self.job, self.settings
         best = Checkpoints(self.folder, 1, *job.monitor).best()
@@ -336,8 +336,8 @@ class Run:
         job.model.to(self.device)
         precision = choose_precision(settings.precision, self.device, job.model)
         if len(job.samples["test"]):
-            self.told.say(f"judging {best.path.name if best else 'the weights'} on test samples")
-            with self._judged_loader("test") as loader:
+            self.told.say(f"evaluating {best.path.name if best else 'the weights'} on test samples")
+            with self._evaluation_loader("test") as loader:
                 test = evaluate(
                     job.model,
                     loader,
@@ -391,10 +391,10 @@ class Run:
             augment=None if self.drawn_augmentation else as_augments(job.augmentation),
         )
 
-    def _judged_loader(self, split: str) -> Loader:
+    def _evaluation_loader(self, split: str) -> Loader:
         job, samples = self.job, self.job.samples[split]
         lanes = None if job.plan_lanes is None or job.lanes is None else job.plan_lanes(samples)
-        # Lanes, and samples that do not go round, are judged by every rank alike.
+        # Lanes, and samples that do not go round, are evaluated by every rank alike.
         ranks = (
             self.ranks if lanes is None and len(samples) >= 2 * self.ranks.world_size else Ranks()
         )

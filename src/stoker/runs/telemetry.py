@@ -1,12 +1,13 @@
-"""What the GPU and the process do while a run goes on, written down by a thread of its own.
+"""Telemetry of a run: readings of GPU and process, written by a thread while it trains.
 
-Enters: NVML, the process, and what the run has done so far (`RunCounters`). Leaves: `telemetry.jsonl` in
+Enters: NVML, the process, and the run's counters (`RunCounters`). Leaves: `telemetry.jsonl` in
 the run's folder, written like the run log, with the events `begin`, `telemetry` (unknown values left out),
 `note` and `end`. Costs about 0.5 ms of a core and 0.7 kB per reading: at first every half second,
 later every five.
 
-Nothing here ends a run. A reading that fails is None and said once in a `note`; a full disk ends the
-telemetry, and the run's own log complains for both.
+Success: the thread writes `end` and is joined when the context is left. Failure: it never ends a run. A reading that
+fails is None and is noted once; a full disk ends the telemetry, and the run's own log reports it. A driver that
+does not answer delays the end of a run by at most five seconds.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ FIRST_SECONDS, MOST_SECONDS = 0.5, 5.0
 _GROWTH = 1.1
 # Below this share of an interval the run was validating or saving: a rate would be noise.
 _LEAST_TRAINED = 0.1
-# A counter that wrapped shows as more than the slot can carry.
+# A counter that wrapped around shows a rate above that of the slot.
 _MOST_OF_LINK = 1.2
 
 
 @dataclass(frozen=True)
 class RunCounters:
-    """What a run has done since its process began.
+    """Counters of a run since its process started.
 
     Attributes:
         samples: Trained on.
         trained_seconds: Spent in epochs; validation and checkpoints do not count.
-        waited_seconds: Of these, spent waiting for batches; None where that cannot be told.
+        waited_seconds: Part of these spent waiting for batches; None if unknown.
         epoch: The current one.
         loss: The last one that was read.
         allocated_bytes: Device memory in tensors; None without a GPU.
@@ -61,7 +62,7 @@ class RunCounters:
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One GPU at one moment; None where the driver does not say. Attributes as in `machine.Gpu`.
+    """One reading of a GPU; None where the driver does not tell. Attributes as in `machine.Gpu`.
 
     Attributes:
         memory_used_bytes: By all processes.
@@ -96,7 +97,7 @@ class GpuReading:
 
 @dataclass(frozen=True)
 class ProcessReading:
-    """One process at one moment.
+    """One reading of a process.
 
     Attributes:
         pid: Its id.
@@ -110,7 +111,7 @@ class ProcessReading:
 
 
 class Meter:
-    """Reads GPUs and a process again and again. Use as a context manager; one thread.
+    """Reads GPUs and a process repeatedly. Use as a context manager, in one thread.
 
     Args:
         pid: Of the process; this one by default, 0 for none. May be changed at any time.
@@ -147,16 +148,16 @@ class Meter:
         self._reader.__exit__(*error)
 
     def read_gpus(self) -> tuple[GpuReading, ...]:
-        """Return every GPU that is meant; empty without NVML."""
+        """Return a reading of each selected GPU; empty without NVML."""
         seen = [gpu for gpu in self._reader.read() if gpu.visible is not False]
         meant = [gpu for gpu in seen if gpu.uuid == self._uuid] if self._uuid else []
-        # A list first: a tuple that grows while readings wait would break when the leak watch, in the
-        # training thread, looks at all objects (CPython refuses to grow what somebody else holds).
+        # A list first: `tuple(generator)` grows a tuple in place, and CPython fails if another thread holds
+        # it, as the leak watch does when it walks all objects.
         readings = [self._reading(gpu) for gpu in meant or seen]
         return tuple(readings)
 
     def read_process(self) -> ProcessReading | None:
-        """Return the process; None when it is gone or there is none."""
+        """Return a reading of the process; None if it has ended or none is selected."""
         try:
             if self._process is None or self._process.pid != self.pid:
                 self._process = psutil.Process(self.pid) if self.pid else None
@@ -219,7 +220,7 @@ class TelemetryLog:
 
     Args:
         folder: Of the run.
-        counters: Asked from the thread for what the run has done; must be quick and must not lock.
+        counters: Called in the thread for the run's counters; must be quick and take no lock.
         gpu_uuid: As for `Meter`.
         first_seconds: Between the first two readings; grows by a tenth each time.
         most_seconds: Until it is this.
@@ -306,7 +307,7 @@ class TelemetryLog:
 
 
 class _Rates:
-    """Turns counters into rates over the time between two looks."""
+    """Turns counters into rates over the time between two readings."""
 
     def __init__(self) -> None:
         self._before: tuple[float, RunCounters] | None = None
@@ -331,7 +332,7 @@ class _Rates:
 
 
 def _compact(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known, numbers with six digits: the log of a long run stays small."""
+    """Return the known values, numbers with six digits: the log of a long run stays small."""
     return {
         name: float(f"{value:.6g}") if isinstance(value, float) else value
         for name, value in values.items()
@@ -340,5 +341,5 @@ def _compact(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changing(gpu: GpuReading) -> dict[str, Any]:
-    """Return a GPU as it is written again and again; its uuid stands in the run log's `machine`."""
+    """Return the values of a GPU to write; without its uuid, which is in the run log's `machine`."""
     return {name: value for name, value in _compact(asdict(gpu)).items() if name != "uuid"}

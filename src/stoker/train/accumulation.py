@@ -1,12 +1,12 @@
 """Several small batches, one update: equal to one large batch, also at the end of an epoch.
 
-Enters: the sizes of the batches of a window. Leaves: the weight of each batch's mean loss, and one factor
-for the gradients at the window's end. Costs nothing; only a short window pays one pass over the gradients.
+Enters: the sizes of the batches of an update. Leaves: the weight of each batch's mean loss, and one factor
+for the gradients at its end. Costs nothing; only a short update pays one pass over the gradients.
 
-The gradient of one batch of N samples is sum(n_i / N * gradient_i). N is not known before the window's
-end: the epoch may end first, and its last batch may be short. So every batch is weighted as if the window
+The gradient of one batch of N samples is sum(n_i / N * gradient_i). N is not known before the update's
+end: the epoch may end first, and its last batch may be short. So every batch is weighted as if the update
 were full, n_i / (nominal * steps), which is the constant 1 / steps for a full batch, fit for a captured
-step; and where the window turns out shorter its gradients are multiplied by nominal * steps / N at the
+step; and if the update turns out shorter its gradients are multiplied by nominal * steps / N at the
 end: after unscaling, before clipping.
 """
 
@@ -20,15 +20,15 @@ import torch
 from stoker.errors import InputError
 
 
-class AccumulationWindow:
-    """Counts the batches of one update and says how they weigh.
+class Accumulation:
+    """Counts the batches of one update and computes their weights.
 
-    Per batch: `(loss * window.add(num_samples)).backward()`. When `is_complete`, or when the epoch ends
-    and `num_batches` is not 0: unscale, `scale_gradients(parameters, window.close())`, clip, step.
+    Per batch: `(loss * accumulation.add(num_samples)).backward()`. When `is_complete`, or when the epoch ends
+    and `num_batches` is not 0: unscale, `scale_gradients(parameters, accumulation.close())`, clip, step.
 
     Args:
         nominal: Samples of a full batch.
-        steps: Batches of a full window.
+        steps: Batches of a complete update.
     """
 
     def __init__(self, nominal: int, steps: int = 1) -> None:
@@ -40,7 +40,7 @@ class AccumulationWindow:
         self.num_samples: float = 0
 
     def weight(self, num_samples: int) -> float:
-        """Return what the mean loss of a batch of this size is multiplied by; counts nothing."""
+        """Return the factor for the mean loss of a batch of this size; does not count it."""
         _check_positive("num_samples", num_samples)
         return num_samples / (self.nominal * self.steps)
 
@@ -49,15 +49,15 @@ class AccumulationWindow:
 
         Args:
             num_samples: Of the batch.
-            counted: What it adds to the window's samples, where that is another number: the mean over
-                the ranks that share a batch.
+            counted: What it adds to the update's samples, if that is another number: the mean over the
+                ranks that share a batch.
         """
         weight = self.weight(num_samples)
         if self.is_complete:
             raise InputError(
-                f"batch {self.num_batches + 1} was added to a window of {self.steps}.",
-                "no batch between the last one of a window and close()",
-                "if window.is_complete: scale_gradients(parameters, window.close())",
+                f"batch {self.num_batches + 1} was added to an update of {self.steps}.",
+                "no batch between the last one of an update and close()",
+                "if accumulation.is_complete: scale_gradients(parameters, accumulation.close())",
             )
         self.num_batches += 1
         self.num_samples += num_samples if counted is None else counted
@@ -65,28 +65,28 @@ class AccumulationWindow:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the window has all its batches, so that the optimizer should step."""
+        """Whether the update has all its batches, so that the optimizer should step."""
         return self.num_batches == self.steps
 
     @property
     def correction(self) -> float:
-        """What the gradients so far lack to be those of one batch; 1 for a full window."""
+        """Factor that makes the gradients so far those of one batch; 1 for a complete update."""
         if not self.num_samples:
             return 1.0
         return self.nominal * self.steps / self.num_samples
 
     def close(self) -> float:
-        """Return the correction and begin the next window."""
+        """Return the correction and begin the next update."""
         factor = self.correction
         self.num_batches = self.num_samples = 0
         return factor
 
     def state_dict(self) -> dict[str, float]:
-        """Return where the window is, for a checkpoint between two batches of it."""
+        """Return the counts, for a checkpoint between two batches of an update."""
         return {"num_batches": self.num_batches, "num_samples": self.num_samples}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on where a window was."""
+        """Continue from saved counts."""
         self.num_batches, self.num_samples = int(state["num_batches"]), state["num_samples"]
 
 
@@ -108,13 +108,13 @@ class GradientAccumulator:
     """One optimizer step for every `steps` batches, the last ones of an epoch included.
 
     Call once per batch, in this order: `scale_loss(loss).backward()`, then `should_update()`. With
-    batches of equal size and a mean loss, the gradient is that of one large batch; where the last batch
-    is short too, use `AccumulationWindow`.
+    batches of equal size and a mean loss, the gradient is that of one large batch. If the last batch is
+    shorter, use `Accumulation`.
 
     Args:
         steps: Batches per update.
-        num_batches: Batches per epoch. The last window may then be short: its losses are divided by
-            its own length and its end is an update. Without it only full windows update.
+        num_batches: Batches per epoch. The last update may then have fewer: its losses are divided by
+            their own number. Without it only complete updates happen.
     """
 
     def __init__(self, steps: int, num_batches: int | None = None) -> None:
@@ -123,20 +123,20 @@ class GradientAccumulator:
             _check_positive("num_batches", num_batches)
         self.steps = steps
         self.num_batches = num_batches
-        self._window = AccumulationWindow(1, steps)
+        self._accumulation = Accumulation(1, steps)
         self._done = 0
 
     def scale_loss(self, loss: Any) -> Any:
-        """Return the loss divided by the batches of its window."""
+        """Return the loss divided by the number of batches in its update."""
         return loss / self._length()
 
     def should_update(self) -> bool:
-        """Count one batch; True when its window is complete and the optimizer should step."""
-        self._window.add(1)
-        complete = self._window.num_batches == self._length()
+        """Count one batch; True when its update is complete and the optimizer should step."""
+        self._accumulation.add(1)
+        complete = self._accumulation.num_batches == self._length()
         if complete:
-            self._done += self._window.num_batches
-            self._window.close()
+            self._done += self._accumulation.num_batches
+            self._accumulation.close()
             if self.num_batches is None or self._done == self.num_batches:
                 self._done = 0
         return complete

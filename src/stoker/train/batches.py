@@ -4,7 +4,8 @@ Enters: a stoker `Loader`, a torch DataLoader, or anything that yields batches. 
 and targets on the device, and which samples they are. Costs: nothing for a stoker loader, whose
 batches are on the device already; other loaders are wrapped with `stoker.prefetch` on a GPU.
 
-An iteration that ended with an error can be begun again: it goes on with the batch that failed.
+If an iteration ends with an error, a new one begins with the batch that failed: no batch is lost. One thread
+iterates; `Prefetcher` and `Loader` have threads of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from stoker.loader.loader import Loader
 from stoker.loader.prefetch import Prefetcher, prefetch
 from stoker.loader.slabs import with_parts
 from stoker.store.fields import Array
-from stoker.train.place import EpochPlace
+from stoker.train.foreign_position import ForeignPosition
 from stoker.train.ranks import Ranks, as_ranks, check_alike
 
 Unpack = Callable[[Any], tuple[Any, Any]]
@@ -41,13 +42,13 @@ class Work:
     """One batch, ready for the model.
 
     Attributes:
-        inputs: What the model is called with.
-        targets: What the criterion compares with.
+        inputs: The model's argument.
+        targets: The criterion's second argument.
         num_samples: Rows that count.
-        positions: Places of the samples in the loader's list; None where the loader does not say.
-        batch: The stoker batch it comes from, if it does.
-        index: What the batch was assembled from, in a captured run.
-        num_together: Rows that count on all ranks; None where this one is alone.
+        positions: Of the samples in the loader's list; None if the loader does not tell.
+        batch: The stoker batch that it comes from, if any.
+        index: Indices of a batch that is not assembled yet, in a captured run.
+        num_together: Rows that count on all ranks; None if there is one rank.
     """
 
     inputs: Any
@@ -60,12 +61,12 @@ class Work:
 
     @property
     def reset(self) -> torch.Tensor | None:
-        """Lanes only: rows whose recurrent state begins anew."""
+        """Rows whose recurrent state starts from the initial one; None without lanes."""
         return None if self.batch is None else self.batch.reset
 
     @property
     def rows(self) -> torch.Tensor | None:
-        """Lanes only: the rows that hold a sample, where some do not."""
+        """Rows that hold a sample; None if all do. Only lanes that have ended leave rows without one."""
         if self.batch is None or self.positions is None or self.batch.reset is None:
             return None
         if self.num_samples == len(self.positions):
@@ -75,7 +76,7 @@ class Work:
 
     @property
     def can_cut(self) -> bool:
-        """Whether it can go through in parts: every tensor has a row per sample, and none carries state."""
+        """Whether it can be run in several passes: every tensor has a row per sample, and there are no lanes."""
         if self.reset is not None or any(map(_resists_cutting, (self.inputs, self.targets))):
             return False
         return all(
@@ -84,7 +85,7 @@ class Work:
         )
 
     def part(self, start: int, stop: int) -> Work:
-        """Return samples `start` to `stop` of it; without copying."""
+        """Return samples `start` to `stop` as views."""
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[start:stop]
@@ -105,7 +106,7 @@ class Feed:
         device: Where the model is.
         unpack: Batch to (inputs, targets); by default pairs, and the usual names of fields.
         augmentation: Applied to images on the device; for validation, `Augments.validation()`.
-        ranks: Who shares the epoch; a stoker Loader knows its own.
+        ranks: The ranks that share the epoch; a stoker Loader knows its own.
     """
 
     def __init__(
@@ -122,7 +123,9 @@ class Feed:
         self.unpack = unpack or unpack_by_name
         self.is_stoker = isinstance(loader, Loader)
         self.augmentation = augmentation
-        self._place = EpochPlace(loader.loader if isinstance(loader, Prefetcher) else loader)
+        self._position = ForeignPosition(
+            loader.loader if isinstance(loader, Prefetcher) else loader
+        )
         self._failed: list[Any] = []
         if self.is_stoker:
             _check_device(loader.device, device)
@@ -132,10 +135,10 @@ class Feed:
             self.loader = prefetch(loader, device)
 
     def check_ranks(self) -> None:
-        """Raise unless the ranks' loaders share one epoch; for training. Every rank must call it.
+        """Check that the ranks' training loaders share one epoch. Every rank must call it.
 
         Raises:
-            InputError: A stoker loader of other ranks than those that train, or ranks whose loaders differ.
+            InputError: A stoker loader was made for other ranks than those that train, or they differ.
         """
         if not self._ranks.are_several or not self.is_stoker:
             return
@@ -157,7 +160,7 @@ class Feed:
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of an epoch; None where the loader does not know."""
+        """Batches of an epoch; None if the loader does not know."""
         if self.is_stoker:
             return int(self.loader.num_batches)
         try:
@@ -167,7 +170,7 @@ class Feed:
 
     @property
     def is_shared(self) -> bool:
-        """Whether every rank has its own part of the samples; else each one has them all."""
+        """Whether each rank has its own part of the samples. If not, every rank has all of them."""
         if self.is_stoker:
             return int(self.loader.world_size) > 1
         inner = getattr(getattr(self.loader, "batch_sampler", None), "sampler", None)
@@ -176,31 +179,31 @@ class Feed:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a full batch; None where the loader does not say."""
+        """Samples of a full batch; None if the loader does not tell."""
         sampler = getattr(self.loader, "batch_sampler", None)
         return getattr(self.loader, "batch_size", None) or getattr(sampler, "batch_size", None)
 
     def state_dict(self) -> Any:
-        """Return the loader's place in its epoch; of loaders of others, that of every rank."""
+        """Return the loader's position in its epoch; for loaders other than stoker's, that of every rank."""
         if self.is_stoker:
             return self.loader.state_dict()
-        own = self.loader.state_dict() if self._place.knows_itself else None
-        state = self._place.state_dict(own)
+        own = self.loader.state_dict() if self._position.knows_itself else None
+        state = self._position.state_dict(own)
         return self._ranks.gather(state) if self._ranks.are_several else state
 
     def load_state_dict(self, state: Any) -> str | None:
-        """Go to a place; return how, in words, where that is not obvious."""
+        """Continue from a saved position; return a note for the user if that costs something or differs."""
         self._failed.clear()
         if self.is_stoker:
             words: str | None = self.loader.load_state_dict(state)
             return words
         state = self._own_state(as_ranks(state))
-        if self._place.knows_itself:
+        if self._position.knows_itself:
             self.loader.load_state_dict(state["loader"])
-        return self._place.load_state_dict(state)
+        return self._position.load_state_dict(state)
 
     def _own_state(self, states: list[Any]) -> Any:
-        """Return what this rank has saved; between two epochs what any rank has."""
+        """Return the state that this rank saved; between two epochs any rank's will do."""
         if len(states) == self._ranks.world_size:
             return states[self._ranks.rank]
         taken = max(int(state["taken"]) for state in states)
@@ -214,22 +217,22 @@ class Feed:
         return states[0]
 
     def shrink(self, share: float) -> int:
-        """Keep a share of the chunks on the device; return the bytes given back."""
+        """Keep a share of the chunks on the device; return the bytes that were freed."""
         return int(self.loader.shrink(share)) if self.is_chunked else 0
 
     @property
     def can_begin_again(self) -> bool:
-        """Whether an iteration that an error has ended can go on; not where batches read ahead are lost."""
+        """Whether a new iteration can continue after an error. Not if batches that were read ahead are lost."""
         wrapped = self.loader.loader if isinstance(self.loader, Prefetcher) else None
         return not isinstance(wrapped, Iterator)
 
     @property
     def is_chunked(self) -> bool:
-        """Whether the data lies in chunks on the device, fewer of which would do."""
+        """Whether the data is in chunks on the device, some of which can be freed."""
         return self.is_stoker and self.loader.tier == "chunked"
 
     def __iter__(self) -> Iterator[Work]:
-        """Yield the rest of the loader's epoch."""
+        """Yield the remaining work of the loader's epoch."""
         yield from map(self._retry, list(self._failed))
         for batch in self.loader if self.is_stoker else self._counted(self._foreign_batches()):
             self._failed.append(batch)
@@ -237,10 +240,13 @@ class Feed:
             self._take()
             yield work
         if not self.is_stoker:
-            self._place.end()
+            self._position.end()
 
     def _counted(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches as long as every rank has one; loaders of others may end at different steps."""
+        """Yield batches while every rank has one. Loaders other than stoker's may end at different steps.
+
+        A rank that stopped alone would leave the others waiting in a collective, so all ranks ask at every step.
+        """
         if not self._shares_epoch:
             yield from batches
             return
@@ -250,7 +256,7 @@ class Feed:
             num_ended, num_going = self._ranks.total(batch is None, batch is not None)
             if num_ended and num_going:
                 raise InputError(
-                    f"after {self._place.num_taken} batches the loaders of {num_ended:.0f} of "
+                    f"after {self._position.num_taken} batches the loaders of {num_ended:.0f} of "
                     f"{self._ranks.world_size} ranks have ended, and the others have not.",
                     "the same number of batches on every rank",
                     "DistributedSampler(dataset, drop_last=True), or stoker.Loader(rank=, world_size=)",
@@ -264,22 +270,24 @@ class Feed:
         return self._ranks.are_several and not self.is_stoker
 
     def _retry(self, batch: Any) -> Work:
-        """Make work of a batch that failed; its augmentation is drawn as it would have been."""
+        """Make work of a batch that failed before, with the same draws of its augmentation."""
         if not self.is_stoker and self.augmentation is not None:
-            self.augmentation.seek(self._place.epoch or 0, self._place.num_taken)
+            self.augmentation.seek(self._position.epoch or 0, self._position.num_taken)
         work = self.make_work(batch)
         self._take()
         return work
 
     def _take(self) -> None:
         self._failed.clear()
-        self._place.num_taken += 1
+        self._position.num_taken += 1
 
     def _foreign_batches(self) -> Any:
-        """Return what yields the batches of the rest of the epoch."""
-        if self._place.knows_itself and self._place.is_under_way:
-            self.loader.load_state_dict(self.loader.state_dict())  # else it would begin anew
-        source = self._place.begin(also_taken=len(self._failed))
+        """Return an iterable over the remaining batches of the epoch."""
+        if self._position.knows_itself and self._position.is_under_way:
+            self.loader.load_state_dict(
+                self.loader.state_dict()
+            )  # a new iterator of it would start the epoch again
+        source = self._position.begin(also_taken=len(self._failed))
         if source is None:
             return self.loader
         if isinstance(self.loader, Prefetcher):
@@ -288,7 +296,7 @@ class Feed:
         return source
 
     def make_work(self, batch: Any) -> Work:
-        """Turn a loader's batch into work; device work only."""
+        """Turn a loader's batch into work; the host does not wait for the device."""
         if isinstance(batch, Batch):
             inputs, targets = self.unpack(batch)
             places = batch.positions
@@ -307,27 +315,27 @@ class Feed:
         return tensor.to(self.device, non_blocking=True)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader, its sampler and its augmentation which epoch comes.
+        """Tell the loader, its sampler and its augmentation which epoch comes next.
 
-        In the middle of this epoch, after a resume, the place stays.
+        After a resume in the middle of this epoch the position stays.
         """
         if self.is_stoker:
             if self.loader.epoch != epoch:
                 self.loader.set_epoch(epoch)
             return
-        self._place.set_epoch(epoch)
+        self._position.set_epoch(epoch)
         set_epoch = getattr(self.loader, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
         elif hasattr(getattr(self.loader, "sampler", None), "set_epoch"):
             self.loader.sampler.set_epoch(epoch)
         if self.augmentation is not None:
-            self.augmentation.seek(epoch, self._place.num_taken)
+            self.augmentation.seek(epoch, self._position.num_taken)
 
     def begin_anew(self) -> None:
-        """Go to the start of the first epoch, wherever an iteration was left."""
+        """Go to the start of the first epoch, whatever the position is."""
         self._failed.clear()
-        self._place.end()
+        self._position.end()
         if self.is_stoker:
             self.loader.set_epoch(0)
         else:
@@ -335,8 +343,10 @@ class Feed:
 
     @property
     def position(self) -> int:
-        """Batches of the epoch that were already taken."""
-        return int(self.loader.state_dict()["batch"]) if self.is_stoker else self._place.num_taken
+        """Batches of the epoch that are done."""
+        return (
+            int(self.loader.state_dict()["batch"]) if self.is_stoker else self._position.num_taken
+        )
 
 
 def unpack_by_name(batch: Any) -> tuple[Any, Any]:
@@ -364,13 +374,14 @@ def map_tensors(
 ) -> Any:
     """Return a nested value (mappings, named tuples, tuples, lists) with every tensor changed.
 
-    Subclasses of dict and of tuples stay what they are. What else there is stays itself: an object that goes
-    with a batch may be looked at by whoever sent it.
+    Subclasses of dict, list and tuple keep their class. Other objects are passed on as they are, because the
+    caller may compare them by identity.
 
     Args:
-        change: Applied to each.
-        value: What holds them.
-        in_records: Whether dataclasses count too, as what a model returns; one in which nothing changes is itself.
+        change: Applied to each tensor.
+        value: The nested value.
+        in_records: Whether to change dataclasses too, such as a model's outputs. One in which no tensor
+            changes is returned as it is.
     """
     again = partial(map_tensors, change, in_records=in_records)
     if isinstance(value, torch.Tensor):
@@ -386,16 +397,16 @@ def map_tensors(
 
 
 def _with_items(value: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
-    """Return a mapping of the same class with other items; a plain dict where its class refuses."""
-    if not isinstance(value, dict):  # a copy of others may share its items with the original
+    """Return a mapping of the same class with other items; a plain dict if its class does not allow that."""
+    if not isinstance(value, dict):  # a copy of another kind of mapping may share its items
         return made
     try:
         clone = copy.copy(value)
-        if clone is value:  # one that cannot change
+        if clone is value:  # an immutable one
             return made
         for name, item in made.items():
             clone[name] = item
-    except Exception:  # noqa: BLE001 (a class of others may raise anything)
+    except Exception:  # noqa: BLE001 (a user's class may raise anything)
         return made
     attributes = getattr(clone, "__dict__", {})
     for name in attributes.keys() & made.keys():  # copies of items, as in `self.__dict__ = self`
@@ -405,7 +416,7 @@ def _with_items(value: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
 
 
 def _with_fields(record: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a dataclass instance with its tensors changed; itself where none becomes another."""
+    """Return a dataclass instance with its tensors changed; the same object if no tensor changed."""
     num_changed = 0
 
     def counted(tensor: torch.Tensor) -> torch.Tensor:
@@ -416,7 +427,7 @@ def _with_fields(record: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
     names = [field.name for field in dataclasses.fields(record) if field.init]
     made = {name: map_tensors(counted, getattr(record, name), in_records=True) for name in names}
-    if not num_changed:  # its __post_init__ runs once, not for every batch again
+    if not num_changed:  # so that its __post_init__ is not run again for every batch
         return record
     try:
         return dataclasses.replace(record, **made)
@@ -441,16 +452,16 @@ def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _items(value: Any) -> Iterable[Any]:
-    """Return what a nested value is made of; nothing of one that is not nested."""
+    """Return the items of a nested value; nothing for any other."""
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, tuple | list) else ()
 
 
 def count_rows(value: Any) -> int | None:
-    """Return how many samples a nested value holds; None where it does not say.
+    """Return how many samples a nested value holds; None if it has no tensor.
 
-    That is the length of its first tensor; a list of mappings, as detection has it, holds one per sample.
+    That is the length of its first tensor. A list of mappings, as in object detection, has one per sample.
     """
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.dim() else 1
@@ -461,17 +472,17 @@ def count_rows(value: Any) -> int | None:
 
 
 def _is_per_sample(value: Any) -> bool:
-    """Whether it is a list or tuple of mappings: one for each sample."""
+    """Whether it is a list or tuple of mappings, one per sample."""
     if not isinstance(value, tuple | list) or hasattr(value, "_fields") or not value:
         return False
     return all(isinstance(item, Mapping) for item in value)
 
 
 def _resists_cutting(value: Any) -> bool:
-    """Whether something in a nested value is no tensor, and yet not the same for every part of a batch.
+    """Whether a nested value has something besides tensors that would have to be cut with the batch.
 
-    That is a list with one mapping per sample, and an object that has tensors of its own: a dataclass, or
-    what moves itself to a device, as graphs do.
+    That is a list with one mapping per sample, a dataclass, or an object with its own `to` method, such as
+    a graph.
     """
     if isinstance(value, torch.Tensor):
         return False
@@ -483,7 +494,7 @@ def _resists_cutting(value: Any) -> bool:
 
 
 def _count_samples(inputs: Any, targets: Any) -> int:
-    """Return the samples of a batch; where targets hold none, those of the inputs."""
+    """Return the number of samples in the targets, or in the inputs if the targets have no tensor."""
     count = count_rows(targets) or count_rows(inputs)
     if count is None:
         raise InputError(

@@ -1,8 +1,8 @@
-"""A model's buffers as they were before a batch: running statistics that a bad batch must not spoil.
+"""Copies of a model's buffers, to restore running statistics after a bad batch.
 
-Enters: a model. Leaves: copies of its buffers, and the buffers put back from them, always or where a flag
-on the device says so. Costs: a copy of the buffers, in one kernel per type of number; putting back two
-more. Nothing where a model has no buffers. No host synchronisation: fit for a CUDA graph.
+Enters: a model. Leaves: copies of its buffers, and the buffers restored from them, always or depending on a flag
+on the device. Costs: one kernel per dtype to copy, two more to restore; nothing if a model has no buffers. The
+host never waits for the device, so it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Copies = dict[torch.dtype, torch.Tensor]
 
 
 class Buffers:
-    """The buffers of a model, found anew at every look: a forward pass may exchange them.
+    """The buffers of a model. They are looked up at every use: a forward pass may replace them.
 
     Args:
         model: On its device already.
-        most_values: Leave larger ones out.
+        most_values: Leave out buffers with more values.
     """
 
     def __init__(self, model: torch.nn.Module, most_values: int | None = None) -> None:
@@ -35,14 +35,14 @@ class Buffers:
 
     @classmethod
     def that_change(cls, model: torch.nn.Module) -> Buffers:
-        """Return those that a forward pass may change: running statistics are small."""
+        """Return the buffers that a forward pass may change: small ones, such as running statistics."""
         return cls(model, LARGEST_CHANGING_BUFFER)
 
     def __bool__(self) -> bool:
         return bool(self._owners)
 
     def copy(self) -> Copies:
-        """Return their values: all of one type in one tensor."""
+        """Return copies of their values, one tensor per dtype."""
         return {
             dtype: torch.cat([buffer.detach().reshape(-1) for buffer in group])
             for dtype, group in self._groups().items()
@@ -54,12 +54,12 @@ class Buffers:
 
         Args:
             copies: From `copy`.
-            keep_if: A bool on the device: where it is true the buffers stay as they are.
+            keep_if: A bool on the device; if it is true, the buffers stay as they are.
         """
         for dtype, group in self._groups().items():
             values, sizes = copies.get(dtype), [buffer.numel() for buffer in group]
             if values is None or sum(sizes) != values.numel():
-                continue  # an observer that takes its shape from its first batch
+                continue  # a buffer got its shape in this batch, as in a quantisation observer
             if keep_if is not None:
                 now = torch.cat([buffer.detach().reshape(-1) for buffer in group])
                 values = torch.where(keep_if, now, values)

@@ -2,13 +2,22 @@
 
 Enters: an eager `Step` and a feed. Leaves: the same weights, from one launch per step instead of
 hundreds. Costs: three eager steps of warm-up (they train like any other), one capture, three steps
-computed twice to compare graph and eager; the graph's memory stays reserved while it lives.
+computed twice to compare graph and eager step. The graph's memory stays reserved while it exists.
 
-What is replayed reads its batch through an index tensor that is overwritten before each replay
-(stoker loaders on the device), or from input tensors that are (any loader whose batches keep their
-shape). A short last batch goes eager. When the model cannot be captured, or a replay does not give
-what the eager step gives, training goes on eagerly, and `reason` says why; where capture was demanded
-that is an error. The same where the optimizer's numbers change, all but its rate (`frozen.py`).
+A graph reads its batch at fixed addresses. With a stoker loader on the device that is an index tensor,
+which is overwritten before each replay; with other loaders it is the input tensors themselves, if their
+shapes do not change. A short last batch runs eagerly.
+
+Contract of `CapturedStep.run`:
+
+    success        the weights are those of an eager step; the loss is a tensor of its own
+    cannot capture the reason is noted and training continues eagerly; with capture="on" it is an error.
+                   The same if a replay differs from the eager step, or if a number of the optimizer other
+                   than its learning rate changes (`frozen.py`): a graph repeats the numbers it was made with
+    out of memory  the step is undone and run eagerly, which may lower the memory level (`update.py`)
+    another error  it is raised; if it came while a replay was checked, nothing of the step remains
+
+One thread, one stream: the caller's. Other threads may copy while a graph is captured.
 """
 
 from __future__ import annotations
@@ -31,18 +40,18 @@ from stoker.train.generators import restore_rng
 from stoker.train.oom import forget_frames, is_oom
 from stoker.train.settings import Capture
 from stoker.train.step import Step, compact_recurrent, state_tensors
-from stoker.train.window import Window
+from stoker.train.update import Update
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_RANKS = 11
 CHECKED_REPLAYS = 3
 MOST_MISFITS = 3
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-5
-"""How far a replay may be from the eager step: atomics and the order of sums differ, wrong data does more."""
+"""Tolerance between a replay and the eager step. Atomics and the order of sums differ; wrong data differs more."""
 
 
 def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
-    """Return why the step cannot be captured, known before trying; None when it may be."""
+    """Return why the step cannot be captured, as far as is known without trying; None if it may be."""
     parts = step.parts
     if asked == "off":
         return "capture is off"
@@ -50,7 +59,7 @@ def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
         return f"there are no CUDA graphs on the {parts.device.type.upper()}"
     if parts.accumulation_steps > 1:
         return "several batches are accumulated per update"
-    if parts.carry is not None:
+    if parts.recurrent is not None:
         return "recurrent state is carried from batch to batch"
     if feed.is_stoker and feed.loader.walks_in_lanes:
         return "lanes end at different batches"
@@ -68,7 +77,7 @@ def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
 
 
 def refuse_eager(reason: str) -> InputError:
-    """Return the error for a step that was to be captured and cannot be."""
+    """Return the error for capture="on" and a step that cannot be captured."""
     return InputError(
         f"capture is 'on', but {reason}.",
         "a step that can be captured",
@@ -82,17 +91,17 @@ def step_note(words: str, *, captured: bool) -> Note:
 
 
 class CapturedStep:
-    """Replays a step. `run` takes work of any kind and decides what is replayed.
+    """Runs steps as replays of a CUDA graph where it can, else eagerly. See the module's text.
 
     Args:
-        step: The eager one.
+        step: The eager step.
         feed: Where batches come from.
-        window: Runs what is not replayed.
-        say: Told when training goes on eagerly.
+        update: Runs the batches that are not replayed.
+        say: Called with a note when training continues eagerly.
         demanded: Whether that is an error instead.
 
     Attributes:
-        reason: What is done and why.
+        reason: How steps run, and why.
         active: Whether steps are replayed now.
     """
 
@@ -100,13 +109,13 @@ class CapturedStep:
         self,
         step: Step,
         feed: Feed,
-        window: Window,
+        update: Update,
         say: Callable[[Note], object],
         demanded: bool = False,
     ) -> None:
         self.step = step
         self.feed = feed
-        self._window = window
+        self._update = update
         self._say = say
         self._demanded = demanded
         self._num_misfits = 0
@@ -123,7 +132,7 @@ class CapturedStep:
         self._generation = _generation(feed)
 
     def works(self) -> Iterator[Work]:
-        """Yield an epoch's work; full batches of a device loader as indices only."""
+        """Yield an epoch's work. From a loader on the device it has indices only: the graph gathers the batch."""
         loader = self.feed.loader
         if not isinstance(loader, Loader) or loader.tier == "streamed" or self._given_up:
             yield from self.feed
@@ -136,25 +145,27 @@ class CapturedStep:
 
     def run(self, work: Work) -> torch.Tensor:
         """Train on one batch; return its loss on the device."""
-        if self._window.is_lowered and not self._given_up:
+        if self._update.is_lowered and not self._given_up:
             self._give_up("memory ran out, and a batch that goes through in parts is not captured")
         full = self._is_full(work)
         if self._given_up or not full or not self._fits(work):
             return self._run_eagerly(work)
         if self._num_checked == CHECKED_REPLAYS and self._generation == _generation(self.feed):
-            return self._run_captured(work)  # a replay allocates nothing
-        self._window.mark()
+            return self._run_captured(
+                work
+            )  # a replay allocates nothing, so it cannot run out of memory
+        self._update.mark()
         try:
             return self._run_captured(work)
         except RuntimeError as error:
-            if not self._window.survives or not is_oom(error):
+            if not self._update.survives or not is_oom(error):
                 raise
             if self.step.parts.ranks.are_several:
-                raise self._window.next_time() from error
+                raise self._update.next_time() from error
             forget_frames(error)
         self.forget()
-        self._window.restore()
-        if not self._window.give_way():
+        self._update.restore()
+        if not self._update.give_way():
             self._give_up("memory ran out while the step was being captured")
         return self._run_eagerly(work, again=True)
 
@@ -169,7 +180,9 @@ class CapturedStep:
             return self._run_eagerly(work)
         assert self._frozen is not None
         change = self._frozen.find_change()
-        if change is not None:  # often at every step: another graph would be wrong as soon
+        if (
+            change is not None
+        ):  # such a number often changes at every step: a new graph would not last
             self._give_up(change)
             return self._run_eagerly(work)
         if self._num_checked < CHECKED_REPLAYS:
@@ -177,35 +190,35 @@ class CapturedStep:
         assert self._graph is not None
         assert self._loss is not None
         self._graph.replay()
-        return self._loss.clone()  # the next replay writes there
+        return self._loss.clone()  # the next replay overwrites it
 
     # -- inside ----------------------------------------------------------------------------
 
     @property
     def _warm_up_steps(self) -> int:
-        # DDP looks at its first ten steps, and rebuilds its buckets in them.
+        # DDP observes its first ten steps and rebuilds its buckets during them.
         return WARM_UP_STEPS_OF_RANKS if self.step.parts.ranks.joined else WARM_UP_STEPS
 
     def _is_full(self, work: Work) -> bool:
-        """Whether the batch is full, on every rank: all replay, or none does."""
+        """Whether the batch is full on every rank. All ranks must replay, or none: a graph contains collectives."""
         nominal, ranks = self.step.parts.nominal_batch, self.step.parts.ranks.world_size
         together = work.num_together
         return work.num_samples == nominal and (together is None or together == nominal * ranks)
 
     def _run_eagerly(self, work: Work, again: bool = False) -> torch.Tensor:
-        """Train as without capture, with the ladder below it.
+        """Train on a batch without the graph; running out of memory lowers the level.
 
         Args:
             work: The batch.
-            again: Whether it was tried before, so that its augmentation may have been drawn.
+            again: Whether it was tried before. Its augmentation may then have been drawn, and is drawn anew.
         """
-        opened = self._window.obtain(lambda retried: self._opened(work, again or retried))
-        loss = self._window.add(opened)
-        self._window.finish()
+        opened = self._update.obtain(lambda retried: self._opened(work, again or retried))
+        loss = self._update.add(opened)
+        self._update.finish()
         return loss
 
     def _fits(self, work: Work) -> bool:
-        """Whether the batch has the shapes that the graph was made for; gives up after a few misfits."""
+        """Whether the batch has the shapes that the graph was made for. A few misfits end capturing."""
         if self._static is None or _alike(self._static, _given(work)):
             return True
         self._num_misfits += 1
@@ -214,7 +227,7 @@ class CapturedStep:
         return False
 
     def _opened(self, work: Work, again: bool) -> Work:
-        """Return work with its batch, built where it is only indices so far."""
+        """Return work with its batch, which is assembled now if there are only indices."""
         if work.index is None:
             return work
         if again and self.feed.augmentation is not None:
@@ -223,7 +236,7 @@ class CapturedStep:
         return replace(work, inputs=inputs, targets=targets, index=None)
 
     def _set_static(self, work: Work) -> None:
-        """Put the batch where the graph reads it."""
+        """Copy the batch, or its indices, to the addresses that the graph reads."""
         given = _given(work)
         if self._static is None:
             self._static = map_tensors(torch.clone, given)
@@ -231,7 +244,7 @@ class CapturedStep:
             _copy(self._static, given)
 
     def _static_step(self) -> torch.Tensor:
-        """What is captured: everything from the static tensors to the new weights."""
+        """Run what is captured: from the static tensors to the new weights."""
         if isinstance(self._static, torch.Tensor):
             inputs, targets = self.feed.unpack(self.feed.loader.assemble(self._static))
         else:
@@ -241,7 +254,7 @@ class CapturedStep:
         return loss
 
     def _warm_up(self, work: Work) -> torch.Tensor:
-        """Train eagerly on a side stream, as capture demands."""
+        """Train eagerly on a side stream, which CUDA requires before a capture."""
         stream = _side_stream(self.step.parts.device)
         current = torch.cuda.current_stream(self.step.parts.device)
         stream.wait_stream(current)
@@ -258,7 +271,7 @@ class CapturedStep:
         self._frozen = FrozenGroups(self.step.parts.optimizer, self.step.parts.device)
         why = ""
         try:
-            # Threads that feed the ring copy at the same time: only this thread's calls count.
+            # thread_local: the feeder's threads call CUDA at the same time, which must not end the capture.
             stream = _side_stream(self.step.parts.device)
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 self._loss = self._static_step()
@@ -269,7 +282,9 @@ class CapturedStep:
             first_line = str(error).strip().splitlines()[0].rstrip(".")
             why = f"the step cannot be captured ({first_line})"
         if on_host is not None and has_drawn(on_host):
-            restore_rng(on_host)  # nothing was computed: the step that comes draws these
+            # The capture computed nothing: the eager step that follows must draw the same numbers. A graph
+            # would repeat them at every replay.
+            restore_rng(on_host)
             why = why or DRAWS_ON_HOST
         if not self.step.parts.ranks.all_of(not why):
             self._give_up(why or "the step cannot be captured (on another rank)")
@@ -282,10 +297,10 @@ class CapturedStep:
         return torch.cuda.default_generators[device.index or 0].clone_state()
 
     def _heal(self, generator: Any, pool: Any) -> None:
-        """Put back what a capture that failed leaves behind: both would believe that it still goes on.
+        """Repair the generator and the allocator, which both still believe that a failed capture is going on.
 
-        The generator would refuse to draw; the allocator would keep every tensor that another stream has
-        used, such as a prefetched batch, for as long as the process lives (torch 2.13 and before).
+        The generator would refuse to draw. The allocator would keep every tensor that another stream has
+        used, such as a prefetched batch, until the process ends (torch 2.13 and before).
         """
         number = self.step.parts.device.index or 0
         with contextlib.suppress(RuntimeError):
@@ -297,19 +312,20 @@ class CapturedStep:
             torch._C._cuda_releasePool(number, pool)
 
     def _replay_and_check(self, work: Work) -> torch.Tensor:
-        """Compute the step both ways from the same state; keep the replay if they agree."""
+        """Run the step eagerly and as a replay from the same state; keep the replay if they agree."""
         keep = _Snapshot(self)
         try:
             return self._compare(work, keep)
         except RuntimeError:
-            keep.restore()  # nothing of the step remains, so that it can be tried again
+            keep.restore()  # nothing of the step remains, so that the caller can repeat it
             raise
 
     def _compare(self, work: Work, keep: _Snapshot) -> torch.Tensor:
         eager_loss = self._run_eagerly(work).clone()
         eager_state = [tensor.detach().clone() for tensor in state_tensors(self.step.parts)]
-        if self._window.is_lowered or self._generation != _generation(self.feed):
-            return eager_loss  # memory ran out in the eager step: the graph's data is elsewhere now
+        if self._update.is_lowered or self._generation != _generation(self.feed):
+            # The eager step ran out of memory and freed some: the tensors that the graph reads are gone.
+            return eager_loss
         keep.restore()
         assert self._graph is not None
         assert self._loss is not None
@@ -317,6 +333,7 @@ class CapturedStep:
         difference = _difference(
             [eager_loss, *eager_state], [self._loss, *state_tensors(self.step.parts)]
         )
+        # All ranks must decide alike, so the largest difference counts.
         difference = max(self.step.parts.ranks.gather(difference))
         if difference <= 1.0:
             self._note_agreement(difference)
@@ -337,16 +354,16 @@ class CapturedStep:
             )
 
     def _give_up(self, reason: str) -> None:
-        """Go on eagerly from here; where capture was demanded, end with the reason."""
+        """Continue eagerly from here on; with capture="on" raise the reason as an error."""
         self.forget()
         self._given_up, self.reason = True, f"eager: {reason}"
-        self._window.drop()
+        self._update.drop()
         if self._demanded:
             raise refuse_eager(reason)
         self._say(step_note(self.reason, captured=False))
 
     def forget(self) -> None:
-        """Capture anew: what the graph works on has changed."""
+        """Drop the graph; the next steps warm up and capture again. For when its tensors or kernels changed."""
         self._graph, self._static, self._loss = None, None, None
         self._frozen = None
         self._num_warm = self._num_checked = 0
@@ -356,16 +373,16 @@ class CapturedStep:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream that steps warm up and are recorded on.
+    """Return the stream for warm-up and capture; one per device.
 
-    Torch keeps a workspace for cuBLAS with every stream that ever multiplied, 32 MB on an H200: a new stream for
-    every warm-up would take a gigabyte in time.
+    Torch keeps a cuBLAS workspace for every stream that ever ran a matrix product, 32 MB on an H200. A new
+    stream for every warm-up would add up to a gigabyte.
     """
     return torch.cuda.Stream(device)
 
 
 class _Snapshot:
-    """Everything that a step changes, to be put back."""
+    """A copy of everything that a step changes, to undo it."""
 
     def __init__(self, captured: CapturedStep) -> None:
         device = captured.step.parts.device
@@ -383,10 +400,12 @@ class _Snapshot:
             self._draws = self._augmentation.state_dict()
 
     def restore(self) -> None:
-        """Put it back."""
+        """Undo what happened since the snapshot. In place: the graph keeps its addresses."""
         self._drop_new_states()
         owners = list(state_tensors(self._parts))
-        if len(owners) != len(self._owners):  # a buffer came or went: nothing is in its place
+        if len(owners) != len(
+            self._owners
+        ):  # a buffer was added or removed: the lists do not match
             owners = self._owners
         with torch.no_grad():
             for tensor, kept in zip(owners, self._tensors, strict=True):
@@ -398,7 +417,7 @@ class _Snapshot:
             self._augmentation.load_state_dict(self._draws)
 
     def _drop_new_states(self) -> None:
-        """Let the optimizer have the states it had: the step may have given a parameter its first one."""
+        """Remove optimizer states that did not exist before: a step creates them for a parameter's first update."""
         states = self._parts.optimizer.state
         for key in list(states):
             if key not in self._states:
@@ -409,7 +428,7 @@ class _Snapshot:
 
 
 def _generation(feed: Feed) -> tuple[int, int]:
-    """Return what changes when a graph's kernels or the tensors they read from are no longer right."""
+    """Return a value that changes when the graph's kernels, or the tensors that they read, are outdated."""
     ring_number = feed.loader.ring_number if feed.is_stoker else 0
     return int(getattr(feed.augmentation, "generation", 0)), ring_number
 
@@ -447,16 +466,17 @@ def _copy(target: Any, source: Any) -> None:
 
 
 def _difference(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
-    """Return the largest difference in units of the tolerance; infinite where only one is a number.
+    """Return the largest difference in units of the tolerance.
 
-    Also where one list is longer: a parameter or a buffer that only one way knows.
+    It is infinite if only one of two values is NaN, or if the lists have different lengths: then a parameter
+    or a buffer exists in one way of computing only.
     """
     if len(wanted) != len(got):
         return math.inf
     worst = 0.0
     for one, other in zip(wanted, got, strict=True):
         if one.is_floating_point() and one.numel():
-            # A batch whose loss is not finite is so both ways, and leaves the rest as it was.
+            # A loss that is not finite is so both ways, and leaves everything else unchanged.
             alike = (one == other) | (one.isnan() & other.isnan())
             room = _ABSOLUTE + _RELATIVE * one.float().abs().nan_to_num(0.0, 0.0, 0.0).max()
             away = float((torch.where(alike, 0.0, (one - other).abs()).max() / room).detach())

@@ -1,8 +1,11 @@
-"""What a CUDA graph takes for constant, watched: the optimizer's numbers, and draws on the host.
+"""Values that a CUDA graph freezes: the optimizer's numbers, and random numbers drawn on the host.
 
-Enters: an optimizer whose update is recorded; the host's generators as they were before. Leaves: why a
-replay would not be what the eager step is, or None. Costs: per replay some µs, of which a parameter takes
-0.1 (its kernels take far longer); per recording 50 ms where other threads may draw.
+A graph repeats the numbers that the host had when it was captured. If one of them changes, a replay differs
+from the eager step.
+
+Enters: an optimizer whose update is captured; the states of the host's generators before. Leaves: why a replay
+would differ, or None. Costs: some µs per replay, 0.1 µs for each parameter; 50 ms per capture if other threads
+may draw random numbers.
 """
 
 from __future__ import annotations
@@ -20,17 +23,18 @@ DRAWS_ON_HOST = "the step draws random numbers on the host"
 _OTHER_GROUPS = "the optimizer was given other parameter groups, which a graph cannot follow"
 _LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
 _Frozen = tuple[dict[str, Any], torch.Tensor | None, list[str], list[Any]]
-"""A group, its rate on the device, and the names and values of what is compared."""
+"""A group, its learning rate on the device, and the names and values that are compared."""
 
 
 class FrozenGroups:
-    """The parameter groups of an optimizer as they are when its update is recorded.
+    """The parameter groups of an optimizer at the time its update is captured.
 
-    Only rates can be followed, as tensors on the device: torch's own optimizers are given such ones.
+    Only learning rates may change: torch's own optimizers get them as tensors on the device, which the graph
+    reads.
 
     Args:
-        optimizer: About to be recorded.
-        device: Where the graph will read the rates.
+        optimizer: About to be captured.
+        device: Where the graph will read the learning rates.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -39,7 +43,7 @@ class FrozenGroups:
         self._trained = self._list_trained()
 
     def find_change(self) -> str | None:
-        """Return what a replay would not follow, in words; rates that were exchanged are put back."""
+        """Return what a replay would not follow, in words, or None; new learning rates are copied to the graph's."""
         groups = self._optimizer.param_groups
         if len(groups) != len(self._groups):
             return _OTHER_GROUPS
@@ -63,7 +67,7 @@ class FrozenGroups:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal; False where that has no single answer, as for arrays."""
+    """Whether two values are equal; False if that has no single answer, as for arrays."""
     try:
         return bool(one == other)
     except (ValueError, TypeError, RuntimeError):
@@ -71,11 +75,11 @@ def is_equal(one: Any, other: Any) -> bool:
 
 
 def quiet_host_rng(may_wait: bool) -> dict[str, Any] | None:
-    """Return the state of the host's generators when no other thread draws from them; None where it never is.
+    """Return the states of the host's generators at a time when no other thread draws; None if there is none.
 
     Args:
-        may_wait: Whether there may be such threads, as those that prefetch from a dataset. They rest when
-            they are far enough ahead; that is waited for.
+        may_wait: Whether other threads may draw, such as one that prefetches from a dataset. It pauses when it
+            is far enough ahead; this waits for that, at most a second.
     """
     state = capture_host_rng()
     if not may_wait:
@@ -89,7 +93,7 @@ def quiet_host_rng(may_wait: bool) -> dict[str, Any] | None:
 
 
 def has_drawn(before: dict[str, Any]) -> bool:
-    """Whether the host's generators have moved since."""
+    """Whether the host's generators have changed since."""
     return not _is_same(before, capture_host_rng())
 
 
@@ -116,7 +120,7 @@ def _is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
 def _bring_rate(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
 ) -> torch.Tensor | None:
-    """Return the group's rate as a tensor on the device; None where it is a number and must stay one."""
+    """Return the group's learning rate as a tensor on the device; None if it must stay a number."""
     rate = group.get("lr")
     if isinstance(rate, torch.Tensor) and rate.device.type == device.type:
         return rate
@@ -130,8 +134,8 @@ def _bring_rate(
 def _compared_names(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rate: torch.Tensor | None
 ) -> list[str]:
-    """Return the names of the values that the recorded update may have read on the host."""
-    # Torch's own read nothing else; schedulers and users keep notes of theirs in a group.
+    """Return the names of the values that the captured update may have read on the host."""
+    # Torch's optimizers read their defaults only; schedulers and users keep other values in a group.
     read = optimizer.defaults if _is_torchs_own(optimizer) else group
     return [
         name
@@ -144,7 +148,7 @@ def _compared_names(
 
 
 def _put_back(group: dict[str, Any], rate: torch.Tensor) -> None:
-    """Give the tensor that the graph reads the value that was put in its place."""
+    """Copy a new learning rate into the tensor that the graph reads."""
     given = group["lr"]
     rate.fill_(given.reshape(()) if isinstance(given, torch.Tensor) else float(given))
     group["lr"] = rate

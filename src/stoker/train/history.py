@@ -1,9 +1,8 @@
-"""What a training run did: one report per epoch, every loss, and every choice with its reason.
+"""History of a training run: one report per epoch, every loss, and every decision with its reason.
 
-Enters: what the trainer fills in. Leaves: plain values for pages, logs and tests. Costs one float per step.
+Enters: values from the trainer. Leaves: plain values for pages, logs and tests. Costs one float per step.
 
-An epoch that was killed and resumed is one epoch: its tally is in the checkpoint, so that its report is of
-all its samples, not of those behind the last resume.
+An epoch that was interrupted and resumed has one report over all its samples: its totals are in the checkpoint.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ class EpochReport:
 
 @dataclass
 class EpochTally:
-    """The epoch under way, in all processes that had a part in it.
+    """Totals of the current epoch, over all processes that trained on it.
 
     Attributes:
         total: Sum of its losses, each times its samples.
         num_samples: Of these losses.
         seconds: Of training.
-        waited_seconds: Of them, for batches.
-        is_trained: Whether only its validation is left.
+        waited_seconds: Part of them spent waiting for batches.
+        is_trained: Whether only its validation remains.
     """
 
     total: float = 0.0
@@ -62,11 +61,11 @@ class EpochTally:
 
     @classmethod
     def of(cls, state: Mapping[str, Any] | None) -> EpochTally:
-        """Return what `state_dict` gave; checkpoints from before there was one have none."""
+        """Return the totals of a `state_dict`; old checkpoints have None."""
         return cls() if state is None else cls(**state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it in plain values."""
+        """Return the totals in plain values."""
         return asdict(self)
 
     def add(self, loss: float, num_samples: int) -> None:
@@ -75,7 +74,7 @@ class EpochTally:
         self.num_samples += num_samples
 
     def spend(self, since: float, now: float) -> float:
-        """Count the time of training since then; return `now`."""
+        """Add the time of training since then; return `now`."""
         self.seconds += now - since
         return now
 
@@ -88,13 +87,13 @@ class EpochTally:
 
 @dataclass
 class History:
-    """What a run did.
+    """History of a run.
 
     Attributes:
-        epochs: Reports of those that were finished.
+        epochs: Reports of finished epochs.
         losses: Loss of every step, in order, across epochs.
         ended: "done", "terminated" or "interrupted".
-        told: Choices with their reasons, and what happened, in order.
+        told: Decisions with their reasons, and events, in order.
     """
 
     epochs: list[EpochReport] = field(default_factory=list)
@@ -104,7 +103,7 @@ class History:
 
     @property
     def notes(self) -> list[str]:
-        """The words of `told`."""
+        """The texts of `told`."""
         return [note.text for note in self.told]
 
     @property

@@ -1,10 +1,11 @@
-"""Start a command in several processes on this machine, and start it again when one is lost.
+"""Launch a command in several processes on this machine, and restart it when one is lost.
 
-Enters: the words behind `python -m stoker`, a number of processes. Leaves: an exit code. Costs what torchrun
-costs, for it is torch's own elastic launcher that starts and watches the processes.
+Enters: the arguments of `python -m stoker`, a number of processes. Leaves: an exit code. Costs the same as
+torchrun: torch's own elastic launcher starts and observes the processes.
 
-Only what another start can mend is started again: a process that was killed or crashed, a rank that stood still.
-Bad input, refused data and Ctrl-C end the run.
+Success: exit code 0. A process that was killed or crashed, or a rank that did not move: all processes are ended,
+and the command is started again from its latest checkpoint. Bad input, refused data and Ctrl-C end the run,
+because a restart would not help. Processes never outlive this one (`lifetime.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from stoker.train.ranks import RESTARTS
 
 _FINAL = (EXIT_INPUT, EXIT_REFUSED, EXIT_INTERRUPTED)
 _SAVING_SECONDS = 300
-"""After a signal: for the end of a validation, and a checkpoint. Torch would kill the processes after 30."""
+"""Time after a signal for the current step or validation, and a checkpoint. Torch's default is 30 s."""
 
 
 def launch(
@@ -39,9 +40,9 @@ def launch(
     Args:
         words: The verb and its options.
         num_processes: One per GPU.
-        max_restarts: How often a run that lost a process is started again; it then goes on from its
-            latest checkpoint.
-        say: Told of every restart.
+        max_restarts: How often a run that lost a process is restarted; it then continues from its latest
+            checkpoint.
+        say: Called with a line for every restart.
     """
     os.environ.setdefault(
         "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_processes))
@@ -59,7 +60,10 @@ def launch(
 
 
 def _hide_secrets(words: Sequence[str]) -> list[str]:
-    """Return words that everybody may read on a command line; the child takes the true ones from its environment."""
+    """Return the arguments without secrets: other users can read a command line.
+
+    The child reads the full ones from its environment.
+    """
     for word in words:
         keep_secrets(word)
     seen = [masked(word) for word in words]
@@ -69,12 +73,12 @@ def _hide_secrets(words: Sequence[str]) -> list[str]:
 
 
 def _run(words: Sequence[str], num_processes: int, logs: Path) -> tuple[int, str]:
-    """Return the exit code, and which process failed how; nothing where none did."""
+    """Return the exit code, and a sentence on the process that failed; "" if none did."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # Its errors are told here in a line each; the ranks tell their own.
+    # The launcher's long reports are switched off: one line is printed here, and ranks print their own.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -87,26 +91,26 @@ def _run(words: Sequence[str], num_processes: int, logs: Path) -> tuple[int, str
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.2,
-        logs_specs=DefaultLogsSpecs(log_dir=str(logs)),  # torch leaves its own folders behind
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs)),  # by default torch leaves folders in /tmp
     )
     try:
         elastic_launch(config, sys.executable)("-m", "stoker", *words)
     except ChildFailedError as error:
-        # Those that end because of another one can be seen in the same moment as that one.
+        # Ranks that end because of another one may be seen at the same moment as that one.
         final = [rank for rank, each in error.failures.items() if each.exitcode in _FINAL]
         rank = final[0] if final else error.get_first_failure()[0]
         code = int(error.failures[rank].exitcode)
         if code >= 0:
             return code, f"rank {rank} ended with exit code {code}"
         return EXIT_OURS, f"rank {rank} was ended by {signal.Signals(-code).name}"
-    except SignalException as error:  # every process was told, and has saved
+    except SignalException as error:  # every process got the signal and has saved
         _end_the_rest()
         return (EXIT_INTERRUPTED if error.sigval == signal.SIGINT else EXIT_DONE), ""
     return EXIT_DONE, ""
 
 
 def _end_the_rest() -> None:
-    """End processes that a second signal did not let come to their end: nobody would watch them."""
+    """Kill processes that are left after a second signal: nobody would observe them."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if "stoker" in child.cmdline():

@@ -1,8 +1,8 @@
-"""Losses that stay on the device until somebody needs them, and the alarm when one is not finite.
+"""Losses of steps: kept on the device and read by the host in blocks, some steps later.
 
-Enters: one loss per step, on the device. Leaves: the same numbers on the host, some steps later, in
-order. Costs: one small copy kernel per step, and every `read_every` steps one copy to pinned memory
-that nobody waits for.
+Enters: one loss per step, on the device. Leaves: the same numbers on the host, in order. Costs: one small copy
+kernel per step, and every `read_every` steps one copy to pinned memory. The host waits for a copy only when two
+others were queued after it, or at `flush`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stoker.train.ranks import Ranks
 
 
 class NonFiniteError(StokerError, ArithmeticError):
-    """A loss that is not a number; the message says of which batch, and what is in it."""
+    """A loss that is not finite; the message names its batch and samples."""
 
     exit_code = EXIT_REFUSED
 
@@ -34,9 +34,9 @@ class StepLoss:
         step: Counted over the whole run.
         loss: Its value.
         num_samples: Of its batch.
-        positions: Places of its samples in the loader's list, where known.
-        place: Its epoch, and the number of its batch there.
-        own: The loss of this rank's part of the batch; `loss` and `num_samples` are of all ranks.
+        positions: Of its samples in the loader's list, if known.
+        place: Its epoch, and the number of its batch in it.
+        own: Loss of this rank's part of the batch; `loss` and `num_samples` are over all ranks.
     """
 
     step: int
@@ -48,7 +48,7 @@ class StepLoss:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss is a number."""
+        """Whether the loss is finite."""
         return math.isfinite(self.loss)
 
 
@@ -72,7 +72,7 @@ class LossBook:
     Args:
         device: Where losses are.
         read_every: Steps per block.
-        ranks: Whose losses are weighed together; every rank notes the same steps.
+        ranks: Their losses are averaged; every rank must note the same steps.
     """
 
     def __init__(self, device: torch.device, read_every: int, ranks: Ranks | None = None) -> None:
@@ -96,10 +96,10 @@ class LossBook:
 
         Args:
             step: Counted over the whole run.
-            loss: A scalar that nobody writes to any more.
+            loss: A scalar tensor that is not changed afterwards.
             num_samples: Of its batch.
-            positions: Places of its samples in the loader's list.
-            place: Its epoch, and the number of its batch there.
+            positions: Of its samples in the loader's list.
+            place: Its epoch, and the number of its batch in it.
             num_together: Samples of all ranks in this step.
         """
         self._losses.append(loss)
@@ -108,7 +108,7 @@ class LossBook:
         if len(self._losses) < self._read_every:
             return []
         self._begin_read()
-        if self._ranks.are_several:  # all ranks learn of a step at the same step
+        if self._ranks.are_several:  # all ranks must see a bad loss at the same step
             return self._arrived(wait=True, but=1)
         return self._arrived(wait=len(self._reads) > 2)
 
@@ -130,7 +130,7 @@ class LossBook:
         self._losses, self._notes = [], []
 
     def _weigh(self, own: torch.Tensor) -> torch.Tensor:
-        """Return `(2, steps)`: the losses of all ranks by their samples, and this rank's own."""
+        """Return `(2, steps)`: the mean losses over all ranks, weighted by samples, and this rank's own."""
         if not self._ranks.are_several:
             return torch.stack([own, own])
         shares = [note.num_samples / note.num_together for note in self._notes]
@@ -140,11 +140,11 @@ class LossBook:
         return torch.stack([together, own])
 
     def _arrived(self, wait: bool, but: int = 0) -> list[StepLoss]:
-        """Return what has arrived, in order.
+        """Return the losses that have arrived, in order.
 
         Args:
-            wait: For what has not.
-            but: Reads, the newest, that are left for later.
+            wait: Whether to wait for those that have not.
+            but: Number of newest blocks to leave for later.
         """
         arrived: list[StepLoss] = []
         while len(self._reads) > but:

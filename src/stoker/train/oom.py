@@ -1,8 +1,8 @@
-"""What to do when memory runs out: a ladder of levels, decided here and climbed by the trainer.
+"""What to do when memory runs out: the list of levels, from the configured one down. Decided here, done in `update.py`.
 
-Enters: where a run stands (chunk share, samples per pass, recomputation), or an error. Leaves: the next
-`Rung` with its reason, or None at the bottom; and what was learned, in the user's cache folder. Costs
-nothing, and one small file per learned setting.
+Enters: the current level (chunk share, samples per pass, recomputation), or an error. Leaves: the next
+`LowerLevel` with its reason, or None below the last one. The level that fitted is kept in the user's cache
+folder. Costs: one small file per model, GPU and free memory.
 
     chunk 75 % -> 60 %    fewer chunks on the device: the order, and all of the training, stay
     batch 128 -> 96 -> 64 in one pass; more passes per update keep the effective batch
@@ -35,7 +35,7 @@ from stoker.store.remote_cache import user_cache_folder
 from stoker.strict_json import json_text, parse_json
 from stoker.units import GIB
 
-RungKind = Literal["chunk share", "batch", "activation checkpointing"]
+LevelKind = Literal["chunk share", "batch", "activation checkpointing"]
 
 
 # -- is it? ----------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ _CUDA_ERROR_MEMORY_ALLOCATION = 2
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether the device's memory ran out, so that a lower rung can help.
+    """Whether the device's memory ran out, so that a lower level can help.
 
     True for torch.OutOfMemoryError, for a torch.AcceleratorError or RuntimeError that says so (the
     driver's, cuBLAS's and cuDNN's own words), for torch's CPU allocator (in a run on the CPU that is the
@@ -79,7 +79,7 @@ def _says_memory(error: torch.AcceleratorError) -> bool:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Let go of the stack frames of an error and its causes: they hold the tensors that did not fit."""
+    """Clear the tracebacks of an error and its causes: their frames keep the tensors that did not fit alive."""
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = None
@@ -87,7 +87,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def let_go(device: torch.device) -> None:
-    """Give back what nobody holds any more, cycles and the allocator's cache included; waits for the device."""
+    """Free unreferenced memory, reference cycles and the allocator's cache included; waits for the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -101,12 +101,12 @@ def bytes_in_use(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-# -- the ladder ------------------------------------------------------------------------------------
+# -- levels ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Footing:
-    """Where a run stands on the ladder.
+class MemoryLevel:
+    """How much memory a run uses: samples per pass, chunks on the device, recomputed activations.
 
     Attributes:
         batch_size: Samples of a batch as the loader yields it; never changes.
@@ -131,12 +131,12 @@ class Footing:
                 f"pass_size is {self.pass_size}, batch_size {self.batch_size}, accumulation_steps "
                 f"{self.accumulation_steps}.",
                 "1 <= pass_size <= batch_size, and 1 or more steps",
-                "Footing(batch_size=128, pass_size=128)",
+                "MemoryLevel(batch_size=128, pass_size=128)",
             )
 
     @property
     def effective_batch(self) -> int:
-        """Samples per update; the same on every rung."""
+        """Samples per update; the same at every level."""
         return self.batch_size * self.accumulation_steps
 
     @property
@@ -144,31 +144,31 @@ class Footing:
         """Passes through the model per update."""
         return self.accumulation_steps * len(cut(self.batch_size, self.pass_size))
 
-    def on(self, rung: Rung) -> Footing:
-        """Return the footing after a rung was taken."""
+    def lowered_to(self, lower: LowerLevel) -> MemoryLevel:
+        """Return this level with what `lower` changes."""
         return replace(
             self,
-            pass_size=rung.pass_size,
-            chunk_share=rung.chunk_share,
-            is_checkpointed=rung.is_checkpointed,
+            pass_size=lower.pass_size,
+            chunk_share=lower.chunk_share,
+            is_checkpointed=lower.is_checkpointed,
         )
 
 
 @dataclass(frozen=True)
-class Rung:
-    """One step down: what changes, and why.
+class LowerLevel:
+    """The next level down: what changes, and why.
 
     Attributes:
         kind: What gives way.
-        pass_size: As in `Footing`.
-        num_passes: Passes per update: what the document calls accumulation.
+        pass_size: As in `MemoryLevel`.
+        num_passes: Passes per update.
         effective_batch: Samples per update, which stay as they were.
-        chunk_share: As in `Footing`.
-        is_checkpointed: As in `Footing`.
+        chunk_share: As in `MemoryLevel`.
+        is_checkpointed: As in `MemoryLevel`.
         reason: For the log.
     """
 
-    kind: RungKind
+    kind: LevelKind
     pass_size: int
     num_passes: int
     effective_batch: int
@@ -183,43 +183,44 @@ def cut(num_samples: int, pass_size: int) -> tuple[int, ...]:
     return (pass_size,) * full + ((rest,) if rest else ())
 
 
-def next_rung(footing: Footing, can_cut: bool = True) -> Rung | None:
-    """Return what to try after memory ran out on this footing; None when nothing is left.
+def next_level(level: MemoryLevel, can_cut: bool = True) -> LowerLevel | None:
+    """Return the level to try after memory ran out at `level`; None when there is none.
 
     Args:
-        footing: Where the run stands.
-        can_cut: Whether batches can go through in parts.
+        level: The current one.
+        can_cut: Whether batches can be run in several passes.
     """
-    if footing.chunk_share is not None and footing.chunk_share > FALLBACK_SHARE:
-        return _rung(
+    if level.chunk_share is not None and level.chunk_share > FALLBACK_SHARE:
+        return _lower_level(
             "chunk share",
-            replace(footing, chunk_share=FALLBACK_SHARE),
-            f"fewer chunks are on the device at once, in the ratio of {footing.chunk_share:.0%} to "
+            replace(level, chunk_share=FALLBACK_SHARE),
+            f"fewer chunks are on the device at once, in the ratio of {level.chunk_share:.0%} to "
             f"{FALLBACK_SHARE:.0%}; their order stays",
         )
-    smaller = smaller_pass(footing.batch_size, footing.pass_size) if can_cut else None
-    may_checkpoint = footing.can_checkpoint and not footing.is_checkpointed
-    if may_checkpoint and (smaller is None or smaller < footing.batch_size // 2):
-        return _rung(
+    smaller = smaller_pass(level.batch_size, level.pass_size) if can_cut else None
+    may_checkpoint = level.can_checkpoint and not level.is_checkpointed
+    # Recomputing costs a third of the time, so it comes after half the batch, which costs less.
+    if may_checkpoint and (smaller is None or smaller < level.batch_size // 2):
+        return _lower_level(
             "activation checkpointing",
-            replace(footing, is_checkpointed=True),
+            replace(level, is_checkpointed=True),
             "activations are computed again in the backward pass: about a third more time",
         )
     if smaller is None:
         return None
-    sizes = " + ".join(map(str, cut(footing.batch_size, smaller)[:4]))
-    more = " + …" if footing.batch_size > 4 * smaller else ""
-    below = replace(footing, pass_size=smaller)
-    return _rung(
+    sizes = " + ".join(map(str, cut(level.batch_size, smaller)[:4]))
+    more = " + …" if level.batch_size > 4 * smaller else ""
+    below = replace(level, pass_size=smaller)
+    return _lower_level(
         "batch",
         below,
-        f"{footing.pass_size} samples at once, now {smaller}: a batch goes through as {sizes}{more}, "
+        f"{level.pass_size} samples at once, now {smaller}: a batch goes through as {sizes}{more}, "
         f"{below.num_passes} passes per update keep the effective batch at {below.effective_batch}",
     )
 
 
-def _rung(kind: RungKind, below: Footing, reason: str) -> Rung:
-    return Rung(
+def _lower_level(kind: LevelKind, below: MemoryLevel, reason: str) -> LowerLevel:
+    return LowerLevel(
         kind,
         below.pass_size,
         below.num_passes,
@@ -241,10 +242,10 @@ def smaller_pass(batch_size: int, pass_size: int) -> int | None:
     return None
 
 
-def exhausted(footing: Footing, can_cut: bool = True) -> InputError:
-    """Return the error for a run that finds no rung any more."""
-    recomputed = "recomputed" if footing.is_checkpointed else "kept: no block can be recomputed"
-    count = footing.pass_size if can_cut else footing.batch_size
+def exhausted(level: MemoryLevel, can_cut: bool = True) -> InputError:
+    """Return the error for a run that has no lower level to go to."""
+    recomputed = "recomputed" if level.is_checkpointed else "kept: no block can be recomputed"
+    count = level.pass_size if can_cut else level.batch_size
     whole = "" if can_cut else ", which cannot go through in parts,"
     return InputError(
         f"the device's memory ran out with {count} sample{'s' * (count > 1)} at once{whole} and "
@@ -306,21 +307,23 @@ class Remembered:
         self.folder = (folder or user_cache_folder()) / "memory"
         self.notes: list[str] = []
 
-    def recall(self, circumstances: Circumstances, asked: Footing) -> Footing | None:
-        """Return the footing that fitted when the same was asked for; None where nothing is known."""
+    def recall(self, circumstances: Circumstances, asked: MemoryLevel) -> MemoryLevel | None:
+        """Return the level that fitted when the same was asked for; None where nothing is known."""
         path = self._path(circumstances)
         try:
             found = parse_json(path.read_text(encoding="utf-8"))
             if found["circumstances"] != asdict(circumstances) or found["asked"] != asdict(asked):
                 return None
-            return _footing(found["learned"], asked)
+            return _level(found["learned"], asked)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.notes.append(f"{path} is ignored, it cannot be read: {error}")
             return None
 
-    def remember(self, circumstances: Circumstances, asked: Footing, learned: Footing) -> None:
+    def remember(
+        self, circumstances: Circumstances, asked: MemoryLevel, learned: MemoryLevel
+    ) -> None:
         """Keep what fitted; replaces what was kept for the same circumstances."""
         path = self._path(circumstances)
         document = {
@@ -350,13 +353,16 @@ class Remembered:
         return self.folder / f"{digest}.json"
 
 
-def _footing(found: Mapping[str, Any], asked: Footing) -> Footing:
-    """Return the footing on the way down from `asked` that was stored; ValueError where none is."""
+def _level(found: Mapping[str, Any], asked: MemoryLevel) -> MemoryLevel:
+    """Return the level below `asked` that was stored; ValueError if it is none of them.
+
+    A file may have been edited, or written by another version: only levels that this version reaches count.
+    """
     for can_cut in (True, False):
-        footing, rung = asked, next_rung(asked, can_cut)
-        while asdict(footing) != found and rung is not None:
-            footing = footing.on(rung)
-            rung = next_rung(footing, can_cut)
-        if asdict(footing) == found:
-            return footing
-    raise ValueError("it is not on the ladder")
+        level, lower = asked, next_level(asked, can_cut)
+        while asdict(level) != found and lower is not None:
+            level = level.lowered_to(lower)
+            lower = next_level(level, can_cut)
+        if asdict(level) == found:
+            return level
+    raise ValueError("it is none of the levels below the configured one")

@@ -1,8 +1,8 @@
-"""One model in several processes: whole on every rank, or in parts where it does not fit.
+"""One model on several ranks: replicated (DDP), or sharded (FSDP2) if it does not fit.
 
-Enters: a model and the ranks. Leaves: what is called in the forward pass, and gradients that are those of one
-process with the batches of all ranks together. Costs: one exchange of the gradients per update, beside the
-backward pass; in parts, also the parameters of a block before its forward and backward pass.
+Enters: a model and the ranks. Leaves: the module to call in the forward pass. Gradients are those of one process
+with the batches of all ranks together. Costs: one all-reduce of the gradients per update, during the backward
+pass; a sharded model also gathers the parameters of a block before its forward and backward pass.
 
 The engines are torch's own: `DistributedDataParallel` and `fully_shard` (FSDP2). Both average over the ranks,
 so a rank's mean loss is weighted with its samples * ranks / the samples of all (`Step.begin_batch`).
@@ -25,35 +25,36 @@ from stoker.train.ranks import Ranks
 
 
 class Parallel:
-    """How gradients meet; this one is for a process alone.
+    """How ranks combine gradients. This class is for a single process; subclasses do the work.
 
     Attributes:
         reason: What is done, in words.
+        can_capture: Whether a step can be captured as a CUDA graph.
     """
 
     reason = "one process"
     can_capture = True
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return what is called in the forward pass."""
+        """Return the module to call in the forward pass."""
         return model
 
     def held_back(self, runner: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
-        """Return the context of a backward pass whose gradients only add up on this rank."""
+        """Return a context for a backward pass without exchange: gradients add up on this rank only."""
         return contextlib.nullcontext()
 
     def exchange(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Average gradients that were held back."""
+        """Average the gradients of passes that were held back."""
 
     def check(self, model: torch.nn.Module) -> None:
-        """Raise where the model is no longer the one that was wrapped."""
+        """Raise if the model has changed since it was wrapped."""
 
 
 class Replicated(Parallel):
     """The whole model on every rank (DDP).
 
     Args:
-        ranks: Who takes part.
+        ranks: The ranks of the process group.
         device: Of the model.
     """
 
@@ -64,12 +65,12 @@ class Replicated(Parallel):
         self.reason = f"the whole model on each of {ranks.world_size} ranks (DDP, {backend})"
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model with its gradients averaged as they come; weights become those of rank 0."""
+        """Return the model in DDP, which averages gradients during the backward pass; weights become rank 0's."""
         self._trained = _trained(model)
         if not self._trained:
             return model
         on_gpu = self._device.type == "cuda"
-        # On a stream of its own, so that the exchange can be captured in a CUDA graph.
+        # DDP must be made on a side stream for its all-reduce to be captured in a CUDA graph.
         with (
             torch.cuda.stream(torch.cuda.Stream(self._device))
             if on_gpu
@@ -83,10 +84,10 @@ class Replicated(Parallel):
         return wrapped
 
     def check(self, model: torch.nn.Module) -> None:
-        """Raise where parameters were frozen or unfrozen since: DDP averages those it was made with.
+        """Raise if parameters were frozen or unfrozen since: DDP averages those it was made with.
 
         Raises:
-            InputError: Of one that it does not know every rank would go its own way.
+            InputError: A parameter that DDP does not know would differ between ranks.
         """
         changed = len(self._trained ^ _trained(model))
         if changed:
@@ -105,7 +106,7 @@ class Replicated(Parallel):
 
     @torch.no_grad()
     def exchange(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Average all gradients in one message per type; a window that ends early has not done so."""
+        """Average all gradients, one message per type: for an update that ended before its last batch."""
         groups: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None:
@@ -121,7 +122,8 @@ class Replicated(Parallel):
 class Sharded(Parallel):
     """A part of every parameter, gradient and optimizer state on each rank (FSDP2).
 
-    Every batch of a window is exchanged: gradients that wait whole would be the memory that was to be saved.
+    Gradients are reduced after every batch of an update: keeping them whole would need the memory that sharding
+    saves.
     """
 
     can_capture = False
@@ -131,7 +133,7 @@ class Sharded(Parallel):
 
 
 def choose_parallel(model: torch.nn.Module, ranks: Ranks, device: torch.device) -> Parallel:
-    """Return how a model is trained by these ranks: as it was sharded, else whole on each.
+    """Return how these ranks train a model: sharded if it was sharded, else replicated.
 
     Raises:
         InputError: The model was wrapped for several ranks already.
@@ -147,28 +149,30 @@ def choose_parallel(model: torch.nn.Module, ranks: Ranks, device: torch.device) 
     return Replicated(ranks, device) if ranks.joined else Parallel()
 
 
-# -- in parts -------------------------------------------------------------------------------------
+# -- sharded models -------------------------------------------------------------------------------
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether `shard_model` has been here; its parameters can be whole for the moment."""
+    """Whether the model was sharded. Asks its modules: parameters may be whole during a pass."""
     return any(_is_fsdp(type(module)) for module in model.modules())
 
 
 def plain_name(model: torch.nn.Module) -> str:
-    """Return the name of a model's class, the same in parts: `fully_shard` makes a class of its own."""
+    """Return the name of a model's own class; `fully_shard` replaces it by a subclass."""
     return next(kind.__name__ for kind in type(model).__mro__ if not _is_fsdp(kind))
 
 
 def _is_fsdp(kind: type) -> bool:
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # whoever has parts has imported it
+    fsdp: Any = sys.modules.get(
+        "torch.distributed.fsdp"
+    )  # not imported: the model cannot be sharded
     return fsdp is not None and issubclass(kind, fsdp.FSDPModule)
 
 
 def shard_model(model: torch.nn.Module, ranks: Ranks, device: torch.device) -> torch.nn.Module:
-    """Spread a model over the ranks, block by block; before its optimizer is made. Returns the model.
+    """Shard a model over the ranks, block by block, before its optimizer is made. Returns the model.
 
-    Batch norms share their statistics from here on: the parts belong to the modules that they were made of.
+    Batch norms are replaced first, because shards belong to the modules that they were made from.
 
     Raises:
         InputError: There is no process group.
@@ -184,7 +188,10 @@ def shard_model(model: torch.nn.Module, ranks: Ranks, device: torch.device) -> t
         )
     model = share_statistics(model.to(device), ranks, device)[0]
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):  # every rank's part of one model
+        for tensor in (
+            *model.parameters(),
+            *model.buffers(),
+        ):  # all ranks must shard the same values
             distributed.broadcast(tensor.detach(), src=0)
     mesh = init_device_mesh(device.type, (ranks.world_size,))
     blocks = dict(model.named_modules())
@@ -195,11 +202,11 @@ def shard_model(model: torch.nn.Module, ranks: Ranks, device: torch.device) -> t
 
 
 def gather_whole(value: Any, keep: bool = True) -> Any:
-    """Return a nested value with every spread tensor whole, on the CPU; every rank must call it.
+    """Return a nested value with every sharded tensor whole, on the CPU. Collective.
 
     Args:
         value: Of dicts, lists and tuples.
-        keep: False returns None in the place of these tensors: on ranks that only help to gather them.
+        keep: False returns None instead of these tensors, on ranks that only take part in gathering.
     """
     if is_spread(value):
         whole = value.full_tensor()
@@ -214,7 +221,7 @@ def gather_whole(value: Any, keep: bool = True) -> Any:
 
 
 def _map_entries(change: Callable[[Any, Any], Any], entries: Mapping[Any, Any]) -> Any:
-    """Return a dict with every entry changed; that of a model keeps the versions of its modules."""
+    """Return a dict with every entry changed; a model's state dict keeps its version metadata."""
     made: Any = OrderedDict() if hasattr(entries, "_metadata") else {}
     made.update((name, change(name, item)) for name, item in entries.items())
     if hasattr(entries, "_metadata"):
@@ -223,7 +230,7 @@ def _map_entries(change: Callable[[Any, Any], Any], entries: Mapping[Any, Any]) 
 
 
 def load_whole_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Load whole tensors into a model, spread or not."""
+    """Load whole tensors into a model, sharded or not."""
     if not is_sharded(model):
         model.load_state_dict(state)
         return
@@ -232,7 +239,7 @@ def load_whole_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) 
 
 
 def load_whole_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load whole tensors into an optimizer, each spread as its parameter is."""
+    """Load whole tensors into an optimizer, each sharded like its parameter."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(map(is_spread, parameters)):
         optimizer.load_state_dict(dict(state))
@@ -248,12 +255,12 @@ def load_whole_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, A
 
 
 def is_spread(tensor: Any) -> bool:
-    """Whether a tensor is this rank's part of one that lies on several."""
+    """Whether a tensor is sharded over ranks."""
     return hasattr(tensor, "full_tensor")
 
 
 def _like(value: Any, example: Any) -> Any:
-    """Return a whole tensor spread as another one of its shape is."""
+    """Return a whole tensor, sharded like `example` if that is sharded and has the same shape."""
     if (
         not is_spread(example)
         or not isinstance(value, torch.Tensor)
@@ -271,10 +278,10 @@ def _like(value: Any, example: Any) -> Any:
 def share_statistics(
     model: torch.nn.Module, ranks: Ranks, device: torch.device
 ) -> tuple[torch.nn.Module, str | None]:
-    """Let batch norms see the batches of all ranks, as one process would; return what was done.
+    """Make batch norms use the batches of all ranks, as one process would.
 
     Returns:
-        The model, and a note where there are batch norms; torch has them on GPUs only.
+        The model, and a note if there are batch norms. torch supports this on GPUs only.
     """
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     if not norms or not ranks.are_several:

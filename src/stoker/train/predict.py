@@ -30,7 +30,7 @@ from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
 from stoker.strict_json import json_text
 from stoker.train.batches import Feed, Unpack
-from stoker.train.judging import Judge
+from stoker.train.evaluation import Evaluator
 from stoker.train.precision import PrecisionChoice
 from stoker.train.ranks import Ranks
 from stoker.train.step import Criterion
@@ -55,7 +55,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean loss and the metrics over one pass of a loader, as validation does."""
     with precision.matmuls():
-        return Judge(model, criterion, metrics, precision, device, ranks=ranks).judge(
+        return Evaluator(model, criterion, metrics, precision, device, ranks=ranks).evaluate(
             Feed(loader, device, unpack, ranks=ranks)
         )
 

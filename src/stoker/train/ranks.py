@@ -1,11 +1,13 @@
-"""Several processes that train one model: who this one is, and what all of them agree on.
+"""Ranks: several processes that train one model, and small collectives between them.
 
-Enters: what torchrun put into the environment. Leaves: `Ranks`, with small answers that are the same on
-every rank. Costs: a handshake at the start, and per question one small message through the host's network,
-never through the GPU. Alone, every question answers itself at once.
+Enters: the environment that torchrun sets. Leaves: `Ranks`, whose answers are the same on every rank. Costs: a
+handshake at the start, and per call one small message through the host's network, never through the GPU. With
+one rank every call returns at once.
 
-Every rank must ask the same questions in the same order. A rank that is lost is named by the others
-(`lookout.py`), and everybody ends.
+Contract: the methods of `Ranks` that ask others are collective: every rank must call them in the same order.
+Success: `join` leaves the process group and stops the heartbeat.
+An error on one rank inside `shared_fate`: every rank raises it, the others as `OtherRankError`.
+A lost rank: the others name it and end with `RankLostError`, or their heartbeat ends them (`heartbeat.py`).
 """
 
 from __future__ import annotations
@@ -33,23 +35,23 @@ from torch.distributed.rendezvous import rendezvous
 
 import stoker
 from stoker.errors import EXIT_OURS, InputError, OtherRankError, StokerError
-from stoker.train.lookout import LOOKOUT, Lookout
+from stoker.train.heartbeat import HEARTBEAT, Heartbeat
 
 _T = TypeVar("_T")
 _is_alone: ContextVar[bool] = ContextVar("stoker_alone", default=False)
-_FAREWELL_SECONDS = 6.0
+_EXIT_NOTICE_SECONDS = 6.0
 _MEETING_SECONDS = 0.02
 
 
 class RankLostError(StokerError, RuntimeError):
-    """Another process of the run has ended or stands still; what was saved last stays."""
+    """Another process of the run has ended or does not respond; the last checkpoint stays."""
 
     exit_code = EXIT_OURS
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that train together.
+    """This process's rank among those that train together.
 
     Attributes:
         rank: Its number, 0 to `world_size` - 1.
@@ -67,7 +69,7 @@ class Ranks:
 
     @classmethod
     def current(cls) -> Ranks:
-        """Return those of torch's process group, if it has been made; else one alone."""
+        """Return the ranks of torch's process group; a single rank if there is no group."""
         if _is_alone.get() or not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         rank, size = distributed.get_rank(), distributed.get_world_size()
@@ -77,7 +79,7 @@ class Ranks:
     @staticmethod
     @contextlib.contextmanager
     def alone() -> Iterator[None]:
-        """Let what is made in here work by itself, on every rank: for measurements that may fail on one."""
+        """Context in which `current` returns a single rank: for measurements that may fail on one rank only."""
         token = _is_alone.set(True)
         try:
             yield
@@ -86,18 +88,18 @@ class Ranks:
 
     @property
     def are_several(self) -> bool:
-        """Whether there is anybody to agree with."""
+        """Whether there is more than one rank."""
         return self.world_size > 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that prints and writes."""
+        """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in the order of ranks: tensors, numbers and text, in any nesting.
+        """Return every rank's value, in the order of ranks: nested tensors, numbers and text. Collective.
 
-        Tensors come back on the CPU, where there are several ranks.
+        With several ranks tensors are returned on the CPU.
         """
         if not self.are_several:
             return [value]
@@ -105,36 +107,36 @@ class Ranks:
         torch.save(value, written)  # plain pickles lose the type of some tensors
         gathered: list[Any] = [None] * self.world_size
         distributed.all_gather_object(gathered, written.getvalue())
-        # On the CPU: another rank's GPU may not be there, and would cost a context where it is.
+        # To the CPU: another rank's GPU may not exist here, or would need a CUDA context of its own.
         return [torch.load(io.BytesIO(each), "cpu", weights_only=True) for each in gathered]
 
     def all_of(self, flag: bool) -> bool:
-        """Whether it holds on every rank."""
+        """Whether the flag is true on every rank. Collective."""
         return self.smallest(int(flag)) == 1
 
     def smallest(self, number: int) -> int:
-        """Return the smallest of all ranks' numbers."""
+        """Return the smallest of all ranks' numbers. Collective."""
         return (
             int(reduce_alike([number], distributed.ReduceOp.MIN)[0]) if self.are_several else number
         )
 
     def largest(self, *numbers: int) -> tuple[int, ...]:
-        """Return the largest of all ranks' numbers, place by place."""
+        """Return the largest of all ranks' numbers, one by one. Collective."""
         if not self.are_several:
             return numbers
         return tuple(int(n) for n in reduce_alike(list(numbers), distributed.ReduceOp.MAX))
 
     def total(self, *numbers: float) -> tuple[float, ...]:
-        """Return the sums over all ranks, place by place, with the same bits everywhere."""
+        """Return the sums over all ranks, one by one, with the same bits on every rank. Collective."""
         if not self.are_several:
             return numbers
         return tuple(reduce_alike(list(numbers), distributed.ReduceOp.SUM))
 
     def first_does(self, act: Callable[[], _T]) -> _T | None:
-        """Let rank 0 do something; return what it returned there, None elsewhere.
+        """Call a function on rank 0 only; return its result there, None elsewhere. Collective.
 
         Raises:
-            OtherRankError: On the other ranks, where it failed on rank 0.
+            OtherRankError: On the other ranks, if it failed on rank 0.
         """
         made: _T | None = None
         with self.shared_fate():
@@ -144,9 +146,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def shared_fate(self) -> Iterator[None]:
-        """Make an error of one rank in here the end of all of them, told once.
+        """Context in which an error of one rank is raised on all ranks. Collective at its end.
 
-        Nobody waits for a rank that will not come, and no rank goes on where another one cannot.
+        So no rank waits in a collective for one that has failed. The first failed rank raises its own error.
         """
         if not self.are_several:
             yield
@@ -170,34 +172,34 @@ class Ranks:
 
 
 def as_ranks(value: Any) -> list[Any]:
-    """Return what each rank has saved; one value is of one rank alone."""
+    """Return the saved values of all ranks as a list; a run with one rank saved the value itself."""
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def reduce_alike(numbers: list[float] | list[int], how: Any) -> list[float]:
-    """Return numbers reduced over all ranks, the same bits everywhere; blocking."""
+    """Return numbers reduced over all ranks, with the same bits on every rank. Blocks."""
     values = torch.tensor(numbers, dtype=torch.float64)
-    # A group made by others may have NCCL alone, which takes tensors on the GPU only.
+    # A group that the user made may have NCCL only, which needs tensors on the GPU.
     on_gpu = distributed.get_backend() == "nccl"
     values = values.to("cuda") if on_gpu else values
     distributed.all_reduce(values, op=how)
-    # Sums of floats may depend on the way they took.
+    # The order of a sum, and so its last bits, may differ between ranks.
     distributed.broadcast(values, src=0)
     return [float(value) for value in values.tolist()]
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun, or something that speaks like it, has started this process."""
+    """Whether torchrun, or a launcher with the same environment variables, has started this process."""
     return all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def num_restarts(environment: Mapping[str, str] = os.environ) -> int:
-    """How often the run was started again after a rank was lost."""
+    """Return how often the run was restarted after a rank was lost."""
     return sum(int(environment.get(name, "0")) for name in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
 
 
 def launched_at() -> float:
-    """When the process began that has started this one, in seconds since 1970; it outlives restarts."""
+    """Return when the launcher started, in seconds since 1970; it stays the same over restarts."""
     return float(psutil.Process(os.getppid()).create_time())
 
 
@@ -209,23 +211,23 @@ RESTARTS = "STOKER_RESTARTS"
 def join(
     device: str | torch.device | None, stall_seconds: int
 ) -> Iterator[tuple[Ranks, torch.device]]:
-    """Lend this process's place among the ranks, and its device; alone where torchrun did not start it.
+    """Context with this process's ranks and device; a single rank if torchrun did not start it.
 
     Args:
-        device: What was asked for; each rank takes the GPU of its local number by default.
-        stall_seconds: How long nobody may move before everybody ends.
+        device: As the user gave it; by default each rank takes the GPU of its local number.
+        stall_seconds: All ranks end after this long without progress.
 
     Raises:
         InputError: There is no GPU for this rank, or ranks run different versions.
-        RankLostError: Another rank was lost on the way.
+        RankLostError: Another rank was lost.
     """
     from stoker.loader.loader import pick_device
 
     if not is_launched() or distributed.is_initialized():
         yield Ranks.current(), pick_device(device)
         return
-    # Every optimizer imports it, and imported within a group it keeps that group for good: its threads then
-    # live when the interpreter ends, and may abort it after all work is done.
+    # Every optimizer imports it. If it is imported while a group exists, it keeps that group for ever; the
+    # group's threads then live when the interpreter shuts down, and may abort it after all work is done.
     importlib.import_module("torch._dynamo")
     place = _device_of_rank(device)
     timeout = timedelta(seconds=2 * stall_seconds)
@@ -240,14 +242,18 @@ def join(
         device_id=place if place.type == "cuda" else None,
     )
     ranks = Ranks.current()
-    LOOKOUT.set(Lookout(ranks.rank, ranks.world_size, stall_seconds) if ranks.are_several else None)
+    HEARTBEAT.set(
+        Heartbeat(ranks.rank, ranks.world_size, stall_seconds) if ranks.are_several else None
+    )
     try:
         check_alike(ranks, {"stoker": stoker.__version__, "torch": str(torch.__version__)})
         yield ranks, place
     except Exception as error:
         is_foreign = isinstance(error, RuntimeError) and not isinstance(error, StokerError)
         lost = _find_lost() if is_foreign and ranks.are_several else []
-        LOOKOUT.farewell("; ".join(lost) or f"{type(error).__name__}: {error}".splitlines()[0])
+        HEARTBEAT.announce_exit(
+            "; ".join(lost) or f"{type(error).__name__}: {error}".splitlines()[0]
+        )
         if not lost:
             raise
         raise RankLostError(
@@ -256,22 +262,22 @@ def join(
             "the same command with --resume; torchrun --max-restarts 3, or stoker train --gpus, do so",
         ) from error
     finally:
-        LOOKOUT.close()
-        gc.collect()  # a model that is in a circle with its DDP would keep the group too
+        HEARTBEAT.close()
+        gc.collect()  # a reference cycle of a model and its DDP would keep the group alive
         with contextlib.suppress(RuntimeError):
             distributed.destroy_process_group()
 
 
 def meet(store: Any, rank: int, world_size: int, seconds: float) -> Any:
-    """Return a part of a store that belongs to this start alone, once all ranks have come.
+    """Wait for all ranks; return a part of the store that belongs to this start of the run alone.
 
-    A launcher's store outlives the processes that it starts again, and what they left there (addresses,
-    farewells) would be taken for that of the new ones. Machines do not count restarts alike, so rank 0 names
-    the start, and tells it to each process by the word that this one has brought: a name that nobody
-    else can have left.
+    A launcher's store outlives the processes that it restarts, and what they left there (addresses, exit
+    notices) would be taken for that of the new processes. Machines count restarts differently, so rank 0
+    chooses the name of this start. It answers each process under a key that this process made up, and that
+    no earlier process can have left.
 
     Raises:
-        RankLostError: A rank has not come.
+        RankLostError: A rank did not arrive in time.
     """
     hall = PrefixStore("stoker", store)
     word = f"{platform.node()}/{os.getpid()}/{time.time_ns()}"
@@ -289,7 +295,7 @@ def meet(store: Any, rank: int, world_size: int, seconds: float) -> Any:
         for other in missing:
             if hall.check([f"word/{other}"]):
                 theirs = hall.get(f"word/{other}")
-                if theirs != told.get(other):  # it may have been left by one that is gone
+                if theirs != told.get(other):  # an earlier process of this rank may have left it
                     hall.set(f"turn/{theirs.decode()}", word)
                     told[other] = theirs
         missing = [other for other in missing if not hall.check([f"here/{word}/{other}"])]
@@ -308,18 +314,18 @@ def _absent(who: str, seconds: float) -> RankLostError:
 
 
 def _find_lost() -> list[str]:
-    """Return which ranks are gone, each in a sentence.
+    """Return a sentence for each lost rank.
 
-    torchrun ends the others as soon as it sees one gone, which is too soon to say so: its SIGTERM waits
-    until this process, which ends anyway, has spoken.
+    torchrun sends SIGTERM to the others as soon as it sees one gone, before they can report it. This process
+    ends anyway, so it ignores the signal until it has reported.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return LOOKOUT.who_is_lost(_FAREWELL_SECONDS)
+    return HEARTBEAT.find_lost(_EXIT_NOTICE_SECONDS)
 
 
 def check_alike(ranks: Ranks, facts: Mapping[str, Any]) -> None:
-    """Raise when ranks do not agree about something that they must share.
+    """Raise if ranks have different values of something that must be the same. Collective.
 
     Raises:
         InputError: On every rank, with the ranks that differ from rank 0.
@@ -343,7 +349,7 @@ def check_alike(ranks: Ranks, facts: Mapping[str, Any]) -> None:
 
 
 def _device_of_rank(device: str | torch.device | None) -> torch.device:
-    """Return the GPU of this rank's local number; the CPU where that was asked for or there is none."""
+    """Return the GPU of this rank's local number; the CPU if the user asked for it or there is no GPU."""
     if torch.device(device or "cuda").type != "cuda" or not torch.cuda.is_available():
         from stoker.loader.loader import pick_device
 

@@ -1,8 +1,8 @@
-"""One process per run directory.
+"""Lock of a run directory: one process at a time.
 
-Enters: a folder. Leaves: the lock on it, or an error with the id of the process that has it. Costs one
-system call. The lock is the kernel's (flock), so it ends with the process however that ends: nothing has
-to be cleaned up after a kill.
+Enters: a folder. Leaves: the lock on it, or an error with the id of the process that holds it. Costs one
+system call. It is a lock of the kernel (flock), which ends with the process however that ends: nothing has to be
+cleaned up after a kill.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RunLock:
         )
 
     def release(self) -> None:
-        """Give the directory back; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._file >= 0:
             empty_file(self._file)
             self._close()

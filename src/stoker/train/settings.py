@@ -49,7 +49,7 @@ class TrainSettings:
         empty_cache_every_n_batches: 0 is never.
         log_gpu_stats_every_n_batches: 0 is never.
         leak_bytes: Growth of device memory between epochs that is reported.
-        survive_oom: Climb down the ladder when memory runs out, instead of ending.
+        survive_oom: Repeat the update with less memory when the device runs out of it, instead of ending.
         activation_checkpointing: Recompute activations in the backward pass.
         tensorboard: Write scalars for TensorBoard beside the run log.
     """

@@ -3,12 +3,14 @@
 Enters: `Work`. Leaves: the model's next weights, and the loss as a tensor on the device. Costs: the
 model's own work; no host synchronisation on a GPU where the optimizer is fused.
 
-The order: autocast forward, scaled backward, unscale, clip, step, update of the
-scale. Gradients of several batches add up to exactly those of one batch of all their samples.
-A gradient that is not finite never reaches the weights: a fused optimizer skips the update on the GPU,
-and on the CPU the host looks first, as it does where gradients are sparse: making their rows unique waits
-for the device anyway. Other optimizers on a GPU are not held up for it. A batch whose loss
-is not finite leaves no trace in running statistics and carried state either.
+The order: forward under autocast, scaled backward, unscale, clip, optimizer step, update of the scale.
+The gradients of several batches add up to exactly those of one batch with all their samples.
+
+A gradient that is not finite never reaches the weights. On a GPU a fused optimizer skips the update by
+itself. On the CPU the host checks the norm first. The host also checks it for sparse gradients, because
+making their rows unique waits for the device anyway. Other optimizers on a GPU are not checked: the host
+would have to wait at every step. A batch whose loss is not finite does not change running statistics and
+recurrent state either.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from typing import Any
 import torch
 
 from stoker.errors import InputError
-from stoker.train.accumulation import AccumulationWindow, scale_gradients
+from stoker.train.accumulation import Accumulation, scale_gradients
 from stoker.train.batches import map_tensors
 from stoker.train.buffers import Buffers, Copies
-from stoker.train.carry import Carry
 from stoker.train.parallel import Parallel, gather_whole, is_spread
-from stoker.train.pieces import UpdateInPieces, in_pieces
 from stoker.train.precision import PrecisionChoice
 from stoker.train.ranks import Ranks
+from stoker.train.recurrent_state import RecurrentState
+from stoker.train.split_update import SplitUpdate, split_tensors
 
 Criterion = Callable[[Any, Any], torch.Tensor]
 _NUM_FLAGS = 256
@@ -37,7 +39,7 @@ _NUM_FLAGS = 256
 
 @dataclass
 class StepParts:
-    """What a step works on; `runner` is the model as it is called, where that is not itself."""
+    """What a step works on. `runner` is the compiled or parallel form of the model, if there is one."""
 
     model: torch.nn.Module
     criterion: Criterion
@@ -48,22 +50,24 @@ class StepParts:
     clip_norm: float | None
     nominal_batch: int
     accumulation_steps: int
-    carry: Carry | None = None
+    recurrent: RecurrentState | None = None
     runner: torch.nn.Module | None = None
     parallel: Parallel = field(default_factory=Parallel)
     ranks: Ranks = field(default_factory=Ranks)
 
     @property
     def forward(self) -> torch.nn.Module:
-        """What is called in the forward pass: the model, compiled or shared among ranks."""
+        """The module to call in the forward pass: the runner if there is one, else the model."""
         return self.model if self.runner is None else self.runner
 
 
 class Step:
-    """Forward and backward of batches, and the update after a window of them.
+    """Forward and backward passes of batches, and the optimizer's step after the last batch of an update.
+
+    Not thread safe. Works on the current CUDA stream.
 
     Attributes:
-        guarded: Whether an update with a non-finite gradient is left out without asking the host.
+        guarded: Whether the optimizer itself skips an update with a non-finite gradient, on the device.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -77,14 +81,14 @@ class Step:
         self._block = torch.zeros((), device=parts.device)
         self._one = torch.ones((), device=parts.device)
         self._epsilon = self._one * (1e-6 / (parts.clip_norm or 1.0))
-        self.window = AccumulationWindow(parts.nominal_batch, parts.accumulation_steps)
+        self.accumulation = Accumulation(parts.nominal_batch, parts.accumulation_steps)
         self._buffers = Buffers.that_change(parts.model)
         self._is_exchanged = True
         self._has_loss = False
 
     @property
     def num_skipped(self) -> int:
-        """Updates left out so far because of a non-finite gradient; waits for the device."""
+        """Updates that were skipped because of a non-finite gradient; waits for the device."""
         return int(self._skipped + self._block.sum())
 
     def add(
@@ -96,13 +100,13 @@ class Step:
         rows: torch.Tensor | None = None,
         num_together: int | None = None,
     ) -> torch.Tensor:
-        """Add a batch's gradients to the window; return its loss, on the device, float32."""
+        """Add a batch's gradients to the update; return its loss, float32 on the device."""
         weight = self.begin_batch(num_samples, num_together)
-        exchange = self.window.is_complete
+        exchange = self.accumulation.is_complete
         return self.forward_backward(inputs, targets, weight, reset, rows, exchange)
 
     def begin_batch(self, num_samples: int, num_together: int | None = None) -> float:
-        """Count a batch in the window; return the weight of its mean loss.
+        """Count a batch of the update; return the weight of its mean loss.
 
         Args:
             num_samples: On this rank.
@@ -110,10 +114,10 @@ class Step:
         """
         ranks = self.parts.ranks.world_size
         together = num_samples * ranks if num_together is None else num_together
-        weight = self.window.add(num_samples, together / ranks if ranks > 1 else None)
+        weight = self.accumulation.add(num_samples, together / ranks if ranks > 1 else None)
         if self.parts.accumulation_steps > 1:
             return weight
-        # A batch alone in its window is its own mean, however short: no rounding by weights.
+        # The only batch of an update has weight 1, however short it is: no rounding.
         return 1.0 if num_samples * ranks == together else num_samples * ranks / together
 
     def forward_backward(
@@ -131,9 +135,9 @@ class Step:
             inputs: Of the model.
             targets: Of the criterion.
             weight: Of the loss.
-            reset: Rows whose recurrent state begins anew, where state is carried.
-            rows: Rows that count; all by default. Lanes that have ended still have a row.
-            exchange: Whether this is the window's last backward pass, in which ranks average.
+            reset: Rows whose recurrent state starts from the initial one.
+            rows: Rows that count; all by default. A lane that has ended still has a row.
+            exchange: Whether ranks average their gradients in this backward pass: the update's last one.
         """
         parts = self.parts
         if not exchange and parts.runner is not None:
@@ -153,10 +157,10 @@ class Step:
     ) -> torch.Tensor:
         parts = self.parts
         before = self._buffers.copy() if self._buffers else {}
-        carry = parts.carry if reset is not None else None
+        recurrent = parts.recurrent if reset is not None else None
         with parts.precision.autocast(parts.device):
-            if carry is not None and reset is not None:
-                outputs = carry.run(parts.forward, inputs, reset)
+            if recurrent is not None and reset is not None:
+                outputs = recurrent.run(parts.forward, inputs, reset)
             else:
                 outputs = parts.forward(inputs)
         if rows is not None:
@@ -168,43 +172,46 @@ class Step:
         scaled = parts.scaler.scale(loss if weight == 1.0 else loss * weight)
         scaled.backward()
         loss = loss.detach().float()
-        if before or carry is not None:
-            self._forget_unless_finite(loss, before, carry)
+        if before or recurrent is not None:
+            self._forget_unless_finite(loss, before, recurrent)
         return loss
 
     def _forget_unless_finite(
-        self, loss: torch.Tensor, before: Copies, carry: Carry | None
+        self, loss: torch.Tensor, before: Copies, recurrent: RecurrentState | None
     ) -> None:
-        """Put buffers and carried state back to before a batch whose loss is not finite."""
-        if not self._on_gpu and math.isfinite(loss.item()):  # costs nothing on a CPU
+        """Restore buffers and recurrent state if the batch's loss is not finite; on a GPU without waiting."""
+        if not self._on_gpu and math.isfinite(
+            loss.item()
+        ):  # reading a loss on the CPU costs nothing
             return
         is_sound = torch.isfinite(loss)
         self._buffers.put_back(before, keep_if=is_sound)
-        if carry is not None:
-            carry.keep_if(is_sound)
+        if recurrent is not None:
+            recurrent.keep_if(is_sound)
 
-    def finish_window(self) -> None:
-        """Update with what was added, however much that is; nothing happens when it is nothing."""
-        if self.window.num_batches:
-            correction = self.window.close()
+    def finish_update(self) -> None:
+        """Update the weights with the batches that were added; does nothing if there are none."""
+        if self.accumulation.num_batches:
+            correction = self.accumulation.close()
             self.update(1.0 if self.parts.accumulation_steps == 1 else correction)
 
-    def drop_window(self) -> None:
-        """Forget what was added, and that it was unscaled."""
-        self.window.close()
+    def drop_update(self) -> None:
+        """Drop the gradients of the batches that were added."""
+        self.accumulation.close()
         self.parts.optimizer.zero_grad(set_to_none=True)
         if self.parts.scaler.is_enabled():
+            # The scaler remembers that it has unscaled this optimizer, and would refuse to do so again.
             self.parts.scaler._per_optimizer_states.clear()
 
     def update(self, correction: float = 1.0, pieces: bool = False) -> None:
         """Unscale, correct, clip, step; leaves no gradients behind.
 
         Args:
-            correction: What gradients are multiplied with.
-            pieces: Whether small models are updated in pieces, which pays where the step is recorded.
+            correction: Factor for the gradients.
+            pieces: Whether to split small parameters (`split_update.py`), which pays in a captured step.
         """
         parts = self.parts
-        if not self._is_exchanged:  # a window that ended before its last batch was known to be it
+        if not self._is_exchanged:  # the epoch ended before the update had all its batches
             parts.parallel.exchange(self._parameters)
             self._is_exchanged = True
         if parts.scaler.is_enabled():
@@ -222,9 +229,9 @@ class Step:
             gradients = self._use_sparse()
         if self.guarded and len(parts.optimizer.state) < len(self._parameters):
             make_moments(parts.optimizer)
-        norm = torch.nn.utils.get_total_norm(in_pieces(gradients) if pieces else gradients)
+        norm = torch.nn.utils.get_total_norm(split_tensors(gradients) if pieces else gradients)
         if self._on_gpu and self.guarded:
-            with UpdateInPieces() if pieces else contextlib.nullcontext():
+            with SplitUpdate() if pieces else contextlib.nullcontext():
                 self._step_fused(norm)
         else:
             if parts.clip_norm is not None and is_sparse:
@@ -235,7 +242,7 @@ class Step:
         parts.optimizer.zero_grad(set_to_none=True)
 
     def _use_sparse(self) -> list[torch.Tensor]:
-        """Make ready for sparse gradients; return the values of all: changed, the gradients change."""
+        """Prepare for sparse gradients; return the values of all gradients, sharing their memory."""
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("sparse gradients have another size at every step")
         optimizer = self.parts.optimizer
@@ -244,7 +251,7 @@ class Step:
         return coalesce_gradients(self._parameters)
 
     def _step(self, norm: torch.Tensor, look: bool) -> None:
-        """Update; where the host may `look`, which costs nothing, not with a norm that is not finite."""
+        """Step the optimizer. With `look` the host reads the norm first and skips an update that is not finite."""
         parts = self.parts
         if parts.scaler.is_enabled():
             parts.scaler.step(parts.optimizer)
@@ -257,8 +264,8 @@ class Step:
     def _step_fused(self, norm: torch.Tensor) -> None:
         """Clip and update in one pass over the gradients: the kernel divides them as it reads them.
 
-        Three kernels fewer than clipping first, which pays for the one that looks whether the norm is
-        finite: the step is no slower than a hand-written one.
+        That saves three kernels, one of which is spent on checking whether the norm is finite. The step is no
+        slower than a hand-written one without that check.
         """
         parts = self.parts
         optimizer: Any = parts.optimizer
@@ -278,12 +285,12 @@ class Step:
             del optimizer.grad_scale, optimizer.found_inf
 
     def _flag(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return 1 on the device where the norm is not finite, else 0."""
+        """Return a device tensor: 1 if the norm is not finite, else 0."""
         captured = torch.cuda.is_current_stream_capturing()
         if captured:
             flag = torch.zeros_like(self._one)
         else:
-            if not self._flags:  # zeros for many steps at once, and their sum when they are used up
+            if not self._flags:  # zeros for many steps in one kernel; summed up when they are used
                 self._skipped += self._block.sum()
                 self._block = torch.zeros(_NUM_FLAGS, device=norm.device)
                 self._flags = list(self._block.unbind())
@@ -296,9 +303,9 @@ class Step:
 
 @torch.no_grad()
 def coalesce_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Give every row of a sparse gradient once; return the dense ones, and the values of sparse ones.
+    """Make the rows of sparse gradients unique; return dense gradients, and the values of sparse ones.
 
-    A row that came several times is a sum: the norm of its parts would be another.
+    A row that occurs several times stands for a sum, whose norm is not that of its terms.
     """
     values = []
     for parameter in parameters:
@@ -313,14 +320,14 @@ def coalesce_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]
 
 @torch.no_grad()
 def clip_values(values: Iterable[torch.Tensor], most: float, norm: torch.Tensor) -> None:
-    """Clip in place as torch clips gradients, whose own way is for dense ones."""
+    """Clip in place, as torch clips dense gradients; torch cannot clip sparse ones."""
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
     for value in values:
         value.mul_(factor.to(value.device))
 
 
 def norm_on_host(norm: torch.Tensor) -> float:
-    """Return a norm on the host; that of gradients in parts is a sum over ranks."""
+    """Return a norm on the host; for sharded gradients it is summed over ranks. Waits for the device."""
     return float(gather_whole(norm))
 
 
@@ -334,7 +341,7 @@ def as_float32(outputs: Any) -> Any:
 
 
 def check_loss(loss: Any) -> None:
-    """Raise unless it is a tensor with one value, as a criterion is to return."""
+    """Raise unless the criterion returned a scalar tensor."""
     if isinstance(loss, torch.Tensor) and not loss.dim():
         return
     given = "None" if loss is None else f"a {type(loss).__name__}"
@@ -353,11 +360,11 @@ def take_rows(value: Any, rows: torch.Tensor) -> Any:
 
 
 def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
-    """Let torch's Adam, AdamW and SGD run fused, with the rate on the device; return what was done.
+    """Make torch's Adam, AdamW and SGD run fused, with the learning rate on the device; return what was done.
 
-    A fused update is one kernel for all parameters, can leave itself out where a gradient is not
-    finite, and can be captured in a CUDA graph. The mathematics is the same. SGD with dampening treats
-    its first update specially, which cannot be left out on a GPU: there it runs as it is.
+    A fused update is one kernel for all parameters. It can skip itself if a gradient is not finite, and it
+    can be captured in a CUDA graph. The mathematics is the same. SGD with dampening treats its first update
+    specially, so that update cannot be skipped on a GPU: there it stays unfused.
     """
     kind = type(optimizer)
     if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
@@ -379,7 +386,7 @@ def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
         if "capturable" in group:
             group["capturable"] = on_gpu
         if on_gpu:
-            # On the device also after loading a checkpoint: a graph would keep a rate from the host.
+            # On the device, also after loading a checkpoint: a graph would repeat a rate from the host.
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
@@ -390,14 +397,14 @@ def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
 
 
 def make_unfused(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer run as it is: torch's fused SGD refuses sparse gradients."""
+    """Undo `make_guarded`: torch's fused SGD refuses sparse gradients."""
     groups = optimizer.param_groups
     if any(group.get("fused") for group in groups):
         for group in groups:
             group["fused"] = False
         vars(optimizer).pop("_step_supports_amp_scaling", None)
     for parameter in (p for group in groups if group.get("nesterov") for p in group["params"]):
-        # Nesterov's gradient is that plus momentum, and torch adds nothing dense to a sparse one.
+        # Nesterov adds momentum to the gradient, and torch cannot add a dense tensor to a sparse one.
         momentum = optimizer.state.get(parameter, {}).get("momentum_buffer")
         sparse = parameter.grad is not None and parameter.grad.is_sparse
         if sparse and momentum is not None and not momentum.is_sparse:
@@ -406,11 +413,11 @@ def make_unfused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give SGD's missing momentum the value 0, from which its first update is torch's own.
+    """Create SGD's momentum buffers with the value 0, from which the first update is torch's own.
 
-    Torch makes this memory at the first update and lets the kernel fill it: where that update is left out,
-    it stays as it was found, and the next one takes it for momentum. Momentum that is there stays, and
-    with dampening torch's first update is another: then nothing is done.
+    Torch allocates them uninitialised at the first update and lets the kernel fill them. If that update is
+    skipped, the next one would read whatever was in that memory. Existing momentum stays. With dampening
+    torch's first update is a different formula, so nothing is done.
     """
     if type(optimizer) is not torch.optim.SGD:
         return
@@ -428,10 +435,10 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Make what Adam keeps of every parameter that has a gradient, before any of them is changed.
+    """Create Adam's state for every parameter that has a gradient, before any parameter is changed.
 
-    Torch makes it group by group, each before its own update: where memory runs out in a later group, the
-    first ones are changed already, and the update cannot be taken back.
+    Torch creates it group by group, each just before its update. If memory runs out in a later group, the
+    first groups are already updated, and the update cannot be undone.
     """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return
@@ -446,9 +453,9 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def compact_recurrent(model: torch.nn.Module) -> None:
-    """Lay the weights of every LSTM and GRU together, as cuDNN wants them.
+    """Make the weights of every LSTM and GRU contiguous, as cuDNN requires.
 
-    A copied or reassigned layer has lost that: cuDNN would warn and lay them together at every call.
+    A layer that was copied or assigned has lost that: cuDNN would warn and compact them at every call.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.RNNBase):

@@ -1,12 +1,12 @@
 """The `Trainer`: epochs of steps, validation, checkpoints, and a clean end whatever happens.
 
 Enters: a model, loaders, a criterion, an optimizer. Leaves: trained weights, a `History`, a run log
-and checkpoints in the run's folder. Costs: below 1 % over the bare loop; losses are read in blocks,
-nothing waits for the device in between.
+and checkpoints in the run's folder. Costs: below 1 % over the bare loop. Losses are read in blocks; the
+host does not wait for the device between them.
 
-Ending: SIGTERM saves and ends with `History.ended == "terminated"`; the first Ctrl-C finishes the
-step, saves and raises KeyboardInterrupt, the second one ends at once. A checkpoint is only written
-when every loss before it was finite.
+Success: `History.ended` is "done". SIGTERM saves and ends with "terminated". The first Ctrl-C finishes the
+step, saves and raises KeyboardInterrupt; the second one ends at once. An error is raised after saving what
+was trained, if there is one rank. A checkpoint is only written when every loss before it was finite.
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ from stoker.report import Note, Progress, RunLog, Silent, Topic, open_tensorboar
 from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
 from stoker.train.capture import CapturedStep, cannot_capture, refuse_eager, step_note
-from stoker.train.carry import make_carry
 from stoker.train.checkpoint import Checkpoints
-from stoker.train.diagnosis import explain_batch
-from stoker.train.ending import Ending
-from stoker.train.fitness import (
+from stoker.train.checks import (
     check_parameters,
     check_skipping,
     check_steps,
     load_criterion,
     move_model,
 )
+from stoker.train.diagnosis import explain_batch
+from stoker.train.evaluation import EvaluationStopped, Evaluator, no_batches
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
+from stoker.train.heartbeat import HEARTBEAT
 from stoker.train.history import EpochReport, EpochTally, History
-from stoker.train.judging import Judge, JudgingStopped, no_batches
-from stoker.train.lookout import LOOKOUT
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
 from stoker.train.memory import CacheEmptier, LeakWatch, log_gpu_stats
 from stoker.train.parallel import (
@@ -56,20 +54,22 @@ from stoker.train.parallel import (
 )
 from stoker.train.precision import choose_precision
 from stoker.train.ranks import Ranks, as_ranks, check_alike
+from stoker.train.recurrent_state import make_recurrent_state
 from stoker.train.run_lock import RunLock
 from stoker.train.settings import TrainerConfig, read_config
+from stoker.train.shutdown import Shutdown
 from stoker.train.step import (
     Step,
     StepParts,
     fill_momentum,
     make_guarded,
 )
-from stoker.train.window import Window
+from stoker.train.update import Update
 
 AUGMENTED = "✓ GPU augmentation enabled"
 MOST_ROLLBACKS = 5
-# What a run may be told otherwise when it goes on: the weights it arrives at do not depend on it, but for
-# batches whose loss is not finite.
+# Settings that may differ when a run is resumed: the weights do not depend on them, except after a batch
+# whose loss is not finite.
 _MAY_CHANGE = (
     "epochs", "keep_last", "checkpoint_every_epochs", "checkpoint_every_steps", "monitor", "maximise",
     "nonfinite", "read_every", "survive_oom", "leak_bytes", "tensorboard", "log_gpu_stats_every_n_batches",
@@ -78,7 +78,7 @@ _MAY_CHANGE = (
 
 
 class _RollBackError(Exception):
-    """Leaves the epoch's loop; the trainer goes back and tries again without the batch."""
+    """Leaves the epoch's loop; the trainer restores the epoch's start and leaves the batch out."""
 
     def __init__(self, place: tuple[int, int], finding: NonFiniteError) -> None:
         super().__init__(finding.given)
@@ -87,7 +87,7 @@ class _RollBackError(Exception):
 
 
 class _Lines(NamedTuple):
-    """A logger, as far as `log_gpu_stats` needs one."""
+    """The part of a logger that `log_gpu_stats` uses."""
 
     info: Callable[[str], None]
 
@@ -104,13 +104,13 @@ class Trainer:
         scheduler: Stepped after every update, or None.
         config: `TrainSettings`, `Settings` of a config file, or a mapping with the names of either.
         device: "cuda", "cuda:1" or "cpu"; the first GPU by default, else the CPU.
-        gpu_augmentation: `GPUAugmentation` or its kin, for training images only; validation gets
+        gpu_augmentation: `GPUAugmentation` or a similar object, for training images only; validation uses
             its `validation()`.
         unpack: Batch to (inputs, targets); needed when fields have unusual names.
         metrics: Makes an accumulator with `update(outputs, targets)` and `compute()`.
         run_dir: Folder of the run log and checkpoints; None keeps nothing.
-        identity: What a checkpoint must agree with to be resumed here, besides the settings.
-        progress: Who wants to know how far it is.
+        identity: Values besides the settings that a checkpoint must have to be resumed here.
+        progress: Is told about epochs, batches and notes.
     """
 
     def __init__(
@@ -147,7 +147,9 @@ class Trainer:
         self._progress = progress or Silent()
         self._metrics = metrics
         self.gpu_augmentation = gpu_augmentation
-        if gpu_augmentation is not None and self.ranks.are_several:  # every rank draws its own
+        if (
+            gpu_augmentation is not None and self.ranks.are_several
+        ):  # each rank draws its own numbers
             drawn = gpu_augmentation.state_dict()
             gpu_augmentation.load_state_dict(drawn | {"stream": self.ranks.rank})
         self._train = Feed(train_loader, self.device, unpack, gpu_augmentation, self.ranks)
@@ -155,7 +157,7 @@ class Trainer:
         if val_loader is not None and val_loader is train_loader and self._train.is_stoker:
             raise InputError(
                 "one Loader was given for training and for validation.",
-                "a loader each: a Loader has one place, and validation is not augmented",
+                "a loader each: a Loader has one position, and validation is not augmented",
                 "Loader(store, batch_size, samples=...) a second time",
             )
         plain = None if gpu_augmentation is None else gpu_augmentation.validation()
@@ -168,7 +170,7 @@ class Trainer:
         self._log: RunLog | None = None
         self._epoch = 0
         self._num_steps = 0
-        self._ending = Ending(self.ranks)
+        self._shutdown = Shutdown(self.ranks)
         self._saved_at = 0
         self._left_out: set[tuple[int, int]] = set()
         self._has_scheduled = False
@@ -176,7 +178,7 @@ class Trainer:
         self._good: dict[str, Any] | None = None
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
         self._tally = EpochTally()
-        self._has_judged = self._has_warned = False
+        self._has_metrics = self._has_warned = False
         self._first_loss = self._num_skipped = self._num_rollbacks = 0
         self._saved_step = -1
         self._has_batch_size = self._train.batch_size is not None
@@ -213,7 +215,7 @@ class Trainer:
             settings.clip_norm,
             self._of_all(self._train.batch_size or 1),
             settings.accumulation_steps,
-            make_carry(self.model, self._train.loader, self.device),
+            make_recurrent_state(self.model, self._train.loader, self.device),
             None if runner is model else runner,
             self.parallel,
             self.ranks,
@@ -222,7 +224,7 @@ class Trainer:
         check_skipping(self._step, settings.nonfinite)
         if refusal is not None and settings.capture == "on":
             raise refuse_eager(refusal)
-        self._judge = Judge(
+        self._evaluator = Evaluator(
             self.model,
             self.criterion,
             self._metrics,
@@ -249,25 +251,25 @@ class Trainer:
             self.history.told.append(Note(AUGMENTED))
 
     def _make_step(self, parts: StepParts) -> str | None:
-        """Make the step, the window around it and its captured form; return why there is none."""
+        """Make the step, its update and its captured form; return why it cannot be captured, or None."""
         self._step = Step(parts)
         shrink = self._train.shrink if self._train.is_chunked else None
-        self._window = Window(self._step, self.settings.survive_oom, self.note, shrink)
+        self._update = Update(self._step, self.settings.survive_oom, self.note, shrink)
         asked = self.settings.capture
         refusal = cannot_capture(asked, self._train, self._step)
         self._captured = (
-            CapturedStep(self._step, self._train, self._window, self.note, asked == "on")
+            CapturedStep(self._step, self._train, self._update, self.note, asked == "on")
             if refusal is None
             else None
         )
         return refusal
 
     def _give_way(self) -> bool:
-        """Let the training data give memory back, for validation."""
-        return self._window.give_way()
+        """Free device memory of the training data for validation; return whether any was freed."""
+        return self._update.give_way()
 
     def note(self, note: Note) -> None:
-        """Keep a choice with its reason, say it, and write it to the run's log."""
+        """Keep a decision with its reason, show it, and write it to the run's log."""
         self.history.told.append(note)
         if self.ranks.is_first:
             self._progress.say(note.text)
@@ -279,13 +281,13 @@ class Trainer:
         """Train for `config.epochs`; return what happened.
 
         Args:
-            resume: Go on from the run folder's latest checkpoint, if there is one.
+            resume: Continue from the run folder's latest checkpoint, if there is one.
         """
-        self._ending.forget()
+        self._shutdown.forget()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._precision.matmuls())
-            stack.callback(self._ending.forget)  # a later call of `validate` is not to end
-            stack.enter_context(self._ending.signals())
+            stack.callback(self._shutdown.forget)  # a later call of `validate` must not end at once
+            stack.enter_context(self._shutdown.signals())
             if self._folder is not None:
                 self._open_folder(stack, resume)
             settings = self.settings
@@ -297,8 +299,8 @@ class Trainer:
                 settings.empty_cache_every_n_epochs, settings.empty_cache_every_n_batches
             )
             stack.push(self._keep_what_was_done)
-            self._ending.agree()
-            while self._epoch < settings.epochs and self._ending.reason is None:
+            self._shutdown.agree()
+            while self._epoch < settings.epochs and self._shutdown.reason is None:
                 if self._run_epoch(cache):
                     cache.after_epoch(self._epoch)
                     growth = None if leaks is None else leaks.after_epoch()
@@ -306,20 +308,20 @@ class Trainer:
                         self.note(
                             Note(str(growth), Topic.MEMORY, {"grown_bytes": growth.grown_bytes})
                         )
-                self._ending.agree()  # validation takes long: a signal in it ends the run here
-            if self._ending.reason is None:
+                self._shutdown.agree()  # a signal may have come during validation
+            if self._shutdown.reason is None:
                 self._save_the_last()
-            if self._ending.reason is not None:
+            if self._shutdown.reason is not None:
                 if self._saved_step != self._num_steps:
                     self.save()
-                self.history.ended = self._ending.reason
-            is_interrupted = self._ending.reason == "interrupted"
+                self.history.ended = self._shutdown.reason
+            is_interrupted = self._shutdown.reason == "interrupted"
         if is_interrupted:
             raise KeyboardInterrupt
         return self.history
 
     def _save_the_last(self) -> None:
-        """Save the end of a run whose last epoch no checkpoint holds."""
+        """Save the last epoch, if the checkpoint interval left it out."""
         epochs, every = self.history.epochs, self.settings.checkpoint_every_epochs
         if epochs and every and self._epoch % every:
             self._save_epoch(epochs[-1])
@@ -328,13 +330,13 @@ class Trainer:
         self.save(report.metrics or {"loss": report.train_loss})
 
     def _keep_what_was_done(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Save what an error would lose, unless the run itself went wrong or is in mid-window."""
+        """Save what an error would lose. Not after a bad loss, and not between two batches of an update."""
         if kind is None or issubclass(kind, NonFiniteError | KeyboardInterrupt):
             return
-        if self.ranks.are_several:  # the others are elsewhere; the last checkpoint is of all
+        if self.ranks.are_several:  # saving is collective, and the others are elsewhere
             return
         is_new = self._saved_step != self._num_steps > 0
-        if is_new and not self._step.window.num_batches:
+        if is_new and not self._step.accumulation.num_batches:
             with contextlib.suppress(Exception):
                 self.save()
                 if self._checkpoints is not None and self._train.position > self._num_done:
@@ -347,11 +349,11 @@ class Trainer:
 
     def _run_epoch(self, cache: CacheEmptier) -> bool:
         """Train and validate one epoch; False when it was cut short."""
-        # It is trained where a run that ended before its validation goes on.
+        # True when a resumed run finished training this epoch but not its validation.
         if not self._tally.is_trained and not self._train_to_end(cache):
             return False
         report = self._tally.report(self._epoch)
-        if self._val is not None and not self._judge_epoch(report):
+        if self._val is not None and not self._validate_epoch(report):
             return False
         self._epoch += 1
         self._tally = EpochTally()
@@ -363,7 +365,7 @@ class Trainer:
         return True
 
     def _train_to_end(self, cache: CacheEmptier) -> bool:
-        """Train the rest of the epoch; False when it was cut short or rolled back."""
+        """Train on the remaining batches of the epoch; False when it was cut short or rolled back."""
         if self.settings.nonfinite == "rollback":
             self._good = copy.deepcopy(self.state_dict())
         try:
@@ -375,15 +377,16 @@ class Trainer:
             self._check_skipped()
         return self._tally.is_trained
 
-    def _judge_epoch(self, report: EpochReport) -> bool:
-        """Validate the trained epoch; where the run is to end first, save it for later and return False."""
-        # A torch DataLoader draws from the global generators, and a resumed run validates once more.
+    def _validate_epoch(self, report: EpochReport) -> bool:
+        """Validate the trained epoch. If the run is asked to end first, save and return False."""
+        # A torch DataLoader draws from the global generators. A resumed run validates again, and must then
+        # draw the same numbers.
         drawn = capture_rng(renew_cudnn=False)
         try:
-            if self._ending.reason is not None:
-                raise JudgingStopped
+            if self._shutdown.reason is not None:
+                raise EvaluationStopped
             report.metrics = self.validate()
-        except JudgingStopped:
+        except EvaluationStopped:
             restore_rng(drawn)
             self.save()
             self.note(Note(f"epoch {self._epoch} is trained; a resumed run validates it first"))
@@ -395,15 +398,15 @@ class Trainer:
         return True
 
     def _check_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Raise where the monitored metric is not among them; say once that the loss is not finite."""
+        """Raise if the monitored metric is missing; note once that the loss is not finite."""
         monitor = self.settings.monitor
-        if not self._has_judged and monitor not in metrics:
+        if not self._has_metrics and monitor not in metrics:
             raise InputError(
                 f"monitor is {monitor!r}, and validation has no metric of that name.",
                 ", ".join(metrics),
                 "monitor='loss', and fit(resume=True) where the run has a folder",
             )
-        self._has_judged = True
+        self._has_metrics = True
         loss = metrics.get("loss", 0.0)
         if self._has_warned or math.isfinite(loss):
             return
@@ -412,13 +415,13 @@ class Trainer:
         self.note(
             Note(
                 f"the validation loss of epoch {self._epoch} is {loss}: the best checkpoint cannot be told "
-                f"by it. {self._judge.explain(self._val)}",
+                f"by it. {self._evaluator.explain(self._val)}",
                 Topic.LOSS,
             )
         )
 
     def _check_skipped(self) -> None:
-        """Say or raise that updates were left out although every loss was finite."""
+        """Note, or raise, that updates were skipped although every loss was finite."""
         skipped = self._step.num_skipped
         new, self._num_skipped = skipped - self._num_skipped, skipped
         told = sum(not math.isfinite(loss) for loss in self.history.losses[self._first_loss :])
@@ -435,13 +438,13 @@ class Trainer:
         self.note(Note(finding.given, Topic.LOSS))
 
     def _roll_back(self, found: _RollBackError) -> None:
-        """Go back to the last good state; the batch is left out from now on."""
+        """Restore the last good state; the batch is left out from now on."""
         assert self._good is not None
         self._num_rollbacks += 1
         if self._num_rollbacks > MOST_ROLLBACKS:
             raise found.finding
         left_out = self._left_out | {found.place}
-        self._window.drop()
+        self._update.drop()
         self.load_state_dict(self._good)
         del self.history.losses[self._first_loss :]  # the state is that of the epoch's beginning
         self._left_out = left_out
@@ -455,15 +458,15 @@ class Trainer:
         )
 
     def train_epoch(self, cache: CacheEmptier | None = None) -> EpochReport:
-        """Train on the rest of the current epoch."""
+        """Train on the remaining batches of the current epoch."""
         self.model.train()
         self.parallel.check(self.model)
         fill_momentum(self.optimizer)  # of parameters that were frozen until now
         self._train.set_epoch(self._epoch)
         self._first_loss = len(self.history.losses)
         position = self._saved_at = self._num_done = self._train.position
-        if self._step.parts.carry is not None and not position:
-            self._step.parts.carry.begin()
+        if self._step.parts.recurrent is not None and not position:
+            self._step.parts.recurrent.begin()
         works = self._works()
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
         tally = self._tally = self._tally if position else EpochTally()
@@ -473,7 +476,7 @@ class Trainer:
         self._progress.start(f"epoch {self._epoch + 1}", left, "batches")
         since = time.perf_counter()
         while True:
-            LOOKOUT.mark("waiting for data", self._epoch, position)
+            HEARTBEAT.mark("waiting for data", self._epoch, position)
             asked = time.perf_counter()
             try:
                 work = next(works, None)
@@ -488,45 +491,45 @@ class Trainer:
                     )
                 tally.is_trained = True
                 break
-            LOOKOUT.mark("in the step", self._epoch, position)
+            HEARTBEAT.mark("in the step", self._epoch, position)
             self._train_on(work, position)
             position += 1
             self._num_done = position
             since = tally.spend(since, time.perf_counter())
             self._after_batch(position, cache)
-            self._ending.look(self._num_steps)
-            # In the middle of a window its gradients would be lost: it is finished first. And an
-            # epoch whose last batch is done is done.
+            self._shutdown.look(self._num_steps)
+            # Not between two batches of an update, whose gradients would be lost. And not after the last
+            # batch: the epoch is then complete.
             if (
-                self._ending.reason
-                and not self._step.window.num_batches
+                self._shutdown.reason
+                and not self._step.accumulation.num_batches
                 and position != num_batches
             ):
                 break
-        if self._step.window.num_batches:
-            self._window.finish()
+        if self._step.accumulation.num_batches:
+            self._update.finish()
             self._step_scheduler()
         self._collect(self._book.flush())
-        self._ending.agree()
+        self._shutdown.agree()
         tally.spend(since, time.perf_counter())
         return tally.report(self._epoch)
 
     def _works(self) -> Iterator[Work]:
-        """Return the work of the rest of the epoch."""
+        """Return an iterator over the remaining work of the epoch."""
         return iter(self._captured.works() if self._captured is not None else self._train)
 
     def _begin_again(self, error: RuntimeError) -> Iterator[Work]:
-        """Go on after memory ran out while a batch was being built; raise other errors."""
+        """Continue after memory ran out while a batch was being built; raise other errors."""
         if not self._train.can_begin_again:
             raise error
-        self._window.survive(error)
+        self._update.survive(error)
         return self._works()
 
     def _train_on(self, work: Work, position: int) -> None:
-        """Take one batch, and the losses that have arrived meanwhile."""
+        """Train on one batch, and collect the losses that have arrived meanwhile."""
         if (self._epoch, position) in self._left_out:
             if work.index is not None and self.gpu_augmentation is not None:
-                self.gpu_augmentation.seek(self._epoch, position + 1)  # its draw is left out too
+                self.gpu_augmentation.seek(self._epoch, position + 1)  # skip its draw as well
             return
         if not self._has_batch_size:
             self._set_batch_size(self._of_all(work.num_samples))
@@ -534,10 +537,10 @@ class Trainer:
             loss = self._captured.run(work)
             updated = True
         else:
-            loss = self._window.add(work)
-            updated = self._step.window.is_complete
+            loss = self._update.add(work)
+            updated = self._step.accumulation.is_complete
             if updated:
-                self._window.finish()
+                self._update.finish()
         if updated:
             self._step_scheduler()
         step, self._num_steps = self._num_steps, self._num_steps + 1
@@ -546,7 +549,7 @@ class Trainer:
         self._collect(self._book.note(step, loss, count, work.positions, place, together))
 
     def _step_scheduler(self) -> None:
-        """Move the rate on, also after an update that was left out, which torch would warn of."""
+        """Step the scheduler, also after a skipped update; torch would warn about that."""
         if self.scheduler is None:
             return
         if self._has_scheduled:
@@ -558,17 +561,17 @@ class Trainer:
             self.scheduler.step()
 
     def _set_batch_size(self, num_samples: int) -> None:
-        """Take the first batch's size for that of a full one, where the loader does not say."""
+        """Use the first batch's size as the full one, if the loader does not tell it."""
         self._has_batch_size = True
         self._step.parts.nominal_batch = num_samples
         self._make_step(self._step.parts)
 
     def _of_all(self, batch_size: int) -> int:
-        """Return one size of a full batch for all ranks: gradients that were weighed by it are averaged."""
+        """Return the largest full batch of all ranks: averaged gradients need one common weight."""
         return self.ranks.largest(batch_size)[0]
 
     def _collect(self, arrived: list[StepLoss]) -> None:
-        """Keep losses that have arrived; deal with one that is not finite."""
+        """Record losses that have arrived; handle one that is not finite."""
         for seen in arrived:
             self.history.losses.append(seen.loss)
             if not seen.is_finite:
@@ -598,11 +601,11 @@ class Trainer:
         if every and position % every == 0:
             log_gpu_stats(_Lines(self._progress.say), self.device)
         every = settings.checkpoint_every_steps
-        # Within a window its gradients would be lost: the checkpoint waits for the update.
+        # Between two batches of an update its gradients would be lost: the checkpoint waits for it.
         if (
             every
             and position // every > self._saved_at // every
-            and not self._step.window.num_batches
+            and not self._step.accumulation.num_batches
         ):
             self._saved_at = position
             self.save()
@@ -611,7 +614,7 @@ class Trainer:
         """Return the mean loss and the metrics over the validation loader; never augmented."""
         assert self._val is not None
         when = f"in epoch {self._epoch}"
-        return self._judge.judge(self._val, when, self._ending.look_alone)
+        return self._evaluator.evaluate(self._val, when, self._shutdown.look_alone)
 
     # -- keeping ---------------------------------------------------------------------------
 
@@ -629,7 +632,7 @@ class Trainer:
             self._write("note", note.to_json())
 
     def _claim_folder(self, stack: contextlib.ExitStack, resume: bool) -> None:
-        """Lock the run's folder, once for all ranks; refuse one that holds another run."""
+        """Lock the run's folder, once for all ranks; refuse a folder that holds another run."""
         assert self._folder is not None
         settings = self.settings
         if self.ranks.is_first:
@@ -656,11 +659,11 @@ class Trainer:
         self._log = None
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Write a checkpoint, if a run folder is open: every loss before it is known to be finite."""
+        """Write a checkpoint if a run folder is open. Waits for the losses before it, which must be finite."""
         self._collect(self._book.flush())
         if self._checkpoints is None:
             return
-        LOOKOUT.mark("saving", self._epoch)
+        HEARTBEAT.mark("saving", self._epoch)
         state, checkpoints = self._state(keep=self.ranks.is_first), self._checkpoints
         self.ranks.first_does(
             lambda: checkpoints.save(
@@ -671,7 +674,7 @@ class Trainer:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with to be resumed here, but for `_MAY_CHANGE`."""
+        """Values that a checkpoint must have to be resumed here, except those in `_MAY_CHANGE`."""
         kinds = {
             "model": plain_name(self.model),
             "optimizer": type(self.optimizer).__name__,
@@ -680,11 +683,11 @@ class Trainer:
         return {"settings": self.settings.to_json(), **kinds, **self._identity}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the rest of the run depends on; every rank must call it."""
+        """Return the state that the rest of the run depends on; every rank must call it."""
         return self._state()
 
     def _state(self, keep: bool = True) -> dict[str, Any]:
-        """Return the same; without `keep`, parameters in parts are only gathered for others."""
+        """Return `state_dict`; without `keep` this rank only takes part in gathering sharded parameters."""
         state = {
             "model": gather_whole(self.model.state_dict(), keep),
             "optimizer": gather_whole(self.optimizer.state_dict(), keep),
@@ -705,16 +708,16 @@ class Trainer:
             state["criterion"] = self.criterion.state_dict()
         if self.gpu_augmentation is not None:
             state["augmentation"] = self.gpu_augmentation.state_dict()
-        if self._step.parts.carry is not None:
-            state["carried"] = self._of_ranks(self._step.parts.carry.state_dict())
+        if self._step.parts.recurrent is not None:
+            state["carried"] = self._of_ranks(self._step.parts.recurrent.state_dict())
         return state
 
     def _of_ranks(self, value: Any) -> Any:
-        """Return a value that each rank has its own of: all of them, or the only one."""
+        """Return the values of all ranks as a list; the value itself if there is one rank."""
         return self.ranks.gather(value) if self.ranks.are_several else value
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Continue from a `state_dict`."""
         full = state.get("full_batch")
         if full and self._train.batch_size is None and full != self._step.parts.nominal_batch:
             self._set_batch_size(int(full))
@@ -725,7 +728,7 @@ class Trainer:
         if isinstance(self.criterion, torch.nn.Module) and state.get("criterion") is not None:
             load_criterion(self.criterion, state["criterion"])
         if self._captured is not None:
-            self._captured.forget()  # loading made new tensors for the optimizer's state
+            self._captured.forget()  # loading replaced the optimizer's tensors, which the graph writes
         if state["scaler"]:
             self._step.parts.scaler.load_state_dict(state["scaler"])
         if self.scheduler is not None:
@@ -736,25 +739,25 @@ class Trainer:
         if self.gpu_augmentation is not None and state["augmentation"] is not None:
             own_draws = {"stream": self.ranks.rank} if self.ranks.are_several else {}
             self.gpu_augmentation.load_state_dict(dict(state["augmentation"]) | own_draws)
-        carry, carried = self._step.parts.carry, state["carried"]
-        if carry is not None:
-            own = None if carried is None else carry.part_of(as_ranks(carried), *self._place)
-            carry.load_state_dict(own)
+        recurrent, carried = self._step.parts.recurrent, state["carried"]
+        if recurrent is not None:
+            own = None if carried is None else recurrent.part_of(as_ranks(carried), *self._rank_of)
+            recurrent.load_state_dict(own)
         self._restore_rng(as_ranks(state["rng"]), int(state["num_steps"]))
         self._left_out = {(int(epoch), int(batch)) for epoch, batch in state["left_out"]}
         self._epoch, self._num_steps = int(state["epoch"]), int(state["num_steps"])
         self._tally = EpochTally.of(state.get("tally"))
 
     @property
-    def _place(self) -> tuple[int, int]:
+    def _rank_of(self) -> tuple[int, int]:
         return self.ranks.rank, self.ranks.world_size
 
     def _restore_rng(self, states: Sequence[Mapping[str, Any]], num_steps: int) -> None:
-        """Let every rank draw as it would have; other ranks than before begin draws of their own."""
+        """Restore each rank's random generators; with another number of ranks, seed them anew."""
         if len(states) == self.ranks.world_size:
             restore_rng(states[self.ranks.rank])
             return
-        seed_rng(hash((self.settings.seed or 0, num_steps, *self._place)) % 2**63)
+        seed_rng(hash((self.settings.seed or 0, num_steps, *self._rank_of)) % 2**63)
         self.note(
             Note(
                 f"{len(states)} ranks had saved and {self.ranks.world_size} go on: dropout draws anew"
@@ -762,7 +765,7 @@ class Trainer:
         )
 
     def resume(self) -> bool:
-        """Go on from the latest checkpoint of the run folder; False when there is none."""
+        """Continue from the latest checkpoint of the run folder; False if there is none."""
         if self._checkpoints is None:
             raise InputError(
                 "there is no run folder to resume from.",
@@ -780,12 +783,12 @@ class Trainer:
         free = {f"settings.{name}" for name in _MAY_CHANGE}
         with self.ranks.shared_fate():
             loaded = self._checkpoints.load_for(self.identity, free=free)
-        # Apart: parts of a model are handed out among the ranks.
+        # A block of its own: loading a sharded model is collective.
         with self.ranks.shared_fate():
             self.load_state_dict(loaded.state)
         for change in loaded.changes:
             self.note(Note(change))
-        # A run that ends before its first step has nothing to save.
+        # A run that is ended before its first step has nothing new to save.
         self._saved_step = self._num_steps
         self.note(Note(f"resumed at epoch {self._epoch}, step {self._num_steps}", Topic.RESUMED))
         return True

@@ -155,14 +155,14 @@ class _Search:
                 "every lane is a row of the batch: it is part of the job"
             )
         self._told.start("batch sizes", None, "tries")
-        self._tried = climb(len(self._ladder), self._start, self._measure_rung)
+        self._tried = climb(len(self._ladder), self._start, self._measure_level)
 
     @property
     def _start(self) -> int:
         return self._ladder.index(self._configured)
 
-    def _measure_rung(self, rung: int) -> Measured:
-        return self._measure(_shaped(self._settings, self._ladder[rung]), "")
+    def _measure_level(self, level: int) -> Measured:
+        return self._measure(_shaped(self._settings, self._ladder[level]), "")
 
     def _measure(self, settings: Settings, what: str) -> Measured:
         done = self._bench.measure(settings)
@@ -175,21 +175,21 @@ class _Search:
     def finish(self, effort: Effort, grow_update: bool) -> Tuned:
         """Choose a size, try the options beside it, and run the result longer."""
 
-        def allowed(rung: int) -> bool:
-            return grow_update or keeps_update(self._ladder[rung], self._configured)
+        def allowed(level: int) -> bool:
+            return grow_update or keeps_update(self._ladder[level], self._configured)
 
         while True:
-            rung = choose(self._tried, self._start, allowed)
-            if rung is None:
+            level = choose(self._tried, self._start, allowed)
+            if level is None:
                 lower = min(self._tried) - 1
                 if lower < 0:
                     raise self._nothing_fits()
-                self._tried[lower] = self._measure_rung(lower)
+                self._tried[lower] = self._measure_level(lower)
                 continue
-            chosen = _shaped(self._settings, self._ladder[rung])
+            chosen = _shaped(self._settings, self._ladder[level])
             self._options = []
             changes: dict[str, Any] = {}
-            here = self._tried[rung]
+            here = self._tried[level]
             for name, values in self._offers(here):
                 value, here = self._try_option(replace(chosen, **changes), name, values, here)
                 if value is not None:
@@ -198,8 +198,8 @@ class _Search:
             if final.fits:
                 break
             self._told.say(f"batch {here.shape.batch_size} is given up: {final.reason}")
-            self._tried[rung] = replace(self._tried[rung], fits=False, reason=final.reason)
-        if not changes and rung == self._start:
+            self._tried[level] = replace(self._tried[level], fits=False, reason=final.reason)
+        if not changes and level == self._start:
             return self._sum_up(chosen, changes, final)
         # Others on the machine may have come or gone since the config was measured.
         before = self._verify(self._settings, effort, "the config, run as long")
@@ -256,19 +256,19 @@ class _Search:
         else:
             ladder, start = [None, *values], 0
 
-        def measure(rung: int) -> Measured:
-            if rung == start:
+        def measure(level: int) -> Measured:
+            if level == start:
                 return here
-            trial = replace(settings, **{name: ladder[rung]})
-            return self._measure(trial, f"{name} {_show(name, ladder[rung])}: ")
+            trial = replace(settings, **{name: ladder[level]})
+            return self._measure(trial, f"{name} {_show(name, ladder[level])}: ")
 
         tried = climb(len(ladder), start, measure)
         taken = choose(tried, start)
         assert taken is not None  # the start fits
         self._options += [
-            OptionTry(name, _show(name, ladder[rung]), done, rung == taken)
-            for rung, done in sorted(tried.items())
-            if rung != start
+            OptionTry(name, _show(name, ladder[level]), done, level == taken)
+            for level, done in sorted(tried.items())
+            if level != start
         ]
         return (None, here) if taken == start else (ladder[taken], tried[taken])
 
@@ -290,7 +290,7 @@ class _Search:
                 found[name] = getattr(chosen, name)
         return Tuned(
             self._configured,
-            tuple(self._tried[rung] for rung in sorted(self._tried)),
+            tuple(self._tried[level] for level in sorted(self._tried)),
             tuple(self._options),
             self._left_alone,
             found | changes,

@@ -149,15 +149,15 @@ class _LoaderBench:
     def improve(self, choice: LoaderChoice, name: str, values: list[int]) -> LoaderChoice:
         """Return the choice with the value of one field that pays."""
 
-        def made(rung: int) -> LoaderChoice:
-            changed = replace(choice, **{name: values[rung]})
+        def made(level: int) -> LoaderChoice:
+            changed = replace(choice, **{name: values[level]})
             if name == "num_workers":
                 factor = choice.prefetch_factor if changed.num_workers else None
                 changed = replace(changed, prefetch_factor=factor)
             return changed
 
         start = values.index(getattr(choice, name))
-        tried = climb(len(values), start, lambda rung: self.measure(made(rung)))
+        tried = climb(len(values), start, lambda level: self.measure(made(level)))
         if name == "num_workers":
             # One worker is often worse than both none and two: none is no step on the way down.
             tried[0] = self.measure(made(0))

@@ -1,17 +1,22 @@
-"""The probe: what runs inside a measured script. Standard library only; torch is met, never imported.
+"""The probe: code that runs inside a measured script. Standard library only; it never imports torch itself.
 
 Enters: a folder to write to. Leaves: one file per process there, `PID.jsonl`, appended to. Costs 0.1 to
 0.25 ms per step. Written for Python 3.10 and torch 2.1 or newer (tested with those of constraints.txt), and
 for scripts whose Python has no stoker: there these files are the package `_stoker_probe`, so they import
 each other by `from . import`.
 
-Files: `recorder.py` what is kept and written, `places.py` file and line, `clocks.py` readings, `hooks.py`
-waiting for imports, `loading.py` DataLoader and its workers, `sampling.py` what loading code is doing,
-`steps.py` optimizer steps, `fetching.py` syncs and copies, `operators.py` a few steps under torch's
-profiler, `hdf5.py` h5py. `entry/` starts it.
+Files: `recorder.py` keeps and writes measurements, `places.py` finds file and line, `clocks.py` reads the
+kernel, `hooks.py` waits for imports, `loading.py` times the DataLoader and its workers, `sampling.py` looks at
+what loading code is doing, `steps.py` times optimizer steps, `fetching.py` synchronisations and copies,
+`operators.py` runs a few steps under torch's profiler, `hdf5.py` times h5py. `entry/` starts the probe.
 
-The one rule: nothing the probe does may change what the script does. A wrapper calls the original first
-and outside any `try`; whatever fails in the probe's own code becomes a note.
+Contract: the probe never changes what the script computes, prints or raises.
+
+    success  a wrapper calls the original first, outside any `try`, and returns its result unchanged
+    failure  an exception in the probe's own code becomes a note in the file; the script does not see it
+    cancel   the doctor creates the file `stop`; the probe writes its last lines and answers with `PID.done`
+    threads  the training thread adds steps; one daemon thread per process writes the file; another one looks
+             at loading code. A forked process begins again with a file of its own
 """
 
 from __future__ import annotations
@@ -20,18 +25,19 @@ import os
 
 
 def start(folder: str) -> None:
-    """Begin in this process: nothing is touched until torch or h5py is imported."""
+    """Start the probe in this process. It changes nothing until torch or h5py is imported."""
     from . import fetching, hdf5, hooks, loading, operators, recorder, steps
 
     recorder.begin(folder)
-    # The profiler's library writes to stderr when it starts and stops, and reads this once.
+    # The profiler's library prints to stderr when it starts and stops. It reads this variable once.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     hooks.when_imported("torch", operators.install)
     hooks.when_imported("torch", steps.install)
     hooks.when_imported("torch", fetching.install)
     hooks.when_imported("torch", loading.install)
     if os.environ.get("STOKER_DOCTOR_SECONDS"):
-        # A thread before the first step, for scripts that never get there; only where somebody will ask.
+        # Start the writing thread before the first step, for scripts that never reach one. Only with a time
+        # limit, when the doctor will ask for the last lines.
         hooks.when_imported("torch", recorder.get().start_flusher)
     hooks.when_imported("torch._dynamo.trace_rules", hooks.hide_from_compiler)
     hooks.when_imported("h5py", hdf5.install)

@@ -1,8 +1,8 @@
 """Readings of the kernel and of torch: memory, time queued for a core, the allocator.
 
-Enters: nothing. Leaves: numbers; None or 0 where the system does not say. Costs 2 to 5 µs per reading; that of
-all cores, asked for about once a second, a tenth of a millisecond. Never a call to a GPU's driver: another
-thread may be capturing a graph.
+Enters: nothing. Leaves: numbers; None or 0 if the system does not tell. Costs 2 to 5 µs per reading. Reading
+all cores, about once a second, costs 0.1 ms. Never calls the GPU's driver: another thread may be capturing a
+graph, which such a call would end.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def memory() -> tuple[int | None, int | None]:
 def uses_cuda(torch: Any) -> bool:
     """Return whether the script has begun to use a GPU.
 
-    Asking whether there is one would wake the driver, and a script that forks later could not use it.
+    Asking whether there is a GPU would initialise the driver, and a process forked later could not use it.
     """
     cuda: Any = getattr(torch, "cuda", None)
     return bool(getattr(cuda, "_initialized", False)) and bool(cuda.is_initialized())
@@ -54,7 +54,7 @@ _schedstats: dict[int, int] = {}
 
 
 def run_delay() -> float:
-    """Return seconds that this thread was ready and no core was free; 0 where the kernel does not say."""
+    """Return the seconds in which this thread was ready to run and no core was free; 0 if unknown."""
     file = _schedstats.get(current_thread())
     if file is None:
         try:
@@ -71,15 +71,16 @@ def run_delay() -> float:
 
 
 def children_seconds() -> float:
-    """Return the CPU seconds of programs that this process has run to their end."""
+    """Return the CPU seconds of child processes that have ended."""
     times = os.times()
     return times.children_user + times.children_system
 
 
 def busy_seconds() -> float | None:
-    """Return seconds that the cores this process may use were busy, whoever kept them so; None if unknown.
+    """Return the busy seconds of the cores that this process may use, by any process; None if unknown.
 
-    Under a container's quota the cores are as good as its own: what others do on the machine takes nothing.
+    Under a container's quota only the container's own use counts: other work on the machine does not reduce
+    the quota.
     """
     try:
         if Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()[0] != "max":
@@ -101,7 +102,7 @@ def busy_seconds() -> float | None:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Return what torch says of itself, without a call to the driver: another thread may be capturing."""
+    """Return versions, devices and allocator counters of torch, without calling the driver."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda"):
         return {}
@@ -121,7 +122,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def forget() -> None:
-    """Forget the parent's open files after a fork: they show the parent's threads."""
+    """Close the parent's files after a fork: they show the parent's threads."""
     for file in _schedstats.values():
         if file >= 0:
             os.close(file)

@@ -1,11 +1,11 @@
-"""Calls that fetch from a device or housekeep in the loop: `.item()`, `.cpu()`, pageable copies, `empty_cache`.
+"""Calls that wait for the device or maintain memory: `.item()`, `.cpu()`, pageable copies, `empty_cache`.
 
 Enters: the script's calls of a few methods of Tensor and functions of torch. Leaves: seconds, calls and
 bytes by file and line. Costs about 1 µs per call.
 
-On a GPU such a call waits for all work before it, so its seconds are mostly the device's; on a CPU nothing
-is waited for, and only what the calls themselves cost is counted: a loop of them counts with what stands
-between its calls, since it is the loop that costs.
+On a GPU such a call waits for all work before it, so its seconds are mostly the device's. On a CPU there is
+nothing to wait for, and only the call itself costs time. A loop of such calls is counted with the time between
+them, because the loop as a whole is the cost.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def install(torch: Any) -> None:
     """Watch fetches, copies and housekeeping."""
     global _OPTIM  # noqa: PLW0603
     folder = torch.__file__.rsplit("/", 1)[0]
-    # Optimizers read their own step counters: on a CPU that is no fetch of the user's. Nor is ours.
+    # Optimizers read their own step counters. On a CPU that is not a fetch of the user's, nor is the probe's.
     _OPTIM = (
         str(Path(__file__).parent),
         f"{folder}/optim/",
@@ -106,10 +106,10 @@ def _add(
 
 
 def _reading(original: Any, call: str) -> Any:
-    """Wrap a method that turns a tensor into a number or a list; an optimizer may call it per weight."""
+    """Wrap a method that turns a tensor into a number or a list. Cheap: an optimizer may call it per weight."""
 
     def method(self: Any) -> Any:
-        if loading.is_inside():  # a collate may do so for every value
+        if loading.is_inside():  # a collate function may call it for every value
             return original(self)
         frame = sys._getframe(1)
         known = _KNOWN.get(id(frame.f_code))
@@ -122,7 +122,7 @@ def _reading(original: Any, call: str) -> Any:
             _add("sync", call, frame, began, ended)
             if call == "item" and type(value) is float:
                 _check(value)
-        except Exception as error:  # noqa: BLE001  a context manager would cost more than the rest
+        except Exception as error:  # noqa: BLE001  a context manager would cost more than everything else here
             recorder.note_failure(call, error)
         return value
 
@@ -130,7 +130,7 @@ def _reading(original: Any, call: str) -> Any:
 
 
 def _fetching(original: Any, call: str) -> Any:
-    """Wrap a method that waits on a GPU only."""
+    """Wrap a method that waits for the device only if the tensor is on a GPU."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_cuda:
@@ -148,17 +148,17 @@ def _fetching(original: Any, call: str) -> Any:
 
 
 def _is_torchs_own(code: Any) -> bool:
-    """Return whether a call comes from code of torch's that reads its own counters; remembered."""
+    """Return whether a call comes from torch's own bookkeeping or the probe; the answer is cached."""
     known = _KNOWN.get(id(code))
     if known is None:
-        # The code is kept with the answer: hashing it would take longer than the call, and an id alone
-        # may come back.
+        # The key is the id: hashing a code object takes longer than the call. The code is kept with the
+        # answer, so that its id is not reused.
         known = _KNOWN[id(code)] = (code.co_filename.startswith(_OPTIM), code)
     return known[0]
 
 
 def _check(value: float) -> None:
-    """Count what the script itself reads: a loss that is not finite."""
+    """Count values that the script reads and that are not finite, such as a loss."""
     counts = recorder.get().bad.get("value read with .item()")
     if counts is not None:
         counts[1] += 1
@@ -197,7 +197,7 @@ def _waiting(original: Any, family: str, call: str) -> Any:
         finally:
             try:
                 ended = time.perf_counter()
-                # Without the time queued for a core: that is other work's.
+                # Leave out the time queued for a core: other work caused it.
                 queued = min(ended - began, clocks.run_delay() - delay)
                 frame = sys._getframe(1)
                 if not _is_torchs_own(frame.f_code):

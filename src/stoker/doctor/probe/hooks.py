@@ -1,7 +1,7 @@
-"""Waiting for a module to be imported, and replacing functions in it.
+"""Hooks: call a function when a module is imported, and replace functions in it.
 
-Enters: a module's name and what to call. Leaves: the call, right after the module's own code has run.
-Costs one dictionary look-up per import.
+Enters: a module's name and a function. Leaves: a call of it, right after the module's own code has run. An
+import that fails, fails as it would without the probe. Costs one dictionary look-up per import.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def when_imported(name: str, call: Callable[[Any], None]) -> None:
 
 
 def watch() -> None:
-    """Begin watching imports."""
+    """Start observing imports."""
     sys.meta_path.insert(0, _Watcher())
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Finds modules as the other finders do, and adds the calls to their loaders."""
+    """Asks the other finders for a module, and adds our calls to its loader."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name not in _WANTED:
@@ -55,13 +55,13 @@ def _call_after(loader: Any, name: str) -> None:
             with recorder.guarded(f"{call.__module__} on {name}"):
                 call(module)
 
-    # The loader keeps its type, so that inspect and runpy find what they expect.
+    # Set on the instance, so that the loader keeps its type: inspect and runpy check it.
     with recorder.guarded("import hook"):
         loader.exec_module = exec_module
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put `make(original)` in the place of `owner.name`, with the original's names; skip what is absent."""
+    """Replace `owner.name` by `make(original)`, with the original's name and docstring; skip what is absent."""
     original = getattr(owner, name, None)
     if original is None:
         return
@@ -72,6 +72,6 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def hide_from_compiler(trace_rules: Any) -> None:
-    """Let torch.compile step over the probe's files, as it would over the C functions that were there."""
+    """Make torch.compile skip the probe's files, as it skips the C functions that they replace."""
     trace_rules.SKIP_DIRS.append(f"{Path(__file__).resolve().parent}/")
     trace_rules._recompile_re()

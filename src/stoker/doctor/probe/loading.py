@@ -1,7 +1,7 @@
-"""torch's DataLoader and its workers: how long the step waits, how long a batch takes to make, and of what.
+"""torch's DataLoader and its workers: how long the step waits, and how long a batch takes to load.
 
-Enters: the DataLoaders a script makes. Leaves: waits in the running step, rows of fetches in whichever
-process made the batch. Costs about 3 µs per batch in the training process, 6 µs in the one that loads.
+Enters: the DataLoaders of a script. Leaves: waits in the current step, and a row per fetch in the process that
+loaded the batch. Costs about 3 µs per batch in the training process, 6 µs in the one that loads.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _LOADER_VARIABLE = "STOKER_DOCTOR_LOADER"
 _MOST_FETCH_ROWS = 4000
 _ALL_FETCHES, _SHORT_FETCH_SECONDS = 64, 2e-3
 _FEW_SAMPLES = 64
-"""Up to so many in a batch, one sample more is timed: larger batches are not too small."""
+"""In batches of up to this many samples each sample is timed: only small batches may be too small."""
 _depth = threading.local()
 
 
 def install(torch: Any) -> None:
-    """Watch every DataLoader of this process and every worker it starts."""
+    """Observe every DataLoader of this process and every worker that it starts."""
     from torch.utils.data import dataloader
     from torch.utils.data._utils import fetch, worker
 
@@ -55,7 +55,7 @@ def _noting_arguments(original: Any) -> Any:
                 args, kwargs = _overridden(signature, overrides, self, args, kwargs)
         original(self, *args, **kwargs)
         with recorder.guarded("DataLoader"):
-            # Subclasses that wrap other loaders pass through here once each; the caller is what matters.
+            # A subclass that wraps another loader comes here twice; the first caller is the user's line.
             self.__dict__.setdefault("_stoker_places", places.places_of(sys._getframe(1)))
 
     return __init__
@@ -64,7 +64,7 @@ def _noting_arguments(original: Any) -> Any:
 def _overridden(
     signature: Any, overrides: dict[str, Any], loader: Any, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """Return the arguments with the ones that are to be tried."""
+    """Return the DataLoader's arguments with those that the doctor wants to try."""
     bound = signature.bind(loader, *args, **kwargs)
     given = bound.arguments
     for name, value in overrides.items():
@@ -79,9 +79,9 @@ def _overridden(
 
 
 def _facts(loader: Any) -> dict[str, Any]:
-    """Return this loader's entry, made when it is met first.
+    """Return the facts of a loader, made when it is first used.
 
-    A loader that is made anew for every epoch, at the same place and of the same size, is one loader.
+    Loaders made on the same line with the same size are one: a script may make a new one for every epoch.
     """
     seen = recorder.get()
     places = loader.__dict__.get("_stoker_places", ())
@@ -119,7 +119,7 @@ def _facts(loader: Any) -> dict[str, Any]:
 
 
 def _own_place(function: Any) -> str | None:
-    """Return where a function of the user's is defined; None for a library's."""
+    """Return where a function is defined if it is the user's; None for a library's."""
     place = places.place_of_function(function)
     return None if place is None or places.is_foreign(place.rsplit(":", 1)[0]) else place
 
@@ -156,9 +156,9 @@ def _timed_epoch_start(original: Any) -> Any:
 
 
 def _add_wait(seen: Any, began: float, ended: float, queued: float) -> float:
-    """Add a wait to the running step and return its seconds, those queued for a core left out."""
+    """Add a wait to the current step; return its seconds without those queued for a core."""
     if clocks.current_thread() == seen.training_thread or not seen.training_thread:
-        # A batch that ends a step by itself belongs to the step that it begins.
+        # If asking for a batch ends a step, the wait belongs to the new step.
         waited = ended - max(began, seen.step_start)
         seen.wait += waited
         seen.wait_delay += min(queued, waited)
@@ -167,7 +167,7 @@ def _add_wait(seen: Any, began: float, ended: float, queued: float) -> float:
 
 
 def is_inside() -> bool:
-    """Return whether this thread is making a batch: what it does there is loading, no part of the step."""
+    """Return whether this thread is loading a batch now; its calls are then not part of the step."""
     return bool(getattr(_depth, "inside", False))
 
 
@@ -177,7 +177,7 @@ def _timed_next(original: Any) -> Any:
         if facts is None or is_inside():
             return original(self)
         seen = recorder.get()
-        # Without workers the fetch itself asks the kernel, and asking twice would cost twice.
+        # Without workers the fetch reads this clock itself; a second reading would cost time.
         delay = clocks.run_delay() if facts["workers"] else 0.0
         began = time.perf_counter()
         seen.loader_id = facts["number"]
@@ -195,7 +195,8 @@ def _timed_next(original: Any) -> Any:
         ended = time.perf_counter()
         with recorder.guarded("batch"):
             if seen.kind in ("", "batch"):
-                # Without anything better, asking for a batch begins a step; asking in vain does not.
+                # Without an optimizer or backward pass, asking for a batch begins a step; StopIteration does
+                # not.
                 seen.mark("batch", began)
                 seen.step_start = began
             queued = clocks.run_delay() - delay if facts["workers"] else seen.fetch_delay
@@ -219,7 +220,7 @@ def _note_batch(seen: Any, iterator: Any, facts: dict[str, Any], data: Any, wait
     seen.loader_of_step = number
     seen.batches += 1
     seen.samples += _num_samples(data) or facts["batch_size"] or 0
-    if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...: looking costs
+    if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...: reading a batch costs time
         facts["batch_bytes"] = _num_bytes(data)
         _look_for_bad_values(seen, data, facts)
         seen.disturb()
@@ -299,13 +300,13 @@ def _timed_fetch(original: Any) -> Any:
 
 
 def _fetching_cpu(seen: Any) -> float:
-    """Return the CPU of this thread, and in a worker also that of programs it has run, such as a decoder."""
+    """Return the CPU seconds of this thread; in a worker also those of programs that it ran, such as a decoder."""
     own = time.thread_time()
     return own + clocks.children_seconds() if seen.role == "worker" else own
 
 
 def _counted_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
-    """Fetch without clocks: when batches take next to nothing, timing an eighth of them tells enough."""
+    """Fetch without reading clocks: if batches are very fast, timing one in eight is enough."""
     sampling.active_thread = clocks.current_thread()
     try:
         return original(fetcher, indices)
@@ -314,10 +315,10 @@ def _counted_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
 
 
 class _StampedIndices(list[Any]):
-    """The indices of a small batch, which notes when each one is asked for.
+    """The indices of a small batch, with the time at which each one is asked for.
 
-    A fetch costs something before its first sample, whose code is cold too, so a small batch does not tell
-    what a large one would take. What the samples after the first cost does.
+    A fetch has a fixed cost before its first sample, and the first sample runs cold code. So the time of a
+    small batch does not tell that of a large one; the time of the samples after the first does.
     """
 
     def __init__(self, indices: list[Any]) -> None:
@@ -326,7 +327,7 @@ class _StampedIndices(list[Any]):
 
     @classmethod
     def of(cls, fetcher: Any, indices: Any) -> Any:
-        """Return the indices, noting; those that are not asked for one by one as they are."""
+        """Return indices that record times; the given ones if the dataset does not ask for them one by one."""
         if (
             type(indices) is not list
             or not 2 <= len(indices) <= _FEW_SAMPLES
@@ -345,13 +346,13 @@ class _StampedIndices(list[Any]):
 
     @property
     def sample_seconds(self) -> float | None:
-        """Of one sample, without the first."""
+        """Mean seconds of a sample, without the first; None if there are too few."""
         num_timed = len(self.asked) - 2
         return (self.asked[-1] - self.asked[1]) / num_timed if num_timed > 0 else None
 
 
 class _TimedCollate:
-    """The script's collate function, timed. Made in the process that loads, so it is never pickled."""
+    """The script's collate function with a timer. Made in the process that loads, so it is never pickled."""
 
     def __init__(self, collate: Any, fetcher: Any) -> None:
         self._collate = collate
@@ -402,6 +403,6 @@ _MOST_SPANS = 400
 
 
 def add_span(seen: Any, kind: str, began: float, ended: float) -> None:
-    """Keep a span if the running step is one of those that are drawn."""
+    """Keep a span of time if the current step is one of those that are drawn."""
     if seen.drawing and len(seen.spans) < _MOST_SPANS:
         seen.spans.append((seen.num_steps, kind, began, ended))

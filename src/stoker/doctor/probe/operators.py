@@ -1,8 +1,9 @@
 """A few steps under torch's profiler: operators, matrix products by type, kernels and how long they run.
 
-Enters: steps, once warm. Leaves: one summary. Costs two to four steps that are not counted, once.
+Enters: a few steps after the warm-up. Leaves: one summary. Costs two to four steps, which are not counted, once.
 
-A profiler of the script's own has precedence: ours ends at once when one begins.
+Contract: a profiler that the script starts has precedence; ours stops at once and notes that it was skipped. If
+the process ends or forks while ours runs, it is stopped first, because torch crashes otherwise.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _VIEWS = frozenset(
         ),
     )
 )
-"""Operators that move no data, or leave it to one they call."""
+"""Operators that move no data themselves."""
 _SHORT = {
     "c10::BFloat16": "bfloat16",
     "c10::Half": "float16",
@@ -67,7 +68,7 @@ _SHORT = {
     "double": "float64",
 }
 _UPDATE, _LOAD = "Optimizer.step", "enumerate(DataLoader)"
-"""torch's own annotations around an update and around waiting for a batch."""
+"""torch's annotations around an optimizer step and around waiting for a batch."""
 _DOUBLE_KERNELS = ("double", "dgemm", "d884", "f64", "_ddd_")
 
 _OPERATIONS_PER_SECOND, _BYTES_PER_SECOND = 3e10, 2e10
@@ -87,10 +88,10 @@ def install(torch: Any) -> None:
 
 
 def _leave_at_once() -> None:
-    """Let a fork end without the profiler's destructor, which waits for a thread that no fork has.
+    """Make a forked process exit without the profiler's destructor, which waits for a thread of its parent.
 
-    torch's own fault, but it is the probe that used the profiler. `on_exit` runs the last one registered
-    first: C's streams are flushed, then the process is gone, with the status it meant to have.
+    It is a bug of torch, but the probe started the profiler. `on_exit` runs the function registered last
+    first: C's streams are flushed, then the process exits with the status that it asked for.
     """
     if _was_used:
         with recorder.guarded("fork"):
@@ -135,14 +136,14 @@ def _start(seen: Any) -> None:
     profiler = torch.profiler.profile(activities=activities, record_shapes=True)
     profiler.start()
     _was_used = True
-    _profiler = profiler  # from here on, another profiler that begins is the script's
+    _profiler = profiler  # set last: from here on, any new profiler is the script's
     _marks[:] = [time.time_ns()]
-    # A process that ends with its profiler running crashes in the libraries' last moments.
+    # A process that ends while its profiler runs crashes in the libraries' destructors.
     atexit.register(_stop_early)
 
 
 def _stop_early() -> None:
-    """Stop because the process ends or forks, with what there is; with nothing yet, try again later."""
+    """Stop because the process ends or forks; keep the steps so far, or try again later if there are none."""
     if _profiler is not None:
         with recorder.guarded("profiler"):
             seen = recorder.get()
@@ -168,16 +169,16 @@ def _stop(seen: Any, keep: bool) -> None:
     with recorder.guarded("profile"):
         events = profiler.profiler.kineto_results.events()
         seen.profile.update(summarise(list(events)[:_MOST_EVENTS], list(_marks)))
-    # While we were reading, workers filled their queues: the next waits are too short.
+    # While the events were read, workers filled their queues: the next waits would be too short.
     loaders = list(seen.loaders.values())
     if time.perf_counter() - began > 5e-3 and any(facts["workers"] for facts in loaders):
         seen.disturb(8)
 
 
 def summarise(events: list[Any], marks: list[int]) -> dict[str, Any]:
-    """Return totals from the profiler's raw events; `marks` are the steps' ends in ns.
+    """Return totals of the profiler's raw events; `marks` are the ends of the steps in ns.
 
-    The host's are those of the quietest step: an operator that lost its core is not a slow operator.
+    Host totals are those of the fastest step: an operator that lost its core is not a slow operator.
     """
     host, device = [], []
     annotations = set()
@@ -190,7 +191,7 @@ def summarise(events: list[Any], marks: list[int]) -> dict[str, Any]:
             host.append((event.start_thread_id(), start, -seconds, name, event))
         else:
             annotations.add(name)
-    # Annotations are repeated on the device's lane; they are no kernels, and copies are none either.
+    # Annotations appear among the device's events too. They are not kernels, and neither are copies.
     kernels = [
         one
         for one in device
@@ -209,9 +210,10 @@ def summarise(events: list[Any], marks: list[int]) -> dict[str, Any]:
 
 
 def _host_totals(host: list[Any]) -> dict[str, Any]:
-    """Walk the operators of each thread as a tree: outermost ones are counted, self time is by type.
+    """Return the totals of host operators: the number of outermost ones, and self time by type.
 
-    Loading is left out: without workers its operators stand between those of the step.
+    Operators of each thread form a tree. Loading is left out: without workers its operators are mixed with
+    those of the step.
     """
     totals = {"operators": 0, "work_seconds": 0.0, "update_seconds": 0.0, "double_seconds": 0.0}
     products: dict[str, float] = {}
@@ -248,13 +250,13 @@ def _host_totals(host: list[Any]) -> dict[str, Any]:
 
 
 def _size_seconds(name: str, shapes: list[list[int]]) -> float:
-    """Return what an operator's arithmetic and memory traffic would take one unhurried core."""
+    """Return an estimate of an operator's time on one core, from its arithmetic and memory traffic."""
     if name in _VIEWS or name.startswith(("autograd::", "torch::autograd::")):
         return 0.0
     matrices = [shape for shape in shapes if len(shape) >= 2]
     if name in _PRODUCTS and len(matrices) >= 2:
         left, right = matrices[0], matrices[1]
-        # A convolution's weights are used at every pixel of every image; else rows meet columns.
+        # A convolution uses its weights at every pixel of every image; other products multiply matrices.
         pixels = math.prod(left[2:]) * left[0] if len(left) > 3 else 0
         operations = 2.0 * (pixels * math.prod(right) if pixels else math.prod(left) * right[-1])
         return operations / _OPERATIONS_PER_SECOND
@@ -263,7 +265,7 @@ def _size_seconds(name: str, shapes: list[list[int]]) -> float:
 
 
 def _tensors(event: Any) -> list[tuple[str, list[int]]]:
-    """Return type and shape of an operator's tensors; plain numbers have no shape and do not count."""
+    """Return type and shape of an operator's tensors; plain numbers have no shape and are left out."""
     try:
         found = zip(event.dtypes(), event.shapes(), strict=False)
         return [(_SHORT.get(kind, ""), shape) for kind, shape in found if shape]

@@ -1,6 +1,6 @@
 """File and line: where in the user's code something happens.
 
-Enters: frames and functions. Leaves: "file:line" of the user's own code. Costs about a µs per frame.
+Enters: frames and functions. Leaves: "file:line" of the user's own code. Costs about 1 µs per frame.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FOREIGN: dict[str, bool] = {}
 
 
 def is_foreign(filename: str) -> bool:
-    """Return whether a file is a library's or the probe's, not the user's."""
+    """Return whether a file belongs to a library or the probe, not to the user."""
     known = _FOREIGN.get(filename)
     if known is None:
         known = _FOREIGN[filename] = (
@@ -28,7 +28,7 @@ def is_foreign(filename: str) -> bool:
 
 
 def place_of(frame: Any) -> str:
-    """Return file:line of the nearest frame of the user's own code; of the frame itself if there is none."""
+    """Return file:line of the innermost frame in the user's own code; of the frame itself if there is none."""
     own = frame
     while own is not None and is_foreign(own.f_code.co_filename):
         own = own.f_back
@@ -37,7 +37,7 @@ def place_of(frame: Any) -> str:
 
 
 def places_of(frame: Any) -> tuple[str, ...]:
-    """Return file:line of the nearest frames of the user's own code, innermost first, four at most."""
+    """Return file:line of up to four frames in the user's own code, innermost first."""
     places: list[str] = []
     while frame is not None and len(places) < 4:
         if not is_foreign(frame.f_code.co_filename):
@@ -47,7 +47,7 @@ def places_of(frame: Any) -> tuple[str, ...]:
 
 
 def place_of_function(function: Any) -> str | None:
-    """Return file:line of a function's definition, or None for what is not Python."""
+    """Return file:line of a function's definition, or None if it is not written in Python."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     if code is None:
         code = getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004

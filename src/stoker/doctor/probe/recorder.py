@@ -1,11 +1,14 @@
-"""What one process has seen, and the file it is written to.
+"""The measurements of one process, and the file that they are written to.
 
 Enters: steps, waits, calls and fetches, as the other files report them. Leaves: lines of JSON in
-`FOLDER/PID.jsonl`: rows of steps as they come, and now and then the whole of the rest; the last one counts.
-Costs under a µs per report and some ms per second for writing. Reports come from any thread; rows are
-only added by the thread that trains.
+`FOLDER/PID.jsonl`: rows of new steps, and about once a second the whole remaining state, of which the last one
+counts. Costs under 1 µs per report and some ms per second for writing.
 
-A process that is killed has lost at most the last second. A fork begins its own file.
+Threads: any thread may report; only the training thread adds rows; the lock covers writing.
+Success: the process ends, and its last lines are written by `atexit` or before `os._exit`.
+Killed: at most the last second is lost; every line is one write, so no line is cut.
+Failure: an exception while reporting or writing becomes a note (`guarded`).
+Fork: the child forgets everything and begins its own file.
 """
 
 from __future__ import annotations
@@ -24,29 +27,29 @@ from . import clocks, places
 
 MOST_ROWS = 20_000
 WARM_UP = 3
-"""Steps that are measured but not counted: caches, lazy initialisation, first batches."""
+"""First steps that are measured but not counted: they fill caches and initialise libraries."""
 FLUSH_SECONDS = 1.0
 _NEVER = 1 << 60
 FIRST_DRAWN, NUM_DRAWN = 12, 6
-"""Steps whose spans are kept for drawing."""
+"""First step, and number of steps, whose spans of time are kept for the page's picture."""
 _STOP_POLL_SECONDS = 0.2
 _STUCK_SECONDS = 2.0
 _HIGH_NUMBER = 1000
 
 DISTURBED, OTHER_LOADER, EPOCH_START = 1, 2, 4
-"""Flags of a step: the probe itself cost time; another loader (validation) ran; an epoch began."""
+"""Flags of a step: the probe disturbed it; another loader (validation) ran in it; an epoch began in it."""
 
 KINDS = {"batch": 0, "backward": 1, "optimizer": 2, "replay": 3}
-"""What may end a step, the better ones last: an optimizer's update is preferred when there is one, and a
-CUDA graph that is replayed without any optimizer call holds the whole step."""
+"""Events that may end a step, by rank. The highest kind that was seen counts: an optimizer's update if there is
+one. A CUDA graph that is replayed without any optimizer call contains the whole step."""
 _REPLAYS_WITHOUT_UPDATE = 16
 
 
 class Row(NamedTuple):
-    """One step: when it began, its seconds by what they were spent on, what it held, what memory held.
+    """One step: its start, its seconds by kind of work, its batches and samples, and memory in use.
 
-    `delay` and `wait_delay` are the seconds, of the step and of its wait, in which the thread was ready to
-    run and no core was free: other work on the machine, not the step's own. `cpu` are those it ran.
+    `delay` and `wait_delay` are the seconds of the step, and of its wait, in which the thread was ready to
+    run and no core was free: other work on the machine caused them. `cpu` is the time on a core.
     """
 
     start: float
@@ -68,9 +71,9 @@ class Row(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """One batch being made: when it began, wall seconds, those on a core, those queued for one.
+    """Loading of one batch: its start, wall seconds, seconds on a core, seconds queued for one.
 
-    `sample` is what one sample more costs, where they are asked for one by one.
+    `sample` is the time of one more sample, if the dataset is asked for samples one by one.
     """
 
     start: float
@@ -83,10 +86,10 @@ class Fetch(NamedTuple):
 
 
 class Site:
-    """A line of somebody's code and what it cost.
+    """A line of the user's code and the calls made there.
 
-    `mark` and `num_in_step` belong to the step that is running: a loop of fetches counts with what stands
-    between its calls. `before` is what the steps before it cost.
+    `mark` and `num_in_step` refer to the current step: they tell whether the line is in a loop. `before` has
+    the totals before the current step.
     """
 
     __slots__ = (
@@ -107,12 +110,12 @@ class Site:
         self.before = (0, 0.0, 0)
 
     def begin_step(self, number: int) -> None:
-        """The first call in step `number`."""
+        """Note the first call in step `number`."""
         self.before = (self.calls, self.seconds, self.num_bytes)
         self.mark, self.num_in_step = number, 1
 
     def plain(self, running: int) -> dict[str, Any]:
-        """Return it as plain values, without step `running`: the others are what it is divided by."""
+        """Return the totals as plain values, without the unfinished step `running`: they are divided by steps."""
         whole = (self.calls, self.seconds, self.num_bytes)
         calls, seconds, num_bytes = self.before if self.mark == running else whole
         return {
@@ -125,7 +128,7 @@ class Site:
 
 
 class Recorder:
-    """All that one process has seen. One per process, made by `begin`; public to the probe's files."""
+    """The measurements of one process. Made by `begin`; the probe's other files set its attributes."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -134,7 +137,7 @@ class Recorder:
         self.reset("main")
 
     def reset(self, role: str) -> None:
-        """Forget everything: a new process begins."""
+        """Forget everything, for a new process."""
         self.pid, self.ppid = os.getpid(), os.getppid()
         self.role = role
         self.lock = threading.RLock()
@@ -187,7 +190,10 @@ class Recorder:
     # -- steps -------------------------------------------------------------------------------------
 
     def mark(self, kind: str, now: float) -> None:
-        """Something that may end a step has happened; only the best kind seen so far does."""
+        """Report an event that may end a step; only the highest kind seen so far does.
+
+        A higher kind than before starts the measurement again, with the calling thread as the training thread.
+        """
         if kind != self.kind:
             if self.kind and KINDS[kind] < KINDS[self.kind]:
                 return
@@ -197,7 +203,7 @@ class Recorder:
             self._end_step(now)
 
     def mark_replay(self, now: float) -> None:
-        """A CUDA graph was replayed; many of them without an update are whole steps."""
+        """Report a replayed CUDA graph; many replays without an update are whole steps."""
         self.num_replays += 1
         if self.kind == "replay" or self.num_replays > _REPLAYS_WITHOUT_UPDATE:
             self.mark("replay", now)
@@ -224,11 +230,11 @@ class Recorder:
         self.step_start = time.perf_counter()
 
     def _end_step(self, now: float) -> None:
-        # One look at the thread's clocks ends this step and begins the next.
+        # One reading of the thread's clocks ends this step and begins the next.
         cpu, delay = time.thread_time(), clocks.run_delay()
         seconds, ran = now - self.step_start, cpu - self.step_cpu
-        # Queueing for a core between two steps, while the probe writes one down, is no step's: a step has
-        # queued for no longer than it was off a core.
+        # Time queued for a core while the probe records a step belongs to no step. So a step cannot have
+        # queued longer than it was off a core.
         queued = min(delay - self.step_delay, max(self.wait_delay, seconds - ran))
         if self.disturbed_steps:
             self.disturbed_steps -= 1
@@ -269,13 +275,14 @@ class Recorder:
         self._begin_step()
 
     def disturb(self, steps: int = 1) -> None:
-        """The step that runs and the next ones are not to be counted: the probe is at work."""
+        """Do not count the current step and the next ones: the probe takes time in them."""
         self.disturbed_steps = max(self.disturbed_steps, steps)
 
     def site(self, family: str, frame: Any, call: str) -> Site:
-        """Return the site of a call, made when it is met first."""
+        """Return the site of a call, made at its first call."""
         code = frame.f_code
-        # Hashing code takes longer than most calls; the site keeps it, so that its id stays its own.
+        # The key is the id: hashing a code object takes longer than most calls. The site keeps the code, so
+        # that its id is not reused.
         key = (family, call, id(code), frame.f_lineno)
         known = self.sites.get(key)
         if known is None:
@@ -285,13 +292,15 @@ class Recorder:
     # -- writing -----------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """Return everything but the rows, as plain values."""
-        # Kept, since a script may end its process group before it ends itself.
+        """Return everything except the rows, as plain values."""
+        # Updated, not replaced: a script may destroy its process group before it ends.
         self.torch.update(clocks.torch_facts())
         cpu = None
         if self.first_cpu is not None:
             cpu = [time.process_time() - self.first_cpu[0], time.perf_counter() - self.first_cpu[1]]
-            if self.role == "worker":  # the training process's own children are its workers
+            if (
+                self.role == "worker"
+            ):  # in the training process, children are the workers themselves
                 cpu[0] += clocks.children_seconds()
         cores = clocks.busy_seconds() if self.first_busy is not None else None
         busy = None if cores is None or self.first_busy is None else cores - self.first_busy
@@ -326,7 +335,7 @@ class Recorder:
         }
 
     def flush(self) -> None:
-        """Write what is new. Never raises, never waits for long."""
+        """Write what is new. Never raises."""
         with guarded("flush"), self.lock:
             if self.pid != os.getpid():
                 return
@@ -342,7 +351,7 @@ class Recorder:
                 self.write(self.snapshot())
 
     def flush_when_due(self) -> None:
-        """Write if the last time is a while ago; for processes without a writing thread."""
+        """Write if the last time is more than a second ago; for processes without a writing thread."""
         if time.perf_counter() - self._last_flush > FLUSH_SECONDS:
             self.flush()
 
@@ -354,9 +363,9 @@ class Recorder:
             self._file.append((json.dumps(line, default=str) + "\n").encode("utf-8", "replace"))
 
     def _stuck_place(self) -> str | None:
-        """Return where the training thread stands when no step has ended for a while.
+        """Return the line at which the training thread is, if no step has ended for two seconds; else None.
 
-        Before the first step that is the main thread. A thread that asks for itself is at its end.
+        Before the first step it is the main thread. None if that thread itself is writing its last lines.
         """
         if self.kind and time.perf_counter() - self.step_start < _STUCK_SECONDS:
             return None
@@ -367,7 +376,7 @@ class Recorder:
         return places.place_of(frame)
 
     def start_flusher(self, *_: Any) -> None:
-        """Begin to write now and then, and to look whether the doctor asks for the last words."""
+        """Start the thread that writes every second and looks for the doctor's request to finish."""
         if self._flusher is None:
             self._flusher = threading.Thread(
                 target=self._flush_forever, daemon=True, name="stoker-probe"
@@ -376,21 +385,21 @@ class Recorder:
 
     def _flush_forever(self) -> None:
         stop = Path(self.folder) / "stop"
-        # What a spawned worker has begun before it knew that it is one ends here.
+        # A spawned worker starts this thread before it knows that it is a worker: it ends here.
         while not self.finished and self.pid == os.getpid() and self.role != "worker":
             time.sleep(_STOP_POLL_SECONDS)
             if stop.exists() and self.kind:
                 self.say_done()
                 return
             if stop.exists():
-                # Without a step it may be a launcher: the doctor waits for those that have some.
+                # A process without steps may be a launcher: the doctor waits for those with steps only.
                 self.asked_at = time.perf_counter()
                 self.flush()
                 return
             self.flush_when_due()
 
     def say_done(self) -> None:
-        """Write everything, and tell the doctor that it may end the script."""
+        """Write everything, and tell the doctor, by a file, that it may end the script."""
         self.asked_at = time.perf_counter()
         self.flush()
         (Path(self.folder) / f"{self.pid}.done").touch()
@@ -403,18 +412,18 @@ class Recorder:
 
 
 class _OwnFile:
-    """A file to append to whose descriptor may stop being ours.
+    """A file to append to, whose descriptor the script may close.
 
-    A script that closes all descriptors, as daemons do, closes this one, and its next file may get the same
-    number: writing there would damage the script's file. So the file behind the number is looked at first.
+    A script that closes all descriptors, as daemons do, closes this one too. Its next file may get the same
+    number, and writing there would damage it. So the file behind the number is checked before each write.
     """
 
     def __init__(self, path: Path) -> None:
         low = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            # High up: the script's own files get the numbers that they get without the probe.
+            # A high number, so that the script's own files get the same numbers as without the probe.
             self._number = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _HIGH_NUMBER)
-        except OSError:  # the process may not have so many
+        except OSError:  # the limit of open files is lower
             self._number = low
         else:
             os.close(low)
@@ -428,7 +437,7 @@ class _OwnFile:
 
 
 def _identity(descriptor: int) -> tuple[int, int] | None:
-    """Return which file stands behind a descriptor; None when it is closed."""
+    """Return device and inode of an open descriptor; None if it is closed."""
     try:
         found = os.fstat(descriptor)
     except OSError:
@@ -446,7 +455,7 @@ def get() -> Recorder:
 
 
 def begin(folder: str) -> None:
-    """Make the recorder of this process, and see to it that every way out writes it."""
+    """Make the recorder of this process, and make every kind of exit write its last lines."""
     global _RECORDER  # noqa: PLW0603  one per process, as the process is one
     _RECORDER = Recorder(folder)
     _RECORDER.stop_at = int(os.environ.get("STOKER_DOCTOR_STEPS") or 0) or _NEVER
@@ -478,7 +487,7 @@ def _after_fork() -> None:
 
 
 def note_failure(what: str, error: Exception) -> None:
-    """Remember that the probe failed; the script must not feel it."""
+    """Note that the probe failed. The script is not affected."""
     if _RECORDER is not None and len(_RECORDER.notes) < 20:
         note = f"the probe failed in {what}: {type(error).__name__}: {error}"
         if note not in _RECORDER.notes:
@@ -486,7 +495,7 @@ def note_failure(what: str, error: Exception) -> None:
 
 
 class guarded:  # noqa: N801  used as a function; a generator would cost three times as much
-    """Turn a failure of the probe inside a `with` into a note."""
+    """Context manager that turns an exception of the probe into a note. KeyboardInterrupt passes."""
 
     __slots__ = ("what",)
 

@@ -1,10 +1,13 @@
-"""What loading code is doing: looked at now and then from a second thread.
+"""Sampling: a second thread looks every 5 ms at what loading code is doing.
 
 Enters: the thread that loads. Leaves: counts by kind of work and by the user's line. Costs about 20 µs per
-look, a look every 5 ms or so, only while something is being loaded.
+sample, only while something is being loaded.
 
-A look follows the stack from the innermost frame out to the fetch. The first frame that tells what it is
+A sample walks the stack from the innermost frame out to torch's fetch. The first frame that can be classified
 decides: by the library it belongs to, by the function's name, or by the words on its line of source.
+
+The thread is a daemon and only reads other threads' frames. A failure becomes a note. It ends with the process;
+after a fork the child starts its own.
 """
 
 from __future__ import annotations
@@ -69,11 +72,11 @@ active_thread = 0
 """The thread that is loading now; 0 when none is."""
 collating = False
 _OUTERMOST = os.path.join("_utils", "fetch.py")  # noqa: PTH118  the end of a name, not a place
-"""torch's own fetch: looking further out would be looking at torch."""
+"""End of the path of torch's own fetch, where the walk ends: frames further out are torch's."""
 
 
 def begin() -> None:
-    """Start looking in this process, once."""
+    """Start the sampling thread of this process; does nothing if it runs."""
     global _thread, _pid  # noqa: PLW0603
     if _pid != os.getpid():
         _pid = os.getpid()
@@ -83,13 +86,13 @@ def begin() -> None:
 
 
 def _look_forever() -> None:
-    dice = random.Random(1)
+    jitter = random.Random(1)  # its own generator: the script's must not change
     while _pid == os.getpid():
         if not active_thread:
             time.sleep(_IDLE_SECONDS)
             continue
-        # Uneven, so that it does not beat in time with what it watches.
-        time.sleep(LOOK_SECONDS * (0.6 + 0.8 * dice.random()))
+        # Uneven intervals, so that samples do not fall into step with a periodic script.
+        time.sleep(LOOK_SECONDS * (0.6 + 0.8 * jitter.random()))
         with recorder.guarded("sampling"):
             _look()
 
@@ -122,14 +125,14 @@ def describe(frame: Any) -> tuple[str, str | None]:
 
 
 def kind_of(code: Any, lineno: int) -> str:
-    """Return what a frame does, "" when it does not tell; remembered by code and line."""
+    """Return the kind of work of a frame, "" if it cannot be told; cached by code and line."""
     known = _kinds.get((code, lineno))
     if known is None:
-        known = _kinds[(code, lineno)] = _judge(code, lineno)
+        known = _kinds[(code, lineno)] = _classify(code, lineno)
     return known
 
 
-def _judge(code: Any, lineno: int) -> str:
+def _classify(code: Any, lineno: int) -> str:
     filename = code.co_filename.replace(os.sep, "/")
     for part, kind in _LIBRARIES:
         if f"/{part.strip('/')}" in filename:

@@ -1,7 +1,7 @@
 """Optimizer steps and backward passes: where one step ends and the next begins.
 
-Enters: calls of optimizers and of `backward`. Leaves: a row per step; the end of the script after so many.
-Costs about 4 µs per step.
+Enters: calls of optimizers and of `backward`. Leaves: a row per step. After the number of steps that the doctor
+asked for, the script is held until the doctor ends it. Costs about 4 µs per step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _torch: Any = None
 
 
 def install(torch: Any) -> None:
-    """Watch every optimizer, every backward pass and every replayed graph."""
+    """Observe every optimizer, every backward pass and every replayed CUDA graph."""
     from torch.optim import optimizer
 
     optimizer.register_optimizer_step_pre_hook(_before_update)
@@ -39,14 +39,14 @@ def _after_update(optimizer: Any, *_: Any) -> None:
     now = time.perf_counter()
     try:
         if clocks.uses_cuda(_torch) and _torch.cuda.is_current_stream_capturing():
-            return  # nothing runs now, and what runs later is a replay
+            return  # a capture runs nothing; its replays are counted
         seen = recorder.get()
-        # Lightning runs forward and backward inside the call: only what comes after them is the update.
+        # Lightning runs forward and backward inside `optimizer.step`: the update begins after them.
         began = max(getattr(_began, "at", now), getattr(_began, "backward_end", 0.0))
         seen.optimizer += now - began
         if seen.drawing:
             loading.add_span(seen, "optimizer", began, now)
-        # With several optimizers a step is over when one of them comes round again.
+        # With several optimizers, a step ends when one of them is called again.
         if id(optimizer) in seen.stepped or seen.kind != "optimizer":
             seen.stepped.clear()
             seen.mark("optimizer", now)
@@ -90,7 +90,7 @@ def _noting_replay(original: Any) -> Any:
 
 
 def _stop_when_enough(seen: Any) -> None:
-    """After enough steps say so, and stand still until the doctor ends the script."""
+    """After enough steps tell the doctor, and block the script until the doctor ends it."""
     if seen.num_counted < seen.stop_at:
         return
     seen.stop_at = 1 << 60
@@ -98,5 +98,5 @@ def _stop_when_enough(seen: Any) -> None:
         if stream is not None:
             stream.flush()
     seen.say_done()
-    # If nobody ends it the script goes on: the doctor may have been killed.
+    # If nobody ends the script it continues: the doctor may have been killed.
     time.sleep(_BLOCK_SECONDS)

@@ -214,10 +214,12 @@ def find_baseline(
         name: torch.full((len(val),), value) for name, value in medians.items()
     }
     loss = float(forex_loss(answers, wanted, weights))
-    judged = wanted["direction"].numpy()
-    accuracy = majority_baseline(labels, judged, NUM_DIRECTIONS)
+    wanted_direction = wanted["direction"].numpy()
+    accuracy = majority_baseline(labels, wanted_direction, NUM_DIRECTIONS)
     sides = majority_baseline(
-        labels[labels != NEUTRAL] // UP, judged[judged != NEUTRAL] // UP, num_classes=2
+        labels[labels != NEUTRAL] // UP,
+        wanted_direction[wanted_direction != NEUTRAL] // UP,
+        num_classes=2,
     )
     side = {"side_accuracy": sides.get("accuracy", math.nan)}
     return accuracy | side | errors | {"loss": loss}

@@ -82,7 +82,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How predictions are judged.
+    """How predictions are ranked.
 
     Attributes:
         recall_at: The k of recall@k.
@@ -107,7 +107,7 @@ class SpectrumMetrics:
 
     Args:
         library: Compounds of the training split.
-        ranking: How predictions are judged.
+        ranking: How predictions are ranked.
     """
 
     def __init__(self, library: Library, ranking: Ranking) -> None:
@@ -284,7 +284,7 @@ def chance_metrics(
         samples: Held-out samples.
         library: Of the training compounds.
         mean: Mean training spectrum, of root spectra.
-        ranking: How predictions are judged.
+        ranking: How predictions are ranked.
         rounding: How an m/z finds its bin.
     """
     if not len(samples):

@@ -100,10 +100,10 @@ class SegmentationMetrics:
         if self._counts is None:
             return {}
         num = self._num_classes
-        return judge(self._counts[:-1].view(num, num).cpu().numpy())
+        return compute_metrics(self._counts[:-1].view(num, num).cpu().numpy())
 
 
-def judge(confusion: Array) -> dict[str, float]:
+def compute_metrics(confusion: Array) -> dict[str, float]:
     """Return the metrics of `(true, predicted)` pixel counts.
 
     mIoU is the mean of `both / either` over the classes that are true or predicted somewhere.

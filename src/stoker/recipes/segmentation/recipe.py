@@ -31,7 +31,7 @@ from stoker.recipes.schedule import make_adamw, warmup_cosine
 from stoker.recipes.segmentation.metrics import (
     IGNORE,
     SegmentationMetrics,
-    judge,
+    compute_metrics,
     segmentation_loss,
 )
 from stoker.recipes.segmentation.network import Four, MicroSegFormer
@@ -399,7 +399,7 @@ def majority_metrics(
         counts[[value for value in ignore_values if value < num_classes]] = 0
     confusion = np.zeros((num_classes, num_classes), dtype=np.int64)
     confusion[:, int(np.argmax(train))] = val
-    return judge(confusion) if val.sum() else {}
+    return compute_metrics(confusion) if val.sum() else {}
 
 
 def count_pixels(store: Store, samples: Array) -> Array:

@@ -39,7 +39,7 @@ class Classify:
     Args:
         classes: `(classes,)` rising, the targets' own numbers.
         train: `(n,)` training targets.
-        val: `(m,)` targets that the baseline is judged on.
+        val: `(m,)` targets that the baseline is evaluated on.
         weights: Of the classes in the loss.
     """
 
@@ -106,7 +106,7 @@ class Regress:
 
     Args:
         train: `(n, ...)` training targets.
-        val: `(m, ...)` targets that the baseline is judged on.
+        val: `(m, ...)` targets that the baseline is evaluated on.
         loss: "huber" with delta 1, or "mse", of scaled targets.
     """
 
@@ -120,11 +120,11 @@ class Regress:
             "target_center": self._center,
             "target_scale": self._scale,
         }
-        judged = val.reshape(len(val), -1).astype(np.float64)
-        self.baseline = self._find_baseline(judged)
+        flat_val = val.reshape(len(val), -1).astype(np.float64)
+        self.baseline = self._find_baseline(flat_val)
         self.notes: tuple[str, ...] = (
             "targets: scaled by median and quartiles of the training samples",
-            f"always answering 0 would have an mae of {constant_mae(0.0, judged):.6g}",
+            f"always answering 0 would have an mae of {constant_mae(0.0, flat_val):.6g}",
         )
 
     def encode(self, targets: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""When a bar is known, which bars a decision may see, and which samples train, judge or test.
+"""When a bar is known, which bars a decision may see, and which samples are for training, validation or test.
 
 Enters: open times of bars (int64 nanoseconds) per timeframe. Leaves: end indices, gap masks,
 labels and splits, as plain arrays. Pure functions of their arguments. Costs: one binary search

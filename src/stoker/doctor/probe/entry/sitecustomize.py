@@ -1,8 +1,8 @@
-"""What Python imports before a measured script: it starts the probe and steps out of the way.
+"""Python imports this before a measured script; it starts the probe.
 
-Enters: the variable that names the doctor's folder. Leaves: the probe under a private name, and whatever
-`sitecustomize` the machine had before, imported as if this one were not there. Costs about 5 ms. Nothing
-here may fail: a script must run the same with or without the probe.
+Enters: the variable that names the doctor's folder. Leaves: the probe under a private name. If the machine has a
+`sitecustomize` of its own, it is imported as if this one did not exist. Costs about 5 ms. Errors here are
+ignored: a script must run the same with or without the probe.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def _start_probe() -> None:
 
 
 def _import_the_other() -> None:
-    """Import the `sitecustomize` that stands next on the path, if any."""
+    """Import the next `sitecustomize` on the path, if there is one."""
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
@@ -43,6 +43,6 @@ def _import_the_other() -> None:
     spec.loader.exec_module(module)
 
 
-with contextlib.suppress(Exception):  # the script comes first
+with contextlib.suppress(Exception):  # the script must run even if the probe cannot
     _start_probe()
 _import_the_other()

@@ -1,9 +1,9 @@
-"""Recurrent state that goes on from batch to batch: row i continues row i of the batch before.
+"""Recurrent state between batches: row i of a batch continues row i of the batch before.
 
-Enters: a model that takes and returns its state, the batches of a lane order. Leaves: its outputs.
-Costs: the state, on the device. The state's value flows on, its gradient does not; rows whose lane
-begins, or whose series had a gap, begin from the model's initial state. A batch whose loss is not finite
-leaves no trace in it.
+Enters: a model that takes and returns its state, and the batches of a lane order. Leaves: its outputs.
+Costs: the state, on the device. Values pass from batch to batch, gradients do not. A row whose lane begins, or
+whose series has a gap, starts from the model's initial state. A batch whose loss is not finite does not change
+the state.
 
 A stateful model has `initial_state(batch, device)`, `reset_state(state, rows)` and is called as
 `model(inputs, state) -> (outputs, state)`. A state is a dict of tensors.
@@ -21,8 +21,8 @@ from stoker.loader.loader import Loader
 State = Mapping[str, torch.Tensor]
 
 
-class Carry:
-    """Holds the state between batches; one for training, another for validation."""
+class RecurrentState:
+    """Keeps the state between batches. Training and validation each have their own."""
 
     def __init__(self, device: torch.device, model: Any) -> None:
         self.device = device
@@ -31,16 +31,16 @@ class Carry:
         self._before: State = {}
 
     def begin(self) -> None:
-        """Forget: an epoch begins, or another loader."""
+        """Start from the initial state: an epoch begins."""
         self._state = None
 
     def run(self, runner: Any, inputs: Any, reset: torch.Tensor) -> Any:
-        """Return the outputs of a batch whose rows continue those before, but where `reset`.
+        """Run a batch with the state of the batch before; return the outputs and keep the new state.
 
         Args:
-            runner: The model, or what calls it.
+            runner: The model, or its compiled or parallel form.
             inputs: Of the model.
-            reset: Rows that begin anew.
+            reset: Rows that start from the initial state.
         """
         state = self._state
         if state is None:
@@ -51,10 +51,10 @@ class Carry:
         return outputs
 
     def keep_if(self, is_sound: torch.Tensor) -> None:
-        """Go back to before the last batch, its resets aside, where it was not sound.
+        """Undo the last batch if it was not sound; its resets stay.
 
         Args:
-            is_sound: A bool on the device, which nobody waits for.
+            is_sound: A bool on the device; the host does not wait for it.
         """
         self._state = {
             name: torch.where(is_sound, value, self._before[name].to(value.dtype))
@@ -63,11 +63,11 @@ class Carry:
         self._before = {}
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Return the state; None at the beginning."""
+        """Return the state; None before the first batch."""
         return None if self._state is None else dict(self._state)
 
     def load_state_dict(self, state: State | None) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         self._state = (
             None
             if state is None
@@ -75,24 +75,25 @@ class Carry:
         )
 
     def part_of(self, states: Sequence[State | None], rank: int, world_size: int) -> State | None:
-        """Return a rank's rows of what any number of ranks has left: lanes stay in their order.
+        """Return the rows of one rank out of the states that any number of ranks saved; lanes keep their order.
 
         Args:
             states: Of the ranks that saved, in order.
-            rank: Whose rows.
-            world_size: Ranks that share all rows now.
+            rank: The rank that continues.
+            world_size: Number of ranks that share all rows now.
         """
         if len(states) == world_size:
             return states[rank]
         whole = [state for state in states if state is not None]
         if not whole:
             return None
+        # The axis of rows is the one whose size changes with the batch size.
         small, large = (self._model.initial_state(rows, self.device) for rows in (1, 2))
         made = {}
         for name in whole[0]:
             sizes = zip(small[name].shape, large[name].shape, strict=True)
             axis = next((number for number, (one, two) in enumerate(sizes) if one != two), None)
-            if axis is None:  # what all rows have in common
+            if axis is None:  # the same for all rows
                 made[name] = whole[0][name]
                 continue
             rows = torch.cat([state[name] for state in whole], axis)
@@ -100,7 +101,9 @@ class Carry:
         return made
 
 
-def make_carry(model: torch.nn.Module, loader: Any, device: torch.device) -> Carry | None:
-    """Return a carry where the loader walks in lanes and the model takes a state; else None."""
+def make_recurrent_state(
+    model: torch.nn.Module, loader: Any, device: torch.device
+) -> RecurrentState | None:
+    """Return a state if the loader has lanes and the model takes one; else None."""
     in_lanes = isinstance(loader, Loader) and loader.walks_in_lanes
-    return Carry(device, model) if in_lanes and hasattr(model, "initial_state") else None
+    return RecurrentState(device, model) if in_lanes and hasattr(model, "initial_state") else None

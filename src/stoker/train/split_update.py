@@ -1,13 +1,13 @@
-"""Small models updated by more of the GPU: torch's fused kernels over pieces of the parameters.
+"""Split update: torch's fused optimizer kernels over pieces of small parameters, to use more of the GPU.
 
-Enters: an update that is being captured. Leaves: the same update. Costs: nothing when it is replayed;
-some views when it is recorded.
+Enters: an update that is being captured. Leaves: the same update. Costs: nothing when it is replayed; some views
+when it is captured.
 
 Torch's fused optimizers and `_foreach_norm` give 65,536 elements to a block of threads, so a model with
 400,000 parameters is updated by ten blocks, on a GPU with room for hundreds: 35 µs of a 175 µs step on an
-H200, and 8 for the norm. A list of views of a few thousand elements makes as many blocks as there are views.
-Every element is computed as before; the norm's sum has another order. Large models stay as they are: their
-blocks fill the GPU, and more tensors would be more launches.
+H200, and 8 for the norm. A list of views of a few thousand elements each gives one block per view. Every element
+is computed as before; only the order of the norm's sum changes. Large models are not split: their blocks fill the
+GPU, and more tensors would mean more launches.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _NUM_ADAM_LISTS = 6
 
 
 def piece_size(sizes: Sequence[int], num_lists: int) -> int | None:
-    """Return the elements of a piece with which all launches together are shortest; None: cut nothing.
+    """Return the piece size, in elements, with the shortest total time; None if splitting does not pay.
 
     Args:
         sizes: Elements of each tensor.
-        num_lists: Lists of such tensors that the kernel goes over.
+        num_lists: Lists of such tensors that the kernel reads: parameters, gradients, moments.
     """
     most = _TENSORS_PER_LAUNCH[num_lists]
 
@@ -45,14 +45,14 @@ def piece_size(sizes: Sequence[int], num_lists: int) -> int | None:
     return min(choices, key=microseconds)
 
 
-def in_pieces(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views that together are the tensors, to take the norm of."""
+def split_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors as views of piece size, for a norm over all of them."""
     size = piece_size([tensor.numel() for tensor in tensors], 1)
     return [piece for tensor in tensors for (piece,) in _cut((tensor,), size)]
 
 
-class UpdateInPieces(TorchFunctionMode):
-    """While active, Adam's and AdamW's fused updates go over pieces of their tensors."""
+class SplitUpdate(TorchFunctionMode):
+    """While active, Adam's and AdamW's fused kernels get pieces of their tensors."""
 
     def __torch_function__(
         self,
@@ -68,7 +68,7 @@ class UpdateInPieces(TorchFunctionMode):
 
 
 def _spread(lists: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """Cut what an update is given: lists of tensors alike, of which one may be empty, and their steps."""
+    """Split the arguments of a fused update: lists of tensors of equal shapes, one maybe empty, and steps."""
     *alike, steps = lists
     given = [tensors for tensors in alike if len(tensors)]
     size = piece_size([tensor.numel() for tensor in given[0]], len(given))
@@ -82,7 +82,7 @@ def _spread(lists: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]
 
 
 def _cut(row: tuple[torch.Tensor, ...], size: int | None) -> list[tuple[torch.Tensor, ...]]:
-    """Cut tensors of one shape alike; those that are no plain memory in order stay whole."""
+    """Split tensors of one shape in the same way; tensors that are not contiguous stay whole."""
     is_plain = all(
         type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_contiguous()
         for tensor in row

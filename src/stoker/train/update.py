@@ -1,16 +1,19 @@
-"""The batches of one update, run again on a lower rung when memory runs out.
+"""One update: its batches, run again with less memory when the device runs out of it.
 
-Enters: `Work`, batch by batch. Leaves: their losses, and the update at the window's end. Costs: per window
-the state of torch's random generators and of the model's buffers; the batches of a window are held until its
-update.
+Enters: `Work`, batch by batch. Leaves: their losses, and the optimizer's step after the last one. Costs: per
+update a copy of torch's random generator states and of the model's buffers. The batches of an update are
+held until it is done.
 
-When memory runs out, in the forward pass, the backward pass or the update, everything of the window is
-dropped, generators and buffers go back to where they were, one rung of the ladder (`oom.py`) is taken,
-and the window is run again: the weights after it are those of a run that had the memory. The same where a
-batch cannot be built.
+Contract:
 
-Among several ranks nothing can be run again, for the others are in the middle of an exchange: the rung is
-remembered, the run ends with it, and the next start begins there.
+    success        the weights change once per update, and the batches are released
+    out of memory  in the forward pass, the backward pass or the optimizer's step: the gradients of this update
+                   are dropped, random generators, buffers and recurrent state are restored, the run goes one
+                   level down (`oom.py`), and the same batches are run again. The weights are those of a run
+                   that had enough memory. A batch that cannot be built for lack of memory counts too
+    another error  it is raised; the caller drops the update
+    several ranks  nothing can be repeated, because the other ranks wait inside a collective. The lower level is
+                   written to the user's cache, this rank ends with an error, and the next start begins there
 """
 
 from __future__ import annotations
@@ -30,16 +33,16 @@ from stoker.train.batches import Work
 from stoker.train.buffers import Buffers, Copies
 from stoker.train.oom import (
     Circumstances,
-    Footing,
+    LowerLevel,
+    MemoryLevel,
     Remembered,
-    Rung,
     bytes_in_use,
     cut,
     exhausted,
     forget_frames,
     is_oom,
     let_go,
-    next_rung,
+    next_level,
     sign_model,
 )
 from stoker.train.step import Step
@@ -51,18 +54,18 @@ _Generators = tuple[torch.Tensor, tuple[int, int] | None]
 
 
 class MemoryRanOutError(StokerError, RuntimeError):
-    """Memory ran out where the ladder cannot be climbed down at once."""
+    """Memory ran out where the update cannot be repeated in this process."""
 
     exit_code = EXIT_OURS
 
 
-class Window:
-    """Adds batches to a step and survives running out of memory.
+class Update:
+    """Adds batches to a step, and repeats them with less memory when the device runs out of it.
 
     Args:
         step: What computes.
-        survive: Whether to climb down the ladder; False lets the error through.
-        say: Told of every rung.
+        survive: Whether to go down a level when memory runs out; False raises the error.
+        say: Called with a note for every level that is left.
         shrink: Keeps a share of the chunks on the device and returns the bytes given back; None where
             the data is not chunked.
         remembered: Where settings that fitted are kept.
@@ -82,26 +85,26 @@ class Window:
         self._say = say
         self._shrink = shrink
         self._remembered = remembered or Remembered()
-        self._asked = Footing(
+        self._asked = MemoryLevel(
             parts.nominal_batch,
             parts.nominal_batch,
             parts.accumulation_steps,
             None if shrink is None else GPU_SHARE,
             can_checkpoint=bool(choose_blocks(parts.model).names),
         )
-        self.footing = self._asked
+        self.level = self._asked
         self._works: list[Work] = []
         self._in_update = False
         self._said_whole = False
         self._buffers = Buffers(parts.model)
         self._before: tuple[_Generators, Copies] | None = None
-        self._carried: dict[str, torch.Tensor] | None = None
+        self._recurrent_before: dict[str, torch.Tensor] | None = None
         self._circumstances: Circumstances | None = None
         if survive and parts.device.type == "cuda":
             self._recall()
 
     def add(self, work: Work) -> torch.Tensor:
-        """Add a batch to the window; return its loss, on the device."""
+        """Add a batch to the update; return its loss, on the device. Does not wait for the device."""
         if not self._works:
             self.mark()
         self._works.append(work)
@@ -110,24 +113,24 @@ class Window:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether a rung was taken that changes the step, by this run or one that is remembered."""
-        asked, now = self._asked, self.footing
+        """Whether the step differs from the configured one, in this run or as remembered from an earlier one."""
+        asked, now = self._asked, self.level
         return now.pass_size != asked.pass_size or now.is_checkpointed != asked.is_checkpointed
 
     def mark(self) -> None:
-        """Remember generators, buffers and carried state, for `restore`."""
+        """Remember random generators, buffers and recurrent state, for `restore`."""
         if self.survives:
             self._before = self._generators(), self._buffers.copy()
-            carry = self.step.parts.carry
-            self._carried = None if carry is None else carry.state_dict()
+            recurrent = self.step.parts.recurrent
+            self._recurrent_before = None if recurrent is None else recurrent.state_dict()
 
     def drop(self) -> None:
-        """Forget the window and its batches."""
+        """Drop the batches of this update and their gradients."""
         self._works = []
-        self.step.drop_window()
+        self.step.drop_update()
 
     def finish(self) -> None:
-        """Update with the window's batches; nothing happens when there are none."""
+        """Step the optimizer with the gradients so far; does nothing when no batch was added."""
         if self._guarded(self._update) is None:
             self._replay()
             self.finish()
@@ -135,26 +138,26 @@ class Window:
         self._works = []
 
     def survive(self, error: RuntimeError) -> None:
-        """Take a rung for an error beside the window, as in building a batch; then try that again.
+        """Go down a level after an error outside the step, such as in building a batch; the caller then retries.
 
         Raises:
-            RuntimeError: The error itself, where it is another one or the ladder is not to be used.
-            InputError: There is no rung left.
+            RuntimeError: The error itself, if memory was not its cause or `survive` is off.
+            InputError: There is no lower level.
         """
         if not self.survives or not is_oom(error):
             raise error
         if self.step.parts.ranks.are_several:
             raise self.next_time() from error
         forget_frames(error)
-        self._climb_down()
+        self._go_down()
         if self._works:
             self._replay()
 
     def obtain(self, get: Callable[[bool], _T]) -> _T:
-        """Return what `get` returns, taking rungs as long as memory runs out in it.
+        """Return what `get` returns, going down a level each time it runs out of memory.
 
         Args:
-            get: Called with False, and again with True.
+            get: Called with whether this is a repeated call.
         """
         again = False
         while True:
@@ -165,36 +168,33 @@ class Window:
             again = True
 
     def give_way(self) -> bool:
-        """Take the rung that the data gives, if it is still there; the step stays as it is.
+        """Free the device memory that chunks can spare, if they have not done so yet; the step does not change.
 
-        Not among several ranks: one whose data has moved would capture its step anew, and the others not.
+        Returns False among several ranks: the rank whose data moved would capture its step anew, and the
+        others would not.
         """
-        rung = next_rung(self.footing)
-        if not self.survives or rung is None or rung.kind != "chunk share":
+        lower = next_level(self.level)
+        if not self.survives or lower is None or lower.kind != "chunk share":
             return False
         if self.step.parts.ranks.are_several:
             return False
         before = bytes_in_use(self.step.parts.device)
         let_go(self.step.parts.device)
-        return self._take(rung, before)
+        return self._take(lower, before)
 
     # -- inside ----------------------------------------------------------------------------
 
     def _update(self) -> bool:
         self._in_update = True
         try:
-            self.step.finish_window()
+            self.step.finish_update()
         finally:
             self._in_update = False
         return True
 
     def _add(self, work: Work) -> torch.Tensor:
-        """Run a batch in passes that fit, weighted by their samples."""
-        if (
-            not self.is_lowered
-            or work.num_samples <= self.footing.pass_size
-            or self._is_whole(work)
-        ):
+        """Run a batch in passes of at most `pass_size` samples, each weighted by its share of the batch."""
+        if not self.is_lowered or work.num_samples <= self.level.pass_size or self._is_whole(work):
             return self.step.add(
                 work.inputs,
                 work.targets,
@@ -206,31 +206,31 @@ class Window:
         weight = self.step.begin_batch(work.num_samples, work.num_together)
         total = torch.zeros((), device=self.step.parts.device)
         left = work.num_samples
-        for part in _passes(work, self.footing.pass_size):
+        for part in _passes(work, self.level.pass_size):
             share = part.num_samples / work.num_samples
             left -= part.num_samples
-            exchange = not left and self.step.window.is_complete
+            exchange = not left and self.step.accumulation.is_complete
             total += share * self.step.forward_backward(
                 part.inputs, part.targets, weight * share, exchange=exchange
             )
         return total
 
     def _is_whole(self, work: Work) -> bool:
-        """Whether a batch cannot go through in parts; says so once."""
+        """Whether a batch cannot be cut into passes; notes it once per run."""
         if work.can_cut:
             return False
         if not self._said_whole:
             self._said_whole = True
             self._say(
                 Note(
-                    f"batches go through whole, not {self.footing.pass_size} samples at once: not every "
+                    f"batches go through whole, not {self.level.pass_size} samples at once: not every "
                     "tensor has a row per sample, or rows carry state"
                 )
             )
         return True
 
     def _guarded(self, run: Callable[[], Any]) -> Any:
-        """Return what `run` returns, or None after a rung was taken."""
+        """Return what `run` returns, or None after it ran out of memory and the level was lowered."""
         try:
             return run()
         except RuntimeError as error:
@@ -238,6 +238,7 @@ class Window:
                 raise
             if self.step.parts.ranks.are_several:
                 raise self.next_time() from error
+            # An optimizer that is not fused updates parameter by parameter: half of them may be new.
             if self._in_update and not self.step.guarded:
                 error.add_note(
                     "in the update of an optimizer that may have changed some weights already: resume "
@@ -245,11 +246,11 @@ class Window:
                 )
                 raise
             forget_frames(error)
-        self._climb_down()
+        self._go_down()
         return None
 
     def _replay(self) -> list[torch.Tensor]:
-        """Run the window's batches again, from the state before it."""
+        """Run the update's batches again, from the state before the first of them."""
         while True:
             self.restore()
             losses = [self._guarded(partial(self._add, work)) for work in self._works]
@@ -257,11 +258,11 @@ class Window:
                 return losses
 
     def restore(self) -> None:
-        """Go back to the mark; gradients are dropped."""
+        """Go back to the last `mark`; gradients are dropped."""
         assert self._before is not None
-        self.step.drop_window()
-        if self.step.parts.carry is not None:
-            self.step.parts.carry.load_state_dict(self._carried)
+        self.step.drop_update()
+        if self.step.parts.recurrent is not None:
+            self.step.parts.recurrent.load_state_dict(self._recurrent_before)
         (on_host, on_device), buffers = self._before
         torch.set_rng_state(on_host)
         if on_device is not None:
@@ -271,78 +272,85 @@ class Window:
         self._buffers.put_back(buffers)
 
     def _generators(self) -> _Generators:
-        """What a forward pass draws from; Python's and numpy's generators would cost more than they give."""
+        """Return the states that a forward pass draws from.
+
+        Python's and numpy's generators are left out: copying them costs more than a model that draws from
+        them on the host is worth.
+        """
         device = self.step.parts.device
         if device.type != "cuda":
             return torch.get_rng_state(), None
         generator = _device_generator(device)
-        # Two numbers say it all; the state as a tensor would cost as much as five kernels' launches.
+        # Seed and offset are the whole state. Asking for it as a tensor costs as much as five kernel launches.
         return torch.get_rng_state(), (generator.initial_seed(), generator.get_offset())
 
-    def _climb_down(self) -> None:
-        """Take the next rung that gives anything."""
+    def _go_down(self) -> None:
+        """Go down to the next level that frees memory."""
         before = bytes_in_use(self.step.parts.device)
-        self.step.drop_window()
+        self.step.drop_update()
         let_go(self.step.parts.device)
         can_cut = all(work.can_cut for work in self._works)
         while True:
-            rung = next_rung(self.footing, can_cut)
-            if rung is None:
+            lower = next_level(self.level, can_cut)
+            if lower is None:
                 if self._circumstances is not None:
                     self._remembered.forget(self._circumstances)
-                raise exhausted(self.footing, can_cut)
-            if self._take(rung, before):
+                raise exhausted(self.level, can_cut)
+            if self._take(lower, before):
                 return
 
     def next_time(self) -> MemoryRanOutError:
-        """Return the error that ends this rank: the others wait in the exchange, so nothing can be run again.
+        """Return the error that ends this rank: the other ranks wait inside a collective, so nothing can be repeated.
 
-        The rung is remembered, and the next start begins on it: torchrun's, or the user's.
+        The lower level is remembered; the next start, by torchrun or by the user, begins there.
         """
-        rung = next_rung(self.footing, all(work.can_cut for work in self._works))
-        if rung is not None and self._circumstances is not None:
-            self._remembered.remember(self._circumstances, self._asked, self.footing.on(rung))
+        lower = next_level(self.level, all(work.can_cut for work in self._works))
+        if lower is not None and self._circumstances is not None:
+            self._remembered.remember(
+                self._circumstances, self._asked, self.level.lowered_to(lower)
+            )
         return MemoryRanOutError(
             "this rank's memory ran out, and the other ranks wait for it.",
             "a batch whose share fits on every rank",
             "the same command with --resume"
             + (
-                f"; it begins a rung lower: {rung.reason}"
-                if rung is not None
+                f"; it begins one level lower: {lower.reason}"
+                if lower is not None
                 else ", with a smaller batch"
             ),
         )
 
-    def _take(self, rung: Rung, before_bytes: int) -> bool:
-        """Take a rung, say and remember it; False where it gave nothing."""
-        freed = self._apply(self.footing.on(rung))
-        if rung.kind == "chunk share" and not freed:
+    def _take(self, lower: LowerLevel, before_bytes: int) -> bool:
+        """Go to a lower level, note and remember it; return False if it freed nothing."""
+        freed = self._apply(self.level.lowered_to(lower))
+        if lower.kind == "chunk share" and not freed:
             return False
         data = f" ({format_bytes(freed)} of chunks given back)" if freed else ""
         after_bytes = bytes_in_use(self.step.parts.device)
         self._say(
             Note(
                 f"memory ran out with {format_bytes(before_bytes)} in use "
-                f"({format_bytes(after_bytes)} after letting go): {rung.reason}{data}",
+                f"({format_bytes(after_bytes)} after letting go): {lower.reason}{data}",
                 Topic.MEMORY,
-                {"before_bytes": before_bytes, "after_bytes": after_bytes, "rung": rung.kind},
+                # "rung" is the field's name in run logs that exist.
+                {"before_bytes": before_bytes, "after_bytes": after_bytes, "rung": lower.kind},
             )
         )
         if self._circumstances is not None:
-            self._remembered.remember(self._circumstances, self._asked, self.footing)
+            self._remembered.remember(self._circumstances, self._asked, self.level)
         return True
 
-    def _apply(self, footing: Footing) -> int:
-        """Stand on a lower footing; return the bytes that chunks gave back."""
-        before, self.footing = self.footing, footing
-        if footing.is_checkpointed and not before.is_checkpointed:
+    def _apply(self, level: MemoryLevel) -> int:
+        """Make `level` the current one; return the bytes that chunks gave back."""
+        before, self.level = self.level, level
+        if level.is_checkpointed and not before.is_checkpointed:
             checkpoint_activations(self.step.parts.model)
-        if self._shrink is None or footing.chunk_share == before.chunk_share:
+        if self._shrink is None or level.chunk_share == before.chunk_share:
             return 0
         return self._shrink(FALLBACK_SHARE / GPU_SHARE)
 
     def _recall(self) -> None:
-        """Begin where an earlier run of the same model on the same GPU ended; ranks on the lowest rung of all."""
+        """Begin at the level that an earlier run of the same model on the same GPU needed; ranks at their lowest."""
         parts = self.step.parts
         free = torch.cuda.mem_get_info(parts.device)[0]
         signature = sign_model(parts.model, parts.precision.name, type(parts.optimizer).__name__)
@@ -362,8 +370,8 @@ class Window:
             )
         )
 
-    def _lowest(self, own: Footing | None) -> Footing | None:
-        """Return the lowest footing of all ranks: their passes and captures must be the same."""
+    def _lowest(self, own: MemoryLevel | None) -> MemoryLevel | None:
+        """Return the lowest level of all ranks: their passes and captures must be the same."""
         ranks = self.step.parts.ranks
         if not ranks.are_several:
             return own
@@ -371,7 +379,7 @@ class Window:
         if not known:
             return None
         return min(
-            (Footing(**found) for found in known),
+            (MemoryLevel(**found) for found in known),
             key=lambda each: (each.pass_size, not each.is_checkpointed, each.chunk_share or 0.0),
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stoker.errors import InputError
-from stoker.train.place import EpochPlace
+from stoker.train.foreign_position import ForeignPosition
 from stoker.train.trainer import Trainer
 from training_makers import make_model
 
@@ -196,8 +196,8 @@ def test_a_rollback_meets_the_same_batches_in_the_same_order():
 
 
 def test_a_loader_with_other_generators_is_refused():
-    state = EpochPlace(make_foreign("own generator", 1)).state_dict()
+    state = ForeignPosition(make_foreign("own generator", 1)).state_dict()
     with pytest.raises(
         InputError, match="0 random generators of its own, the one that was saved had 1"
     ):
-        EpochPlace(make_foreign("list", 1)).load_state_dict(state)
+        ForeignPosition(make_foreign("list", 1)).load_state_dict(state)

@@ -51,7 +51,7 @@ def test_equal_to_a_run_without_it(store, where, most, steps):
     for one, other in zip(short.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert short.model.seen == plain.model.seen == 200, "buffers went back with every retry"
-    assert short._window.footing.pass_size <= most
+    assert short._update.level.pass_size <= most
     assert [note for note in history.notes if note.startswith("memory ran out")]
 
 
@@ -100,7 +100,7 @@ def test_chunks_give_way_first_and_nothing_else_changes(store, monkeypatch, devi
     inject(monkeypatch, where, fail_while_large(loader))
     short, history = train_chunked(store, loader, device, accumulation_steps=steps)
     assert loader.device_bytes == large * 2 // 3
-    assert (short._window.footing.chunk_share, short._window.footing.pass_size) == (0.6, 16)
+    assert (short._update.level.chunk_share, short._update.level.pass_size) == (0.6, 16)
     (said,) = [note for note in history.notes if note.startswith("memory ran out")]
     assert re.search(r"with \S+ \S+ in use \(\S+ \S+ after letting go\)", said)
     assert "75% to 60%" in said
@@ -120,7 +120,7 @@ def test_where_chunks_cannot_give_way_the_batch_does(store, monkeypatch):
     trainer = Trainer(model, loader, None, nn.functional.mse_loss, optimizer, None, None, "cpu")
     notes = [note for note in trainer.fit().notes if note.startswith("memory ran out")]
     assert "16 samples at once, now 12" in notes[0]
-    assert trainer._window.footing.pass_size == 8
+    assert trainer._update.level.pass_size == 8
 
 
 @settings(max_examples=40)
@@ -192,7 +192,7 @@ def test_chunks_give_way_while_the_step_is_captured(store, monkeypatch, at):
     inject(monkeypatch, "forward", fail_while_large(loader, at))
     trainer, history = train_chunked(store, loader, "cuda", epochs=12, capture="on")
     assert trainer._captured.active, trainer._captured.reason
-    assert trainer._window.footing.chunk_share == 0.6
+    assert trainer._update.level.chunk_share == 0.6
     np.testing.assert_allclose(history.losses, expected.losses, rtol=1e-3, atol=1e-5)
 
 
@@ -233,7 +233,7 @@ def train_scaled(store, model, pass_size=None):
         unpack=lambda batch: ((batch["features"], scale), batch["targets"]),
     )
     if pass_size is not None:
-        trainer._window.footing = replace(trainer._window.footing, pass_size=pass_size)
+        trainer._update.level = replace(trainer._update.level, pass_size=pass_size)
     return trainer, trainer.fit()
 
 
@@ -252,7 +252,7 @@ def test_where_a_batch_cannot_be_cut_activations_are_recomputed(store):
     _, expected = train_scaled(store, Scaled())
     trainer, history = train_scaled(store, Scaled(fails))
     assert history.losses == expected.losses
-    assert trainer._window.footing.is_checkpointed
+    assert trainer._update.level.is_checkpointed
     with pytest.raises(
         InputError, match=r"16 samples at once, which cannot go through in parts"
     ) as e:
@@ -307,7 +307,7 @@ def test_validation_goes_through_in_parts(store, most):
     trainer, history = judge(store, most)
     assert history.epochs[0].metrics == pytest.approx(expected.epochs[0].metrics, rel=1e-5)
     assert history.epochs[0].metrics["count"] == 100
-    assert not trainer._window.is_lowered, "training needs no smaller parts"
+    assert not trainer._update.is_lowered, "training needs no smaller parts"
     notes = [note for note in history.notes if "ran out in validation" in note]
     assert "16 samples at once, now 12" in notes[0]
     assert trainer.validate() == pytest.approx(expected.epochs[0].metrics, rel=1e-5)
@@ -329,7 +329,7 @@ def test_validation_lets_the_training_data_give_way_first(store):
     _, expected = judge(store, 16)
     trainer, history = judge(store, 16, Val(store, 16, "cpu"), train=train)
     assert history.epochs[0].metrics == pytest.approx(expected.epochs[0].metrics, rel=1e-6)
-    assert trainer._window.footing.chunk_share == 0.6
+    assert trainer._update.level.chunk_share == 0.6
     assert train.device_bytes < large
 
 

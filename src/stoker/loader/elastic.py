@@ -1,26 +1,26 @@
-"""The rest of an epoch: going on with another number of ranks, or other batches, in its middle.
+"""Elastic resume: continue in the middle of an epoch with another number of ranks or another batch size.
 
-Enters: a saved state, and the order of a rank that goes on from it. Leaves: where that rank goes on, and
-for the rest of that one epoch an order in which every sample is taken that nobody had, none twice; the
-next epoch is a whole one. Costs: what is left, as ranges, and a permutation for every chunk that the rank
-trains on (or the one of everything, which the rest goes on with). No rank asks another. No torch.
+Enters: a saved state, and the order of a rank that continues from it. Leaves: the epoch and batch to
+continue at, and an order for the remaining samples of that epoch: each once, and none that was trained on
+before. The next epoch is a whole one again. Costs: the remaining samples as ranges, and a permutation for
+every chunk that the rank trains on. Ranks do not communicate. No torch.
 
-An epoch is a list of *cuts*: these ranks took it up to this batch, then those up to that one, and so on.
-A state holds them, so that any rank of any number can find out what is left. Batches go on counting
-where they were cut. How the rest is shared:
+An epoch is described by its *cuts*: one set of ranks trained up to this batch, the next set up to that one,
+and so on. The state holds the cuts, so that any rank, out of any number of ranks, can compute which samples
+remain. Batch numbers continue at the cut. How the remaining samples are shared:
 
-    sequential, time   what is left, ascending; rank r has the r-th of `world_size` blocks of it
-    shuffled, chunks   the chunks that have something left, in this epoch's order; rank r has the r-th
-                       block; shuffled anew within what a rank has of a chunk
-    shuffled, resident the same permutation goes on, in pieces of the new `batch_size * world_size`:
-                       ranks may come and go, and the samples come as one process would take them
-    lanes              every lane goes on where it was; their number must stay. The state that a model
-                       carries from batch to batch belongs to the lane, so it must move with it
+    sequential, time   in ascending order; rank r has the r-th of `world_size` blocks
+    shuffled, chunks   chunks with samples left, in this epoch's order; rank r has the r-th block, and
+                       shuffles its samples of a chunk anew
+    shuffled, resident the same permutation continues, in pieces of the new `batch_size * world_size`. The
+                       samples have the order in which one process would train on them
+    lanes              every lane continues; their number must stay the same. A model's recurrent state
+                       belongs to a lane, and moves with it
 
-The rule of the tail is that of a whole epoch: equal steps, no batch empty, and with `drop_last` only
-full ones. What is left can be too little for it: two samples for three ranks, or in batches of one
-a number that the ranks do not divide. Then the samples over, fewer than there are ranks, wait for the
-next epoch, and a warning says how many. (Lanes: the steps in which a rank would have no lane left.)
+At the end of the epoch the rule of a whole epoch holds: all ranks have the same number of steps, no batch
+is empty, and with `drop_last` every batch is full. Too few samples may remain for that: two samples for
+three ranks, for example. The samples that cannot be shared are fewer than the ranks. They wait for the next
+epoch, and a warning says how many. With lanes this concerns the steps in which a rank would have no lane.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from stoker.loader.positions import Part, PositionSet
 from stoker.store.fields import Array
 
 
-class RestEpoch(BlockEpoch):
-    """What is left of an epoch at a step, in blocks of chunks; see the module's text.
+class ElasticEpoch(BlockEpoch):
+    """The remaining samples of an epoch, shared in blocks of chunks; see the module's text.
 
     Args:
-        order: Of the ranks that share it.
+        order: Of the ranks that share them.
         epoch: Its number.
-        left: What no rank has taken.
+        left: Samples that no rank has trained on.
         first_step: Number of the first batch.
     """
 
     def __init__(self, order: Order, epoch: int, left: PositionSet, first_step: int) -> None:
         self._left = left
         edges = left.count_below(order.edges)
-        super().__init__(order, epoch, first_step, share_rest(order, len(left)), edges)
+        super().__init__(order, epoch, first_step, share_remaining(order, len(left)), edges)
 
     def _at(self, low: int, high: int) -> Array:
         return self._left.slice(low, high)
@@ -69,7 +69,7 @@ class RestEpoch(BlockEpoch):
 
 @dataclass(frozen=True)
 class Cut:
-    """These ranks took an epoch up to batch `batch`."""
+    """Ranks of this number, with this batch size, trained on an epoch up to batch `batch`."""
 
     batch_size: int
     world_size: int
@@ -77,7 +77,7 @@ class Cut:
     batch: int
 
     def apply_to(self, order: Order, rank: int = 0) -> Order:
-        """Return the order of a rank of these ranks."""
+        """Return the order that one of these ranks had."""
         return replace(
             order,
             rank=rank,
@@ -87,7 +87,7 @@ class Cut:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return it in plain values."""
+        """Return the cut in plain values."""
         return {
             "batch_size": self.batch_size,
             "world_size": self.world_size,
@@ -115,15 +115,15 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a loader goes on.
+class ResumePoint:
+    """The position at which a loader continues.
 
     Attributes:
-        epoch: In this epoch,
-        batch: at this batch,
-        cuts: that were made in the epoch,
-        begun: and so is the order of the epoch; None when it is a whole one.
-        words: How it goes on, where others began.
+        epoch: Its epoch.
+        batch: The next batch of that epoch.
+        cuts: Of the epoch so far.
+        begun: Order of the remaining samples; None for a whole epoch.
+        words: A sentence for the user if other ranks began the epoch.
     """
 
     epoch: int
@@ -133,8 +133,8 @@ class Place:
     words: str | None = None
 
 
-def share_rest(order: Order, num_left: int) -> Share:
-    """Return how the ranks of an order share what is left; see the rule of the tail."""
+def share_remaining(order: Order, num_left: int) -> Share:
+    """Return how the ranks of an order share the remaining samples; the module's text has the rule."""
     steps = order.count_steps(num_left)
     full = order.batch_size * order.world_size
     used = steps * full if order.drop_last else num_left
@@ -144,24 +144,24 @@ def share_rest(order: Order, num_left: int) -> Share:
 
 
 def hand_over(begun: EpochOrder, order: Order, step: int) -> EpochOrder:
-    """Return the rest of an epoch from `step` on, shared by the ranks of `order`."""
+    """Return the order of an epoch's samples from `step` on, shared by the ranks of `order`."""
     epoch = begun.epoch
     if isinstance(begun, LaneEpoch):
         assert order.lanes is not None
         return LaneEpoch(order, epoch, order.lanes, begun.layout_ranks, step)
     if isinstance(begun, DealtEpoch) and order.is_dealt:
         begin = begun.dealt(step)
-        rest = share_rest(order, begun.begin + begun.num_offered - begin)
-        return DealtEpoch(order, epoch, begun.deck, begin, step, rest)
+        remaining = share_remaining(order, begun.begin + begun.num_offered - begin)
+        return DealtEpoch(order, epoch, begun.deck, begin, step, remaining)
     left = begun.untaken(step)
     if order.is_dealt:
         deck = Deck(len(left), order.seed, epoch, step, left)
-        return DealtEpoch(order, epoch, deck, 0, step, share_rest(order, len(left)))
-    return RestEpoch(order, epoch, left, step)
+        return DealtEpoch(order, epoch, deck, 0, step, share_remaining(order, len(left)))
+    return ElasticEpoch(order, epoch, left, step)
 
 
-def save_place(order: Order, epochs: EpochOrder, batch: int, cuts: Sequence[Cut]) -> dict[str, Any]:
-    """Return a state: `epochs` is the order of the current epoch, of which `batch` batches are done."""
+def save_state(order: Order, epochs: EpochOrder, batch: int, cuts: Sequence[Cut]) -> dict[str, Any]:
+    """Return the state of a loader that has finished `batch` batches of the epoch `epochs`."""
     return {
         **_data_of(order),
         **Cut(order.batch_size, order.world_size, order.chunks, batch).to_json(),
@@ -172,12 +172,12 @@ def save_place(order: Order, epochs: EpochOrder, batch: int, cuts: Sequence[Cut]
     }
 
 
-def find_place(order: Order, state: Mapping[str, Any]) -> Place:
-    """Return where the rank of `order` goes on from a state that any rank of any number has saved.
+def find_resume_point(order: Order, state: Mapping[str, Any]) -> ResumePoint:
+    """Return where a rank continues from a state that any rank, of any number of ranks, has saved.
 
     Raises:
-        InputError: The state is of other data or another kind of order, or of another number of lanes;
-            the message says which.
+        InputError: The state belongs to other samples, another kind of order or another number of lanes;
+            the message names the difference.
     """
     if not isinstance(state, Mapping):
         raise InputError(
@@ -203,23 +203,25 @@ def find_place(order: Order, state: Mapping[str, Any]) -> Place:
     epoch, rank = _read(state, "epoch"), _read(state, "rank")
     if not cuts and not last.batch:
         _check_digest(order.epoch(epoch), 0, state)
-        return Place(epoch, 0)
+        return ResumePoint(epoch, 0)
     _check_num_lanes(order, last)
     begun = _replay(order, epoch, cuts, last.apply_to(order, rank))
     _check_digest(begun, last.batch, state)
     is_same = _is_same(begun.order, order)
     if is_same and not cuts:
-        return Place(epoch, last.batch)
-    if is_same or last.batch == begun.first_step:  # who took nothing leaves no cut
-        rest = _replay(order, epoch, cuts, order)
+        return ResumePoint(epoch, last.batch)
+    if (
+        is_same or last.batch == begun.first_step
+    ):  # the last ranks trained on nothing: they leave no cut
+        remaining = _replay(order, epoch, cuts, order)
     else:
         cuts += (last,)
-        rest = hand_over(begun, order, last.batch)
-    whole = _as_whole(rest)
+        remaining = hand_over(begun, order, last.batch)
+    whole = _as_whole(remaining)
     if whole is not None:
-        return Place(epoch, last.batch, (), whole)
-    words = None if is_same else _describe(begun.order, rest)
-    return Place(epoch, last.batch, cuts, rest, words)
+        return ResumePoint(epoch, last.batch, (), whole)
+    words = None if is_same else _describe(begun.order, remaining)
+    return ResumePoint(epoch, last.batch, cuts, remaining, words)
 
 
 def _read(state: Mapping[str, Any], name: str) -> int:
@@ -234,7 +236,7 @@ def _read(state: Mapping[str, Any], name: str) -> int:
 
 
 def _data_of(order: Order) -> dict[str, Any]:
-    """What must agree between the ranks that began an epoch and those that go on."""
+    """Return what must be the same for the ranks that began an epoch and those that continue it."""
     return {
         "num_samples": order.num_samples,
         "order": order.mode,
@@ -245,7 +247,7 @@ def _data_of(order: Order) -> dict[str, Any]:
 
 
 def _replay(order: Order, epoch: int, cuts: Sequence[Cut], last: Order) -> EpochOrder:
-    """Return the epoch as `last` had it, after the cuts before."""
+    """Return the order that the ranks of `last` had in this epoch, after all cuts."""
     orders = [*(cut.apply_to(order) for cut in cuts), last]
     begun = orders[0].epoch(epoch)
     for cut, following in zip(cuts, orders[1:], strict=True):
@@ -254,36 +256,39 @@ def _replay(order: Order, epoch: int, cuts: Sequence[Cut], last: Order) -> Epoch
 
 
 def _is_same(one: Order, other: Order) -> bool:
-    """Whether two orders give their ranks the same samples; chunks do not matter in sequence."""
+    """Whether two orders give their ranks the same samples; sequential orders do not depend on chunks."""
     chunks = one.chunks == other.chunks or one.mode in ("sequential", "time")
     return (one.batch_size, one.world_size) == (other.batch_size, other.world_size) and chunks
 
 
-def _as_whole(rest: EpochOrder) -> EpochOrder | None:
-    """Return the whole epoch of the same ranks, if what it has left at this step is just the rest."""
-    order = rest.order
-    if rest.num_batches != len(order):
+def _as_whole(remaining: EpochOrder) -> EpochOrder | None:
+    """Return the whole epoch of the same ranks if the same samples remain in it; else None.
+
+    A run that returns to its first number of ranks then needs no cuts any more.
+    """
+    order = remaining.order
+    if remaining.num_batches != len(order):
         return None
-    if isinstance(rest, DealtEpoch) and rest.deck.is_whole:
+    if isinstance(remaining, DealtEpoch) and remaining.deck.is_whole:
         full = order.batch_size * order.world_size
-        if rest.begin == rest.first_step * full:
-            return DealtEpoch(order, rest.epoch, rest.deck)
-    if isinstance(rest, LaneEpoch) and order.lanes is not None:
-        began, _ = order.lanes.lay_out(rest.layout_ranks, order.drop_last)
+        if remaining.begin == remaining.first_step * full:
+            return DealtEpoch(order, remaining.epoch, remaining.deck)
+    if isinstance(remaining, LaneEpoch) and order.lanes is not None:
+        began, _ = order.lanes.lay_out(remaining.layout_ranks, order.drop_last)
         if np.array_equal(began, order.lanes.lay_out(order.world_size, order.drop_last)[0]):
-            return LaneEpoch(order, rest.epoch, order.lanes)
+            return LaneEpoch(order, remaining.epoch, order.lanes)
     return None
 
 
-def _describe(before: Order, rest: EpochOrder) -> str:
-    """Return how an epoch goes on; warn where something of it is left out that nobody asked to."""
-    order, steps = rest.order, rest.num_batches - rest.first_step
+def _describe(before: Order, remaining: EpochOrder) -> str:
+    """Return how an epoch continues, in words; warn if samples are left out without `drop_last`."""
+    order, steps = remaining.order, remaining.num_batches - remaining.first_step
     words = (
-        f"epoch {rest.epoch} was begun by {before.world_size} x {before.batch_size} samples a batch and "
-        f"goes on at batch {rest.first_step} with {order.world_size} x {order.batch_size}: "
-        f"{rest.num_used:,} samples are left for {steps:,} batches"
+        f"epoch {remaining.epoch} was begun by {before.world_size} x {before.batch_size} samples a batch and "
+        f"goes on at batch {remaining.first_step} with {order.world_size} x {order.batch_size}: "
+        f"{remaining.num_used:,} samples are left for {steps:,} batches"
     )
-    over = rest.num_offered - rest.num_used
+    over = remaining.num_offered - remaining.num_used
     if not over:
         return words
     if order.drop_last:

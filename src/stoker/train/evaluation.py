@@ -1,10 +1,12 @@
-"""The mean loss and the metrics of a split, without gradients, in as many passes as memory asks for.
+"""Evaluation: the mean loss and the metrics of a split, without gradients.
 
-Enters: a model, a criterion, a feed. Leaves: numbers by name. Costs the forward passes; nothing waits for
-the device before the end, unless a metric does.
+Enters: a model, a criterion, a feed. Leaves: numbers by name. Costs the forward passes. The host does not wait
+for the device before the end, unless a metric does.
 
-When memory runs out the batch is cut into smaller parts, which stay that small: in evaluation a sample's
-output does not depend on the others. Losses are weighted by their samples.
+Out of memory: the batch is cut into smaller passes, and later batches too. In evaluation a sample's output does
+not depend on the others, so the result is the same. Losses are weighted by their samples.
+Stop: `is_over` is asked before every batch; `EvaluationStopped` then means that there is no result.
+Failure: the error is raised, and the model is back in the mode that it was in.
 """
 
 from __future__ import annotations
@@ -19,23 +21,23 @@ import torch
 from stoker.errors import InputError
 from stoker.report import Note, Topic
 from stoker.train.batches import Feed, Work, map_tensors
-from stoker.train.carry import Carry, make_carry
 from stoker.train.diagnosis import explain_samples
-from stoker.train.lookout import LOOKOUT
+from stoker.train.heartbeat import HEARTBEAT
 from stoker.train.oom import bytes_in_use, forget_frames, is_oom, let_go, smaller_pass
 from stoker.train.parallel import is_sharded
 from stoker.train.precision import PrecisionChoice
 from stoker.train.ranks import Ranks
+from stoker.train.recurrent_state import RecurrentState, make_recurrent_state
 from stoker.train.step import Criterion, as_float32, take_rows
 from stoker.units import format_bytes
 
 
-class JudgingStopped(Exception):  # noqa: N818 (no error: somebody asked for it)
-    """The run is to end; the split was not judged to its end."""
+class EvaluationStopped(Exception):  # noqa: N818 (no error: somebody asked for it)
+    """`is_over` was true before the end of the split: there is no result."""
 
 
-class _Judged(NamedTuple):
-    """Some samples of a batch: its number, their mean loss, and what the metrics compare."""
+class _Evaluated(NamedTuple):
+    """One pass: the number of its batch, the mean loss, and the values for the metrics."""
 
     number: int
     loss: torch.Tensor
@@ -44,20 +46,20 @@ class _Judged(NamedTuple):
     num_samples: int
 
 
-class Judge:
-    """Runs a model over splits.
+class Evaluator:
+    """Evaluates a model on splits.
 
     Args:
-        model: Put into evaluation mode while it is judged.
+        model: In evaluation mode during `evaluate`, then in its mode before.
         criterion: `(outputs, targets) -> mean loss`.
         metrics: Makes an accumulator with `update(outputs, targets)` and `compute()`.
         precision: Of the forward pass.
         device: Where the model is.
-        survive: Whether to cut batches when memory runs out; False lets the error through.
-        say: Told of every cut.
-        give_way: Asked first: lets others give memory back, and says whether they did.
-        ranks: Where each has its own part of the samples, what they found is put together; metrics then
-            need `state()` and `merge(states)`.
+        survive: Whether to cut batches when memory runs out; False raises the error.
+        say: Called with a note for every cut.
+        give_way: Called before a cut: frees memory elsewhere and returns whether it did.
+        ranks: If each has its own part of the samples, their results are merged; metrics then need
+            `state()` and `merge(states)`.
     """
 
     def __init__(
@@ -78,23 +80,23 @@ class Judge:
         self._most: int | None = None
         self._first_bad: int | None = None
         self._ranks = ranks or Ranks()
-        # A model in parts asks all ranks for every pass: none can take smaller ones by itself.
+        # Every pass of a sharded model is collective: one rank alone cannot run smaller passes.
         self._survives = survive and not (self._ranks.are_several and is_sharded(model))
 
     @torch.no_grad()
-    def judge(
+    def evaluate(
         self, feed: Feed, when: str = "", is_over: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
         """Return the mean loss and the metrics over the whole of a feed's first epoch.
 
         Args:
             feed: The split.
-            when: For the words of an error: "in epoch 3".
-            is_over: Asked before every batch whether to stop.
+            when: For the text of an error: "in epoch 3".
+            is_over: Asked before every batch; True stops.
 
         Raises:
             InputError: The feed has no batch.
-            JudgingStopped: It was over.
+            EvaluationStopped: `is_over` was true.
         """
         was_training = self._model.training
         self._model.eval()
@@ -103,18 +105,20 @@ class Judge:
         count, numbers = 0, []
         num_good = torch.zeros((), dtype=torch.int64, device=self._device)
         try:
-            for judged in self._over(feed, is_over):
-                total += judged.loss.double() * judged.num_samples
-                num_good += torch.isfinite(total)  # once it is not, it stays so
-                count += judged.num_samples
-                numbers.append(judged.number)
+            for evaluated in self._over(feed, is_over):
+                total += evaluated.loss.double() * evaluated.num_samples
+                num_good += torch.isfinite(
+                    total
+                )  # a total that is not finite stays so: this counts the passes before it
+                count += evaluated.num_samples
+                numbers.append(evaluated.number)
                 if counted is not None:
-                    counted.update(judged.outputs, judged.targets)
+                    counted.update(evaluated.outputs, evaluated.targets)
         finally:
             self._model.train(was_training)
         loss, number = float(total), float(count)
         if self._ranks.are_several and (feed.is_shared or not feed.is_stoker):
-            # The mean is right also where a loader of others has all samples on every rank.
+            # Also right for a foreign loader that has all samples on every rank: the mean stays the same.
             loss, number = self._ranks.total(loss, number)
         if not number:
             raise no_batches(f"the validation loader yielded no batch{when and f' {when}'}.")
@@ -125,9 +129,9 @@ class Judge:
         return found | (counted.compute() if counted is not None else {})
 
     def explain(self, feed: Feed) -> str:
-        """Return what is known of the first batch that made the last `judge`'s loss not finite.
+        """Explain why the loss of the last `evaluate` was not finite: the first such batch and its samples.
 
-        Costs, for a stoker loader, one more read of the batches up to it.
+        With a stoker loader it reads the batches up to that one again.
         """
         if self._first_bad is None:
             return "Every loss on this rank was finite."
@@ -142,7 +146,7 @@ class Judge:
         return f"{finding.given} Try: {finding.fix}"
 
     def _merge(self, counted: Any) -> Any:
-        """Return the metrics of all ranks' samples, in the order of ranks."""
+        """Return the metrics over the samples of all ranks, merged in the order of ranks."""
         if counted is None:
             return None
         if not hasattr(counted, "merge"):
@@ -159,13 +163,13 @@ class Judge:
         counted.merge(states)
         return counted
 
-    def _over(self, feed: Feed, is_over: Callable[[], bool]) -> Iterator[_Judged]:
-        carry = make_carry(self._model, feed.loader, self._device)
+    def _over(self, feed: Feed, is_over: Callable[[], bool]) -> Iterator[_Evaluated]:
+        recurrent = make_recurrent_state(self._model, feed.loader, self._device)
         feed.begin_anew()
         works, num_failures, number = iter(feed), 0, 0
         while True:
             if is_over():
-                raise JudgingStopped
+                raise EvaluationStopped
             try:
                 work = next(works, None)
             except RuntimeError as error:
@@ -177,45 +181,47 @@ class Judge:
             if work is None:
                 return
             num_failures = 0
-            LOOKOUT.mark("validating")
-            yield from self._in_parts(work, carry, number)
+            HEARTBEAT.mark("validating")
+            yield from self._in_parts(work, recurrent, number)
             number += 1
 
-    def _in_parts(self, work: Work, carry: Carry | None, number: int) -> Iterator[_Judged]:
+    def _in_parts(
+        self, work: Work, recurrent: RecurrentState | None, number: int
+    ) -> Iterator[_Evaluated]:
         start = 0
         while start < work.num_samples:
             whole = self._most is None or not work.can_cut
             part = work if whole else work.part(start, start + (self._most or 0))
-            state = None if carry is None else carry.state_dict()
+            state = None if recurrent is None else recurrent.state_dict()
             try:
-                judged = self._forward(part, carry, number)
+                evaluated = self._forward(part, recurrent, number)
             except RuntimeError as error:
                 before = bytes_in_use(self._device)
                 if not self._let_go(error):
                     self._cut(work, before)
-                if carry is not None:
-                    carry.load_state_dict(state)
+                if recurrent is not None:
+                    recurrent.load_state_dict(state)
                 continue
-            yield judged
+            yield evaluated
             start += part.num_samples
 
-    def _forward(self, work: Work, carry: Carry | None, number: int) -> _Judged:
+    def _forward(self, work: Work, recurrent: RecurrentState | None, number: int) -> _Evaluated:
         with self._precision.autocast(self._device):
-            if carry is not None and work.reset is not None:
-                outputs = carry.run(self._model, work.inputs, work.reset)
+            if recurrent is not None and work.reset is not None:
+                outputs = recurrent.run(self._model, work.inputs, work.reset)
             else:
                 outputs = self._model(work.inputs)
         outputs, targets, rows = as_float32(outputs), work.targets, work.rows
         if rows is not None:
             outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
         loss = self._criterion(outputs, targets)
-        return _Judged(number, loss, outputs, targets, work.num_samples)
+        return _Evaluated(number, loss, outputs, targets, work.num_samples)
 
     def _let_go(self, error: RuntimeError) -> bool:
-        """Let go of all that can be after memory ran out; raise other errors.
+        """Free memory after it ran out; raise other errors.
 
         Returns:
-            Whether others gave memory back, so that the same can be tried again.
+            Whether memory was freed elsewhere, so that the same pass can be repeated.
         """
         if not self._survives or not is_oom(error):
             raise error
@@ -224,7 +230,7 @@ class Judge:
         return self._give_way()
 
     def _cut(self, work: Work, before_bytes: int) -> None:
-        """Let fewer samples through at once from now on."""
+        """Run fewer samples per pass from now on."""
         size = min(work.num_samples, self._most or work.num_samples)
         smaller = smaller_pass(work.num_samples, size) if work.can_cut else None
         if smaller is None:
@@ -247,7 +253,7 @@ class Judge:
 
 
 def no_batches(given: str) -> InputError:
-    """Return the error for a loader of an epoch without a batch."""
+    """Return the error for a loader whose epoch has no batch."""
     return InputError(
         given,
         "something that can be iterated every epoch, and has a batch in it",

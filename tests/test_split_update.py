@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stoker.train.pieces import UpdateInPieces, _spread, in_pieces, piece_size
+from stoker.train.split_update import SplitUpdate, _spread, piece_size, split_tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -53,7 +53,7 @@ def test_an_update_in_pieces_is_the_update(device, kind, amsgrad):
             optimizer.grad_scale = torch.tensor(2.0, device=device)
             optimizer.found_inf = found + (step == 2)  # the third update is left out
         optimizers[0].step()
-        with Watch(), UpdateInPieces():
+        with Watch(), SplitUpdate():
             optimizers[1].step()
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -70,13 +70,13 @@ def test_the_norm_of_pieces_is_the_norm(device):
     shapes = [(300, 500), (1, 1), (0, 4), (700, 9)]
     tensors = [torch.randn(*shape, device=device) for shape in shapes]
     tensors.append(torch.randn(800, 90, device=device).t())
-    pieces = in_pieces(tensors)
+    pieces = split_tensors(tensors)
     assert len(pieces) > 20
     assert any(piece is tensors[-1] for piece in pieces), "not contiguous, so not cut"
     whole = torch.nn.utils.get_total_norm(tensors)
     torch.testing.assert_close(torch.nn.utils.get_total_norm(pieces), whole)
     tensors[0][7, 7] = float("nan")
-    assert torch.nn.utils.get_total_norm(in_pieces(tensors)).isnan()
+    assert torch.nn.utils.get_total_norm(split_tensors(tensors)).isnan()
 
 
 def test_what_hooks_compute_is_not_cut():
@@ -91,7 +91,7 @@ def test_what_hooks_compute_is_not_cut():
 
     optimizer.register_step_pre_hook(clip_each)
     model(torch.randn(2, 3, 8, 8)).sum().backward()
-    with UpdateInPieces():
+    with SplitUpdate():
         optimizer.step()
     assert counts
     assert all(given == norms for given, norms in counts)
@@ -117,7 +117,7 @@ def test_large_models_stay_whole(sizes):
 def test_a_small_model_fills_one_launch():
     mlp = [256 * 512, 512, 512 * 512, 512, 512 * 3, 3]
     assert 25 < spread_meta(mlp) <= 36
-    assert len(in_pieces([torch.empty(size, device="meta") for size in mlp])) <= 110
+    assert len(split_tensors([torch.empty(size, device="meta") for size in mlp])) <= 110
 
 
 @settings(max_examples=60, deadline=None)
@@ -139,6 +139,6 @@ def test_tensors_of_other_kinds_stay_whole():
 
     special = torch.zeros(200_000).as_subclass(Special)
     plain = torch.zeros(200_000)
-    pieces = in_pieces([special, plain])
+    pieces = split_tensors([special, plain])
     assert any(piece is special for piece in pieces)
     assert len(pieces) > 10

@@ -16,12 +16,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import InputError
+from stoker.loader.elastic import Cut, ElasticEpoch, find_resume_point, save_state
 from stoker.loader.epochs import DealtEpoch
 from stoker.loader.lanes import plan_lanes, plan_store_lanes
 from stoker.loader.loader import Loader
 from stoker.loader.order import EpochOrder, Order, PlannedBatch
 from stoker.loader.positions import Part, PositionSet
-from stoker.loader.rest import Cut, RestEpoch, find_place, save_place
 from stoker.plan.facts import even_chunks
 from store_makers import simple_shard, write_store
 from test_loader import check_batch
@@ -58,14 +58,16 @@ def run_stage(order: Order, state: dict | None, share: float) -> tuple[Stage, di
     for each in ranks_of(order):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            place = None if state is None else find_place(each, json.loads(json.dumps(state)))
+            place = (
+                None if state is None else find_resume_point(each, json.loads(json.dumps(state)))
+            )
         epoch = each.epoch(EPOCH) if place is None or place.begun is None else place.begun
         if place is not None:
             first_step, cuts = place.batch, place.cuts
         stop = first_step + int(share * (epoch.num_batches - first_step) + 0.5)
         taken.append([batch for batch in epoch.batches(first_step) if batch.step < stop])
         epochs.append(epoch)
-        states.append(save_place(each, epoch, stop, cuts))
+        states.append(save_state(each, epoch, stop, cuts))
     return Stage(order, epochs, taken, first_step, cuts), states[len(states) // 2]
 
 
@@ -236,11 +238,11 @@ def test_the_rest_of_a_chunk_is_shuffled_and_not_as_before():
     began = Order(400, 10, "shuffled", 1, chunks=even_chunks(400, 200))
     begun = began.epoch(0)
     left = begun.untaken(5)
-    rest = RestEpoch(replace(began, batch_size=20), 0, left, 5)
+    rest = ElasticEpoch(replace(began, batch_size=20), 0, left, 5)
     ours = next(rest.batches()).positions
     assert ours.tolist() != sorted(ours.tolist())
     assert ours.tolist() != np.concatenate(list(begun.stream(5, 7))).tolist()
-    later = RestEpoch(replace(began, batch_size=20), 1, left, 5)
+    later = ElasticEpoch(replace(began, batch_size=20), 1, left, 5)
     assert ours.tolist() != next(later.batches()).positions.tolist()
 
 
@@ -291,14 +293,14 @@ def test_another_number_of_lanes_waits_for_the_next_epoch():
         return Order(60, lanes // ranks, "lanes", rank=rank, world_size=ranks, lanes=plan)
 
     six = order(6)
-    state = save_place(six, six.epoch(0), 4, ())
+    state = save_state(six, six.epoch(0), 4, ())
     with pytest.raises(InputError, match="an epoch of 6 lanes, this loader has 4") as caught:
-        find_place(order(4), state)
+        find_resume_point(order(4), state)
     assert "batch_size=6" in caught.value.fix
     with pytest.raises(InputError, match="6 lanes") as caught:
-        find_place(order(8, 0, 4), state)
+        find_resume_point(order(8, 0, 4), state)
     assert "divides 6" in caught.value.fix
-    place = find_place(order(4), save_place(six, six.epoch(1), 0, ()))
+    place = find_resume_point(order(4), save_state(six, six.epoch(1), 0, ()))
     assert (place.epoch, place.batch, place.begun) == (1, 0, None)
 
 
@@ -312,9 +314,9 @@ def test_every_rank_goes_on_from_the_state_of_any_rank(stages, data):
     stage = stages[-1]
     stop = data.draw(st.integers(stage.first_step, stage.stop))
     saver = data.draw(st.integers(0, stage.order.world_size - 1))
-    state = save_place(replace(stage.order, rank=saver), stage.epochs[saver], stop, stage.cuts)
+    state = save_state(replace(stage.order, rank=saver), stage.epochs[saver], stop, stage.cuts)
     for rank, each in enumerate(ranks_of(stage.order)):
-        place = find_place(each, state)
+        place = find_resume_point(each, state)
         assert place.words is None
         epoch = place.begun or each.epoch(EPOCH)
         again = [batch.positions.tolist() for batch in epoch.batches(place.batch)]
@@ -324,9 +326,9 @@ def test_every_rank_goes_on_from_the_state_of_any_rank(stages, data):
 
 def test_the_same_global_batch_goes_on_as_a_whole_epoch():
     eight = Order(1000, 8, "shuffled", 2, 3, 8)
-    state = save_place(eight, eight.epoch(1), 5, ())
+    state = save_state(eight, eight.epoch(1), 5, ())
     for order in ranks_of(Order(1000, 16, "shuffled", 2, 0, 4)):
-        place = find_place(order, state)
+        place = find_resume_point(order, state)
         assert (place.cuts, place.words) == ((), None)
         assert isinstance(place.begun, DealtEpoch)
         theirs = [batch.positions.tolist() for batch in order.epoch(1).batches(5)]
@@ -336,15 +338,15 @@ def test_the_same_global_batch_goes_on_as_a_whole_epoch():
 
 def test_chunks_of_another_size_do_not_matter_in_sequence():
     one = Order(100, 8, "time", chunks=even_chunks(100, 30))
-    place = find_place(replace(one, chunks=None), save_place(one, one.epoch(0), 3, ()))
+    place = find_resume_point(replace(one, chunks=None), save_state(one, one.epoch(0), 3, ()))
     assert (place.batch, place.cuts, place.begun) == (3, (), None)
 
 
 def test_a_state_of_before_there_were_cuts_still_loads():
     order = Order(100, 8, "shuffled", 1, 1, 2)
-    state = save_place(order, order.epoch(2), 3, ())
+    state = save_state(order, order.epoch(2), 3, ())
     del state["cuts"]
-    place = find_place(order, state)
+    place = find_resume_point(order, state)
     assert (place.epoch, place.batch, place.begun) == (2, 3, None)
 
 
@@ -367,38 +369,38 @@ def test_a_state_of_before_there_were_cuts_still_loads():
 )
 def test_what_is_no_state_of_this_epoch_is_refused(change, given):
     order = Order(100, 8, "shuffled", 1)
-    state = save_place(order, order.epoch(0), 3, ()) | change
+    state = save_state(order, order.epoch(0), 3, ()) | change
     with pytest.raises(InputError) as caught:
-        find_place(replace(order, batch_size=10), state)
+        find_resume_point(replace(order, batch_size=10), state)
     assert given in caught.value.given
     assert caught.value.allowed
 
 
 def test_too_little_for_all_ranks_ends_the_epoch_and_says_so():
     began = Order(50, 8, "shuffled", 1)  # 6 batches of 8, and 2 samples
-    state = save_place(began, began.epoch(0), 6, ())
+    state = save_state(began, began.epoch(0), 6, ())
     three = Order(50, 8, "shuffled", 1, 1, 3)
     with pytest.warns(
         UserWarning, match="2 cannot be shared by 3 ranks and wait for the next epoch"
     ):
-        place = find_place(three, state)
+        place = find_resume_point(three, state)
     assert place.begun is not None
     assert place.begun.num_batches == place.batch == 6
     assert list(place.begun.batches()) == []
     assert "2 cannot be shared" in place.words
     assert len(list(three.epoch(1).batches())) == len(three)
-    later = save_place(three, place.begun, 6, place.cuts)  # and two ranks can still take them
-    two = [find_place(each, later) for each in ranks_of(replace(began, world_size=2))]
+    later = save_state(three, place.begun, 6, place.cuts)  # and two ranks can still take them
+    two = [find_resume_point(each, later) for each in ranks_of(replace(began, world_size=2))]
     assert [sum(len(b.positions) for b in place.begun.batches()) for place in two] == [1, 1]
     assert {len(place.cuts) for place in two} == {1}, "who took nothing leaves no cut"
     with pytest.warns(UserWarning, match="2 cannot be shared by 4"):
-        place = find_place(Order(48, 1, "shuffled", 1, 0, 4), _state_after(48, 6, taken=3))
+        place = find_resume_point(Order(48, 1, "shuffled", 1, 0, 4), _state_after(48, 6, taken=3))
     assert place.begun.num_used == 28
 
 
 def _state_after(num_samples: int, batch_size: int, taken: int) -> dict:
     order = Order(num_samples, batch_size, "shuffled", 1)
-    return save_place(order, order.epoch(0), taken, ())
+    return save_state(order, order.epoch(0), taken, ())
 
 
 # -------------------------------------------------------------------------------------------- costs
@@ -408,11 +410,11 @@ def test_many_ranks_become_few_without_listing_what_is_left():
     """100 million samples are left as ranges: as positions they would be 800 MB on every rank."""
     count = 100_000_000
     order = Order(count, 128, "shuffled", 1, 0, 100, chunks=even_chunks(count, 50_000))
-    state = save_place(order, order.epoch(0), 500, ())
+    state = save_state(order, order.epoch(0), 500, ())
     fewer = Order(count, 128, "shuffled", 1, 3, 8, chunks=even_chunks(count, 50_000))
     tracemalloc.start()
     begin = time.process_time()
-    place = find_place(fewer, state)
+    place = find_resume_point(fewer, state)
     assert time.process_time() - begin < 5  # 0.6 s: a permutation for every rank there was
     batches = place.begun.batches()
     for _ in range(2000):

@@ -10,8 +10,8 @@ from torch import nn
 from stoker.loader.lanes import plan_store_lanes
 from stoker.loader.loader import Loader
 from stoker.store.fields import Dense, Series
-from stoker.train.carry import Carry
 from stoker.train.losses import NonFiniteError
+from stoker.train.recurrent_state import RecurrentState
 from stoker.train.trainer import Trainer
 from store_makers import write_store
 
@@ -172,21 +172,21 @@ def test_a_bad_batch_leaves_no_trace_in_the_state(tmp_path, device, nonfinite):
     states = [state for _, state, _ in seen]
     assert all(state.isfinite().all() for state in states)
     assert torch.equal(states[bad + 1], states[bad])
-    assert torch.isfinite(trainer._step.parts.carry.state_dict()["h"]).all()
+    assert torch.isfinite(trainer._step.parts.recurrent.state_dict()["h"]).all()
 
 
 def test_a_lane_that_begins_in_a_bad_batch_has_begun():
     model = Recurrent()
-    carry = Carry(torch.device("cpu"), model)
+    recurrent = RecurrentState(torch.device("cpu"), model)
     first, reset = torch.randn(2, WINDOW, 2), torch.tensor([False, True])
-    carry.run(model, first, torch.tensor([True, True]))
-    before = carry.state_dict()["h"]
-    carry.run(model, first * float("nan"), reset)
-    carry.keep_if(torch.tensor(False))
-    after = carry.state_dict()["h"]
+    recurrent.run(model, first, torch.tensor([True, True]))
+    before = recurrent.state_dict()["h"]
+    recurrent.run(model, first * float("nan"), reset)
+    recurrent.keep_if(torch.tensor(False))
+    after = recurrent.state_dict()["h"]
     assert torch.equal(after[0], before[0])
     assert (after[1] == 0).all()
-    carry.run(model, first, reset)
-    kept = carry.state_dict()["h"]
-    carry.keep_if(torch.tensor(True))
-    assert torch.equal(carry.state_dict()["h"], kept)
+    recurrent.run(model, first, reset)
+    kept = recurrent.state_dict()["h"]
+    recurrent.keep_if(torch.tensor(True))
+    assert torch.equal(recurrent.state_dict()["h"], kept)

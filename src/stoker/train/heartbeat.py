@@ -1,11 +1,19 @@
-"""Who is still there: every rank gives signs of life, and the one that stands still is named.
+"""Heartbeat of the ranks: a rank that is lost or does not move is named, and all ranks end.
 
-Enters: marks of the training loop ("step 37, waiting for data"). Leaves: nothing while all goes well;
-otherwise a sentence with rank, machine and process, and the end of this process. Costs: a thread, and per
-second one small write and, on rank 0 only, one read of all ranks' marks. Nothing is all-to-all.
+Enters: marks of the training loop ("step 37, waiting for data"). Leaves: nothing while all ranks move. Costs:
+one thread; per second one small write to the process group's store and, on rank 0 only, one read of all ranks'
+marks. There is no all-to-all traffic.
 
-Collectives cannot be interrupted: a rank that waits for a lost one would wait until torch's own timeout, and
-then say only that something timed out. So the process is ended from beside it.
+A collective cannot be interrupted: a rank that waits for a lost one would wait until torch's own timeout, and
+would then report only that something timed out. So the heartbeat's thread ends the process from beside it.
+
+Contract:
+
+    success  `close` stops the thread; nothing was printed
+    failure  a sentence with rank, machine and process on stderr, then `os._exit(1)` on every rank. Rank 0
+             decides and writes its verdict to the store; the others read it, and watch rank 0
+    a rank ends with an error  it leaves an exit notice with its reason, which the others name
+    the store is unreachable   every rank ends after `stall_seconds`
 """
 
 from __future__ import annotations
@@ -27,17 +35,17 @@ from stoker.strict_json import exact_text, parse_json
 
 _BEAT_SECONDS = 1.0
 _QUIET_SECONDS = 3.0
-"""Without a sign for so long, a rank is taken for lost where something has failed already."""
+"""After another failure, a rank without a heartbeat for this long is taken for lost."""
 _VERDICT, _LEFT = "verdict", "left"
 _SILENT_SECONDS = 120.0
-"""Without a sign for so long, a rank is lost, however long a step may take."""
+"""A rank without a heartbeat for this long is lost, however long `stall_seconds` is."""
 _LEFT_SECONDS = 10.0
-"""After one has left word: collectives of the others end by then, or never."""
+"""Time after the first exit notice in which the others' collectives fail by themselves, or never."""
 
 
 @dataclass
-class _Sighting:
-    """What is known of a rank, and since when it is so."""
+class _RankStatus:
+    """The last heartbeat and mark of a rank, and when each of them last changed."""
 
     beat: int = -1
     count: int = -1
@@ -46,7 +54,7 @@ class _Sighting:
     moved_at: float = 0.0
 
     def update(self, found: dict[str, Any], now: float) -> None:
-        """Take a sign of life."""
+        """Record a heartbeat."""
         if found["beat"] != self.beat:
             self.beat, self.beat_at = found["beat"], now
         if found["count"] != self.count:
@@ -55,21 +63,23 @@ class _Sighting:
 
 
 def _end(words: str) -> NoReturn:
-    """End this process at once, whatever its other threads wait for."""
+    """End this process at once; its other threads may be inside a collective."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"error: {printable(words)}\n")
         sys.stderr.flush()
     os._exit(1)
 
 
-class Lookout:
-    """Watches over the ranks of the default process group.
+class Heartbeat:
+    """Sends this rank's heartbeat and checks those of the others, in the default process group.
+
+    Making it is collective: all ranks must do so.
 
     Args:
-        rank: This one.
-        world_size: All of them.
-        stall_seconds: How long nobody may move, or one give no sign, before all end.
-        end: What to do then.
+        rank: Of this process.
+        world_size: Number of ranks.
+        stall_seconds: All ranks end after this long without progress, or without one rank's heartbeat.
+        end: Called with the reason when this process must end.
     """
 
     def __init__(
@@ -81,43 +91,43 @@ class Lookout:
     ) -> None:
         self._rank, self._size, self._stall, self._end = rank, world_size, stall_seconds, end
         base: Any = distributed.distributed_c10d._get_default_store()
-        # A connection of its own: what one thread waits for must not hold up the other.
-        self._store: Any = distributed.distributed_c10d.PrefixStore("lookout", base.clone())
+        # A connection of its own: a call of the training thread may block the shared one.
+        self._store: Any = distributed.distributed_c10d.PrefixStore("heartbeat", base.clone())
         self._lock = threading.Lock()
         self._where = f"{platform.node()}, process {os.getpid()}"
         self._doing: tuple[str, int | None, int | None] = "starting", None, None
         self._count = self._beat = 0
-        self._seen = {number: _Sighting(beat_at=time.monotonic(), moved_at=time.monotonic())
+        self._seen = {number: _RankStatus(beat_at=time.monotonic(), moved_at=time.monotonic())
                       for number in range(world_size)}  # fmt: skip
         self._post()
-        distributed.barrier()  # every rank's key is there from now on
+        distributed.barrier()  # from now on every rank's key exists, so reading never blocks
         self._left_at: float | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="stoker-lookout", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="stoker-heartbeat", daemon=True)
         self._thread.start()
 
     def mark(self, doing: str, epoch: int | None = None, batch: int | None = None) -> None:
-        """Say what this rank does now; all ranks mark the same things in the same order."""
+        """Record what this rank does now. All ranks must mark the same things in the same order."""
         self._doing = doing, epoch, batch
         self._count += 1
 
-    def farewell(self, words: str) -> None:
-        """Leave word why this rank ends."""
+    def announce_exit(self, words: str) -> None:
+        """Tell the other ranks why this one ends."""
         with self._lock, contextlib.suppress(RuntimeError):
-            self._store.set(f"farewell/{self._rank}", words[:600])
+            self._store.set(f"exit/{self._rank}", words[:600])
             self._store.set(_LEFT, str(self._rank))
 
     def close(self) -> None:
-        """Stop watching; waits for the thread."""
+        """Stop the thread; waits for it."""
         self._stop.set()
         self._thread.join(timeout=5)
 
-    def who_is_lost(self, seconds: float) -> list[str]:
-        """Return a sentence for every rank that gave no sign of life, or said farewell, within `seconds`."""
+    def find_lost(self, seconds: float) -> list[str]:
+        """Return a sentence for every rank that sent no heartbeat, or an exit notice, within `seconds`."""
         until, since = time.monotonic() + seconds, time.monotonic()
         while True:
             try:
-                found = self._farewells()
+                found = self._exit_notices()
                 self._look()
             except RuntimeError:
                 return ["the process that all ranks met at is gone (rank 0, or torchrun itself)"]
@@ -158,12 +168,12 @@ class Lookout:
         for number, sign in enumerate(signs):
             self._seen[number].update(parse_json(sign), now)
 
-    def _farewells(self) -> dict[int, str]:
+    def _exit_notices(self) -> dict[int, str]:
         found = {}
         with self._lock:
             for number in range(self._size):
-                if number != self._rank and self._store.check([f"farewell/{number}"]):
-                    words = self._store.get(f"farewell/{number}").decode()
+                if number != self._rank and self._store.check([f"exit/{number}"]):
+                    words = self._store.get(f"exit/{number}").decode()
                     found[number] = f"rank {number} ({self._seen[number].words}) ended: {words}"
         return found
 
@@ -172,7 +182,7 @@ class Lookout:
         while not self._stop.wait(min(_BEAT_SECONDS, self._stall / 4)):
             try:
                 self._post()
-                verdict = self._judge()
+                verdict = self._find_verdict()
                 unreachable_since = None
             except RuntimeError:
                 unreachable_since = unreachable_since or time.monotonic()
@@ -185,8 +195,8 @@ class Lookout:
                 self._end(f"{verdict} This is rank {self._rank}; what was saved last stays.")
                 return
 
-    def _judge(self) -> str | None:
-        """Return why all must end; rank 0 decides, the others look for its word and for rank 0."""
+    def _find_verdict(self) -> str | None:
+        """Return why all ranks must end, or None. Rank 0 decides; the others read its verdict and watch it."""
         with self._lock:
             if self._store.check([_VERDICT]):
                 return str(self._store.get(_VERDICT).decode())
@@ -213,7 +223,7 @@ class Lookout:
         if is_left:
             self._left_at = self._left_at or now
             if now - self._left_at > _LEFT_SECONDS:
-                return f"{'; '.join(self._farewells().values()) or 'a rank has ended'}."
+                return f"{'; '.join(self._exit_notices().values()) or 'a rank has ended'}."
         for number, seen in self._seen.items():
             if now - seen.beat_at > min(self._stall, _SILENT_SECONDS):
                 return _silent(number, seen, now - seen.beat_at)
@@ -229,39 +239,39 @@ class Lookout:
         )
 
 
-def _silent(number: int, seen: _Sighting, seconds: float) -> str:
+def _silent(number: int, seen: _RankStatus, seconds: float) -> str:
     return f"rank {number} ({seen.words}) has given no sign of life for {seconds:.0f} s."
 
 
-class _Post:
-    """The process's lookout, if there is one: who marks need not know."""
+class _ProcessHeartbeat:
+    """This process's heartbeat; with one rank there is none, and every call does nothing."""
 
     def __init__(self) -> None:
-        self._lookout: Lookout | None = None
+        self._heartbeat: Heartbeat | None = None
 
-    def set(self, lookout: Lookout | None) -> None:
-        """Begin with a lookout, or without."""
-        self._lookout = lookout
+    def set(self, heartbeat: Heartbeat | None) -> None:
+        """Use this heartbeat from now on, or none."""
+        self._heartbeat = heartbeat
 
     def mark(self, doing: str, epoch: int | None = None, batch: int | None = None) -> None:
-        """See `Lookout.mark`."""
-        if self._lookout is not None:
-            self._lookout.mark(doing, epoch, batch)
+        """See `Heartbeat.mark`."""
+        if self._heartbeat is not None:
+            self._heartbeat.mark(doing, epoch, batch)
 
-    def farewell(self, words: str) -> None:
-        """See `Lookout.farewell`."""
-        if self._lookout is not None:
-            self._lookout.farewell(words)
+    def announce_exit(self, words: str) -> None:
+        """See `Heartbeat.announce_exit`."""
+        if self._heartbeat is not None:
+            self._heartbeat.announce_exit(words)
 
-    def who_is_lost(self, seconds: float) -> list[str]:
-        """See `Lookout.who_is_lost`."""
-        return [] if self._lookout is None else self._lookout.who_is_lost(seconds)
+    def find_lost(self, seconds: float) -> list[str]:
+        """See `Heartbeat.find_lost`."""
+        return [] if self._heartbeat is None else self._heartbeat.find_lost(seconds)
 
     def close(self) -> None:
-        """Stop watching."""
-        if self._lookout is not None:
-            self._lookout.close()
-        self._lookout = None
+        """Stop the heartbeat, if there is one."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self._heartbeat = None
 
 
-LOOKOUT = _Post()
+HEARTBEAT = _ProcessHeartbeat()

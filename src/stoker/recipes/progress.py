@@ -1,7 +1,7 @@
-"""A run as people follow it: samples instead of batches, loss and waits behind the bar, a line per epoch.
+"""Progress of a run for people: samples instead of batches, loss and waits beside the bar, a line per epoch.
 
-Enters: what the trainer tells its `Progress`, and the loader. Leaves: the same, told to another one.
-Costs a clock reading per batch. What was done so far can be asked for from another thread.
+Enters: the trainer's calls of `Progress`, and the loader. Leaves: calls of another `Progress`. Costs a clock
+reading per batch. `count` may be called from another thread.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _SHOW_SECONDS = 0.2
 _SHOWN_METRICS = 5
 
 
-class Watch:
-    """Tells a `Progress` in samples instead of batches, and each epoch in a line."""
+class RunProgress:
+    """Forwards progress to another `Progress` in samples, with a line for each epoch."""
 
     def __init__(self, told: Progress, loader: Loader, epochs: int) -> None:
         self._told = told
@@ -32,8 +32,8 @@ class Watch:
         self._began = self._shown = time.perf_counter()
         self._waited = 0.0
         self._num_samples = 0
-        # Seconds of finished epochs, and since when the current one goes on; one value, so that a
-        # thread that looks in never sees half of a change.
+        # Seconds of finished epochs, and the start of the current one. One tuple, so that another thread
+        # never reads one number before a change and the other after it.
         self._clock: tuple[float, float | None] = (0.0, None)
         self.history: History | None = None
 
@@ -48,7 +48,7 @@ class Watch:
         self._told.start(f"{label}/{self._epochs}", self._left, "samples")
 
     def advance(self, count: int = 1) -> None:
-        """A batch is done."""
+        """Count batches that are done."""
         done = min(self._left, count * self._loader.batch_size)
         self._left -= done
         self._num_samples += done
@@ -65,12 +65,12 @@ class Watch:
 
     @property
     def trained_seconds(self) -> float:
-        """Time in epochs so far; what comes between them is not counted."""
+        """Seconds in epochs so far, without the time between them."""
         finished, since = self._clock
         return finished if since is None else finished + time.perf_counter() - since
 
     def count(self) -> RunCounters:
-        """Return what was done so far; for a thread that looks in from time to time."""
+        """Return the counters so far; may be called from another thread."""
         history, device = self.history, self._loader.device
         losses = history.losses if history is not None else []
         on_gpu = device.type == "cuda"
@@ -85,18 +85,18 @@ class Watch:
         )
 
     def say(self, line: str) -> None:
-        """Pass on."""
+        """Show a line, unchanged."""
         self._told.say(line)
 
     def tell_epochs(self) -> None:
-        """Say a line for each epoch that has ended since."""
+        """Print a line for each epoch that has ended since the last call."""
         for report in (self.history.epochs if self.history else [])[self._num_told :]:
             self._num_told += 1
             self._told.say(describe_epoch(report, self._epochs))
 
 
 def describe_epoch(report: EpochReport, epochs: int) -> str:
-    """Return one line: losses, metrics, rate and wait."""
+    """Return one line: losses, metrics, samples per second and wait."""
     width = len(str(epochs))
     shown = list(report.metrics.items())[:_SHOWN_METRICS]
     metrics = "".join(f"  {'val loss' if n == 'loss' else n} {value:.4g}" for n, value in shown)

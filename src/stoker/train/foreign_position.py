@@ -1,12 +1,12 @@
-"""Where in its epoch a loader stands that is not stoker's, and the way back there.
+"""The position of a foreign loader (not stoker's) in its epoch, and how to resume there.
 
-Enters: a torch DataLoader, or anything that yields batches. Leaves: its place in a form that a checkpoint
-may hold, and from that an iteration over the rest of the epoch. Costs: some µs per epoch; going back costs
-the drawing of the order, and loading the batches before the place only where that cannot be avoided.
+Enters: a torch DataLoader, or anything that yields batches. Leaves: its position in plain values for a
+checkpoint, and from that an iteration over the remaining batches of the epoch. Costs: some µs per epoch. A
+resume draws the order again; the batches before the position are loaded only if that cannot be avoided.
 
-The order of a DataLoader is drawn when its epoch begins, from its generators or torch's own. Their states
-at that moment are kept, so the same order is drawn again; the batches already taken are then left out of
-it, and the generators are set to where the run was.
+A DataLoader draws its order when an epoch begins, from its own generators or torch's global one. Their states at
+that moment are saved, so that the same order can be drawn again. The batches that were trained on are then
+skipped, and the generators are set to their states at the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _COPIED = (
 )  # fmt: skip
 
 
-class EpochPlace:
-    """Counts the batches that were taken, and knows the way back to them.
+class ForeignPosition:
+    """Counts the batches of an epoch, and resumes behind them.
 
     Attributes:
-        knows_itself: Whether the loader has a state of its own, which is all that is needed.
-        epoch: The one it is in; None between two.
-        num_taken: Batches of it that were taken.
+        knows_itself: Whether the loader has `state_dict` itself; then that is used.
+        epoch: The current one; None between two epochs.
+        num_taken: Batches of it that are done.
         is_under_way: Whether an iteration over it has begun in this process.
     """
 
@@ -46,21 +46,21 @@ class EpochPlace:
         self._start: dict[str, Any] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Enter an epoch; where it is entered already, the place stays."""
+        """Begin an epoch; if it is the current one already, the position stays."""
         if epoch != self.epoch:
             self.end()
         self.epoch = epoch
 
     def end(self) -> None:
-        """Leave the epoch: the next one begins with its first batch."""
+        """End the epoch: the next one begins with its first batch."""
         self.epoch, self.num_taken, self._start = None, 0, None
         self.is_under_way = False
 
     def begin(self, also_taken: int = 0) -> Iterable[Any] | None:
-        """Return what yields the rest of the epoch; None where that is the loader itself.
+        """Return an iterable over the remaining batches; None if it is the loader itself.
 
         Args:
-            also_taken: Batches that the caller holds besides, and that are to be left out too.
+            also_taken: Further batches to skip, which the caller still holds.
         """
         skip = self.num_taken + also_taken
         again, self.is_under_way = self.is_under_way, True
@@ -70,7 +70,7 @@ class EpochPlace:
             self._start = self._capture()
             return None
         if again and isinstance(self.loader, Iterator):
-            return None  # it can be read once only, and stands behind what was taken
+            return None  # an iterator continues by itself behind the last batch
         assert self._start is not None
         arrive = partial(restore_rng, capture_host_rng())
         restore_rng(self._start)
@@ -80,10 +80,10 @@ class EpochPlace:
         return _Dropping(self.loader, skip, arrive)
 
     def state_dict(self, loader_state: Any = None) -> dict[str, Any]:
-        """Return the place, in plain values.
+        """Return the position in plain values.
 
         Args:
-            loader_state: Of a loader that knows itself.
+            loader_state: `state_dict` of the loader, if it has one.
         """
         return {
             "epoch": self.epoch,
@@ -93,7 +93,7 @@ class EpochPlace:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Go to a place; return what will be done to get there, in words."""
+        """Continue from a position; return a sentence on what that costs, or None."""
         self.end()
         self.epoch, self.num_taken = state["epoch"], int(state["taken"])
         if self.knows_itself:
@@ -147,7 +147,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 def _can_skip(loader: Any) -> bool:
-    """Whether batches are lists of indices, which can be left out before anything is loaded."""
+    """Whether batches are lists of indices, so that skipping them loads nothing."""
     return (
         type(loader) is DataLoader
         and loader.batch_sampler is not None
@@ -156,14 +156,14 @@ def _can_skip(loader: Any) -> bool:
 
 
 def _skipping_loader(loader: Any, skip: int, arrive: Callable[[], object]) -> DataLoader[Any]:
-    """Return a DataLoader like this one, but for its first batches; for one iteration."""
+    """Return a DataLoader like this one without its first batches, for one iteration."""
     options = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
     batches = _Dropping(loader.batch_sampler, skip, arrive)
     return DataLoader(loader.dataset, batch_sampler=batches, **options)
 
 
 class _Dropping:
-    """Batches, or lists of indices, without the first ones; says when it is past them."""
+    """Batches, or lists of indices, without the first ones; calls `arrive` after skipping them."""
 
     def __init__(self, batches: Iterable[Any], skip: int, arrive: Callable[[], object]) -> None:
         self._batches = batches

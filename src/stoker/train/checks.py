@@ -1,6 +1,6 @@
-"""Whether what a trainer was given can be trained at all: told before anything runs.
+"""Checks of a trainer's arguments, before anything runs.
 
-Enters: model, optimizer, scheduler, criterion, device. Leaves: nothing, or an `InputError` that says what to give
+Enters: model, optimizer, scheduler, criterion, device. Leaves: nothing, or an `InputError` that says what to pass
 instead. Costs nothing.
 """
 
@@ -17,7 +17,7 @@ from stoker.train.step import Step, compact_recurrent
 
 
 def move_model(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Return the model on the device, its recurrent weights laid together."""
+    """Return the model on the device, with contiguous weights in its recurrent layers."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InputError(
             "the model is on the meta device: its parameters have no values.",
@@ -32,7 +32,7 @@ def move_model(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 def check_parameters(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> None:
-    """Raise where the optimizer is over something else than this model."""
+    """Raise if the optimizer has parameters that are not this model's."""
     own = {id(parameter) for parameter in model.parameters()}
     strange = [
         parameter
@@ -49,7 +49,7 @@ def check_parameters(
 
 
 def check_steps(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Raise where a step needs more than the trainer has to give: a closure, or a metric."""
+    """Raise if `step` of the optimizer or scheduler needs an argument, such as a closure or a metric."""
     if _needs(optimizer):
         raise InputError(
             f"{type(optimizer).__name__}.step needs {_needs(optimizer)!r}, and a step has one forward pass.",
@@ -65,9 +65,9 @@ def check_steps(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
 
 
 def _needs(thing: Any) -> str | None:
-    """Return the first argument that its `step` does not do without."""
+    """Return the first required argument of its `step`; None if there is none."""
     try:
-        # Of the class: a scheduler puts a function of its own over an optimizer's method.
+        # Of the class: a scheduler replaces the optimizer's method on the instance.
         _, *parameters = inspect.signature(type(thing).step).parameters.values()
     except (TypeError, ValueError, AttributeError):
         return None
@@ -79,7 +79,7 @@ def _needs(thing: Any) -> str | None:
 
 
 def check_skipping(step: Step, nonfinite: str) -> None:
-    """Raise where an update that is not finite should be left out, and cannot be."""
+    """Raise if nonfinite is "skip" and the optimizer cannot skip an update on this device."""
     parts = step.parts
     if nonfinite != "skip" or parts.device.type != "cuda":
         return
@@ -93,7 +93,7 @@ def check_skipping(step: Step, nonfinite: str) -> None:
 
 
 def load_criterion(criterion: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Let a criterion go on with what it had kept; raise in words where it is another one."""
+    """Load a criterion's state; raise an InputError if it is another criterion's."""
     try:
         criterion.load_state_dict(state)
     except RuntimeError as error:

@@ -1,9 +1,12 @@
-"""The early end of a run: a signal to this process, or to another rank, heeded by all at the same step.
+"""Shutdown of a run: a signal to any rank ends all ranks at the same step.
 
-Enters: SIGTERM, SIGINT, SIGHUP. Leaves: the reason, once every rank knows it. Costs nothing alone; among several ranks
-one small question per second, asked by all at the same step.
+Enters: SIGTERM, SIGINT, SIGHUP. Leaves: the reason, once every rank knows it. Costs nothing with one rank; with
+several, one small collective per second, in which all ranks take part at the same step.
 
-The first Ctrl-C ends after the current step, the second one at once.
+The signal handler only stores the request. The training loop reads it after a step, so that a run ends between
+two steps, with everything saved. The first Ctrl-C ends the run after the current step; the second one raises
+KeyboardInterrupt at once. Handlers are restored when the run ends. Outside of the main thread Python allows no
+handlers, and signals keep their meaning.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ _ASK_SECONDS = 1.0
 _MOST_STEPS = 1000
 
 
-class Ending:
-    """Listens for signals, and says when all ranks are to end.
+class Shutdown:
+    """Turns signals into a request to end, on which all ranks agree.
 
     Args:
-        ranks: Who must agree.
+        ranks: The ranks that must agree.
 
     Attributes:
-        reason: "terminated", "interrupted", or None to go on; the same on every rank.
+        reason: "terminated", "interrupted", or None to continue; the same on every rank.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -40,12 +43,12 @@ class Ending:
         self._last: tuple[int, float] | None = None
 
     def forget(self) -> None:
-        """Go on, whatever was asked for before."""
+        """Drop all requests."""
         self._asked = self.reason = None
         self._next_step, self._last = 0, None
 
     def look(self, step: int) -> None:
-        """Heed what was asked for; called after every step, with the same number on every rank."""
+        """Read the request after a step. All ranks must call it with the same step number."""
         if not self._ranks.are_several:
             self.reason = self._asked
         elif step >= self._next_step:
@@ -53,18 +56,18 @@ class Ending:
             self._next_step = step + self._steps_until_next(step)
 
     def look_alone(self) -> bool:
-        """Heed what was asked for where no other rank must agree; return whether to end."""
+        """Read the request if there is one rank; return whether to end. Not collective."""
         if not self._ranks.are_several:
             self.reason = self._asked
         return self.reason is not None
 
     def agree(self) -> None:
-        """Learn what any rank was asked for; all ranks must call it."""
+        """Find out whether any rank was asked to end. Collective: all ranks must call it."""
         (code,) = self._ranks.largest(_REASONS.index(self._asked))
         self.reason = _REASONS[code]
 
     def _steps_until_next(self, step: int) -> int:
-        """Return about a second's worth of steps, as rank 0 counts them."""
+        """Return how many steps rank 0 does in about a second; the same on every rank."""
         now, steps = time.perf_counter(), 1
         if self._last is not None:
             done, seconds = step - self._last[0], max(now - self._last[1], 1e-6)
@@ -74,7 +77,7 @@ class Ending:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Turn SIGTERM, SIGHUP and the first SIGINT into a wish to end."""
+        """Context in which SIGTERM, SIGHUP and the first SIGINT request the end of the run."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -85,7 +88,7 @@ class Ending:
             self._asked = "interrupted" if number == signal.SIGINT else "terminated"
 
         numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup`
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under `nohup`, and stays so
             numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, note) for number in numbers}
         try:

@@ -1,0 +1,60 @@
+"""Plain words in the source: no term of the private dialect comes back, and code with threads says its contract."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import stoker
+
+PACKAGE = Path(stoker.__file__).parent
+RETIRED = re.compile(
+    r"(?<![A-Za-z])(?:doors?|rungs?|footings?|lookouts?|handfuls?|crew|foreman|workshop)(?![A-Za-z])",
+    re.IGNORECASE,
+)
+ALLOWED = {("train/update.py", "rung")}  # a field of run logs that exist
+MODULES = {
+    "loader": {"rest", "takes"},
+    "augment": {"dice"},
+    "train": {"lookout", "ending", "fitness", "judging", "carry", "place", "pieces", "window"},
+    "recipes": {"watch"},
+}
+WITH_CONTRACT = [
+    *("loader/ring.py", "loader/staging.py", "loader/slabs.py", "loader/prefetch.py"),
+    *("train/capture.py", "train/update.py", "train/heartbeat.py", "train/ranks.py"),
+    *("doctor/probe/__init__.py", "doctor/probe/recorder.py"),
+]
+
+
+def retired_words(name: str, text: str) -> set[str]:
+    found = {word.lower() for word in RETIRED.findall(text)}
+    return {word for word in found if (name, word) not in ALLOWED}
+
+
+def test_no_retired_word_is_in_the_source():
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        if words := retired_words(name, path.read_text(encoding="utf-8")):
+            found[name] = words
+    assert found == {}
+
+
+def test_the_rule_can_fail():
+    assert retired_words("x.py", "next_rung = Footing()  # doors") == {"rung", "footing", "doors"}
+    assert retired_words("x.py", "wrung, outdoors, backdoor") == set()
+
+
+def test_no_module_has_a_retired_name():
+    for room, names in MODULES.items():
+        assert not names & {path.stem for path in (PACKAGE / room).glob("*.py")}
+
+
+@pytest.mark.parametrize("name", WITH_CONTRACT)
+def test_code_with_threads_opens_with_its_contract(name):
+    text = ast.get_docstring(ast.parse((PACKAGE / name).read_text(encoding="utf-8"))) or ""
+    assert re.search(r"\b(?:[Cc]ontract|Threads)\b", text)
+    assert re.search(r"(?i)\b(?:success|failure|error)\b", text)
