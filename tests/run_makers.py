@@ -11,7 +11,6 @@ from stoker.store.fields import Dense
 from stoker.store.reader import Store, open_store
 from store_makers import write_store
 from test_recipe_forex import make_fields
-from test_recipe_massspec import made_molecules
 from test_recipe_segmentation import TINY, VOID, write_shapes
 from test_recipe_tabular import class_table, series_fields, window_fields
 
@@ -53,6 +52,7 @@ def _make_spectra(folder: Path) -> Store:
     from molecule_makers import inchikey, msp_record
     from stoker.packing import PackOptions, pack
     from stoker.sources.massspec import MassSpecSource
+    from test_recipe_massspec import made_molecules  # needs rdkit
 
     records = [
         msp_record(f"c{number}", peaks=peaks, InChIKey=inchikey(smiles), SMILES=smiles, ID=str(number))
