@@ -375,3 +375,22 @@ def test_the_probe_never_writes_into_a_file_of_the_script(tmp_path):
     events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
     assert events[:4] == ["first", "second", "third", "fourth"]
     assert (tmp_path / "own").read_bytes() == b""
+
+
+def test_folders_of_multiprocessing_go_with_a_killed_script(tmp_path, monkeypatch):
+    """A DataLoader's worker makes `pymp-*`; killed, it cannot remove it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal\nfrom multiprocessing import util\n"
+        "print(util.get_temp_dir(), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    code = (
+        "import sys; from stoker.doctor.attach import run_script\n"
+        "run_script([sys.executable, sys.argv[1]])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(script)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(str(tmp_path / "pymp-"))
+    assert list(tmp_path.iterdir()) == [script]

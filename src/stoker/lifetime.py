@@ -40,7 +40,6 @@ _TRACKER_SECONDS = 1.0
 _JANITOR = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from stoker.strict_json import json_text, parse_json
 from stoker.lifetime import keep_watch
 from stoker.ownership import remove_leftover
 keep_watch(int(sys.argv[2]), remove_leftover)

@@ -529,8 +529,28 @@ def remove_leftover(path: str, mark_id: str) -> None:
     place = Path(path)
     mark = read_mark(place, _TEMPORARY)
     if mark is not None and mark.id == mark_id and not place.is_symlink():
+        for note in place.glob("temporary-*"):
+            _remove_multiprocessing_folder(note)
         shutil.rmtree(place, ignore_errors=True)
     elif place.is_dir() and not place.is_symlink() and not any(place.iterdir()):
         place.rmdir()  # killed before it was marked
     elif is_temporary(place.name) and place.name.endswith(f".{mark_id}.tmp"):
         place.unlink(missing_ok=True)
+
+
+def _remove_multiprocessing_folder(note: Path) -> None:
+    """Remove the folder that a process noted for Python's multiprocessing and was killed before it removed.
+
+    The note lies in a folder of ours, and only processes that we started write there. The folder is left alone
+    where its name or owner is not what multiprocessing makes, or where one of its sockets is still in use.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        folder = Path(os.fsdecode(note.read_bytes()))
+        facts = folder.lstat()
+        is_theirs = folder.name.startswith("pymp-") and stat.S_ISDIR(facts.st_mode)
+        if not is_theirs or facts.st_uid != os.getuid():
+            return
+        if f"{folder}/".encode() in Path("/proc/net/unix").read_bytes():
+            return
+        if all(stat.S_ISSOCK(entry.lstat().st_mode) for entry in folder.iterdir()):
+            shutil.rmtree(folder, ignore_errors=True)
