@@ -66,8 +66,7 @@ figcaption{overflow-wrap:anywhere;font-size:.75rem;line-height:1.45;font-variant
 figcaption .ends{display:flex;justify-content:space-between;gap:8px}
 figcaption p{margin:6px 0 0}
 svg{display:block;width:100%}
-.bar{fill:var(--bar)}.bar.marked{fill:var(--refuse)}.bar.good{fill:var(--good)}
-.bar.note{fill:var(--warn)}
+.bar{fill:var(--bar)}.bar.marked{fill:var(--refuse)}
 ul{margin:0 0 12px;padding-left:1.3em;max-width:90ch;overflow-wrap:anywhere}li{margin:2px 0}
 td ul{margin:0;padding-left:1.1em}
 details{margin:0 0 14px}summary{overflow-wrap:anywhere;cursor:pointer;padding:4px 0;color:var(--note)}
