@@ -96,7 +96,7 @@ def train(
             settings, words, gpus, max_restarts, device, resume=resume, as_json=as_json
         )
         return
-    if "STOKER_RESTARTS" in os.environ:  # one of the processes of --gpus
+    if {"STOKER_RESTARTS", "WORLD_SIZE"} <= os.environ.keys():  # one of the processes of --gpus
         words += ["--gpus", os.environ["WORLD_SIZE"]]
     is_other_rank = os.environ.get("RANK", "0") != "0"
     with Bar(quiet=as_json or is_other_rank) as bar:
