@@ -239,7 +239,7 @@ PENDING: tuple[str, ...] = (
     "store/table_stats.py: 'values = np.asarray(values, dtype=np.float32)'",
     "store/time_stats.py: \"time.astype('datetime64[ns]')\"",
     "strict_json.py: 0",
-    "train/accumulation.py: 'if window.is_complete: scale_gradients(parameters, window.close())'",
+    "train/accumulation.py: 'if accumulation.is_complete: scale_gradients(parameters, accumulation.close())'",
     "train/accumulation.py: f'{name}=1'",
     "train/batches.py: 'DistributedSampler(dataset, drop_last=True), or stoker.Loader(rank=, world_size=)'",
     "train/batches.py: f\"Loader(..., device='{want}')\"",
