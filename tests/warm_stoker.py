@@ -1,0 +1,165 @@
+"""`stoker …` without its start: each command runs in a fork of one process that has loaded what commands load.
+
+A start of Python with torch, and the first training step of a process, cost three to five seconds; a fork
+costs a tenth of one. A command here has its own process, streams, folder and environment, and ends as it
+would by itself: its exit functions run. Tests about the process (signals, closed streams, terminals, what
+is imported) start one of their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import selectors
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+FIRST_USE = (
+    "h5py", "pyarrow.csv", "pyarrow.parquet", "torch._dynamo", "torch.onnx", "torch.utils.data",
+    "stoker.cli.pack", "stoker.cli.train", "stoker.recipes.run", "stoker.report",
+)  # fmt: skip
+
+
+def serve(warm: bool = True) -> None:
+    """Run the commands that come as lines of JSON, and answer each with its exit code."""
+    import gc
+    import importlib
+    import importlib.util
+
+    import torch
+
+    import stoker.cli.main
+
+    torch.set_num_threads(1)
+    if warm:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in FIRST_USE:
+                if importlib.util.find_spec(name) is not None:
+                    importlib.import_module(name)
+            torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    gc.collect()
+    gc.freeze()  # a fork that collects would copy all pages
+    for line in sys.stdin:
+        pipes = os.pipe(), os.pipe()
+        pid = os.fork()
+        if not pid:
+            _run(json.loads(line), stoker.cli.main.run, [end for _, end in pipes])
+        for _, end in pipes:
+            os.close(end)
+        texts = _read([end for end, _ in pipes])
+        status = os.waitpid(pid, 0)[1]
+        print(json.dumps([os.waitstatus_to_exitcode(status), *texts]), flush=True)
+
+
+def _read(ends: list[int]) -> list[str]:
+    """Read pipes to their ends, in turns: one that is full would hold up the other's writer."""
+    found = dict.fromkeys(ends, b"")
+    with selectors.DefaultSelector() as waiting:
+        for end in ends:
+            waiting.register(end, selectors.EVENT_READ)
+        while waiting.get_map():
+            for key, _ in waiting.select():
+                data = os.read(key.fd, 1 << 16)
+                found[key.fd] += data
+                if not data:
+                    waiting.unregister(key.fd)
+                    os.close(key.fd)
+    return [text.decode(errors="surrogateescape") for text in found.values()]
+
+
+def _run(asked: dict, main, ends: list[int]) -> None:
+    """Be the command that is asked for; end the process."""
+    import resource
+    import threading
+    import time
+
+    for number, stream in enumerate([os.open(os.devnull, os.O_RDONLY), *ends]):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    time.tzset()
+    for option in filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")):
+        warnings._setoption(option)
+    for name in asked["blocked"]:
+        sys.modules[name] = None
+    if asked["limit"]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (asked["limit"],) * 2)
+    sys.argv = ["stoker", *asked["words"]]
+    code = 99
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                code = 120  # what Python ends with then
+        os._exit(code)
+
+
+class Server:
+    """The process whose forks are the commands."""
+
+    def __init__(self, *, warm: bool = True, **variables: str):
+        code = (
+            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import warm_stoker; "
+        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"{code}sys.path.pop(0); warm_stoker.serve({warm})"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+
+    def run(
+        self,
+        words,
+        folder: Path | str | None = None,
+        environment: dict[str, str] | None = None,
+        limit: int = 0,
+        blocked=(),
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one command; a `limit` of the bytes of any file, and modules that are not there."""
+        words = [*map(str, words)]
+        asked = {"words": words, "folder": str(folder or Path.cwd()), "limit": limit}
+        asked["environment"] = dict(os.environ if environment is None else environment)
+        asked["blocked"] = [*blocked]
+        try:
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
+            code, out, err = json.loads(self._process.stdout.readline())
+        except BaseException:
+            self._process.kill()  # what it would answer next belongs to this command
+            raise
+        return subprocess.CompletedProcess(words, code, out, err)
+
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
+
+
+_shared: Server | None = None
+
+
+def stoker(
+    *words: object, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `stoker words` in a fork of this worker's server, which is started at the first command."""
+    global _shared
+    if _shared is None or not _shared.lives():
+        _shared = Server()
+        atexit.register(_shared.close)
+    return _shared.run(words, cwd, env)
