@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import warm_stoker
 from stoker.cli.main import app
 from stoker.doctor import scripts
 from stoker.doctor.attach import Attached
@@ -368,10 +369,7 @@ def test_what_cannot_be_edited_is_said_in_words(tmp_path):
 def test_profile_prints_the_costliest_operations_and_writes_a_trace(folder):
     command = ["profile", "--config", "c.yaml", "--out", "t.json", "--device", "cpu",
                "--wait", "1", "--warmup", "1", "--active", "2", "--top", "4"]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "stoker", *command], capture_output=True, text=True, cwd=folder,
-        env=ENV, timeout=110, check=False,
-    )  # fmt: skip
+    done = warm_stoker.stoker(*command, cwd=folder, env=ENV)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert re.search(r"2 steps, own time of each operation", done.stdout)

@@ -9,11 +9,15 @@ is imported) start one of their own.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
+import runpy
 import selectors
 import subprocess
 import sys
+import tempfile
+import traceback
 import warnings
 from pathlib import Path
 
@@ -84,18 +88,28 @@ def _run(asked: dict, main, ends: list[int]) -> None:
     os.environ.clear()
     os.environ.update(asked["environment"])
     time.tzset()
-    for option in filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")):
-        warnings._setoption(option)
+    for option in [*os.environ.get("PYTHONWARNINGS", "").split(","), *asked["warnings"]]:
+        if option:
+            warnings._setoption(option)
     for name in asked["blocked"]:
         sys.modules[name] = None
     if asked["limit"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (asked["limit"],) * 2)
-    sys.argv = ["stoker", *asked["words"]]
+    tempfile.tempdir = None  # found anew from this environment
+    sys.argv = [asked["script"] or "stoker", *asked["words"]]
     code = 99
     try:
-        main()
+        if asked["script"]:
+            sys.path.insert(0, str(Path(asked["script"]).parent))
+            runpy.run_path(asked["script"], run_name="__main__")
+            code = 0
+        else:
+            main()
     except SystemExit as end:
         code = end.code or 0
+    except BaseException:  # noqa: BLE001  as Python ends a script
+        traceback.print_exc()
+        code = 1
     finally:
         threading._shutdown()
         atexit._run_exitfuncs()
@@ -127,12 +141,24 @@ class Server:
         environment: dict[str, str] | None = None,
         limit: int = 0,
         blocked=(),
+        script: Path | str = "",
+        warned=(),
     ) -> subprocess.CompletedProcess[str]:
-        """Run one command; a `limit` of the bytes of any file, and modules that are not there."""
+        """Run one command, or a `script` of Python's, and return its end.
+
+        Args:
+            words: What stands behind `stoker` or the script.
+            folder: Where it runs.
+            environment: Its variables; ours when None.
+            limit: Bytes that a file may have; 0 for any number.
+            blocked: Modules that are not there.
+            script: A file of Python, run as `python script words`.
+            warned: What `python -W` would get.
+        """
         words = [*map(str, words)]
         asked = {"words": words, "folder": str(folder or Path.cwd()), "limit": limit}
         asked["environment"] = dict(os.environ if environment is None else environment)
-        asked["blocked"] = [*blocked]
+        asked |= {"blocked": [*blocked], "script": str(script), "warnings": [*warned]}
         try:
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
@@ -151,15 +177,18 @@ class Server:
         self._process.stdout.close()
 
 
-_shared: Server | None = None
+@functools.cache
+def shared() -> Server:
+    """Return this worker's server, which starts at its first command."""
+    server = Server()
+    atexit.register(server.close)
+    return server
 
 
 def stoker(
     *words: object, cwd: Path | None = None, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `stoker words` in a fork of this worker's server, which is started at the first command."""
-    global _shared
-    if _shared is None or not _shared.lives():
-        _shared = Server()
-        atexit.register(_shared.close)
-    return _shared.run(words, cwd, env)
+    """Run `stoker words` in a fork of this worker's server."""
+    if not shared().lives():
+        shared.cache_clear()
+    return shared().run(words, cwd, env)
