@@ -19,7 +19,7 @@ import stoker
 from stoker import errors
 from stoker.strict_json import MAX_DEPTH, json_text, parse_json
 from stoker.units import local_time
-from warm_stoker import Server
+from warm_stoker import shared
 
 PACKAGE = Path(stoker.__file__).parent
 
@@ -27,15 +27,12 @@ PACKAGE = Path(stoker.__file__).parent
 @pytest.fixture(scope="module")
 def run():
     """A function that runs one command in a folder, and returns its code, stdout and stderr."""
-    # A .pyc that is cut by a limit would be read by everybody after us.
-    server = Server(PYTHONDONTWRITEBYTECODE="1")
 
     def run(folder, words, limit=0, blocked=(), **variables):
-        done = server.run(words, folder, {**os.environ, **variables}, limit, blocked)
+        done = shared().run(words, folder, {**os.environ, **variables}, limit, blocked)
         return done.returncode, done.stdout, done.stderr
 
-    yield run
-    server.close()
+    return run
 
 
 @pytest.fixture(scope="module")

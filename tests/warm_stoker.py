@@ -27,24 +27,21 @@ FIRST_USE = (
 )  # fmt: skip
 
 
-def serve(warm: bool = True) -> None:
+def serve() -> None:
     """Run the commands that come as lines of JSON, and answer each with its exit code."""
     import gc
     import importlib
-    import importlib.util
 
     import torch
 
     import stoker.cli.main
 
     torch.set_num_threads(1)
-    if warm:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for name in FIRST_USE:
-                if importlib.util.find_spec(name) is not None:
-                    importlib.import_module(name)
-            torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in FIRST_USE:
+            importlib.import_module(name)
+        torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     gc.collect()
     gc.freeze()  # a fork that collects would copy all pages
     for line in sys.stdin:
@@ -94,6 +91,9 @@ def _run(asked: dict, main, ends: list[int]) -> None:
     for name in asked["blocked"]:
         sys.modules[name] = None
     if asked["limit"]:
+        # A .pyc that is cut by the limit would be read by everybody after us.
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         resource.setrlimit(resource.RLIMIT_FSIZE, (asked["limit"],) * 2)
     tempfile.tempdir = None  # found anew from this environment
     sys.argv = [asked["script"] or "stoker", *asked["words"]]
@@ -124,13 +124,13 @@ def _run(asked: dict, main, ends: list[int]) -> None:
 class Server:
     """The process whose forks are the commands."""
 
-    def __init__(self, *, warm: bool = True, **variables: str):
+    def __init__(self):
         code = (
             f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import warm_stoker; "
         )
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"{code}sys.path.pop(0); warm_stoker.serve({warm})"],
+            [sys.executable, "-c", f"{code}sys.path.pop(0); warm_stoker.serve()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
 
@@ -178,17 +178,21 @@ class Server:
 
 
 @functools.cache
-def shared() -> Server:
-    """Return this worker's server, which starts at its first command."""
+def _server() -> Server:
     server = Server()
     atexit.register(server.close)
     return server
+
+
+def shared() -> Server:
+    """Return this worker's server, which starts at its first command."""
+    if not _server().lives():
+        _server.cache_clear()
+    return _server()
 
 
 def stoker(
     *words: object, cwd: Path | None = None, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `stoker words` in a fork of this worker's server."""
-    if not shared().lives():
-        shared.cache_clear()
     return shared().run(words, cwd, env)
