@@ -304,6 +304,7 @@ def test_processes_that_we_start_do_not_show_the_password(served, monkeypatch):
 
     monkeypatch.setattr(launch, "_run", run)
     monkeypatch.setenv(HIDDEN_WORDS, "")
+    monkeypatch.setenv("STOKER_RESTARTS", "0")  # which it sets, for good
     typed = ["train", "--store", served, "--set", "recipe.store=http://u:Hü Kr0k@h/x", "--json"]
     assert launch.launch(typed, 2, 0, print) == 0
     ((line, hidden),) = started
