@@ -14,7 +14,7 @@ TESTS := $(BIN)/pytest -q -n 2 --dist worksteal -m "not whole_gpu"
 run: $(STAMP) ## the main job: `stoker demo`, on data it makes itself
 	$(BIN)/stoker demo
 
-test: $(STAMP) ## the whole test suite (ten minutes on two cores)
+test: $(STAMP) ## the tests: contracts, parity, properties (five minutes on two cores)
 	$(TESTS)
 
 lint: $(STAMP) ## ruff, as linter and as formatter
@@ -30,8 +30,8 @@ test-gpu: $(STAMP) ## what needs a CUDA device; tests that measure its memory on
 	$(BIN)/pytest -q -n 8 -m "gpu and not whole_gpu"
 	$(BIN)/pytest -q -m whole_gpu
 
-campaign: $(STAMP) ## fuzz, fault injection, planted bottlenecks: about 22 minutes on a quiet machine
-	$(BIN)/pytest -q -m slow
+campaign: $(STAMP) ## fuzz, fault injection, planted bottlenecks, all combinations: half an hour, quiet machine
+	$(BIN)/pytest -q -m "slow or random" --hypothesis-profile campaign
 
 bench: $(BENCH_STAMP) ## the benchmarks, with their peers; JSON lands in benchmarks/results/
 	for script in $$(grep -l '^if __name__' benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script || exit 1; done

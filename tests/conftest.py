@@ -26,8 +26,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
-    "house", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "house",
+    deadline=None,
+    max_examples=30,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
+settings.register_profile("campaign", settings.get_profile("house"), max_examples=400)
 settings.load_profile("house")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -42,8 +47,38 @@ def shared_data() -> Path:
     return folder
 
 
+def few_that_hold_every_value(cases: list[dict[str, int]]) -> list[int]:
+    """Return the numbers of some cases, few of them, in which each parameter takes each of its values."""
+    missing = {pair for case in cases for pair in case.items()}
+    chosen = []
+    while missing:
+        best = max(range(len(cases)), key=lambda number: len(missing & set(cases[number].items())))
+        missing -= set(cases[best].items())
+        chosen.append(best)
+    return chosen
+
+
+def thin(items: list[pytest.Item]) -> None:
+    """Leave the combinations that repeat every value of `thinned` tests to the campaign."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("thinned") and not item.get_closest_marker("gpu"):
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in groups.values():
+        values = [{name: id(each) for name, each in item.callspec.params.items()} for item in group]
+        kept = set(few_that_hold_every_value(values))
+        for number, item in enumerate(group):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # `-m` selects by the markers that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip `gpu` tests with the reason where no CUDA device answers; `slow` unless asked for."""
+    thin(items)
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.random)
     if any(item.get_closest_marker("gpu") for item in items):
         import torch
 

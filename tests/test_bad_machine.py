@@ -19,68 +19,18 @@ import stoker
 from stoker import errors
 from stoker.strict_json import MAX_DEPTH, json_text, parse_json
 from stoker.units import local_time
+from warm_stoker import shared
 
 PACKAGE = Path(stoker.__file__).parent
-# Runs each command in a fork of one process: torch is imported once.
-DRIVER = """
-import contextlib, json, os, resource, sys, time
-import torch
-import stoker.cli.main as cli
-torch.set_num_threads(1)
-for line in sys.stdin:
-    asked = json.loads(line)
-    pipes = os.pipe(), os.pipe()
-    pid = os.fork()
-    if not pid:
-        for descriptor, (_, end) in enumerate(pipes, 1):
-            os.dup2(end, descriptor)
-        os.chdir(asked["folder"])
-        os.environ.update(asked["environment"])
-        time.tzset()
-        for name in asked["blocked"]:
-            sys.modules[name] = None
-        if asked["limit"]:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (asked["limit"],) * 2)
-        sys.argv = ["stoker", *asked["words"]]
-        try:
-            cli.run()
-        except SystemExit as end:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-            os._exit(end.code or 0)
-        os._exit(99)
-    for _, end in pipes:
-        os.close(end)
-    texts = [os.fdopen(end, errors="surrogateescape").read() for end, _ in pipes]
-    status = os.waitpid(pid, 0)[1]
-    print(json.dumps([os.waitstatus_to_exitcode(status), *texts]), flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
-def driver():
-    """A process that runs commands."""
-    # A .pyc that is cut by a limit would be read by everybody after us.
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )  # fmt: skip
-    yield process
-    process.stdin.close()
-    process.wait(30)
-    process.stdout.close()
-
-
-@pytest.fixture(scope="module")
-def run(driver):
+def run():
     """A function that runs one command in a folder, and returns its code, stdout and stderr."""
 
-    def run(folder, words, limit=0, blocked=(), **environment):
-        asked = {"folder": str(folder), "words": words, "limit": limit}
-        asked |= {"blocked": list(blocked), "environment": environment}
-        driver.stdin.write(json.dumps(asked) + "\n")
-        driver.stdin.flush()
-        return tuple(json.loads(driver.stdout.readline()))
+    def run(folder, words, limit=0, blocked=(), **variables):
+        done = shared().run(words, folder, {**os.environ, **variables}, limit, blocked)
+        return done.returncode, done.stdout, done.stderr
 
     return run
 

@@ -16,23 +16,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import warm_stoker
 from stoker.cli.main import app
 from stoker.errors import InputError
 
 ENV = {**os.environ, "COLUMNS": "200", "PYTHONWARNINGS": "default"}
 
 
-def stoker(*args: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "stoker", *map(str, args)]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**ENV, **env},
-        timeout=500,
-        check=False,
-    )
+def stoker(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return warm_stoker.stoker(*args, cwd=cwd, env=ENV)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import warm_stoker
 from stoker.cli.main import app
 from stoker.doctor import scripts
 from stoker.doctor.attach import Attached
@@ -368,10 +369,7 @@ def test_what_cannot_be_edited_is_said_in_words(tmp_path):
 def test_a_trace_is_written_beside_the_findings(folder):
     command = ["doctor", "--config", "c.yaml", "--device", "cpu", "--seconds", "0.2", "--steps", "5",
                "--trace", "t.json", "--trace-steps", "2"]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "stoker", *command], capture_output=True, text=True, cwd=folder,
-        env=ENV, timeout=110, check=False,
-    )  # fmt: skip
+    done = warm_stoker.stoker(*command, cwd=folder, env=ENV)
     assert done.returncode == 0, done.stderr
     assert "samples/s" in done.stdout.partition("\n")[0]
     assert re.search(r"2 steps, own time of each operation", done.stdout)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+import warm_stoker
 from run_makers import dirty_table, make_store
 from stoker.cli.main import app
 from stoker.errors import StokerError
@@ -34,9 +35,7 @@ def command(*args: object) -> list[str]:
 
 
 def stoker(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*args), capture_output=True, text=True, cwd=cwd, env=ENV, timeout=110, check=False
-    )
+    return warm_stoker.stoker(*args, cwd=cwd, env=ENV)
 
 
 @pytest.fixture(scope="module")

@@ -59,12 +59,29 @@ def test_every_script_is_a_case_with_a_planted_cause():
     assert len(PLANTED) >= 14
 
 
+ONE_OF_A_KIND = {
+    name: PLANTED[name]
+    for name in (
+        "zero_workers", "python_collate", "gzip_hdf5", "item_every_step", "tiny_batch", "leak",
+        "imbalanced_ranks", "healthy",
+    )
+}  # fmt: skip
+"""A case of each part of the doctor: loader, code of the script, file, syncs, step, memory, ranks, none."""
+
+
 @pytest.mark.timeout(300)
-def test_the_top_finding_is_the_planted_one(tmp_path):
-    seen = run_warm(PLANTED, 45, tmp_path / "seen")
-    assert set(seen) == set(PLANTED)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(ONE_OF_A_KIND, id="one of a kind"),
+        pytest.param(PLANTED, id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_the_top_finding_is_the_planted_one(cases, tmp_path):
+    seen = run_warm(cases, 45, tmp_path / "seen")
+    assert set(seen) == set(cases)
     wrong, crowded = [], []
-    for name, planted in PLANTED.items():
+    for name, planted in cases.items():
         found = diagnose(seen[name])
         top = found[0].name if found else None
         if top != planted:
@@ -72,8 +89,8 @@ def test_the_top_finding_is_the_planted_one(tmp_path):
             is_crowded = any("other work on this machine" in note for note in seen[name].notes)
             (crowded if is_crowded else wrong).append(describe(name, found, seen[name]))
     # 13 of 14 is what is asked for.
-    assert len(wrong) <= 1, "\n".join(wrong)
-    assert len(wrong) + len(crowded) <= 4, "\n".join(wrong + crowded)
+    assert len(wrong) <= len(cases) // 14, "\n".join(wrong)
+    assert len(wrong) + len(crowded) <= len(cases) // 4, "\n".join(wrong + crowded)
 
 
 @pytest.mark.gpu

@@ -190,7 +190,7 @@ def test_a_script_that_hangs_before_its_first_step_is_located(tmp_path):
     path = script(tmp_path, "stuck", body)
     line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "1000" in text)
     # A crowded machine may need the longer time to import torch.
-    for seconds in (7, 25, 90):
+    for seconds in (4, 25, 90):
         came = attached(path, seconds=seconds)
         assert came.stopped == "seconds"
         (note,) = came.measurements.notes
@@ -215,7 +215,14 @@ time.sleep(300)
 """
 
 
-@pytest.mark.parametrize("pauses", [(0.6,), (0.6, 0.3, 0.3), (5.8,)], ids=["two", "four", "late"])
+@pytest.mark.parametrize(
+    "pauses",
+    [
+        pytest.param((0.6,), id="two", marks=pytest.mark.slow),
+        pytest.param((0.6, 0.3, 0.3), id="four"),
+        pytest.param((5.8,), id="late", marks=pytest.mark.slow),
+    ],
+)
 def test_more_than_one_ctrl_c_leaves_nothing_behind(tmp_path, pauses):
     path, told = tmp_path / "stubborn.py", tmp_path / "pids"
     path.write_text(STUBBORN)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from warm_stoker import shared
 
 FOLDER = Path(__file__).parent.parent / "examples"
 SAYS = {
@@ -43,11 +43,8 @@ def test_example_runs_and_says_what_it_did(name, tmp_path):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    warnings = [part for words in THEIR_WARNINGS if name in NEEDS for part in ("-W", words)]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *warnings, str(FOLDER / name)],
-        capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment, check=False,
-    )  # fmt: skip
+    warned = ["error", *(THEIR_WARNINGS if name in NEEDS else ())]
+    done = shared().run([], tmp_path, environment, script=FOLDER / name, warned=warned)
     assert done.returncode == 0, done.stderr
     assert re.search(SAYS[name], done.stdout), done.stdout
     assert done.stderr == ""

@@ -107,7 +107,13 @@ def batch_of(store, trained, num, augment=None):
 # -- the same predictions --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", EXPORTED)
+VARIANTS = {"windows", "series"}  # of the tabular recipe; an export takes seconds
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind in VARIANTS)) for kind in EXPORTED],
+)
 def test_onnxruntime_says_what_stoker_predict_says(kind, made, exported):
     compare_predictions(kind, made, exported)
 

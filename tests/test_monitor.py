@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import warm_stoker
 from run_folders import BEGAN, Clock, write_run
 from run_makers import make_store, settings_for
 from stoker.cli.monitor import one_line, view
@@ -45,9 +46,7 @@ def command(*args: object) -> list[str]:
 
 
 def stoker_monitor(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*args), capture_output=True, text=True, cwd=cwd, env=ENV, timeout=200, check=False
-    )
+    return warm_stoker.stoker("monitor", *args, cwd=cwd, env=ENV)
 
 
 # -- readings ------------------------------------------------------------------------------------

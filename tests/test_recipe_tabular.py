@@ -6,7 +6,6 @@ import copy
 import os
 import re
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
+import warm_stoker
 from stoker.errors import InputError, QualityError
 from stoker.loader.batch import Batch
 from stoker.loader.loader import Loader
@@ -622,14 +622,7 @@ def write_dirty_csv(path: Path) -> np.ndarray:
 
 
 def stoker(*args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stoker", *map(str, args)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200"},
-        timeout=110,
-        check=False,
-    )
+    return warm_stoker.stoker(*args, env={**os.environ, "COLUMNS": "200"})
 
 
 def test_from_a_dirty_file_to_a_stable_run(tmp_path):

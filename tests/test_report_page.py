@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import test_quality_page
+import warm_stoker
 from run_folders import BEGAN, FINDINGS, Clock, write_run
 from stoker.errors import InputError, MissingExtraError, StoreError
 from stoker.page.charts import MAX_POINTS, Chart, Line, Mark, line_chart, round_ticks, thin
@@ -35,10 +36,7 @@ ENV = {**os.environ, "PYTHONWARNINGS": "error"}
 
 
 def stoker_report(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "stoker", "report", *map(str, args)]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env=ENV, timeout=200, check=False
-    )
+    return warm_stoker.stoker("report", *args, cwd=cwd, env=ENV)
 
 
 def page_of(*folders: Path) -> tuple[str, Strict]:

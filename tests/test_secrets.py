@@ -18,6 +18,7 @@ from urllib.parse import quote
 import psutil
 import pytest
 
+import warm_stoker
 from run_makers import make_store
 from stoker.address import HIDDEN_WORDS
 from stoker.cli import main
@@ -98,11 +99,7 @@ def assert_nothing_written(folder: Path) -> None:
 
 
 def stoker(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160", **variables}
-    return subprocess.run(
-        [sys.executable, "-m", "stoker", *map(str, words)],
-        capture_output=True, text=True, cwd=cwd, env=env, timeout=200, check=False,
-    )  # fmt: skip
+    return warm_stoker.stoker(*words, cwd=cwd, env={**os.environ, "COLUMNS": "160", **variables})
 
 
 @pytest.fixture(scope="module")
@@ -307,6 +304,7 @@ def test_processes_that_we_start_do_not_show_the_password(served, monkeypatch):
 
     monkeypatch.setattr(launch, "_run", run)
     monkeypatch.setenv(HIDDEN_WORDS, "")
+    monkeypatch.setenv("STOKER_RESTARTS", "0")  # which it sets, for good
     typed = ["train", "--store", served, "--set", "recipe.store=http://u:Hü Kr0k@h/x", "--json"]
     assert launch.launch(typed, 2, 0, print) == 0
     ((line, hidden),) = started

@@ -208,6 +208,7 @@ def test_quarter_turns_are_drawn_exactly():
 # -- geometry ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("out", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes(dtype, out):
@@ -222,6 +223,7 @@ def test_dtypes(dtype, out):
     agree(make_images((2, 3, 13, 17), dtype), table, program)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 17])
 @pytest.mark.parametrize("blur", [0, 3])
 def test_channels(channels, blur):
@@ -238,6 +240,7 @@ def test_odd_sizes(size):
     agree(make_images((2, 3, *size)), table, program, make_masks((2, *size)))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("degrees", [0, 90, 180, 270, 12.5, 45, 133])
 @pytest.mark.parametrize("size", [(15, 15), (16, 16), (11, 17)])
 def test_angles(degrees, size):
@@ -327,6 +330,7 @@ COLOUR = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", COLOUR)
 @pytest.mark.parametrize("turn", [False, True])
 def test_colour(name, turn):
@@ -352,6 +356,7 @@ def test_untouched_samples_keep_every_bit(name):
     assert torch.equal(result.cpu(), images)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("config", [WHOLE, fused.Config(16, 16, 8, 16)])
 def test_contrasts_mean_is_right_to_1e_6_and_the_same_each_time(channels, config):
@@ -370,6 +375,7 @@ def test_contrasts_mean_is_right_to_1e_6_and_the_same_each_time(channels, config
 # -- masks, rows, strides ----------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("dtype", "ignore"),
     [
@@ -411,6 +417,7 @@ def test_a_row_that_does_not_exist_gives_nan_and_harms_no_other():
     assert torch.equal(result[[0, 3]], right[[0, 3]])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize(
     "ops",
@@ -446,6 +453,7 @@ def test_rows_that_exist_set_no_fault(dtype):
     assert int(faults) == 0
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("blur", [0, 3, 7])
 @pytest.mark.parametrize("entering", [torch.channels_last, torch.contiguous_format])
 def test_channels_last_in_and_out(blur, entering):
@@ -456,6 +464,7 @@ def test_channels_last_in_and_out(blur, entering):
     agree(images, table, program)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("geometry", [False, True])
 @pytest.mark.parametrize("view", ["offset", "every second", "expanded", "transposed"])
 def test_any_strides(view, geometry):
@@ -515,6 +524,7 @@ def test_compose_gives_the_same_with_either_backend(dtype):
 # -- faults ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("dtype", "geometry"),
     [(torch.float16, True), (torch.bfloat16, False), (torch.float32, False), (torch.float32, True)],
@@ -599,6 +609,7 @@ def test_a_result_beyond_2_to_31_elements():
         assert torch.equal(labels[one], wanted)
 
 
+@pytest.mark.thinned
 @needs_gpu
 @pytest.mark.parametrize("size", [(512, 512), (224, 224), (32, 32), (511, 333)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
