@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from advice_cases_commands import OWN
 from advice_typing import Case
 
 
@@ -28,6 +29,33 @@ def namespace() -> dict[str, Any]:
 
 IMAGES = "from stoker import GPUAugmentation, MinimalGPUAugmentation, StrongGPUAugmentation; from stoker.augment import *; from stoker.augment.ops import *; import stoker.augment as A; images = torch.zeros(2, 3, 8, 8)"
 SERIES = "from stoker.loader.lanes import plan_lanes, plan_store_lanes; from stoker.loader.splits import *"
+
+STORE = (
+    "from stoker.store.reader import open_store; from stoker.store.fields import Ragged; from stoker.store.repairs import *; "
+    "from stoker.store.quality import *; from stoker.store.table_stats import *; from stoker.store.time_stats import *; "
+    "from stoker.store.hdf5 import open_hdf5; from stoker.store.arrays import OpenFile; import os; here = os.getcwd(); "
+    "store = open_store('store'); values, lengths = np.zeros(5, 'f4'), [2, 3]; words = np.array(['1', '2']); "
+    "time = np.array([1.0, 2.0]); whole = np.array([[1, 2, 3]]); table = np.zeros((5, 3), 'f4'); columns = ['a', 'b', 'c']; "
+    "limits = limits_of(TableStats.scan(table[:, :2], columns[:2])); "
+)
+REMOTE = "open_store(f'file://{here}/store').read_rows('features', 0, 2)"
+SOURCES = (
+    "from stoker.sources.msp.library import read_msp, split_msp; from stoker.sources.massspec import MassSpecSource; "
+    "from stoker.sources.molecules.files import MolIndex; from stoker.sources.arrays import ArraysSource; "
+    "from stoker.sources.tables import TableSource; from stoker.sources.bars.source import BarsSource; "
+    "from stoker.sources.images import ImagesSource; import gzip, zipfile; path = Path('library.msp'); "
+    "Path('only.msp.gz').write_bytes(gzip.compress(path.read_bytes())); "
+    "Path('cut.msp.gz').write_bytes(Path('only.msp.gz').read_bytes()[:-9]); "
+    "z = zipfile.ZipFile('broken.zip', 'w'); z.writestr('a.mol', 'x'); z.close(); broken = Path('broken.zip'); "
+    "broken.write_bytes(broken.read_bytes().replace(b'PK' + bytes([1, 2]), b'PK00'))"
+)
+
+RECIPES = (
+    "from stoker.recipes.massspec.recipe import *; from stoker.recipes.schedule import *; from stoker.recipes.options import *; "
+    "from stoker.recipes.inference import *; from stoker.recipes.catalogue import restore; from stoker.recipes.export.graph import deploy; "
+    "from stoker.recipes.export.ports import Sizes; from stoker.store.reader import open_store; from stoker.recipes.tabular.recipe import *; "
+    "from dataclasses import replace; apart = write_store(Path('apart'), [{'group': Dense(np.arange(9)), 'split': Dense(np.ones(9, 'i8'))}])"
+)
 
 
 def _refused(setup: str, *wrong: str, **named: str) -> list[Case]:
@@ -102,11 +130,65 @@ PYTHON: dict[str, list[Case]] = {
         "store_facts(open_store('store').manifest, fields=['x'])",
     ),
     "store": _refused(
-        "from stoker.store.reader import open_store; from stoker.store.fields import Ragged; "
-        "from stoker.store.repairs import *; store = open_store('store')",
+        STORE,
         "store.read_rows('x', 0, 1)",
         "store.read_rows('features', 0, 2, out=np.empty(3))",
-    ),
+        "open_hdf5(Path('none/none.h5'))",
+        "open_hdf5(Path('empty'))",
+        "OpenFile(Path('none/x.h5'))",
+        "Ragged(values, lengths)",
+        "scan_time(time)",
+    )
+    + [
+        Case("checked_values(words)", STORE, fill={"values": "words"}),
+        Case("fit_repairs([parse_repair('clip')], whole, columns)", STORE, fill={"values": "whole"}),
+        Case("bad_rows(table, limits)", STORE, at="limits", fill={"values": "table"}),
+        Case(
+            "store.read_text('tokens', 0)",
+            STORE
+            + "write_store(Path('words'), [{'tokens': Ragged(np.arange(5), [0, 2, 5])}]).close(); store = open_store('words')",
+            at="store.read_text('tokens', 0)",
+        ),
+        Case(REMOTE, STORE, env={"STOKER_CACHE_LIMIT": "x", "STOKER_CACHE": "cache"}),
+        Case(REMOTE, STORE, env={"STOKER_CACHE_LIMIT": "1KB", "STOKER_CACHE": "cache"}),
+        Case(REMOTE, STORE, env={"STOKER_CACHE": "table.csv/cache"}),
+        Case(
+            "open_store(folder)",
+            STORE
+            + "folder = open_store(f'file://{here}/store').path; Path('once').exists() or (folder / 'remote.json').write_text('{}'); Path('once').touch()",
+            env={"STOKER_CACHE": "cache"},
+        ),
+    ],
+    "sources": _refused(
+        SOURCES,
+        "ArraysSource(()).prepare(Path('made'))",
+        "TableSource(()).prepare(Path('made'))",
+        "TableSource((path,), split=(1, 2))",
+        "BarsSource(('bars',), windows=(('M5', 8),), ratios=(1, 2, 3))",
+        "MassSpecSource(path, train_ratio=2)",
+        "list(read_msp('cut.msp.gz'))",
+        "split_msp(path, records_per_part=0)",
+        "ImagesSource(folder=Path('none'), size=(8, 8)).prepare(Path('made'))",
+        "MolIndex(broken)",
+    )
+    + [
+        Case("split_msp('only.msp.gz', 10)", SOURCES, then="is gzipped"),
+        Case("list(read_msp(path, merge='x'))", SOURCES, into="read_msp"),
+    ],
+    "recipes": [
+        Case(
+            "deploy(trained, Sizes())",
+            RECIPES
+            + "\nclass Without(TabularRecipe):\n    export_layout = lambda self, *parts: None\n"
+            + "trained = load_trained('run/best.pt'); trained = replace(trained, chosen=replace(trained.chosen, recipe=Without()))",
+        ),
+        Case("restore('mine_7:Autoencoder', {})", OWN + RECIPES + "; own('mine_7', folder='code')", fill={"FOLDER": "code"}),
+        Case("load_trained('run/best.pt', recipe='forex')", RECIPES, fill={"STORE": "forex-store"}),
+        Case("split_compounds(apart, (0.8, 0.1, 0.1), 0)", RECIPES),
+        Case("MassSpecRecipe().make_source(mol_dir='mols')", RECIPES, into="make_source"),
+        Case("parse_options(TabularRecipe.Options, dict(hiden=1), 'tabular')", RECIPES),
+        Case("lr_factor(128, 128, 'x', None)", RECIPES, at="'x'"),
+    ],
     "units.py": _refused(
         "from stoker.units import usable_count\ndef call(n): usable_count('n', n)",
         "call(n=True)",

@@ -215,7 +215,7 @@ class _SpectrumRecipe(Recipe):
         msp, mol_dir = paths.get("msp"), paths.get("mol_dir")
         if msp is None:
             raise InputError(
-                f"--mol-dir is {mol_dir}, and there is no --msp.", "both", "--msp LIBRARY.msp"
+                f"--mol-dir is {mol_dir}, and there is no --msp.", "both", "msp=Path('library.msp'), or --msp LIBRARY.msp"
             )
         return MassSpecSource(Path(msp), mol_dir)
 
@@ -515,7 +515,7 @@ def split_compounds(
         raise InputError(
             f"{store.name} has no training samples.",
             "a split with a share for training",
-            "stoker pack massspec ... --split 0.8,0.1,0.1",
+            "stoker pack massspec --msp LIBRARY.msp OUT --split 0.8,0.1,0.1",
         )
     sizes = ", ".join(
         f"{name} {len(ids):,} spectra of {len(np.unique(groups[ids])):,} compounds"
