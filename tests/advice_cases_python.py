@@ -28,8 +28,30 @@ def namespace() -> dict[str, Any]:
 
 
 IMAGES = "from stoker import GPUAugmentation, MinimalGPUAugmentation, StrongGPUAugmentation; from stoker.augment import *; from stoker.augment.ops import *; import stoker.augment as A; images = torch.zeros(2, 3, 8, 8)"
-SERIES = "from stoker.loader.lanes import plan_lanes, plan_store_lanes; from stoker.loader.splits import *"
+SERIES = (
+    "from stoker.loader.lanes import plan_lanes, plan_store_lanes; from stoker.loader.splits import *; "
+    "from stoker.loader.order import Order, pick_mode; from stoker.plan.facts import even_chunks; from stoker.store.reader import open_store; "
+    "from stoker.augment import Compose, RandomHorizontalFlip; store = open_store('forex-store'); plain = open_store('plain-store'); "
+    "batch_size, world_size, num_lanes = 4, 1, 2; ends, window, breaks = np.arange(1, 40), 3, np.zeros(39, bool); "
+    "loader = Loader('store', 16, 'cpu'); state = loader.state_dict(); odd = {**state, 'epoch': 'x'}; cut = {**state, 'chunks': 'x'}; "
+    "samples = np.arange(100); split = np.arange(40) % 3; order = Order(9, 3)"
+)
+# Times of decisions and labels that do not fit together, by what is wrong.
+TIMES = {
+    "time, label_time = np.arange(9), np.arange(3)": "split_by_time(time, label_time=label_time)",
+    "time, label_time = np.arange(9), np.arange(9) + 1": "split_by_time(label_time, time)",
+    "time = np.arange(9).astype('datetime64[ns]'); label_time = np.arange(9)": "split_by_time(time, label_time)",
+    "time = np.array(['2020-01-01'] * 9); label_time = np.asarray(time, 'datetime64[ns]')": "split_by_time(time, label_time)",
+    "time = label_time = np.arange(9, dtype='u8') + 2**63": "split_by_time(time, label_time)",
+    "time = np.array(['2020'] * 9, 'datetime64[ns]'); label_time = np.array(['3000'] * 9, 'datetime64[s]')": "split_by_time(time, label_time)",
+    "time, label_time = np.arange(9) + 2**60, np.arange(9) + 2.0**61": "split_by_time(time, label_time)",
+    "groups = np.array([b'caf\\xe9', b'a'])": "split_by_group(groups)",
+}
 
+MIDDLE = (
+    "; walk = Loader('forex-store', 8, 'cpu', order='lanes', lanes=plan_store_lanes(store, 8)); steps = iter(walk); next(steps); "
+    "saved = walk.state_dict(); steps.close(); walk.close()"
+)
 STORE = (
     "from stoker.store.reader import open_store; from stoker.store.fields import Ragged; from stoker.store.repairs import *; "
     "from stoker.store.quality import *; from stoker.store.table_stats import *; from stoker.store.time_stats import *; "
@@ -108,7 +130,46 @@ PYTHON: dict[str, list[Case]] = {
         "Loader('store', 16, samples=np.array([0, 1]), drop_last=True)",
         "Loader('store', 16, num_slots=0)",
         "split_randomly(10, ratios=(1, 2, 3))",
+        "Loader('store', 16, fields=['x'])",
+        "Loader('store', 16, augment=Compose([RandomHorizontalFlip()]))",
+        "Loader('store', 16, device='meta')",
+        "Loader('store', 16, plan=3)",
+        "Loader('store', 16, plan=loader.plan, data_bytes=10**9)",
+        "Loader('forex-store', 4, order='lanes', lanes=plan_store_lanes(store, 4), data_bytes=2 * 10**4)",
+        "Loader('forex-store', batch_size, order='lanes')",
+        "Loader('store', 16, seed=-1)",
+        "plan_lanes(ends, window, breaks, num_lanes=99)",
+        "plan_lanes(ends, window, breaks, num_lanes=0)",
+        "plan_lanes(ends, 0, breaks, num_lanes)",
+        "plan_store_lanes(store, 2, fields=[])",
+        "plan_store_lanes(store, 2, fields=['x'])",
+        "loader.set_epoch(-1)",
+        "loader.load_state_dict(3)",
+        "loader.load_state_dict(odd)",
+        "loader.load_state_dict(cut)",
+        "pick_mode(order='time', shuffle=True)",
+        "pick_mode(order='shuffled', shuffle=False)",
+        "pick_mode(order='x', shuffle=None)",
+        "Order(9, batch_size=0)",
+        "Order(9, 3, seed=-1)",
+        "Order(9, batch_size=1, world_size=2)",
+        "Order(9, 3, chunks=((0, 3),))",
+        "order.epoch(-1)",
     )
+    + [
+        Case("Loader('forex-store', 4, order='lanes', lanes=plan_store_lanes(store, num_lanes=8))", SERIES, into="plan_store_lanes"),
+        Case("Loader('forex-store', 4, samples=samples, order='lanes', lanes=plan_store_lanes(store, 4))", SERIES),
+        Case("Loader('forex-store', batch_size=4, order='lanes', lanes=plan_store_lanes(store, 4)).load_state_dict(saved)", SERIES + MIDDLE, into="Loader"),
+        Case("stoker.prefetch(3, 'cpu')", SERIES + "; loader = [torch.zeros(2)]"),
+        Case("plan_store_lanes(plain, 2)", SERIES, at="plan_store_lanes(plain, 2)"),
+        Case("select_samples(plain, 'train')", SERIES, at="select_samples(plain, 'train')"),
+        Case("select_samples(floats, 'train')", SERIES + "; floats = write_store(Path('f'), [{'split': Dense(np.zeros(9, 'f4'))}])", at="select_samples(floats, 'train')"),
+        Case("samples_of(split, 'x')", SERIES, at="'x'"),
+        Case("samples_of(split + 9, 'train')", SERIES, at="samples_of(split + 9, 'train')"),
+        Case("split_by_group(1.5 * split)", SERIES + "; store = write_store(Path('g'), [{'group': Dense(np.arange(9))}])", at="1.5 * split"),
+        Case("split_randomly(-1)", SERIES, at="-1"),
+        *(Case(wrong, SERIES + "; " + setup) for setup, wrong in TIMES.items()),
+    ]
     + _refused("mask = samples = np.arange(300) < 40", "Loader('store', 16, samples=mask)")
     + _refused("samples = np.array([0, 0] * 20 + [1])", "Loader('store', 1, samples=samples)")
     + _refused(

@@ -96,7 +96,7 @@ class Chosen:
             raise InputError(
                 f"the recipe {self.recipe.name!r} gives {len(job.strata)} strata.",
                 f"one for each of the {len(samples['train'])} training samples, or None",
-                "leave strata out of the Job",
+                "a Job without strata",
             )
         return replace(job, samples=samples)
 
