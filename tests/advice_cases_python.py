@@ -52,6 +52,27 @@ MIDDLE = (
     "; walk = Loader('forex-store', 8, 'cpu', order='lanes', lanes=plan_store_lanes(store, 8)); steps = iter(walk); next(steps); "
     "saved = walk.state_dict(); steps.close(); walk.close()"
 )
+SPECTRA = """
+from stoker.compat.massspec import LazyMassSpecDataset, NISTDataLoader
+from molecule_makers import SMILES, write_library
+msp_file, mol_files_dir = Path('spectra/library.msp'), Path('spectra/mols')
+if not msp_file.exists():
+    Path('spectra').mkdir(); write_library(Path('spectra'), SMILES[:4])
+bare = Path('bare.msp'); bare.write_text('Name: a' + chr(10) + 'Num Peaks: 1' + chr(10) + '1 2' + chr(10))
+dataset = LazyMassSpecDataset(msp_file, mol_files_dir, cache_dir='lazy', jobs=1)
+"""
+COMPAT = """
+from stoker.compat.basics import *; from stoker.compat.basics import DataLoader, PipelinedDataLoader, RandomSampler
+from stoker.compat.chunk_loader import ChunkDataLoader; from stoker.compat.massspec import LazyMassSpecDataset, NISTDataLoader
+from stoker.compat.max_batch import find_max_batch_size
+class Fails(torch.utils.data.Dataset):
+    __len__ = lambda self: 4
+    __getitem__ = lambda self, index: 1 / 0
+class Whole(torch.nn.Linear):
+    forward = lambda self, rows: super().forward(rows).detach().long()
+dataset = CustomDataset(np.arange(9), np.arange(9)); loader = PipelinedDataLoader('cpu'); batch = torch.zeros(2)
+model, whole = torch.nn.Linear(4, 2), Whole(4, 2); my_loss = lambda outputs: model.weight.mean()
+pass"""
 STORE = (
     "from stoker.store.reader import open_store; from stoker.store.fields import Ragged; from stoker.store.repairs import *; "
     "from stoker.store.quality import *; from stoker.store.table_stats import *; from stoker.store.time_stats import *; "
@@ -236,6 +257,27 @@ PYTHON: dict[str, list[Case]] = {
         Case("split_msp('only.msp.gz', 10)", SOURCES, then="is gzipped"),
         Case("list(read_msp(path, merge='x'))", SOURCES, into="read_msp"),
     ],
+    "compat": _refused(
+        COMPAT,
+        "RandomSampler(object())",
+        "RandomSampler()",
+        "find_max_batch_size(model, (4,), 'cpu', max_batch=0)",
+        "find_max_batch_size(model, (4,), 'cpu', max_batch=2, margin=3)",
+        "find_max_batch_size(whole, (4,), 'cpu', max_batch=2)",
+    )
+    + [
+        Case("pass\nloader.load_batch_async(0, batch)", COMPAT + "; loader.load_batch_async(0, batch)", at="pass"),
+        Case("pass\nloader.synchronize(0)", COMPAT, at="pass"),
+        Case("dataset[1:3]", COMPAT, at="dataset[1:3]"),
+        Case("list(DataLoader(dataset, 2))", COMPAT + "; dataset = Fails()", at="list(DataLoader(dataset, 2))", then="division"),
+        Case("loader._load_chunk_to_gpu(3, 1)", COMPAT + "; loader = ChunkDataLoader('store', 8, device='cpu')"),
+        Case("NISTDataLoader.create_dataloaders(dataset, train_ratio=2)", SPECTRA),
+        Case("NISTDataLoader.create_dataloaders([1])", SPECTRA, at="[1]"),
+        Case("dataset.read_batch([])", SPECTRA),
+        Case("dataset['x']", SPECTRA, at="dataset['x']"),
+        Case("LazyMassSpecDataset(bare, 'mols', jobs=1)", SPECTRA),
+        Case("find_max_batch_size(model, (0,), 'cpu', max_batch=2)", COMPAT + "; model = torch.nn.Conv2d(3, 1, 9, 9)", at="(0,)"),
+    ],
     "recipes": [
         Case(
             "deploy(trained, Sizes())",
@@ -246,7 +288,6 @@ PYTHON: dict[str, list[Case]] = {
         Case("restore('mine_7:Autoencoder', {})", OWN + RECIPES + "; own('mine_7', folder='code')", fill={"FOLDER": "code"}),
         Case("load_trained('run/best.pt', recipe='forex')", RECIPES, fill={"STORE": "forex-store"}),
         Case("split_compounds(apart, (0.8, 0.1, 0.1), 0)", RECIPES),
-        Case("MassSpecRecipe().make_source(mol_dir='mols')", RECIPES, into="make_source"),
         Case("parse_options(TabularRecipe.Options, dict(hiden=1), 'tabular')", RECIPES),
         Case("lr_factor(128, 128, 'x', None)", RECIPES, at="'x'"),
     ],

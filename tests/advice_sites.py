@@ -102,6 +102,8 @@ def _advice_of(call: ast.AST, file: str) -> ast.expr | None:
     name = ast.unparse(call.func).rpartition(".")[2]
     if name == "Problem" or (name == "clash" and file == "config/resolve.py"):
         return call.args[4]
+    if name in ("OSError", "JSONDecodeError"):
+        return None
     if not name.endswith("Error") and not (name == "cls" and file == "errors.py"):
         return None
     named = [word.value for word in call.keywords if word.arg == "fix"]

@@ -215,7 +215,7 @@ class _SpectrumRecipe(Recipe):
         msp, mol_dir = paths.get("msp"), paths.get("mol_dir")
         if msp is None:
             raise InputError(
-                f"--mol-dir is {mol_dir}, and there is no --msp.", "both", "msp=Path('library.msp'), or --msp LIBRARY.msp"
+                f"--mol-dir is {mol_dir}, and there is no --msp.", "both", "--msp LIBRARY.msp"
             )
         return MassSpecSource(Path(msp), mol_dir)
 
