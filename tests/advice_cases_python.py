@@ -52,6 +52,23 @@ MIDDLE = (
     "; walk = Loader('forex-store', 8, 'cpu', order='lanes', lanes=plan_store_lanes(store, 8)); steps = iter(walk); next(steps); "
     "saved = walk.state_dict(); steps.close(); walk.close()"
 )
+TRAINING = """
+from stoker.train.settings import TrainSettings, read_config; from stoker import Trainer; from stoker.train.checkpoint import Checkpoints, load_checkpoint
+from stoker.train.accumulation import *; from stoker.train.fitness import *; from stoker.train.oom import Footing; from stoker.train.step import check_loss
+from stoker.train.precision import choose_precision; from stoker.train.checkpoint_file import loadable; from stoker.train.place import EpochPlace
+from stoker.train.diagnosis import explain_samples; from stoker.train.quantize import quantize_dynamic; from torch.utils.data import DataLoader
+from stoker.config import load_config, resolve
+model, dataset = torch.nn.Linear(3, 2), torch.arange(8); parameters = [*model.parameters()]; optimizer = torch.optim.AdamW(parameters)
+other, slow = torch.optim.AdamW([torch.zeros(2)]), torch.optim.LBFGS(parameters)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer); epochs = batches_per_epoch = 3; settings = resolve(load_config('config.yaml'))
+window = AccumulationWindow(4); window.add(4); loss = torch.ones(3)
+choose = lambda precision: choose_precision(precision, torch.device('cpu'), model)
+class Reads(torch.nn.Module):
+    def __init__(self):
+        super().__init__(); self.inner, self.outer = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+    forward = lambda self, rows: self.outer(rows @ self.inner.weight.T)
+reads = Reads()
+pass"""
 SPECTRA = """
 from stoker.compat.massspec import LazyMassSpecDataset, NISTDataLoader
 from molecule_makers import SMILES, write_library
@@ -197,13 +214,47 @@ PYTHON: dict[str, list[Case]] = {
         "import os; os.environ.update(RANK='0', WORLD_SIZE='1')", "Loader('store', 16, rank=5)"
     ),
     "train": _refused(
-        "from stoker.train.settings import TrainSettings; from stoker import Trainer; model = torch.nn.Linear(3, 2); "
-        "optimizer = torch.optim.AdamW(model.parameters()); from stoker.train.checkpoint import Checkpoints",
+        TRAINING,
         "TrainSettings(precision='x')",
         "TrainSettings(clip_norm=-1)",
         "TrainSettings(accumulation_steps=0)",
         "Checkpoints('c', keep_last=0)",
-    ),
+        "AccumulationWindow(nominal=0)",
+        "window.add(4)",
+        "load_checkpoint('none/x.pt')",
+        "choose(precision='tf32')",
+        "choose(precision='fp16')",
+        "Footing(batch_size=0, pass_size=1)",
+        "check_loss(loss)",
+    )
+    + [
+        Case("raise explain_samples([], None, choose('fp32'), 'it failed')", TRAINING, fill={"FILE": "a.npy"}),
+        Case(
+            "raise explain_samples(bad, np.arange(8), choose('fp32'), 'it failed')",
+            TRAINING
+            + "; f = class_table(40); f['features'].values[3, 1] = np.nan; write_store(Path('nan'), [f]).close(); bad = Loader('nan', 8, 'cpu')",
+            then="exit code 3",
+        ),
+        Case("move_model(model, 'cpu')", TRAINING + "; model = torch.nn.Linear(3, 2, device='meta')"),
+        Case("check_parameters(model, other, 'cpu')", TRAINING, at="other"),
+        Case("check_steps(slow, None)", TRAINING, at="slow"),
+        Case("check_steps(optimizer, plateau)", TRAINING, at="plateau"),
+        Case("read_config(config=3)", TRAINING, fill={"my.yaml": "tabular.yaml"}),
+        Case("read_config(config={'training': {}})", TRAINING, fill={"my.yaml": "tabular.yaml"}),
+        Case("read_config({'clip_nrm': 1.0})", TRAINING, at="clip_nrm"),
+        Case("read_config(dict(use_amp='x'))", TRAINING, into="dict"),
+        Case("read_config(dict(use_amp=True, precision='fp32'))", TRAINING),
+        Case("read_config(dict(lr=1.0, learning_rate=2.0))", TRAINING),
+        Case("loadable({'a': x})", TRAINING + "; x = np.float32(1)"),
+        Case("loadable({key: 1})", TRAINING + "; key = (1, 2)"),
+        Case("Checkpoints('c').save({}, 1, 1, identity={'a': object()})", TRAINING, at="{'a': object()}"),
+        Case(
+            "place(DataLoader(dataset)).load_state_dict(saved)",
+            TRAINING
+            + "; place = EpochPlace; first = place(DataLoader(dataset, generator=torch.Generator())); saved = first.state_dict()",
+        ),
+        Case("quantize_dynamic(reads, [torch.zeros(2, 3)])", TRAINING, fill={"name.of.the.module": "inner"}),
+    ],
     "plan": _refused(
         "from stoker.plan import make_plan, estimate_model, store_facts; from stoker.store.reader import open_store; "
         "facts = store_facts(open_store('store').manifest)",
