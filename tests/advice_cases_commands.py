@@ -64,6 +64,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["augment", "preview", "store", "x.png"], at="store", fill={"store": "seg-store"}),
         Case(["augment", "preview", "seg-store", "x.png", "--size", "8x8"]),
         Case(["augment", "preview", "seg-store", "x.png", "--masks", "masks"]),
+        Case(["augment", "preview", "none-store", "x.png"], "write_store(Path('none-store'), [{'images': Dense(np.zeros((0, 3, 8, 8), 'u1'))}]).close()"),
+        Case(["augment", "preview", "pictures/cat", "x.png", "--masks", "masks/dog"], "import os; os.remove('masks/dog/0.png')"),
         Case(["augment", "preview", "pictures/cat", "empty"], at="empty"),
         Case(["augment", "preview", "pictures/cat", "x.jpg"], at="x.jpg"),
         Case(["augment", "preview", "pictures/cat", "none/none/x.png"]),

@@ -28,6 +28,11 @@ def namespace() -> dict[str, Any]:
 
 
 IMAGES = "from stoker import GPUAugmentation, MinimalGPUAugmentation, StrongGPUAugmentation; from stoker.augment import *; from stoker.augment.ops import *; import stoker.augment as A; images = torch.zeros(2, 3, 8, 8)"
+PICTURES = (
+    IMAGES
+    + "; compose = Compose([RandomHorizontalFlip()]); params = compose.draw(2, (8, 8), 3, images.device); other = compose.draw(2, (9, 9), 3, images.device); "
+    "one, rows, epoch, batch = torch.zeros(3, 8, 8), torch.tensor([0]), 1, 2; labels, boxes = torch.tensor([0, 5]), torch.zeros(2, 12); "
+)
 SERIES = (
     "from stoker.loader.lanes import plan_lanes, plan_store_lanes; from stoker.loader.splits import *; "
     "from stoker.loader.order import Order, pick_mode; from stoker.plan.facts import even_chunks; from stoker.store.reader import open_store; "
@@ -69,6 +74,7 @@ class Reads(torch.nn.Module):
     forward = lambda self, rows: self.outer(rows @ self.inner.weight.T)
 reads = Reads()
 pass"""
+ADAPTED = "from stoker.frameworks.adapted import AdaptedLoader, check_share; loader = AdaptedLoader(Loader('store', 8, 'cpu')); epoch = 1"
 SPECTRA = """
 from stoker.compat.massspec import LazyMassSpecDataset, NISTDataLoader
 from molecule_makers import SMILES, write_library
@@ -138,7 +144,45 @@ PYTHON: dict[str, list[Case]] = {
         "RandomResizedCrop(size=0)",
         "GPUAugmentation(mean=(1, 2))",
         "MixUp(0, 10)",
+        "MixUp(0.2, num_classes=0)",
+        "MixUp(0.2, 10, stream=-1)",
+        "Normalize((), ())",
+        "Compose([RandomHorizontalFlip(), 3])",
+        "Compose([Normalize(0.5, 0.5), RandomHorizontalFlip()])",
+        "Compose([Normalize((0.5, 0.5), (0.5, 0.5))])(images)",
+        "RandomCrop(32, padding=-1)",
+        "RandomAffine(scale=3)",
+        "RandomAffine(scale=(1.1, 0.9))",
+        "RandomAffine(shear=3)",
+        "make_preset('x')",
+        "ProgressiveAugmentation({1: make_preset('minimal')})",
+        "ProgressiveAugmentation({0: make_preset('minimal'), -1: make_preset('minimal')})",
+        "ProgressiveAugmentation({0: 3})",
     )
+    + _refused(
+        PICTURES,
+        "compose.apply(images, params=3)",
+        "compose.draw(0, (8, 8), 3, images.device)",
+        "compose.seek(epoch=-1)",
+    )
+    + [
+        Case("compose.draw(2, (8, 8), 3, 'x')", PICTURES, at="'x'"),
+        Case("compose.apply(images, params, rows=rows)", PICTURES + "images = one; params = compose.draw(1, (8, 8), 3, one.device)"),
+        Case("compose.load_state_dict(3)", PICTURES, at="compose.load_state_dict(3)"),
+        Case("compose.load_state_dict({})", PICTURES, at="compose.load_state_dict({})"),
+        Case("Compose([RandomCrop(64)])(images)", PICTURES, into="RandomCrop"),
+        Case("compose(images, masks)", PICTURES + "masks = np.zeros((2, 8, 8), 'u1')"),
+        Case("compose(images, masks)", PICTURES + "masks = torch.zeros(2, 8, 8).to(torch.uint16)"),
+        Case("Compose([RandomHorizontalFlip()], ignore_index=255)(images, masks)", PICTURES + "masks = torch.zeros(2, 8, 8).to(torch.int8)", into="Compose"),
+        Case("compose(images, rows=rows)", PICTURES + "rows = [0, 1]"),
+        Case("compose(images, rows=rows)", PICTURES + "rows = torch.tensor([0, 1]).int()"),
+        Case("compose.apply(images, other)", PICTURES, at="other"),
+        Case("compose.boxes(boxes, params)", PICTURES),
+        Case("compose.boxes(boxes, params)", PICTURES + "boxes = torch.zeros(2, 3, 4).int()"),
+        Case("compose(images / 0); compose.check()", PICTURES, at="compose(images / 0); compose.check()"),
+        Case("MixUp(0.2, 10)(images, targets)", PICTURES + "targets = [0, 1]"),
+        Case("MixUp(0.2, num_classes=2)(images, labels)", PICTURES, into="MixUp"),
+    ]
     + _refused(
         IMAGES.replace(
             "images = torch.zeros(2, 3, 8, 8)", "images = torch.zeros(2, 3, 8, 8).requires_grad_()"
@@ -328,6 +372,15 @@ PYTHON: dict[str, list[Case]] = {
         Case("dataset['x']", SPECTRA, at="dataset['x']"),
         Case("LazyMassSpecDataset(bare, 'mols', jobs=1)", SPECTRA),
         Case("find_max_batch_size(model, (0,), 'cpu', max_batch=2)", COMPAT + "; model = torch.nn.Conv2d(3, 1, 9, 9)", at="(0,)"),
+    ],
+    "frameworks": _refused(
+        ADAPTED,
+        "loader.seek(epoch, -1)",
+    )
+    + [
+        Case("check_share(Loader('store', 8, 'cpu'), 1, 2)", ADAPTED, into="Loader"),
+        Case("AdaptedLoader([1])", ADAPTED, at="[1]"),
+        Case("next(iter(AdaptedLoader(Loader('store', 8, 'cpu'), fields={'x': 'y'})))", ADAPTED, into="AdaptedLoader"),
     ],
     "recipes": [
         Case(
