@@ -300,10 +300,13 @@ PYTHON: dict[str, list[Case]] = {
         Case("quantize_dynamic(reads, [torch.zeros(2, 3)])", TRAINING, fill={"name.of.the.module": "inner"}),
     ],
     "plan": _refused(
-        "from stoker.plan import make_plan, estimate_model, store_facts; from stoker.store.reader import open_store; "
+        "from stoker.plan.facts import even_chunks; from stoker.plan import make_plan, estimate_model, store_facts; from stoker.store.reader import open_store; "
         "facts = store_facts(open_store('store').manifest)",
         "make_plan(facts, gpu_memory_bytes=10**9, ram_bytes=10**9, ranks_per_host=0)",
         "estimate_model(-1)",
+        "even_chunks(10, most=0)",
+        "make_plan(facts, gpu_memory_bytes=10**9, ram_bytes=10**10, batch_size=16, data_bytes=1)",
+        "make_plan(facts, gpu_memory_bytes=10**6, ram_bytes=10**10, batch_size=16, data_bytes=10**9)",
         "store_facts(open_store('store').manifest, fields=['x'])",
     ),
     "store": _refused(
@@ -377,6 +380,12 @@ PYTHON: dict[str, list[Case]] = {
         ADAPTED,
         "loader.seek(epoch, -1)",
     )
+    + _refused(
+        "from stoker.frameworks.lightning import ScheduleCallback",
+        "ScheduleCallback(warmup_share=2)",
+        "ScheduleCallback(num_updates=0)",
+        "ScheduleCallback(rule='x')",
+    )
     + [
         Case("check_share(Loader('store', 8, 'cpu'), 1, 2)", ADAPTED, into="Loader"),
         Case("AdaptedLoader([1])", ADAPTED, at="[1]"),
@@ -400,9 +409,39 @@ PYTHON: dict[str, list[Case]] = {
         "call(n=True)",
         "call(n='x')",
         "call(n=0)",
-    ),
-    "report.py": _refused(
-        "from stoker.report import read_run_log",
-        "read_run_log('none/run.jsonl')",
-    ),
+    )
+    + [
+        Case(
+            "call(size='nan')",
+            "from stoker.units import parse_bytes\ndef call(size): parse_bytes(float(size) if size == 'nan' else size)",
+            at="nan",
+        )
+    ],
+    "report.py": [
+        Case("read_run_log('none/run.jsonl')", "from stoker.report import read_run_log"),
+        Case("run.write('step')", "from stoker.report import RunLog; path = Path('new.jsonl'); run = RunLog(path); run.close()", at="run"),
+        Case(
+            "read_run_log('told/run.jsonl')",
+            "from stoker.report import read_run_log; log = Path('told/run.jsonl'); Path('once').exists() or log.write_text('x' + chr(10) + log.read_text()); Path('once').touch()",
+        ),
+    ],
+    "errors.py": _refused(
+        "from stoker.errors import *; import os; name = os.fsdecode(b'\\xff.csv'); open(name, 'w').close()",
+        "raise file_error(PermissionError(13, 'no', 'sub/table.csv'))",
+        "raise unwritable('made/x', OSError(30, 'read-only'), 'the log')",
+        "require_file('none/x.csv', 'the table')",
+    )
+    + [
+        Case(
+            "require_utf8(name)",
+            "from stoker.errors import *; import os; name = os.fsdecode(b'\\xff.csv'); open(name, 'w').close()",
+            then="not UTF-8",
+        )
+    ],
+    "config": [
+        Case("parse_config('data: 3')", "from stoker.config import parse_config", at="data: 3"),
+    ],
+    "doctor": [
+        Case("attach([])", "from stoker.doctor.attach import attach; Path('train.py').touch()"),
+    ],
 }

@@ -344,7 +344,7 @@ def test_bug_j_neither_the_number_of_samples_nor_the_budget_is_exceeded(path):
         assert [len(features) for features, _ in loader] == [N]
     with pytest.raises(InputError, match=r"holds 10 of 103 samples[\s\S]*chunk_size_gb=") as caught:
         ChunkDataLoader(path, 64, gib(10), "cpu")
-    typed = float(caught.value.fix.split("chunk_size_gb=")[1].split(",")[0])
+    typed = float(caught.value.fix.split("chunk_size_gb=")[1].split()[0])
     with ChunkDataLoader(path, 32, typed, "cpu") as loader:
         assert rows_of(loader) == list(range(N))
 
