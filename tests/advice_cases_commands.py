@@ -120,8 +120,6 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "images", "pictures", "made", "--size", "8x8", "--on-bad", "quarantine", "--bad-budget", "1%"],
              "open('pictures/cat/0.png', 'w').write('x')"),
         Case(["pack", "arrays", "b.npy", "made", "--repair", "clip"]),
-        Case(["pack", "arrays", "zero.npy", "made"], "np.save('zero.npy', np.zeros((0, 3), 'f4'))"),
-        Case(["pack", "arrays", "a.npy", "time.npy", "made", "--on-bad", "quarantine"], "np.save('time.npy', np.arange(40)[::-1].astype('datetime64[ns]').astype('i8'))"),
         Case(["pack", "table", "table.csv", "link"], "import os; os.symlink('new-folder', 'link')"),
         Case(["pack", "images", "pictures", "pictures/out", "--size", "8x8"], at="pictures/out"),
         Case(["pack", "table", "sub/table.csv", "sub"], "import os; os.mkdir('sub'); os.rename('table.csv', 'sub/table.csv')", at="sub"),
@@ -258,7 +256,6 @@ COMMANDS: dict[str, list[Case]] = {
     ],
     "doctor": [
         Case(["profile", "--config", "tabular.yaml", "--active", "0", *ON_CPU]),
-        Case(["doctor", "--steps", "0", "--", "python", "train.py"], "open('train.py', 'w').write('')"),
         Case(["doctor", "--", "train.py"], "open('train.py', 'w').write('')"),
     ],
     "demo": [Case(["demo", "--folder", "table.csv"])],

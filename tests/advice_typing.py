@@ -233,7 +233,14 @@ class _Trial:
             ok = package[2] is None or package[2] in known["optional-dependencies"]
             return None if ok else NotTypedError(f"there is no extra {package[2]!r}")
         inside = line.startswith("rm ") and f" {Path.cwd()}/" in line and ".." not in line
-        if not inside and line.partition(" ")[0] not in (*_LOOKS, "mkdir", "gunzip", "sed", "python", "mv"):
+        if not inside and line.partition(" ")[0] not in (
+            *_LOOKS,
+            "mkdir",
+            "gunzip",
+            "sed",
+            "python",
+            "mv",
+        ):
             raise NotTypedError(f"{line!r} is not run here")
         env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         done = subprocess.run(
