@@ -217,7 +217,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["quantize", "run/best.pt", "q.pt", "--store", "other", "--split", "test"],
              "f = class_table(40); f['split'] = Dense(np.arange(40) % 2); write_store(Path('other'), [f]).close()"),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", *ON_CPU, "--set", f"recipe.options.ignore_values={[*range(255)]}"]),
-        Case([*TRAIN, "--store", "series", "--set", "recipe.options.split=distinct"], "from run_makers import make_store; make_store('series', Path('series')).close()"),
+        Case([*TRAIN, "--store", "series", "--set", "recipe.options.patch=3", "--set", "recipe.options.stride=1", "--set", "recipe.options.split=distinct"], "from run_makers import make_store; make_store('series', Path('series')).close()"),
         Case([*TRAIN, "--store", "real", "--set", "recipe.options.task=classification"],
              "write_store(Path('real'), [{**class_table(300), 'targets': Dense(np.linspace(0, 1, 300).astype('f4'))}]).close()"),
         Case([*TRAIN, "--store", "many", "--set", "recipe.options.task=classification"],

@@ -1,4 +1,4 @@
-# ruff: noqa: E501  a table: one case or advice a line
+# ruff: noqa: E501, RUF005  a table: one case or advice a line
 """Python that is refused, by the part of the package that refuses it."""
 
 from __future__ import annotations

@@ -72,6 +72,4 @@ UNTYPED: dict[str, str] = {
 }
 
 PENDING: tuple[str, ...] = (
-    "recipes/tabular/data.py: \"split='time'\"",
-    "store/repairs.py: 'values.astype(np.float32)'",
 )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import pickle
-
-import numpy as np
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
