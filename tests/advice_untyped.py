@@ -1,7 +1,7 @@
 # ruff: noqa: E501  a table: one case or advice a line
 """Advice that no test types.
 
-`UNTYPED` gives the reason why it cannot be typed here. `PENDING` has no case yet: it may only become shorter.
+`UNTYPED` gives the reason why it cannot be typed here. `PENDING` has no case yet: it is empty, and stays so.
 """
 
 UNTYPED: dict[str, str] = {
