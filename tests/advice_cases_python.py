@@ -437,6 +437,13 @@ PYTHON: dict[str, list[Case]] = {
             at="(0,)",
         ),
     ],
+    "monitor.py": [
+        Case(
+            "next(Monitor().looks(interval_seconds=0, stop=stop))",
+            "import threading; from stoker.monitor import Monitor; stop = threading.Event()",
+            into="looks",
+        ),
+    ],
     "frameworks": _refused(
         ADAPTED,
         "loader.seek(epoch, -1)",

@@ -71,5 +71,4 @@ UNTYPED: dict[str, str] = {
     "tune/job.py: 'training.precision=bf16, training.activation_checkpointing=true, or a smaller model'": "needs a job that does not fit into the memory",
 }
 
-PENDING: tuple[str, ...] = (
-)
+PENDING: tuple[str, ...] = ()
