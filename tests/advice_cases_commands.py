@@ -19,6 +19,20 @@ BARS = [
     "M5=8,H1=4",
 ]
 
+MINE = ["train", "--set", "training.epochs=1", "--store", "rows", *ON_CPU, "--set"]
+FOREX = ["train", "--set", "recipe.name=forex", *ON_CPU, "--store"]
+TWO = {"FOLDER": "bars", "M5=288,H1=96": "M5=8,H1=4"}
+# The recipe of docs/extending.md, with mistakes in it, as a module of its own: Python remembers modules.
+OWN = """
+page = (Path(stoker.__file__).parent.parent.parent / 'docs' / 'extending.md').read_text()
+code = page.partition('## A recipe of your own')[2].partition('```python')[2].partition('```')[0]
+def own(name, old='', new='', folder='.'):
+    assert old in code
+    Path(folder).mkdir(exist_ok=True)
+    (Path(folder) / f'{name}.py').write_text(code.replace(old, new, 1))
+write_store(Path('rows'), [{'x': Dense(np.zeros((30, 6), 'f4'))}]).close()
+"""
+PART = "from test_recipe_forex import make_fields; write_store(Path('part'), [{name: field for name, field in make_fields(200).items() if name not in %s}]).close()"
 CHECK = ["config", "check", "config.yaml", "--set"]
 
 
@@ -48,6 +62,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["augment", "preview", "store", "x.png"], at="store", fill={"store": "seg-store"}),
         Case(["augment", "preview", "seg-store", "x.png", "--size", "8x8"]),
         Case(["augment", "preview", "seg-store", "x.png", "--masks", "masks"]),
+        Case(["augment", "preview", "none-store", "x.png"], "write_store(Path('none-store'), [{'images': Dense(np.zeros((0, 3, 8, 8), 'u1'))}]).close()"),
+        Case(["augment", "preview", "pictures/cat", "x.png", "--masks", "masks/dog"], "import os; os.remove('masks/dog/0.png')"),
         Case(["augment", "preview", "pictures/cat", "empty"], at="empty"),
         Case(["augment", "preview", "pictures/cat", "x.jpg"], at="x.jpg"),
         Case(["augment", "preview", "pictures/cat", "none/none/x.png"]),
@@ -86,7 +102,6 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["train", "--config", "tabular.yaml", "--gpus", "16"]),
         Case([*TRAIN, "--gpus", "99"], then=""),
         Case(["train", "--config", "tabular.yaml", "--msp", "library.msp"]),
-        Case(["train", "--config", "configs/massspec.yaml", "--mol-dir", "mols"]),
         Case(["tune"]),
         Case(["config", "migrate", "config.yaml", "tabular.yaml"], at="tabular.yaml"),
     ],
@@ -104,6 +119,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "table", "sub/table.csv", "sub"], "import os; os.mkdir('sub'); os.rename('table.csv', 'sub/table.csv')", at="sub"),
     ],
     "plan": [
+        Case(["plan", "store", "--gpu-memory", "2GB", "--ram", "8GB", "--parameters", "1M", "--activations", "10MB", "--batch-size", "4096"]),
         Case(["plan", "store", "--gpu-memory", "16GB", "--optimizer", "x"], at="x"),
         Case(["plan", "store", "--gpu-memory", "16GB"], "write_store(Path('store'), [{'a': Dense(np.zeros((0, 3), 'f4'))}])", fill={"STORE": "plain-store"}),
     ],
@@ -138,6 +154,11 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "massspec", "--msp", "wide.msp", "made"]),
         Case(["pack", "massspec", "--msp", "library.msp", "made", "--mol-dir", "bad.zip"],
              "import zipfile; z = zipfile.ZipFile('bad.zip', 'w', zipfile.ZIP_BZIP2); z.writestr('a.mol', 'x'); z.close()"),
+        Case(["pack", "arrays", "_a.npy", "made"], "import os; os.rename('a.npy', '_a.npy')"),
+        Case(["pack", "bars", "bars/EURUSD_M5.csv", "made", "--windows", "H1=8"]),
+        Case(["pack", "bars", "empty", "made", "--windows", "H1=8"]),
+        Case(["pack", "massspec", "--msp", "library.msp", "made", "--mol-dir", "table.csv"]),
+        Case(["pack", "massspec", "--msp", "long.msp", "made"], "open('long.msp', 'w').write('Name: ' + 'x' * (17 << 20))"),
     ],
     "recipes": [
         Case(["train", "--config", "config.yaml", "--store", "store", *ON_CPU]),
@@ -170,12 +191,42 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["train", "--set", "recipe.name=segmentation", "--store", "store", *ON_CPU], fill={"IMAGES": "pictures/cat", "MASKS": "masks/cat"}),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", "--set", "recipe.options.num_classes=2", *ON_CPU]),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", "--set", "recipe.options.ratios=[0.0,0.5,0.5]", *ON_CPU]),
-        Case(["train", "--set", "recipe.name=forex", "--store", "store", *ON_CPU], fill={"FOLDER STORE": "bars made --windows M5=8,H1=4"}),
+        Case(["train", "--set", "recipe.name=forex", "--store", "store", *ON_CPU], fill=TWO),
         Case(["train", "--set", "recipe.name=massspec", "--store", "store", *ON_CPU]),
         Case(["train", "--set", "recipe.name=forex", "--store", "forex-store", "--set", 'recipe.options.timeframes=["W1"]', *ON_CPU]),
+        Case([*MINE, "recipe.name=mine_1:Autoencoder"], OWN + "own('mine_1', '(\"train\", \"val\", \"test\")', '(\"val\",)')"),
+        Case([*MINE, "recipe.name=mine_2:Autoencodr"], OWN + "own('mine_2')"),
+        Case([*MINE, "recipe.name=mine_3:Autoencoder"], OWN + "own('mine_3', folder='code')", fill={"FOLDER": "code"}),
+        Case([*MINE, "recipe.name=mine_4:Autoencoder"], OWN + "own('mine_4', 'import torch', 'import no_such_package')"),
+        Case([*MINE, "recipe.name=mine_5:Autoencoder"], OWN + "own('mine_5', 'from data', '1 / 0; from data')", then="ZeroDivisionError"),
+        Case([*MINE, "recipe.name=mine_6:Autoencoder"], OWN + "own('mine_6', 'options.field]', 'options.feeld]')", then="AttributeError"),
+        Case(["train", "--config", "configs/massspec.yaml", "--mol-dir", "mols"]),
+        Case([*TRAIN, "--set", "recipe.name=tabula"]),
+        Case([*FOREX, "forex-store", "--set", "recipe.options.head_weights=document"]),
+        Case([*FOREX, "part", "--set", "recipe.options.label_gaps=drop"], PART % "['label_gap']"),
+        Case([*FOREX, "part"], PART % "['split', 'time', 'label_time']", fill=TWO),
+        Case([*FOREX, "forex-store", "--set", "recipe.options.stateful=true", "--set", "training.batch_size=4", "--set", "data.memory_efficient_mode.ram_32gb_mode.max_training_samples=3"]),
+        Case([*TRAIN, "--store", "nan"], "f = class_table(300); f['features'].values[3, 1] = np.nan; write_store(Path('nan'), [f]).close()",
+             fill={"arrays FILE OUT": "table dirty.csv made"}),
+        Case(["predict", "x.safetensors", "store", "x.parquet"], "from safetensors.torch import save_file; save_file({'a': torch.zeros(2)}, 'x.safetensors')"),
+        Case(["quantize", "run/best.pt", "q.pt", "--store", "other", "--split", "test"],
+             "f = class_table(40); f['split'] = Dense(np.arange(40) % 2); write_store(Path('other'), [f]).close()"),
+        Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", *ON_CPU, "--set", f"recipe.options.ignore_values={[*range(255)]}"]),
+        Case([*TRAIN, "--store", "series", "--set", "recipe.options.patch=3", "--set", "recipe.options.stride=1", "--set", "recipe.options.split=distinct"], "from run_makers import make_store; make_store('series', Path('series')).close()"),
+        Case([*TRAIN, "--store", "real", "--set", "recipe.options.task=classification"],
+             "write_store(Path('real'), [{**class_table(300), 'targets': Dense(np.linspace(0, 1, 300).astype('f4'))}]).close()"),
+        Case([*TRAIN, "--store", "many", "--set", "recipe.options.task=classification"],
+             "write_store(Path('many'), [{**class_table(12_000), 'targets': Dense(np.arange(12_000))}]).close()"),
+        Case([*TRAIN, "--store", "aside.h5", "--set", "recipe.options.target_field=y"],
+             "import h5py; h = h5py.File('aside.h5', 'w'); h['features'] = np.eye(40, 3, dtype='f4'); h['y'] = np.array([b'a'] * 40); h['targets'] = np.arange(40) % 2; h.close()",
+             fill={"ANOTHER": "targets"}),
+    ],
+    "compat": [
         Case(["bench", "memory", "--msp", "library.msp", "--mode", "x"]),
         Case(["bench", "memory", "--msp", "library.msp", "--samples", "0"]),
-
+        Case(["migrate-config", "config.yaml", "new.yaml", "--recipe", "tabula"]),
+        Case(["bench", "memory", "--msp", "bare.msp"], "open('bare.msp', 'w').write('Name: a' + chr(10) + 'Num Peaks: 1' + chr(10) + '1 2' + chr(10))",
+             fill={"FOLDER": "mols"}, then="no record"),
     ],
     "store": [
         Case(["verify", "none/none"]),
@@ -183,6 +234,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["verify", "none/none.h5"]),
         Case(["verify", "text.h5"]),
         Case(["pack", "table", "table.csv", "made", "--repair", "x"]),
+        Case(["pack", "table", "table.csv", "made", "--repair", "clip:x"]),
         Case(["pack", "table", "prices.csv", "made", "--repair", "min-denominator:x"],
              "open('prices.csv', 'w').write('ratio,close,vwap' + (chr(10) + '1,2,3') * 30)"),
         Case(["pack", "table", "gone.csv", "made", "--repair", "fill:median"], "open('gone.csv', 'w').write('a,b' + (chr(10) + '1,') * 30)"),
@@ -207,6 +259,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "table", "empty", "made"]),
     ],
     "ownership.py": [
+        Case(["quantize", "run/best.pt", "./run/best.pt"], at="./run/best.pt"),
+        Case(["export", "run/best.pt", "pipe.safetensors"], "import os; os.mkfifo('pipe.safetensors')", at="pipe.safetensors"),
         Case(["export", "run/best.pt", "out.onnx"], "open('out.onnx', 'w').write('x')", at="out.onnx"),
         Case(["export", "run/best.pt", "out.onnx"], "Path('out.onnx').mkdir()", at="out.onnx"),
     ],
@@ -229,6 +283,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case([*CHECK, "data.batch_size=010"]),
         Case([*CHECK, "training.lr=1", "--set", "training.lr=2"]),
         Case([*CHECK, "data.prefetch_factor=2"]),
+        Case([*CHECK, "training.lr=1", "--set", "training.learning_rate=2"]),
+        Case([*CHECK, "data.drop_last=true", "--set", "training.batch_size=64", "--set", "data.memory_efficient_mode.ram_32gb_mode.max_training_samples=2"]),
         Case([*CHECK, "training.use_amp=false", "--set", "training.precision=bf16"]),
         Case([*CHECK, "training.batch_size=64", "--set", "training.max_training_samples=2"]),
         Case(["config", "check", "latin.yaml"], "open('latin.yaml', 'wb').write(b'# \\xff' + bytes([10]))"),

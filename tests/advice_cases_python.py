@@ -1,4 +1,4 @@
-# ruff: noqa: E501  a table: one case or advice a line
+# ruff: noqa: E501, RUF005  a table: one case or advice a line
 """Python that is refused, by the part of the package that refuses it."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from advice_cases_commands import OWN
 from advice_typing import Case
 
 
@@ -27,7 +28,100 @@ def namespace() -> dict[str, Any]:
 
 
 IMAGES = "from stoker import GPUAugmentation, MinimalGPUAugmentation, StrongGPUAugmentation; from stoker.augment import *; from stoker.augment.ops import *; import stoker.augment as A; images = torch.zeros(2, 3, 8, 8)"
-SERIES = "from stoker.loader.lanes import plan_lanes, plan_store_lanes; from stoker.loader.splits import *"
+PICTURES = (
+    IMAGES
+    + "; compose = Compose([RandomHorizontalFlip()]); params = compose.draw(2, (8, 8), 3, images.device); other = compose.draw(2, (9, 9), 3, images.device); "
+    "one, rows, epoch, batch = torch.zeros(3, 8, 8), torch.tensor([0]), 1, 2; labels, boxes = torch.tensor([0, 5]), torch.zeros(2, 12); "
+)
+SERIES = (
+    "from stoker.loader.lanes import plan_lanes, plan_store_lanes; from stoker.loader.splits import *; "
+    "from stoker.loader.order import Order, pick_mode; from stoker.plan.facts import even_chunks; from stoker.store.reader import open_store; "
+    "from stoker.augment import Compose, RandomHorizontalFlip; store = open_store('forex-store'); plain = open_store('plain-store'); "
+    "batch_size, world_size, num_lanes = 4, 1, 2; ends, window, breaks = np.arange(1, 40), 3, np.zeros(39, bool); "
+    "loader = Loader('store', 16, 'cpu'); state = loader.state_dict(); odd = {**state, 'epoch': 'x'}; cut = {**state, 'chunks': 'x'}; "
+    "samples = np.arange(100); split = np.arange(40) % 3; order = Order(9, 3)"
+)
+# Times of decisions and labels that do not fit together, by what is wrong.
+TIMES = {
+    "time, label_time = np.arange(9), np.arange(3)": "split_by_time(time, label_time=label_time)",
+    "time, label_time = np.arange(9), np.arange(9) + 1": "split_by_time(label_time, time)",
+    "time = np.arange(9).astype('datetime64[ns]'); label_time = np.arange(9)": "split_by_time(time, label_time)",
+    "time = np.array(['2020-01-01'] * 9); label_time = np.asarray(time, 'datetime64[ns]')": "split_by_time(time, label_time)",
+    "time = label_time = np.arange(9, dtype='u8') + 2**63": "split_by_time(time, label_time)",
+    "time = np.array(['2020'] * 9, 'datetime64[ns]'); label_time = np.array(['3000'] * 9, 'datetime64[s]')": "split_by_time(time, label_time)",
+    "time, label_time = np.arange(9) + 2**60, np.arange(9) + 2.0**61": "split_by_time(time, label_time)",
+    "groups = np.array([b'caf\\xe9', b'a'])": "split_by_group(groups)",
+}
+
+MIDDLE = (
+    "; walk = Loader('forex-store', 8, 'cpu', order='lanes', lanes=plan_store_lanes(store, 8)); steps = iter(walk); next(steps); "
+    "saved = walk.state_dict(); steps.close(); walk.close()"
+)
+TRAINING = """
+from stoker.train.settings import TrainSettings, read_config; from stoker import Trainer; from stoker.train.checkpoint import Checkpoints, load_checkpoint
+from stoker.train.accumulation import *; from stoker.train.checks import *; from stoker.train.oom import MemoryLevel; from stoker.train.step import check_loss
+from stoker.train.precision import choose_precision; from stoker.train.checkpoint_file import loadable; from stoker.train.foreign_position import ForeignPosition
+from stoker.train.diagnosis import explain_samples; from stoker.train.quantize import quantize_dynamic; from torch.utils.data import DataLoader
+from stoker.config import load_config, resolve
+model, dataset = torch.nn.Linear(3, 2), torch.arange(8); parameters = [*model.parameters()]; optimizer = torch.optim.AdamW(parameters)
+other, slow = torch.optim.AdamW([torch.zeros(2)]), torch.optim.LBFGS(parameters)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer); epochs = batches_per_epoch = 3; settings = resolve(load_config('config.yaml'))
+accumulation = window = Accumulation(4); window.add(4); loss = torch.ones(3)
+choose = lambda precision: choose_precision(precision, torch.device('cpu'), model)
+class Reads(torch.nn.Module):
+    def __init__(self):
+        super().__init__(); self.inner, self.outer = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+    forward = lambda self, rows: self.outer(rows @ self.inner.weight.T)
+reads = Reads()
+pass"""
+ADAPTED = "from stoker.frameworks.adapted import AdaptedLoader, check_share; loader = AdaptedLoader(Loader('store', 8, 'cpu')); epoch = 1"
+SPECTRA = """
+from stoker.compat.massspec import LazyMassSpecDataset, NISTDataLoader
+from molecule_makers import SMILES, write_library
+msp_file, mol_files_dir = Path('spectra/library.msp'), Path('spectra/mols')
+if not msp_file.exists():
+    Path('spectra').mkdir(); write_library(Path('spectra'), SMILES[:4])
+bare = Path('bare.msp'); bare.write_text('Name: a' + chr(10) + 'Num Peaks: 1' + chr(10) + '1 2' + chr(10))
+dataset = LazyMassSpecDataset(msp_file, mol_files_dir, cache_dir='lazy', jobs=1)
+"""
+COMPAT = """
+from stoker.compat.basics import *; from stoker.compat.basics import DataLoader, PipelinedDataLoader, RandomSampler
+from stoker.compat.chunk_loader import ChunkDataLoader; from stoker.compat.massspec import LazyMassSpecDataset, NISTDataLoader
+from stoker.compat.max_batch import find_max_batch_size
+class Fails(torch.utils.data.Dataset):
+    __len__ = lambda self: 4
+    __getitem__ = lambda self, index: 1 / 0
+class Whole(torch.nn.Linear):
+    forward = lambda self, rows: super().forward(rows).detach().long()
+dataset = CustomDataset(np.arange(9), np.arange(9)); loader = PipelinedDataLoader('cpu'); batch = torch.zeros(2)
+model, whole = torch.nn.Linear(4, 2), Whole(4, 2); my_loss = lambda outputs: model.weight.mean()
+pass"""
+STORE = (
+    "from stoker.store.reader import open_store; from stoker.store.fields import Ragged; from stoker.store.repairs import *; "
+    "from stoker.store.quality import *; from stoker.store.table_stats import *; from stoker.store.time_stats import *; "
+    "from stoker.store.hdf5 import open_hdf5; from stoker.store.arrays import OpenFile; import os; here = os.getcwd(); "
+    "store = open_store('store'); values, lengths = np.zeros(5, 'f4'), [2, 3]; words = np.array(['1', '2']); "
+    "time = np.array([1.0, 2.0]); whole = np.array([[1, 2, 3]]); table = np.zeros((5, 3), 'f4'); columns = ['a', 'b', 'c']; "
+    "limits = limits_of(TableStats.scan(table[:, :2], columns[:2])); "
+)
+REMOTE = "open_store(f'file://{here}/store').read_rows('features', 0, 2)"
+SOURCES = (
+    "from stoker.sources.msp.library import read_msp, split_msp; from stoker.sources.massspec import MassSpecSource; "
+    "from stoker.sources.molecules.files import MolIndex; from stoker.sources.arrays import ArraysSource; "
+    "from stoker.sources.tables import TableSource; from stoker.sources.bars.source import BarsSource; "
+    "from stoker.sources.images import ImagesSource; import gzip, zipfile; path = Path('library.msp'); "
+    "Path('only.msp.gz').write_bytes(gzip.compress(path.read_bytes())); "
+    "Path('cut.msp.gz').write_bytes(Path('only.msp.gz').read_bytes()[:-9]); "
+    "z = zipfile.ZipFile('broken.zip', 'w'); z.writestr('a.mol', 'x'); z.close(); broken = Path('broken.zip'); "
+    "broken.write_bytes(broken.read_bytes().replace(b'PK' + bytes([1, 2]), b'PK00'))"
+)
+
+RECIPES = (
+    "from stoker.recipes.massspec.recipe import *; from stoker.recipes.schedule import *; from stoker.recipes.options import *; "
+    "from stoker.recipes.inference import *; from stoker.recipes.catalogue import restore; from stoker.recipes.export.graph import deploy; "
+    "from stoker.recipes.export.ports import Sizes; from stoker.store.reader import open_store; from stoker.recipes.tabular.recipe import *; "
+    "from dataclasses import replace; apart = write_store(Path('apart'), [{'group': Dense(np.arange(9)), 'split': Dense(np.ones(9, 'i8'))}])"
+)
 
 
 def _refused(setup: str, *wrong: str, **named: str) -> list[Case]:
@@ -50,7 +144,56 @@ PYTHON: dict[str, list[Case]] = {
         "RandomResizedCrop(size=0)",
         "GPUAugmentation(mean=(1, 2))",
         "MixUp(0, 10)",
+        "MixUp(0.2, num_classes=0)",
+        "MixUp(0.2, 10, stream=-1)",
+        "Normalize((), ())",
+        "Compose([RandomHorizontalFlip(), 3])",
+        "Compose([Normalize(0.5, 0.5), RandomHorizontalFlip()])",
+        "Compose([Normalize((0.5, 0.5), (0.5, 0.5))])(images)",
+        "RandomCrop(32, padding=-1)",
+        "RandomAffine(scale=3)",
+        "RandomAffine(scale=(1.1, 0.9))",
+        "RandomAffine(shear=3)",
+        "make_preset('x')",
+        "ProgressiveAugmentation({1: make_preset('minimal')})",
+        "ProgressiveAugmentation({0: make_preset('minimal'), -1: make_preset('minimal')})",
+        "ProgressiveAugmentation({0: 3})",
     )
+    + _refused(
+        PICTURES,
+        "compose.apply(images, params=3)",
+        "compose.draw(0, (8, 8), 3, images.device)",
+        "compose.seek(epoch=-1)",
+    )
+    + [
+        Case("compose.draw(2, (8, 8), 3, 'x')", PICTURES, at="'x'"),
+        Case(
+            "compose.apply(images, params, rows=rows)",
+            PICTURES + "images = one; params = compose.draw(1, (8, 8), 3, one.device)",
+        ),
+        Case("compose.load_state_dict(3)", PICTURES, at="compose.load_state_dict(3)"),
+        Case("compose.load_state_dict({})", PICTURES, at="compose.load_state_dict({})"),
+        Case("Compose([RandomCrop(64)])(images)", PICTURES, into="RandomCrop"),
+        Case("compose(images, masks)", PICTURES + "masks = np.zeros((2, 8, 8), 'u1')"),
+        Case("compose(images, masks)", PICTURES + "masks = torch.zeros(2, 8, 8).to(torch.uint16)"),
+        Case(
+            "Compose([RandomHorizontalFlip()], ignore_index=255)(images, masks)",
+            PICTURES + "masks = torch.zeros(2, 8, 8).to(torch.int8)",
+            into="Compose",
+        ),
+        Case("compose(images, rows=rows)", PICTURES + "rows = [0, 1]"),
+        Case("compose(images, rows=rows)", PICTURES + "rows = torch.tensor([0, 1]).int()"),
+        Case("compose.apply(images, other)", PICTURES, at="other"),
+        Case("compose.boxes(boxes, params)", PICTURES),
+        Case("compose.boxes(boxes, params)", PICTURES + "boxes = torch.zeros(2, 3, 4).int()"),
+        Case(
+            "compose(images / 0); compose.check()",
+            PICTURES,
+            at="compose(images / 0); compose.check()",
+        ),
+        Case("MixUp(0.2, 10)(images, targets)", PICTURES + "targets = [0, 1]"),
+        Case("MixUp(0.2, num_classes=2)(images, labels)", PICTURES, into="MixUp"),
+    ]
     + _refused(
         IMAGES.replace(
             "images = torch.zeros(2, 3, 8, 8)", "images = torch.zeros(2, 3, 8, 8).requires_grad_()"
@@ -80,41 +223,312 @@ PYTHON: dict[str, list[Case]] = {
         "Loader('store', 16, samples=np.array([0, 1]), drop_last=True)",
         "Loader('store', 16, num_slots=0)",
         "split_randomly(10, ratios=(1, 2, 3))",
+        "Loader('store', 16, fields=['x'])",
+        "Loader('store', 16, augment=Compose([RandomHorizontalFlip()]))",
+        "Loader('store', 16, device='meta')",
+        "Loader('store', 16, plan=3)",
+        "Loader('store', 16, plan=loader.plan, data_bytes=10**9)",
+        "Loader('forex-store', 4, order='lanes', lanes=plan_store_lanes(store, 4), data_bytes=2 * 10**4)",
+        "Loader('forex-store', batch_size, order='lanes')",
+        "Loader('store', 16, seed=-1)",
+        "plan_lanes(ends, window, breaks, num_lanes=99)",
+        "plan_lanes(ends, window, breaks, num_lanes=0)",
+        "plan_lanes(ends, 0, breaks, num_lanes)",
+        "plan_store_lanes(store, 2, fields=[])",
+        "plan_store_lanes(store, 2, fields=['x'])",
+        "loader.set_epoch(-1)",
+        "loader.load_state_dict(3)",
+        "loader.load_state_dict(odd)",
+        "loader.load_state_dict(cut)",
+        "pick_mode(order='time', shuffle=True)",
+        "pick_mode(order='shuffled', shuffle=False)",
+        "pick_mode(order='x', shuffle=None)",
+        "Order(9, batch_size=0)",
+        "Order(9, 3, seed=-1)",
+        "Order(9, batch_size=1, world_size=2)",
+        "Order(9, 3, chunks=((0, 3),))",
+        "order.epoch(-1)",
     )
+    + [
+        Case(
+            "Loader('forex-store', 4, order='lanes', lanes=plan_store_lanes(store, num_lanes=8))",
+            SERIES,
+            into="plan_store_lanes",
+        ),
+        Case(
+            "Loader('forex-store', 4, samples=samples, order='lanes', lanes=plan_store_lanes(store, 4))",
+            SERIES,
+        ),
+        Case(
+            "Loader('forex-store', batch_size=4, order='lanes', lanes=plan_store_lanes(store, 4)).load_state_dict(saved)",
+            SERIES + MIDDLE,
+            into="Loader",
+        ),
+        Case("stoker.prefetch(3, 'cpu')", SERIES + "; loader = [torch.zeros(2)]"),
+        Case("plan_store_lanes(plain, 2)", SERIES, at="plan_store_lanes(plain, 2)"),
+        Case("select_samples(plain, 'train')", SERIES, at="select_samples(plain, 'train')"),
+        Case(
+            "select_samples(floats, 'train')",
+            SERIES + "; floats = write_store(Path('f'), [{'split': Dense(np.zeros(9, 'f4'))}])",
+            at="select_samples(floats, 'train')",
+        ),
+        Case("samples_of(split, 'x')", SERIES, at="'x'"),
+        Case("samples_of(split + 9, 'train')", SERIES, at="samples_of(split + 9, 'train')"),
+        Case(
+            "split_by_group(1.5 * split)",
+            SERIES + "; store = write_store(Path('g'), [{'group': Dense(np.arange(9))}])",
+            at="1.5 * split",
+        ),
+        Case("split_randomly(-1)", SERIES, at="-1"),
+        *(Case(wrong, SERIES + "; " + setup) for setup, wrong in TIMES.items()),
+    ]
     + _refused("mask = samples = np.arange(300) < 40", "Loader('store', 16, samples=mask)")
     + _refused("samples = np.array([0, 0] * 20 + [1])", "Loader('store', 1, samples=samples)")
     + _refused(
         "import os; os.environ.update(RANK='0', WORLD_SIZE='1')", "Loader('store', 16, rank=5)"
     ),
     "train": _refused(
-        "from stoker.train.settings import TrainSettings; from stoker import Trainer; model = torch.nn.Linear(3, 2); "
-        "optimizer = torch.optim.AdamW(model.parameters()); from stoker.train.checkpoint import Checkpoints",
+        TRAINING,
         "TrainSettings(precision='x')",
         "TrainSettings(clip_norm=-1)",
         "TrainSettings(accumulation_steps=0)",
         "Checkpoints('c', keep_last=0)",
-    ),
+        "Accumulation(nominal=0)",
+        "window.add(4)",
+        "load_checkpoint('none/x.pt')",
+        "choose(precision='tf32')",
+        "choose(precision='fp16')",
+        "MemoryLevel(batch_size=0, pass_size=1)",
+        "check_loss(loss)",
+    )
+    + [
+        Case(
+            "raise explain_samples([], None, choose('fp32'), 'it failed')",
+            TRAINING,
+            fill={"FILE": "a.npy"},
+        ),
+        Case(
+            "raise explain_samples(bad, np.arange(8), choose('fp32'), 'it failed')",
+            TRAINING
+            + "; f = class_table(40); f['features'].values[3, 1] = np.nan; write_store(Path('nan'), [f]).close(); bad = Loader('nan', 8, 'cpu')",
+            then="exit code 3",
+        ),
+        Case(
+            "move_model(model, 'cpu')", TRAINING + "; model = torch.nn.Linear(3, 2, device='meta')"
+        ),
+        Case("check_parameters(model, other, 'cpu')", TRAINING, at="other"),
+        Case("check_steps(slow, None)", TRAINING, at="slow"),
+        Case("check_steps(optimizer, plateau)", TRAINING, at="plateau"),
+        Case("read_config(config=3)", TRAINING, fill={"my.yaml": "tabular.yaml"}),
+        Case("read_config(config={'training': {}})", TRAINING, fill={"my.yaml": "tabular.yaml"}),
+        Case("read_config({'clip_nrm': 1.0})", TRAINING, at="clip_nrm"),
+        Case("read_config(dict(use_amp='x'))", TRAINING, into="dict"),
+        Case("read_config(dict(use_amp=True, precision='fp32'))", TRAINING),
+        Case("read_config(dict(lr=1.0, learning_rate=2.0))", TRAINING),
+        Case("loadable({'a': x})", TRAINING + "; x = np.float32(1)"),
+        Case("loadable({key: 1})", TRAINING + "; key = (1, 2)"),
+        Case(
+            "Checkpoints('c').save({}, 1, 1, identity={'a': object()})",
+            TRAINING,
+            at="{'a': object()}",
+        ),
+        Case(
+            "place(DataLoader(dataset)).load_state_dict(saved)",
+            TRAINING
+            + "; place = ForeignPosition; first = place(DataLoader(dataset, generator=torch.Generator())); saved = first.state_dict()",
+        ),
+        Case(
+            "quantize_dynamic(reads, [torch.zeros(2, 3)])",
+            TRAINING,
+            fill={"name.of.the.module": "inner"},
+        ),
+    ],
     "plan": _refused(
-        "from stoker.plan import make_plan, estimate_model, store_facts; from stoker.store.reader import open_store; "
+        "from stoker.plan.facts import even_chunks; from stoker.plan import make_plan, estimate_model, store_facts; from stoker.store.reader import open_store; "
         "facts = store_facts(open_store('store').manifest)",
         "make_plan(facts, gpu_memory_bytes=10**9, ram_bytes=10**9, ranks_per_host=0)",
         "estimate_model(-1)",
+        "even_chunks(10, most=0)",
+        "make_plan(facts, gpu_memory_bytes=10**9, ram_bytes=10**10, batch_size=16, data_bytes=1)",
         "store_facts(open_store('store').manifest, fields=['x'])",
     ),
     "store": _refused(
-        "from stoker.store.reader import open_store; from stoker.store.fields import Ragged; "
-        "from stoker.store.repairs import *; store = open_store('store')",
+        STORE,
         "store.read_rows('x', 0, 1)",
         "store.read_rows('features', 0, 2, out=np.empty(3))",
-    ),
+        "open_hdf5(Path('none/none.h5'))",
+        "open_hdf5(Path('empty'))",
+        "OpenFile(Path('none/x.h5'))",
+        "Ragged(values, lengths)",
+        "scan_time(time)",
+    )
+    + [
+        Case("checked_values(words)", STORE, fill={"values": "words"}),
+        Case(
+            "fit_repairs([parse_repair('clip')], whole, columns)", STORE, fill={"values": "whole"}
+        ),
+        Case("bad_rows(table, limits)", STORE, at="limits", fill={"values": "table"}),
+        Case(
+            "store.read_text('tokens', 0)",
+            STORE
+            + "write_store(Path('words'), [{'tokens': Ragged(np.arange(5), [0, 2, 5])}]).close(); store = open_store('words')",
+            at="store.read_text('tokens', 0)",
+        ),
+        Case(REMOTE, STORE, env={"STOKER_CACHE_LIMIT": "x", "STOKER_CACHE": "cache"}),
+        Case(REMOTE, STORE, env={"STOKER_CACHE_LIMIT": "1KB", "STOKER_CACHE": "cache"}),
+        Case(REMOTE, STORE, env={"STOKER_CACHE": "table.csv/cache"}),
+        Case(
+            "open_store(folder)",
+            STORE
+            + "folder = open_store(f'file://{here}/store').path; Path('once').exists() or (folder / 'remote.json').write_text('{}'); Path('once').touch()",
+            env={"STOKER_CACHE": "cache"},
+        ),
+    ],
+    "sources": _refused(
+        SOURCES,
+        "ArraysSource(()).prepare(Path('made'))",
+        "TableSource(()).prepare(Path('made'))",
+        "TableSource((path,), split=(1, 2))",
+        "BarsSource(('bars',), windows=(('M5', 8),), ratios=(1, 2, 3))",
+        "MassSpecSource(path, train_ratio=2)",
+        "list(read_msp('cut.msp.gz'))",
+        "split_msp(path, records_per_part=0)",
+        "ImagesSource(folder=Path('none'), size=(8, 8)).prepare(Path('made'))",
+        "MolIndex(broken)",
+    )
+    + [
+        Case("split_msp('only.msp.gz', 10)", SOURCES, then="is gzipped"),
+        Case("list(read_msp(path, merge='x'))", SOURCES, into="read_msp"),
+    ],
+    "compat": _refused(
+        COMPAT,
+        "RandomSampler(object())",
+        "RandomSampler()",
+        "find_max_batch_size(model, (4,), 'cpu', max_batch=0)",
+        "find_max_batch_size(model, (4,), 'cpu', max_batch=2, margin=3)",
+        "find_max_batch_size(whole, (4,), 'cpu', max_batch=2)",
+    )
+    + [
+        Case(
+            "pass\nloader.load_batch_async(0, batch)",
+            COMPAT + "; loader.load_batch_async(0, batch)",
+            at="pass",
+        ),
+        Case("pass\nloader.synchronize(0)", COMPAT, at="pass"),
+        Case("dataset[1:3]", COMPAT, at="dataset[1:3]"),
+        Case(
+            "list(DataLoader(dataset, 2))",
+            COMPAT + "; dataset = Fails()",
+            at="list(DataLoader(dataset, 2))",
+            then="division",
+        ),
+        Case(
+            "loader._load_chunk_to_gpu(3, 1)",
+            COMPAT + "; loader = ChunkDataLoader('store', 8, device='cpu')",
+        ),
+        Case("NISTDataLoader.create_dataloaders(dataset, train_ratio=2)", SPECTRA),
+        Case("NISTDataLoader.create_dataloaders([1])", SPECTRA, at="[1]"),
+        Case("dataset.read_batch([])", SPECTRA),
+        Case("dataset['x']", SPECTRA, at="dataset['x']"),
+        Case("LazyMassSpecDataset(bare, 'mols', jobs=1)", SPECTRA),
+        Case(
+            "find_max_batch_size(model, (0,), 'cpu', max_batch=2)",
+            COMPAT + "; model = torch.nn.Conv2d(3, 1, 9, 9)",
+            at="(0,)",
+        ),
+    ],
+    "monitor.py": [
+        Case(
+            "next(Monitor().looks(interval_seconds=0, stop=stop))",
+            "import threading; from stoker.monitor import Monitor; stop = threading.Event()",
+            into="looks",
+        ),
+    ],
+    "frameworks": _refused(
+        ADAPTED,
+        "loader.seek(epoch, -1)",
+    )
+    + _refused(
+        "from stoker.frameworks.lightning import ScheduleCallback",
+        "ScheduleCallback(warmup_share=2)",
+        "ScheduleCallback(num_updates=0)",
+        "ScheduleCallback(rule='x')",
+    )
+    + [
+        Case("check_share(Loader('store', 8, 'cpu'), 1, 2)", ADAPTED, into="Loader"),
+        Case("AdaptedLoader([1])", ADAPTED, at="[1]"),
+        Case(
+            "next(iter(AdaptedLoader(Loader('store', 8, 'cpu'), fields={'x': 'y'})))",
+            ADAPTED,
+            into="AdaptedLoader",
+        ),
+    ],
+    "recipes": [
+        Case(
+            "deploy(trained, Sizes())",
+            RECIPES
+            + "\nclass Without(TabularRecipe):\n    export_layout = lambda self, *parts: None\n"
+            + "trained = load_trained('run/best.pt'); trained = replace(trained, chosen=replace(trained.chosen, recipe=Without()))",
+        ),
+        Case(
+            "restore('mine_7:Autoencoder', {})",
+            OWN + RECIPES + "; own('mine_7', folder='code')",
+            fill={"FOLDER": "code"},
+        ),
+        Case("load_trained('run/best.pt', recipe='forex')", RECIPES, fill={"STORE": "forex-store"}),
+        Case("split_compounds(apart, (0.8, 0.1, 0.1), 0)", RECIPES),
+        Case("parse_options(TabularRecipe.Options, dict(hiden=1), 'tabular')", RECIPES),
+        Case("lr_factor(128, 128, 'x', None)", RECIPES, at="'x'"),
+    ],
     "units.py": _refused(
         "from stoker.units import usable_count\ndef call(n): usable_count('n', n)",
         "call(n=True)",
         "call(n='x')",
         "call(n=0)",
-    ),
-    "report.py": _refused(
-        "from stoker.report import read_run_log",
-        "read_run_log('none/run.jsonl')",
-    ),
+    )
+    + [
+        Case(
+            "call(size='nan')",
+            "from stoker.units import parse_bytes\ndef call(size): parse_bytes(float(size) if size == 'nan' else size)",
+            at="nan",
+        )
+    ],
+    "report.py": [
+        Case("read_run_log('none/run.jsonl')", "from stoker.report import read_run_log"),
+        Case(
+            "run.write('step')",
+            "from stoker.report import RunLog; path = Path('new.jsonl'); run = RunLog(path); run.close()",
+            at="run",
+        ),
+        Case(
+            "read_run_log('told/run.jsonl')",
+            "from stoker.report import read_run_log; log = Path('told/run.jsonl'); Path('once').exists() or log.write_text('x' + chr(10) + log.read_text()); Path('once').touch()",
+        ),
+    ],
+    "errors.py": _refused(
+        "from stoker.errors import *",
+        "raise file_error(PermissionError(13, 'no', 'sub/table.csv'))",
+        "raise unwritable('made/x', OSError(30, 'read-only'), 'the log')",
+        "require_file('none/x.csv', 'the table')",
+    )
+    + [
+        Case(
+            "require_utf8(name)",
+            "from stoker.errors import *; import os; name = os.fsdecode(b'\\xff.csv'); open(name, 'w').close()",
+            then="not UTF-8",
+        )
+    ],
+    "config": [
+        Case("parse_config('data: 3')", "from stoker.config import parse_config", at="data: 3"),
+    ],
+    "doctor": [
+        Case(
+            "run_script([])",
+            "from stoker.doctor.attach import run_script; Path('train.py').touch()",
+        ),
+        Case(
+            "run_script(['python', 'train.py'], steps=0)",
+            "from stoker.doctor.attach import run_script; Path('train.py').touch()",
+        ),
+    ],
 }

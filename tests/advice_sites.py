@@ -79,10 +79,17 @@ def all_sites() -> tuple[Site, ...]:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         file = str(path.relative_to(PACKAGE))
-        for call in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        named = {
+            node.targets[0].id: node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        for call in ast.walk(tree):
             advice = _advice_of(call, file)
             if advice is not None:
-                ways = tuple(way for text in _texts(advice) for way in ways_of(text))
+                said = named.get(advice.id, advice) if isinstance(advice, ast.Name) else advice
+                ways = tuple(way for text in _texts(said) for way in ways_of(text))
                 found.append(
                     Site(file, call.lineno, call.end_lineno or 0, ast.unparse(advice), ways)
                 )
@@ -95,6 +102,8 @@ def _advice_of(call: ast.AST, file: str) -> ast.expr | None:
     name = ast.unparse(call.func).rpartition(".")[2]
     if name == "Problem" or (name == "clash" and file == "config/resolve.py"):
         return call.args[4]
+    if name in ("OSError", "JSONDecodeError"):
+        return None
     if not name.endswith("Error") and not (name == "cls" and file == "errors.py"):
         return None
     named = [word.value for word in call.keywords if word.arg == "fix"]

@@ -202,8 +202,10 @@ class _Trial:
             return self.run(shlex.split(way)[1:])
         if program in PROGRAMS:
             return self._shell(way)
-        variable = re.fullmatch(r"(STOKER_\w+)=(\S+)", way)
+        variable = re.fullmatch(r"(STOKER_\w+|PYTHONPATH)=(\S+)", way)
         if variable:
+            if variable[1] == "PYTHONPATH":  # read when Python starts, which it has
+                sys.path.insert(0, str(Path(variable[2]).absolute()))
             before = os.environ.get(variable[1])
             os.environ[variable[1]] = variable[2]
             try:
@@ -230,7 +232,15 @@ class _Trial:
             known = tomllib.loads((PACKAGE.parent.parent / "pyproject.toml").read_text())["project"]
             ok = package[2] is None or package[2] in known["optional-dependencies"]
             return None if ok else NotTypedError(f"there is no extra {package[2]!r}")
-        if line.partition(" ")[0] not in (*_LOOKS, "mkdir", "gunzip", "sed"):
+        inside = line.startswith("rm ") and f" {Path.cwd()}/" in line and ".." not in line
+        if not inside and line.partition(" ")[0] not in (
+            *_LOOKS,
+            "mkdir",
+            "gunzip",
+            "sed",
+            "python",
+            "mv",
+        ):
             raise NotTypedError(f"{line!r} is not run here")
         env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         done = subprocess.run(

@@ -344,7 +344,7 @@ def test_bug_j_neither_the_number_of_samples_nor_the_budget_is_exceeded(path):
         InputError, match=r"all of it is 13\.3 KiB \(103 samples\)[\s\S]*chunk_size_gb="
     ) as caught:
         ChunkDataLoader(path, 64, gib(10), "cpu")
-    typed = float(caught.value.fix.split("chunk_size_gb=")[1].split(",")[0])
+    typed = float(caught.value.fix.split("chunk_size_gb=")[1].split()[0])
     with ChunkDataLoader(path, 32, typed, "cpu") as loader:
         assert rows_of(loader) == list(range(N))
 
@@ -365,7 +365,7 @@ def test_bug_l_gb_is_gib_as_documented_and_free_memory_decides():
     assert make_plan(facts, gpu_memory_bytes=16 * GIB, **question).tier == "resident"
     with pytest.raises(InputError, match=r"12.0 GiB[\s\S]*of 8.00 GiB") as caught:
         make_plan(facts, gpu_memory_bytes=8 * GIB, **question)
-    advised = float(caught.value.fix.split("=")[1].split(",")[0])
+    advised = float(caught.value.fix.split("chunk_size_gb=")[1].split()[0])
     question["data_bytes"] = int(advised * GIB)
     assert make_plan(facts, gpu_memory_bytes=8 * GIB, **question).tier == "chunked"
 

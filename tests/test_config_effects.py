@@ -98,9 +98,12 @@ def observe(stores, monkeypatch):
 
 def _describe(run) -> dict[str, object]:
     run.device = torch.device("cuda")
-    loader = run.make_train_loader(lambda *args, **more: SimpleNamespace(a=args, m=more))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "Loader", lambda *args, **more: SimpleNamespace(a=args, m=more))
+        loader = run.make_train_loader()
     about = {f"loader {name}": repr(value) for name, value in loader.m.items() if name != "plan"}
-    about["loader plan"] = None if loader.m["plan"] is None else loader.m["plan"].to_json()
+    plan = loader.m["plan"]  # without what the machine's free RAM decides
+    about["loader plan"] = (plan.tier, plan.chunk_rows, plan.num_slots, plan.data_budget_bytes)
     about["loader batch"] = loader.a[1]
     steps = range(-(-len(run.job.samples["train"]) // loader.a[1]))
     trainer = run.make_trainer(steps, None, None, run_dir=None)

@@ -220,7 +220,7 @@ def test_what_the_cache_keeps_only_its_owner_reads(served, cache):
 def test_an_address_as_it_was_shown_is_refused_with_what_to_do(served):
     with pytest.raises(main.StokerError, match="its password was left out") as caught:
         open_store(served.replace(served.partition("@")[0], "http://***"))
-    assert caught.value.fix.startswith("user:password in the place of the stars")
+    assert caught.value.fix.startswith("write user:password in the place of the stars")
 
 
 @pytest.mark.parametrize("letter", ["/", "?", "#"])

@@ -120,7 +120,7 @@ class Monitor:
             raise InputError(
                 f"an interval of {interval_seconds:g} s.",
                 f"{LEAST_INTERVAL_SECONDS:g} s or more",
-                "--interval 1",
+                "interval_seconds=1, or --interval 1",
             )
         due = time.monotonic()
         while not stop.is_set():

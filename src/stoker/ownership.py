@@ -303,7 +303,9 @@ def check_output(
         )
     if not stat.S_ISREG(mode):
         raise InputError(
-            f"{path} is not a plain file.", "the name of a file", quoted(Path(path.name + "-2"))
+            f"{path} is not a plain file.",
+            "the name of a file",
+            quoted(path.with_stem(f"{path.stem}-2")),
         )
     if not is_ours(target):
         raise InputError(

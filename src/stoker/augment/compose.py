@@ -160,7 +160,7 @@ class Compose:
                 raise InputError(
                     f"{batch!r} images of {channels!r} channels.",
                     "whole numbers, 1 or more",
-                    "draw(32, (224, 224), 3, images.device)",
+                    "compose.draw(32, (224, 224), 3, images.device)",
                 )
         known = isinstance(device, torch.device) and device in self._position
         place = torch.device(device) if known else _placed(device)

@@ -176,7 +176,7 @@ def check_masks(masks: object, images: Tensor, ignore_index: int) -> Tensor:
         raise InputError(
             f"ignore_index {ignore_index} with masks of dtype {masks.dtype}.",
             f"{limits.min} to {limits.max}",
-            f"Compose(..., ignore_index={_fitting(limits)}), or masks.long()",
+            f"ignore_index={_fitting(limits)}, or masks.long()",
         )
     return masks
 

@@ -40,7 +40,7 @@ class _Mixer:
         if not isinstance(num_classes, int) or isinstance(num_classes, bool) or num_classes < 1:
             raise InputError(f"num_classes is {num_classes!r}.", "1 or more", f"{name}(0.2, 10)")
         if not isinstance(stream, int) or not 0 <= stream < _MOST_STREAMS:
-            raise InputError(f"stream is {stream!r}.", f"0 to {_MOST_STREAMS - 1}", "stream=rank")
+            raise InputError(f"stream is {stream!r}.", f"0 to {_MOST_STREAMS - 1}", "stream=0")
         self.num_classes = num_classes
         self._position = philox.Position(seed, self._first_stream + stream)
         self._quantiles: dict[torch.device, Tensor] = {}

@@ -424,7 +424,7 @@ def check_order(ops: Sequence[Any]) -> tuple[Op, ...]:
             raise InputError(
                 f"{op!r} is not an augmentation.",
                 "ops of stoker.augment",
-                "Compose([RandomHorizontalFlip(), Normalize(mean, std)])",
+                "Compose([RandomHorizontalFlip(), Normalize(0.5, 0.5)])",
             )
     for before, after in itertools.pairwise(ops):
         if _place(after) < _place(before):
@@ -460,7 +460,7 @@ def _misplaced(before: Op, after: Op, ops: Sequence[Op]) -> InputError:
         why = "after Normalize the 0 around the image is the mean colour, not black"
     elif before.phase == after.phase == Phase.COLOUR:
         why = "colour is always applied as brightness, contrast, saturation, hue"
-    right = ", ".join(type(op).__name__ for op in sorted(ops, key=_place))
+    right = ", ".join(map(repr, sorted(ops, key=_place)))
     return InputError(
         f"{second} stands after {first}: {why}.",
         "geometry, colour, blur, erasing, Normalize, ToDtype, in this order",

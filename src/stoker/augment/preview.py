@@ -128,7 +128,7 @@ def _mask_files(files: Sequence[Path], masks: Path | None) -> dict[Path, Path]:
             if len(missing) > 1
             else f"{masks} has no mask for {missing[0].name}.",
             "a mask with the same name for every image that is shown",
-            f"{command('ls', masks)}, or --rows with fewer images",
+            f"{command('ls', masks)} shows them",
         )
     return {file: there[file.stem] for file in files}
 
@@ -214,7 +214,9 @@ def _from_store(store: Store, count: int, size: tuple[int, int] | None) -> list[
     count = min(count, store.num_samples)
     if count == 0:
         raise InputError(
-            f"{store.name} holds no samples.", "one at least", "stoker pack images FOLDER STORE"
+            f"{store.name} holds no samples.",
+            "one at least",
+            "stoker pack images FOLDER OUT --size 224x224",
         )
     images = store.read_rows("images", 0, count).transpose(0, 2, 3, 1)
     images = np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images

@@ -590,7 +590,7 @@ class PipelinedDataLoader:
             raise InputError(
                 f"batch {batch_idx} was given while {waiting} are under way.",
                 f"{self.num_streams} different batches at the same time",
-                f"synchronize({waiting[0]}) first",
+                f"loader.synchronize({waiting[0]}) first",
             )
         if self._stager is None:
             self._under_way[batch_idx] = Staged(map_batch(batch, _copy_to_host), [], [])
@@ -604,7 +604,7 @@ class PipelinedDataLoader:
             raise InputError(
                 f"batch {batch_idx} is not under way.",
                 f"one of {sorted(self._under_way)}",
-                f"load_batch_async({batch_idx}, batch) first",
+                f"loader.load_batch_async({batch_idx}, batch) first",
             )
         staged = self._under_way.pop(batch_idx)
         if self._stager is not None:

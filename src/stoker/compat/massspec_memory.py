@@ -239,7 +239,7 @@ def _pack(source: MassSpecSource, folder: Path) -> str:
         raise InputError(
             f"no record of {source.msp} could be used.",
             "records with peaks and a structure",
-            "--mol-dir, a folder of MOL files, a zip of them, or one SDF",
+            "--mol-dir FOLDER, where FOLDER holds their MOL files; a zip of them or one SDF does, too",
         )
     return str(folder)
 

@@ -106,7 +106,7 @@ def default_loss(outputs: Any) -> torch.Tensor:
         raise InputError(
             f"the model returns {type(outputs).__name__} without a floating tensor.",
             "outputs to compute a loss of",
-            "make_loss=lambda outputs: ...",
+            "make_loss=lambda outputs: my_loss(outputs)",
         )
     return torch.stack(losses).sum()
 

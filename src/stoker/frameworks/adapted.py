@@ -247,5 +247,5 @@ def check_share(loader: Loader, rank: int, world_size: int) -> None:
             f"the loader is of rank {order.rank} of {order.world_size}, this process is rank {rank} of "
             f"{world_size}.",
             "a loader of this process's share",
-            f"Loader(..., rank={rank}, world_size={world_size})",
+            f"rank={rank}, world_size={world_size} in the call of Loader",
         )

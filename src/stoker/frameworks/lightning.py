@@ -168,7 +168,7 @@ class ScheduleCallback(pl.Callback):
             raise InputError(
                 "the trainer does not know how many updates there will be.",
                 "a number of updates",
-                "ScheduleCallback(num_updates=10_000), or Trainer(max_epochs=...)",
+                "ScheduleCallback(num_updates=10_000), or Trainer(max_epochs=10)",
             )
         self._updates = int(expected)
         factor, self.reason = self._scale(trainer)
@@ -186,7 +186,7 @@ class ScheduleCallback(pl.Callback):
             raise InputError(
                 "the training loader does not say its batch size.",
                 "a batch size to scale the rate by",
-                "ScheduleCallback(..., batch_size=128)",
+                "batch_size=128 in the call of ScheduleCallback",
             )
         together = int(batch) * trainer.world_size * trainer.accumulate_grad_batches
         dataset = getattr(trainer.train_dataloader, "dataset", None)

@@ -171,7 +171,7 @@ def make_columns(store: Store, fields: Sequence[str] | None, samples: Array) -> 
         raise InputError(
             f"fields {unknown or 'none'} were asked of {store.name}.{left_aside(store, unknown)}",
             ", ".join(store.fields),
-            "Loader(store, ..., fields=[...]) with names from `stoker inspect`",
+            f"fields={[*store.fields][:1]}",
         )
     makers = {"dense": _dense, "ragged": _ragged, "series": _series}
     return [makers[store.fields[name].kind](store, name, samples) for name in fields]

@@ -304,7 +304,8 @@ def _check_num_lanes(order: Order, last: Cut) -> None:
         raise InputError(
             f"the state was saved in the middle of an epoch of {before} lanes, this loader has {now}.",
             f"batch_size * world_size = {before} lanes until the epoch ends",
-            f"batch_size={before // order.world_size}, or a state from the end of an epoch"
+            f"batch_size={before // order.world_size}, lanes=plan_store_lanes(store, {before}); "
+            "or a state from the end of an epoch"
             if before % order.world_size == 0
             else f"a number of ranks that divides {before}, or a state from the end of an epoch",
         )

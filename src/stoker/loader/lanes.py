@@ -124,7 +124,7 @@ def plan_lanes(
         raise InputError(
             f"{len(tiles)} windows for {num_lanes} lanes ({plan.reason}).",
             "at least one window per lane",
-            f"batch_size * world_size of at most {len(tiles)}"
+            f"num_lanes={len(tiles)}, or --set training.batch_size={len(tiles)}"
             if len(tiles)
             else "more data, a shorter window, or a larger max_gap_rows",
         )
@@ -189,7 +189,7 @@ def _check_arguments(
             "plan_lanes(ends, window, breaks, num_lanes)",
         )
     if num_lanes < 1:
-        raise InputError(f"num_lanes is {num_lanes}.", "1 or more", "num_lanes=batch_size")
+        raise InputError(f"num_lanes is {num_lanes}.", "1 or more", "num_lanes=1")
     falls = np.flatnonzero((np.diff(ends, axis=0) < 0).any(axis=1) & ~starts[1:])
     if len(falls):
         raise InputError(
@@ -258,7 +258,9 @@ def _window(store: Store, name: str) -> int:
     info = store.fields.get(name)
     if info is None or info.window is None:
         raise InputError(
-            f"{name!r} is no series of {store.name}.", ", ".join(_series_of(store)), "fields=['M5']"
+            f"{name!r} is no series of {store.name}.",
+            ", ".join(_series_of(store)),
+            f"fields={_series_of(store)[:1]}",
         )
     return int(info.window)
 

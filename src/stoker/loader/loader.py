@@ -306,12 +306,12 @@ class Loader:
         }
         if given is not None:
             if not isinstance(given, Plan):
-                raise InputError(f"plan is {given!r}.", "a Plan", "plan=make_plan(...), or none")
+                raise InputError(f"plan is {given!r}.", "a Plan", "leave plan out")
             if told:
                 raise InputError(
                     f"a plan and {' and '.join(told)} were given.",
                     "one of them",
-                    "plan=make_plan(..., data_bytes=...)",
+                    f"leave {next(iter(told))} out",
                 )
             return given
         from stoker.machine import probe
@@ -337,7 +337,7 @@ class Loader:
                 raise InputError(
                     f"lanes walk through the whole series at once, which must be resident; {reason}.",
                     "series that fit",
-                    "fewer fields or samples, a larger device, or order='time', which loads chunks",
+                    "order='time', lanes=None, which loads chunks; or fewer fields or samples",
                 )
             return None, "resident: lanes walk through the whole series at once"
         if plan.chunk_rows is None:

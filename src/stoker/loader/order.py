@@ -174,7 +174,7 @@ class Order:
     def epoch(self, epoch: int) -> EpochOrder:
         """Return the order of one epoch. Cheap: a permutation is computed when it is first needed."""
         if epoch < 0:
-            raise InputError(f"the epoch is {epoch}.", "0 or more", "epoch(0)")
+            raise InputError(f"the epoch is {epoch}.", "0 or more", "order.epoch(0)")
         from stoker.loader.epochs import begin_epoch  # it imports this module
 
         return begin_epoch(self, epoch)
@@ -405,7 +405,7 @@ def _check_lanes(order: Order) -> None:
             f"the lanes were planned over {plan.num_samples} samples, the order has "
             + ("as many others." if as_many else f"{order.num_samples}."),
             "one list of samples for both",
-            "plan_store_lanes(store, ..., samples=samples) with the loader's samples",
+            f"plan_store_lanes(store, {plan.num_lanes}, samples=samples), where samples are the loader's",
         )
 
 
@@ -438,5 +438,5 @@ def _check_chunks(chunks: tuple[tuple[int, int], ...], count: int, what: str) ->
         raise InputError(
             f"the chunks do not cover 0 to {count}: {where}.",
             f"(start, stop) pairs, ascending, without holes, over {count} {what}",
-            "chunks=even_chunks(num_samples, most=samples_per_chunk)",
+            f"chunks=even_chunks({count}, most={max(1, count // 4)})",
         )

@@ -116,7 +116,7 @@ class Prefetcher:
             raise InputError(
                 f"prefetch was given {type(loader).__name__}, which cannot be iterated.",
                 "a torch DataLoader, or any iterable of batches",
-                "stoker.prefetch(loader, 'cuda')",
+                f"stoker.prefetch(loader, {str(device)!r})",
             )
         if hasattr(loader, "order_digest"):
             raise InputError(

@@ -44,14 +44,14 @@ def select_samples(store: Store, split: SplitName | None = None) -> Array:
         raise InputError(
             f"{store.name} has no field 'split', so it has no {split!r} samples.",
             "a store packed with a split, or a split made here",
-            f"stoker pack table ... --split 0.8,0.1,0.1; or Loader(..., samples={_MAKE_ONE})",
+            f"stoker pack table FILE.csv OUT --split 0.8,0.1,0.1, or {_MAKE_ONE}",
         )
     info = store.fields["split"]
     if info.kind != "dense" or info.shape or np.dtype(info.dtype).kind not in "iu":
         raise InputError(
             f"the field 'split' of {store.name} is {info.kind} {info.dtype} {tuple(info.shape)}.",
             "one whole number per sample: 0 train, 1 val, 2 test, 3 purged",
-            f"Loader(..., samples={_MAKE_ONE})",
+            _MAKE_ONE,
         )
     return samples_of(store.read_rows("split", 0, store.num_samples), split)
 
@@ -141,7 +141,7 @@ def split_by_time(
         raise InputError(
             f"the label of sample {early[0]} is known before its inputs end.",
             "label_time >= time for every sample",
-            "split_by_time(time, label_time, ...), in this order",
+            "split_by_time(time, label_time), in this order",
         )
     decisions = np.sort(time)
     borders = timeframes.find_boundaries(decisions, shares)
@@ -291,7 +291,9 @@ def _check_times(name: str, values: Array) -> None:
         )
     if values.dtype.kind == "u" and values.max(initial=0) > np.iinfo(np.int64).max:
         raise InputError(
-            f"{name} reaches {values.max()}.", "at most 2**63 - 1", f"{name} - {name}.min()"
+            f"{name} reaches {values.max()}.",
+            "at most 2**63 - 1",
+            "time, label_time = time - time.min(), label_time - time.min()",
         )
 
 
@@ -311,6 +313,6 @@ def _in_one_unit(time: Array, label_time: Array) -> tuple[Array, Array]:
         raise InputError(
             f"time is {time.dtype} and label_time is {label_time.dtype}, and no one unit holds both.",
             "one unit that holds both: datetime64[ns] reaches from 1677 to 2262",
-            "time.astype('datetime64[us]'), label_time.astype('datetime64[us]')",
+            "time, label_time = time.astype('datetime64[us]'), label_time.astype('datetime64[us]')",
         )
     return moved[0].astype(np.int64), moved[1].astype(np.int64)

@@ -279,8 +279,11 @@ def _does_not_fit(question: Question, batch: int) -> DoesNotFitError:
     best = next((size for size in smaller if question.best(size)), None)
     if best is not None:
         return DoesNotFitError(given, f"at most {best} here", f"--batch-size {best}")
-    fix = "a smaller model, optimizer sgd, fewer reader threads, or close what holds the memory"
-    return DoesNotFitError(given, f"what fits into {format_bytes(cap)}", fix)
+    return DoesNotFitError(
+        given,
+        f"what fits into {format_bytes(cap)}",
+        "a smaller model, optimizer sgd, fewer reader threads, or close what holds the memory",
+    )
 
 
 def _told_does_not_fit(question: Question, batch: int) -> DoesNotFitError:
@@ -296,14 +299,15 @@ def _told_does_not_fit(question: Question, batch: int) -> DoesNotFitError:
             f"the data needs {format_bytes(needed)} on the device, and {format_bytes(max(0, free))} of "
             f"{format_bytes(question.cap)} {place} is free beside the rest.",
             "what is free now, less what the model will take",
-            f"chunk_size_gb={fits / GIB:.2g}, or data_bytes={fits}",
+            f"data_bytes={fits} (chunk_size_gb={fits / GIB:.2g} of a ChunkDataLoader)",
         )
     least = _least_data_bytes(question, batch)
     return DoesNotFitError(
         f"{format_bytes(question.budget(batch))} is asked for data, and all of it is "
         f"{format_bytes(facts.device_bytes)} ({facts.num_samples:,} samples).",
         f"room for all, or for chunks of a batch of {batch} ({format_bytes(least)})",
-        f"chunk_size_gb={math.ceil(1000 * least / GIB) / 1000:g}, or data_bytes={least}, or a smaller batch_size",
+        f"data_bytes={least} (chunk_size_gb={math.ceil(1000 * least / GIB) / 1000:g} of a ChunkDataLoader), "
+        "or a smaller batch_size",
     )
 
 

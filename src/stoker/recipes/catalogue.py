@@ -90,13 +90,13 @@ class Chosen:
             raise InputError(
                 f"the recipe {self.recipe.name!r} finds no training samples in {store.name}.",
                 "at least one",
-                "stoker inspect STORE shows its fields and its split",
+                f"{command('stoker', 'inspect', store.name)} shows its fields and its split",
             )
         if job.strata is not None and len(job.strata) != len(samples["train"]):
             raise InputError(
                 f"the recipe {self.recipe.name!r} gives {len(job.strata)} strata.",
                 f"one for each of the {len(samples['train'])} training samples, or None",
-                "Job(..., strata=None)",
+                "a Job without strata",
             )
         return replace(job, samples=samples)
 

@@ -76,7 +76,7 @@ def _refusal(store: Store, refused: Sequence[Finding]) -> QualityError:
     typed = " ".join(f"--repair {quoted(repair)}" for repair in repairs)
     made_by = store.manifest.provenance
     kind = "arrays" if made_by is None else made_by.kind
-    fix = f"stoker pack {kind} FILE OUT {typed or '--on-bad quarantine'}, and train on OUT"
+    fix = f"stoker pack {kind} FILE OUT {typed or '--on-bad quarantine'}, then train on OUT"
     return QualityError(
         f"the quality gate refuses {store.name}:",
         "finite values of usable size",

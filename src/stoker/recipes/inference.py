@@ -361,7 +361,7 @@ def _compare(
         raise InputError(
             f"{store.name} has no {split} samples.",
             "a split with samples",
-            "--split val",
+            f"--split {quoted(next(name for name, ids in job.samples.items() if len(ids)))}",
         )
     precision = choose_precision("fp32", cpu, trained.model)
     augment = None if job.augmentation is None else as_augments(job.augmentation.validation())

@@ -74,7 +74,9 @@ def parse_options(kind: type[T], given: T | Mapping[str, Any], recipe: str) -> T
         return kind(**values)
     except TypeError as error:
         raise InputError(
-            f"the options of the recipe {recipe!r}: {error}.", "", "recipe.options in the config"
+            f"the options of the recipe {recipe!r}: {error}.",
+            "",
+            "give every option that has no default under recipe.options",
         ) from error
 
 

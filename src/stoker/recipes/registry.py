@@ -124,7 +124,7 @@ def _load(name: str) -> type[Any]:
         f"the module {module_name} ({getattr(module, '__file__', 'built in')}) has no class "
         f"{class_name!r}.",
         ", ".join(f"{module_name}:{key}" for key in offered) or "a class that inherits Recipe",
-        f"{module_name}:{offered[0]}" if offered else _WALK,
+        f"{module_name}:{offered[0]}" if offered else "docs/extending.md has a whole recipe",
     )
 
 
@@ -170,7 +170,7 @@ def _checked(kind: type[Any], name: str) -> Recipe:
         raise InputError(
             f"defaults or uses of the recipe {name!r} name {', '.join(strange)}.",
             "fields of stoker.config.Settings",
-            "learning_rate, epochs, batch_size",
+            "names such as learning_rate, epochs and batch_size",
         )
     try:
         made: Recipe = kind()

@@ -273,7 +273,7 @@ def _open(path: Path) -> Any:
         if pixels > bounds.PIXELS.most:
             raise _too_large(path, pixels)
         what = f"decoding {path} ({pixels:,} pixels)"
-        bounds.require_memory(_PIXEL_BYTES * pixels, what, _smaller(path))
+        bounds.require_memory(_PIXEL_BYTES * pixels, what, "a smaller picture in its place")
     except SourceError:
         opened.close()
         raise
@@ -285,13 +285,8 @@ def _too_large(path: Path, pixels: int | None) -> SourceError:
     return SourceError(
         f"{path} claims {claimed} pixels, and at most {bounds.PIXELS.most:,} are decoded.",
         bounds.PIXELS.allowed,
-        _smaller(path),
+        "a smaller picture in its place",
     )
-
-
-def _smaller(path: Path) -> str:
-    copy = path.with_name(f"{path.stem}-small{path.suffix}")
-    return f"{command('convert', path, '-resize', '4096x4096>', copy)}, or leave the file out"
 
 
 def _decode(path: Path, mode: str | None) -> Any:

@@ -72,7 +72,7 @@ class TableSource:
             raise InputError(
                 f"the split shares are {self.split}.",
                 "three shares that add up to 1",
-                "--split 0.8,0.1,0.1",
+                "split=(0.8, 0.1, 0.1), or --split 0.8,0.1,0.1",
             )
 
     def files(self) -> Sequence[Path]:

@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from stoker.bounds import SMALL_BYTES, require_memory
-from stoker.display import command
+from stoker.display import command, look_in
 from stoker.errors import CorruptError, StoreError
 from stoker.store.fields import Array
 from stoker.store.hdf5 import Chunk, Location, open_hdf5, read_chunk
@@ -73,7 +73,7 @@ class OpenFile:
             raise StoreError(
                 f"{self.path} cannot be opened: {error.strerror}.",
                 "a readable file",
-                command("ls", "-l", self.path),
+                look_in(self.path.parent, "-l"),
             ) from error
 
     def read(self, offset: int, out: memoryview, dataset: str) -> None:

@@ -103,7 +103,7 @@ class Ragged:
             raise InputError(
                 f"ragged offsets of shape {offsets.shape} do not span {total} values.",
                 f"n + 1 numbers from 0 to {total}",
-                "offsets = np.concatenate([[0], np.cumsum(lengths)])",
+                "np.concatenate([[0], np.cumsum(lengths)])",
             )
         if len(offsets) > 1 and (np.diff(offsets) < 0).any():
             row = int(np.argmax(np.diff(offsets) < 0))

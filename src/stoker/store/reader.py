@@ -325,7 +325,9 @@ class Store:
         """Return one sample of a text field."""
         if self._field(field, "ragged").encoding != "utf8":
             raise InputError(
-                f"field {field!r} is not text.", "a ragged field with encoding utf8", "read_ragged"
+                f"field {field!r} is not text.",
+                "a ragged field with encoding utf8",
+                f"store.read_ragged({field!r}, {index}, {index + 1})",
             )
         return bytes(self.read_values(field, index)).decode()
 

@@ -205,7 +205,7 @@ class Mirror:
             raise CorruptError(
                 f"{folder / ORIGIN_NAME} is damaged.",
                 "a cache folder as it was written",
-                f"{command('rm', '-r', folder)}, and open the store by its URL again",
+                f"{command('rm', '-r', folder)}, then open the store by its URL again",
             )
         return cls(folder, Remote(origin["url"]), cache)
 
@@ -355,5 +355,5 @@ def _disk_error(path: Path, error: OSError) -> StoreError:
     return StoreError(
         f"the cache cannot hold {path}: {error.strerror or error}.",
         "a disk with room, and a folder that may be written",
-        "STOKER_CACHE=FOLDER for another disk, or STOKER_CACHE_LIMIT for less of this one",
+        "STOKER_CACHE=FOLDER for another disk, or STOKER_CACHE_LIMIT=20GB for less of this one",
     )

@@ -120,7 +120,9 @@ class Cache:
             share = parse_share(text)
         except InputError as error:
             raise InputError(
-                f"STOKER_CACHE_LIMIT: {error.given}", "a size or a share", "200GB, or 50%"
+                f"STOKER_CACHE_LIMIT: {error.given}",
+                "a size or a share",
+                "STOKER_CACHE_LIMIT=200GB, or STOKER_CACHE_LIMIT=50%",
             ) from error
         return int(share * (shutil.disk_usage(self.root).free + self.used_bytes()))
 

@@ -122,7 +122,7 @@ class Remote:
                 raise InputError(
                     f"{self.name} is an address as it was shown: its password was left out.",
                     "the address with its password",
-                    "user:password in the place of the stars, or neither stars nor @ where the password is "
+                    "write user:password in the place of the stars, or neither stars nor @ where the password is "
                     "kept outside the address (docs/remote.md)",
                 )
             if not is_readable(scheme, rest):

@@ -139,8 +139,9 @@ def parse_repair(text: str) -> RepairSpec:
 def _refusal(text: str, why: str) -> InputError:
     name = text.strip().split(":")[0].split("@")[0].strip()
     example = _EXAMPLES.get(name, "clip")
+    typed = example.rpartition(" or ")[2]
     return InputError(
-        f"cannot read the repair {text!r}: {why}", example, f"--repair {quoted(example)}"
+        f"cannot read the repair {text!r}: {why}", example, f"--repair {quoted(typed)}"
     )
 
 

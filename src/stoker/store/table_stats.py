@@ -80,7 +80,7 @@ def checked_values(values: Array) -> Array:
         raise InputError(
             f"cannot check values of dtype {values.dtype} and shape {values.shape}.",
             "an array (n, ...) of bool, integers, float16, float32 or float64",
-            "values = np.asarray(values, dtype=np.float32)",
+            "np.asarray(values, dtype=np.float32)",
         )
     return values.view(np.uint8) if values.dtype.kind == "b" else values
 

@@ -325,12 +325,12 @@ def _corrupt(path: Path, what: str) -> CorruptError:
     others = [other for other in _files(path.parent) if other.name != path.name]
     usable = [other for other in others if _described_or_none(other)]
     earlier = [other for other in usable if _step_of(other) < _step_of(path)]
-    if earlier or usable:
-        fix = f"resume from {(earlier or usable)[-1]}, or remove the damaged file"
-    else:
-        fix = "best.pt or step-*.pt of a run; there is no other checkpoint beside it"
     return CorruptError(
-        f"{path} is not a whole checkpoint: {what}.", "the bytes as they were saved", fix
+        f"{path} is not a whole checkpoint: {what}.",
+        "the bytes as they were saved",
+        f"resume from {(earlier or usable)[-1]}, or remove the damaged file"
+        if usable
+        else "best.pt or step-*.pt of a run; there is no other checkpoint beside it",
     )
 
 

@@ -44,7 +44,7 @@ def check_parameters(
         raise InputError(
             f"the optimizer has {len(strange)} tensors that are not parameters of the model on {device}.",
             "an optimizer over this model's parameters",
-            "make the model first, then torch.optim.AdamW(model.parameters(), lr=1e-4)",
+            "torch.optim.AdamW(model.parameters(), lr=1e-4)",
         )
 
 

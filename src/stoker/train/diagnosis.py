@@ -66,7 +66,7 @@ def explain_samples(
         return NonFiniteError(
             f"{where}; the loader does not say which samples were in it.",
             "finite losses",
-            "stoker inspect FILE looks for values that break training; stoker.Loader names samples",
+            "stoker inspect FILE, which looks for values that break training; a stoker.Loader would name the samples",
         )
     ids = loader.samples[positions[positions >= 0]]
     limit = FLOAT16_MAX if str(precision.dtype) == "torch.float16" else np.inf

@@ -257,5 +257,5 @@ def no_batches(given: str) -> InputError:
     return InputError(
         given,
         "something that can be iterated every epoch, and has a batch in it",
-        "drop_last=False, or a list or DataLoader instead of a generator, which can be read once",
+        "a loader with drop_last=False, or a list or DataLoader instead of a generator, which can be read once",
     )

@@ -128,7 +128,7 @@ class ForeignPosition:
                 f"the loader has {len(generators)} random generators of its own, the one that was saved "
                 f"had {len(states)}.",
                 "a loader made as it was when the run was saved",
-                "DataLoader(..., generator=torch.Generator()) as before",
+                "DataLoader(dataset, generator=torch.Generator()) as before",
             )
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state.cpu())

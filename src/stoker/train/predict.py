@@ -181,7 +181,7 @@ def _write(
                 held.clear()
         if writer is None:
             raise InputError(
-                "there is no sample to predict.", "at least one", "--split all, or another split"
+                "there is no sample to predict.", "at least one", "a split or a loader with samples"
             )
         if held:
             writer.write_table(pa.Table.from_batches(held))

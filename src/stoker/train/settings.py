@@ -135,7 +135,7 @@ def read_config(
         raise InputError(
             f"config is of the type {type(given).__name__}.",
             "a mapping, TrainSettings, or Settings",
-            "Trainer(..., config=resolve(load_config('my.yaml')))",
+            "config=resolve(load_config('my.yaml'))",
         )
     return _read_mapping(given, own, rates)
 
@@ -207,8 +207,11 @@ def _unknown_name(name: Any, known: Sequence[str]) -> InputError:
     from stoker.config.tree import sections
 
     if name in sections():
-        fix = "Trainer(..., config=resolve(load_config('my.yaml'))), or the section's names alone"
-        return InputError(f"config has the section {name!r}.", "names of one section", fix)
+        return InputError(
+            f"config has the section {name!r}.",
+            "names of one section",
+            "config=resolve(load_config('my.yaml')), or the section's names alone",
+        )
     if name in SYNONYMS:
         near = [SYNONYMS[name].rpartition(".")[2]]
     else:

@@ -350,7 +350,7 @@ def check_loss(loss: Any) -> None:
     raise InputError(
         f"the criterion returned {given}.",
         "the mean loss of the batch: a scalar tensor",
-        "return loss.mean() at its end, or reduction='mean' in torch's losses",
+        "loss.mean() at the end of the criterion; torch's own losses have reduction='mean'",
     )
 
 

@@ -770,7 +770,7 @@ class Trainer:
             raise InputError(
                 "there is no run folder to resume from.",
                 "a folder",
-                "Trainer(..., run_dir='runs/a')",
+                "a trainer with a run_dir, and its fit(resume=True)",
             )
         with self.ranks.shared_fate():
             latest = self._checkpoints.latest()

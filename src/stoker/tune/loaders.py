@@ -202,5 +202,7 @@ def _forever(batches: Any) -> Any:
             yield batch
         if not count:
             raise InputError(
-                "the loader yields no batch.", "one batch at least", "drop_last=False, or more data"
+                "the loader yields no batch.",
+                "one batch at least",
+                "a loader with drop_last=False, or more data",
             )

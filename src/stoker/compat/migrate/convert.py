@@ -91,7 +91,13 @@ def migrate_config(
     loose = [known for known in document.problems if not _is_about_a_value(known, document)]
     if not loose and not isinstance(document.values, dict | None):
         loose = [
-            Problem(Place(file, 1, 1), "", "is not a section per line", "a config", "training:")
+            Problem(
+                Place(file, 1, 1),
+                "",
+                "is not a section per line",
+                "a config",
+                "lines such as training:",
+            )
         ]
     if loose:
         raise as_error(loose)

@@ -89,7 +89,7 @@ def export_trained(
         raise InputError(
             f"{trained.loaded.saved.path} holds int8 weights, in a form of torch's own.",
             "a checkpoint of float weights",
-            "export the checkpoint that it was made from; onnxruntime.quantization.quantize_dynamic "
+            "the checkpoint that it was made from; onnxruntime.quantization.quantize_dynamic "
             "makes int8 of an ONNX file",
         )
     if path.suffix == SUFFIX:

@@ -320,7 +320,7 @@ def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], 
             raise InputError(
                 f"{store.name} has neither 'split' nor {' and '.join(map(repr, missing))}.",
                 "a split, or the times of decisions and labels to make one by",
-                "stoker pack bars FOLDER STORE",
+                "stoker pack bars FOLDER OUT --windows M5=288,H1=96",
             )
         total = store.num_samples
         time, label_time = (store.read_rows(n, 0, total) for n in ("time", "label_time"))
@@ -361,7 +361,7 @@ def _find_timeframes(store: Store, options: ForexOptions) -> tuple[str, ...]:
         raise InputError(
             f"{store.name} holds {held}.",
             "one series per timeframe, and forward returns in a float field 'targets'",
-            "stoker pack bars FOLDER STORE",
+            "stoker pack bars FOLDER OUT --windows M5=288,H1=96",
         )
     wanted = options.timeframes or tuple(series)
     unknown = [name for name in wanted if name not in series]

@@ -515,7 +515,7 @@ def split_compounds(
         raise InputError(
             f"{store.name} has no training samples.",
             "a split with a share for training",
-            "stoker pack massspec ... --split 0.8,0.1,0.1",
+            "stoker pack massspec --msp LIBRARY.msp OUT --split 0.8,0.1,0.1",
         )
     sizes = ", ".join(
         f"{name} {len(ids):,} spectra of {len(np.unique(groups[ids])):,} compounds"

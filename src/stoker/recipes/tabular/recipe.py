@@ -324,7 +324,7 @@ def _require_targets(store: Store, target: str) -> None:
         raise InputError(
             f"the option 'target_field' is {target!r}, and {aside}.",
             f"a dataset of numbers with {store.num_samples:,} rows, a target for every sample",
-            f"write {target!r} again, or recipe.options.target_field=ANOTHER",
+            f"write {target!r} again, or --set recipe.options.target_field=ANOTHER",
         )
     require(
         info is not None and info.kind == "dense" and np.dtype(info.dtype).kind in "fiu",

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from stoker.display import quoted
+from stoker.display import look_in, quoted
 from stoker.errors import InputError, SourceError
 from stoker.sources.bars.features import (
     Features,
@@ -109,7 +109,7 @@ class BarsSource:
             raise InputError(
                 f"ratios {self.ratios} do not share out the samples.",
                 "three shares that sum to 1",
-                "--split 0.70,0.15,0.15 (ratios=(0.70, 0.15, 0.15))",
+                "ratios=(0.70, 0.15, 0.15), or --split 0.70,0.15,0.15",
             )
         self._fixed_boundaries()
 
@@ -229,10 +229,13 @@ class BarsSource:
             if file.timeframe not in names
         ]
         if not wanted:
+            there = sorted({file.timeframe for file in found})
             raise SourceError(
                 f"no file of bars for {', '.join(sorted(names))} among {len(found)} files.",
                 "files named by symbol and timeframe, such as EURUSD_M5.csv.gz",
-                "name the folder that holds them, or change --windows",
+                f"--windows {quoted(','.join(f'{name}=96' for name in there))}"
+                if there
+                else look_in(Path(self.paths[0])),
             )
         return sorted(wanted, key=lambda file: (file.symbol, str(file.path))), notes
 
@@ -279,7 +282,7 @@ class BarsSource:
                 raise SourceError(
                     f"the clock of {bars[name].file} runs {hours:+d} h against {bars[finest].file}.",
                     "all timeframes of a symbol on one clock",
-                    "export all timeframes again, from one broker and one terminal",
+                    "another export of all timeframes, from one broker and one terminal",
                 )
 
     def _samples(self, bars: Mapping[str, Bars]) -> Samples:

@@ -179,19 +179,18 @@ def find_day_first(text: bytes, delimiter: str, date_cell: int, file: str) -> bo
     large, small = "(?:1[3-9]|2[0-9]|3[01])", "(?:0?[1-9]|1[0-2])"
     day_left = re.search(f"{before}{large}[-./]{small}[-./][0-9]{{4}}".encode(), text)
     day_right = re.search(f"{before}{small}[-./]{large}[-./][0-9]{{4}}".encode(), text)
-    fix = "--day-first, or --month-first (day_first=True, or False)"
     if day_left and day_right:
         lines = [text.count(b"\n", 0, match.start()) + 1 for match in (day_left, day_right)]
         raise SourceError(
             f"{file}: line {lines[0]} can only be day-first, line {lines[1]} only month-first.",
             "one order of day and month in a file",
-            fix,
+            "dates written with the year first, such as 2020-05-13",
         )
     if not day_left and not day_right:
         raise SourceError(
             f"{file}: every date reads both day-first and month-first.",
             "at least one date with a day above 12",
-            fix,
+            "--day-first, or --month-first (day_first=True, or False)",
         )
     return day_left is not None
 
