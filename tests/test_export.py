@@ -271,7 +271,7 @@ def test_missing_packages_are_named_with_the_extra_that_brings_them(made, tmp_pa
     with pytest.raises(MissingExtraError, match=r"\[onnx\]"):
         export_trained(made("tabular")[1], tmp_path / "m.onnx")
     monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
-    with pytest.raises(MissingExtraError, match=r"stoker\[safetensors\]"):
+    with pytest.raises(MissingExtraError, match=r"\[safetensors\]"):
         export_trained(made("tabular")[1], tmp_path / "m.safetensors")
 
 

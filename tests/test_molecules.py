@@ -285,12 +285,12 @@ def test_without_rdkit_the_extra_is_named(monkeypatch):
     for cached in (molecules._toolkit, functional_groups._patterns):
         cached.cache_clear()
     functional_groups._candidates.cache_clear()
-    with pytest.raises(MissingExtraError, match=r"stoker\[chem\]"):
+    with pytest.raises(MissingExtraError, match=r"\[chem\]"):
         read_structure("C", "smiles")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"stoker\[chem\]"):
+    with pytest.raises(MissingExtraError, match=r"\[chem\]"):
         molecules.require_rdkit()
-    with pytest.raises(MissingExtraError, match=r"stoker\[chem\]"):
+    with pytest.raises(MissingExtraError, match=r"\[chem\]"):
         find_functional_groups(Chem.Mol())
 
 

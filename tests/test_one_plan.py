@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -119,7 +120,7 @@ def test_uneven_fields_and_scattered_samples_are_counted_to_the_byte(
         try:
             plan = make_plan(facts, data_bytes=num_bytes, **question)
         except stoker.InputError as refusal:
-            advised = int(refusal.fix.split("data_bytes=")[1].split(",")[0])
+            advised = int(re.findall(r"data_bytes=(\d+)", refusal.fix)[0])
             plan = make_plan(facts, data_bytes=advised, **question)
         with Loader(store, batch, "cpu", plan=plan, samples=samples) as loader:
             assert layout(loader) == planned(plan, len(samples))

@@ -276,7 +276,9 @@ def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path):
     from stoker.recipes.run import share_batch
 
     settings = settings_for("tabular", tmp_path, tmp_path, "training.batch_size=16")
-    with pytest.raises(InputError, match=r"(?s)3 ranks share it.*batch_size=15, or 18"):
+    with pytest.raises(
+        InputError, match=r"(?s)3 ranks share it.*batch_size=15, or --set training.batch_size=18"
+    ):
         share_batch(settings, 3)
 
 

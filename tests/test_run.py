@@ -422,7 +422,7 @@ def test_a_run_trains_with_the_recipes_rate_and_says_where_it_comes_from(tmp_pat
         loader = run.make_train_loader()
         trainer = run.make_trainer(loader, None, Told(), run_dir=None)
         assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {1e-4}
-        notes = run._notes(loader)
+        notes = [note.text for note in run._notes(loader)]
         assert (
             "learning rate 0.0001: the recipe's default, AdamW, for reference_batch samples per update"
             in notes

@@ -49,7 +49,7 @@ def test_a_store_without_a_split_gives_everything_or_says_what_to_type(tmp_path)
             select_samples(store, "train")
         assert "no field 'split'" in caught.value.given
         assert "--split 0.8,0.1,0.1" in caught.value.fix
-        suggestion = caught.value.fix.partition("samples=")[2].removesuffix(")")
+        suggestion = caught.value.fix.partition(", or ")[2]
         names = {"store": store, "samples_of": samples_of, "split_randomly": split_randomly}
         assert len(eval(suggestion, names)) == 4  # what it says can be typed
 
