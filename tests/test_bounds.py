@@ -640,3 +640,19 @@ def test_a_line_without_end_in_a_library(tmp_path):
     path = packed_text(tmp_path / "a.msp.gz", b"Name: x\nNum Peaks: 1\n", b"1" * MB, repeat=40)
     with pytest.raises(SourceError, match="a line of more than 16 MiB"):
         list(read_msp(path))
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["32 bits", "64 bits"])
+def test_a_list_of_files_without_end_is_refused_before_it_is_read(tmp_path, large):
+    """The records at an archive's end say how long its list is; here 3 GB, in a file of 100 bytes."""
+    length = 3 << 30
+    end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 1, 1, 0xFFFFFFFF if large else length, 0, 0)
+    record = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, length, 0)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, 0, 1)
+    path = tmp_path / "a.npz"
+    path.write_bytes((record + locator if large else b"") + end)
+    with pytest.raises(SourceError, match=r"list of files in .* has 3\.00 GiB[\s\S]*64\.0 MiB"):
+        bounds.open_zip(path)
+    np.savez(tmp_path / "b.npz", **{f"x{n}": np.zeros(2) for n in range(30)})
+    with bounds.open_zip(tmp_path / "b.npz") as archive:
+        assert len(archive.namelist()) == 30

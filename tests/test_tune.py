@@ -37,9 +37,9 @@ from stoker.measure.search import (
 )
 from stoker.recipes.run import open_run
 from stoker.store.fields import Dense
-from stoker.tune.bench import Effort, JobBench, Measured
 from stoker.tune.job import tune_job
 from stoker.tune.loaders import LoaderChoice, _LoaderBench, first_workers, tune_loader
+from stoker.tune.trial import Effort, JobBench, Measured
 from stoker.units import format_bytes
 from store_makers import write_store
 from tune_rank import Limited, decide

@@ -13,7 +13,7 @@ from run_makers import make_store
 from stoker.cli.main import app
 from stoker.config import load_config, resolve
 from stoker.errors import InputError, StokerError
-from stoker.tune.bench import JobBench
+from stoker.tune.trial import JobBench
 from test_tune import QUICK, made_up
 
 

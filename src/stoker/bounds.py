@@ -11,6 +11,8 @@ made to do harm. `require_memory` and `require_disk` compare with what this mach
 from __future__ import annotations
 
 import shutil
+import struct
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ SMALL_BYTES = 64 * MIB
 DISK_RESERVE_BYTES = 64 * MIB
 """What unpacking leaves free on a disk: a full one stops other programs."""
 _COPY_BYTES = 8 * MIB
+_ZIP_TAIL_BYTES = 128 * KIB  # a comment of 64 KiB, and the records around it
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ MANIFEST = Bound("a store.json", 64 * MIB)
 """About 50,000 shards. Parsing takes up to 20 times as much memory."""
 NPY_HEADER = Bound("a numpy header", 64 * KIB)
 MEMBERS = Bound("an archive or HDF5 file", 10_000, "arrays")
+DIRECTORY = Bound("the list of files in an archive", 64 * MIB)
+"""About 800,000 names. Python makes an object of each, ten times as large, before anything else is known."""
 OBJECTS = Bound("an HDF5 file", 1_000_000, "groups and datasets")
 DEPTH = Bound("an HDF5 file", 200, "nested groups")
 CHUNK = Bound("an HDF5 chunk", GIB)
@@ -79,6 +84,27 @@ PIXELS = Bound("a picture", 178_956_970, "pixels")
 """As many as Pillow opens without being told otherwise."""
 LINE = Bound("a line of text", 16 * MIB)
 RECORD = Bound("one record or structure", 64 * MIB)
+
+
+def open_zip(path: Path) -> zipfile.ZipFile:
+    """Open an archive for reading, after a look at how long its list of files is.
+
+    Raises:
+        SourceError: The list is longer than `DIRECTORY`.
+        zipfile.BadZipFile: It is no archive.
+    """
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - _ZIP_TAIL_BYTES))
+        tail = file.read(_ZIP_TAIL_BYTES)
+    end = tail.rfind(b"PK\5\6")
+    size = struct.unpack_from("<I", tail, end + 12)[0] if 0 <= end <= len(tail) - 22 else 0
+    # A large archive says it in 64 bits, in a record of its own that a locator before the end points to.
+    if tail[max(0, end - 20) : max(0, end - 16)] == b"PK\6\7":
+        large = tail.rfind(b"PK\6\6", 0, end - 20)
+        size = struct.unpack_from("<Q", tail, large + 40)[0] if 0 <= large <= end - 76 else 0
+    DIRECTORY.check(size, f"the list of files in {path}", command("unzip", "-Z1", path))
+    return zipfile.ZipFile(path)
 
 
 def require_memory(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from stoker.config import Settings
     from stoker.doctor.job_config import JobConfig
-    from stoker.tune.bench import Measured
     from stoker.tune.job import Tuned
+    from stoker.tune.trial import Measured
 
 
 def tune(
@@ -72,9 +72,9 @@ def tune(
 
     from stoker.cli.progress import Bar
     from stoker.doctor.job_config import JobConfig
-    from stoker.tune.bench import Effort
     from stoker.tune.job import tune_job
     from stoker.tune.ranks import is_first
+    from stoker.tune.trial import Effort
 
     job = JobConfig.read(config, overrides or (), store)
     effort = Effort(seconds)

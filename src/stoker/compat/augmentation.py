@@ -44,9 +44,7 @@ class GPUAugmentation(Compose):
         brightness, contrast, saturation: Factors within 1 ± this.
         mean, std: Normalise after augmenting; both or neither.
         dtype: Of the images that leave; float32 by default.
-        seed: Another seed, other draws.
-        ignore_index: Written in masks where no input pixel is.
-        backend: "auto", "torch" or "fused".
+        **options: Keywords of `Compose`: seed, stream, ignore_index, backend.
     """
 
     def __init__(
@@ -60,19 +58,10 @@ class GPUAugmentation(Compose):
         mean: Channels | None = None,
         std: Channels | None = None,
         dtype: torch.dtype | None = None,
-        seed: int = 0,
-        stream: int = 0,
-        ignore_index: int = 255,
-        backend: str = "auto",
+        **options: Any,
     ) -> None:
         ops = standard_ops(horizontal_flip_prob, rotation_degrees, brightness, contrast, saturation)
-        super().__init__(
-            add_normalisation(ops, mean, std, dtype),
-            seed=seed,
-            stream=stream,
-            ignore_index=ignore_index,
-            backend=backend,
-        )
+        super().__init__(add_normalisation(ops, mean, std, dtype), **options)
 
 
 class MinimalGPUAugmentation(Compose):
@@ -85,19 +74,10 @@ class MinimalGPUAugmentation(Compose):
         mean: Channels | None = None,
         std: Channels | None = None,
         dtype: torch.dtype | None = None,
-        seed: int = 0,
-        stream: int = 0,
-        ignore_index: int = 255,
-        backend: str = "auto",
+        **options: Any,
     ) -> None:
         ops = minimal_ops(horizontal_flip_prob)
-        super().__init__(
-            add_normalisation(ops, mean, std, dtype),
-            seed=seed,
-            stream=stream,
-            ignore_index=ignore_index,
-            backend=backend,
-        )
+        super().__init__(add_normalisation(ops, mean, std, dtype), **options)
 
 
 class StrongGPUAugmentation(Compose):
@@ -117,19 +97,10 @@ class StrongGPUAugmentation(Compose):
         mean: Channels | None = None,
         std: Channels | None = None,
         dtype: torch.dtype | None = None,
-        seed: int = 0,
-        stream: int = 0,
-        ignore_index: int = 255,
-        backend: str = "auto",
+        **options: Any,
     ) -> None:
         ops = strong_ops(horizontal_flip_prob, rotation_degrees, brightness, contrast, saturation)
-        super().__init__(
-            add_normalisation(ops, mean, std, dtype),
-            seed=seed,
-            stream=stream,
-            ignore_index=ignore_index,
-            backend=backend,
-        )
+        super().__init__(add_normalisation(ops, mean, std, dtype), **options)
 
 
 def augmentation_from_settings(

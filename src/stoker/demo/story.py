@@ -43,8 +43,8 @@ from stoker.sources.bars import BarsSource
 from stoker.store.inspection import Inspection, inspect_store
 from stoker.store.reader import Store, open_store
 from stoker.strict_json import json_text
-from stoker.tune.bench import Effort
 from stoker.tune.job import Tuned, tune_job
+from stoker.tune.trial import Effort
 
 USUAL, OURS = "usual_way.py", "stoker_way.py"
 CONFIG = "demo.yaml"

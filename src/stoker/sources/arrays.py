@@ -256,7 +256,7 @@ def _open(path: Path, scratch: Path, stack: ExitStack, in_order: bool) -> dict[s
     try:
         if suffix == ".npy":
             return {path.stem: _map(path, path.name)}
-        archive = stack.enter_context(zipfile.ZipFile(path))
+        archive = stack.enter_context(bounds.open_zip(path))
         members = _members(path, archive)
         if in_order:
             return {
@@ -399,7 +399,7 @@ def _unzip(path: Path, member: zipfile.ZipInfo, scratch: Path) -> Path:
     _check_room(path, [member], scratch)
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
-        zipfile.ZipFile(path) as archive,
+        bounds.open_zip(path) as archive,
         archive.open(member) as packed,
         writing(target, always) as temporary,
         temporary.open("xb") as out,

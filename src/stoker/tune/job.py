@@ -31,7 +31,7 @@ from stoker.measure.search import (
 )
 from stoker.recipes.run import open_run
 from stoker.report import Progress, Silent
-from stoker.tune.bench import Effort, JobBench, Measured
+from stoker.tune.trial import Effort, JobBench, Measured
 from stoker.units import GIB, MIB, format_bytes, format_count
 
 _CHUNK_FACTORS = (0.25, 0.5, 1.0, 2.0)

@@ -25,8 +25,8 @@ from stoker.loader.slabs import usable_device
 from stoker.machine import Machine, probe
 from stoker.measure.laps import Patience, Stopwatch, block_rates
 from stoker.measure.search import Outcome, choose, climb
-from stoker.tune.bench import Effort
 from stoker.tune.ranks import agree
+from stoker.tune.trial import Effort
 
 _WARM_UP_BATCHES = 2
 _MANY_BATCHES = 1_000_000

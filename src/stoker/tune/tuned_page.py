@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from stoker import page
 from stoker.page import Html
 from stoker.page.charts import Chart, Line, Mark, chart_grid, line_chart
-from stoker.tune.bench import Measured
 from stoker.tune.job import Tuned
+from stoker.tune.trial import Measured
 from stoker.units import GIB, format_bytes
 
 CURVE_HEADER = (

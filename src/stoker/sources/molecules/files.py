@@ -28,7 +28,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from stoker.bounds import RECORD
+from stoker.bounds import RECORD, open_zip
 from stoker.display import command, look_in
 from stoker.errors import SourceError
 from stoker.store.fields import Array
@@ -232,7 +232,7 @@ def _folder_entries(path: Path) -> Iterator[_Entry]:
 
 def _zip_entries(path: Path) -> Iterator[_Entry]:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_zip(path) as archive:
             members = archive.infolist()
     except (zipfile.BadZipFile, OSError) as error:
         raise SourceError(
