@@ -54,7 +54,7 @@ def mixed(tmp_path_factory):
 
 def layout(loader: Loader) -> tuple[object, ...]:
     """Return tier, number of chunks, and bytes of data: as they are, not as they were planned."""
-    chunks = loader._ring.chunks
+    chunks = loader._data.ring.chunks
     return loader.tier, len(chunks), loader.device_bytes
 
 
