@@ -21,7 +21,7 @@ from stoker.loader.epochs import DealtEpoch
 from stoker.loader.lanes import plan_lanes, plan_store_lanes
 from stoker.loader.loader import Loader
 from stoker.loader.order import EpochOrder, Order, PlannedBatch
-from stoker.loader.positions import Part, PositionSet
+from stoker.loader.positions import PositionSet, Subset
 from stoker.plan.facts import even_chunks
 from store_makers import simple_shard, write_store
 from test_loader import check_batch
@@ -452,11 +452,11 @@ def test_parts_that_are_listed_late_are_in_the_set_all_the_same(pieces, data):
         own = np.array(sorted(some), np.int64) + base if is_part else base + np.arange(width)
         members += own.tolist()
         if is_part:
-            parts.append(Part(base, base + 10, len(own), lambda own=own: own))
+            parts.append(Subset(base, base + 10, len(own), lambda own=own: own))
         else:
             starts, stops = [*starts, base], [*stops, base + width]
     ours = PositionSet.of(
-        starts=np.array(starts, int), stops=np.array(stops, int), parts=parts[::-1]
+        starts=np.array(starts, int), stops=np.array(stops, int), subsets=parts[::-1]
     )
     whole = np.array(members, np.int64)
     assert ours.positions().tolist() == members

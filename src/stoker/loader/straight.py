@@ -115,7 +115,10 @@ class StraightReader:
         while group := list(islice(batches, _MOST_TOGETHER)):
             sizes = [len(batch.positions) for batch in group]
             edges = list(accumulate(sizes, initial=int(group[0].positions[0])))
-            columns = [(self._batches_a_block(v, sizes[0]), b, v) for b, v in self._columns]
+            columns = [
+                (max(1, self._block_bytes // max(1, sizes[0] * values.row_bytes)), base, values)
+                for base, values in self._columns
+            ]
             blocks: dict[str, tuple[torch.Tensor, int]] = {}
             for index, (low, high) in enumerate(pairwise(edges)):
                 for together, base, values in columns:
@@ -126,9 +129,6 @@ class StraightReader:
                     group[index],
                     {name: block[low - at : high - at] for name, (block, at) in blocks.items()},
                 )
-
-    def _batches_a_block(self, values: Values, batch_size: int) -> int:
-        return max(1, self._block_bytes // max(1, batch_size * values.row_bytes))
 
     def _read_block(self, values: Values, first: int, last: int) -> torch.Tensor:
         count = last - first
