@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 
 from stoker import bounds
-from stoker.display import command
+from stoker.display import command, nearest
 from stoker.errors import StoreError
 from stoker.store.hdf5 import check_claims, named_damage, open_hdf5
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
@@ -39,11 +39,18 @@ class PlainFile(NamedTuple):
     notes: tuple[str, ...]
 
 
-def describe_plain_file(path: Path) -> PlainFile:
-    """Return what a plain file holds; reads no data."""
+def describe_plain_file(path: Path, group: str | None = None) -> PlainFile:
+    """Return what a plain file holds; reads no data.
+
+    Args:
+        path: The file.
+        group: Only what is in this group, by its names there; None is the whole file.
+    """
     notes: tuple[str, ...] = ()
     with open_hdf5(path) as file, named_damage(path):
         arrays, aside = _find_arrays(file)
+        if group is not None:
+            arrays, aside = _within(path, group, arrays, aside)
         if not arrays:
             raise StoreError(
                 f"{path} holds no numeric array.",
@@ -57,9 +64,11 @@ def describe_plain_file(path: Path) -> PlainFile:
                 fields[name] = FieldInfo(kind="dense", dtype=dtype, shape=list(shape[1:]))
             else:
                 aside[name] = f"dataset {name!r} has {shape[0]} rows, not {num_samples}: left aside"
+                if "/" in name:
+                    aside[name] += f" (group={name.rpartition('/')[0]!r} loads it)"
         bounds.MEMBERS.check(len(fields), str(path), command("h5ls", "-r", path), StoreError)
         for name in fields:
-            check_claims(path, file[name])
+            check_claims(path, file[f"{group}/{name}" if group else name])
         stated = file.attrs.get("num_samples")
         if stated is not None and not np.array_equal(stated, num_samples):
             notes = (
@@ -75,6 +84,23 @@ def describe_plain_file(path: Path) -> PlainFile:
     )
     manifest = Manifest(num_samples=num_samples, fields=fields, shards=[shard])
     return PlainFile(manifest, aside, notes)
+
+
+def _within(
+    path: Path, group: str, arrays: dict[str, Any], aside: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what lies in a group, by its names there."""
+    start = group.strip("/") + "/"
+    groups = sorted({name.rpartition("/")[0] for name in arrays if "/" in name})
+    if not any(name.startswith(start) for name in arrays):
+        near = nearest(group, groups) or next(iter(groups), None)
+        raise StoreError(
+            f"{path} has no numeric array in a group {group!r}.",
+            f"one of {', '.join(groups)}" if groups else "no group=: the file has no groups",
+            f"group={near!r}" if near else "leave group out",
+        )
+    inside = {name[len(start) :]: fact for name, fact in arrays.items() if name.startswith(start)}
+    return inside, {n[len(start) :]: why for n, why in aside.items() if n.startswith(start)}
 
 
 def _find_arrays(file: h5py.File) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, str]]:

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from stoker.address import as_url
+from stoker.address import as_url, shown
 from stoker.bounds import require_memory
 from stoker.display import command, table_html
 from stoker.errors import CorruptError, InputError, StokerError, StoreError
@@ -41,7 +41,9 @@ _HELD_SHARDS = 64
 _TRIES = 100
 
 
-def open_store(path: str | Path, threads: int | None = None, checksum: str = "") -> Store:
+def open_store(
+    path: str | Path, threads: int | None = None, checksum: str = "", group: str | None = None
+) -> Store:
     """Open a store folder, or any plain HDF5 file with arrays of equal first dimension.
 
     While another process packs the store anew, this opens the old one or the new one, never a mixture.
@@ -51,15 +53,23 @@ def open_store(path: str | Path, threads: int | None = None, checksum: str = "")
             shards are copied into a local cache when they are first used.
         threads: Reader threads; by default one per usable core, at most 16.
         checksum: Of the manifest that must stand there; "" takes any.
+        group: Of a plain HDF5 file: only the arrays in this group, such as "train", by their names there.
     """
     if (url := as_url(path)) is not None:
         folder, notes = update_mirror(url)
         return assemble_store(folder, read_manifest(folder), threads, notes)
     path = Path(path)
     if path.is_file() and path.name != "store.json":
-        manifest, aside, notes = describe_plain_file(path)
-        shards = [Shard(path, None, _datasets(manifest.fields), manifest.block_bytes)]
-        return Store(path, manifest, shards, threads, notes, aside=aside)
+        manifest, aside, notes = describe_plain_file(path, group)
+        datasets = _datasets(manifest.fields)
+        shards = [Shard(path, None, datasets, manifest.block_bytes, group=group or "")]
+        return Store(path, manifest, shards, threads, notes, aside=aside, group=group)
+    if group is not None:
+        raise InputError(
+            f"group={group!r} with {shown(path)}.",
+            "group= with a plain HDF5 file; the parts of a store are its splits",
+            "leave group out",
+        )
     folder = path.parent if path.name == "store.json" else path
     store = _open_folder(folder, threads)
     if checksum and store.manifest.checksum != checksum:
@@ -158,8 +168,10 @@ class Store:
         notes: Iterable[str],
         name: str | None = None,
         aside: Mapping[str, str] | None = None,
+        group: str | None = None,
     ) -> None:
         self.path = path
+        self._group = group
         self.name = name or str(path)
         self.manifest = manifest
         self.shards = shards
@@ -192,9 +204,9 @@ class Store:
         ]
         return [("samples", f"{self.num_samples:,}"), *described]
 
-    def __reduce__(self) -> tuple[Callable[..., Store], tuple[str, int, str]]:
+    def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
         checksum = "" if self.path.is_file() else self.manifest.checksum
-        return open_store, (str(self.path), self.threads, checksum)
+        return open_store, (str(self.path), self.threads, checksum, self._group)
 
     def __enter__(self) -> Self:
         return self

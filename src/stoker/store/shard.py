@@ -33,6 +33,7 @@ class Shard:
         block_bytes: Bytes under one checksum.
         fetch: Brings the file of a remote store to `path` and returns an open descriptor of it; is
             given what a fetched file must pass.
+        group: Of a plain file: where its datasets are.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Shard:
         datasets: Mapping[str, tuple[str, list[int]]],
         block_bytes: int,
         fetch: Callable[[Callable[[Path], None]], int] | None = None,
+        group: str = "",
     ) -> None:
         self.path = path
+        self._group = group
         self.opened_at = 0.0
         self._fetch = fetch
         self.info = info
@@ -155,7 +158,8 @@ class Shard:
         self.opened_at = time.monotonic()
         if self.info is None:
             with open_hdf5(self.path) as hdf5, named_damage(self.path):
-                locations = {name: locate(self.path, hdf5[name]) for name in self._datasets}
+                root = hdf5[self._group] if self._group else hdf5
+                locations = {name: locate(self.path, root[name]) for name in self._datasets}
             return {
                 name: StoredArray(file, location, None, self._block_bytes)
                 for name, location in locations.items()

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -120,8 +121,11 @@ class Feed:
         self.loader = loader
         self._ranks = ranks or Ranks()
         self.device = device
-        self.unpack = unpack or unpack_by_name
         self.is_stoker = isinstance(loader, Loader)
+        pair = loader.as_tuple if self.is_stoker else None
+        if unpack is None and isinstance(pair, tuple) and len(pair) == 2:
+            unpack = itemgetter(*pair)
+        self.unpack = unpack or unpack_by_name
         self.augmentation = augmentation
         self._position = ForeignPosition(
             loader.loader if isinstance(loader, Prefetcher) else loader
@@ -234,7 +238,12 @@ class Feed:
     def __iter__(self) -> Iterator[Work]:
         """Yield the remaining work of the loader's epoch."""
         yield from map(self._retry, list(self._failed))
-        for batch in self.loader if self.is_stoker else self._counted(self._foreign_batches()):
+        batches = (
+            self.loader.remaining_batches()
+            if self.is_stoker
+            else self._counted(self._foreign_batches())
+        )
+        for batch in batches:
             self._failed.append(batch)
             work = self.make_work(batch)
             self._take()
