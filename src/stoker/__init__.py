@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from stoker.machine import probe as probe
     from stoker.packing import PackOptions as PackOptions
     from stoker.packing import pack as pack
+    from stoker.packing import pack_from as pack_from
     from stoker.plan import Plan as Plan
     from stoker.plan import make_plan as make_plan
     from stoker.store.reader import Store as Store
@@ -103,6 +104,7 @@ _HOMES = {
     "load_config": "stoker.config",
     "open_store": "stoker.store.reader",
     "pack": "stoker.packing",
+    "pack_from": "stoker.packing",
     "probe": "stoker.machine",
     "Trainer": "stoker.train.trainer",
     "TrainSettings": "stoker.train.settings",
@@ -122,6 +124,7 @@ __all__ = [
     "make_plan",
     "open_store",
     "pack",
+    "pack_from",
     "prefetch",
     "probe",
     "select_samples",

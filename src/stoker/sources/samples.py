@@ -18,6 +18,7 @@ import numpy as np
 
 from stoker.errors import InputError
 from stoker.store.fields import Array, Dense, FieldData, Ragged, offsets_of
+from stoker.store.manifest import FieldInfo
 
 Form = Literal["dict", "tuple", "single"]
 """How a sample is given, and so how a batch of them is handed out."""
@@ -138,38 +139,54 @@ def _values(sample: Any) -> Iterable[tuple[str, Any]]:
     return [(_FIRST_NAMES[0], sample)]
 
 
-def _as_field(name: str, column: Sequence[Array | str], first: int, kind: str | None) -> FieldData:
+def _as_field(
+    name: str, column: Sequence[Array | str], first: int, like: FieldInfo | None
+) -> FieldData:
     texts = [value for value in column if isinstance(value, str)]
-    if len(texts) == len(column):
-        return Ragged.from_strings(texts)
     rows = [value for value in column if not isinstance(value, str)]
-    if texts:
+    if texts and rows:
         raise _differs(name, first, column, "text in some samples and numbers in others")
-    begin = rows[0]
-    if any(row.dtype != begin.dtype for row in rows):
-        raise _differs(name, first, column, "not of one type")
-    if kind != "ragged" and all(row.shape == begin.shape for row in rows):
-        return Dense(np.stack(rows))
-    if begin.ndim == 0 or any(row.ndim == 0 or row.shape[1:] != begin.shape[1:] for row in rows):
-        raise _differs(name, first, column, "not of one shape")
+    if texts or (like is not None and like.encoding and not rows):
+        return Ragged.from_strings(texts)
+    dtype = rows[0].dtype if like is None else np.dtype(like.dtype)
+    shapes = {row.shape for row in rows}
+    if any(_plain(row.dtype) != _plain(dtype) for row in rows):
+        raise _differs(name, first, column, f"not {dtype} in all samples", dtype)
+    kind = like.kind if like is not None else "dense" if len(shapes) == 1 else "ragged"
     if kind == "dense":
-        raise InputError(
-            f"{name!r} has {len(begin)} rows in sample {first}, and another number in others.",
-            "one shape in all samples, or a field that is named as ragged",
-            f"ragged=[{name!r}]",
-        )
+        shape = rows[0].shape if like is None else tuple(like.shape)
+        other = next((row for row in rows if row.shape != shape), None)
+        if other is not None:
+            raise InputError(
+                f"{name!r} has the shape {other.shape} in one of the samples from {first} on, and {shape} before.",
+                "one shape in all samples, or a field that is named as ragged",
+                f"ragged=[{name!r}]",
+            )
+        return Dense(np.stack(rows) if rows else np.empty((0, *shape), dtype))
+    inner = rows[0].shape[1:] if like is None else tuple(like.shape)
+    if any(not shape or shape[1:] != inner for shape in shapes):
+        raise _differs(name, first, column, "not of one shape")
     lengths = np.array([len(row) for row in rows], np.int64)
-    return Ragged(np.concatenate(rows), offsets_of(lengths))
+    values = np.concatenate(rows) if rows else np.empty((0, *inner), dtype)
+    return Ragged(values, offsets_of(lengths))
 
 
-def _differs(name: str, first: int, column: Sequence[Array | str], how: str) -> InputError:
+def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return a type as a store holds it: bool as uint8, in native byte order."""
+    return np.dtype(np.uint8) if dtype.kind == "b" else dtype.newbyteorder("=")
+
+
+def _differs(
+    name: str, first: int, column: Sequence[Array | str], how: str, dtype: object = None
+) -> InputError:
     def described(value: Array | str) -> str:
         return "text" if isinstance(value, str) else f"{value.dtype} {value.shape}"
 
     begin = described(column[0])
-    other = next(row for row, value in enumerate(column) if described(value) != begin)
+    others = (row for row, value in enumerate(column) if described(value) != begin)
+    other = next(others, 0)
     return InputError(
         f"{name!r} is {how}: {begin} in sample {first}, {described(column[other])} in sample {first + other}.",
         "one type in all samples, and one shape but for the first axis",
-        f"np.asarray({name}, dtype=np.float32) in __getitem__",
+        f"return np.asarray(value, dtype=np.{dtype or 'float32'}) for {name!r} in every sample",
     )
