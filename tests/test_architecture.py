@@ -129,6 +129,7 @@ def test_the_public_names_are_pinned():
         "make_plan",
         "open_store",
         "pack",
+        "pack_from",
         "prefetch",
         "probe",
         "select_samples",

@@ -36,11 +36,11 @@ _NEEDLESS = {
     "in_order": "batches come in order",
 }
 _INSTEAD = {
-    "sampler": ("an order that is known before the epoch", "samples=, weights= or order='shuffled'"),
-    "batch_sampler": ("an order that is known before the epoch", "batch_size=, samples= or weights="),
-    "collate_fn": ("batches of tensors by name", "as_tuple=('features', 'targets'), or change the batch in the loop"),
-    "generator": ("a seed", "seed=0"),
-    "transform": ("an augmentation on the device", "augment=stoker.augment.Compose([...])"),
+    "sampler": "an order that is known before the epoch: order=, samples= or weights=",
+    "batch_sampler": "an order that is known before the epoch: order=, batch_size=, samples= or weights=",
+    "collate_fn": "batches by name, or tuples of fields by as_tuple=; your own code goes into the loop",
+    "generator": "a seed: seed=0",
+    "transform": "an augmentation on the device: augment=, with a Compose of stoker.augment",
 }  # fmt: skip
 
 _told: set[str] = set()
@@ -66,12 +66,12 @@ def check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:
             tell_once(f"stoker.Loader needs no {name}: {_NEEDLESS[name]}")
             continue
         if name in _INSTEAD:
-            raise InputError(f"a Loader has no {name}.", *_INSTEAD[name])
+            raise InputError(f"a Loader has no {name}.", _INSTEAD[name], f"leave {name} out")
         near = nearest(name, known)
         raise InputError(
             f"a Loader has no argument {name!r}.",
             ", ".join(known),
-            f"{near}=..." if near else "help(stoker.Loader)",
+            f"{near}={given[name]!r}" if near else f"leave {name} out",
         )
 
 
@@ -117,7 +117,7 @@ def open_data(data: Any, group: str | None) -> Opened:
         raise InputError(
             f"group={group!r} with {type(data).__name__}.",
             "group= with the path of a plain HDF5 file",
-            f"open_store('data.h5', group={group!r})",
+            "leave group out",
         )
     if isinstance(data, Store):
         return Opened(data, is_own=False)
@@ -134,8 +134,8 @@ def open_data(data: Any, group: str | None) -> Opened:
     if isinstance(data, DataLoader):
         raise InputError(
             "a Loader was given a DataLoader.",
-            "a store, a file, arrays, or the Dataset itself",
-            "stoker.prefetch(dataloader, 'cuda') keeps the DataLoader; Loader(dataloader.dataset, 64) replaces it",
+            "a store, a file, arrays, or the Dataset itself; stoker.prefetch keeps a DataLoader",
+            "Loader(dataloader.dataset, 64)",
         )
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return _from_dataset(data)
@@ -143,7 +143,7 @@ def open_data(data: Any, group: str | None) -> Opened:
         raise InputError(
             f"a Loader was given {type(data).__name__}, whose samples come one after the other.",
             "data with a length, whose samples can be asked for by number",
-            "stoker.pack_from(dataset, 'store'), then Loader('store', 64)",
+            "stoker.pack_from(dataset, 'made')",
         )
     raise InputError(
         f"a Loader was given {type(data).__name__}.",
@@ -163,15 +163,18 @@ def _from_arrays(arrays: Mapping[str, Any], name: str) -> Store:
         array = as_array(value, f"{field!r}")
         if isinstance(array, str) or array.ndim == 0:
             raise InputError(
-                f"{field!r} is a single value.", "an array with a row per sample", f"{field}[None]"
+                f"{field!r} is a single value.",
+                "an array with a row per sample",
+                f"np.atleast_1d({field})",
             )
         fields[field] = Dense(array)
     counts = {field: data.num_samples for field, data in fields.items()}
     if len(set(counts.values())) > 1 or not all(counts.values()):
+        longest, least = max(counts, key=lambda field: counts[field]), min(counts.values())
         raise InputError(
             f"the arrays have different or no rows: {counts}.",
             "one row per sample in each, and one sample at least",
-            f"{names[-1]}={names[-1]}[:{min(counts.values()) or 1}]",
+            f"{longest}[:{least}]" if least else "",
         )
     return memory_store(fields, name)
 
@@ -179,14 +182,14 @@ def _from_arrays(arrays: Mapping[str, Any], name: str) -> Store:
 def _from_dataset(dataset: Any) -> Opened:
     count = len(dataset)
     if not count:
-        raise InputError("the dataset is empty.", "one sample or more", "look at what fills it")
+        raise InputError("the dataset is empty.", "one sample or more", "")
     sample = dataset[0]
     form, kind = form_of(sample), type(dataset).__name__
     each = sum(data.values.nbytes for data in collect([sample]).values() if data.kind != "series")
     require_memory(
         2 * count * each,
         f"reading the {count:,} samples of {kind}",
-        f"stoker.pack_from(dataset, 'store'), then Loader('store', 64); {kind} stays as it is",
+        "stoker.pack_from(dataset, 'made')",
         InputError,
     )
     if not isinstance(dataset, list):

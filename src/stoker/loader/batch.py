@@ -64,9 +64,7 @@ class Batch(dict[str, torch.Tensor]):
             raise InputError(
                 f"a batch of {', '.join(names)} was unpacked into variables, which would get these names.",
                 "a batch by names, or a loader that gives tuples",
-                f"Loader(..., as_tuple={names}), or batch[{names[0]!r}]"
-                if names
-                else "batch['name']",
+                f"Loader(..., as_tuple={names})",
             )
         return super().__iter__()
 

@@ -137,8 +137,8 @@ def check_samples(samples: Array | str | None, store: Store) -> Array:
     if isinstance(samples, SplitCodes) and samples.dtype != bool:
         raise InputError(
             f"samples is a split of {len(samples):,} samples: 0 train, 1 val, 2 test, 3 purged.",
-            "the samples of one of its parts",
-            "samples=split.train, split.val or split.test",
+            "the samples of one of its parts: split.train, split.val or split.test",
+            "samples=split.train",
         )
     samples = np.asarray(samples)
     if samples.dtype == bool and samples.shape == (store.num_samples,):

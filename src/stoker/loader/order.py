@@ -325,8 +325,7 @@ def pick_mode(order: str | None, shuffle: bool | None) -> Mode:
 
 
 def _check_numbers(order: Order) -> None:
-    if order.mode not in MODES:
-        raise InputError(f"the order is {order.mode!r}.", ", ".join(MODES), "order='shuffled'")
+    pick_mode(order.mode, None)
     if order.batch_size < 1:
         raise InputError(f"batch_size is {order.batch_size}.", "1 or more", "batch_size=128")
     if order.seed < 0:

@@ -58,7 +58,7 @@ def pack_from(
                 raise InputError(
                     f"{source.name} cannot be sent to the workers of a cluster.",
                     "a dataset that can be pickled, and whose samples can be asked for by number",
-                    "PackOptions() without a cluster",
+                    "options=PackOptions()",
                 )
             if options.jobs != 1 and source.num_samples is not None:
                 progress.say(f"{source.name} cannot be pickled: it is read in this process alone")

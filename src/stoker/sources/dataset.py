@@ -186,7 +186,9 @@ def samples_source(
             raise InputError(
                 f"the arrays have these rows: {counts}.",
                 "one row per sample in each",
-                f"{names[-1]} = {names[-1]}[:{min(counts.values(), default=1)}]",
+                f"{max(counts, key=lambda n: counts[n])}[:{min(counts.values())}]"
+                if counts
+                else "",
             )
         samples = Columns({n: a for n, a in arrays.items() if not isinstance(a, str)})
     is_indexed = hasattr(samples, "__getitem__") and hasattr(samples, "__len__")
@@ -212,9 +214,7 @@ def samples_source(
     if failed is not None and not looked:
         raise failed
     if not looked:
-        raise InputError(
-            f"{name} has no samples.", "one sample or more", "look at what fills the dataset"
-        )
+        raise InputError(f"{name} has no samples.", "one sample or more", "")
     seconds = (time.perf_counter() - began) / len(looked)
     shown = collect(looked)
     unknown = [each for each in ragged if each not in shown or shown[each].values.ndim < 1]

@@ -41,7 +41,7 @@ def field_names(sample: Any) -> tuple[str, ...]:
         return names
     if isinstance(sample, tuple | list):
         if not sample:
-            raise InputError("a sample is empty.", "one value or more", "(features, targets)")
+            raise InputError("a sample is empty.", "one value or more", "")
         own = getattr(sample, "_fields", None)
         return tuple(own) if own else tuple_names(len(sample))
     return _FIRST_NAMES[:1]
@@ -78,7 +78,7 @@ def as_array(value: Any, what: str) -> Array | str:
             raise InputError(
                 f"{what} is a {getattr(value, 'dtype', '')} tensor that numpy cannot hold ({error}).",
                 _NUMBERS,
-                "tensor.float(), or tensor.to_dense() where it is sparse",
+                "value.to_dense()" if getattr(value, "is_sparse", False) else "value.float()",
             ) from None
     try:
         made = np.asarray(value)
@@ -121,7 +121,7 @@ def collect(
                 f"sample {number} has the fields {', '.join(field_names(sample))}, and those before it "
                 f"{', '.join(names)}.",
                 "the same fields in every sample",
-                f"return {names[0]!r} and the others for every index",
+                "",
             )
         for name, value in _values(sample):
             values[name].append(as_array(value, f"{name!r} of sample {number}"))
@@ -188,5 +188,5 @@ def _differs(
     return InputError(
         f"{name!r} is {how}: {begin} in sample {first}, {described(column[other])} in sample {first + other}.",
         "one type in all samples, and one shape but for the first axis",
-        f"return np.asarray(value, dtype=np.{dtype or 'float32'}) for {name!r} in every sample",
+        f"np.asarray({name}, dtype=np.{dtype or 'float32'})",
     )
