@@ -87,7 +87,8 @@ def graph_way(entry: Entry, batches, device):
         loss = train_step(entry, model, optimizer, inputs, static[-1])
 
     def run(steps: int) -> None:
-        assert model is not None and optimizer is not None  # kept: the graph uses their tensors
+        assert model is not None  # kept, as is the optimizer: the graph uses their tensors
+        assert optimizer is not None
         losses = []
         for number in range(steps):
             for target, source in zip(static, flat(batches[number % HELD]), strict=True):
