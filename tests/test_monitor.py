@@ -37,7 +37,7 @@ from stoker.runs.follow import LogTail, RunFollower
 from stoker.runs.reading import LOG_NAME, lock_holder
 from stoker.runs.targets import BUSY, MEMORY, TEMPERATURE, judge_gpu
 from stoker.runs.telemetry import TELEMETRY_NAME, Meter, RunCounters, TelemetryLog
-from stoker.train.run_lock import RunLock
+from stoker.train.run_folder import RunLock
 from test_machine import FIELDS_OF, BrokenNvml
 
 ENV = {**os.environ, "COLUMNS": "160", "PYTHONWARNINGS": "error"}

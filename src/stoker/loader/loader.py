@@ -417,7 +417,7 @@ class Loader:
     def _batches(self) -> Iterable[Batch]:
         if self.tier == "streamed" or self._reads_straight:
             return self._host_batches()
-        return map(self.assemble, self._data.indices(self._progress))
+        return map(self._assemble_in_turn, self._data.indices(self._progress))
 
     @property
     def _reads_straight(self) -> bool:
@@ -479,6 +479,10 @@ class Loader:
             indices = self._positions_table.index_select(1, indices)
         return self._assembler.assemble(indices.unbind(0), totals)
 
+    def _assemble_in_turn(self, index: IndexBatch) -> Batch:
+        batch = self._assembler.assemble(index, index.totals, in_turn=True)
+        return self._finish(batch, index.planned)
+
     @cached_property
     def _positions_table(self) -> torch.Tensor:
         return self._data.positions_table(self._progress)
@@ -512,6 +516,7 @@ class Loader:
         self._assembler.close()  # it refers to the old ring's memory
         self._data.replace_ring(num_slots, least_rows)
         self._assembler = Assembler(self.columns, self._data.ring.tensors, self.augment)
+        self._seek_augment()  # images that were augmented ahead are lost
 
     def use_augmentation(self, augment: Augments | None) -> None:
         """Augment from the next batch on; None stops it."""
@@ -522,7 +527,7 @@ class Loader:
 
     def _seek_augment(self) -> None:
         if self.augment is not None:
-            self.augment.seek(self.epoch, self._progress.batch)
+            self._assembler.seek(self.epoch, self._progress.batch)
 
     # -- position --------------------------------------------------------------------------
 
