@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from stoker.errors import (
         StoreError as StoreError,
     )
+    from stoker.loader.drawing import mix as mix
     from stoker.loader.loader import Loader as Loader
     from stoker.loader.prefetch import prefetch as prefetch
     from stoker.loader.splits import select_samples as select_samples
@@ -84,6 +85,7 @@ _HOMES = {
     "LazyMassSpecDataset": "stoker.compat.massspec",
     "Loader": "stoker.loader.loader",
     "NISTDataLoader": "stoker.compat.massspec",
+    "mix": "stoker.loader.drawing",
     "prefetch": "stoker.loader.prefetch",
     "Plan": "stoker.plan",
     "make_plan": "stoker.plan",
@@ -122,6 +124,7 @@ __all__ = [
     "find_max_batch_size",
     "load_config",
     "make_plan",
+    "mix",
     "open_store",
     "pack",
     "pack_from",

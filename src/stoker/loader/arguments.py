@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from stoker.bounds import require_memory
 from stoker.display import nearest
 from stoker.errors import InputError
+from stoker.loader.drawing import Mixture
 from stoker.sources.samples import as_array, collect, field_names, form_of, tuple_names
 from stoker.store.fields import Dense, FieldData
 from stoker.store.memory import memory_store
@@ -102,6 +103,7 @@ class Opened(NamedTuple):
     store: Store
     as_tuple: tuple[str, ...] | str | None = None
     is_own: bool = True
+    mixture: Mixture | None = None
 
 
 def open_data(data: Any, group: str | None) -> Opened:
@@ -121,6 +123,8 @@ def open_data(data: Any, group: str | None) -> Opened:
         )
     if isinstance(data, Store):
         return Opened(data, is_own=False)
+    if isinstance(data, Mixture):
+        return Opened(data.store, is_own=False, mixture=data)
     if isinstance(data, TensorDataset):
         data = data.tensors
     if isinstance(data, Mapping):

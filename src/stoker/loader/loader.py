@@ -20,6 +20,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 
 from stoker.display import table_html
@@ -35,6 +36,7 @@ from stoker.loader.columns import (
     make_columns,
 )
 from stoker.loader.device_data import DeviceData
+from stoker.loader.drawing import Mixture, Weights, choose_draws
 from stoker.loader.elastic import ElasticEpoch, ResumePoint
 from stoker.loader.gather import Assembler, Augments
 from stoker.loader.lanes import LanePlan
@@ -60,8 +62,9 @@ class Loader:
     One iteration is for one CUDA stream: that which is current when a batch is asked for.
 
     Args:
-        store: An open store, a store folder or a plain HDF5 file. Or data in memory: a dict of arrays or tensors, a
-            tuple of them or one alone (batches come in the same form), or a Dataset, which is read once.
+        store: An open store, a store folder or a plain HDF5 file; several stores as `mix` joins them. Or data in
+            memory: a dict of arrays or tensors, a tuple of them or one alone (batches come in the same form), or a
+            Dataset, which is read once.
         batch_size: Samples per batch and rank.
         device: Where batches are wanted; the first GPU by default, else the CPU.
         order: "sequential" (by default), "shuffled", "time" or "lanes".
@@ -80,6 +83,10 @@ class Loader:
         chunk_bytes: Size of one chunk instead, `num_slots` of which are on the device.
         num_slots: Chunks on the device at once, with `chunk_bytes`.
         lanes: From `plan_lanes`, for `order="lanes"`.
+        weights: One number of 0 or more per sample, or a function of the epoch that returns them: samples come as
+            often as their weights say. See `stoker.loader.drawing`.
+        balance: A field of classes: each class comes equally often.
+        epoch_samples: Samples of an epoch; as many as there are by default.
         augment: Applied to `images` (and `masks`, where they are loaded) while they are gathered, without
             a copy between. It draws from (its seed, epoch, batch), so a resumed epoch continues with the
             same draws. For validation: `augmentation.validation()`.
@@ -117,13 +124,15 @@ class Loader:
         chunk_bytes: int | None = None,
         num_slots: int = 3,
         lanes: LanePlan | None = None,
+        weights: Weights | None = None,
+        balance: str | None = None,
+        epoch_samples: int | None = None,
         augment: Augments | None = None,
         **others: Any,
     ) -> None:
         self._closed = False
         check_keywords(others, _KEYWORDS)
-        order = pick_mode(order, shuffle)
-        self.store, form, self._owns_store = open_data(store, group)
+        self.store, form, self._owns_store, self._mixture = open_data(store, group)
         self.device = pick_device(device)
         batch_size, seed, rank, world_size, num_slots = (
             whole_number(name, value)
@@ -137,6 +146,10 @@ class Loader:
         )
         self.batch_size = batch_size
         self.samples = check_samples(samples, self.store)
+        draws = choose_draws(
+            self.store, self.samples, weights, balance, epoch_samples, self._mixture
+        )
+        order = pick_mode(order, shuffle, is_drawn=draws is not None)
         self.as_tuple = form if as_tuple is None else check_names(as_tuple)
         self.columns = make_columns(self.store, self._fields_to_load(fields), self.samples)
         if as_tuple is not None:
@@ -145,6 +158,7 @@ class Loader:
             "order": order, "seed": seed, "fields": [column.field for column in self.columns], "lanes": lanes,
             "samples": None if samples is None else self.samples, "drop_last": drop_last,
             "rank": rank, "world_size": world_size, "augment": augment,
+            "weights": weights, "balance": balance, "epoch_samples": epoch_samples,
         }  # fmt: skip
         self.plan = self._take_plan(plan, batch_size, data_bytes, chunk_bytes, num_slots)
         # Streamed batches are assembled in host memory by the same code, then copied to the device.
@@ -154,8 +168,24 @@ class Loader:
         chunks, reason = self._choose_chunks(local, lanes)
         self.tier: Tier = "streamed" if streamed else "resident" if chunks is None else "chunked"
         count, digest = len(self.samples), digest_samples(self.samples)
+        if draws is not None and draws.per_batch and chunks is not None:
+            raise InputError(
+                f"the shares of several stores in every batch need resident data; {reason}.",
+                "stores that fit, or shares that hold over an epoch",
+                "mix({'store': 1}, per_batch=False), or fewer fields or samples",
+            )
         self._order = Order(
-            count, batch_size, order, seed, rank, world_size, bool(drop_last), chunks, lanes, digest
+            count,
+            batch_size,
+            order,
+            seed,
+            rank,
+            world_size,
+            bool(drop_last),
+            chunks,
+            lanes,
+            digest,
+            draws,
         )
         self._progress = Progress(self._order)
         self.reason = f"{reason}; {self._order.reason}"
@@ -173,6 +203,7 @@ class Loader:
             home,
             self.plan,
             loads_ahead=not is_straight,
+            least_rows=self._check_slots(slots, local) if chunks is not None and draws else (),
         )
         block_bytes = min(BLOCK_BYTES, self._data.ring.num_bytes // (2 * slots))
         self._straight = StraightReader(self.columns, block_bytes) if is_straight else None
@@ -240,7 +271,7 @@ class Loader:
         """
         self._check_open()
         options = self._options | {"plan": self.plan}
-        made_of = self.store, self.batch_size, self.device, options
+        made_of = self._mixture or self.store, self.batch_size, self.device, options
         return _reopened, (*made_of, self.as_tuple, self.state_dict())
 
     def __enter__(self) -> Self:
@@ -508,7 +539,30 @@ class Loader:
         self._replace_ring(num_slots, self._rows_for_scattered(num_slots))
         return before - self._data.ring.num_bytes
 
+    def _check_slots(self, num_slots: int, plan: Plan) -> list[int]:
+        """Return the rows that a slot needs where samples are drawn, or refuse a plan whose slots are smaller."""
+        rows = self._rows_for_scattered(num_slots)
+        needed = sum(n * column.row_bytes for n, column in zip(rows, self.columns, strict=True))
+        if needed > plan.slot_bytes:
+            raise InputError(
+                f"a batch of drawn samples may lie in many chunks, and needs {num_slots} slots of "
+                f"{format_bytes(needed)}; the plan has {format_bytes(plan.slot_bytes)} for each.",
+                "slots that hold a batch together",
+                f"data_bytes={num_slots * needed}, or a smaller batch_size",
+            )
+        return rows
+
     def _rows_for_scattered(self, num_slots: int) -> list[int]:
+        """Return how many rows of each column a slot must hold, so that the slots together hold any batch."""
+        if self._order.draws is not None:
+            # Any samples may meet in a batch of an epoch to come: the longest ones, at worst.
+            each = min(-(-self.batch_size // num_slots), len(self.samples))
+            return [
+                each * column.lengths
+                if isinstance(column.lengths, int)
+                else int(np.partition(column.lengths, -each)[-each:].sum())
+                for column in self.columns
+            ]
         progress = self._progress
         return rows_for_scattered(progress.current, progress.batch, self.columns, num_slots)
 
@@ -587,7 +641,7 @@ _KEYWORDS = tuple(
 
 
 def _reopened(
-    store: Store,
+    store: Store | Mixture,
     batch_size: int,
     device: torch.device,
     options: Mapping[str, Any],

@@ -34,7 +34,7 @@ from stoker.train.foreign_position import ForeignPosition
 from stoker.train.ranks import Ranks, as_ranks, check_alike
 
 Unpack = Callable[[Any], tuple[Any, Any]]
-_SHARED = ("num_samples", "order", "seed", "drop_last", "batch_size", "chunks")
+_SHARED = ("num_samples", "order", "seed", "drop_last", "batch_size", "chunks", "weights")
 _PAIRS = (("features", "targets"), ("images", "masks"), ("images", "labels"))
 
 
