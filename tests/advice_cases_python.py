@@ -56,7 +56,9 @@ TIMES = {
 MEMORY = (
     "from torch.utils.data import DataLoader, TensorDataset; from stoker.loader.splits import split_randomly; x = torch.rand(9, 2); "
     "y, z = np.arange(9), np.arange(3); dataloader = DataLoader(TensorDataset(x)); "
-    "split = split_randomly(9); samples = np.asarray(split)"
+    "split = split_randomly(9); samples = np.asarray(split); from stoker import mix; data = {'x': x, 'y': y}; shares = {'store': 1}; "
+    "weights = np.arange(9) - 1.0; long = {'v': [np.zeros(100 if n % 8 == 0 else 1) for n in range(400)]}; "
+    "[write_store(Path(name), [{'v': Dense(np.arange(4))}]).close() for name in ('one', 'two') if not Path(name).exists()]"
 )
 SAMPLES = (
     "from stoker import PackOptions; from stoker.sources.samples import as_array, collect; from torch.utils.data import DataLoader; "
@@ -306,6 +308,21 @@ PYTHON: dict[str, list[Case]] = {
         "Loader((x, y), 4, samples=samples)",
         "Loader({'x': x, 'y': y}, 4, fields=['X'])",
         "a, b = next(iter(Loader({'x': x, 'y': y}, 4, 'cpu')))",
+    )
+    + _refused(
+        MEMORY,
+        "Loader(data, 4, weights=weights)",
+        "Loader(data, 4, weights=np.ones(3))",
+        "Loader(data, 4, weights=np.zeros(9))",
+        "Loader(data, 4, weights=np.ones(9), balance='y')",
+        "Loader(data, 4, balance='Y')",
+        "Loader(data, 4, balance='x')",
+        "Loader(data, 4, weights=np.ones(9), order='time')",
+        "Loader(data, 4, epoch_samples=-1)",
+        "Loader(long, 32, 'cpu', weights=np.ones(400), data_bytes=11_000)",
+        "Loader(mix(shares, per_batch=True), 16, 'cpu', chunk_bytes=2_000)",
+        "mix({'store': -1})",
+        "Loader(mix({'one': 1, 'two': 1}), 1, samples=[0])",
     )
     + [
         Case("Loader('store', 16, sampels=None)", at="sampels=None"),

@@ -127,6 +127,7 @@ def test_the_public_names_are_pinned():
         "find_max_batch_size",
         "load_config",
         "make_plan",
+        "mix",
         "open_store",
         "pack",
         "pack_from",

@@ -313,7 +313,7 @@ def test_slots_that_no_batch_of_long_samples_fits_into_are_refused():
     lengths = np.where(np.arange(N) % 8 == 0, 100, 1)
     data = {"v": [np.full(count, number) for number, count in enumerate(lengths)]}
     with pytest.raises(InputError, match="drawn samples may lie in many chunks") as caught:
-        Loader(data, 32, "cpu", weights=lengths, data_bytes=6_000)
+        Loader(data, 32, "cpu", weights=lengths, data_bytes=11_000)
     more = int(caught.value.fix.partition(",")[0].removeprefix("data_bytes="))
     with Loader(data, 32, "cpu", weights=lengths, data_bytes=more) as loader:
         assert loader.tier == "chunked"

@@ -174,8 +174,8 @@ def class_weights(classes: Array, name: str) -> tuple[Array, Array]:
     if classes.ndim != 1 or classes.dtype.kind not in "iub":
         raise InputError(
             f"{name!r} is {classes.dtype} {classes.shape[1:]} per sample.",
-            "a field with one whole number per sample: its class",
-            "leave balance out, and give weights=",
+            "a field with one whole number per sample, its class; or weights= of your own",
+            "leave balance out",
         )
     _, inverse, sizes = np.unique(classes, return_inverse=True, return_counts=True)
     return 1.0 / sizes[inverse], inverse
@@ -286,7 +286,7 @@ class Mixture:
             raise InputError(
                 f"no sample of {empty[0]} is among those chosen.",
                 "at least one sample of every store that has a share",
-                "look at samples=",
+                "leave samples out",
             )
         shares = ", ".join(
             f"{share:.3g} of {name}" for name, share in zip(self.names, self.shares, strict=True)

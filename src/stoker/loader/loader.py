@@ -172,7 +172,7 @@ class Loader:
             raise InputError(
                 f"the shares of several stores in every batch need resident data; {reason}.",
                 "stores that fit, or shares that hold over an epoch",
-                "mix({'store': 1}, per_batch=False), or fewer fields or samples",
+                "mix(shares, per_batch=False)",
             )
         self._order = Order(
             count,
@@ -543,10 +543,11 @@ class Loader:
         """Return the rows that a slot needs where samples are drawn, or refuse a plan whose slots are smaller."""
         rows = self._rows_for_scattered(num_slots)
         needed = sum(n * column.row_bytes for n, column in zip(rows, self.columns, strict=True))
-        if needed > plan.slot_bytes:
+        room = max(plan.slot_bytes, plan.data_budget_bytes // num_slots)
+        if needed > room:
             raise InputError(
                 f"a batch of drawn samples may lie in many chunks, and needs {num_slots} slots of "
-                f"{format_bytes(needed)}; the plan has {format_bytes(plan.slot_bytes)} for each.",
+                f"{format_bytes(needed)}; the plan has {format_bytes(room)} for each.",
                 "slots that hold a batch together",
                 f"data_bytes={num_slots * needed}, or a smaller batch_size",
             )
