@@ -44,7 +44,7 @@ def _energy(run: RunRecord) -> float | None:
 
 
 def _batch_size(run: RunRecord) -> float | None:
-    return as_number(run.config.get("batch_size"))
+    return as_number(run.config.get("training.batch_size"))
 
 
 def _last_loss(run: RunRecord) -> float | None:

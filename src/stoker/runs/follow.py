@@ -15,8 +15,8 @@ from typing import Any
 
 from stoker.display import look_in
 from stoker.errors import InputError
-from stoker.report import LogLine, RunEnd, parse_line
-from stoker.runs.reading import LOG_NAME, is_going, lock_holder
+from stoker.report import LOG_NAME, LogLine, RunEnd, parse_line
+from stoker.runs.reading import is_going, lock_holder, read_settings
 from stoker.runs.record import as_mapping, as_number
 from stoker.runs.telemetry import TELEMETRY_NAME
 
@@ -188,7 +188,7 @@ def _told_by(line: LogLine) -> Mapping[str, Any]:
         told["val_loss"] = as_number(as_mapping(values.get("metrics")).get("loss"))
         return told | {"epoch": _from_one(values.get("epoch"))}
     if line.event == "config":
-        return {"num_epochs": _whole(as_mapping(values.get("settings")).get("epochs"))}
+        return {"num_epochs": _whole(read_settings(values).get("training.epochs"))}
     if line.event == "note" and isinstance(values.get("text"), str):
         return {"note": values["text"]}
     return {}

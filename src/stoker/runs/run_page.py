@@ -128,7 +128,7 @@ def _summary(runs: Sequence[RunRecord]) -> Html:
 
 def _figures(run: RunRecord) -> Html:
     facts: dict[str, str] = {"State": page.badge(run.state, _STATE_KINDS[run.state])}
-    recipe = run.config.get("recipe")
+    recipe = run.config.get("recipe.name")
     if recipe:
         facts["Recipe"] = str(recipe)
     for quantity in QUANTITIES:
@@ -359,7 +359,7 @@ def _config(runs: Sequence[RunRecord]) -> Html:
 
 
 def _differences(runs: Sequence[RunRecord]) -> Html:
-    names = sorted({name for run in runs for name in run.config} - {"run_dir", "notes"})
+    names = sorted({name for run in runs for name in run.config} - {"run.dir", "notes"})
     rows = []
     for name in names:
         values = [_plain(run.config.get(name)) for run in runs]

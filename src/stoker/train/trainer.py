@@ -25,7 +25,7 @@ import torch
 
 from stoker.errors import InputError
 from stoker.loader.slabs import usable_device
-from stoker.report import Note, Progress, RunLog, Silent, Topic, open_tensorboard
+from stoker.report import LOG_NAME, Note, Progress, RunLog, Silent, Topic, open_tensorboard
 from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
 from stoker.train.capture import CapturedStep, cannot_capture, refuse_eager, step_note
@@ -56,7 +56,7 @@ from stoker.train.precision import choose_precision
 from stoker.train.ranks import Ranks, as_ranks, check_alike
 from stoker.train.recurrent_state import make_recurrent_state
 from stoker.train.run_lock import RunLock
-from stoker.train.settings import TrainerConfig, read_config
+from stoker.train.settings import Configured, TrainerConfig, read_config
 from stoker.train.shutdown import Shutdown
 from stoker.train.step import (
     Step,
@@ -92,7 +92,7 @@ class _Lines(NamedTuple):
     info: Callable[[str], None]
 
 
-class Trainer:
+class Trainer(Configured):
     """Trains a model; see the module's text.
 
     Args:
@@ -214,7 +214,7 @@ class Trainer:
             self.device,
             settings.clip_norm,
             self._of_all(self._train.batch_size or 1),
-            settings.accumulation_steps,
+            settings.gradient_accumulation_steps,
             make_recurrent_state(self.model, self._train.loader, self.device),
             None if runner is model else runner,
             self.parallel,
@@ -626,7 +626,7 @@ class Trainer:
         if not self.ranks.is_first:
             return
         scalars = open_tensorboard(self._folder / "tensorboard") if settings.tensorboard else None
-        self._log = stack.enter_context(RunLog(self._folder / "run.jsonl", scalars))
+        self._log = stack.enter_context(RunLog(self._folder / LOG_NAME, scalars))
         stack.callback(self._close_log)
         for note in self.history.told:
             self._write("note", note.to_json())
