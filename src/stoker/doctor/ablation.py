@@ -282,25 +282,16 @@ def _allocator_counts(device: torch.device) -> tuple[int, int]:
 def _allocator_facts(run: Run, before: tuple[int, int], batches: int) -> AllocatorFacts:
     settings: Settings = run.settings
     calls = []
-<<<<<<< HEAD
-    if settings.training.empty_cache_every_n_batches:
+    training = settings.training
+    if training.empty_cache_every_n_batches:
         where = settings.reasons["training.empty_cache_every_n_batches"]
-        per_step = (
-            settings.training.gradient_accumulation_steps
-            / settings.training.empty_cache_every_n_batches
-        )
-        took = _time_empty_cache(run.device)
-=======
-    if settings.empty_cache_every_n_batches:
-        where = settings.reasons["empty_cache_every_n_batches"]
-        per_step = settings.accumulation_steps / settings.empty_cache_every_n_batches
+        per_step = training.gradient_accumulation_steps / training.empty_cache_every_n_batches
         if run.device.type == "cuda":
             torch.cuda.synchronize(run.device)
         # The call itself; asking the driver for the memory again costs more on top.
         began = time.perf_counter()
         torch.cuda.empty_cache()
         took = time.perf_counter() - began
->>>>>>> main
         calls.append(HostCall(where, "empty_cache", per_step, per_step * took))
     if run.device.type != "cuda":
         return AllocatorFacts(empty_cache=tuple(calls))

@@ -27,12 +27,8 @@ from stoker.report import LOG_NAME, Note, RunEnd, RunLog, Topic
 from stoker.runs.telemetry import RunCounters, TelemetryLog
 from stoker.train.history import EpochReport
 from stoker.train.losses import LossBook, StepLoss
-<<<<<<< HEAD
 from stoker.train.memory import gpu_uuid
-from stoker.train.run_lock import RunLock
-=======
 from stoker.train.run_folder import RunLock
->>>>>>> main
 
 try:
     import lightning.pytorch as pl

@@ -46,11 +46,7 @@ from stoker.train.checkpoint_file import (
     write_file,
 )
 from stoker.train.generators import capture_rng, restore_rng
-<<<<<<< HEAD
-from stoker.train.run_lock import RunLock
 from stoker.train.settings import present_names
-=======
->>>>>>> main
 
 __all__ = [
     "BEST_NAME",

@@ -26,11 +26,7 @@ import torch
 
 from stoker.errors import InputError
 from stoker.loader.slabs import usable_device
-<<<<<<< HEAD
-from stoker.report import LOG_NAME, Note, Progress, RunLog, Silent, Topic, open_tensorboard
-=======
 from stoker.report import Note, Progress, Silent, Topic
->>>>>>> main
 from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
 from stoker.train.capture import CapturedStep, cannot_capture, refuse_eager, step_note
@@ -60,13 +56,8 @@ from stoker.train.parallel import (
 from stoker.train.precision import PrecisionChoice, choose_precision
 from stoker.train.ranks import Ranks, as_ranks, check_alike
 from stoker.train.recurrent_state import make_recurrent_state
-<<<<<<< HEAD
-from stoker.train.run_lock import RunLock
-from stoker.train.settings import Configured, TrainerConfig, read_config
-=======
 from stoker.train.run_folder import RunFolder
-from stoker.train.settings import TrainerConfig, read_config
->>>>>>> main
+from stoker.train.settings import Configured, TrainerConfig, read_config
 from stoker.train.shutdown import Shutdown
 from stoker.train.step import (
     Step,
@@ -102,9 +93,6 @@ class _Lines(NamedTuple):
     info: Callable[[str], None]
 
 
-<<<<<<< HEAD
-class Trainer(Configured):
-=======
 @dataclass
 class _Place:
     """Where a run is.
@@ -144,8 +132,7 @@ class _Place:
     has_warned: bool = False
 
 
-class Trainer:
->>>>>>> main
+class Trainer(Configured):
     """Trains a model; see the module's text.
 
     Args:
@@ -263,13 +250,8 @@ class Trainer:
             self.device,
             settings.clip_norm,
             self._of_all(self._train.batch_size or 1),
-<<<<<<< HEAD
             settings.gradient_accumulation_steps,
-            make_recurrent_state(self.model, self._train.loader, self.device),
-=======
-            settings.accumulation_steps,
             make_recurrent_state(model, self._train.loader, self.device),
->>>>>>> main
             None if runner is model else runner,
             parallel,
             self.ranks,
@@ -663,40 +645,6 @@ class Trainer:
 
     # -- keeping ---------------------------------------------------------------------------
 
-<<<<<<< HEAD
-    def _open_folder(self, stack: contextlib.ExitStack, resume: bool) -> None:
-        assert self._folder is not None
-        settings = self.settings
-        with self.ranks.shared_fate():
-            self._claim_folder(stack, resume)
-        if not self.ranks.is_first:
-            return
-        scalars = open_tensorboard(self._folder / "tensorboard") if settings.tensorboard else None
-        self._log = stack.enter_context(RunLog(self._folder / LOG_NAME, scalars))
-        stack.callback(self._close_log)
-        for note in self.history.told:
-            self._write("note", note.to_json())
-
-    def _claim_folder(self, stack: contextlib.ExitStack, resume: bool) -> None:
-        """Lock the run's folder, once for all ranks; refuse a folder that holds another run."""
-        assert self._folder is not None
-        settings = self.settings
-        if self.ranks.is_first:
-            stack.enter_context(RunLock(self._folder))
-        self._checkpoints = Checkpoints(
-            self._folder, settings.keep_last, settings.monitor, settings.maximise
-        )
-        if not resume and self._checkpoints.list():
-            raise InputError(
-                f"{self._folder} already holds a run.",
-                "an empty folder, or the run to go on with",
-                "fit(resume=True), or another run_dir",
-            )
-        if not resume:
-            self._checkpoints.check_names()
-
-=======
->>>>>>> main
     def _write(self, event: str, values: Mapping[str, Any], step: int | None = None) -> None:
         at = self._at
         self._folder.write(event, values, at.num_steps if step is None else step, at.epoch)
