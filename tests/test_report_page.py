@@ -76,7 +76,7 @@ class TestReading:
             value for _, value in run.track("run", "reserved_bytes")
         )
         assert 0 < run.throttle_shares["power cap"] < 0.5
-        assert run.config["batch_size"] == 128
+        assert run.config["training.batch_size"] == 128
         assert run.findings[0]["name"] == "sync-every-step"
         assert run.problems == ()
         assert read_run(pair[0] / LOG_NAME).folder == pair[0]

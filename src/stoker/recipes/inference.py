@@ -28,7 +28,7 @@ from stoker.recipes.catalogue import SPLITS, Chosen, restore
 from stoker.recipes.contract import Job, Rebuilt
 from stoker.recipes.export.weights_file import SUFFIX, read_weights
 from stoker.recipes.registry import blamed
-from stoker.report import Progress, Silent, Topic, read_note, read_run_log
+from stoker.report import LOG_NAME, Progress, Silent, Topic, read_note, read_run_log
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
 from stoker.store.repairs import FittedRepair
@@ -40,7 +40,6 @@ from stoker.train.predict import Repairer, evaluate, predict, write_parquet
 from stoker.train.quantize import QuantizeReport, quantize_dynamic
 
 BATCH_SIZE = 256
-LOG_NAME = "run.jsonl"
 _TIMED_BATCHES = 4
 
 
