@@ -149,9 +149,7 @@ def run(
 USUAL = [RandomHorizontalFlip(), RandomRotation(15), RandomBrightness(0.2), IMAGENET]
 
 
-@pytest.mark.parametrize(
-    "compiled", [pytest.param(80, marks=pytest.mark.slow), 90], indirect=True
-)
+@pytest.mark.parametrize("compiled", [pytest.param(80, marks=pytest.mark.slow), 90], indirect=True)
 def test_everything_compiles(compiled):
     jitter = [ColorJitter(0.2, 0.2, 0.1, 0.1), GaussianBlur(3), RandomErasing()]
     ops = [*USUAL[:2], *jitter, IMAGENET, ToDtype(torch.float16, channels_last=True)]

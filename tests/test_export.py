@@ -12,7 +12,7 @@ import onnx_ir
 import onnxruntime
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -88,7 +88,9 @@ def exported(made, tmp_path_factory):
         if kind not in known:
             store, trained = made(kind)
             fixed = None
-            if kind == "segmentation":  # free sizes take twice as long: campaign/test_export_long.py
+            if (
+                kind == "segmentation"
+            ):  # free sizes take twice as long: campaign/test_export_long.py
                 fixed = Sizes(batch=3, image=store.fields["images"].shape[1:])
             path = folder / f"{kind}.onnx"
             known[kind] = export_trained(trained, path, fixed)
@@ -193,7 +195,6 @@ def test_repairs_can_be_left_to_the_caller(made):
 wide = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
-@settings(max_examples=60)
 @given(st.lists(st.lists(wide, min_size=7, max_size=7), min_size=1, max_size=4))
 def test_repairs_of_tensors_are_those_of_the_store(rows):
     values = np.array(rows, "f4")
@@ -312,7 +313,6 @@ def test_anybody_can_read_the_weights_and_their_metadata(made, tmp_path):
     assert json.loads(header["facts"])["num_features"] == 7
 
 
-@settings(max_examples=40)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_changed_bit_is_never_believed(place, bit, made, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()

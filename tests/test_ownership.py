@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -194,7 +194,6 @@ def test_outputs_through_links_devices_and_folders(tmp_path):
             ownership.write_text(special, "x")
 
 
-@settings(max_examples=40, deadline=None)
 @given(name=st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1))
 def test_temporary_names_are_known_by_their_form_and_nothing_else_is(name):
     target = Path("folder") / name

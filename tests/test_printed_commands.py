@@ -12,7 +12,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import stoker
@@ -34,7 +34,6 @@ def in_bash(*words: str) -> list[str]:
     return [word.decode("utf-8", "surrogateescape") for word in done.stdout.split(b"\0")[:-1]]
 
 
-@settings(max_examples=40)
 @given(st.lists(NAMES, min_size=1, max_size=30))
 @example(
     [NAME, "", "-x", "a\nb", "\x1b[31m", "\u202e", "'", "\\", "\\'\x07", "\udcff\udc80", "$'x'"]
