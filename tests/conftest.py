@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import kept_commands
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several workers share the cores: threads of torch's that wait for each other cost more than they
     # give, also in the processes that tests start.
@@ -34,6 +36,7 @@ settings.register_profile(
 )
 settings.register_profile("campaign", settings.get_profile("house"), max_examples=400)
 settings.load_profile("house")
+kept_commands.keep()
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
