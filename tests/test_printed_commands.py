@@ -16,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import stoker
+from source_trees import parsed
 from stoker.cli import main
 from stoker.display import command, quoted
 from stoker.errors import StokerError
@@ -95,7 +96,7 @@ SPOKEN = {
 def unquoted_values(code: str) -> set[str]:
     """Return the texts of commands in which a value has not been quoted."""
     found = set()
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(parsed(code)):
         if not isinstance(node, ast.JoinedStr):
             continue
         text = "".join(
@@ -153,7 +154,7 @@ def test_a_fix_names_no_path_as_it_is():
     )
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        for call in ast.walk(ast.parse(path.read_text())):
+        for call in ast.walk(parsed(path.read_text())):
             if not (
                 isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("Error", "Problem"))
             ):
