@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.loader import gather
@@ -59,7 +59,6 @@ def gathers(monkeypatch):
     ahead=st.sampled_from([0, 1 << 10, 1 << 14, gather.AHEAD_BYTES]),
     skipped=st.integers(0, 9),
 )
-@settings(max_examples=40, deadline=None)
 def test_iterating_gives_what_assembling_gives(
     store, device, batch_size, chunk_rows, ahead, skipped
 ):
