@@ -142,6 +142,22 @@ def _repack(file: Path) -> str:
     return command("python3", "-c", code)
 
 
+def has_fill(dataset: h5py.Dataset) -> bool:
+    """Return whether the file says what values stand where nothing was written."""
+    defined = dataset.id.get_create_plist().fill_value_defined()
+    return bool(defined != h5py.h5d.FILL_VALUE_UNDEFINED)
+
+
+def is_written(dataset: h5py.Dataset) -> bool:
+    """Return whether every chunk of a dataset was written, or its one piece of bytes."""
+    if dataset.chunks is None:
+        return bool(dataset.id.get_storage_size()) or 0 in dataset.shape
+    grid = (
+        -(-length // chunk) for length, chunk in zip(dataset.shape, dataset.chunks, strict=True)
+    )
+    return bool(dataset.id.get_num_chunks() == math.prod(grid))
+
+
 def locate(file: Path, dataset: h5py.Dataset) -> Location:
     """Find out how `dataset` can be read. The h5py file may be closed afterwards."""
     plist = dataset.id.get_create_plist()
@@ -150,7 +166,8 @@ def locate(file: Path, dataset: h5py.Dataset) -> Location:
         "dataset": dataset.name.lstrip("/"),
         "shape": tuple(int(length) for length in dataset.shape),
         "dtype": dataset.dtype,
-        "fill": dataset.fillvalue,
+        # Netcdf's no-fill mode leaves it undefined, and h5py raises; what was never written is then 0.
+        "fill": dataset.fillvalue if has_fill(dataset) else 0,
     }
     if not _is_numpys(dataset):
         stored = dataset.id.get_type()
