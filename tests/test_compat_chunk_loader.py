@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import stoker.compat.chunk_loader as door
@@ -73,7 +73,6 @@ def rows_of(batches):
     drop_last=st.booleans(),
     shuffle=st.booleans(),
 )
-@settings(max_examples=60)
 def test_batches_are_the_h5py_slices_whatever_the_chunk(
     path, arrays, device, batch_size, chunk, drop_last, shuffle
 ):
@@ -259,8 +258,8 @@ def test_bug_f_batches_are_no_views_of_a_chunk(path, arrays, device):
         ]
         for number, (features, _) in enumerate(held):
             assert features.untyped_storage().data_ptr() not in slots
-            assert features.untyped_storage().nbytes() <= max(
-                AHEAD_BYTES.values()
+            assert (
+                features.untyped_storage().nbytes() <= AHEAD_BYTES
             )  # small batches lie beside others
             np.testing.assert_array_equal(features.cpu(), arrays[0][8 * number : 8 * number + 8])
 

@@ -26,9 +26,9 @@ from stoker.loader.columns import Column
 from stoker.loader.staging import restore_sign
 from stoker.loader.straight import Recycled
 
-AHEAD_BYTES = {"cpu": 2 << 20, "cuda": 32 << 20}
-"""Most bytes gathered ahead, and at most a quarter of the data's if that is more than 2 MB. A tensor that the user
-keeps keeps its neighbours' memory too."""
+AHEAD_BYTES, RESIDENT_AHEAD_BYTES = 2 << 20, 64 << 20
+"""Most bytes gathered ahead; the second from data that is resident on a GPU, where memory is not short, and at most
+half of what the data takes. A tensor that the user keeps keeps its neighbours' memory too."""
 
 _LEAST_BATCHES, _MOST_BATCHES = {"cpu": 32, "cuda": 8}, 64
 """A field is small if so many batches of it fit. Splitting more than `_MOST_BATCHES` delays the host."""
@@ -286,6 +286,7 @@ class Assembler:
         columns: What a batch holds.
         tensors: Values on the device by dataset.
         augment: Applied to `images` and `masks`.
+        is_resident: Whether the tensors hold all data.
     """
 
     def __init__(
@@ -293,6 +294,7 @@ class Assembler:
         columns: Sequence[Column],
         tensors: Mapping[str, torch.Tensor],
         augment: Augments | None,
+        is_resident: bool = False,
     ) -> None:
         self._tensors = tensors
         self._augment = augment
@@ -301,7 +303,10 @@ class Assembler:
         self._images = [] if augment is None else _find_images(self._gathers)
         drawn = {gather.name for gather in self._images}
         self._others = [gather for gather in self._gathers if gather.name not in drawn]
-        room = _room_bytes(list(tensors.values()))
+        room = AHEAD_BYTES
+        if is_resident and any(tensor.is_cuda for tensor in tensors.values()):
+            half = sum(tensor.nbytes for tensor in tensors.values()) // 2
+            room = max(room, min(RESIDENT_AHEAD_BYTES, half))
         self._ahead = GatheredAhead(self._others, room)
         self._augmented = None if augment is None else AugmentedAhead(augment, self._images, room)
 
@@ -408,14 +413,6 @@ def _plan_gathers(
             )
         row += 1
     return gathers, ragged
-
-
-def _room_bytes(data: Sequence[torch.Tensor]) -> int:
-    """Return how many bytes may be gathered ahead from this data."""
-    if not data:
-        return 0
-    most = AHEAD_BYTES.get(data[0].device.type, 0)
-    return min(most, max(AHEAD_BYTES["cpu"], sum(tensor.nbytes for tensor in data) // 4))
 
 
 def _find_images(gathers: Sequence[FieldGather]) -> list[FieldGather]:

@@ -208,7 +208,7 @@ class Loader:
         block_bytes = min(BLOCK_BYTES, self._data.ring.num_bytes // (2 * slots))
         self._straight = StraightReader(self.columns, block_bytes) if is_straight else None
         self.augment = augment
-        self._assembler = Assembler(self.columns, self._data.ring.tensors, augment)
+        self._assembler = self._make_assembler()
         self._turn: object = None
 
     # -- what it is ------------------------------------------------------------------------
@@ -570,14 +570,18 @@ class Loader:
     def _replace_ring(self, num_slots: int, least_rows: Sequence[int]) -> None:
         self._assembler.close()  # it refers to the old ring's memory
         self._data.replace_ring(num_slots, least_rows)
-        self._assembler = Assembler(self.columns, self._data.ring.tensors, self.augment)
+        self._assembler = self._make_assembler()
         self._seek_augment()  # images that were augmented ahead are lost
+
+    def _make_assembler(self) -> Assembler:
+        tensors, is_resident = self._data.ring.tensors, self.tier == "resident"
+        return Assembler(self.columns, tensors, self.augment, is_resident)
 
     def use_augmentation(self, augment: Augments | None) -> None:
         """Augment from the next batch on; None stops it."""
         self._check_open()
-        self._assembler = Assembler(self.columns, self._data.ring.tensors, augment)
         self.augment = augment
+        self._assembler = self._make_assembler()
         self._seek_augment()
 
     def _seek_augment(self) -> None:

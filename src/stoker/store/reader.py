@@ -29,7 +29,7 @@ from stoker.errors import CorruptError, InputError, StokerError, StoreError
 from stoker.store.arrays import PIECE_BYTES, StoredArray, Task, split_range
 from stoker.store.fields import PARTS, Array, offsets_of
 from stoker.store.manifest import MANIFEST_NAME, FieldInfo, Manifest, find_store, read_manifest
-from stoker.store.plain import describe_plain_file
+from stoker.store.plain import Selection, describe_plain_file
 from stoker.store.remote import Mirror, update_mirror
 from stoker.store.shard import Shard
 
@@ -42,7 +42,12 @@ _TRIES = 100
 
 
 def open_store(
-    path: str | Path, threads: int | None = None, checksum: str = "", group: str | None = None
+    path: str | Path,
+    threads: int | None = None,
+    checksum: str = "",
+    group: str | None = None,
+    fields: Sequence[str] | None = None,
+    rows: int | None = None,
 ) -> Store:
     """Open a store folder, or any plain HDF5 file with arrays of equal first dimension.
 
@@ -54,21 +59,29 @@ def open_store(
         threads: Reader threads; by default one per usable core, at most 16.
         checksum: Of the manifest that must stand there; "" takes any.
         group: Of a plain HDF5 file: only the arrays in this group, such as "train", by their names there.
+        fields: Of a plain HDF5 file: only these arrays, which must have the same number of rows.
+        rows: Of a plain HDF5 file: only arrays with this many rows.
+
+    Raises:
+        StoreError: There is no such store, or which dimension of a plain file counts samples is not clear; the
+            error lists the candidates.
     """
+    chosen = Selection(group, tuple(fields or ()), rows)
     if (url := as_url(path)) is not None:
         folder, notes = update_mirror(url)
         return assemble_store(folder, read_manifest(folder), threads, notes)
     path = Path(path)
     if path.is_file() and path.name != "store.json":
-        manifest, aside, notes = describe_plain_file(path, group)
+        manifest, paths, aside, notes = describe_plain_file(path, chosen)
         datasets = _datasets(manifest.fields)
-        shards = [Shard(path, None, datasets, manifest.block_bytes, group=group or "")]
-        return Store(path, manifest, shards, threads, notes, aside=aside, group=group)
-    if group is not None:
+        shards = [Shard(path, None, datasets, manifest.block_bytes, paths=paths)]
+        return Store(path, manifest, shards, threads, notes, aside=aside, chosen=chosen)
+    if chosen != Selection():
+        given = [f"{name}={value!r}" for name, value in vars(chosen).items() if value]
         raise InputError(
-            f"group={group!r} with {shown(path)}.",
-            "group= with a plain HDF5 file; the parts of a store are its splits",
-            "leave group out",
+            f"{', '.join(given)} with {shown(path)}.",
+            "group=, fields= and rows= with a plain HDF5 file; the parts of a store are its splits",
+            f"leave {' and '.join(each.partition('=')[0] for each in given)} out",
         )
     folder = path.parent if path.name == "store.json" else path
     store = _open_folder(folder, threads)
@@ -132,34 +145,6 @@ def assemble_store(
     return Store(folder, manifest, shards, threads, notes, name)
 
 
-def join_stores(stores: Sequence[Store]) -> Store:
-    """Return one store over the samples of several with the same fields, one behind the other.
-
-    The stores stay theirs who opened them, and must stay open.
-    """
-    first = stores[0]
-    for store in stores[1:]:
-        if store.fields != first.fields:
-            differ = sorted({*first.fields, *store.fields})
-            name = next(n for n in differ if first.fields.get(n) != store.fields.get(n))
-            raise InputError(
-                f"{store.name} and {first.name} differ in the field {name!r}.",
-                "stores with the same fields, dtypes and shapes",
-                "",
-            )
-    manifest = Manifest(
-        num_samples=sum(store.num_samples for store in stores),
-        fields=first.fields,
-        shards=[info for store in stores for info in store.manifest.shards],
-    )
-    shards = [shard for store in stores for shard in store.shards]
-    notes = [note for store in stores for note in store.notes]
-    name = " + ".join(store.name for store in stores)
-    joined = _JoinedStore(first.path, manifest, shards, first.threads, notes, name)
-    joined.stores = tuple(stores)
-    return joined
-
-
 def _datasets(fields: Mapping[str, FieldInfo]) -> dict[str, tuple[str, list[int]]]:
     """Return the datasets of a shard with the dtype and row shape each must have."""
     return {
@@ -196,10 +181,10 @@ class Store:
         notes: Iterable[str],
         name: str | None = None,
         aside: Mapping[str, str] | None = None,
-        group: str | None = None,
+        chosen: Selection = Selection(),  # noqa: B008
     ) -> None:
         self.path = path
-        self._group = group
+        self._chosen = chosen
         self.name = name or str(path)
         self.manifest = manifest
         self.shards = shards
@@ -234,7 +219,9 @@ class Store:
 
     def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
         checksum = "" if self.path.is_file() else self.manifest.checksum
-        return open_store, (str(self.path), self.threads, checksum, self._group)
+        chosen = self._chosen
+        given = chosen.group, chosen.fields, chosen.rows
+        return open_store, (str(self.path), self.threads, checksum, *given)
 
     def __enter__(self) -> Self:
         return self
@@ -554,17 +541,3 @@ class Store:
                 "",
             )
         return wanted
-
-
-class _JoinedStore(Store):
-    """Pickled as the stores that it joins."""
-
-    stores: tuple[Store, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on disk, of all shards."""
-        return sum(store.num_bytes for store in self.stores)
-
-    def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
-        return join_stores, (self.stores,)
