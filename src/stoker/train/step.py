@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -426,15 +426,3 @@ def compact_recurrent(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.RNNBase):
             module.flatten_parameters()
-
-
-def state_tensors(parts: StepParts) -> Iterator[torch.Tensor]:
-    """Yield every tensor that a step changes: weights, buffers, optimizer and scaler state."""
-    yield from parts.model.parameters()
-    yield from parts.model.buffers()
-    for state in parts.optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-    for name in ("_scale", "_growth_tracker"):
-        value = getattr(parts.scaler, name, None)
-        if isinstance(value, torch.Tensor):
-            yield value

@@ -29,7 +29,7 @@ from stoker.loader.slabs import usable_device
 from stoker.report import Note, Progress, Silent, Topic
 from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
-from stoker.train.capture import CapturedStep, cannot_capture, refuse_eager, step_note
+from stoker.train.capture import CapturedStep, cannot_capture
 from stoker.train.checks import (
     check_parameters,
     check_skipping,
@@ -40,6 +40,7 @@ from stoker.train.checks import (
 from stoker.train.diagnosis import explain_batch
 from stoker.train.evaluation import EvaluationStopped, Evaluator, no_batches
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
+from stoker.train.graph import refuse_eager, step_note
 from stoker.train.heartbeat import HEARTBEAT
 from stoker.train.history import EpochReport, EpochTally, History
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
@@ -186,22 +187,20 @@ class Trainer:
         self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
         self.history = History()
         self._progress = progress or Silent()
-        self.gpu_augmentation = gpu_augmentation
-        if gpu_augmentation is not None and self.ranks.are_several:  # each rank draws its own
-            drawn = gpu_augmentation.state_dict()
-            gpu_augmentation.load_state_dict(drawn | {"stream": self.ranks.rank})
         self._train = Feed(train_loader, self.device, unpack, gpu_augmentation, self.ranks)
         self._train.check_ranks()
+        self._draw_apart()
         if val_loader is not None and val_loader is train_loader and self._train.is_stoker:
             raise InputError(
                 "one Loader was given for training and for validation.",
                 "a loader each: a Loader has one position, and validation is not augmented",
                 "Loader(store, batch_size, samples=...) a second time",
             )
-        plain = None if gpu_augmentation is None else gpu_augmentation.validation()
-        self._val = (
-            None if val_loader is None else Feed(val_loader, self.device, unpack, plain, self.ranks)
-        )
+        self._val = None
+        if val_loader is not None:
+            self._val = Feed(val_loader, self.device, unpack, None, self.ranks)
+        if gpu_augmentation is not None:
+            self._settle_validation(gpu_augmentation)
         self._identity = dict(identity or {})
         self._folder = RunFolder(run_dir, self.settings, self.ranks)
         self._shutdown = Shutdown(self.ranks)
@@ -210,6 +209,9 @@ class Trainer:
         for line in unread:
             self.note(Note(line))
         self._make_step(self._make_parts(parallel, norms), tell=True)
+        if gpu_augmentation is not None:
+            self._progress.say(AUGMENTED)
+            self.history.told.append(Note(AUGMENTED))
         self._evaluator = Evaluator(
             self.model,
             criterion,
@@ -281,9 +283,37 @@ class Trainer:
             if refusal is None
             else step_note(f"eager: {refusal}", captured=False)
         )
-        if self.gpu_augmentation is not None:
-            self._progress.say(AUGMENTED)
-            self.history.told.append(Note(AUGMENTED))
+
+    @property
+    def gpu_augmentation(self) -> Any:
+        """What augments the training images on the device, or None. May be replaced at any time.
+
+        The next batch is drawn by the new one, a captured step is captured again, and validation uses the
+        new one's `validation()`.
+        """
+        return self._train.augmentation
+
+    @gpu_augmentation.setter
+    def gpu_augmentation(self, augmentation: Any) -> None:
+        self._train.use_augmentation(augmentation)
+        self._draw_apart()
+        self._settle_validation(augmentation)
+        if self._captured is not None:
+            self._captured.forget()  # its graph holds the old kernels
+        named = "none" if augmentation is None else type(augmentation).__name__
+        self.note(Note(f"augmentation from epoch {self._at.epoch} on: {named}"))
+
+    def _draw_apart(self) -> None:
+        """Give each of several ranks draws of its own."""
+        augmentation: Any = self._train.augmentation
+        if augmentation is not None and self.ranks.are_several:
+            drawn = augmentation.state_dict()
+            augmentation.load_state_dict(drawn | {"stream": self.ranks.rank})
+
+    def _settle_validation(self, augmentation: Any) -> None:
+        """Let validation images go through what is not random, unless their loader does so itself."""
+        if self._val is not None and not self._val.augments_itself:
+            self._val.use_augmentation(None if augmentation is None else augmentation.validation())
 
     @property
     def _step(self) -> Step:
@@ -699,7 +729,7 @@ class Trainer:
         }
         if isinstance(self.criterion, torch.nn.Module):
             state["criterion"] = self.criterion.state_dict()
-        if self.gpu_augmentation is not None:
+        if hasattr(self.gpu_augmentation, "state_dict"):
             state["augmentation"] = self.gpu_augmentation.state_dict()
         if self._step.parts.recurrent is not None:
             state["carried"] = self._of_ranks(self._step.parts.recurrent.state_dict())
