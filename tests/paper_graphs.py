@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stoker.train import capture, graph
+from stoker.train import capture, capture_function, graph, trainer
 
 
 class PaperGraph:
@@ -60,11 +60,13 @@ def _record(paper: PaperGraph, pool, stream, capture_error_mode):
     owner = PaperGraph.recording
     tensors = list(owner._state.tensors())
     kept = [tensor.detach().clone() for tensor in tensors]
-    with _Recorder(paper):
-        yield
-    with torch.no_grad():
-        for tensor, before in zip(tensors, kept, strict=True):
-            tensor.copy_(before)
+    try:
+        with _Recorder(paper):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in zip(tensors, kept, strict=True):
+                tensor.copy_(before)
 
 
 def use_paper_graphs(monkeypatch) -> None:
@@ -79,12 +81,13 @@ def use_paper_graphs(monkeypatch) -> None:
         self._set_static(work)
         return self._static_step()
 
-    for module in (graph, capture):
+    for module in (graph, capture, capture_function, trainer):
         monkeypatch.setattr(module, "has_graphs", lambda device: True)
     monkeypatch.setattr(graph, "_side_stream", lambda _: None)
     monkeypatch.setattr(graph.GraphedStep, "_capture", capture_on_paper)
     monkeypatch.setattr(graph.GraphedStep, "_warm_up", warm_up)
     monkeypatch.setattr(graph.GraphedStep, "_copy_generator", lambda _: None)
+    monkeypatch.setattr(graph.GraphedStep, "_heal", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", PaperGraph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", _record)

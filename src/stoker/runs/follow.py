@@ -137,7 +137,7 @@ class RunFollower:
         for line in lines:
             self._last_time = line.time
             self._learn(line)
-            if line.event in ("end", "config", "begin"):
+            if line.event in ("end", "config", "begin", "fit"):
                 end = RunEnd.read(line)
                 self._ended = None if end is None else str(end)
             elif line.event == "result":
@@ -156,7 +156,7 @@ class RunFollower:
         told = {name: value for name, value in _told_by(line).items() if value is not None}
         if line.event == "epoch":
             self._finished = told.get("epoch")
-        elif line.event in ("config", "begin"):
+        elif line.event in ("config", "begin", "fit"):
             self._finished = None
         elif line.event == "telemetry" and told.get("epoch", 0) <= (self._finished or -1):
             # A reading after an epoch repeats the last batches' loss beside the whole epoch's.
@@ -187,6 +187,8 @@ def _told_by(line: LogLine) -> Mapping[str, Any]:
         told["loss"] = as_number(values.get("train_loss"))
         told["val_loss"] = as_number(as_mapping(values.get("metrics")).get("loss"))
         return told | {"epoch": _from_one(values.get("epoch"))}
+    if line.event == "fit":
+        return {"num_epochs": _whole(values.get("epochs"))}
     if line.event == "config":
         return {"num_epochs": _whole(as_mapping(values.get("settings")).get("epochs"))}
     if line.event == "note" and isinstance(values.get("text"), str):

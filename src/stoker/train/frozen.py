@@ -239,7 +239,8 @@ def _bring_rate(
     rate = group.get("lr")
     if isinstance(rate, torch.Tensor) and rate.device.type == device.type:
         return rate
-    if rate is None or not _is_torchs_own(optimizer):
+    is_guarded = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    if rate is None or not (is_guarded and _is_torchs_own(optimizer)):
         return None
     brought = torch.as_tensor(rate, dtype=torch.float32).to(device)
     group["lr"] = brought

@@ -63,15 +63,18 @@ def refuse_eager(reason: str) -> InputError:
     )
 
 
-def step_note(words: str, *, captured: bool, slowdown: float | None = None) -> Note:
+def step_note(
+    words: str, *, captured: bool, slowdown: float | None = None, fallback: bool = False
+) -> Note:
     """Return the note on how steps run: as one CUDA graph, or eagerly.
 
     Args:
         words: How, and why.
         captured: Whether as a graph.
         slowdown: Time of an eager step / time of a replay, where both were measured.
+        fallback: Whether steps run eagerly although they were to be captured.
     """
-    values = {"captured": captured, "how": words, "slowdown": slowdown}
+    values = {"captured": captured, "how": words, "slowdown": slowdown, "fallback": fallback}
     return Note(f"step {words}", Topic.STEP, values)
 
 
@@ -329,7 +332,7 @@ class GraphedStep:
             stream = _side_stream(state.device)
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 self._loss = self._static_step()
-        except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        except Exception as error:
             self._heal(generator, pool)
             if is_oom(error):
                 raise
@@ -373,7 +376,7 @@ class GraphedStep:
         keep = self._make_snapshot()
         try:
             return self._compare(work, keep)
-        except RuntimeError:
+        except Exception:
             keep.restore()  # nothing of the step remains, so that the caller can repeat it
             raise
 
@@ -455,7 +458,7 @@ class GraphedStep:
         self._before_giving_up()
         if self._demanded:
             raise refuse_eager(reason)
-        self._say(step_note(self.reason, captured=False, slowdown=self.slowdown))
+        self._say(step_note(self.reason, captured=False, slowdown=self.slowdown, fallback=True))
 
     def forget(self) -> None:
         """Drop the graph; the next steps warm up and capture again. For when its tensors or kernels changed."""

@@ -19,7 +19,7 @@ Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 Capture = Literal["auto", "on", "off"]
 NonFinite = Literal["stop", "skip", "rollback"]
 _OF_RUNS = ("recipe.", "run.", "data.memory_efficient_mode.enabled")
-_LEAST = {"accumulation_steps": 1, "read_every": 1, "keep_last": 1}
+_LEAST = {"max_steps": 1, "accumulation_steps": 1, "read_every": 1, "keep_last": 1}
 
 TrainerConfig: TypeAlias = "TrainSettings | Settings | Mapping[str, Any] | None"
 
@@ -30,6 +30,9 @@ class TrainSettings:
 
     Attributes:
         epochs: Passes over the training samples.
+        max_steps: Batches to train on in the whole run, at most; it may end within an epoch.
+        patience: End the run after so many epochs without a better `monitor`; 0 never does.
+        min_delta: By how much an epoch must be better to count; None is any amount.
         precision: "auto" decides by the device and says why.
         accumulation_steps: Batches per optimizer update; equal to one batch of their sum.
         clip_norm: Largest norm of all gradients together; None does not clip.
@@ -55,6 +58,9 @@ class TrainSettings:
     """
 
     epochs: int = 1
+    max_steps: int | None = None
+    patience: int = 0
+    min_delta: float | None = None
     precision: Precision = "auto"
     accumulation_steps: int = 1
     clip_norm: float | None = 1.0

@@ -144,6 +144,7 @@ class Step:
             loss = parts.criterion(as_float32(outputs), targets)
             if not self._has_loss:
                 check_loss(loss)
+                check_shapes(parts.criterion, as_float32(outputs), targets, loss)
                 self._has_loss = True
             parts.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
         loss = loss.detach().float()
@@ -317,6 +318,32 @@ def check_loss(loss: Any) -> None:
         f"the criterion returned {given}.",
         "the mean loss of the batch: a scalar tensor",
         "loss.mean() at the end of the criterion; torch's own losses have reduction='mean'",
+    )
+
+
+@torch.no_grad()
+def check_shapes(criterion: Criterion, outputs: Any, targets: Any, loss: torch.Tensor) -> None:
+    """Raise if the criterion compares every output with every target: (B, 1) against (B,), or the reverse.
+
+    torch broadcasts both to (B, B), and trains the model towards the mean. A criterion that brings both to one
+    shape itself is left alone: it gives the same loss for outputs of the targets' shape.
+    """
+    if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+        return
+    shapes = tuple(outputs.shape), tuple(targets.shape)
+    longer, shorter = max(shapes, key=len), min(shapes, key=len)
+    if longer != (*shorter, 1) or shorter[-1:] == (1,) or not targets.is_floating_point():
+        return
+    wanted = criterion(outputs.detach().reshape(targets.shape), targets)
+    if torch.allclose(wanted.float(), loss.detach().float(), rtol=1e-4):
+        return
+    raise InputError(
+        f"the model's outputs are {shapes[0]} and the targets {shapes[1]}: the criterion compares every output "
+        "with every target.",
+        "outputs and targets of one shape",
+        "unpack=lambda batch: (batch['features'], batch['targets'].reshape(-1, 1))"
+        if len(shapes[0]) > len(shapes[1])
+        else "unpack=lambda batch: (batch['features'], batch['targets'].reshape(-1))",
     )
 
 
