@@ -55,7 +55,7 @@ UNTYPED: dict[str, str] = {
     "train/batches.py: f\"Loader(..., device='{want}')\"": "needs a GPU",
     "train/batches.py: f'Loader(..., rank={ranks.rank}, world_size={ranks.world_size})'": "needs processes that torchrun has started",
     "train/batches.py: f'torchrun --nproc-per-node {len(states)}, or stoker.Loader(rank=, world_size=)'": "needs processes that torchrun has started",
-    "train/capture.py: \"capture='auto', which goes on eagerly and says so\"": "needs a GPU",
+    "train/graph.py: \"capture='auto', which goes on eagerly and says so\"": "needs a GPU",
     "train/diagnosis.py: \"a lower learning rate, clip_norm=1.0, or precision='fp32' to see where it begins\"": "needs a training that diverges",
     "train/diagnosis.py: fix": "needs processes that torchrun has started",
     "train/checks.py: \"nonfinite='rollback'\"": "needs a GPU",
@@ -68,7 +68,7 @@ UNTYPED: dict[str, str] = {
     "train/ranks.py: 'the same command with --resume; torchrun --max-restarts 3, or stoker train --gpus, do so'": "needs processes that torchrun has started",
     "train/ranks.py: f'--gpus {present}, torchrun --nproc-per-node {present}, or --device cpu'": "needs processes that torchrun has started",
     "train/trainer.py: \"monitor='loss', and fit(resume=True) where the run has a folder\"": "needs an epoch of training",
-    "train/trainer.py: 'fit(resume=True), or another run_dir'": "needs an epoch of training",
+    "train/run_folder.py: 'fit(resume=True), or another run_dir'": "needs an epoch of training",
     "train/update.py: 'the same command with --resume' + (f'; it begins one level lower: {lower.reason}' if lower is not None else ', with a smaller batch')": "needs processes that torchrun has started",
     "tune/job.py: 'training.precision=bf16, training.activation_checkpointing=true, or a smaller model'": "needs a job that does not fit into the memory",
 }

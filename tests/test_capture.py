@@ -11,7 +11,8 @@ from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.batches import Work
 from stoker.train.capture import CapturedStep
-from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS, difference
+from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS
+from stoker.train.replay_check import difference
 from stoker.train.step import Step
 from stoker.train.trainer import Trainer
 from training_makers import (

@@ -58,6 +58,9 @@ QUESTIONS: Mapping[str, tuple[str, ...]] = {
             "nonfinite",
             "seed",
             "read_every",
+            "max_steps",
+            "patience",
+            "min_delta",
             "keep_last",
             "checkpoint_every_epochs",
             "checkpoint_every_steps",
@@ -159,6 +162,9 @@ class Settings:
         nonfinite: What to do about a loss that is not finite.
         seed: Of everything random.
         read_every: Steps between two reads of losses.
+        max_steps: Batches of the whole run, at most.
+        patience: Epochs without a better metric after which the run ends; 0 is never.
+        min_delta: By how much an epoch must be better.
         keep_last: Checkpoints kept besides the best.
         checkpoint_every_epochs: 0 is never.
         checkpoint_every_steps: 0 is never.
@@ -206,6 +212,9 @@ class Settings:
     nonfinite: Literal["stop", "skip", "rollback"]
     seed: int
     read_every: int
+    max_steps: int | None
+    patience: int
+    min_delta: float | None
     keep_last: int
     checkpoint_every_epochs: int
     checkpoint_every_steps: int

@@ -35,6 +35,7 @@ from stoker.train.graph import (
     has_graphs,
 )
 from stoker.train.oom import forget_frames, is_oom
+from stoker.train.replay_check import as_if_captured, is_same_function
 from stoker.train.settings import Capture
 from stoker.train.step import Step, StepParts
 from stoker.train.update import Update
@@ -174,6 +175,18 @@ class CapturedStep(GraphedStep):
         loss = self._update.add(opened)
         self._update.finish()
         return loss
+
+    def _run_as_if_captured(self, work: Work) -> torch.Tensor:
+        opened = self._opened(work, again=False)
+        with as_if_captured():
+            loss = self.step.forward_backward(opened.inputs, opened.targets, 1.0)
+        self.step.update(pieces=True)
+        return loss
+
+    def _is_same_function(self, work: Work, keep: Snapshot) -> bool:
+        same = is_same_function(self.step.parts, self._opened(work, again=False).inputs)
+        keep.restore()
+        return same
 
     def _opened(self, work: Work, again: bool) -> Work:
         """Return work with its batch, which is assembled now if there are only indices."""

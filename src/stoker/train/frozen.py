@@ -44,11 +44,16 @@ class FrozenGroups:
     Args:
         optimizer: About to be captured.
         device: Where the graph will read the learning rates.
+        bring_rates: Whether to put them there. Optimizers that are not fused may not take a rate on the device.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: torch.device, bring_rates: bool = True
+    ) -> None:
         self._optimizer = optimizer
-        self._groups = [_freeze(optimizer, group, device) for group in optimizer.param_groups]
+        self._groups = [
+            _freeze(optimizer, group, device, bring_rates) for group in optimizer.param_groups
+        ]
         self._trained = self._list_trained()
 
     def find_change(self) -> str | None:
@@ -221,9 +226,9 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _freeze(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, bring: bool
 ) -> _Frozen:
-    rate = _bring_rate(optimizer, group, device)
+    rate = _bring_rate(optimizer, group, device, bring)
     names = _compared_names(optimizer, group, rate)
     return group, rate, names, [copy(group[name]) for name in names]  # a list may change in place
 
@@ -233,14 +238,13 @@ def _is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _bring_rate(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, bring: bool
 ) -> torch.Tensor | None:
     """Return the group's learning rate as a tensor on the device; None if it must stay a number."""
     rate = group.get("lr")
     if isinstance(rate, torch.Tensor) and rate.device.type == device.type:
         return rate
-    is_guarded = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-    if rate is None or not (is_guarded and _is_torchs_own(optimizer)):
+    if rate is None or not bring or not _is_torchs_own(optimizer):
         return None
     brought = torch.as_tensor(rate, dtype=torch.float32).to(device)
     group["lr"] = brought

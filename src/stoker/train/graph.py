@@ -44,14 +44,21 @@ from stoker.train.frozen import (
 from stoker.train.generators import restore_rng
 from stoker.train.oom import is_oom
 from stoker.train.ranks import Ranks
-from stoker.train.step import compact_recurrent
+from stoker.train.replay_check import (
+    are_close,
+    as_if_captured,
+    difference,
+    is_too_noisy,
+    same_counts,
+    spread,
+)
+from stoker.train.step import compact_recurrent, is_guarded
 
 WARM_UP_STEPS = 3
 CHECKED_REPLAYS = 3
+_WORTH_TELLING = 1.05
 _FIRST_RECHECK, _RECHECK_GROWTH = 64, 8
 """Replays until a trusted graph is compared again, and the factor for each later time."""
-_RELATIVE, _ABSOLUTE = 1e-3, 1e-5
-"""Tolerance between a replay and the eager step. Atomics and the order of sums differ; wrong data differs more."""
 
 
 def refuse_eager(reason: str) -> InputError:
@@ -323,7 +330,9 @@ class GraphedStep:
         generator, on_host = self._copy_generator(), quiet_host_rng(self._others_draw)
         for module in state.modules:
             compact_recurrent(module)
-        self._frozen = [FrozenGroups(optimizer, state.device) for optimizer in state.optimizers]
+        self._frozen = [
+            FrozenGroups(each, state.device, is_guarded(each)) for each in state.optimizers
+        ]
         self._numbers = HostNumbers(state.modules, state.functions)
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
         why = ""
@@ -382,27 +391,26 @@ class GraphedStep:
 
     def _compare(self, work: Any, keep: Snapshot) -> Any:
         state, since = self._state, self._clock()
-        eager_result = map_tensors(torch.clone, self._run_eagerly(work))
+        result = map_tensors(torch.clone, self._run_eagerly(work))
         eager_seconds = self._clock() - since
         if self._is_invalid():
             # The eager step ran out of memory and freed some: the tensors that the graph reads are gone.
-            return eager_result
-        eager_state = [tensor.detach().clone() for tensor in state.tensors()]
+            return result
+        eager = [*iterate_tensors(result), *(tensor.detach().clone() for tensor in state.tensors())]
+        num_results = sum(1 for _ in iterate_tensors(result))
         eager_positions, eager_numbers = state.positions(), self._numbers.values()
         keep.restore()
-        assert self._graph is not None
         since = self._clock()
-        self._graph.replay()
+        replayed = self._replay()
         self.slowdown = eager_seconds / max(self._clock() - since, 1e-9)
-        away = max(
-            difference(list(iterate_tensors(eager_result)), list(iterate_tensors(self._loss))),
-            difference(eager_state, list(state.tensors()), exact_counts=True),
-        )
-        # All ranks must decide alike, so the largest difference counts.
-        away = max(state.ranks.gather(away))
         left_behind = self._numbers.name_difference(eager_numbers, self._numbers.values())
         if left_behind is None and eager_positions != state.positions():
             left_behind = "a count of the optimizer or of the augmentation"
+        first = away = self._agreed(difference(eager, replayed))
+        if not same_counts(eager[num_results:], replayed[num_results:]):
+            first = away = self._agreed(math.inf)
+        if 1.0 < away < math.inf:  # infinite: a tensor or a NaN exists in one way only
+            away = self._compare_again(work, keep)
         if away <= 1.0 and state.ranks.all_of(left_behind is None):
             self._note_agreement(away)
             return self._copied_result()
@@ -411,12 +419,76 @@ class GraphedStep:
             self._renew("a later replay no longer agreed with the eager step")
         elif away > 1.0:
             self._give_up(
-                f"a replayed step differed from the eager one by {away:.3g} times the tolerance"
+                f"a replayed step differed from the eager one by {first:.3g} times the tolerance"
             )
         else:
             moved = left_behind or "a number"
             self._give_up(f"the step changes {moved} on the host, which a graph cannot follow")
         return self._run_eagerly(work)
+
+    def _compare_again(self, work: Any, keep: Snapshot) -> float:
+        """Return the difference beyond what repeated steps differ by, with the capture's own algorithms if needed.
+
+        Leaves the weights of a replay. Every rank takes the same turns, because a step contains collectives.
+        """
+        replayed, again = self._outcome(self._replay, keep), self._outcome(self._replay, keep)
+        between_replays = spread(replayed, again)
+        for run in (self._run_eagerly, self._run_as_if_captured):
+            one, other = (self._outcome(functools.partial(run, work), keep) for _ in range(2))
+            if self._is_invalid():
+                return math.inf  # memory ran out: the tensors that the graph reads are gone
+            noise = torch.maximum(spread(one, other), between_replays)
+            is_blind = is_too_noisy(one, noise)
+            away = self._agreed(math.inf if is_blind else difference(one, replayed, noise))
+            if away <= 1.0:
+                break
+        else:
+            return away
+        if run == self._run_as_if_captured:
+            keep.restore()
+            away = self._agreed(away if self._is_same_function(work, keep) else math.inf)
+        keep.restore()
+        self._replay()
+        return away
+
+    def _outcome(self, run: Callable[[], Any], keep: Snapshot) -> list[torch.Tensor]:
+        """Run a step from the kept state; return copies of its result and of everything that it changed."""
+        keep.restore()
+        results = [tensor.clone() for tensor in iterate_tensors(run())]
+        if run == self._replay:  # whose result has the state already
+            return results
+        return [*results, *(tensor.detach().clone() for tensor in self._state.tensors())]
+
+    def _replay(self) -> list[torch.Tensor]:
+        """Replay the graph; return its result and the state that it leaves, not copied."""
+        assert self._graph is not None
+        self._graph.replay()
+        return [*iterate_tensors(self._loss), *self._state.tensors()]
+
+    def _agreed(self, away: float) -> float:
+        """Return the largest difference of all ranks: they must decide alike."""
+        return float(max(self._state.ranks.gather(away)))
+
+    def _run_as_if_captured(self, work: Any) -> Any:
+        """Run a step eagerly, with the algorithms that models choose during a capture."""
+        with as_if_captured():
+            return self._run_eagerly(work)
+
+    def _is_same_function(self, work: Any, keep: Snapshot) -> bool:
+        """Whether the step has the same result with these algorithms; without dropout, which they draw differently."""
+        modes = [(m, m.training) for root in self._state.modules for m in root.modules()]
+        for module, _ in modes:
+            module.training = False
+        try:
+            plain = [tensor.clone() for tensor in iterate_tensors(self._run_eagerly(work))]
+            keep.restore()
+            for module, _ in modes:
+                module.training = False
+            other = list(iterate_tensors(self._run_as_if_captured(work)))
+        finally:
+            for module, was_training in modes:
+                module.training = was_training
+        return are_close(plain, other)
 
     def _clock(self) -> float:
         """Return the time at which the device has done everything so far; waits for it."""
@@ -453,12 +525,13 @@ class GraphedStep:
         """Continue eagerly from here on; with capture="on" raise the reason as an error."""
         self.forget()
         self._given_up, self.reason = True, f"eager: {reason}"
-        if self.slowdown is not None and self.slowdown > 1.0:
-            self.reason += f"; a step takes {self.slowdown:.1f} times as long as its replay did"
         self._before_giving_up()
         if self._demanded:
             raise refuse_eager(reason)
-        self._say(step_note(self.reason, captured=False, slowdown=self.slowdown, fallback=True))
+        words = self.reason
+        if self.slowdown is not None and self.slowdown >= _WORTH_TELLING:
+            words += f"; a step takes {self.slowdown:.1f} times as long as its replay did"
+        self._say(step_note(words, captured=False, slowdown=self.slowdown, fallback=True))
 
     def forget(self) -> None:
         """Drop the graph; the next steps warm up and capture again. For when its tensors or kernels changed."""
@@ -515,42 +588,6 @@ def copy_into(target: Any, source: Any) -> None:
     elif isinstance(target, tuple | list):
         for item, other in zip(target, source, strict=True):
             copy_into(item, other)
-
-
-def difference(
-    wanted: Sequence[torch.Tensor], got: Sequence[torch.Tensor], *, exact_counts: bool = False
-) -> float:
-    """Return the largest difference in units of the tolerance.
-
-    It is infinite if only one of two values is NaN, or if the lists have different lengths: then a parameter
-    or a buffer exists in one way of computing only.
-
-    Args:
-        wanted: Of the eager step.
-        got: Of the replay.
-        exact_counts: Whether whole numbers must be equal: integers, and scalars such as an optimizer's count
-            of steps, which after a thousand steps would differ by less than the tolerance.
-    """
-    if len(wanted) != len(got):
-        return math.inf
-    worst = 0.0
-    for one, other in zip(wanted, got, strict=True):
-        if exact_counts and _is_count(one):
-            worst = worst if torch.equal(one, other) else math.inf
-        elif one.is_floating_point() and one.numel():
-            # A loss that is not finite is so both ways, and leaves everything else unchanged.
-            same = (one == other) | (one.isnan() & other.isnan())
-            room = _ABSOLUTE + _RELATIVE * one.float().abs().nan_to_num(0.0, 0.0, 0.0).max()
-            away = float((torch.where(same, 0.0, (one - other).abs()).max() / room).detach())
-            worst = max(worst, math.inf if math.isnan(away) else away)
-    return worst
-
-
-def _is_count(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a step's state holds integers, or is one whole number; waits for the device."""
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        return True
-    return tensor.numel() == 1 and float(tensor).is_integer()
 
 
 def drawing_objects(*functions: Any) -> list[Any]:

@@ -24,6 +24,7 @@ MUCH = 10.0
 RISE, MOST_RISING = 1.1, 3
 """A loss that grows by this factor in so many epochs one after the other is noted."""
 _SHOW_SECONDS = 0.5
+_WORTH_TELLING = 1.05
 _SHOWN_METRICS = 5
 
 

@@ -73,7 +73,7 @@ class Step:
     def __init__(self, parts: StepParts) -> None:
         self.parts = parts
         optimizer = parts.optimizer
-        self.guarded = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self.guarded = is_guarded(optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._on_gpu = parts.device.type == "cuda"
         self._skipped = torch.zeros((), device=parts.device)
@@ -214,7 +214,7 @@ class Step:
             raise RuntimeError("sparse gradients have another size at every step")
         optimizer = self.parts.optimizer
         make_unfused(optimizer)
-        self.guarded = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self.guarded = is_guarded(optimizer)
         return coalesce_gradients(self._parameters)
 
     def _step(self, norm: torch.Tensor, look: bool) -> None:
@@ -387,6 +387,11 @@ def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
     fill_momentum(optimizer)
     vars(optimizer)["_step_supports_amp_scaling"] = True
     return f"{kind.__name__} runs fused"
+
+
+def is_guarded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer skips an update with a non-finite gradient by itself, on the device."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def make_unfused(optimizer: torch.optim.Optimizer) -> None:
