@@ -55,7 +55,7 @@ UNTYPED: dict[str, str] = {
     "train/batches.py: f\"Loader(..., device='{want}')\"": "needs a GPU",
     "train/batches.py: f'Loader(..., rank={ranks.rank}, world_size={ranks.world_size})'": "needs processes that torchrun has started",
     "train/batches.py: f'torchrun --nproc-per-node {len(states)}, or stoker.Loader(rank=, world_size=)'": "needs processes that torchrun has started",
-    "train/capture.py: \"capture='auto', which goes on eagerly and says so\"": "needs a GPU",
+    "train/graph.py: \"capture='auto', which goes on eagerly and says so\"": "needs a GPU",
     "train/diagnosis.py: \"a lower learning rate, clip_norm=1.0, or precision='fp32' to see where it begins\"": "needs a training that diverges",
     "train/diagnosis.py: fix": "needs processes that torchrun has started",
     "train/checks.py: \"nonfinite='rollback'\"": "needs a GPU",

@@ -115,6 +115,7 @@ class Topic(StrEnum):
     MEMORY = "memory"
     LOSS = "loss"
     RESUMED = "resumed"
+    STOPPED = "stopped"
     OTHER = "other"
 
 

@@ -12,6 +12,8 @@ on the host; the random numbers come from a counter, as those of `Compose` do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
@@ -53,6 +55,14 @@ class _Mixer:
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch. Its draws do not depend on earlier calls."""
         self.seek(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return seed, epoch, step and stream on the device drawn on last; waits for it."""
+        return self._position.read()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._position.write(philox.check_state(state))
 
     def _draw(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the share `(batch,)` each sample keeps (1 where it is not mixed), and uniforms."""

@@ -254,6 +254,26 @@ class TrainOptions:
     seed: Annotated[
         int | None, _key("Of all generators. null: they are left as they are.", ge=0, le=2**53)
     ] = None
+    max_steps: Annotated[
+        int | None,
+        _key(
+            "Train on so many batches in the whole run, at most; it may end within an epoch.",
+            "batches",
+            ge=1,
+            le=_MOST,
+        ),
+    ] = None
+    patience: Annotated[
+        Count,
+        _key(
+            "End the run after so many epochs without a better monitored metric. 0: never.",
+            "epochs",
+        ),
+    ] = 0
+    min_delta: Annotated[
+        float | None,
+        _key("By how much an epoch must be better to count for patience.", gt=0, le=1e30),
+    ] = None
     keep_last: Annotated[
         int, _key("Newest checkpoints that are kept, besides the best.", "files", ge=1, le=10_000)
     ] = 2

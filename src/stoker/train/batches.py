@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -98,11 +98,26 @@ class Work:
         )
 
 
+class WrapsLoader(Protocol):
+    """A loader that yields a stoker loader's batches in another form, such as `ChunkDataLoader`.
+
+    It is trained from as the loader inside it is: captured, resumed, and with fewer chunks when memory is short.
+
+    Attributes:
+        stoker_loader: The loader inside.
+    """
+
+    stoker_loader: Loader
+
+    def present(self, batch: Batch) -> Any:
+        """Return a batch in the form that the wrapper yields."""
+
+
 class Feed:
     """Iterate for the `Work` of one epoch.
 
     Args:
-        loader: A stoker `Loader`, or any iterable of batches.
+        loader: A stoker `Loader`, what wraps one (`WrapsLoader`), or any iterable of batches.
         device: Where the model is.
         unpack: Batch to (inputs, targets); by default pairs, and the usual names of fields.
         augmentation: Applied to images on the device; for validation, `Augments.validation()`.
@@ -117,22 +132,48 @@ class Feed:
         augmentation: Augments | None = None,
         ranks: Ranks | None = None,
     ) -> None:
+        self.given_unpack = self.unpack = unpack or unpack_by_name
+        if isinstance(getattr(loader, "stoker_loader", None), Loader):
+            loader, self.unpack = loader.stoker_loader, _unpack_presented(loader, self.unpack)
         self.loader = loader
         self._ranks = ranks or Ranks()
         self.device = device
-        self.unpack = unpack or unpack_by_name
         self.is_stoker = isinstance(loader, Loader)
-        self.augmentation = augmentation
+        self._augmentation = augmentation
         self._position = ForeignPosition(
             loader.loader if isinstance(loader, Prefetcher) else loader
         )
         self._failed: list[Any] = []
         if self.is_stoker:
             _check_device(loader.device, device)
+            if augmentation is not None and loader.augment not in (None, augmentation):
+                raise InputError(
+                    "the loader augments its images, and the trainer was given an augmentation too.",
+                    "one of the two",
+                    "Trainer(...) without gpu_augmentation, or Loader(...) without augment",
+                )
             if augmentation is not None:
                 loader.use_augmentation(augmentation)
         elif device.type == "cuda" and not hasattr(loader, "pinned_bytes"):
             self.loader = prefetch(loader, device)
+
+    @property
+    def augmentation(self) -> Augments | None:
+        """What augments the images on the device: that of a stoker loader is the loader's own."""
+        return self.loader.augment if self.is_stoker else self._augmentation
+
+    @property
+    def augments_itself(self) -> bool:
+        """Whether it is a stoker loader with an augmentation that was not given here."""
+        return self.augmentation is not None and self.augmentation is not self._augmentation
+
+    def use_augmentation(self, augmentation: Augments | None) -> None:
+        """Augment with another one from the next batch on; None stops it."""
+        self._augmentation = augmentation
+        if self.is_stoker:
+            self.loader.use_augmentation(augmentation)
+        elif augmentation is not None:
+            augmentation.seek(self._position.epoch or 0, self._position.num_taken)
 
     def check_ranks(self) -> None:
         """Check that the ranks' training loaders share one epoch. Every rank must call it.
@@ -347,6 +388,13 @@ class Feed:
         return (
             int(self.loader.state_dict()["batch"]) if self.is_stoker else self._position.num_taken
         )
+
+
+def _unpack_presented(wrapper: WrapsLoader, unpack: Unpack) -> Unpack:
+    def unpack_presented(batch: Any) -> tuple[Any, Any]:
+        return unpack(wrapper.present(batch))
+
+    return unpack_presented
 
 
 def unpack_by_name(batch: Any) -> tuple[Any, Any]:
