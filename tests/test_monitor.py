@@ -504,9 +504,10 @@ def test_looking_costs_little(tmp_path):
     assert per_look < 0.035
 
 
-def test_a_short_interval_and_a_missing_folder_are_refused(tmp_path):
-    with pytest.raises(InputError, match="there is no folder"):
-        Monitor(tmp_path / "nowhere")
+def test_a_short_interval_and_a_file_are_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="is a file"):
+        Monitor(tmp_path / "file")
     with (
         Monitor(nvml=BrokenNvml("nvmlInit")) as monitor,
         pytest.raises(InputError, match="interval"),
