@@ -35,8 +35,16 @@ from stoker.recipes.run import run_recipe
 from stoker.report import RunEnd, RunLog, Silent, read_run_log
 from stoker.runs.follow import LogTail, RunFollower
 from stoker.runs.reading import LOG_NAME, lock_holder
-from stoker.runs.targets import BUSY, MEMORY, TEMPERATURE, judge_gpu
-from stoker.runs.telemetry import TELEMETRY_NAME, Meter, RunCounters, TelemetryLog
+from stoker.runs.telemetry import (
+    BUSY,
+    MEMORY,
+    TELEMETRY_NAME,
+    TEMPERATURE,
+    Meter,
+    RunCounters,
+    TelemetryLog,
+    judge_gpu,
+)
 from stoker.train.run_folder import RunLock
 from test_machine import FIELDS_OF, BrokenNvml
 

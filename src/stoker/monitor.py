@@ -21,8 +21,7 @@ import psutil
 from stoker.display import quoted
 from stoker.errors import InputError, StokerError, unwritable
 from stoker.runs.follow import RunFollower, RunNow
-from stoker.runs.targets import judge_gpu
-from stoker.runs.telemetry import GpuReading, Meter, ProcessReading
+from stoker.runs.telemetry import GpuReading, Meter, ProcessReading, judge_gpu
 from stoker.units import MB, MIB, local_time
 
 LEAST_INTERVAL_SECONDS = 0.1

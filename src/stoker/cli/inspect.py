@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.options import JsonOption, require_output
 from stoker.cli.terminal import make_console, print_json
 
 if TYPE_CHECKING:
@@ -36,13 +37,10 @@ def inspect(
     target: Annotated[
         str | None, typer.Option("--target", help="Target column of a table, to look for leaks.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check every value of a file or store; exit code 3 if the quality gate would refuse the data."""
     from stoker.address import shown
-    from stoker.cli.outputs import require_output
     from stoker.cli.progress import Bar
     from stoker.errors import EXIT_REFUSED
 

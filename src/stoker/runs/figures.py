@@ -13,7 +13,7 @@ from statistics import median
 from stoker.page import format_number
 from stoker.page.charts import Chart, Line, Mark, Points, Style, thin
 from stoker.runs.record import RunRecord, as_mapping, as_number, largest
-from stoker.runs.targets import BUSY, MEMORY, TEMPERATURE
+from stoker.runs.telemetry import BUSY, MEMORY, TEMPERATURE
 from stoker.units import GB, GIB, MIB
 
 _MAX_METRICS = 6

@@ -25,8 +25,7 @@ from stoker.loader.slabs import usable_device
 from stoker.machine import Machine, probe
 from stoker.measure.laps import Patience, Stopwatch, block_rates
 from stoker.measure.search import Outcome, choose, climb
-from stoker.tune.ranks import agree
-from stoker.tune.trial import Effort
+from stoker.tune.trial import Effort, agree
 
 _WARM_UP_BATCHES = 2
 _MANY_BATCHES = 1_000_000
