@@ -74,7 +74,7 @@ def _why_refused(recipe: str, option: str, value: Any) -> str | None:
 
 
 def _check(text: str, file: str) -> None:
-    """Raise what `stoker config check` would say about the new file."""
+    """Check the new file as `stoker config check` would."""
     from stoker.config import parse_config, resolve
 
     settings = resolve(parse_config(text, file))

@@ -116,7 +116,7 @@ def _until_told_to_stop() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _shown(as_json: bool, history: History) -> Iterator[Callable[[Snapshot], None]]:
-    """Give what shows a snapshot: a table that is drawn again on a terminal, else a line each."""
+    """Give a function that shows a snapshot: a redrawn table on a terminal, else one line each."""
     from rich.live import Live
 
     if as_json:
@@ -172,7 +172,7 @@ def view(snapshot: Snapshot, history: History | None = None) -> Group:
 
 
 def _aligned(rows: list[list[Text]], left: tuple[int, ...]) -> list[Text]:
-    """Return rows as lines whose columns stand below each other, the others to the right.
+    """Return rows as lines with aligned columns; those not in `left` are aligned to the right.
 
     rich's own Table takes 11 ms for eight GPUs, which is more than 1 % of a core every second; this 1.5.
     """

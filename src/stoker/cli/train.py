@@ -115,7 +115,7 @@ def _train_in_processes(
     resume: bool,
     as_json: bool,
 ) -> None:
-    """Start the same command in several processes, after what can be checked has been."""
+    """Check the command, then start it in several processes."""
     import torch
 
     from stoker.errors import InputError

@@ -107,7 +107,7 @@ def _as_keys(job: JobConfig, tuned: Tuned) -> dict[str, Any]:
 
 
 def _notes(config: Path, tuned: Tuned) -> list[str]:
-    """Return what was measured, as comments for the tuned config."""
+    """Return the measurements as comments for the tuned config."""
     from stoker.tune.job import describe
     from stoker.tune.tuned_page import verdict
 
@@ -123,7 +123,7 @@ def _notes(config: Path, tuned: Tuned) -> list[str]:
 def _job_words(
     config: Path, overrides: list[str], store: Path | None, changes: Mapping[str, Any]
 ) -> list[str | Path]:
-    """Return the config and the options that say the tuned settings without a new file."""
+    """Return the config and the options for the tuned settings where no file was written."""
     words: list[str | Path] = [config]
     words += [] if store is None else ["--store", store]
     kept = [text for text in overrides if text.partition("=")[0].strip() not in changes]

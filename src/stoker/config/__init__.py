@@ -1,4 +1,4 @@
-"""Config files: what a user may write, how it is read, and what it comes to.
+"""Config files: the options that may be written, how a file is read, and the settings it results in.
 
 Files, in the order of reading:
 

@@ -193,7 +193,7 @@ def _yaml_word(value: Any) -> str:
 
 
 def _in_brackets(value: Any) -> str:
-    # Between brackets a comma ends a word, so text always stands in quotes there.
+    # Between brackets a comma ends a word, so text is always quoted.
     if isinstance(value, str):
         return yaml.safe_dump(value, default_style='"', width=sys.maxsize).rstrip("\n")
     return _yaml_word(value)

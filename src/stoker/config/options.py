@@ -1,4 +1,4 @@
-"""The options of every room, one model each: name, type, range, unit, default and meaning stand on the field.
+"""The options of every room, one model each: each field has its name, type, range, unit, default and meaning.
 
 Enters: keywords. Leaves: a frozen, strictly typed value, or an `InputError` that names the option. Costs about
 0.1 s to import (pydantic), microseconds afterwards.

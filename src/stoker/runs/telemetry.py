@@ -95,7 +95,7 @@ class GpuReading:
         return self.memory_used_bytes / self.memory_total_bytes
 
 
-# -- where a busy GPU's readings should lie ----------------------------------------------------------
+# -- target ranges of a busy GPU -----------------------------------------------------------------
 
 Verdict = Literal["below", "within", "above"]
 
@@ -122,7 +122,7 @@ class Target:
     above: str
 
     def judge(self, value: float | None) -> Verdict | None:
-        """Say where a value lies; the ends belong to the range."""
+        """Return the position of a value; the ends belong to the range."""
         if value is None:
             return None
         return "below" if value < self.low else "above" if value > self.high else "within"
@@ -189,7 +189,7 @@ class Meter:
 
     @property
     def notes(self) -> list[str]:
-        """What could not be read, and why; each once."""
+        """Readings that failed, each with its reason once."""
         return self._reader.notes
 
     def __enter__(self) -> Self:

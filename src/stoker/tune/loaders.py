@@ -1,4 +1,4 @@
-"""`tune_loader`: workers and depth for anybody's DataLoader, measured in front of the step it feeds.
+"""`tune_loader`: workers and depth for any DataLoader, measured in front of the training step.
 
 Enters: a function that makes the loader, and the training step. Leaves: the fastest `LoaderChoice` and all
 that was tried. Costs some seconds for each try, and starting the workers.
@@ -61,7 +61,7 @@ class LoaderTry(Outcome):
 
 @dataclass(frozen=True)
 class TunedLoader:
-    """What was found.
+    """Result of a tuning.
 
     Attributes:
         choice: The fastest, tried.

@@ -164,7 +164,7 @@ class JobBench:
         )
         warm_up = -(-warm_up_batches(run.device) // steps) * steps
         patience = Patience(warm_up, _MANY_BATCHES, effort.seconds, 2 * steps)
-        # What lies between epochs would make small data sets look slow: a run's epochs are longer.
+        # The pause between epochs would make small data sets look slow: a run's epochs are longer.
         timed = time_together(trial, patience, with_epoch_ends=False)
         if timed.trouble is not None:
             raise timed.trouble
