@@ -88,6 +88,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["export", "run/best.pt", "q.onnx", "--store", "store", "--split", "val"]),
         Case(["config", "migrate", "config.yaml", "none/new.yaml"]),
         Case(["monitor", "--interval", "0", "--once"]),
+        Case(["monitor", "none/none", "--once"]),
         Case(["inspect", "table.csv", "--html", "empty"]),
         Case(["inspect", "table.csv", "--html", "none/none/x.html"]),
         Case(["inspect", "table.csv", "--html", "table.csv"]),
@@ -242,7 +243,7 @@ COMMANDS: dict[str, list[Case]] = {
     "runs": [
         Case(["report", "none/none"]),
         Case(["report", "empty"]),
-        Case(["monitor", "none/none", "--once"]),
+        Case(["monitor", "table.csv", "--once"]),
         Case(["report", "told", "--png", "table.csv"]),
     ],
     "monitor.py": [

@@ -290,9 +290,6 @@ PYTHON: dict[str, list[Case]] = {
     ),
     "train": _refused(
         TRAINING,
-        "TrainSettings(precision='x')",
-        "TrainSettings(clip_norm=-1)",
-        "TrainSettings(accumulation_steps=0)",
         "Checkpoints('c', keep_last=0)",
         "Accumulation(nominal=0)",
         "window.add(4)",
@@ -521,6 +518,16 @@ PYTHON: dict[str, list[Case]] = {
     ],
     "config": [
         Case("parse_config('data: 3')", "from stoker.config import parse_config", at="data: 3"),
+        *(
+            Case(wrong, "from stoker import TrainSettings")
+            for wrong in (
+                "TrainSettings(precision='x')",
+                "TrainSettings(clip_norm=-1)",
+                "TrainSettings(accumulation_steps=0)",
+                "TrainSettings(nothing_like_it=3)",
+            )
+        ),
+        Case("TrainSettings(epoch=3)", "from stoker import TrainSettings", at="epoch=3"),
     ],
     "doctor": [
         Case(

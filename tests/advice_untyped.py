@@ -10,7 +10,7 @@ UNTYPED: dict[str, str] = {
     "bounds.py: f\"{command('df', '-h', folder)}, then free some space\"": "needs a disk without room or write permission",
     "cli/renamed.py: 'python benchmarks/augment.py --part workers'": "measures for minutes; test_augment_bench.py runs it at a small size",
     "cli/renamed.py: command('python', '-m', 'docs_build.pictures', *context.args)": "test_augment_preview.py draws the same pictures",
-    "cli/outputs.py: command('ls', '-ld', path.parent)": "needs a folder without write permission, and root may write everywhere",
+    "cli/options.py: command('ls', '-ld', path.parent)": "needs a folder without write permission, and root may write everywhere",
     "cli/plan.py: '--ram 32GB'": "needs a machine that does not say how much RAM it has",
     "cli/train.py: 'leave --gpus out'": "needs processes that torchrun has started",
     "compat/basics.py: 'buffer = allocator.alloc_pinned(host.nbytes).view(host.dtype); buffer.copy_(host)'": "needs a GPU",

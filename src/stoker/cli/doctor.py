@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.config import SetOption, StoreOption
+from stoker.cli.options import DeviceOption, SetOption, StoreOption, require_output
 from stoker.cli.terminal import make_console, print_json, styled
-from stoker.cli.train import DeviceOption
 from stoker.errors import EXIT_INTERRUPTED
 from stoker.strict_json import json_text
 
@@ -99,7 +98,6 @@ def doctor(
 
     Give a config of stoker's own, or any command behind two dashes: it runs unmodified.
     """
-    from stoker.cli.outputs import require_output
     from stoker.cli.trace import require_trace
     from stoker.errors import InputError
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.options import JsonOption, require_output
 from stoker.cli.pack import Fields, Group, Rows
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command
@@ -42,13 +43,10 @@ def inspect(
     fields: Fields = None,
     group: Group = None,
     rows: Rows = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check every value of a file or store; exit code 3 if the quality gate would refuse the data."""
     from stoker.address import shown
-    from stoker.cli.outputs import require_output
     from stoker.cli.progress import Bar
     from stoker.errors import EXIT_REFUSED
     from stoker.store.plain import Selection

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from stoker.cli.options import JsonOption
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command
 
@@ -52,7 +53,6 @@ Repair = Annotated[
         help="Repair of the features: clip, robust, asinh, fill, min-denominator:...; repeatable.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Out = Annotated[Path, typer.Argument(help="Folder of the store.", show_default=False)]
 Fields = Annotated[
     str | None,
@@ -87,7 +87,7 @@ def arrays(
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
     repair: Repair = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack numpy or HDF5 arrays of equal length, each as one field."""
     from stoker.sources.arrays import ArraysSource
@@ -117,7 +117,7 @@ def table(
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
     repair: Repair = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack rows of CSV or Parquet files as one float32 table."""
     from stoker.sources.tables import TableSource
@@ -142,7 +142,7 @@ def images(
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack class folders of images as uint8, decoded and resized once."""
     from stoker.sources.images import ImagesSource, parse_size
@@ -166,7 +166,7 @@ def segmentation(
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack images and their masks as uint8, resized once (masks by nearest)."""
     from stoker.sources.images import SegmentationSource, parse_size
@@ -233,7 +233,7 @@ def bars(
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack bars of several timeframes: each bar once, each sample a few end indices, no look-ahead."""
     from stoker.sources.bars import BarsSource, parse_windows
@@ -299,7 +299,7 @@ def massspec(
     force_recreate: Force = False,
     on_bad: OnBad = "quarantine",
     bad_budget: Budget = "10%",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack a spectrum library and its molecules: spectra, graphs, fingerprints, groups."""
     from stoker.sources.massspec import MassSpecSource

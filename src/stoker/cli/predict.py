@@ -12,9 +12,8 @@ from typing import Annotated
 
 import typer
 
+from stoker.cli.options import DeviceOption, JsonOption, StoreArgument
 from stoker.cli.terminal import echo, print_json
-from stoker.cli.train import DeviceOption
-from stoker.cli.verify import StoreArgument
 
 CheckpointArgument = Annotated[
     Path,
@@ -33,9 +32,7 @@ def predict(
         int, typer.Option("--batch-size", min=1, help="Samples per forward pass.")
     ] = 256,
     device: DeviceOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write the model's prediction for every sample to a parquet file."""
     from stoker.cli.progress import Bar

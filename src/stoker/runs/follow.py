@@ -1,4 +1,4 @@
-"""A run that is going on, followed: what it does now, read from what was added to its logs.
+"""Follow a run while it trains, by reading the lines that are added to its logs.
 
 Enters: a run's folder, also one that does not exist yet. Leaves: a `RunNow` at every look. Costs one `stat`
 per file and look, and parsing what is new; at the first look the last 256 kB of each file are read.
@@ -25,7 +25,7 @@ _FIRST_BYTES, _HEAD_BYTES = 1 << 18, 1 << 16
 
 @dataclass(frozen=True)
 class RunNow:
-    """What a run does. None: not known, or not yet.
+    """The state of a run. None: unknown, or not yet known.
 
     Attributes:
         folder: Of the run.
@@ -64,7 +64,7 @@ class RunNow:
 
 
 class LogTail:
-    """What was added to a log since the last look; a line that is not whole yet waits for its end.
+    """Reads the lines added to a log since the last look; an incomplete last line is kept for the next look.
 
     Args:
         path: The log; it may appear later, and may be replaced.
@@ -86,7 +86,7 @@ class LogTail:
                 if status.st_ino != self._file_id or status.st_size < self._offset:
                     self._file_id, self._rest = status.st_ino, b""
                     self._offset = max(0, status.st_size - self._first_bytes)
-                    # What the run is stands at its beginning; the torn end of this piece is no event.
+                    # The config is at the beginning of a log. This piece ends within a line, which is skipped.
                     self._rest = file.read(min(self._offset, _HEAD_BYTES)) + b"\n"
                 if status.st_size == self._offset:
                     return []
@@ -131,7 +131,7 @@ class RunFollower:
         self._epoch_seconds: list[float] = []
 
     def look(self) -> RunNow:
-        """Return how the run stands."""
+        """Return the state of the run."""
         # Notes of the telemetry are about readings; the monitor takes its own.
         readings = [line for line in self._telemetry.read() if line.event != "note"]
         lines = sorted(self._log.read() + readings, key=lambda line: line.time)
@@ -190,7 +190,7 @@ class RunFollower:
 
 
 def _told_by(line: LogLine) -> Mapping[str, Any]:
-    """Return what an event says about how a run stands."""
+    """Return the values of a `RunNow` that an event changes."""
     values = line.values
     if line.event == "telemetry":
         return dict(_from_telemetry(as_mapping(values.get("run"))))

@@ -101,7 +101,7 @@ def run_folder_of(path: str | Path) -> Path:
 
 
 def _read_lines(path: Path, problems: list[str]) -> list[LogLine]:
-    """Return the events of a log; what is no event is counted, not refused."""
+    """Return the events of a log; lines that are not events are counted and left out."""
     try:
         raw = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
@@ -255,7 +255,7 @@ def _findings(path: Path, problems: list[str]) -> tuple[Mapping[str, Any], ...]:
         return ()
 
 
-# -- how it stands -------------------------------------------------------------------------------
+# -- state ---------------------------------------------------------------------------------------
 
 
 def _judge(
@@ -303,14 +303,14 @@ def read_settings(config: Mapping[str, Any], part: str = "settings") -> dict[str
 
 
 def is_going(holder: Holder | None, age_seconds: float | None) -> bool:
-    """Whether somebody works on a run; one on another host is believed while its log grows."""
+    """Whether a process trains the run; one on another host counts while the log grows."""
     if holder is None or holder[2] is not None:
         return holder is not None and bool(holder[2])
     return age_seconds is not None and age_seconds < _SILENT_SECONDS
 
 
 def lock_holder(folder: Path) -> Holder | None:
-    """Return (process, host, whether it is alive) of who works on a run; None when nobody does.
+    """Return (process, host, whether it is alive) of the process that trains a run, or None.
 
     Alive is None for a process on another host. Does not take the lock, not even for a moment.
     """
