@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,7 +34,7 @@ from stoker.train.foreign_position import ForeignPosition
 from stoker.train.ranks import Ranks, as_ranks, check_alike
 
 Unpack = Callable[[Any], tuple[Any, Any]]
-_SHARED = ("num_samples", "order", "seed", "drop_last", "batch_size", "chunks")
+_SHARED = ("num_samples", "order", "seed", "drop_last", "batch_size", "chunks", "weights")
 _PAIRS = (("features", "targets"), ("images", "masks"), ("images", "labels"))
 
 
@@ -139,6 +140,9 @@ class Feed:
         self._ranks = ranks or Ranks()
         self.device = device
         self.is_stoker = isinstance(loader, Loader)
+        pair = loader.as_tuple if self.is_stoker else None
+        if unpack is None and isinstance(pair, tuple) and len(pair) == 2:
+            self.given_unpack = self.unpack = itemgetter(*pair)
         self._augmentation = augmentation
         self._position = ForeignPosition(
             loader.loader if isinstance(loader, Prefetcher) else loader
@@ -275,7 +279,12 @@ class Feed:
     def __iter__(self) -> Iterator[Work]:
         """Yield the remaining work of the loader's epoch."""
         yield from map(self._retry, list(self._failed))
-        for batch in self.loader if self.is_stoker else self._counted(self._foreign_batches()):
+        batches = (
+            self.loader.remaining_batches()
+            if self.is_stoker
+            else self._counted(self._foreign_batches())
+        )
+        for batch in batches:
             self._failed.append(batch)
             work = self.make_work(batch)
             self._take()
