@@ -124,6 +124,12 @@ def check_images(images: object) -> Tensor:
             "(batch, channels, height, width)",
             "images.unsqueeze(0) for one image, images.permute(0, 3, 1, 2) for NHWC arrays",
         )
+    if images.shape[-1] in (1, 3, 4) and min(images.shape[1:3]) > 16:
+        raise InputError(
+            f"images of shape {tuple(images.shape)}: channels last (HWC).",
+            "(batch, channels, height, width)",
+            "images.permute(0, 3, 1, 2)",
+        )
     if images.dtype not in IMAGE_DTYPES:
         raise InputError(
             f"images of dtype {images.dtype}.",

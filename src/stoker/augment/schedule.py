@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from stoker.augment.compose import Compose, Params
-from stoker.augment.philox import check_state, make_counter
+from stoker.augment.philox import check_counter
+from stoker.augment.position import check_state
 from stoker.errors import InputError
 
 Tensor = torch.Tensor
@@ -57,7 +58,7 @@ class ProgressiveAugmentation:
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Make the next draw that of (epoch, step), and select the stage of that epoch."""
-        make_counter(0, epoch, step)  # raises before the stage is looked for
+        check_counter(0, epoch, step)  # raises before the stage is looked for
         due = self.stages[max(start for start in self.stages if start <= epoch)]
         due.seek(epoch, step)
         self.generation += due is not self.current
