@@ -207,6 +207,11 @@ class Op:
     opcode: ClassVar[Opcode | None] = None
     is_fixed: ClassVar[bool] = False
 
+    @property
+    def reads_outside(self) -> bool:
+        """Whether the result can have pixels from outside of the image, which masks mark with the ignore index."""
+        return False
+
     def __post_init__(self) -> None:
         if hasattr(self, "p"):
             name = type(self).__name__

@@ -102,6 +102,11 @@ class RandomRotation(Op):
         turn = span(cast(Range, self.degrees), -RADIANS)
         return [*centre_of(size), *turn, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
+    @property
+    def reads_outside(self) -> bool:
+        """Whether corners come from outside of the image."""
+        return not self.idle()
+
     def idle(self) -> bool:
         """Return whether every angle is 0."""
         return self.p == 0.0 or self.degrees == (0.0, 0.0)
@@ -157,6 +162,11 @@ class RandomAffine(Op):
             -lean_y,
             2 * lean_y,
         ]
+
+    @property
+    def reads_outside(self) -> bool:
+        """Whether corners come from outside of the image."""
+        return not self.idle()
 
     def idle(self) -> bool:
         """Return whether every matrix is the identity."""
@@ -303,6 +313,11 @@ class RandomCrop(Op):
         height, width = self.out_size(size)
         free = [size[1] + 2 * self.padding - width + 1, size[0] + 2 * self.padding - height + 1]
         return [-self.padding, -self.padding, *free]
+
+    @property
+    def reads_outside(self) -> bool:
+        """Whether the padding is not part of the image."""
+        return self.padding > 0 and not self.reflects
 
     @property
     def reflects(self) -> bool:

@@ -44,6 +44,11 @@ class _Policy(Stage):
     moves = True
     wide: ClassVar[bool]
 
+    @property
+    def reads_outside(self) -> bool:
+        """Whether pixels come from outside of the image: shears, shifts and rotations do."""
+        return True
+
     def strengths(self, level: Tensor, size: tuple[int, int]) -> Tensor:
         """Return the strength of every op of `NAMES` at levels from 0 to 1: float `(B, 14)`."""
         height, width = size

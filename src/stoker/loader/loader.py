@@ -29,7 +29,7 @@ from stoker.loader.background import JANITOR
 from stoker.loader.batch import Batch, IndexBatch, IndexTable
 from stoker.loader.columns import check_samples, column_facts, digest_samples, make_columns
 from stoker.loader.elastic import Cut, ElasticEpoch, ResumePoint, find_resume_point, save_state
-from stoker.loader.gather import Assembler, Augments
+from stoker.loader.gather import Assembler, Augments, check_ids
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import (
     EpochOrder,
@@ -178,6 +178,7 @@ class Loader:
         num_slots = 1 if chunks is None else max(local.num_slots, self._order.most_chunks_per_batch)
         self._ring = ScatteredRing(self.columns, chunks or whole, num_slots, self._home)
         self.ring_number = 0
+        check_ids(augment, self.tier)
         self.augment = augment
         self._assembler = Assembler(self.columns, self._ring.tensors, augment)
         ordered = self._home.type == "cpu" and not self._resident
@@ -672,6 +673,7 @@ class Loader:
     def use_augmentation(self, augment: Augments | None) -> None:
         """Augment from the next batch on; None stops it."""
         self._check_open()
+        check_ids(augment, self.tier)
         self._assembler = Assembler(self.columns, self._ring.tensors, augment)
         self.augment = augment
         self._seek_augment()

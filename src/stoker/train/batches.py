@@ -123,6 +123,11 @@ class Feed:
         self.unpack = unpack or unpack_by_name
         self.is_stoker = isinstance(loader, Loader)
         self.augmentation = augmentation
+        self.has_masks = self.is_stoker and any(
+            values.name == "masks" for column in loader.columns for values in column.values
+        )
+        # Called before masks are first augmented: the loss must accept what is written in them.
+        self.on_masks: Callable[[], None] | None = None
         self._position = ForeignPosition(
             loader.loader if isinstance(loader, Prefetcher) else loader
         )
@@ -306,6 +311,9 @@ class Feed:
             return Work(inputs, targets, count, places, batch, num_together=together)
         inputs, targets = self.unpack(map_tensors(self._bring, batch))
         if self.augmentation is not None:
+            if self.on_masks is not None and _are_masks(targets):
+                self.on_masks()
+                self.on_masks = None
             inputs, targets = _augment(self.augmentation, inputs, targets)
         count = _count_samples(inputs, targets)
         together = int(self._ranks.total(count)[0]) if self._shares_epoch else None
@@ -506,8 +514,15 @@ def _count_samples(inputs: Any, targets: Any) -> int:
     return count
 
 
+def _are_masks(targets: Any) -> bool:
+    """Return whether targets are masks: whole numbers with a height and a width."""
+    return (
+        isinstance(targets, torch.Tensor) and targets.dim() >= 3 and not targets.is_floating_point()
+    )
+
+
 def _augment(augmentation: Augments, inputs: Any, targets: Any) -> tuple[Any, Any]:
-    if isinstance(targets, torch.Tensor) and targets.dim() >= 3 and not targets.is_floating_point():
+    if _are_masks(targets):
         return tuple(augmentation(inputs, targets))
     return augmentation(inputs), targets
 
