@@ -94,7 +94,7 @@ def shown_size(size: tuple[int, int]) -> tuple[int, int]:
     return max(1, round(size[0] * factor)), max(1, round(size[1] * factor))
 
 
-def _image_files(path: Path) -> list[Path]:
+def _image_files(path: Path, *, by_class: bool = True) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -104,7 +104,7 @@ def _image_files(path: Path) -> list[Path]:
             look_in(path.parent),
         )
     files = _images_in(path)
-    if not files:
+    if not files and by_class:
         # Class folders, as `stoker pack images` takes them: the first image of each class, then the second, ...
         classes = [_images_in(each) for each in sorted(path.iterdir()) if each.is_dir()]
         rounds = itertools.zip_longest(*classes)
@@ -138,7 +138,7 @@ def _mask_files(files: Sequence[Path], masks: Path | None) -> dict[Path, Path]:
                 f"--masks {quoted(masks.parent)}",
             )
         return {files[0]: masks}
-    there = {each.stem: each for each in _image_files(masks)}
+    there = {each.stem: each for each in _image_files(masks, by_class=False)}
     missing = [file for file in files if file.stem not in there]
     if missing:
         raise InputError(
