@@ -22,6 +22,7 @@ import torch
 import xxhash
 from torch.utils.data.distributed import DistributedSampler
 
+from stoker.augment.guard import check_loss
 from stoker.errors import InputError
 from stoker.loader.batch import Batch, IndexBatch
 from stoker.loader.gather import Augments
@@ -123,11 +124,7 @@ class Feed:
         self.unpack = unpack or unpack_by_name
         self.is_stoker = isinstance(loader, Loader)
         self.augmentation = augmentation
-        self.has_masks = self.is_stoker and any(
-            values.name == "masks" for column in loader.columns for values in column.values
-        )
-        # Called before masks are first augmented: the loss must accept what is written in them.
-        self.on_masks: Callable[[], None] | None = None
+        self._unchecked_loss: Any = None
         self._position = ForeignPosition(
             loader.loader if isinstance(loader, Prefetcher) else loader
         )
@@ -311,9 +308,9 @@ class Feed:
             return Work(inputs, targets, count, places, batch, num_together=together)
         inputs, targets = self.unpack(map_tensors(self._bring, batch))
         if self.augmentation is not None:
-            if self.on_masks is not None and _are_masks(targets):
-                self.on_masks()
-                self.on_masks = None
+            if self._unchecked_loss is not None and _are_masks(targets):
+                check_loss(self._unchecked_loss, self.augmentation)
+                self._unchecked_loss = None
             inputs, targets = _augment(self.augmentation, inputs, targets)
         count = _count_samples(inputs, targets)
         together = int(self._ranks.total(count)[0]) if self._shares_epoch else None
@@ -321,6 +318,14 @@ class Feed:
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
+
+    def expect_loss(self, criterion: Any) -> None:
+        """Check that a loss accepts what the augmentation writes in masks: now, or before the first batch of them."""
+        self._unchecked_loss = criterion
+        if self.is_stoker:
+            fields = {values.name for column in self.loader.columns for values in column.values}
+            if "masks" in fields:
+                check_loss(criterion, self.augmentation or self.loader.augment)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, its sampler and its augmentation which epoch comes next.

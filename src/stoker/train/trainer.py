@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from stoker.augment.guard import check_loss
 from stoker.errors import InputError
 from stoker.loader.slabs import usable_device
 from stoker.report import Note, Progress, Silent, Topic
@@ -193,10 +192,7 @@ class Trainer:
             gpu_augmentation.load_state_dict(drawn | {"stream": self.ranks.rank})
         self._train = Feed(train_loader, self.device, unpack, gpu_augmentation, self.ranks)
         self._train.check_ranks()
-        drawn = gpu_augmentation or getattr(train_loader, "augment", None)
-        self._train.on_masks = lambda: check_loss(self.criterion, drawn)
-        if self._train.has_masks:
-            self._train.on_masks()
+        self._train.expect_loss(self.criterion)
         if val_loader is not None and val_loader is train_loader and self._train.is_stoker:
             raise InputError(
                 "one Loader was given for training and for validation.",
