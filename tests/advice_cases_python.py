@@ -27,7 +27,7 @@ def namespace() -> dict[str, Any]:
     }  # fmt: skip
 
 
-IMAGES = "from stoker import GPUAugmentation, MinimalGPUAugmentation, StrongGPUAugmentation; from stoker.augment import *; from stoker.augment.ops import *; import stoker.augment as A; images = torch.zeros(2, 3, 8, 8)"
+IMAGES = "from stoker import GPUAugmentation, MinimalGPUAugmentation, StrongGPUAugmentation; from stoker.augment import *; from stoker.augment.ops import *; import stoker.augment as A; from types import SimpleNamespace; function = function_for_masks = lambda values, u: values; images = torch.zeros(2, 3, 8, 8)"
 PICTURES = (
     IMAGES
     + "; compose = Compose([RandomHorizontalFlip()]); params = compose.draw(2, (8, 8), 3, images.device); other = compose.draw(2, (9, 9), 3, images.device); "
@@ -171,6 +171,17 @@ PYTHON: dict[str, list[Case]] = {
         "ProgressiveAugmentation({1: make_preset('minimal')})",
         "ProgressiveAugmentation({0: make_preset('minimal'), -1: make_preset('minimal')})",
         "ProgressiveAugmentation({0: 3})",
+        "RandomCrop(4, padding=1, padding_mode='x')",
+        "Compose([RandomCrop(8, padding=8, padding_mode='reflect')])(images)",
+        "Function(function, phase='x')",
+        "Function(3)",
+        "RandAugment(num_ops=0)",
+        "RandAugment(magnitude=99)",
+        "RandAugment(num_magnitude_bins=0)",
+        "RandAugment(num_magnitude_bins=0.5)",
+        "RandAugment(num_ops=0.5)",
+        "RandAugment(magnitude=0.5)",
+        "TrivialAugment(num_magnitude_bins=0)",
     )
     + _refused(
         PICTURES,
@@ -205,6 +216,36 @@ PYTHON: dict[str, list[Case]] = {
             at="compose(images / 0); compose.check()",
         ),
         Case("MixUp(0.2, 10)(images, targets)", PICTURES + "targets = [0, 1]"),
+        Case(
+            "compose(images)",
+            PICTURES + "compose = Compose([AlternatingFlip()]); indices = torch.arange(2)",
+        ),
+        Case(
+            "compose(images, ids=indices)",
+            PICTURES + "compose = Compose([AlternatingFlip()]); indices = [0, 1]",
+            at="indices",
+        ),
+        Case("compose(images)", PICTURES + "images = torch.zeros(2, 32, 32, 3)", at="images"),
+        Case(
+            "Compose.from_torchvision(3)",
+            PICTURES
+            + "v2 = SimpleNamespace(Compose=list, RandomHorizontalFlip=type('RandomHorizontalFlip', (), {'p': 0.5}))",
+        ),
+        Case(
+            "Compose.from_torchvision([3])",
+            PICTURES
+            + "v2 = SimpleNamespace(Compose=list, RandomHorizontalFlip=type('RandomHorizontalFlip', (), {'p': 0.5}))",
+        ),
+        Case(
+            "Compose([Function(function, phase='geometry')])(images, masks)",
+            PICTURES + "masks = torch.zeros(2, 8, 8).long()",
+            into="Compose",
+        ),
+        Case(
+            "A.guard.check_loss(torch.nn.CrossEntropyLoss(), Compose([RandomRotation(9)]))",
+            PICTURES + "import stoker.augment.guard",
+            at="torch.nn.CrossEntropyLoss()",
+        ),
         Case("MixUp(0.2, num_classes=2)(images, labels)", PICTURES, into="MixUp"),
     ]
     + _refused(

@@ -5,6 +5,10 @@
 """
 
 UNTYPED: dict[str, str] = {
+    "augment/compose.py: 'RandomHorizontalFlip()'": "needs a DataLoader worker; test_augment_workers.py has one",
+    "augment/compose.py: f'ids.to({str(device)!r})'": "needs a GPU",
+    "augment/position.py: \"compose.load_state_dict(compose.state_dict() | {'stream': rank})\"": "needs another process; test_augment_workers.py types it there",
+    "loader/gather.py: 'RandomHorizontalFlip()'": "needs data that is not resident; test_augment_masks.py has some",
     "augment/fused.py: 'backend=\"torch\", which has float64 too'": "needs a GPU",
     "augment/guard.py: f'{name}.to({str(other.device)!r})'": "needs a GPU",
     "bounds.py: f\"{command('df', '-h', folder)}, then free some space\"": "needs a disk without room or write permission",

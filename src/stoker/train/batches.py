@@ -23,6 +23,7 @@ import torch
 import xxhash
 from torch.utils.data.distributed import DistributedSampler
 
+from stoker.augment.guard import check_loss
 from stoker.errors import InputError
 from stoker.loader.batch import Batch, IndexBatch
 from stoker.loader.gather import Augments
@@ -144,6 +145,7 @@ class Feed:
         if unpack is None and isinstance(pair, tuple) and len(pair) == 2:
             self.given_unpack = self.unpack = itemgetter(*pair)
         self._augmentation = augmentation
+        self._unchecked_loss: Any = None
         self._position = ForeignPosition(
             loader.loader if isinstance(loader, Prefetcher) else loader
         )
@@ -356,6 +358,9 @@ class Feed:
             return Work(inputs, targets, count, places, batch, num_together=together)
         inputs, targets = self.unpack(map_tensors(self._bring, batch))
         if self.augmentation is not None:
+            if self._unchecked_loss is not None and _are_masks(targets):
+                check_loss(self._unchecked_loss, self.augmentation)
+                self._unchecked_loss = None
             inputs, targets = _augment(self.augmentation, inputs, targets)
         count = _count_samples(inputs, targets)
         together = int(self._ranks.total(count)[0]) if self._shares_epoch else None
@@ -363,6 +368,14 @@ class Feed:
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
+
+    def expect_loss(self, criterion: Any) -> None:
+        """Check that a loss accepts what the augmentation writes in masks: now, or before the first batch of them."""
+        self._unchecked_loss = criterion
+        if self.is_stoker:
+            fields = {values.name for column in self.loader.columns for values in column.values}
+            if "masks" in fields:
+                check_loss(criterion, self.augmentation or self.loader.augment)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, its sampler and its augmentation which epoch comes next.
@@ -563,8 +576,15 @@ def _count_samples(inputs: Any, targets: Any) -> int:
     return count
 
 
+def _are_masks(targets: Any) -> bool:
+    """Return whether targets are masks: whole numbers with a height and a width."""
+    return (
+        isinstance(targets, torch.Tensor) and targets.dim() >= 3 and not targets.is_floating_point()
+    )
+
+
 def _augment(augmentation: Augments, inputs: Any, targets: Any) -> tuple[Any, Any]:
-    if isinstance(targets, torch.Tensor) and targets.dim() >= 3 and not targets.is_floating_point():
+    if _are_masks(targets):
         return tuple(augmentation(inputs, targets))
     return augmentation(inputs), targets
 

@@ -140,6 +140,7 @@ class Trainer(Configured, Resumable):
         self._train = Feed(train_loader, self.device, unpack, gpu_augmentation, self.ranks)
         self._train.check_ranks()
         self._draw_apart()
+        self._train.expect_loss(self.criterion)
         if val_loader is not None and val_loader is train_loader and self._train.is_stoker:
             raise InputError(
                 "one Loader was given for training and for validation.",
