@@ -552,7 +552,7 @@ training: {{epochs: 400, batch_size: 48, precision: fp32, checkpoint_every_steps
 """
 
 
-def children_of(process: subprocess.Popen) -> list[psutil.Process]:
+def children_of(process: warm_stoker.Started) -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process(process.pid).children(recursive=True)
@@ -565,21 +565,31 @@ def test_a_killed_rank_is_named_the_run_starts_again_and_goes_on(folder, tmp_pat
     config = tmp_path / "c.yaml"
     config.write_text(CONFIG.format(store=folder / "tabular"))
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    command = [sys.executable, "-m", "stoker", "train", "--config", str(config), "--run-dir", str(run_dir),
-               "--gpus", "2", "--device", "cpu", "--max-restarts", "2"]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
-        try:
-            wait_for(lambda: list(run_dir.glob("step-*.pt")), 120)
-            victim = children_of(process)[1]
-            victim.send_signal(signal.SIGKILL)
-            wait_for(lambda: "resumed at epoch" in log.read_text(), 120)
-            wait_for(lambda: log.read_text().count("recipe tabular on cpu") == 2, 30)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, log.read_text()
-        finally:
-            process.kill()
+    words = [
+        "train",
+        "--config",
+        config,
+        "--run-dir",
+        run_dir,
+        "--gpus",
+        "2",
+        "--device",
+        "cpu",
+        "--max-restarts",
+        "2",
+    ]
+    log.touch()
+    process = warm_stoker.Started(words, environment=os.environ | {"OMP_NUM_THREADS": "1"}, log=log)
+    try:
+        wait_for(lambda: list(run_dir.glob("step-*.pt")), 120)
+        victim = children_of(process)[1]
+        victim.send_signal(signal.SIGKILL)
+        wait_for(lambda: "resumed at epoch" in log.read_text(), 120)
+        wait_for(lambda: log.read_text().count("recipe tabular on cpu") == 2, 30)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
+    finally:
+        process.close()
     told = log.read_text()
     assert "was ended by SIGKILL: starting again from the latest checkpoint (1 of 2)" in told
     assert f"process {victim.pid}, " in told, told

@@ -99,7 +99,11 @@ def _run_beside(asked: dict, main) -> None:
     os.setsid()
     tty = asked["beside"].get("tty")
     names = [tty] * 3 if tty else [os.devnull, asked["beside"]["out"], asked["beside"]["err"]]
-    flags = [os.O_RDWR | os.O_NOCTTY] * 3 if tty else [os.O_RDONLY, os.O_WRONLY, os.O_WRONLY]
+    flags = (
+        [os.O_RDWR | os.O_NOCTTY] * 3
+        if tty
+        else [os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT | os.O_APPEND] * 2]
+    )
     streams = [os.open(name, flag) for name, flag in zip(names, flags, strict=True)]
     status = os.open(asked["beside"]["status"], os.O_WRONLY)
     pid = os.fork()
@@ -174,10 +178,11 @@ def _asked(words, folder, environment, script) -> dict:
 class Started:
     """A command that runs while its test goes on, with what a `Popen` has: signals reach it by its number.
 
-    Its output comes as text; with a `tty`, the name of a terminal, that is all three streams, and there are none.
+    Its output comes as text. With a `tty`, the name of a terminal, that is all three streams; with a `log`, a file,
+    both outputs go there: there are none to read here then.
     """
 
-    def __init__(self, words, folder=None, environment=None, script="", tty="", warned=()):
+    def __init__(self, words, folder=None, environment=None, script="", tty="", warned=(), log=""):
         self._folder = tempfile.TemporaryDirectory(prefix="stoker-warm-")
         self.returncode: int | None = None
         paths = {name: str(Path(self._folder.name, name)) for name in ("out", "err", "status")}
@@ -185,9 +190,12 @@ class Started:
             os.mkfifo(path)
         # Open for writing too, so that it has no end before the keeper has opened it.
         self._status = open(os.open(paths["status"], os.O_RDWR), "rb", buffering=0)  # noqa: SIM115, PTH123
+        elsewhere = tty or log
         self.stdout, self.stderr = (
-            (None, None) if tty else map(_reader, (paths["out"], paths["err"]))
+            (None, None) if elsewhere else map(_reader, (paths["out"], paths["err"]))
         )
+        if log:
+            paths |= {"out": str(log), "err": str(log)}
         beside = {**paths, "tty": str(tty)}
         server = shared()
         asked = _asked([*map(str, words)], folder, environment, script)
