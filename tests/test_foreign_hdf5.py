@@ -198,6 +198,26 @@ def test_a_matrix_stored_by_columns_is_refused(tmp_path):
     assert "tocsr" in caught.value.fix
 
 
+def test_other_matrices_by_columns_are_left_aside(tmp_path):
+    with h5py.File(anndata(tmp_path / "x.h5ad"), "r+") as file:
+        csr(file.create_group("layers/scaled"), np.eye(30), "csc_matrix")
+    with open_store(tmp_path / "x.h5ad") as store:
+        assert "stored by columns" in store.left_aside("layers/scaled/data")
+        assert "X/data" in store.fields
+
+
+def test_one_of_several_matrices_is_chosen_by_its_group(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        for name in ("human", "mouse"):
+            csr(file.create_group(name), COUNTS)
+            file[f"{name}/shape"] = np.array([8, 30])
+    with pytest.raises(StoreError, match="several sparse matrices") as caught:
+        open_store(tmp_path / "x.h5")
+    assert caught.value.fix.endswith("--group human")
+    with open_store(tmp_path / "x.h5", group="mouse") as store:
+        assert store.read_values("data", 2).sum() == COUNTS[2].sum()
+
+
 def test_a_file_of_tables_says_so(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["particles"] = np.zeros(9, [("x", "f4"), ("mass", "f8")])
