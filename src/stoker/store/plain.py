@@ -22,7 +22,7 @@ import h5py
 import numpy as np
 
 from stoker import bounds
-from stoker.display import command, nearest, quoted
+from stoker.display import command, nearest
 from stoker.errors import StoreError
 from stoker.store.foreign import Foreign, OwnRows, find_sparse, own_rows, recognise
 from stoker.store.hdf5 import check_claims, has_fill, is_written, named_damage, open_hdf5
@@ -217,7 +217,7 @@ def _chosen_fields(
         raise StoreError(
             f"{path} has no numeric array {unknown[0]!r}.",
             f"one of {_listed(known)}",
-            _advice(path, chosen, "--fields", quoted(near), f"fields=[{near!r}]"),
+            _advice(path, chosen, "fields", [near]),
         )
     counts = {name: lengths[known[name]] for name in chosen.fields}
     if chosen.rows is not None:
@@ -228,7 +228,7 @@ def _chosen_fields(
         raise StoreError(
             f"{path}: the chosen arrays have different numbers of rows: {counts}.",
             "arrays with the same number of rows",
-            _advice(path, chosen, "--fields", quoted(",".join(same)), f"fields={same!r}"),
+            _advice(path, chosen, "fields", same),
         )
     return [known[name] for name in dict.fromkeys(chosen.fields)]
 
@@ -252,20 +252,20 @@ def _unclear(
         listed.append(f"and {len(order) - len(listed)} other lengths")
     groups = {name.removeprefix(prefix).partition("/")[0] for name in sizes if "/" in name}
     if not fix:
-        fix = _advice(path, chosen, "--rows", str(order[0]), f"rows={order[0]}")
+        fix = _advice(path, chosen, "rows", order[0])
         if len(groups) > 1 and chosen.group is None:
-            fix += f"; or one of the groups, --group {quoted(min(groups))}"
+            fix += f", or {_advice(path, chosen, 'group', min(groups))}"
     return StoreError(f"{path}: {why}.", f"one first dimension; here are {'; '.join(listed)}", fix)
 
 
-def _advice(path: Path, chosen: Selection, option: str, value: str, python: str) -> str:
-    """Return what to type in a shell, and in Python where `open_store` takes the file."""
-    group = [] if chosen.group is None else ["--group", chosen.group]
-    inside = "" if chosen.group is None else f"group={chosen.group!r}, "
-    shell = f"{command('stoker', 'inspect', path, *group)} {option} {value}"
+def _advice(path: Path, chosen: Selection, option: str, value: object) -> str:
+    """Return a choice to type: in Python where `open_store` takes the file, and in a shell."""
+    group = () if chosen.group is None else ("--group", chosen.group)
+    listed = ",".join(value) if isinstance(value, list) else value
+    shell = command("stoker", "inspect", path, *group, f"--{option}", listed)
     if path.suffix.lower() in (".npz", ".npy"):
         return shell
-    return f"{shell}, or open_store({str(path)!r}, {inside}{python})"
+    return f"{option}={value!r}, or {shell}"
 
 
 def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
@@ -303,7 +303,7 @@ def group_prefix(path: Path, group: str, names: Mapping[str, int]) -> str:
     raise StoreError(
         f"{path} has no numeric array in a group {group!r}.",
         f"one of {', '.join(groups)}" if groups else "no group=: the file has no groups",
-        f"group={near!r}, or --group {quoted(near)}" if near else "leave group out",
+        _advice(path, Selection(), "group", near) if near else "leave group out",
     )
 
 
