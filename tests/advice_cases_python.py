@@ -116,6 +116,11 @@ STORE = (
     "time = np.array([1.0, 2.0]); whole = np.array([[1, 2, 3]]); table = np.zeros((5, 3), 'f4'); columns = ['a', 'b', 'c']; "
     "limits = limits_of(TableStats.scan(table[:, :2], columns[:2])); "
 )
+UNEVEN = (
+    STORE
+    + "import h5py; h = h5py.File('uneven.h5', 'w'); h['x'] = np.zeros((9, 3)); h['y'] = np.zeros(9); h['bins'] = np.zeros(4); "
+    "h['deep/z'] = np.zeros(9); h.close()"
+)
 REMOTE = "open_store(f'file://{here}/store').read_rows('features', 0, 2)"
 SOURCES = (
     "from stoker.sources.msp.library import read_msp, split_msp; from stoker.sources.massspec import MassSpecSource; "
@@ -459,6 +464,12 @@ PYTHON: dict[str, list[Case]] = {
     )
     + [
         Case("checked_values(words)", STORE, fill={"values": "words"}),
+        Case("open_store('uneven.h5')", UNEVEN),
+        Case("open_store('uneven.h5', rows=5)", UNEVEN),
+        Case("open_store('uneven.h5', fields=['xx'])", UNEVEN),
+        Case("open_store('uneven.h5', fields=['x', 'bins'])", UNEVEN),
+        Case("open_store('uneven.h5', group='deeq')", UNEVEN),
+        Case("open_store('store', rows=5)", UNEVEN),
         Case(
             "fit_repairs([parse_repair('clip')], whole, columns)", STORE, fill={"values": "whole"}
         ),

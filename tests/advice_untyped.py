@@ -56,6 +56,7 @@ UNTYPED: dict[str, str] = {
     "store/remote_cache.py: f\"{command('fuser', part)} names it\"": "needs a second process that holds a copy for minutes",
     "store/remote_fetch.py: f'{_ENCODE}, which prints a password as it is to be written'": "asks for a password at a terminal",
     "train/batches.py: 'DistributedSampler(dataset, drop_last=True), or stoker.Loader(rank=, world_size=)'": "needs processes that torchrun has started",
+    "store/manifest.py: command('python3', '-c', code)": "needs zarr, which the tests do not install",
     "train/batches.py: f\"Loader(..., device='{want}')\"": "needs a GPU",
     "train/batches.py: f'Loader(..., rank={ranks.rank}, world_size={ranks.world_size})'": "needs processes that torchrun has started",
     "train/batches.py: f'torchrun --nproc-per-node {len(states)}, or stoker.Loader(rank=, world_size=)'": "needs processes that torchrun has started",

@@ -81,7 +81,7 @@ def open_store(
         raise InputError(
             f"{', '.join(given)} with {shown(path)}.",
             "group=, fields= and rows= with a plain HDF5 file; the parts of a store are its splits",
-            f"leave {' and '.join(each.partition('=')[0] for each in given)} out",
+            f"leave {given[0].partition('=')[0]} out",
         )
     folder = path.parent if path.name == "store.json" else path
     store = _open_folder(folder, threads)
@@ -494,7 +494,10 @@ class Store:
         return spans
 
     def _run(self, tasks: list[Task], num_bytes: int) -> None:
-        """Run read tasks; the first failure is raised after all have ended."""
+        """Run read tasks, and raise the first failure after all have ended.
+
+        All are waited for, also after a failure: the caller may free or reuse the buffer as soon as this returns.
+        """
         if len(tasks) < 2 or num_bytes < _INLINE_BYTES or self.threads == 1:
             for task in tasks:
                 task()
