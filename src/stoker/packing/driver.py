@@ -435,7 +435,8 @@ def _accounts(
     if preparation.found is None:
         return []
     kinds = count_kinds(refused)
-    return [Account(preparation.unit, preparation.found, num_samples, kinds, preparation.ignored)]
+    ignored = {**preparation.ignored, **count_kinds(refused, is_asked=True)}
+    return [Account(preparation.unit, preparation.found, num_samples, kinds, ignored)]
 
 
 def _manifest(
