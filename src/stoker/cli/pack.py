@@ -13,6 +13,7 @@ from stoker.display import command, printable
 if TYPE_CHECKING:
     from stoker.packing import PackOptions, PackResult
     from stoker.sources.contract import Source
+    from stoker.sources.tables import TableSource
 
 Word = TypeVar("Word", str, Path)
 
@@ -53,6 +54,53 @@ Repair = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Separator = Annotated[
+    str | None,
+    typer.Option(
+        "--sep",
+        help="Between cells: a character, or comma, semicolon, tab, bar, whitespace [default: found].",
+        show_default=False,
+    ),
+]
+Decimal = Annotated[
+    str | None,
+    typer.Option("--decimal", help="Decimal sign, . or , [default: found].", show_default=False),
+]
+Encoding = Annotated[
+    str | None,
+    typer.Option(
+        "--encoding", help="Of text files, such as cp1252 [default: found].", show_default=False
+    ),
+]
+Header = Annotated[
+    bool | None,
+    typer.Option(
+        "--header/--no-header",
+        help="Whether the first line names the columns [default: found, or asked].",
+        show_default=False,
+    ),
+]
+Drop = Annotated[list[str] | None, typer.Option("--drop", help="Column to leave out; repeatable.")]
+Keep = Annotated[
+    list[str] | None,
+    typer.Option("--keep", help="Take only such columns, and the target; repeatable."),
+]
+Dtype = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dtype",
+        help="NAME=KIND where the values do not say it: number, float64, bool, category, one-hot, codes, date, "
+        "day-first, month-first, seconds; repeatable.",
+    ),
+]
+Missing = Annotated[
+    str,
+    typer.Option(
+        "--missing",
+        help="Missing numbers: stop: refuse them; median or zero: fill them; flag: fill by the median and mark them "
+        "in a column of their own; drop: leave their rows out.",
+    ),
+]
 Out = Annotated[Path, typer.Argument(help="Folder of the store.", show_default=False)]
 
 
@@ -83,12 +131,20 @@ def arrays(
 @app.command()
 def table(
     files: Annotated[
-        list[Path], typer.Argument(help="CSV or Parquet files, then OUT.", show_default=False)
+        list[Path],
+        typer.Argument(
+            help="CSV, Parquet or Feather files, folders or patterns, then OUT.", show_default=False
+        ),
     ],
     target: Annotated[str | None, typer.Option("--target", help="Column to predict.")] = None,
-    drop: Annotated[
-        list[str] | None, typer.Option("--drop", help="Column to leave out; repeatable.")
-    ] = None,
+    drop: Drop = None,
+    keep: Keep = None,
+    dtype: Dtype = None,
+    missing: Missing = "stop",
+    sep: Separator = None,
+    decimal: Decimal = None,
+    encoding: Encoding = None,
+    header: Header = None,
     split: Annotated[
         str | None, typer.Option("--split", help="Shares of train, validation, test in row order.")
     ] = None,
@@ -100,13 +156,49 @@ def table(
     repair: Repair = None,
     as_json: AsJson = False,
 ) -> None:
-    """Pack rows of CSV or Parquet files as one float32 table."""
-    from stoker.sources.tables import TableSource
-
+    """Pack rows of tables: numbers, texts, dates and booleans as one table of numbers."""
     paths, out = _split_out(files)
-    shares = _shares(split) if split else ()
-    source = TableSource(paths, target, tuple(drop or ()), shares)
-    _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget, repair), as_json)
+    source = table_source(
+        paths, target, drop, keep, dtype, missing, sep, decimal, encoding, header,
+        _shares(split) if split else (),
+    )  # fmt: skip
+    fills = {"median": ["fill:median"], "flag": ["fill:median"], "zero": ["fill:0"]}
+    repairs = [*(repair or []), *fills.get(missing, [])]
+    _pack(
+        source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget, repairs), as_json
+    )
+
+
+def table_source(
+    paths: tuple[Path, ...],
+    target: str | None,
+    drop: list[str] | None,
+    keep: list[str] | None,
+    dtype: list[str] | None,
+    missing: str,
+    sep: str | None,
+    decimal: str | None,
+    encoding: str | None,
+    header: bool | None,
+    shares: tuple[float, ...] = (),
+) -> TableSource:
+    """Return the source that the options of `pack table` and `inspect` ask for."""
+    from stoker.errors import InputError
+    from stoker.sources.tables import TableSource, TextOptions, parse_dtypes
+
+    allowed = ("stop", "median", "zero", "flag", "drop")
+    if missing not in allowed:
+        raise InputError(f"--missing is {missing!r}.", ", ".join(allowed), "--missing median")
+    return TableSource(
+        paths,
+        target,
+        tuple(drop or ()),
+        shares,
+        keep=tuple(keep or ()),
+        dtypes=parse_dtypes(dtype or ()),
+        missing={"median": "keep", "zero": "keep"}.get(missing, missing),
+        text=TextOptions(sep, decimal, encoding, header),
+    )
 
 
 @app.command()

@@ -87,6 +87,7 @@ class Column:
         is_aware: Dates carry an offset from UTC.
         has_clock: A `date` has a time of day.
         has_flag: A further column says where the value is missing.
+        without: Columns of `features` that it would give and that the user dropped.
     """
 
     name: str
@@ -97,10 +98,16 @@ class Column:
     is_aware: bool = False
     has_clock: bool = False
     has_flag: bool = False
+    without: tuple[str, ...] = ()
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the columns of `features` that it gives."""
+        return tuple(name for name in self.all_outputs if name not in self.without)
+
+    @property
+    def all_outputs(self) -> tuple[str, ...]:
+        """The same with those that the user dropped."""
         made: tuple[str, ...] = (self.name,)
         if self.kind == "one-hot":
             made = tuple(f"{self.name}={value}" for value in self.values)
@@ -111,12 +118,12 @@ class Column:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for the manifest and for checkpoints."""
-        return {**asdict(self), "values": list(self.values)}
+        return {**asdict(self), "values": list(self.values), "without": list(self.without)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Column:
         """Return the column that `to_json` wrote."""
-        return cls(**{**data, "values": tuple(data["values"])})
+        return cls(**{**data, "values": tuple(data["values"]), "without": tuple(data["without"])})
 
 
 class Unusable(NamedTuple):
@@ -219,7 +226,11 @@ def _find_text_kind(name: str, column: Any, decimal: str) -> Column | Unusable:
     filled = trimmed(column).drop_null()
     if not len(filled):
         return Unusable(name, "holds no value in the rows that were looked at", "drop")
-    counted = filled.value_counts()
+    try:
+        filled.cast(pa.float64())  # the usual case: plain numbers all through
+        return _number_column(name, column, decimal, False)
+    except pa.ArrowInvalid:
+        counted = filled.value_counts()
     texts: list[str] = counted.field("values").to_pylist()
     counts = counted.field("counts").to_numpy(zero_copy_only=False)
     total = len(filled)
@@ -415,6 +426,9 @@ def encode(column: Any, made: Column, decimal: str, faults: MutableMapping[int, 
     if made.has_flag:
         missing = np.isnan(encoded.values).any(axis=1, keepdims=True)
         encoded = encoded._replace(values=np.hstack([encoded.values, missing]))
+    if made.without:
+        kept = [name not in made.without for name in made.all_outputs]
+        encoded = encoded._replace(values=encoded.values[:, kept])
     return encoded
 
 

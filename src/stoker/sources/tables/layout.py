@@ -15,14 +15,14 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from stoker.display import command, quoted
 from stoker.errors import InputError, SourceError
-from stoker.units import format_count
+from stoker.units import format_bytes, format_count
 
 HEAD_BYTES = 256 << 10
 NULLS = ("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "-", "?")
@@ -172,6 +172,7 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
     """
     encoding, text = _decode(head, path, asked.encoding, is_whole)
     lines = text.splitlines(keepends=True)
+    is_endless = not is_whole and len(lines) < 2
     if not is_whole and len(lines) > 1:
         lines = lines[:-1]  # the last one is cut
     if not any(line.strip() for line in lines):
@@ -180,6 +181,12 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
             "rows of cells",
             command("head", path),
         )
+    if is_endless:
+        raise SourceError(
+            f"{path} cannot be read as a table: its first line is longer than {format_bytes(len(head))}.",
+            "rows of cells",
+            command("file", path),
+        )
     hint = re.fullmatch(r"\ufeff?sep=(.)", lines[0].strip())
     sep = asked.sep or (hint[1] if hint else _find_separator(lines))
     rows = list(_split(lines, sep))
@@ -187,6 +194,11 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
     start = next(i for i, (_, cells) in enumerate(rows) if len(cells) == width)
     first_line, first = rows[start]
     body = [cells for _, cells in rows[start + 1 :] if len(cells) == width]
+    before = rows[start - 1][1] if start else []
+    if len(before) == width - 1 and width > 2 and asked.header is not False and _names_only(before):
+        # R and pandas leave the name of the first column, the row's own name, out.
+        first_line, first, body = rows[start - 1][0], ["", *before], [first, *body]
+        asked = replace(asked, header=True)
     # A quoted cell may span lines: a row ends at its line number, and begins after the row before.
     preamble = first_line - 1 - sum(cell.count("\n") for cell in first)
     decimal = asked.decimal or _find_decimal([first, *body], sep)
@@ -203,6 +215,11 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
     said += [f"{format_count(preamble, 'line')} above the table ignored"] if preamble else []
     skip = first_line if has_header else preamble
     return Layout(sep, decimal, encoding, skip, preamble, names, has_header, ", ".join(said))
+
+
+def _names_only(cells: Sequence[str]) -> bool:
+    filled = [cell.strip() for cell in cells]
+    return all(filled) and len(set(filled)) == len(filled) and not any(map(_is_number, filled))
 
 
 def _decode(head: bytes, path: Path, asked: str | None, is_whole: bool) -> tuple[str, str]:

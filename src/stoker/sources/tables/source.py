@@ -131,7 +131,9 @@ class TableSource:
             files[0].names, self.target, self.drop, self.keep, self.dtypes, files[0].path
         )
         _check_alike(files, [*names, *([self.target] if self.target else [])])
-        survey = Survey(names, self.target, self.dtypes, self.keep, self.missing)
+        survey = Survey(
+            names, self.target, self.dtypes, self.keep, self.missing, self.drop, files[0].names
+        )
         pieces: list[_Piece] = []
         refused = RefusalList()
         for file in files:

@@ -73,7 +73,11 @@ def choose_columns(
     given = [("--target", target)] if target else []
     given += [("--drop", name) for name in drop] + [("--keep", name) for name in keep]
     given += [("--dtype", name) for name in dtypes]
-    missing = [(option, name) for option, name in given if name.strip() not in names]
+    missing = [
+        (option, name)
+        for option, name in given
+        if name.strip() not in names and not (option == "--drop" and is_part(name.strip(), names))
+    ]
     if missing:
         close = [(option, header_advice(names, name), name) for option, name in missing]
         typed = [
@@ -99,6 +103,12 @@ def choose_columns(
     return chosen
 
 
+def is_part(name: str, names: Sequence[str]) -> bool:
+    """Tell whether a name may be a column that another one becomes: "Sex=male", "When_month"."""
+    before = (name.partition("=")[0], name.rpartition("_")[0])
+    return any(text in names for text in before if text != name)
+
+
 class Survey:
     """Collects what must be known of all rows before any of them is turned into numbers.
 
@@ -108,6 +118,8 @@ class Survey:
         dtypes: The user's word on kinds.
         keep: Columns that the user named: not left out on suspicion.
         missing: What happens to missing numbers: "stop", "flag", "drop" or "keep".
+        drop: What the user dropped: columns of the files, or columns of `features` that they become.
+        all_names: The columns of the files.
     """
 
     def __init__(
@@ -117,8 +129,11 @@ class Survey:
         dtypes: Mapping[str, str],
         keep: Sequence[str],
         missing: str,
+        drop: Sequence[str] = (),
+        all_names: Sequence[str] = (),
     ) -> None:
         self._names, self._target, self._dtypes = list(columns), target, dtypes
+        self._drop, self._all_names = drop, all_names
         self._keep, self._missing = {name.strip() for name in keep}, missing
         self._columns: dict[str, Column] = {}
         self._whole: set[str] = set()
@@ -265,6 +280,20 @@ class Survey:
                 made.append(replace(judged, values=values))
         if problems:
             raise _problem_error("the table", problems, {}, firsts[-1], firsts[-1])
+        parts = [name.strip() for name in self._drop if name.strip() not in self._all_names]
+        made = [
+            replace(each, without=tuple(name for name in parts if name in each.all_outputs))
+            for each in made
+        ]
+        lost = [name for name in parts if not any(name in each.without for each in made)]
+        if lost or not any(each.outputs for each in made):
+            raise SourceError(
+                f"there is no column {', '.join(map(repr, lost))} to drop."
+                if lost
+                else "no feature columns are left.",
+                shown_names([name for each in made for name in each.all_outputs]),
+                "a name of this list",
+            )
         target = self._finish_target(firsts[-1])
         self.notes += describe(made, target)
         return made, target
@@ -311,7 +340,7 @@ def describe(columns: Sequence[Column], target: Target | None) -> list[str]:
             ", ..." if len(target.classes) > _LISTED else ""
         )
         lines.append(
-            f"target {target.name!r}: {format_count(len(target.classes), 'class')} ({shown}); "
+            f"target {target.name!r}: {len(target.classes)} classes ({shown}); "
             f"--dtype {quoted(target.name + '=number')} would predict numbers"
             if all(parse_number(name, ".") is not None for name in target.classes)
             else f"target {target.name!r}: {len(target.classes)} classes ({shown})"
@@ -337,7 +366,7 @@ def _problem_error(
     ]
     options = {
         "drop": "--drop {0}",
-        "date": "--dtype {0}=day-first",
+        "date": "--dtype {0}=day-first (or month-first)",
         "number": "--dtype {0}=number",
     }
     typed = [options[problem.option].format(quoted(problem.name)) for problem in problems]
@@ -385,7 +414,7 @@ def _is_long(column: Any) -> bool:
 
 def _counts_rows(column: Any, name: str, decimal: str, rows: Any) -> bool:
     """Tell whether a column is the number of its row, from 0 or from 1."""
-    if len(rows) < 3:
+    if len(rows) < 10:
         return False
     values, bad = numbers(column, name, decimal)
     return (
