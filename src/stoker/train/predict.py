@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from stoker.display import quoted
 from stoker.errors import InputError, require_utf8, unwritable
 from stoker.loader.batch import Batch
 from stoker.loader.loader import Loader
-from stoker.ownership import SIGNATURE, free_name, has_signature, writing
+from stoker.ownership import SIGNATURE, has_signature, writing
 from stoker.report import Progress, Silent
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
@@ -44,6 +43,8 @@ SAMPLE_COLUMN, ROW_COLUMN = "sample", "row"
 _KEYS = (SAMPLE_COLUMN, ROW_COLUMN)
 _GROUP_BYTES = 8 << 20
 _MOST_CELLS = 4096
+_HEADER_BYTES = 1 << 20
+_ANSWERS = {"class", "value", "probability", "reason"}
 
 
 # -- metrics -------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def check_ending(path: str | Path) -> None:
         raise InputError(
             f"predictions are to be written to {path}.",
             f"a name that ends in {' or '.join(ENDINGS)}",
-            quoted(free_name(path.with_name(f"{path.name}.csv"))),
+            quoted(path.with_suffix(".csv")),
         )
 
 
@@ -192,20 +193,26 @@ def write_predictions(
         rows = (_flattened(batch, classes) for batch in rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with writing(path, partial(is_written_here, key=key)) as temporary:
+        with writing(path, is_written_here) as temporary:
             num_rows = _write(temporary, rows, progress, is_csv)
     except OSError as error:
         raise unwritable(path, error) from error
     return num_rows
 
 
-def is_written_here(path: Path, key: str | None = None) -> bool:
-    """Tell whether a file is one of predictions: by its signature, or the header of a CSV file, which has no room for one."""
+def is_written_here(path: Path) -> bool:
+    """Tell whether a file is one of predictions, so that it may be replaced.
+
+    A CSV file has no room for a signature: its header must name the number of the sample or row, an answer, and
+    nothing that predictions do not have.
+    """
     if has_signature(path):
         return True
     with path.open("rb") as file:
-        first = file.read(200).partition(b"\n")[0].decode("utf-8", "replace")
-    return any(first.startswith(f'"{name}","') for name in ([key] if key else _KEYS))
+        first = file.read(_HEADER_BYTES).partition(b"\n")[0].decode("utf-8", "replace")
+    names = first.removeprefix('"').removesuffix('"').split('","')
+    stems = {name.partition("_")[0] for name in names[1:]}
+    return names[0] in _KEYS and bool(stems & {"class", "value"}) and stems <= _ANSWERS
 
 
 def _write(path: Path, batches: Iterable[pa.RecordBatch], progress: Progress, is_csv: bool) -> int:
