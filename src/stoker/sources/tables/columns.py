@@ -266,9 +266,18 @@ def _is_date(text: str) -> bool:
     return match is not None and "epoch" not in match.re.groupindex and not text.isdecimal()
 
 
-def _number_column(name: str, column: Any, decimal: str, is_wide: bool) -> Column:
-    values, _ = numbers(column, name, decimal)
+def _number_column(name: str, column: Any, decimal: str, is_wide: bool) -> Column | Unusable:
+    values, bad = numbers(column, name, decimal)
+    too_long = len(bad) if pa.types.is_integer(column.type) else 0
+    if is_text(column.type):
+        too_long = (
+            pc.sum(pc.match_substring_regex(trimmed(column), "^[+-]?[0-9]{16,}$")).as_py() or 0
+        )
     values = values[np.isfinite(values)]
+    if 2 * too_long > len(column):
+        return Unusable(
+            name, "holds whole numbers above 2**53, which no float holds exactly", "drop"
+        )
     return Column(name, "number", is_wide=is_wide or needs_float64(values))
 
 

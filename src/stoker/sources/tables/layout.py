@@ -189,7 +189,10 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
         )
     hint = re.fullmatch(r"\ufeff?sep=(.)", lines[0].strip())
     sep = asked.sep or (hint[1] if hint else _find_separator(lines))
-    rows = list(_split(lines, sep))
+    shift = 1 if hint else 0
+    rows = [(number + shift, cells) for number, cells in _split(lines[shift:], sep)]
+    if not rows:
+        raise SourceError(f"{path} holds no rows.", "rows of cells", command("head", path))
     width = _usual_width([cells for _, cells in rows])
     start = next(i for i, (_, cells) in enumerate(rows) if len(cells) == width)
     first_line, first = rows[start]
