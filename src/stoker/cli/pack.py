@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stoker.sources.contract import Source
     from stoker.sources.tables import TableSource
 
+_NOTES = 12
 Word = TypeVar("Word", str, Path)
 
 app = typer.Typer(
@@ -253,7 +254,8 @@ def bars(
     files: Annotated[
         list[str],
         typer.Argument(
-            help="CSV files or folders, SYMBOL:TF=file to name one, then OUT.", show_default=False
+            help="CSV, Parquet or Feather files or folders, SYMBOL:TF=file to name one, then OUT.",
+            show_default=False,
         ),
     ],
     windows: Annotated[
@@ -301,6 +303,23 @@ def bars(
             "--max-label-gap", help="Leave out samples whose label misses more bars in a row."
         ),
     ] = None,
+    time_column: Annotated[
+        str | None,
+        typer.Option(
+            "--time-column", help="Name of the time column, or DATE+TIME for two [default: found]."
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            "--columns", help="What the file calls them: open=NAME,high=NAME,low=NAME,close=NAME."
+        ),
+    ] = None,
+    drop: Drop = None,
+    stamp: Annotated[
+        str, typer.Option("--stamp", help="Whether a bar's time is its open or its close.")
+    ] = "open",
+    decimal: Decimal = None,
     jobs: Jobs = 0,
     cluster: Cluster = None,
     force_recreate: Force = False,
@@ -309,7 +328,7 @@ def bars(
     as_json: AsJson = False,
 ) -> None:
     """Pack bars of several timeframes: each bar once, each sample a few end indices, no look-ahead."""
-    from stoker.sources.bars import BarsSource, parse_windows
+    from stoker.sources.bars import BarsSource, Naming, parse_windows
 
     paths, out = _split_out(files)
     shares = _shares(ratios)
@@ -326,6 +345,9 @@ def bars(
         sort=sort,
         split_at=_dates(split_at),
         max_label_gap=max_label_gap,
+        naming=Naming.parse(time_column, columns, drop or ()),
+        stamp=stamp,
+        decimal=decimal,
     )
     _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 
@@ -495,6 +517,12 @@ def print_result(result: PackResult) -> None:
     console.print(
         f"{result.path} {done}: {format_count(result.manifest.num_samples)} samples",
     )
+    notes = [] if result.reused else result.manifest.attributes.get("notes", [])
+    for note in [
+        *notes[:_NOTES],
+        *([f"... and {len(notes) - _NOTES} more notes"] * (len(notes) > _NOTES)),
+    ]:
+        console.print(printable(str(note)))
     for account in result.manifest.attributes.get("accounts", []):
         for line in Account.from_json(account).lines():
             console.print(printable(line))

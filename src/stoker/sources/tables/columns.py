@@ -24,7 +24,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from stoker.errors import InputError
-from stoker.sources.bars.times import (
+from stoker.sources.tables.layout import NULLS, parse_number
+from stoker.sources.times import (
     DAY_NS,
     SECOND_NS,
     has_offset,
@@ -32,7 +33,6 @@ from stoker.sources.bars.times import (
     match_time,
     parse_times,
 )
-from stoker.sources.tables.layout import NULLS, parse_number
 from stoker.store.fields import Array
 
 ONE_HOT_VALUES = 16
