@@ -254,8 +254,7 @@ def test_bug_f_batches_are_no_views_of_a_chunk(path, arrays, device):
         held = list(loader)
         assert loader.device_bytes == ring <= gib(50) * 1024**3
         slots = [
-            values.untyped_storage().data_ptr()
-            for values in loader._loader._data.ring.tensors.values()
+            values.untyped_storage().data_ptr() for values in loader._loader._data.ring.tensors.values()
         ]
         for number, (features, _) in enumerate(held):
             assert features.untyped_storage().data_ptr() not in slots

@@ -461,11 +461,7 @@ def test_a_closed_loader_leaves_nothing_to_the_garbage_collector(store):
             loader = Loader(store, 10, "cpu", order=order, chunk_bytes=3000)
             list(loader)
             uploads = [weakref.ref(upload) for upload in loader._data.uploader._recent]
-            parts = [
-                weakref.ref(loader._data.ring),
-                weakref.ref(loader._data.uploader),
-                weakref.ref(loader),
-            ]
+            parts = [weakref.ref(loader._data.ring), weakref.ref(loader._data.uploader), weakref.ref(loader)]
             assert uploads
             loader.close()
             del loader

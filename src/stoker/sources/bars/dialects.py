@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 
 from stoker.errors import SourceError
 from stoker.sources.bars.naming import (
-    ADJUSTED,
     NO_FEATURES,
     TICKER_NAMES,
     TIME_NAMES,
     Naming,
     clean_name,
+    is_adjusted,
     is_close_stamp,
     split_ticker,
     unknown_header,
@@ -207,8 +207,10 @@ def _unknown(lines: list[tuple[int, str]], delimiter: str) -> list[str] | None:
         return None
     width = Counter(map(len, split)).most_common(1)[0][0]
     rows = [cells for cells in split if len(cells) == width]
-    if width < 5 or len(rows) < 2 or _is_header(rows[0]):
+    if width < 4 or len(rows) < 2:
         return None
+    if _is_header(rows[0]):  # with prices; the caller knows whether anything else is missing
+        return [cell.strip() for cell in rows[0]]
 
     def num_numbers(cells: list[str]) -> int:
         return sum(_is_number(cell) for cell in cells)
@@ -346,7 +348,7 @@ def _headed_layout(header: list[str], rows: list[list[str]], naming: Naming) -> 
     kept: list[str | None] = []
     dropped = {clean_name(name) for name in naming.drop}
     for cell, name in enumerate(names):
-        adjusted = name in ADJUSTED
+        adjusted = is_adjusted(name or "")
         if adjusted:
             left_out.append(
                 f"column {header[cell].strip()!r} is left out: it is adjusted by dividends and splits that came later"

@@ -19,18 +19,18 @@ TIME_NAMES = {
     "local_time": 2, "date": 3, "time": 4, "unix": 5, "unix_timestamp": 5, "dt": 5, "trading_date": 5,
 }  # fmt: skip
 """Names of open times; where a header has several, the first of these whose cells read as times is taken."""
-TICKER_NAMES = ("ticker", "symbol", "pair", "instrument", "sym", "tic", "name")
-ADJUSTED = (
-    "adj_close",
-    "adjclose",
-    "adjusted_close",
-    "adj_open",
-    "adj_high",
-    "adj_low",
-    "close_adj",
-    "adjusted",
+TICKER_NAMES = (
+    "ticker",
+    "symbol",
+    "pair",
+    "instrument",
+    "sym",
+    "tic",
+    "name",
+    "stock",
+    "asset",
+    "code",
 )
-"""Columns that are made anew whenever a dividend is paid or a share is split: they look ahead."""
 # Known at the open, and no news: they would be features that only count the days.
 NO_FEATURES = {
     "close_time", "closetime", "per", "period", "timeframe", "index", "id", "", "ignore", "unnamed_0",
@@ -44,7 +44,8 @@ _ALIASES = {
     "openmid": "open", "highmid": "high", "lowmid": "low", "closemid": "close",
     "v": "volume", "tickvol": "tick_volume", "tickvolume": "tick_volume", "realvolume": "real_volume",
 }  # fmt: skip
-_STEMS = ("open", "high", "low", "close", "adj_close", "volume", "adjclose")
+_STEMS = ("open", "high", "low", "close", "adj_close", "volume", "adjclose", "adjusted")
+_ADJUSTED = re.compile(r"(?:.*_)?adj(?:usted)?(?:_.*|open|high|low|close|volume)?")
 
 
 def clean_name(cell: str) -> str:
@@ -58,11 +59,16 @@ def split_ticker(name: str) -> tuple[str, str]:
     for stem in sorted(_STEMS, key=len, reverse=True):
         if name == stem:
             return stem, ""
-        if name.startswith(f"{stem}_") and name not in ADJUSTED and name != "close_time":
+        if name.startswith(f"{stem}_") and name not in NO_FEATURES and name != "close_adj":
             return stem, name[len(stem) + 1 :]
-        if name.endswith(f"_{stem}") and name not in ADJUSTED:
+        if name.endswith(f"_{stem}") and not is_adjusted(name[: -len(stem) - 1]):
             return stem, name[: -len(stem) - 1]
     return name, ""
+
+
+def is_adjusted(name: str) -> bool:
+    """Tell whether a column is made anew whenever a dividend is paid or a share is split: it looks ahead."""
+    return _ADJUSTED.fullmatch(name) is not None or name.endswith("_adj")
 
 
 def is_close_stamp(name: str | None) -> bool:

@@ -111,7 +111,7 @@ def read_bars(
     bars = read(text, dialect, file)
     bars.refused.extend(refused)
     bars.notes.extend(f"{file}: {note}" for note in dialect.left_out)
-    bars = replace(bars, is_close=dialect.is_close, num_lines=_count_lines(text))
+    bars = replace(bars, is_close=dialect.is_close)
     bars = _refuse_columns(bars, text, dialect)
     _check_share(bars)
     if tz is not None:
@@ -150,10 +150,6 @@ def show_time(time_ns: int) -> str:
     return str(np.datetime64(int(time_ns), "ns").astype("M8[s]")).replace("T", " ")
 
 
-def _count_lines(text: bytes) -> int:
-    return text.count(b"\n") + (bool(text) and not text.endswith(b"\n"))
-
-
 def _refuse_columns(bars: Bars, text: bytes, dialect: Dialect) -> Bars:
     """Leave out further columns with a cell that holds no number: the column is refused, not its bars."""
     bad = {
@@ -181,7 +177,8 @@ def _read_careful(text: bytes, dialect: Dialect, file: str) -> Bars:
     """Every line by `parse_line`."""
     lines = text.split(b"\n")
     numbers = range(1, len(lines) + 1)
-    return _assemble({}, dialect, file, _parse_lines(lines, numbers, dialect))
+    bars = _assemble({}, dialect, file, _parse_lines(lines, numbers, dialect))
+    return replace(bars, num_lines=len(lines) - (not lines[-1]))
 
 
 @dataclass(frozen=True)
@@ -254,7 +251,7 @@ def _read_bulk(text: bytes, dialect: Dialect, file: str) -> Bars:
     numbers = np.arange(1, table.num_rows + len(odd) + 1) + dialect.header_line
     if odd:
         numbers = np.delete(numbers, np.asarray(odd, np.int64) - dialect.header_line - 1)
-    num_other = 0
+    num_other, num_lines = 0, table.num_rows + len(odd) + dialect.header_line
     if dialect.ticker_cell is not None:
         own = pc.equal(pc.ascii_trim(table.column(dialect.ticker_cell), " \t"), dialect.ticker)
         mask = own.to_numpy(zero_copy_only=False)
@@ -266,7 +263,7 @@ def _read_bulk(text: bytes, dialect: Dialect, file: str) -> Bars:
         values = _to_floats(table.column(cell), dialect.decimal)
         if dialect.names[cell] in PRICES:
             good &= np.isfinite(values)
-        else:
+        elif not np.isfinite(values).all():
             values = np.where(np.isfinite(values), values, np.nan)
         bulk[str(dialect.names[cell])] = values
     if dialect.complete_cell is not None:
@@ -274,15 +271,17 @@ def _read_bulk(text: bytes, dialect: Dialect, file: str) -> Bars:
         one = replace(dialect, complete_cell=0)
         good &= ~np.array([is_incomplete([cell], one) for cell in cells], bool)
     bulk[":time"], bulk[":line"] = times, numbers
-    header = range(1, dialect.header_line + 1)
-    doubtful = sorted([*header, *odd, *numbers[~good].tolist()])
+    above = range(1, dialect.header_first)
+    doubtful = sorted([*above, *odd, *numbers[~good].tolist()])
     if not good.all():
         bulk = {name: values[good] for name, values in bulk.items()}
     lines = text.split(b"\n") if doubtful else []
     parsed = _parse_lines(lines, doubtful, dialect)
+    if dialect.header_line:
+        parsed.ignore(_HEADER, dialect.header_line - dialect.header_first + 1)
     if num_other:
         parsed.ignore(_OTHER, num_other)
-    return _assemble(bulk, dialect, file, parsed)
+    return replace(_assemble(bulk, dialect, file, parsed), num_lines=num_lines)
 
 
 def _read_table(text: bytes, dialect: Dialect) -> tuple[pa.Table, list[int]]:

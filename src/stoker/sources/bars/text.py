@@ -139,6 +139,7 @@ def _unquote(text: bytes, path: Path, decimal: str | None) -> bytes:
     if b'"' not in text:
         return text
     whole = re.sub(rb'(?m)^"((?:[^"\n]|"")*)"$', rb"\1", text)
+    whole = re.sub(rb'(?m)(^|[,;\t|])""(?=$|[,;\t|])', rb"\1", whole)  # empty cells
     whole = whole.replace(b'""', b'"')
     if b"," in whole:
         whole = _without_commas(whole, path, decimal)

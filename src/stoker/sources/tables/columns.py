@@ -15,6 +15,7 @@ checkpoints, and their numbers: the same for packing and for prediction. Costs: 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -58,6 +59,9 @@ KINDS = (
 _WORDS = ({"true": 1, "false": 0}, {"yes": 1, "no": 0}, {"t": 1, "f": 0}, {"y": 1, "n": 0})
 _UNITS = {"s": SECOND_NS, "ms": 1_000_000, "us": 1000, "ns": 1}
 _SHOWN_TEXT = 40
+_NUMBER_SHARE = 0.8
+"""From this share of numbers on a column is one of numbers, and its texts are refused row by row."""
+_YEAR_MONTH = "^([0-9]{4}-[0-9]{2})$"
 
 
 class Fault(NamedTuple):
@@ -235,8 +239,14 @@ def _find_text_kind(name: str, column: Any, decimal: str) -> Column | Unusable:
     counts = counted.field("counts").to_numpy(zero_copy_only=False)
     total = len(filled)
     numeric = np.array([parse_number(text, decimal) is not None for text in texts])
-    if 2 * int(counts[numeric].sum()) > total:
+    num_numbers = int(counts[numeric].sum())
+    if num_numbers >= _NUMBER_SHARE * total:
         return _number_column(name, column, decimal, False)
+    if num_numbers and len(texts) > ONE_HOT_VALUES:
+        words = [text for text, is_number in zip(texts, numeric, strict=True) if not is_number]
+        if 2 * num_numbers > total:
+            shown = f"{words[0][:_SHOWN_TEXT]!r} in {total - num_numbers:,} of {total:,} rows"
+            return Unusable(name, f"holds numbers, and texts such as {shown}", "drop")
     lowered = {text.lower() for text in texts}
     if any(lowered <= set(words) for words in _WORDS):
         return Column(name, "bool")
@@ -261,8 +271,13 @@ def judge_texts(name: str, num_values: int, num_rows: int, example: str) -> Colu
     )
 
 
+def _with_days(texts: Any) -> Any:
+    """Return texts in which "1949-01" is the first of that month."""
+    return pc.replace_substring_regex(texts, _YEAR_MONTH, r"\1-01")
+
+
 def _is_date(text: str) -> bool:
-    match = match_time(text)
+    match = match_time(f"{text}-01" if re.fullmatch(_YEAR_MONTH, text) else text)
     return match is not None and "epoch" not in match.re.groupindex and not text.isdecimal()
 
 
@@ -307,7 +322,7 @@ def _date_column(name: str, column: Any, asked: str) -> Column | Unusable:
                 pa.string()
             )  # whole numbers: seconds, ms, µs or ns by their digits
     if is_text(column.type):
-        texts = trimmed(column).drop_null().to_pylist()
+        texts = _with_days(trimmed(column).drop_null()).to_pylist()
         matches = [match for match in map(match_time, texts) if match is not None]
         if not matches:
             return Unusable(name, f"was said to hold dates, but holds {texts[:1]}", "drop")
@@ -403,7 +418,7 @@ def _times(column: Any, made: Column) -> tuple[Array, Array]:
             np.abs(counts) <= limit
         )
     texts = trimmed(column if is_text(kind) else column.cast(pa.string()))
-    filled = pc.fill_null(texts, "")
+    filled = pc.fill_null(_with_days(texts), "")
     filled = filled.combine_chunks() if isinstance(filled, pa.ChunkedArray) else filled
     return parse_times(filled, made.day_first, made.is_aware)
 
