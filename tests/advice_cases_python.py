@@ -27,7 +27,7 @@ def namespace() -> dict[str, Any]:
     }  # fmt: skip
 
 
-IMAGES = "from stoker import GPUAugmentation, MinimalGPUAugmentation, StrongGPUAugmentation; from stoker.augment import *; from stoker.augment.ops import *; import stoker.augment as A; images = torch.zeros(2, 3, 8, 8)"
+IMAGES = "from stoker import GPUAugmentation, MinimalGPUAugmentation, StrongGPUAugmentation; from stoker.augment import *; from stoker.augment.ops import *; import stoker.augment as A; from types import SimpleNamespace; function = function_for_masks = lambda values, u: values; images = torch.zeros(2, 3, 8, 8)"
 PICTURES = (
     IMAGES
     + "; compose = Compose([RandomHorizontalFlip()]); params = compose.draw(2, (8, 8), 3, images.device); other = compose.draw(2, (9, 9), 3, images.device); "
@@ -116,6 +116,11 @@ STORE = (
     "time = np.array([1.0, 2.0]); whole = np.array([[1, 2, 3]]); table = np.zeros((5, 3), 'f4'); columns = ['a', 'b', 'c']; "
     "limits = limits_of(TableStats.scan(table[:, :2], columns[:2])); "
 )
+UNEVEN = (
+    STORE
+    + "import h5py; h = h5py.File('uneven.h5', 'w'); h['x'] = np.zeros((9, 3)); h['y'] = np.zeros(9); h['bins'] = np.zeros(4); "
+    "h['deep/z'] = np.zeros(9); h.close()"
+)
 REMOTE = "open_store(f'file://{here}/store').read_rows('features', 0, 2)"
 SOURCES = (
     "from stoker.sources.msp.library import read_msp, split_msp; from stoker.sources.massspec import MassSpecSource; "
@@ -171,6 +176,17 @@ PYTHON: dict[str, list[Case]] = {
         "ProgressiveAugmentation({1: make_preset('minimal')})",
         "ProgressiveAugmentation({0: make_preset('minimal'), -1: make_preset('minimal')})",
         "ProgressiveAugmentation({0: 3})",
+        "RandomCrop(4, padding=1, padding_mode='x')",
+        "Compose([RandomCrop(8, padding=8, padding_mode='reflect')])(images)",
+        "Function(function, phase='x')",
+        "Function(3)",
+        "RandAugment(num_ops=0)",
+        "RandAugment(magnitude=99)",
+        "RandAugment(num_magnitude_bins=0)",
+        "RandAugment(num_magnitude_bins=0.5)",
+        "RandAugment(num_ops=0.5)",
+        "RandAugment(magnitude=0.5)",
+        "TrivialAugment(num_magnitude_bins=0)",
     )
     + _refused(
         PICTURES,
@@ -205,6 +221,36 @@ PYTHON: dict[str, list[Case]] = {
             at="compose(images / 0); compose.check()",
         ),
         Case("MixUp(0.2, 10)(images, targets)", PICTURES + "targets = [0, 1]"),
+        Case(
+            "compose(images)",
+            PICTURES + "compose = Compose([AlternatingFlip()]); indices = torch.arange(2)",
+        ),
+        Case(
+            "compose(images, ids=indices)",
+            PICTURES + "compose = Compose([AlternatingFlip()]); indices = [0, 1]",
+            at="indices",
+        ),
+        Case("compose(images)", PICTURES + "images = torch.zeros(2, 32, 32, 3)", at="images"),
+        Case(
+            "Compose.from_torchvision(3)",
+            PICTURES
+            + "v2 = SimpleNamespace(Compose=list, RandomHorizontalFlip=type('RandomHorizontalFlip', (), {'p': 0.5}))",
+        ),
+        Case(
+            "Compose.from_torchvision([3])",
+            PICTURES
+            + "v2 = SimpleNamespace(Compose=list, RandomHorizontalFlip=type('RandomHorizontalFlip', (), {'p': 0.5}))",
+        ),
+        Case(
+            "Compose([Function(function, phase='geometry')])(images, masks)",
+            PICTURES + "masks = torch.zeros(2, 8, 8).long()",
+            into="Compose",
+        ),
+        Case(
+            "A.guard.check_loss(torch.nn.CrossEntropyLoss(), Compose([RandomRotation(9)]))",
+            PICTURES + "import stoker.augment.guard",
+            at="torch.nn.CrossEntropyLoss()",
+        ),
         Case("MixUp(0.2, num_classes=2)(images, labels)", PICTURES, into="MixUp"),
     ]
     + _refused(
@@ -342,9 +388,6 @@ PYTHON: dict[str, list[Case]] = {
     ),
     "train": _refused(
         TRAINING,
-        "TrainSettings(precision='x')",
-        "TrainSettings(clip_norm=-1)",
-        "TrainSettings(accumulation_steps=0)",
         "Checkpoints('c', keep_last=0)",
         "Accumulation(nominal=0)",
         "window.add(4)",
@@ -421,6 +464,12 @@ PYTHON: dict[str, list[Case]] = {
     )
     + [
         Case("checked_values(words)", STORE, fill={"values": "words"}),
+        Case("open_store('uneven.h5')", UNEVEN),
+        Case("open_store('uneven.h5', rows=5)", UNEVEN),
+        Case("open_store('uneven.h5', fields=['xx'])", UNEVEN),
+        Case("open_store('uneven.h5', fields=['x', 'bins'])", UNEVEN),
+        Case("open_store('uneven.h5', group='deeq')", UNEVEN),
+        Case("open_store('store', rows=5)", UNEVEN),
         Case(
             "fit_repairs([parse_repair('clip')], whole, columns)", STORE, fill={"values": "whole"}
         ),
@@ -598,6 +647,16 @@ PYTHON: dict[str, list[Case]] = {
     ],
     "config": [
         Case("parse_config('data: 3')", "from stoker.config import parse_config", at="data: 3"),
+        *(
+            Case(wrong, "from stoker import TrainSettings")
+            for wrong in (
+                "TrainSettings(precision='x')",
+                "TrainSettings(clip_norm=-1)",
+                "TrainSettings(accumulation_steps=0)",
+                "TrainSettings(nothing_like_it=3)",
+            )
+        ),
+        Case("TrainSettings(epoch=3)", "from stoker import TrainSettings", at="epoch=3"),
     ],
     "doctor": [
         Case(

@@ -123,6 +123,7 @@ def test_the_public_names_are_pinned():
         "Store",
         "TrainSettings",
         "Trainer",
+        "capture",
         "find_max_batch_size",
         "load_config",
         "make_plan",

@@ -141,7 +141,9 @@ def test_a_checkpoint_with_former_names_is_resumed(tmp_path):
     rest = own(file, overrides=["training.epochs=2"])
     assert len(rest.fit(resume=True).epochs) == 1
     other = own(file, overrides=["training.gradient_accumulation_steps=4"])
-    with pytest.raises(InputError, match=r"gradient_accumulation_steps: 2 in the checkpoint, 4 now"):
+    with pytest.raises(
+        InputError, match=r"gradient_accumulation_steps: 2 in the checkpoint, 4 now"
+    ):
         other.fit(resume=True)
 
 

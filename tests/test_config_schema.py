@@ -17,7 +17,7 @@ from stoker.config import (
     load_config,
     resolve,
 )
-from stoker.config.reference import render_reference
+from stoker.config.load import render_reference
 from stoker.config.yaml_lines import read_yaml
 from test_config import CONFIGS, LEAVES, SCHEMA, nested
 

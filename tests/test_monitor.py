@@ -35,8 +35,16 @@ from stoker.recipes.run import run_recipe
 from stoker.report import RunEnd, RunLog, Silent, read_run_log
 from stoker.runs.follow import LogTail, RunFollower
 from stoker.runs.reading import LOG_NAME, lock_holder
-from stoker.runs.targets import BUSY, MEMORY, TEMPERATURE, judge_gpu
-from stoker.runs.telemetry import TELEMETRY_NAME, Meter, RunCounters, TelemetryLog
+from stoker.runs.telemetry import (
+    BUSY,
+    MEMORY,
+    TELEMETRY_NAME,
+    TEMPERATURE,
+    Meter,
+    RunCounters,
+    TelemetryLog,
+    judge_gpu,
+)
 from stoker.train.run_folder import RunLock
 from test_machine import FIELDS_OF, BrokenNvml
 
@@ -503,9 +511,10 @@ def test_looking_costs_little(tmp_path):
     assert per_look < 0.035
 
 
-def test_a_short_interval_and_a_missing_folder_are_refused(tmp_path):
-    with pytest.raises(InputError, match="there is no folder"):
-        Monitor(tmp_path / "nowhere")
+def test_a_short_interval_and_a_file_are_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="is a file"):
+        Monitor(tmp_path / "file")
     with (
         Monitor(nvml=BrokenNvml("nvmlInit")) as monitor,
         pytest.raises(InputError, match="interval"),

@@ -23,7 +23,7 @@ from stoker.config import (
     resolve,
     shipped_configs,
 )
-from stoker.config.shipped import FOLDER
+from stoker.config.load import FOLDER
 from stoker.errors import StokerError
 from stoker.recipes.catalogue import choose_recipe
 from stoker.recipes.registry import ready_recipes

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from stoker.plan import make_plan as make_plan
     from stoker.store.reader import Store as Store
     from stoker.store.reader import open_store as open_store
+    from stoker.train.capture_function import capture as capture
     from stoker.train.memory import (
         log_gpu_stats as log_gpu_stats,
     )
@@ -101,6 +102,7 @@ _HOMES = {
     "StokerError": "stoker.errors",
     "Store": "stoker.store.reader",
     "StoreError": "stoker.errors",
+    "capture": "stoker.train.capture_function",
     "config_schema": "stoker.config",
     "find_max_batch_size": "stoker.compat.max_batch",
     "load_config": "stoker.config",
@@ -121,6 +123,7 @@ __all__ = [
     "Store",
     "TrainSettings",
     "Trainer",
+    "capture",
     "find_max_batch_size",
     "load_config",
     "make_plan",

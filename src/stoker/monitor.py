@@ -21,8 +21,7 @@ import psutil
 from stoker.display import quoted
 from stoker.errors import InputError, StokerError, unwritable
 from stoker.runs.follow import RunFollower, RunNow
-from stoker.runs.targets import judge_gpu
-from stoker.runs.telemetry import GpuReading, Meter, ProcessReading
+from stoker.runs.telemetry import GpuReading, Meter, ProcessReading, judge_gpu
 from stoker.units import MB, MIB, local_time
 
 LEAST_INTERVAL_SECONDS = 0.1
@@ -142,7 +141,7 @@ class Monitor:
             stop.wait(due - time.monotonic())
 
     def look_once(self) -> Snapshot:
-        """Return one snapshot whose rates are known: two looks, a fifth of a second apart."""
+        """Return one snapshot with rates, from two looks a fifth of a second apart."""
         self.look()
         time.sleep(ONCE_SECONDS)
         return self.look()
@@ -226,7 +225,7 @@ class CsvLog:
 
 
 def _row(snapshot: Snapshot, gpu: GpuReading | None) -> list[Any]:
-    """Return one row; csv writes what is unknown as an empty cell."""
+    """Return one row; unknown values become empty cells."""
     when = local_time(snapshot.time)
     values: dict[str, Any] = {
         "timestamp": f"{when:%Y/%m/%d %H:%M:%S}.{when.microsecond // 1000:03d}"

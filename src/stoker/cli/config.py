@@ -13,6 +13,7 @@ import typer
 
 from stoker.address import MARK, masked
 from stoker.cli.migrate import migrate
+from stoker.cli.options import JsonOption, SetOption, require_output
 from stoker.cli.terminal import echo, echo_lines, make_console, print_commands, print_json
 from stoker.display import command, secret_hint
 
@@ -22,22 +23,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Write, check, show and migrate config files.")
 
 FileArgument = Annotated[Path, typer.Argument(help="The YAML file.")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Replace one key, such as training.batch_size=64; repeatable.",
-    ),
-]
-StoreOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--store", help="Store folder, HDF5 file or URL, instead of the config's recipe.store.",
-        show_default=False,
-    ),
-]  # fmt: skip
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 @app.command()
@@ -115,7 +100,6 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Let OUT replace a file.")] = False,
 ) -> None:
     """Write a complete, commented config for RECIPE, which trains as it stands once its store is packed."""
-    from stoker.cli.outputs import require_output
     from stoker.ownership import always, write_text
     from stoker.recipes.template import render_config
 

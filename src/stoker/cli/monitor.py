@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from stoker.monitor import CsvLog, Monitor, Snapshot
     from stoker.runs.follow import RunNow
-    from stoker.runs.targets import Verdict
-    from stoker.runs.telemetry import GpuReading
+    from stoker.runs.telemetry import GpuReading, Verdict
 
     History = Mapping[str, Iterable[float | None]]
 
@@ -117,7 +116,7 @@ def _until_told_to_stop() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _shown(as_json: bool, history: History) -> Iterator[Callable[[Snapshot], None]]:
-    """Give what shows a snapshot: a table that is drawn again on a terminal, else a line each."""
+    """Give a function that shows a snapshot: a redrawn table on a terminal, else one line each."""
     from rich.live import Live
 
     if as_json:
@@ -146,7 +145,7 @@ def view(snapshot: Snapshot, history: History | None = None) -> Group:
     """
     from rich.console import Group
 
-    from stoker.runs.targets import BUSY_FOOTNOTE
+    from stoker.runs.telemetry import BUSY_FOOTNOTE
     from stoker.units import format_bytes
 
     parts = [styled(_clock(snapshot), "italic")]
@@ -173,7 +172,7 @@ def view(snapshot: Snapshot, history: History | None = None) -> Group:
 
 
 def _aligned(rows: list[list[Text]], left: tuple[int, ...]) -> list[Text]:
-    """Return rows as lines whose columns stand below each other, the others to the right.
+    """Return rows as lines with aligned columns; those not in `left` are aligned to the right.
 
     rich's own Table takes 11 ms for eight GPUs, which is more than 1 % of a core every second; this 1.5.
     """
@@ -200,7 +199,7 @@ def _clock(snapshot: Snapshot) -> str:
 
 
 def _targets_line() -> str:
-    from stoker.runs.targets import BUSY, MEMORY, TEMPERATURE
+    from stoker.runs.telemetry import BUSY, MEMORY, TEMPERATURE
 
     return (
         f"targets: busy {BUSY.low:.0f} to {BUSY.high:.0f} %, memory {MEMORY.low:.0f} to {MEMORY.high:.0f} %, "
@@ -209,7 +208,7 @@ def _targets_line() -> str:
 
 
 def _cells(gpu: GpuReading) -> list[Text]:
-    from stoker.runs.targets import judge_gpu
+    from stoker.runs.telemetry import judge_gpu
     from stoker.units import format_bytes, format_rate
 
     verdicts = judge_gpu(gpu)

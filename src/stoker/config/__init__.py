@@ -1,4 +1,4 @@
-"""Config files: what a user may write, how it is read, and what it comes to.
+"""Config files: the options that may be written, how a file is read, and the settings it results in.
 
 Files, in the order of reading:
 
@@ -6,15 +6,21 @@ Files, in the order of reading:
 - `names.py`      other names of them, in one table
 - `tree.py`       the sections and keys of a file, made from these two; JSON Schema
 - `yaml_lines.py` YAML with the line of every key; `Place` and `Problem`
-- `shipped.py`    the files that come with stoker, by name
 - `load.py`       file + `--set` -> `Config`, or all problems at once; `Config` -> YAML
 - `resolve.py`    `Config` -> `Settings`: the options filled, each with its reason
 """
 
-from stoker.config.load import check_config, describe_tree, dump_config, load_config, parse_config
+from stoker.config.load import (
+    check_config,
+    describe_tree,
+    dump_config,
+    find_config,
+    load_config,
+    parse_config,
+    shipped_configs,
+)
 from stoker.config.options import AugmentOptions, JobOptions, LoadingOptions, TrainOptions
 from stoker.config.resolve import Settings, resolve
-from stoker.config.shipped import find_config, shipped_configs
 from stoker.config.tree import Config, config_schema
 from stoker.config.yaml_lines import Place, Problem
 

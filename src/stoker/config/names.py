@@ -16,7 +16,7 @@ DISTILL = "training.student_distill"
 LAZY = "data.memory_efficient_mode"
 RAM = f"{LAZY}.ram_32gb_mode"
 SECTION_RANKS = (DISTILL, "training", RAM, LAZY, "data", "gpu_optimization")
-"""Who wins where several sections write the same key, the most specific first."""
+"""Precedence of sections that write the same key, the most specific first."""
 
 LAYOUTS: Mapping[str, str] = {
     f"{DISTILL}.batch_size": "training.batch_size",

@@ -1,10 +1,10 @@
-"""From what a config says to what the code does: one value per key, with its reason.
+"""Resolve a config to settings: one value per key, with its reason.
 
 Enters: a `Config`. Leaves: frozen `Settings`: the models of `options.py`, filled. Every value names the key and
 line it comes from, and every written key that lost, or that a job does not read, is a note. Costs
 microseconds; pure.
 
-Who wins when several sections write the same key (docs/config.md has the why): `--set` before the file; then the
+Precedence when several sections write the same key (docs/config.md says why): `--set` before the file, then the
 most specific section, by `names.SECTION_RANKS`. Two names in one section that disagree are an error.
 """
 
@@ -50,7 +50,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
 
 _SWITCH = f"{LAZY}.enabled"
 _FULL = ("fp32", "tf32")
-# What `stoker train` does not read, whatever the recipe, and why. Programs of the user's own may read it.
+# Keys that `stoker train` never reads, and why. A user's own program may read them.
 _STORE_IS_READ = "the packed store is read when samples are needed, and needs no cache of its own"
 UNREAD: Mapping[str, str] = {
     "data.num_workers": "the store is read by threads of the training process, as many as the machine allows",
@@ -78,7 +78,7 @@ class Origin:
     default: str = "default"
 
     def __str__(self) -> str:
-        """Format as `key (file:line:column)`, or say whose default it is."""
+        """Format as `key (file:line:column)`, or name the default that was used."""
         if not self.key:
             return self.default
         return f"{self.key} ({self.place})" if self.place else self.key
@@ -89,7 +89,7 @@ RECIPE_DEFAULT = "the recipe's default"
 
 @dataclass(frozen=True)
 class Settings:
-    """The models, filled: what the code reads. `settings.training.lr` is the key `training.lr`.
+    """The options of all sections with their values. `settings.training.lr` is the key `training.lr`.
 
     Attributes:
         recipe: Which job, on which data.
@@ -120,7 +120,7 @@ class Settings:
         return {key: str(origin) for key, origin in self.origins.items()}
 
     def is_default(self, key: str) -> bool:
-        """Whether nobody wrote this key; a plan or a tuner may then choose a better value."""
+        """Whether this key was not written; a plan or a tuner may then choose a better value."""
         return not self.origins[as_key(key)].key
 
     def get(self, key: str) -> Any:
@@ -137,11 +137,11 @@ class Settings:
         return made
 
     def told(self, key: str, value: Any, option: str) -> Settings:
-        """Return settings in which an option of the command line, such as `--store`, says one key."""
+        """Return settings with one key set by an option of the command line, such as `--store`."""
         return replace(self.changed({key: value}), origins={**self.origins, key: Origin(option)})
 
     def with_recipe_defaults(self, defaults: Mapping[str, tuple[Any, str]]) -> Settings:
-        """Return settings in which a recipe's defaults stand where nobody wrote anything.
+        """Return settings with a recipe's defaults for the keys that were not written.
 
         Args:
             defaults: Dotted key to value and reason. A key that has a recipe's default already keeps its
@@ -255,7 +255,7 @@ class _Answers:
     def clash(
         self, about: tuple[str, ...], key: str, given: str, allowed: str, fix: str, loser: str = ""
     ) -> None:
-        """Record that written keys cannot stand together; `about` names the keys in question."""
+        """Record that written keys contradict each other; `about` names the keys."""
         place = self.config.place_of(key) or Place("config")
         self.clashes.append((frozenset(about), Problem(place, key, given, allowed, fix, loser)))
 
@@ -280,7 +280,7 @@ def _answer_all(config: Config) -> _Answers:
 
 
 def _settle_switch(answers: _Answers) -> None:
-    """Let `enabled: false` take back every key of its section; `enabled: true` says nothing itself."""
+    """Apply the switch of the memory section: `false` disables its keys, `true` changes nothing."""
     is_on = answers.written.get(_SWITCH)
     if is_on:
         del answers.written[_SWITCH]
@@ -344,7 +344,7 @@ def _settle_precision(answers: _Answers) -> None:
     if amp is not None and values[as_amp] == full:
         typed = [_is_override(answers.config.place_of(key)) for key in (amp, precision) if key]
         if precision is None or (values[as_format] == "auto" and typed[0] == typed[1]):
-            # Nobody named a format: use_amp alone says whether it may be one of 16 bits.
+            # No format was named: use_amp alone decides whether 16 bits may be used.
             values[as_format], origins[as_format] = "fp32", origins[as_amp]
         elif typed[0] == typed[1]:
             given = f"{exact_text(values[as_format])} disagrees with {answers.say(amp)}"
@@ -395,7 +395,7 @@ def _check_batches(answers: _Answers) -> None:
         "data.drop_last",
     )
     samples, batch = values[most], values[size]
-    # A recipe may have another default; its loader then refuses what leaves no batch.
+    # A recipe may have another default batch size; its loader then refuses a split without a batch.
     is_known = size in answers.winners or values["recipe.name"] is None
     if is_known and values[drops] and samples is not None and samples < batch:
         key = answers.winners[most]
@@ -434,7 +434,7 @@ def find_clashes(config: Config, unreadable: frozenset[str] = frozenset()) -> li
 
 
 def resolve(config: Config) -> Settings:
-    """Return the models filled with what a config says, and the reason of each value.
+    """Return the settings of a config, with the reason of each value.
 
     Raises:
         ConfigError: When written keys cannot stand together; names them and their lines.

@@ -76,7 +76,7 @@ def _with_notes(text: str, notes: Sequence[str]) -> str:
 
 
 class _Spot(NamedTuple):
-    """The deepest mapping of a text that is on the way to a key, and what of the key is missing."""
+    """The deepest mapping on the path to a key, and the part of the path that is missing."""
 
     mapping: yaml.MappingNode
     missing: tuple[str, ...]

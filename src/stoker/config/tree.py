@@ -145,7 +145,7 @@ def config_schema() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Config:
-    """What a config file and `--set` say. Defaults are no part of it; `resolve` adds them.
+    """The keys that a config file and `--set` write. `resolve` adds the defaults.
 
     Attributes:
         tree: Sections with their written keys.

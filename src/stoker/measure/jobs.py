@@ -109,7 +109,7 @@ def time_step(run: Run, patience: Patience, *, captured: bool = True) -> Timed:
     """
     watch = Stopwatch(patience, run.device)
     held = HeldLoader(hold_batch(run), watch, patience.most)
-    # One batch over and over may diverge: that says nothing about the job.
+    # Training on one batch repeatedly may diverge, which is no fault of the job.
     capture = run.settings.training.capture if captured else "off"
     calm = run.with_settings(
         run.settings.changed({"training.nonfinite": "skip", "training.capture": capture})
@@ -121,7 +121,7 @@ def time_step(run: Run, patience: Patience, *, captured: bool = True) -> Timed:
 
 
 def time_loader(run: Run, patience: Patience, captured: bool) -> Timed:
-    """Take batches with nobody training, as the step would ask for them."""
+    """Take batches at the pace of the step, without training."""
     with run.make_train_loader() as loader:
         if run.drawn_augmentation is not None:
             loader.use_augmentation(run.drawn_augmentation)

@@ -1,4 +1,4 @@
-"""A run that is going on, followed: what it does now, read from what was added to its logs.
+"""Follow a run while it trains, by reading the lines that are added to its logs.
 
 Enters: a run's folder, also one that does not exist yet. Leaves: a `RunNow` at every look. Costs one `stat`
 per file and look, and parsing what is new; at the first look the last 256 kB of each file are read.
@@ -25,7 +25,7 @@ _FIRST_BYTES, _HEAD_BYTES = 1 << 18, 1 << 16
 
 @dataclass(frozen=True)
 class RunNow:
-    """What a run does. None: not known, or not yet.
+    """The state of a run. None: unknown, or not yet known.
 
     Attributes:
         folder: Of the run.
@@ -64,7 +64,7 @@ class RunNow:
 
 
 class LogTail:
-    """What was added to a log since the last look; a line that is not whole yet waits for its end.
+    """Reads the lines added to a log since the last look; an incomplete last line is kept for the next look.
 
     Args:
         path: The log; it may appear later, and may be replaced.
@@ -86,7 +86,7 @@ class LogTail:
                 if status.st_ino != self._file_id or status.st_size < self._offset:
                     self._file_id, self._rest = status.st_ino, b""
                     self._offset = max(0, status.st_size - self._first_bytes)
-                    # What the run is stands at its beginning; the torn end of this piece is no event.
+                    # The config is at the beginning of a log. This piece ends within a line, which is skipped.
                     self._rest = file.read(min(self._offset, _HEAD_BYTES)) + b"\n"
                 if status.st_size == self._offset:
                     return []
@@ -131,14 +131,14 @@ class RunFollower:
         self._epoch_seconds: list[float] = []
 
     def look(self) -> RunNow:
-        """Return how the run stands."""
+        """Return the state of the run."""
         # Notes of the telemetry are about readings; the monitor takes its own.
         readings = [line for line in self._telemetry.read() if line.event != "note"]
         lines = sorted(self._log.read() + readings, key=lambda line: line.time)
         for line in lines:
             self._last_time = line.time
             self._learn(line)
-            if line.event in ("end", "config", "begin"):
+            if line.event in ("end", "config", "begin", "fit"):
                 end = RunEnd.read(line)
                 self._ended = None if end is None else str(end)
             elif line.event == "result":
@@ -165,7 +165,7 @@ class RunFollower:
         # The first one has the warm-up in it, and all before it where only the end of a log was read.
         steady = took[1:] or took
         each = sum(steady) / len(steady)
-        return max(0.0, (whole - self._finished) * each - (self._clock() - mark))
+        return float(max(0.0, (whole - self._finished) * each - (self._clock() - mark)))
 
     def _learn(self, line: LogLine) -> None:
         told = {name: value for name, value in _told_by(line).items() if value is not None}
@@ -174,7 +174,7 @@ class RunFollower:
             if self._epoch_mark is not None:
                 self._epoch_seconds.append(line.time - self._epoch_mark)
             self._epoch_mark = line.time
-        elif line.event in ("config", "begin"):
+        elif line.event in ("config", "begin", "fit"):
             self._finished, self._epoch_mark, self._epoch_seconds = None, line.time, []
         elif line.event == "telemetry" and told.get("epoch", 0) <= (self._finished or -1):
             # A reading after an epoch repeats the last batches' loss beside the whole epoch's.
@@ -190,7 +190,7 @@ class RunFollower:
 
 
 def _told_by(line: LogLine) -> Mapping[str, Any]:
-    """Return what an event says about how a run stands."""
+    """Return the values of a `RunNow` that an event changes."""
     values = line.values
     if line.event == "telemetry":
         return dict(_from_telemetry(as_mapping(values.get("run"))))
@@ -205,6 +205,8 @@ def _told_by(line: LogLine) -> Mapping[str, Any]:
         told["loss"] = as_number(values.get("train_loss"))
         told["val_loss"] = as_number(as_mapping(values.get("metrics")).get("loss"))
         return told | {"epoch": _from_one(values.get("epoch"))}
+    if line.event == "fit":
+        return {"num_epochs": _whole(values.get("epochs"))}
     if line.event == "config":
         return {"num_epochs": _whole(read_settings(values).get("training.epochs"))}
     if line.event == "note" and isinstance(values.get("text"), str):

@@ -1,4 +1,4 @@
-"""A run as one frozen value: what it did over time, and the figures that are drawn from it.
+"""A run as one frozen value: its course over time, and the figures computed from it.
 
 Enters: what `reading.py` found in a run's folder. Leaves: a `RunRecord`; tracks over time, means, peaks.
 Costs a pass over the telemetry per track.
@@ -75,8 +75,8 @@ class RunRecord:
         telemetry: (seconds since the beginning, values) of every reading.
         notes: Choices with their reasons, of the last session.
         events: What happened, in order.
-        config: Settings of the last session, and where each came from; empty where not recorded.
-        reasons: Likewise.
+        config: Settings of the last session by key; empty where not recorded.
+        reasons: Key to the origin of its value.
         plan: As `Plan.to_json`; empty where not recorded.
         machine: As `Machine.to_json`; empty where not recorded.
         result: The best checkpoint on validation and test samples, and chance; empty before the end.
@@ -184,7 +184,7 @@ class RunRecord:
 
     @cached_property
     def peak_device_bytes(self) -> float | None:
-        """Most device memory that the process held; what NVML saw where torch did not say."""
+        """Most device memory that the process held; NVML's reading where torch's is missing."""
         held = largest(value for _, value in self.track("run", "reserved_bytes"))
         if held is not None:
             return held
@@ -214,11 +214,11 @@ def as_mappings(value: Any) -> list[Mapping[str, Any]]:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of what is known; None when nothing is."""
+    """Return the mean of the known values, or None."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def largest(values: Iterable[float | None]) -> float | None:
-    """Return the greatest of what is known; None when nothing is."""
+    """Return the largest of the known values, or None."""
     return max((value for value in values if value is not None), default=None)

@@ -60,7 +60,7 @@ class OptionTry:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning found.
+    """Result of a tuning.
 
     Attributes:
         configured: Batch size and accumulation before.
@@ -151,7 +151,7 @@ class _Search:
     # -- batch sizes -----------------------------------------------------------------------
 
     def try_batch_sizes(self, is_fixed: bool) -> None:
-        """Measure the curve; only the configured size where it is part of what is learned."""
+        """Measure the rate per batch size; with lanes only the configured one, which is part of the model."""
         self._ladder = shape_ladder(self._configured, self._bench.num_samples)
         if is_fixed:
             self._ladder = (self._configured,)
@@ -215,7 +215,7 @@ class _Search:
     def _verify(
         self, settings: Settings, effort: Effort, what: str = "the result, run longer"
     ) -> Measured:
-        """Run settings twice as long: what fits for a moment may not fit for long."""
+        """Run settings twice as long: memory may run out later."""
         longer = replace(effort, seconds=2 * effort.seconds, num_slices=2 * effort.num_slices)
         final = self._bench.measure(settings, longer)
         self._told.say(f"{what}: {describe(final)}")
@@ -250,7 +250,7 @@ class _Search:
     def _try_option(
         self, settings: Settings, name: str, values: Sequence[Any], here: Measured
     ) -> tuple[Any, Measured]:
-        """Return the value that pays, or None, and what it gave."""
+        """Return the value that gains enough, or None, and its measurement."""
         self._told.start(name, None, "tries")
         ladder: list[Any] = [*values]
         if name == _CHUNK:
@@ -319,7 +319,7 @@ class _Search:
         return [f"{after:,} samples per update instead of {before:,}: {said}"]
 
     def _missed_notes(self, final: Measured) -> list[str]:
-        """Return a word about faster sizes whose update would be larger."""
+        """Return a note on faster sizes that would make the update larger."""
         beyond = choose(self._tried, self._start)
         if beyond is None or final.rate is None:
             return []
@@ -339,7 +339,7 @@ def _shaped(settings: Settings, shape: UpdateShape) -> Settings:
 
 
 def _chunk_sizes(now_bytes: int) -> list[float]:
-    """Return what all slots together may take, in GiB as a config says it."""
+    """Return sizes of all slots together, in GiB as in a config."""
     return [round(now_bytes * factor / GIB, 3) for factor in _CHUNK_FACTORS]
 
 
