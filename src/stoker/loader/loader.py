@@ -179,7 +179,7 @@ class Loader:
                 "stores that fit, or shares that hold over an epoch",
                 "mix(shares, per_batch=False)",
             )
-        self._order = Order(
+        made = Order(
             count,
             batch_size,
             order,
@@ -192,7 +192,7 @@ class Loader:
             digest,
             draws,
         )
-        self._progress = Progress(self._order)
+        self._progress = Progress(made)
         self.reason = f"{reason}; {self._order.reason}"
         slots = 1 if chunks is None else max(local.num_slots, self._order.most_chunks_per_batch)
         is_straight = (
@@ -238,6 +238,10 @@ class Loader:
             ("data", f"{self.tier}, {format_bytes(self.device_bytes)}"),
             ("at", f"epoch {self.epoch}, batch {self._progress.batch}"),
         ]
+
+    @property
+    def _order(self) -> Order:
+        return self._progress.order
 
     @property
     def epoch(self) -> int:
