@@ -158,7 +158,7 @@ def draw(root: Path, count: int, seed: int, rooms: tuple[str, ...] = ROOMS) -> l
         for path in sorted((package / room).rglob("*.py")):
             found = mutants_of(path, path.relative_to(package).as_posix())
             lines += [found[number] for number in sorted(found)]
-    chance = random.Random(seed)  # noqa: S311
+    chance = random.Random(seed)
     chance.shuffle(lines)
     drawn = (chance.choice(changes) for changes in lines)
     sound = (mutant for mutant in drawn if is_sound(package / mutant.file, mutant))

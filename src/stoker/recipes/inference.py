@@ -49,7 +49,7 @@ from stoker.train.quantize import QuantizeReport, quantize_dynamic
 BATCH_SIZE = 256
 LOG_NAME = "run.jsonl"
 _TIMED_BATCHES = 4
-_RAW = "stoker predict CHECKPOINT FILE.csv OUT.csv, on the rows as they came"
+_RAW = "stoker predict CKPT FILE.csv OUT.csv (on the rows as they came)"
 
 
 @dataclass(frozen=True)
