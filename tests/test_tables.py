@@ -230,3 +230,37 @@ def test_files_that_lack_columns_are_all_named(tmp_path):
     result = pack(TableSource(paths[:2]), tmp_path / "s", ONE)
     with open_store(result.path) as store:
         assert store.read_rows("features", 0, 4).tolist() == [[1, 2], [3, 5], [2, 1], [5, 3]]
+
+
+@pytest.mark.parametrize("text", ["a;b\n1,5;2\n3,5;\n", "https://example.org\na,b\n1.5,2\n3.5,\n"])
+def test_inspect_reads_what_pack_reads_and_has_its_options(tmp_path, text):
+    from typer.testing import CliRunner
+
+    from stoker.cli.main import app
+
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    found = CliRunner().invoke(app, ["inspect", str(path)])
+    assert found.exit_code == 3, found.output
+    assert "rows: 2" in found.output
+    assert "1 of 2 values are NaN" in found.output
+    for options in (
+        ["--drop", "b"],
+        ["--keep", "a"],
+        ["--missing", "drop"],
+        ["--dtype", "b=category"],
+    ):
+        assert CliRunner().invoke(app, ["inspect", str(path), *options]).exit_code == 0
+    folder = CliRunner().invoke(app, ["inspect", str(tmp_path), "--drop", "b"])
+    assert "rows: 2" in folder.output
+
+
+def test_columns_of_parquet_that_are_dropped_are_not_decoded(tmp_path):
+    from pyarrow import parquet
+
+    table = pa.table({" a ": [1.5, 2.5], "s": [{"x": 1}, {"x": 2}], "b": [3.5, 4.5]})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    pack(TableSource((tmp_path / "t.parquet",), drop=("s",)), tmp_path / "s", ONE)
+    with open_store(tmp_path / "s") as store:
+        assert store.fields["features"].columns == ["a", "b"]
+        assert store.read_rows("features", 0, 2).tolist() == [[1.5, 3.5], [2.5, 4.5]]

@@ -294,6 +294,14 @@ class Survey:
                 shown_names([name for each in made for name in each.all_outputs]),
                 "a name of this list",
             )
+        outputs = [name for each in made for name in each.outputs]
+        twice = [name for name in dict.fromkeys(outputs) if outputs.count(name) > 1]
+        if twice:
+            raise SourceError(
+                f"two columns would be called {', '.join(map(repr, twice))}: one of the file, and one that another becomes.",
+                "different names",
+                "rename one of them in the file",
+            )
         target = self._finish_target(firsts[-1])
         self.notes += describe(made, target)
         return made, target
