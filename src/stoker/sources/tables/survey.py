@@ -298,7 +298,7 @@ class Survey:
         twice = [name for name in dict.fromkeys(outputs) if outputs.count(name) > 1]
         if twice:
             raise SourceError(
-                f"two columns would be called {', '.join(map(repr, twice))}: one of the file, and one that another becomes.",
+                f"two columns would be called {', '.join(map(repr, twice))}: one of the file, and a part of another.",
                 "different names",
                 "rename one of them in the file",
             )
@@ -405,7 +405,7 @@ def _num_known(column: Any) -> int:
         column = trimmed(column)
     if pa.types.is_floating(column.type):
         return int(np.isfinite(column.cast(pa.float64()).to_numpy(zero_copy_only=False)).sum())
-    return len(column) - column.null_count
+    return int(len(column) - column.null_count)
 
 
 def _has_missing(column: Any) -> bool:
