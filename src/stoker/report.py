@@ -48,8 +48,13 @@ class Progress(Protocol):
         """A line for the user that is not progress."""
 
 
-class Silent(Progress):
+class Silent:
     """A `Progress` that shows nothing: the default everywhere below the command line."""
+
+    def start(self, *given: Any, **named: Any) -> None:
+        """Ignore a report; `advance` and `say` do the same."""
+
+    advance = say = start
 
     def __enter__(self) -> Self:
         return self
