@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import stoker.compat.chunk_loader as door
@@ -73,7 +73,6 @@ def rows_of(batches):
     drop_last=st.booleans(),
     shuffle=st.booleans(),
 )
-@settings(max_examples=60)
 def test_batches_are_the_h5py_slices_whatever_the_chunk(
     path, arrays, device, batch_size, chunk, drop_last, shuffle
 ):

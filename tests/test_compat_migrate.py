@@ -72,7 +72,6 @@ def check(text):
     return made
 
 
-@settings(max_examples=60, deadline=None)
 @given(configs)
 def test_any_mix_of_known_keys_comes_to_the_same_settings(flat):
     made = check(nested(flat))
@@ -356,7 +355,6 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(names | st.sampled_from(["data", "training", "recipe"]), trees, max_size=4))
 def test_any_file_becomes_a_sound_one(tree):
     made = migrate_config(yaml.safe_dump(tree))

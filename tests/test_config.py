@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import stoker
@@ -594,7 +594,6 @@ def legal(leaf: dict) -> st.SearchStrategy:
 configs = st.fixed_dictionaries({}, optional={key: legal(leaf) for key, leaf in LEAVES.items()})
 
 
-@settings(max_examples=60, deadline=None)
 @example({"data.memory_efficient_mode.lazy_cache_dir": "\n"})
 @example({"data.memory_efficient_mode.lazy_cache_dir": "a\x85b\u2028"})
 @example({"data.memory_efficient_mode.lazy_cache_dir": "a: b # c" * 40})
@@ -624,7 +623,6 @@ def test_describe_tree_lists_every_key_and_says_nothing():
         assert any(line.strip().startswith(key.rpartition(".")[2] + ":") for line in everything)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.one_of(
         st.text(max_size=60),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.config import (
@@ -64,7 +64,6 @@ ANY_SCALAR = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(LEAVES)), ANY_SCALAR)
 def test_schema_and_types_agree_on_every_leaf(key, value):
     tree = yaml.safe_load(nested({key: value}))

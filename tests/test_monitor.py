@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import warm_stoker
@@ -334,7 +334,6 @@ def test_what_lies_between_epochs_is_not_training():
 # -- following -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=30)
 @given(
     texts=st.lists(st.text(max_size=20), max_size=8),
     cuts=st.lists(st.integers(0, 400), max_size=6),

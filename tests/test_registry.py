@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import stoker
+from source_trees import parsed
 from stoker.errors import InputError
 from stoker.recipes.registry import find_recipe, ready_recipes
 
@@ -27,7 +28,7 @@ NAMES = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, ready_recipes()))})(?!
 
 def names_in(text: str) -> list[str]:
     """Recipe names in the code of a module: texts, imports, names; not prose of docstrings."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     prose = {
         id(node.body[0].value)
         for node in ast.walk(tree)

@@ -33,8 +33,8 @@ class Backend(Protocol):
 
     name: str
 
-    def draw(self, tape: Tensor, counter: Tensor, batch: int) -> Tensor:
-        """Return the table `(batch, 16)` and advance the counter's step on the device."""
+    def draw(self, tape: Tensor, counter: Tensor, batch: int, num_batches: int = 1) -> Tensor:
+        """Return the table `(num_batches * batch, 16)` and advance the counter's step on the device."""
 
     def apply(
         self,
@@ -144,18 +144,51 @@ class Compose:
         params = self.draw(batch, images.shape[-2:], images.shape[1], images.device)
         return self._apply(images, params, masks, rows)
 
-    def draw(
-        self, batch: int, size: Sequence[int], channels: int, device: torch.device | str
-    ) -> Params:
-        """Draw the parameters of one batch and count one step; nothing is applied.
+    def batches(
+        self,
+        images: Tensor,
+        masks: Tensor | None = None,
+        *,
+        rows: Tensor,
+        batch_size: int,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Do for consecutive batches what a call for each would do, with the same draws, at the cost of one.
 
         Args:
-            batch: Number of samples.
+            images: As for a call.
+            masks: As for a call.
+            rows: Those of all batches, one batch after the other.
+            batch_size: Rows of each batch.
+        """
+        num_rows = self._check(images, masks, rows)
+        if batch_size < 1 or num_rows % batch_size:
+            raise InputError(
+                f"{num_rows} rows in batches of {batch_size}.",
+                "whole batches",
+                f"batch_size={num_rows}",
+            )
+        shape = images.shape
+        params = self.draw(batch_size, shape[-2:], shape[1], images.device, num_rows // batch_size)
+        return self._apply(images, params, masks, rows)
+
+    def draw(
+        self,
+        batch: int,
+        size: Sequence[int],
+        channels: int,
+        device: torch.device | str,
+        num_batches: int = 1,
+    ) -> Params:
+        """Draw the parameters of consecutive batches and count a step for each; nothing is applied.
+
+        Args:
+            batch: Number of samples of a batch.
             size: (height, width) of the images that will enter.
             channels: Of these images.
             device: Where they are.
+            num_batches: Number of batches.
         """
-        for number in (batch, channels):
+        for number in (batch, channels, num_batches):
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise InputError(
                     f"{batch!r} images of {channels!r} channels.",
@@ -167,7 +200,7 @@ class Compose:
         sides = tuple(size) if isinstance(size, Sequence) else size
         program, tape = self._plan(check_size("size", sides), channels, place)
         backend = self._pick(place, torch.uint8, program)
-        return Params(backend.draw(tape, self._position.on(place), batch), program)
+        return Params(backend.draw(tape, self._position.on(place), batch, num_batches), program)
 
     def apply(
         self,
@@ -251,7 +284,7 @@ class Compose:
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Make the next draw that of (epoch, step); in place, so captured graphs follow."""
-        self._position.write(self._position.read() | {"epoch": epoch, "step": step})
+        self._position.seek(epoch, step)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: its draws are the same whatever came before."""

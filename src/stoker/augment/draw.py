@@ -37,24 +37,27 @@ Row = Sequence[float]
 _HOST_ROWS = WeakTensorKeyDictionary()
 
 
-def draw_table(tape: torch.Tensor, counter: torch.Tensor, batch: int) -> torch.Tensor:
-    """Draw the parameters of a batch and advance the counter by one step.
+def draw_table(
+    tape: torch.Tensor, counter: torch.Tensor, batch: int, num_batches: int = 1
+) -> torch.Tensor:
+    """Draw the parameters of consecutive batches and advance the counter by one step for each.
 
     Args:
         tape: float32 `(num_ops, 16)`.
         counter: int64 `[seed, epoch, step, stream]`; changed in place.
-        batch: Number of samples.
+        batch: Number of samples of one batch.
+        num_batches: Number of batches.
 
     Returns:
-        float32 `(batch, 16)` on the counter's device.
+        float32 `(num_batches * batch, 16)` on the counter's device.
     """
     rows = _HOST_ROWS.get(tape)
     if rows is None:
         rows = _HOST_ROWS[tape] = tape.tolist()
-    table = untouched(batch, counter.device)
+    table = untouched(batch * num_batches, counter.device)
     if rows:
-        fill_table(table, rows, uniforms(counter, batch, len(rows)))
-    advance(counter)
+        fill_table(table, rows, uniforms(counter, batch, len(rows), num_batches))
+    advance(counter, num_batches)
     return table
 
 

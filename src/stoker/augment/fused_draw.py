@@ -122,15 +122,17 @@ def _within(numbers, at: tl.constexpr, u):
 
 
 @triton.jit(do_not_specialize=["batch", "num_ops"])
-def draw(tape, counter, table, batch, num_ops, LANES: tl.constexpr):
-    """Draw the table of a batch and count one step. Grid: one program; a lane is a sample.
+def draw(tape, counter, table, batch, num_ops, LANES: tl.constexpr, COUNT: tl.constexpr):
+    """Draw the table of each batch. Grid: one program for each batch; a lane is a sample.
 
-    One program, because the counter is read by all and then written: two could not agree on when.
+    With `COUNT` there is one program, which also counts its step: the counter is read by all programs and
+    then written, and two could not agree on when.
     """
     seed = tl.load(counter)
     epoch = tl.load(counter + 1).to(tl.uint32)
     step = tl.load(counter + 2)
-    count = step.to(tl.uint32)
+    count = (step + tl.program_id(0)).to(tl.uint32)
+    table += tl.program_id(0) * batch * 16
     stream = tl.load(counter + 3).to(tl.uint32) << 16
     for first in range(0, batch, LANES):
         sample = first + tl.arange(0, LANES)
@@ -199,6 +201,7 @@ def draw(tape, counter, table, batch, num_ops, LANES: tl.constexpr):
         tl.store(p + 13, x1, mask=keep)
         tl.store(p + 14, y1, mask=keep)
         tl.store(p + 15, zero, mask=keep)
-    # Every warp reads the counter for itself; none may do so after it was written.
-    tl.debug_barrier()
-    tl.store(counter + 2, step + 1)
+    if COUNT:
+        # Every warp reads the counter for itself; none may do so after it was written.
+        tl.debug_barrier()
+        tl.store(counter + 2, step + 1)

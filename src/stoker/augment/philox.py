@@ -56,6 +56,7 @@ class Position:
 
     def __init__(self, seed: int, stream: int = 0) -> None:
         counter = make_counter(seed, stream=stream)
+        self._seed, self._stream = seed, stream  # known to the host: only `write` changes them
         self._last = counter.device
         self._counters = {self._last: counter}
 
@@ -86,10 +87,16 @@ class Position:
         return dict(zip(FIELDS, self._counters[self._last].tolist(), strict=True))
 
     def write(self, state: Mapping[str, int]) -> None:
-        """Set the counters of all devices, in place."""
+        """Set the counters of all devices, in place; does not wait for the device."""
         counter = make_counter(*(state[name] for name in FIELDS))
+        self._seed, self._stream = state["seed"], state["stream"]
         for held in self._counters.values():
-            held.copy_(counter)
+            # Not pinned: the driver has copied it when this returns.
+            held.copy_(counter, non_blocking=True)
+
+    def seek(self, epoch: int, step: int) -> None:
+        """Set epoch and step; does not wait for the device."""
+        self.write({"seed": self._seed, "epoch": epoch, "step": step, "stream": self._stream})
 
 
 def check_state(state: object) -> dict[str, int]:
@@ -113,18 +120,23 @@ def check_state(state: object) -> dict[str, int]:
     return checked
 
 
-def advance(counter: torch.Tensor) -> None:
-    """Count one step, in place on the device, so that a captured graph draws anew at each replay."""
-    counter[STEP : STEP + 1].add_(1)
+def advance(counter: torch.Tensor, steps: int = 1) -> None:
+    """Count steps, in place on the device, so that a captured graph draws anew at each replay."""
+    counter[STEP : STEP + 1].add_(steps)
 
 
-def uniforms(counter: torch.Tensor, batch: int, num_ops: int) -> torch.Tensor:
-    """Return float32 `(batch, num_ops, 8)` on the counter's device: u0..u7 of every op."""
-    rows = torch.arange(batch, device=counter.device).view(-1, 1).expand(batch, 2 * num_ops)
+def uniforms(counter: torch.Tensor, batch: int, num_ops: int, num_batches: int = 1) -> torch.Tensor:
+    """Return float32 `(num_batches * batch, num_ops, 8)` on the counter's device: u0..u7 of every op.
+
+    Each batch has the numbers that it would have alone, one step after the batch before it.
+    """
+    samples = torch.arange(batch * num_batches, device=counter.device).view(-1, 1)
+    rows = (samples % batch if num_batches > 1 else samples).expand(-1, 2 * num_ops)
+    step = counter[STEP] + samples // batch if num_batches > 1 else counter[STEP]
     blocks = torch.arange(2 * num_ops, device=counter.device) + (counter[STREAM] << 16)
-    step, epoch, blocks = (word.expand_as(rows) for word in (counter[STEP], counter[EPOCH], blocks))
+    step, epoch, blocks = (word.expand_as(rows) for word in (step, counter[EPOCH], blocks))
     words = philox(counter[SEED], torch.stack([rows, step]), torch.stack([blocks, epoch]))
-    return ((words >> 8).to(torch.float32) * 2.0**-24).view(batch, num_ops, NUM_UNIFORMS)
+    return ((words >> 8).to(torch.float32) * 2.0**-24).view(-1, num_ops, NUM_UNIFORMS)
 
 
 def philox(seed: torch.Tensor, even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:

@@ -43,9 +43,9 @@ class TorchBackend:
 
     name = "torch"
 
-    def draw(self, tape: Tensor, counter: Tensor, batch: int) -> Tensor:
-        """Return the table `(batch, 16)` and advance the counter's step."""
-        return draw_table(tape, counter, batch)
+    def draw(self, tape: Tensor, counter: Tensor, batch: int, num_batches: int = 1) -> Tensor:
+        """Return the table `(num_batches * batch, 16)` and advance the counter's step."""
+        return draw_table(tape, counter, batch, num_batches)
 
     def apply(
         self,
