@@ -15,17 +15,20 @@ from hypothesis import strategies as st
 
 from run_makers import dirty_table, make_store, settings_for
 from stoker.doctor.ablation import default_patience, examine
-from stoker.doctor.alternatives import (
+from stoker.doctor.consultation import (
     NEAR_BEST,
     batch_proposal,
+    choose_treatment,
+    consult_job,
     find_knee,
     measured_gain,
     propose,
+    treat_job,
     try_alternatives,
     weigh,
 )
-from stoker.doctor.consultation import choose_treatment, consult_job, treat_job
 from stoker.doctor.findings import Finding, Gain, Patch
+from stoker.doctor.gains import split_step
 from stoker.doctor.job_config import JobConfig
 from stoker.doctor.measurements import (
     Ablation,
@@ -36,7 +39,6 @@ from stoker.doctor.measurements import (
     Measurements,
 )
 from stoker.doctor.rules import FINDING_NAMES
-from stoker.doctor.step_parts import split_step
 from stoker.doctor.trace import Schedule, find_kernels, record
 from stoker.errors import ConfigError, InputError
 from stoker.measure.jobs import time_step, time_together
@@ -162,9 +164,14 @@ def test_a_larger_batch_takes_over_from_accumulation():
     job = JobConfig(text, "c.yaml")
     changes = batch_proposal(job, 64).changes
     after = job.with_changes(changes).settings
-    assert (after.batch_size, after.accumulation_steps) == (64, 2)
+    assert (after.training.batch_size, after.training.gradient_accumulation_steps) == (64, 2)
     assert after.samples_per_update == job.settings.samples_per_update
-    assert job.with_changes(batch_proposal(job, 512).changes).settings.accumulation_steps == 1
+    assert (
+        job.with_changes(
+            batch_proposal(job, 512).changes
+        ).settings.training.gradient_accumulation_steps
+        == 1
+    )
 
 
 def with_alternative(name, rate, **more):
@@ -227,9 +234,9 @@ def test_what_is_typed_is_worked_into_the_config(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("# mine\ntraining:\n  batch_size: 16 # small\nrecipe: {name: tabular}\n")
     job = JobConfig.read(path, ["training.lr=0.5", "recipe.options.hidden=[4, 5]"], "a store")
-    assert job.settings.learning_rate == 0.5
-    assert job.settings.recipe_options == {"hidden": [4, 5]}
-    assert job.settings.store == "a store"
+    assert job.settings.training.lr == 0.5
+    assert job.settings.recipe.options == {"hidden": [4, 5]}
+    assert job.settings.recipe.store == "a store"
     assert "# mine" in job.text
     assert "batch_size: 16 # small" in job.text
     assert job.file == str(path)

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import h5py
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,9 +35,17 @@ from stoker.recipes.run import run_recipe
 from stoker.report import RunEnd, RunLog, Silent, read_run_log
 from stoker.runs.follow import LogTail, RunFollower
 from stoker.runs.reading import LOG_NAME, lock_holder
-from stoker.runs.targets import BUSY, MEMORY, TEMPERATURE, judge_gpu
-from stoker.runs.telemetry import TELEMETRY_NAME, Meter, RunCounters, TelemetryLog
-from stoker.train.run_lock import RunLock
+from stoker.runs.telemetry import (
+    BUSY,
+    MEMORY,
+    TELEMETRY_NAME,
+    TEMPERATURE,
+    Meter,
+    RunCounters,
+    TelemetryLog,
+    judge_gpu,
+)
+from stoker.train.run_folder import RunLock
 from test_machine import FIELDS_OF, BrokenNvml
 
 ENV = {**os.environ, "COLUMNS": "160", "PYTHONWARNINGS": "error"}
@@ -269,8 +279,8 @@ def test_a_recipe_writes_what_the_report_needs(tmp_path, one_thread):
     lines = read_run_log(tmp_path / "run" / LOG_NAME)
     told = {line.event: line.values for line in lines}
     assert [line.event for line in lines[:3]] == ["config", "plan", "machine"]
-    assert told["config"]["settings"]["batch_size"] == 16
-    assert "training.batch_size" in told["config"]["reasons"]["batch_size"]
+    assert told["config"]["settings"]["training.batch_size"] == 16
+    assert "training.batch_size" in told["config"]["reasons"]["training.batch_size"]
     assert told["plan"]["tier"] == "resident"
     assert told["machine"]["python"]
     readings = read_run_log(tmp_path / "run" / TELEMETRY_NAME)
@@ -284,16 +294,19 @@ def test_a_recipe_writes_what_the_report_needs(tmp_path, one_thread):
     assert 0 <= last["waited_seconds"] <= last["trained_seconds"]
 
 
-def test_a_wait_that_goes_on_is_counted():
-    loader = Loader.__new__(Loader)
+def test_a_wait_that_goes_on_is_counted(tmp_path):
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["x"] = np.zeros((4, 2), np.float32)
+    loader = Loader(tmp_path / "data.h5", 4, "cpu")
     seen = []
 
-    def slow():
+    def slow(batches):
         time.sleep(0.03)
         seen.append(loader.waited_seconds)
-        yield 1
+        yield from batches
 
-    assert list(loader._timed(slow())) == [1]
+    loader.on_iteration = slow
+    assert len(list(loader)) == 1
     assert seen[0] >= 0.03
     assert loader.waited_seconds >= seen[0]
     after = loader.waited_seconds
@@ -498,9 +511,10 @@ def test_looking_costs_little(tmp_path):
     assert per_look < 0.035
 
 
-def test_a_short_interval_and_a_missing_folder_are_refused(tmp_path):
-    with pytest.raises(InputError, match="there is no folder"):
-        Monitor(tmp_path / "nowhere")
+def test_a_short_interval_and_a_file_are_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="is a file"):
+        Monitor(tmp_path / "file")
     with (
         Monitor(nvml=BrokenNvml("nvmlInit")) as monitor,
         pytest.raises(InputError, match="interval"),

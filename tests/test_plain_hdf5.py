@@ -24,7 +24,7 @@ LAYOUTS = {
     "fletcher32": {"chunks": True, "fletcher32": True, "compression": "gzip"},
     "scaleoffset": {"chunks": True, "scaleoffset": 0},
 }
-POSITIONAL = {"contiguous", "chunked", "gzip", "shuffle-gzip", "shuffle"}
+POSITIONAL = {"contiguous", "chunked", "gzip", "shuffle-gzip", "shuffle", "fletcher32"}
 
 
 @given(

@@ -87,7 +87,7 @@ def test_ours_meet_the_protocol(name):
     recipe = find_recipe(name)
     assert recipe.name == name
     assert recipe.pack_command.startswith("stoker pack ")
-    assert {each.setting for each in recipe.defaults} >= {"learning_rate", "epochs"}
+    assert {each.setting for each in recipe.defaults} >= {"training.lr", "training.epochs"}
     assert all(each.reason for each in recipe.defaults)
 
 
@@ -151,7 +151,7 @@ def test_a_class_of_the_working_folder_is_found(here):
         ("jobs:Whol", ["has no class 'Whol'", "jobs:Whole", "Try: jobs:Whole"]),
         ("jobs:value", ["has no class 'value'"]),
         ("jobs:Half", ["has no Options, describe, rebuild", "inherits", "docs/extending.md"]),
-        ("jobs:Strange", ["name learning", "learning_rate"]),
+        ("jobs:Strange", ["name learning", "training.lr"]),
         ("jobs:NoDataclass", ["Options of the recipe", "a frozen dataclass"]),
         ("jobs:Asking", ["cannot be made", "without arguments"]),
         ("needy:Whole", ["needy imports 'librosa_is_not_here'", "pip install librosa_is_not_here"]),

@@ -1,10 +1,11 @@
 """Augmentation on the device: drawn per sample, applied in one pass over memory.
 
 Enters: batches of images, masks, boxes, keypoints. Leaves: the same, augmented, on the same device.
-Files: `ops.py` (and `definition.py`, `geometry.py`) what can be asked for, `philox.py` and `draw.py`
-what each sample gets, `reference.py` what it means in torch, `fused.py` the same in one Triton
-kernel, `compose.py` all of it together, `mixing.py` MixUp and CutMix, `presets.py`
-ready lists of ops, `schedule.py` stages over epochs, `guard.py` what may enter.
+Files: `definition.py`, `geometry.py`, `ops.py` define the ops; `philox.py` and `draw.py` draw the
+parameters of each sample; `reference.py` applies them with torch, `fused.py` with one Triton kernel;
+`compose.py` puts both together; `position.py` keeps the position in the run; `stages.py` and `policies.py` are
+functions of your own, RandAugment and TrivialAugment; `conversion.py` reads torchvision's transforms; `mixing.py`
+has MixUp and CutMix; `presets.py` ready lists of ops; `schedule.py` stages over epochs; `guard.py` checks input.
 """
 
 from __future__ import annotations
@@ -12,40 +13,48 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.augment.compose import Compose, Params
+from stoker.augment.definition import Transform
+from stoker.augment.geometry import (
+    AlternatingFlip,
+    CenterCrop,
+    RandomAffine,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    RandomRotation,
+    RandomVerticalFlip,
+    Resize,
+)
 from stoker.augment.mixing import CutMix, MixUp
 from stoker.augment.ops import (
-    CenterCrop,
     ColorJitter,
     GaussianBlur,
     Normalize,
-    RandomAffine,
     RandomBrightness,
     RandomContrast,
-    RandomCrop,
     RandomErasing,
-    RandomHorizontalFlip,
     RandomHue,
-    RandomResizedCrop,
-    RandomRotation,
     RandomSaturation,
-    RandomVerticalFlip,
-    Resize,
     ToDtype,
-    Transform,
 )
+from stoker.augment.policies import RandAugment, TrivialAugment
 from stoker.augment.presets import make_preset
 from stoker.augment.schedule import ProgressiveAugmentation
+from stoker.augment.stages import Function
 
 __all__ = [
+    "AlternatingFlip",
     "CenterCrop",
     "ColorJitter",
     "Compose",
     "CutMix",
+    "Function",
     "GaussianBlur",
     "MixUp",
     "Normalize",
     "Params",
     "ProgressiveAugmentation",
+    "RandAugment",
     "RandomAffine",
     "RandomBrightness",
     "RandomContrast",
@@ -60,6 +69,7 @@ __all__ = [
     "Resize",
     "ToDtype",
     "Transform",
+    "TrivialAugment",
     "make_preset",
 ]
 

@@ -1,6 +1,6 @@
-"""What an augmentation is: the base of all ops, the program, the numbers on the tape, the checks.
+"""The base class of all ops, the program, the layout of the tape, and the checks of arguments.
 
-Enters: what a user types. Leaves: checked values. Costs nothing; no tensor is touched here.
+Enters: arguments as a user types them. Leaves: checked values. Costs nothing; no tensor is touched.
 
 The tape is float32 `(num_ops, 16)`: column 0 the opcode, column 1 the probability of the gate,
 columns 2 to 15 the numbers `a0 .. a13` below. A range is two numbers, *low* and *span*, and gives
@@ -18,9 +18,11 @@ that enters the op.
     BLUR          a0 sigma range u1
     ERASE         a0 width, a1 height, a2 area range u1, a4 log(h / w) range u2, a6 width * height;
                   left u3, top u4
+    FLIP_BY_ID    a0 width - 1; flips by the image's id and the epoch, whatever the gate
+    STAGE         a0 index of the stage's uniforms; draws u0 .. u7 and changes no parameter
 
-`stoker.augment.draw` says how a row becomes parameters; `Normalize` and `ToDtype` draw nothing and
-stand in the program alone.
+`draw.py` turns a row into parameters. `Normalize` and `ToDtype` draw nothing and have no row: they are
+part of the program only.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ Range = tuple[float, float]
 OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 RADIANS = math.pi / 180.0
 
-# An op used alone draws from a stream of its own, so that two of them are never in step.
+# An op that is used without a Compose has a stream of its own, so that two of them draw differently.
 _LONE_STREAMS = itertools.count()
 
 
@@ -62,10 +64,12 @@ class Opcode(IntEnum):
     COLOUR = 6
     BLUR = 7
     ERASE = 8
+    FLIP_BY_ID = 9
+    STAGE = 10
 
 
 class Phase(IntEnum):
-    """The order of work; inside a Compose the phases never go back."""
+    """The order of work; inside a Compose phases only increase."""
 
     GEOMETRY = 1
     COLOUR = 2
@@ -84,23 +88,25 @@ class Transform(Protocol):
 
 @dataclass(frozen=True)
 class Program:
-    """All of the work that is the same for every sample; hashable, so kernels are cached by it.
+    """The part of the work that is the same for every sample; hashable: kernels are cached by it.
 
     Attributes:
         in_size: Height and width of the images that enter.
         out_size: Height and width of those that leave.
-        channels: Of both.
-        geometry: False means that pixels keep their places; the matrix is then never read.
+        channels: Number of channels of both.
+        geometry: False if no pixel moves; the matrix is then never read.
         brightness, contrast, saturation, hue: Whether that factor can differ from "untouched".
         blur_kernel: Odd number of taps, 0 for no blur.
         erase: Whether rectangles can be erased.
-        erase_value: Written there, in [0, 1].
+        erase_value: Written into the rectangle, in [0, 1].
         mean, std: Per channel, or None for no normalisation.
-        out_dtype: Of the images that leave.
+        out_dtype: Dtype of the images that leave.
         channels_last: Memory layout of the images that leave.
         ignore_index: Written in masks where no input pixel is.
-        whole_pixels: Geometry is flips and crops alone: rows and columns move as they are, and
-            nothing needs to be interpolated. A backend that ignores this is right too, and slower.
+        whole_pixels: True if geometry is flips and crops only, so that nothing is interpolated. A
+            backend may ignore this: it is then slower, and its result is the same.
+        reflect: Places outside of the image read the pixel that is reflected at the border, in masks
+            too. Only together with `whole_pixels`.
     """
 
     in_size: Size
@@ -120,17 +126,18 @@ class Program:
     channels_last: bool
     ignore_index: int
     whole_pixels: bool = False
+    reflect: bool = False
 
 
 # -- checks --------------------------------------------------------------------------------------
 
 
 def check_number(name: str, value: Any, low: float, high: float, fix: str) -> float:
-    """Return a number from `low` to `high`; NaN and bools are none."""
+    """Return a number from `low` to `high`; NaN and bools are refused."""
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (plain and low <= value <= high):
         raise InputError(f"{name} is {value!r}.", f"a number from {low:g} to {high:g}", fix)
-    return float(value) + 0.0  # -0.0 becomes 0.0, which prints as what it is
+    return float(value) + 0.0  # -0.0 becomes 0.0, which prints better
 
 
 def check_range(name: str, value: Any, low: float, high: float, fix: str) -> Range:
@@ -171,7 +178,7 @@ def span(limits: Range, factor: float = 1.0) -> list[float]:
 
 
 def check_reaches(name: str, value: Any, most: float, fix: str) -> Range:
-    """Return two numbers from 0 to `most`, one per axis; their order means nothing."""
+    """Return two numbers from 0 to `most`, one per axis, in any order of size."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise InputError(f"{name} is {value!r}.", "two numbers, for x and for y", fix)
     across, down = (check_number(name, item, 0.0, most, fix) for item in value)
@@ -179,7 +186,7 @@ def check_reaches(name: str, value: Any, most: float, fix: str) -> Range:
 
 
 def centre_of(size: Size) -> list[float]:
-    """Return cx, cy: pixel centres are at whole numbers."""
+    """Return the centre (cx, cy) of an image; pixel centres are whole numbers."""
     return [(size[1] - 1) / 2, (size[0] - 1) / 2]
 
 
@@ -188,19 +195,32 @@ def centre_of(size: Size) -> list[float]:
 
 @dataclass(frozen=True)
 class Op:
-    """One augmentation. Subclasses are frozen and checked at construction."""
+    """One augmentation. Subclasses are frozen and checked at construction.
+
+    Attributes:
+        phase: When it is applied.
+        opcode: Its row on the tape; None for an op that draws nothing.
+        is_fixed: Whether it is not random, and so is kept for validation.
+    """
 
     phase: ClassVar[Phase]
     opcode: ClassVar[Opcode | None] = None
+    is_fixed: ClassVar[bool] = False
+
+    @property
+    def reads_outside(self) -> bool:
+        """Whether the result can have pixels from outside of the image, which masks mark with the ignore index."""
+        return False
+
+    def __post_init__(self) -> None:
+        if hasattr(self, "p"):
+            name = type(self).__name__
+            self._keep(p=check_number(f"p of {name}", self.gate, 0.0, 1.0, f"{name}(..., p=0.5)"))
 
     def _keep(self, **values: Any) -> None:
-        """Store checked values; the dataclass is frozen for everybody else."""
+        """Store checked values in the frozen dataclass."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
-
-    def _keep_p(self) -> None:
-        name = type(self).__name__
-        self._keep(p=check_number(f"p of {name}", self.gate, 0.0, 1.0, f"{name}(..., p=0.5)"))
 
     @property
     def gate(self) -> float:
@@ -216,18 +236,19 @@ class Op:
         raise NotImplementedError
 
     def idle(self) -> bool:
-        """Whether no draw can change anything, so that the work is left out of the program."""
+        """Return whether no draw can change anything; the program then leaves the op out."""
         return self.gate == 0.0
 
     def settled(self) -> Op | None:
-        """Return what stands for this op in validation: never random; None for nothing."""
-        return None
+        """Return the op to use for validation, which is never random; None to leave it out."""
+        return self if self.is_fixed else None
 
-    def row(self, size: Size, /) -> list[float]:
-        """Return the 16 numbers of this op on the tape."""
-        assert self.opcode is not None
+    def rows(self, size: Size, /) -> list[list[float]]:
+        """Return the rows of this op on the tape, 16 numbers each; none for an op that draws nothing."""
+        if self.opcode is None:
+            return []
         values = [float(self.opcode), self.gate, *self.numbers(size)]
-        return values + [0.0] * (TAPE_WIDTH - len(values))
+        return [values + [0.0] * (TAPE_WIDTH - len(values))]
 
     @cached_property
     def _alone(self) -> Compose:

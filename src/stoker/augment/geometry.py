@@ -1,8 +1,8 @@
 """The ops that move pixels: flips, rotation, affine, crops, resize.
 
-Enters: probabilities, ranges and sizes, checked at construction. Leaves: frozen values that say
-how they stand on the tape. Costs nothing until applied; then all of a Compose's geometry is one
-matrix per sample and one resample, however many ops there are.
+Enters: probabilities, ranges and sizes, checked at construction. Leaves: frozen ops that write
+themselves on the tape. Costs nothing until applied; then all geometry of a Compose is one matrix per
+sample and one resample, whatever the number of ops.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from stoker.augment.definition import (
 )
 from stoker.errors import InputError
 
+PADDING_MODES = ("constant", "reflect")
+
 
 @dataclass(frozen=True)
 class RandomHorizontalFlip(Op):
@@ -37,11 +39,27 @@ class RandomHorizontalFlip(Op):
 
     p: float = 0.5
 
-    def __post_init__(self) -> None:
-        self._keep_p()
+    def numbers(self, size: Size, /) -> list[float]:
+        """Return the index of the last column."""
+        return [size[1] - 1]
+
+
+@dataclass(frozen=True)
+class AlternatingFlip(Op):
+    """Mirror every image left to right in every second epoch; exact.
+
+    Half of the images, chosen by the seed, are mirrored in even epochs and the others in odd ones: two epochs
+    show each image both ways, where a random flip shows half of them the same way twice.
+
+    Images must be known from epoch to epoch: `compose(images, ids=ids)`, or `rows` of a tensor that stays. A
+    `Loader` with resident data does that by itself. The epoch is that of `set_epoch`.
+    """
+
+    phase = Phase.GEOMETRY
+    opcode = Opcode.FLIP_BY_ID
 
     def numbers(self, size: Size, /) -> list[float]:
-        """Return the last column."""
+        """Return the index of the last column."""
         return [size[1] - 1]
 
 
@@ -54,17 +72,14 @@ class RandomVerticalFlip(Op):
 
     p: float = 0.5
 
-    def __post_init__(self) -> None:
-        self._keep_p()
-
     def numbers(self, size: Size, /) -> list[float]:
-        """Return the last row."""
+        """Return the index of the last row."""
         return [size[0] - 1]
 
 
 @dataclass(frozen=True)
 class RandomRotation(Op):
-    """Rotate about the centre; bilinear, 0 (masks: the ignore index) where nothing was.
+    """Rotate about the centre; bilinear. Pixels from outside are 0, in masks the ignore index.
 
     Args:
         degrees: An angle d for -d to d, or (low, high). Positive is counter-clockwise, as in
@@ -79,7 +94,7 @@ class RandomRotation(Op):
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        self._keep_p()
+        super().__post_init__()
         self._keep(degrees=check_around("degrees", self.degrees, 0.0, 360.0, "RandomRotation(15)"))
 
     def numbers(self, size: Size, /) -> list[float]:
@@ -87,14 +102,19 @@ class RandomRotation(Op):
         turn = span(cast(Range, self.degrees), -RADIANS)
         return [*centre_of(size), *turn, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
+    @property
+    def reads_outside(self) -> bool:
+        """Whether corners come from outside of the image."""
+        return not self.idle()
+
     def idle(self) -> bool:
-        """Whether nothing can turn."""
+        """Return whether every angle is 0."""
         return self.p == 0.0 or self.degrees == (0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class RandomAffine(Op):
-    """Rotate, scale, shear and shift in one matrix; bilinear, 0 where nothing was.
+    """Rotate, scale, shear and shift in one matrix; bilinear. Pixels from outside are 0.
 
     The matrix is Kornia's and torchvision's: shear x, shear y, scale and rotate about the centre,
     then shift. So a positive angle is *clockwise* here, unlike in `RandomRotation`.
@@ -117,7 +137,7 @@ class RandomAffine(Op):
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        self._keep_p()
+        super().__post_init__()
         turn = check_around("degrees", self.degrees, 0.0, 360.0, "RandomAffine(degrees=10)")
         scale = check_range("scale", self.scale, 1e-3, 1e3, "RandomAffine(scale=(0.9, 1.1))")
         shift = check_reaches(
@@ -143,8 +163,13 @@ class RandomAffine(Op):
             2 * lean_y,
         ]
 
+    @property
+    def reads_outside(self) -> bool:
+        """Whether corners come from outside of the image."""
+        return not self.idle()
+
     def idle(self) -> bool:
-        """Whether every matrix is the identity."""
+        """Return whether every matrix is the identity."""
         still = self.degrees == self.translate == self.shear == (0.0, 0.0)
         return self.p == 0.0 or (still and self.scale == (1.0, 1.0))
 
@@ -173,7 +198,7 @@ class RandomResizedCrop(Op):
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        self._keep_p()
+        super().__post_init__()
         scale = check_range(
             "scale", self.scale, 1e-6, 1.0, "RandomResizedCrop(224, scale=(0.08, 1.0))"
         )
@@ -194,7 +219,7 @@ class RandomResizedCrop(Op):
         return [*sizes, *span(self.scale), *shape, width / height, width * height]
 
     def idle(self) -> bool:
-        """Never: even with p = 0 the image is resized."""
+        """Return False: even with p = 0 the image is resized."""
         return False
 
     def settled(self) -> Op:
@@ -208,6 +233,7 @@ class Resize(Op):
 
     phase = Phase.GEOMETRY
     opcode = Opcode.RESIZED_CROP
+    is_fixed = True
 
     size: int | Size
 
@@ -216,7 +242,7 @@ class Resize(Op):
 
     @property
     def gate(self) -> float:
-        """Never cut: a resized crop whose gate is shut takes the whole image."""
+        """Return 0: a resized crop that is not applied takes the whole image."""
         return 0.0
 
     def out_size(self, _size: Size, /) -> Size:
@@ -224,25 +250,23 @@ class Resize(Op):
         return cast(Size, self.size)
 
     def numbers(self, size: Size, /) -> list[float]:
-        """Return the sizes; the ranges are never used."""
+        """Return the sizes; with a gate of 0 the ranges are not used."""
         return RandomResizedCrop(self.size, (1.0, 1.0), (1.0, 1.0)).numbers(size)
 
     def idle(self) -> bool:
-        """Never: whether sizes differ is known only with an image."""
+        """Return False: whether the size changes depends on the image."""
         return False
-
-    def settled(self) -> Op:
-        """Return itself."""
-        return self
 
 
 @dataclass(frozen=True)
 class RandomCrop(Op):
-    """Cut `size` at a random place of the zero-padded image; exact.
+    """Cut `size` at a random place of the padded image; exact.
 
     Args:
         size: Side, or (height, width), of the result.
-        padding: Pixels added on every side first: 0 in images, the ignore index in masks.
+        padding: Pixels added on every side first.
+        padding_mode: "constant" adds 0, in masks the ignore index; "reflect" adds the image reflected at its
+            border, in masks too. "reflect" goes with flips and no other geometry.
     """
 
     phase = Phase.GEOMETRY
@@ -250,17 +274,30 @@ class RandomCrop(Op):
 
     size: int | Size
     padding: int = 0
+    padding_mode: str = "constant"
 
     def __post_init__(self) -> None:
         if not isinstance(self.padding, int) or isinstance(self.padding, bool) or self.padding < 0:
             raise InputError(
                 f"padding is {self.padding!r}.", "a whole number >= 0", "RandomCrop(32, padding=4)"
             )
+        if self.padding_mode not in PADDING_MODES:
+            raise InputError(
+                f"padding_mode is {self.padding_mode!r}.",
+                ", ".join(PADDING_MODES),
+                'RandomCrop(32, padding=4, padding_mode="reflect")',
+            )
         self._keep(size=check_size("size", self.size))
 
     def out_size(self, size: Size, /) -> Size:
         """Return the size that was asked for, if the padded image is that large."""
         wanted = cast(Size, self.size)
+        if self.reflects and self.padding >= min(size):
+            raise InputError(
+                f"a reflected padding of {self.padding} on an image of {size[0]}x{size[1]}.",
+                f"at most {min(size) - 1}",
+                f'RandomCrop({wanted}, padding={min(size) - 1}, padding_mode="reflect")',
+            )
         padded = (size[0] + 2 * self.padding, size[1] + 2 * self.padding)
         if wanted[0] > padded[0] or wanted[1] > padded[1]:
             lack = max(wanted[0] - size[0], wanted[1] - size[1])
@@ -277,20 +314,28 @@ class RandomCrop(Op):
         free = [size[1] + 2 * self.padding - width + 1, size[0] + 2 * self.padding - height + 1]
         return [-self.padding, -self.padding, *free]
 
+    @property
+    def reads_outside(self) -> bool:
+        """Whether the padding is not part of the image."""
+        return self.padding > 0 and not self.reflects
+
+    @property
+    def reflects(self) -> bool:
+        """Whether pixels from outside of the image are reflected ones."""
+        return self.padding > 0 and self.padding_mode == "reflect"
+
     def settled(self) -> Op:
-        """Return the crop from the middle."""
-        return CenterCrop(self.size, self.padding)
+        """Return the crop of the same size from the middle."""
+        return CenterCrop(self.size, self.padding, self.padding_mode)
 
 
 @dataclass(frozen=True)
 class CenterCrop(RandomCrop):
-    """Cut `size` from the middle of the zero-padded image; not random."""
+    """Cut `size` from the middle of the padded image; not random."""
+
+    is_fixed = True
 
     def numbers(self, size: Size, /) -> list[float]:
-        """Return the one corner there is."""
+        """Return the corner of the crop in the middle."""
         left, top, columns, rows = super().numbers(size)
         return [left + (columns - 1) // 2, top + (rows - 1) // 2, 1, 1]
-
-    def settled(self) -> Op:
-        """Return itself."""
-        return self

@@ -1,7 +1,7 @@
-"""`ProgressiveAugmentation`: another augmentation from a given epoch on.
+"""`ProgressiveAugmentation`: a different augmentation from given epochs on.
 
-Enters: first epochs and a `Compose` for each. Leaves: one object that augments with the stage that is due. Costs
-nothing beside the stage itself.
+Enters: first epochs and a `Compose` for each. Leaves: one object that augments with the stage of the current epoch.
+Costs nothing beside the stage itself.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ from typing import Any
 import torch
 
 from stoker.augment.compose import Compose, Params
-from stoker.augment.philox import check_state, make_counter
+from stoker.augment.philox import check_counter
+from stoker.augment.position import check_state
 from stoker.errors import InputError
 
 Tensor = torch.Tensor
 
 
 class ProgressiveAugmentation:
-    """One augmentation from each epoch on, changed in place.
+    """Stages of augmentation, each used from its first epoch on.
 
-    A trainer holds this object and calls `set_epoch`; the stage changes under its hands. Whoever
-    captured a CUDA graph compares `generation` and captures again when it has changed.
+    A trainer holds this object and calls `set_epoch`, which selects the stage. Code that captured a CUDA
+    graph compares `generation` and captures again when it has changed.
 
     Args:
         stages: First epoch -> augmentation; epoch 0 must be there.
             `{0: make_preset("minimal"), 50: make_preset("strong")}`
 
     Attributes:
-        stages: As given, in the order of their epochs.
-        current: The stage that works now.
-        generation: Counts the changes of stage.
+        stages: As given, sorted by epoch.
+        current: The stage of the current epoch.
+        generation: Number of changes of stage.
     """
 
     def __init__(self, stages: Mapping[int, Compose]) -> None:
@@ -52,30 +53,40 @@ class ProgressiveAugmentation:
         return f"ProgressiveAugmentation({self.stages!r})"
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch with the stage that is due."""
+        """Begin an epoch and select its stage."""
         self.seek(epoch)
 
     def seek(self, epoch: int, step: int = 0) -> None:
-        """Make the next draw that of (epoch, step), by the stage that is due."""
-        make_counter(0, epoch, step)  # raises before the stage is looked for
+        """Make the next draw that of (epoch, step), and select the stage of that epoch."""
+        check_counter(0, epoch, step)  # raises before the stage is looked for
         due = self.stages[max(start for start in self.stages if start <= epoch)]
         due.seek(epoch, step)
         self.generation += due is not self.current
         self.current, self._epoch = due, epoch
 
     def __call__(
-        self, images: Tensor, masks: Tensor | None = None, *, rows: Tensor | None = None
+        self,
+        images: Tensor,
+        masks: Tensor | None = None,
+        *,
+        rows: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Any:
         """Augment a batch with the current stage; see `Compose`."""
         if masks is None:
-            return self.current(images, rows=rows)
-        return self.current(images, masks, rows=rows)
+            return self.current(images, rows=rows, ids=ids)
+        return self.current(images, masks, rows=rows, ids=ids)
 
     def draw(
-        self, batch: int, size: Sequence[int], channels: int, device: torch.device | str
+        self,
+        batch: int,
+        size: Sequence[int],
+        channels: int,
+        device: torch.device | str,
+        ids: Tensor | None = None,
     ) -> Params:
         """Draw with the current stage; see `Compose.draw`."""
-        return self.current.draw(batch, size, channels, device)
+        return self.current.draw(batch, size, channels, device, ids)
 
     def apply(
         self,
@@ -96,17 +107,22 @@ class ProgressiveAugmentation:
         return self.current.keypoints(keypoints, params)
 
     def check(self) -> None:
-        """Wait for the device and raise what any stage found."""
+        """Wait for the device and raise the faults that any stage found."""
         for stage in self.stages.values():
             stage.check()
 
     def validation(self) -> Compose:
-        """Return what validation images go through, by the current stage."""
+        """Return the non-random part of the current stage, for validation images."""
         return self.current.validation()
 
     @property
+    def needs_ids(self) -> bool:
+        """Whether a stage has to know images from epoch to epoch."""
+        return any(stage.needs_ids for stage in self.stages.values())
+
+    @property
     def backend_reason(self) -> str:
-        """Which backend the current stage works with, and why."""
+        """The backend of the current stage, and why it was chosen."""
         return self.current.backend_reason
 
     def state_dict(self) -> dict[str, int]:
@@ -114,6 +130,6 @@ class ProgressiveAugmentation:
         return self.current.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state_dict` was taken, with the stage that was due there."""
+        """Continue where `state_dict` was taken, with the stage of that epoch."""
         self.seek(check_state(state)["epoch"])
         self.current.load_state_dict(state)

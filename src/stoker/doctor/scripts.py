@@ -1,37 +1,40 @@
-"""Somebody's script before the doctor: run with the probe inside, judged, and on request run again treated.
+"""The examination of a script: run with the probe, judged, and on request run again with a remedy.
 
-Enters: a command line. Leaves: its exit code and a `Consultation`; suggested edits as a unified diff; an
-`Outcome` after a second run with other arguments of its DataLoader. Costs the script's own time, each
-run. Its files are never written to. No torch here.
+Enters: a command line. Leaves: its exit code and a `Consultation`; suggested edits as a unified diff; an `Outcome`
+after a second run with other DataLoader arguments. Costs the script's own time for each run. The script's files are
+never written. No torch here.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.doctor.attach import Attached, describe_ending, run_script
-from stoker.doctor.findings import Finding
-from stoker.doctor.rules import diagnose
-from stoker.doctor.verdict import Consultation, Outcome
+from stoker.doctor.findings import Consultation, Finding, Outcome
+from stoker.doctor.rules import diagnose, why_unjudged
 from stoker.units import format_count
 
 _CONTEXT = 2
 _NO_NEWLINE = "\\ No newline at end of file\n"
 _POSITIONAL = 5
-"""Arguments of a DataLoader before those that the doctor suggests: dataset to batch_sampler."""
+"""Positional arguments of a DataLoader before those that the doctor suggests: dataset to batch_sampler."""
 
 
 def consult_script(
     command: Sequence[str], *, steps: int | None = None, seconds: float | None = None
 ) -> tuple[Attached, Consultation]:
-    """Run a script with the probe inside it, and judge what it saw."""
+    """Run a script with the probe, and diagnose the measurements."""
     attached = run_script(command, steps=steps, seconds=seconds)
     measured = attached.measurements
-    return attached, Consultation(measured, tuple(diagnose(measured)))
+    findings = diagnose(measured)
+    return attached, Consultation(
+        measured, tuple(findings), unjudged=why_unjudged(measured, findings)
+    )
 
 
 def treat_script(
@@ -41,7 +44,7 @@ def treat_script(
     steps: int | None = None,
     seconds: float | None = None,
 ) -> Outcome | None:
-    """Run a script again with the loader's arguments that a finding proposes; None when none does."""
+    """Run a script again with the DataLoader arguments of the first finding that has any; None if none has."""
     found = next((item for item in consultation.findings if item.patch.loader_arguments), None)
     if found is None:
         return None
@@ -58,7 +61,7 @@ def treat_script(
 
 
 def _describe_failure(again: Attached, seconds: float | None) -> str:
-    """Return what went wrong in the second run; "" when it ended as it should and was measured."""
+    """Return what went wrong in the second run; "" if it ended normally and was measured."""
     num_steps = again.measurements.steps
     ended_well = not again.exit_code and again.stopped not in ("interrupt", "termination")
     if ended_well and num_steps:
@@ -73,20 +76,26 @@ def _describe_failure(again: Attached, seconds: float | None) -> str:
 
 
 def suggest_patch(findings: Sequence[Finding]) -> str:
-    """Return what to edit, finding by finding: lines of comment, and a diff where the call is found."""
-    return "\n".join(_suggest(finding) for finding in findings if _has_edit(finding))
-
-
-def _has_edit(finding: Finding) -> bool:
-    return bool(finding.patch.script or finding.patch.loader_arguments)
+    """Return the suggested edits by finding: comments, and a diff where the call is found."""
+    return "\n".join(
+        _suggest(finding)
+        for finding in findings
+        if finding.patch.script or finding.patch.loader_arguments or finding.patch.replacement
+    )
 
 
 def _suggest(finding: Finding) -> str:
     patch = finding.patch
     lines = [f"# {finding.name}: {finding.remedy}"]
-    diff = edit_call(patch.where, patch.loader_arguments) if patch.loader_arguments else None
+    diff = None
+    if patch.loader_arguments:
+        diff = edit_call(patch.where, patch.loader_arguments)
+    elif patch.replacement:
+        diff = replace_call(patch.where, patch.replacement)
     if diff is not None:
         return "\n".join([*lines, diff])
+    if patch.replacement:
+        lines.append(f"#   {patch.replacement}")
     if patch.where:
         lines.append(f"# at {patch.where}")
     lines += [f"#   {line}" for line in patch.script.splitlines()]
@@ -103,6 +112,43 @@ def edit_call(where: str | None, arguments: Mapping[str, Any]) -> str | None:
     Returns:
         None when the file cannot be read or no call stands there.
     """
+    found = _call_at(where)
+    if found is None or len(found[2].args) > _POSITIONAL:
+        return None
+    file, source, call = found
+    return _diff(file, source, _with_arguments(source, call, arguments))
+
+
+def replace_call(where: str | None, code: str) -> str | None:
+    """Return a unified diff that puts `code`, which uses the name stoker, in the place of the call at `where`.
+
+    Returns:
+        None when the file cannot be read or no call stands there.
+    """
+    found = _call_at(where)
+    if found is None:
+        return None
+    file, source, call = found
+    start = _offset(source, call.lineno, call.col_offset)
+    end = _offset(source, call.end_lineno or call.lineno, call.end_col_offset or call.col_offset)
+    edited = source[:start] + code + source[end:]
+    tree = ast.parse(source)
+    known = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    if "stoker" not in known and imports:
+        line = imports[-1].end_lineno or imports[-1].lineno
+        lines = edited.splitlines(keepends=True)
+        edited = "".join([*lines[:line], "import stoker\n", *lines[line:]])
+    return _diff(file, source, edited)
+
+
+def _call_at(where: str | None) -> tuple[str, str, ast.Call] | None:
+    """Return file, source and the call at file:line; None when there is none."""
     file, _, line = (where or "").rpartition(":")
     if not file or not line.isdigit():
         return None
@@ -112,54 +158,47 @@ def edit_call(where: str | None, arguments: Mapping[str, Any]) -> str | None:
     except (OSError, ValueError, SyntaxError):
         return None
     call = _find_call(calls, int(line))
-    if call is None or len(call.args) > _POSITIONAL:
-        return None
-    edited = _with_arguments(source, call, arguments)
-    if not _parses(edited):  # such as a last argument in brackets of its own
+    return None if call is None else (file, source, call)
+
+
+def _diff(file: str, source: str, edited: str) -> str | None:
+    """Return a unified diff with paths for `git apply`; None if the edited source does not parse."""
+    try:
+        ast.parse(edited)
+    except (ValueError, SyntaxError):  # for example a last argument in parentheses of its own
         return None
     before, after = source.splitlines(keepends=True), edited.splitlines(keepends=True)
-    name = _short_name(file)
+    # Relative to the working folder, where the patch is applied, else to /.
+    path, here = Path(file).resolve(), Path.cwd()
+    name = path.relative_to(here if path.is_relative_to(here) else path.anchor)
     # With a/ and b/, as `git apply` and `patch -p1` expect them.
     found = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", n=_CONTEXT)
     return "".join(line if line.endswith("\n") else f"{line}\n{_NO_NEWLINE}" for line in found)
 
 
-def _short_name(file: str) -> str:
-    """Return the name below the working folder, where the patch is applied; else the one below /."""
-    path, here = Path(file).resolve(), Path.cwd()
-    return str(path.relative_to(here if path.is_relative_to(here) else path.anchor))
-
-
-def _parses(source: str) -> bool:
-    try:
-        ast.parse(source)
-    except (ValueError, SyntaxError):
-        return False
-    return True
-
-
 def _find_call(calls: Iterable[ast.Call], line: int) -> ast.Call | None:
-    """Return the call that spans a line; one that is named after a loader before others."""
+    """Return the call that spans a line; a call of something named "Loader" is preferred."""
     spanning = [call for call in calls if call.lineno <= line <= (call.end_lineno or call.lineno)]
     spanning.sort(key=lambda call: ("Loader" not in ast.unparse(call.func), -call.lineno))
     return spanning[0] if spanning else None
 
 
 class _Edit(NamedTuple):
-    """A stretch of the source and what goes there; positions are characters of the whole text."""
+    """A range of the source, in characters of the whole text, and its replacement."""
 
     start: int
     end: int
     text: str
 
 
-def _with_arguments(source: str, call: ast.Call, arguments: Mapping[str, Any]) -> str:
+def _offset(source: str, line: int, offset: int) -> int:
+    """Return the place of a line and a column, which ast counts in bytes, in characters of the whole text."""
     lines = source.splitlines(keepends=True)
+    return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:offset].decode())
 
-    def place(line: int, offset: int) -> int:
-        whole = lines[line - 1].encode()[:offset].decode()  # ast counts bytes
-        return sum(map(len, lines[: line - 1])) + len(whole)
 
+def _with_arguments(source: str, call: ast.Call, arguments: Mapping[str, Any]) -> str:
+    place = functools.partial(_offset, source)
     known = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     edits = []
     for name, value in arguments.items():

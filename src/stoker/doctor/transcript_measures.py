@@ -15,7 +15,6 @@ from stoker.doctor.measurements import (
     AllocatorFacts,
     BadValues,
     HostCall,
-    HostSync,
     KernelFacts,
     MachineFacts,
     Measurements,
@@ -32,18 +31,23 @@ from stoker.doctor.transcript import (
     Elsewhere,
     Process,
     computing,
+    facts_of,
     find_elsewhere,
+    loading_processes,
     main_process,
+    read_hdf5,
+    read_loader,
     rhythm_of,
     running,
     undisturbed,
     usual_rows,
 )
-from stoker.doctor.transcript_loading import facts_of, loading_processes, read_hdf5, read_loader
 from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread, creep
 
 _NOTABLE_SHARE = 0.1
 _NOTABLE_QUEUEING = 0.2
+_FEW_LOOKS = 20
+"""Samples of the training thread below which shares of a step are not told."""
 
 
 def measure(
@@ -53,13 +57,13 @@ def measure(
     notes: Iterable[str] = (),
     ending: str = "",
 ) -> Measurements:
-    """Return what the processes of one script saw; `ending` says how it ended, such as "it finished"."""
+    """Return the measurements of a script; `ending` describes how it ended, such as "it finished"."""
     main = main_process(processes)
     said = list(notes)
     if main is None:
         said.append(_why_no_step(processes, ending))
         return Measurements(subject, machine=machine, notes=tuple(said))
-    state = main.state
+    state, torch = main.state, main.state["torch"]
     rows, loader_number = usual_rows(main)
     elsewhere = find_elsewhere(main, rows, loader_number)
     clock = Clock.of(main, processes)
@@ -70,7 +74,8 @@ def measure(
     rhythm = rhythm_of(rows, facts["workers"] if facts else 0)
     step = rhythm.spread(clock.seconds)
     wait = rhythm.spread(clock.wait) if facts else None
-    # Fetches are too many to ask the kernel at each: they queue as the rest of the step's work does.
+    between, between_seconds, unjudged = _between(state, step, wait)
+    # Syncs are too many to read the scheduler's clock at each: assume that they queue like the rest of the step.
     on_core = statistics.median(map(running, rows)) if rows else 1.0
     usual_sync = _usual_sync(state, rows, per_step * on_core)
     sites = [(site, site.pop("family")) for site in map(dict, state["sites"])]
@@ -78,7 +83,13 @@ def measure(
     samples = sum(row.samples for row in rows)
     return Measurements(
         subject,
-        machine=_machine(machine, state),
+        machine=replace(
+            machine,
+            device="cuda" if torch.get("cuda") else "cpu",
+            device_name=torch.get("cuda") or machine.device_name,
+            torch=torch.get("version"),
+            device_free_bytes=torch.get("free_bytes"),
+        ),
         steps=len(rows),
         seconds=seconds,
         samples_per_step=samples / len(rows) if rows and samples else None,
@@ -91,7 +102,7 @@ def measure(
         ),
         loader=read_loader(main, processes, rows, loader_number),
         syncs=tuple(
-            HostSync(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * usual_sync)
+            HostCall(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * usual_sync)
             for s in _costliest(sites, "sync")
         ),
         copies=tuple(
@@ -108,6 +119,8 @@ def measure(
         allocator=_allocator(state, sites, per_step),
         memory=_memory(main.rows),
         host_calls=_calls(sites, "host", per_step),
+        between=between,
+        between_seconds=between_seconds,
         hdf5=read_hdf5(main, processes, loader_number),
         ranks=_ranks(processes),
         bad_values=tuple(
@@ -118,18 +131,48 @@ def measure(
         captured=True if state["kind"] == "replay" else None,
         elsewhere_share=elsewhere.share,
         timeline=_timeline(main, processes, loader_number),
+        unjudged=tuple(unjudged),
         notes=tuple(said),
     )
 
 
+def _between(
+    state: Mapping[str, Any], step: Spread | None, wait: Spread | None
+) -> tuple[tuple[HostCall, ...], float | None, list[str]]:
+    """Return lines between model calls, their seconds per step, and why they cannot be judged.
+
+    The training thread was sampled while no DataLoader was working, so samples are shares of the rest of the step.
+    """
+    doing = state.get("training", {})
+    looks = sum(doing.values())
+    if step is None or state["kind"] == "batch":
+        return (), None, []
+    if looks < _FEW_LOOKS:
+        few = f"the training thread was sampled {looks} times only: let it run for more steps"
+        return (), None, [] if state["loaders"] else [few]
+    seconds = max(0.0, step.median - (wait.median if wait else 0.0)) / looks
+    lines = tuple(
+        HostCall(where, "between", 0.0, count * seconds)
+        for where, count in sorted(state["between"].items(), key=lambda item: -item[1])[:20]
+    )
+    between, data = doing.get("between", 0), doing.get("data", 0)
+    if doing.get("model") or state["kind"] == "replay" or state["loaders"]:
+        return lines, (between + data) * seconds, []
+    # Without a module the forward pass looks like any other code of the script; only loading is known by its names.
+    if data >= _NOTABLE_QUEUEING * looks:
+        return lines, data * seconds, []
+    told = "no nn.Module was seen to work, so the forward pass cannot be told from loading"
+    return lines, None, [f"{told}; most of the time went to {lines[0].where}" if lines else told]
+
+
 def _why_no_step(processes: Sequence[Process], ending: str) -> str:
-    """Return why nothing was measured: how the script ended, and where it stood until then."""
+    """Return why nothing was measured: how the script ended, and the line it was at until then."""
     standing = [
         place
         for one in processes
         if one.state.get("role") != "worker" and (place := one.state.get("stands"))
     ]
-    # A launcher stands in a library, what it has launched in the user's code.
+    # A launcher waits in a library; the process that it launched is in the user's code.
     standing.sort(key=lambda place: is_foreign(place.rpartition(":")[0]))
     if standing:
         return f"no step was seen: {ending or 'it ended'}, and until then it stood at {standing[0]}"
@@ -141,7 +184,7 @@ def _why_no_step(processes: Sequence[Process], ending: str) -> str:
 
 
 def _notes_elsewhere(main: Process, elsewhere: Elsewhere, number: int | None) -> list[str]:
-    """Return what to say of the time that is in no figure; nothing when it is little."""
+    """Return notes about time that is in no other figure; none if it is little."""
     whole = max(elsewhere.whole, 1e-9)
     notes = []
     if elsewhere.loaders / whole >= _NOTABLE_SHARE:
@@ -184,7 +227,9 @@ def _notes(
             "behind them, and counts as waiting for data"
         )
     if not state["loaders"]:
-        notes.append("no DataLoader was used: waiting for data was not measured")
+        notes.append(
+            "no DataLoader was used: time between the model's calls was measured by sampling the training thread"
+        )
     if "skipped" in state["profile"]:
         notes.append(f"operators and kernels were not measured: {state['profile']['skipped']}")
     if state["stands"]:
@@ -199,17 +244,6 @@ def _notes(
             f"{len(others)} other processes of the script trained too; this is the longest"
         )
     return notes
-
-
-def _machine(machine: MachineFacts, state: Mapping[str, Any]) -> MachineFacts:
-    torch = state["torch"]
-    return replace(
-        machine,
-        device="cuda" if torch.get("cuda") else "cpu",
-        device_name=torch.get("cuda") or machine.device_name,
-        torch=torch.get("version"),
-        device_free_bytes=torch.get("free_bytes"),
-    )
 
 
 # -- the step --------------------------------------------------------------------------------------
@@ -229,7 +263,7 @@ def _costliest(sites: Sequence[tuple[dict[str, Any], str]], family: str) -> list
 
 
 def _usual_sync(state: Mapping[str, Any], rows: Sequence[Row], otherwise: float) -> float:
-    """Return what turns seconds of all syncs into those of a usual step: a few slow steps tell nothing."""
+    """Return the factor from the seconds of all syncs to those of a median step."""
     whole = sum(site["seconds"] for site in state["sites"] if site["family"] == "sync")
     usual = statistics.median(row.sync * running(row) for row in rows) if rows else 0.0
     return usual / whole if usual > 0 and whole > 0 else otherwise
@@ -267,7 +301,7 @@ def _allocator(
 def _kernels(profile: Mapping[str, Any], step: Spread | None) -> KernelFacts | None:
     if not profile.get("kernels") or step is None or step.median <= 0:
         return None
-    # The profiler slows the host down, not the kernels: their time is held against a usual step.
+    # The profiler slows the host but not the kernels, so their time is compared with a usual step.
     busy = profile["busy_seconds"] / profile["steps"]
     return KernelFacts(
         per_step=profile["kernels"] / profile["steps"],
@@ -306,10 +340,10 @@ def _memory(rows: Sequence[Row]) -> MemoryFacts:
 
 
 def _ranks(processes: Sequence[Process]) -> tuple[RankFacts, ...]:
-    """Return every rank's own share of a step.
+    """Return the part of a step in which each rank does not wait for the others.
 
-    What a rank spends in `backward` and in collectives is its own work plus its wait for the others; the
-    rank that waits least shows how much of it is work.
+    The time in `backward` and in collectives is the rank's own work plus waiting. The rank that waits least shows
+    how much of it is work.
     """
     found: dict[int, tuple[float, float]] = {}
     for one in processes:
