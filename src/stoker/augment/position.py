@@ -121,7 +121,7 @@ class Position:
         """Return the lock of this process; a copy that a fork made gets a new one first."""
         if self._used_in is not _Process.name:
             self._adopt()
-        return self.lock  # type: ignore[return-value]
+        return self.lock
 
     def read(self) -> dict[str, int]:
         """Return seed, epoch, step and stream; waits for the device."""
