@@ -136,6 +136,7 @@ PYTHON: dict[str, list[Case]] = {
         "Compose([RandomHorizontalFlip()], ignore_index='x')",
         "Compose([RandomHorizontalFlip()])(images[0])",
         "Compose(RandomHorizontalFlip())",
+        "Compose([RandomHorizontalFlip()]).batches(images, rows=torch.arange(2), batch_size=3)",
         "GaussianBlur(2)",
         "Normalize((0.5,), (0,))",
         "ToDtype(torch.int8)",

@@ -67,7 +67,7 @@ UNTYPED: dict[str, str] = {
     "train/parallel.py: 'Trainer(model.module, ...)'": "needs processes that torchrun has started",
     "train/parallel.py: 'stoker train --gpus 2, or torchrun --nproc-per-node 2 -m stoker train'": "needs two GPUs",
     "train/precision.py: \"precision='fp16'\"": "needs a GPU without bfloat16",
-    "train/quantize.py: f'{install_command(_EXTRA)}, or an older torch for recurrent layers'": "would install packages into the environment of the tests",
+    "train/quantize.py: install_command('quant') if asked == 'torchao' else \"api='weights'\"": "would install packages into the environment of the tests",
     "train/ranks.py: 'leave --device out; CUDA_VISIBLE_DEVICES=1,2 chooses the GPUs'": "needs processes that torchrun has started",
     "train/ranks.py: 'the same command with --resume; torchrun --max-restarts 3, or stoker train --gpus, do so'": "needs processes that torchrun has started",
     "train/ranks.py: f'--gpus {present}, torchrun --nproc-per-node {present}, or --device cpu'": "needs processes that torchrun has started",

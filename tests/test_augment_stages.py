@@ -326,14 +326,14 @@ def test_an_image_is_mirrored_in_every_second_epoch_wherever_it_stands(seed, epo
     first = Compose([AlternatingFlip()], seed=seed)
     second = Compose([AlternatingFlip()], seed=seed, stream=stream)
     first.seek(epoch)
-    now = first.draw(200, (4, 4), 1, "cpu", ids).table[:, 0]
+    now = first.draw(200, (4, 4), 1, "cpu", ids=ids).table[:, 0]
     assert 60 < int((now < 0).sum()) < 140
     second.seek(epoch, 9)
     shuffled = torch.randperm(200, generator=torch.Generator().manual_seed(1))
-    again = second.draw(200, (4, 4), 1, "cpu", ids[shuffled]).table[:, 0]
+    again = second.draw(200, (4, 4), 1, "cpu", ids=ids[shuffled]).table[:, 0]
     assert torch.equal(again, now[shuffled]), "the place, the step and the rank do not matter"
     first.seek(epoch + 1)
-    assert torch.equal(first.draw(200, (4, 4), 1, "cpu", ids).table[:, 0], -now)
+    assert torch.equal(first.draw(200, (4, 4), 1, "cpu", ids=ids).table[:, 0], -now)
 
 
 def test_the_alternating_flip_takes_rows_or_ids_and_asks_for_them():

@@ -22,7 +22,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import CorruptError, InputError, StoreError
@@ -94,7 +94,6 @@ states = st.dictionaries(
 )
 
 
-@settings(max_examples=60)
 @given(state=states)
 def test_any_allowed_state_comes_back_bit_for_bit(tmp_path_factory, state):
     kept = Checkpoints(tmp_path_factory.mktemp("c"))
@@ -265,7 +264,6 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     ]  # fmt: skip
 
 
-@settings(max_examples=25)
 @given(
     losses=st.lists(
         st.none() | st.sampled_from([math.nan, math.inf, -math.inf, 0.0, 1.0, 2.0]),

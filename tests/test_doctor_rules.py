@@ -404,7 +404,7 @@ def test_a_stoker_job_that_starves_gets_config_keys():
     )
     (finding,) = diagnose(waiting)
     assert finding.name == "starved-by-loader"
-    assert finding.patch.config["gpu_optimization.use_chunk_loader"] is True
+    assert finding.patch.config["data.use_chunk_loader"] is True
     assert not finding.patch.loader_arguments
 
 

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import warm_stoker
@@ -271,8 +271,8 @@ def test_a_recipe_writes_what_the_report_needs(tmp_path, one_thread):
     lines = read_run_log(tmp_path / "run" / LOG_NAME)
     told = {line.event: line.values for line in lines}
     assert [line.event for line in lines[:3]] == ["config", "plan", "machine"]
-    assert told["config"]["settings"]["batch_size"] == 16
-    assert "training.batch_size" in told["config"]["reasons"]["batch_size"]
+    assert told["config"]["settings"]["training.batch_size"] == 16
+    assert "training.batch_size" in told["config"]["reasons"]["training.batch_size"]
     assert told["plan"]["tier"] == "resident"
     assert told["machine"]["python"]
     readings = read_run_log(tmp_path / "run" / TELEMETRY_NAME)
@@ -326,7 +326,6 @@ def test_what_lies_between_epochs_is_not_training():
 # -- following -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=30)
 @given(
     texts=st.lists(st.text(max_size=20), max_size=8),
     cuts=st.lists(st.integers(0, 400), max_size=6),

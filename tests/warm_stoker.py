@@ -23,7 +23,8 @@ from pathlib import Path
 
 FIRST_USE = (
     "h5py", "pyarrow.csv", "pyarrow.parquet", "torch._dynamo", "torch.onnx", "torch.utils.data",
-    "stoker.cli.pack", "stoker.cli.train", "stoker.recipes.run", "stoker.report",
+    "rich.console", "rich.progress", "rich.table", "typer.rich_utils", "pydantic.type_adapter",
+    "stoker.recipes.run", "stoker.report", "stoker.store.inspection", "stoker.store.quality_page",
 )  # fmt: skip
 
 
@@ -31,17 +32,22 @@ def serve() -> None:
     """Run the commands that come as lines of JSON, and answer each with its exit code."""
     import gc
     import importlib
+    import pkgutil
 
     import torch
+    import typer
 
     import stoker.cli.main
 
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in FIRST_USE:
+        verbs = [found.name for found in pkgutil.iter_modules(stoker.cli.__path__, "stoker.cli.")]
+        for name in (*FIRST_USE, *verbs):
             importlib.import_module(name)
         torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    whole = typer.main.get_command(stoker.cli.main.app)  # a fork may change its copy
+    typer.main.get_command = lambda app: whole
     gc.collect()
     gc.freeze()  # a fork that collects would copy all pages
     for line in sys.stdin:

@@ -147,6 +147,8 @@ class Note:
 
 _BEGINNING = b'{"time": '
 """The first bytes of every event."""
+LOG_NAME = "run.jsonl"
+"""The log of a run, in its folder."""
 
 
 class RunLog:

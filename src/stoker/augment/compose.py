@@ -41,10 +41,12 @@ class Backend(Protocol):
         tape: Tensor,
         counter: Tensor,
         batch: int,
+        num_batches: int = 1,
+        *,
         ids: Tensor | None = None,
         staged: Tensor | None = None,
     ) -> Tensor:
-        """Return the table `(batch, 16)` and advance the counter's step on the device."""
+        """Return the table `(num_batches * batch, 16)` and advance the counter's step on the device."""
 
     def apply(
         self,
@@ -221,7 +223,34 @@ class Compose:
         """
         batch = self._check(images, masks, rows)
         ids = rows if ids is None else ids
-        params = self.draw(batch, images.shape[-2:], images.shape[1], images.device, ids)
+        params = self.draw(batch, images.shape[-2:], images.shape[1], images.device, ids=ids)
+        return self._apply(images, params, masks, rows)
+
+    def batches(
+        self,
+        images: Tensor,
+        masks: Tensor | None = None,
+        *,
+        rows: Tensor,
+        batch_size: int,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Do for consecutive batches what a call for each would do, with the same draws, at the cost of one.
+
+        Args:
+            images: As for a call.
+            masks: As for a call.
+            rows: Rows of all batches, one batch after the other.
+            batch_size: Rows of each batch.
+        """
+        num_rows = self._check(images, masks, rows)
+        if batch_size < 1 or num_rows % batch_size:
+            raise InputError(
+                f"{num_rows} rows in batches of {batch_size}.",
+                "whole batches",
+                f"batch_size={num_rows}",
+            )
+        shape, num_batches = images.shape, num_rows // batch_size
+        params = self.draw(batch_size, shape[-2:], shape[1], images.device, num_batches, ids=rows)
         return self._apply(images, params, masks, rows)
 
     def draw(
@@ -230,18 +259,21 @@ class Compose:
         size: Sequence[int],
         channels: int,
         device: torch.device | str,
+        num_batches: int = 1,
+        *,
         ids: Tensor | None = None,
     ) -> Params:
-        """Draw the parameters of one batch and count one step; nothing is applied.
+        """Draw the parameters of consecutive batches and count a step for each; nothing is applied.
 
         Args:
-            batch: Number of samples.
+            batch: Number of samples of a batch.
             size: (height, width) of the images that will enter.
             channels: Number of their channels.
             device: Their device.
-            ids: As for a call.
+            num_batches: Number of batches.
+            ids: As for a call, of all batches.
         """
-        for number in (batch, channels):
+        for number in (batch, channels, num_batches):
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise InputError(
                     f"{batch!r} images of {channels!r} channels.",
@@ -255,10 +287,12 @@ class Compose:
         backend = self._pick(place, torch.uint8, plan.program)
         staged = None
         if plan.num_staged:
-            staged = torch.empty((batch, plan.num_staged, 8), dtype=torch.float32, device=place)
+            shape = (batch * num_batches, plan.num_staged, 8)
+            staged = torch.empty(shape, dtype=torch.float32, device=place)
         with self._position.take_lock():
-            ids = self._check_ids(ids, batch, place) if self.needs_ids else None
-            table = backend.draw(plan.tape, self._position.on(place), batch, ids, staged)
+            ids = self._check_ids(ids, batch * num_batches, place) if self.needs_ids else None
+            counter = self._position.on(place)
+            table = backend.draw(plan.tape, counter, batch, num_batches, ids=ids, staged=staged)
         return Params(table, plan.program, plan.parts, staged)
 
     def apply(
@@ -291,7 +325,7 @@ class Compose:
             return made[0] if isinstance(made, Tensor) else (made[0][0], made[1][0])
         batch = self._check(images, masks, rows)
         if params is None:
-            params = self.draw(batch, images.shape[-2:], images.shape[1], images.device, rows)
+            params = self.draw(batch, images.shape[-2:], images.shape[1], images.device, ids=rows)
         _check_params(params)
         guard.check_fits(images, batch, params.program, params.table)
         return self._apply(images, params, masks, rows)

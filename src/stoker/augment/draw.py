@@ -42,34 +42,37 @@ def draw_table(
     tape: torch.Tensor,
     counter: torch.Tensor,
     batch: int,
+    num_batches: int = 1,
+    *,
     ids: torch.Tensor | None = None,
     staged: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw the parameters of a batch and advance the counter by one step.
+    """Draw the parameters of consecutive batches and advance the counter by one step for each.
 
     Args:
         tape: float32 `(num_ops, 16)`.
         counter: int64 `[seed, epoch, step, stream]`; changed in place.
-        batch: Number of samples.
-        ids: int64 `(batch,)`: the number of each image, for ops that know images from epoch to epoch.
-        staged: float32 `(batch, rows, 8)`; receives the uniforms of stages.
+        batch: Number of samples of one batch.
+        num_batches: Number of batches.
+        ids: int64, the number of each image of all batches, for ops that know images from epoch to epoch.
+        staged: float32 `(num_batches * batch, rows, 8)`; receives the uniforms of stages.
 
     Returns:
-        float32 `(batch, 16)` on the counter's device.
+        float32 `(num_batches * batch, 16)` on the counter's device.
     """
     rows = _HOST_ROWS.get(tape)
     if rows is None:
         rows = _HOST_ROWS[tape] = tape.tolist()
-    table = untouched(batch, counter.device)
+    table = untouched(batch * num_batches, counter.device)
     if rows:
-        drawn = uniforms(counter, batch, len(rows))
+        drawn = uniforms(counter, batch, len(rows), num_batches)
         flips = {
             index: flipped_by_id(counter, ids, index)
             for index, row in enumerate(rows)
             if row[0] == Opcode.FLIP_BY_ID and ids is not None
         }
         fill_table(table, rows, drawn, flips, staged)
-    advance(counter)
+    advance(counter, num_batches)
     return table
 
 

@@ -135,17 +135,24 @@ def _flipped_by_id(seed, name, op, epoch):
 
 @triton.jit(do_not_specialize=["batch", "num_ops", "num_staged"])
 def draw(
-    tape, counter, ids, staged, table, batch, num_ops, num_staged, LANES: tl.constexpr
+    tape, counter, ids, staged, table, batch, num_ops, num_staged,
+    LANES: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Draw the table of a batch and count one step. Grid: one program; a lane is a sample.
+    """Draw the table of each batch. Grid: one program for each batch; a lane is a sample.
 
-    One program, because the counter is read by all lanes and then written. `ids` and `staged` may be None:
-    the numbers of images, and `(batch, num_staged, 8)` for the uniforms of stages.
+    With `COUNT` there is one program, which also counts its step: the counter is read by all programs and then
+    written, so two of them would race. `ids` and `staged` may be None: the numbers of the images, and
+    `(num_batches * batch, num_staged, 8)` for the uniforms of stages.
     """
     seed = tl.load(counter)
     epoch = tl.load(counter + 1).to(tl.uint32)
     step = tl.load(counter + 2)
-    count = step.to(tl.uint32)
+    count = (step + tl.program_id(0)).to(tl.uint32)
+    table += tl.program_id(0) * batch * 16
+    if ids is not None:
+        ids += tl.program_id(0) * batch
+    if staged is not None:
+        staged += tl.program_id(0) * batch * num_staged * 8
     stream = tl.load(counter + 3).to(tl.uint32) << 16
     for first in range(0, batch, LANES):
         sample = first + tl.arange(0, LANES)
@@ -229,6 +236,7 @@ def draw(
         tl.store(p + 13, x1, mask=keep)
         tl.store(p + 14, y1, mask=keep)
         tl.store(p + 15, zero, mask=keep)
-    # Every warp reads the counter itself, and must do so before it is written.
-    tl.debug_barrier()
-    tl.store(counter + 2, step + 1)
+    if COUNT:
+        # Every warp reads the counter itself, and must do so before it is written.
+        tl.debug_barrier()
+        tl.store(counter + 2, step + 1)

@@ -51,18 +51,23 @@ def make_counter(seed: int, epoch: int = 0, step: int = 0, stream: int = 0) -> t
         return torch.tensor([signed, epoch, step, stream], dtype=torch.int64)
 
 
-def advance(counter: torch.Tensor) -> None:
-    """Count one step, in place on the device, so that a captured graph draws anew at each replay."""
-    counter[STEP : STEP + 1].add_(1)
+def advance(counter: torch.Tensor, steps: int = 1) -> None:
+    """Count steps, in place on the device, so that a captured graph draws anew at each replay."""
+    counter[STEP : STEP + 1].add_(steps)
 
 
-def uniforms(counter: torch.Tensor, batch: int, num_ops: int) -> torch.Tensor:
-    """Return float32 `(batch, num_ops, 8)` on the counter's device: u0..u7 of every op."""
-    rows = torch.arange(batch, device=counter.device).view(-1, 1).expand(batch, 2 * num_ops)
+def uniforms(counter: torch.Tensor, batch: int, num_ops: int, num_batches: int = 1) -> torch.Tensor:
+    """Return float32 `(num_batches * batch, num_ops, 8)` on the counter's device: u0..u7 of every op.
+
+    Each batch has the numbers that it would have alone, one step after the batch before it.
+    """
+    samples = torch.arange(batch * num_batches, device=counter.device).view(-1, 1)
+    rows = (samples % batch if num_batches > 1 else samples).expand(-1, 2 * num_ops)
+    step = counter[STEP] + samples // batch if num_batches > 1 else counter[STEP]
     blocks = torch.arange(2 * num_ops, device=counter.device) + (counter[STREAM] << 16)
-    step, epoch, blocks = (word.expand_as(rows) for word in (counter[STEP], counter[EPOCH], blocks))
+    step, epoch, blocks = (word.expand_as(rows) for word in (step, counter[EPOCH], blocks))
     words = philox(counter[SEED], torch.stack([rows, step]), torch.stack([blocks, epoch]))
-    return ((words >> 8).to(torch.float32) * 2.0**-24).view(batch, num_ops, NUM_UNIFORMS)
+    return ((words >> 8).to(torch.float32) * 2.0**-24).view(-1, num_ops, NUM_UNIFORMS)
 
 
 def philox(seed: torch.Tensor, even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:

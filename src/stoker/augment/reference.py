@@ -48,11 +48,13 @@ class TorchBackend:
         tape: Tensor,
         counter: Tensor,
         batch: int,
+        num_batches: int = 1,
+        *,
         ids: Tensor | None = None,
         staged: Tensor | None = None,
     ) -> Tensor:
-        """Return the table `(batch, 16)` and advance the counter's step."""
-        return draw_table(tape, counter, batch, ids, staged)
+        """Return the table `(num_batches * batch, 16)` and advance the counter's step."""
+        return draw_table(tape, counter, batch, num_batches, ids=ids, staged=staged)
 
     def apply(
         self,

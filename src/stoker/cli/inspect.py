@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.pack import Fields, Group, Rows
 from stoker.cli.terminal import make_console, print_json
+from stoker.display import command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from stoker.report import Progress
     from stoker.store.fields import ShardData
     from stoker.store.inspection import Inspection
+    from stoker.store.plain import Selection
 
 _TABLES = {".csv", ".tsv", ".txt", ".parquet", ".pq"}
 _ARRAYS = {".npy", ".npz"}
@@ -36,6 +39,9 @@ def inspect(
     target: Annotated[
         str | None, typer.Option("--target", help="Target column of a table, to look for leaks.")
     ] = None,
+    fields: Fields = None,
+    group: Group = None,
+    rows: Rows = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document on stdout.")
     ] = False,
@@ -45,11 +51,13 @@ def inspect(
     from stoker.cli.outputs import require_output
     from stoker.cli.progress import Bar
     from stoker.errors import EXIT_REFUSED
+    from stoker.store.plain import Selection
 
+    chosen = Selection(group, tuple(fields.split(",")) if fields else (), rows)
     require_output(html, "--html", [path])
     name = shown(path)
     with Bar(quiet=as_json) as bar:
-        inspection, facts = _look(path, target, bar)
+        inspection, facts = _look(path, target, chosen, bar)
     if html is not None:
         from stoker.ownership import write_text
         from stoker.store.quality_page import quality_page
@@ -67,17 +75,27 @@ def inspect(
         raise typer.Exit(EXIT_REFUSED)
 
 
-def _look(path: Path, target: str | None, bar: Progress) -> tuple[Inspection, dict[str, str]]:
+def _look(
+    path: Path, target: str | None, chosen: Selection, bar: Progress
+) -> tuple[Inspection, dict[str, str]]:
     """Inspect a store in place, or a raw file part by part as `pack` would read it."""
+    from stoker.errors import InputError
+    from stoker.store.plain import Selection
     from stoker.units import format_bytes, format_count
 
     suffixes = {suffix.lower() for suffix in path.suffixes}
     if path.is_file() and suffixes & (_TABLES | _ARRAYS):
-        return _look_at_file(path, target, bool(suffixes & _TABLES), bar)
+        if suffixes & _TABLES and chosen != Selection():
+            raise InputError(
+                f"--fields, --group or --rows with the table {path}.",
+                "these options with an HDF5 or .npz file",
+                command("stoker", "inspect", path),
+            )
+        return _look_at_file(path, target, chosen, bool(suffixes & _TABLES), bar)
     from stoker.store.inspection import inspect_store
     from stoker.store.reader import open_store
 
-    with open_store(path) as store:
+    with open_store(path, **vars(chosen)) as store:
         inspection = inspect_store(store, bar)
         facts = {
             "samples": format_count(store.num_samples),
@@ -97,7 +115,7 @@ def _look(path: Path, target: str | None, bar: Progress) -> tuple[Inspection, di
 
 
 def _look_at_file(
-    path: Path, target: str | None, is_table: bool, bar: Progress
+    path: Path, target: str | None, chosen: Selection, is_table: bool, bar: Progress
 ) -> tuple[Inspection, dict[str, str]]:
     from stoker.errors import RefusalList, count_refused
     from stoker.ownership import temporary_folder
@@ -114,7 +132,7 @@ def _look_at_file(
     def array_parts(scratch: Path) -> Iterator[ShardData]:
         nonlocal total
         bar.start("inspecting", None, "rows")
-        for num_rows, fields in ArraysSource((path,)).blocks(scratch):
+        for num_rows, fields in ArraysSource((path,), chosen=chosen).blocks(scratch):
             yield fields
             total += num_rows
             bar.advance(num_rows)

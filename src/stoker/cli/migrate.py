@@ -79,7 +79,7 @@ def _check(text: str, file: str) -> None:
     from stoker.config import parse_config, resolve
 
     settings = resolve(parse_config(text, file))
-    if settings.recipe is not None:
+    if settings.recipe.name is not None:
         from stoker.recipes.catalogue import choose_recipe
 
         choose_recipe(settings)

@@ -54,6 +54,20 @@ Repair = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Out = Annotated[Path, typer.Argument(help="Folder of the store.", show_default=False)]
+Fields = Annotated[
+    str | None,
+    typer.Option(
+        "--fields", help="Arrays of an HDF5 or .npz file, by commas.", show_default="all that fit"
+    ),
+]
+Group = Annotated[
+    str | None,
+    typer.Option("--group", help="Group of an HDF5 or .npz file that holds the arrays."),
+]
+Rows = Annotated[
+    int | None,
+    typer.Option("--rows", min=0, help="Only arrays with this many rows, of an HDF5 or .npz file."),
+]
 
 
 @app.command()
@@ -64,6 +78,9 @@ def arrays(
     names: Annotated[
         str | None, typer.Option("--names", help="Field names, by commas, in the files' order.")
     ] = None,
+    fields: Fields = None,
+    group: Group = None,
+    rows: Rows = None,
     jobs: Jobs = 0,
     cluster: Cluster = None,
     force_recreate: Force = False,
@@ -74,9 +91,11 @@ def arrays(
 ) -> None:
     """Pack numpy or HDF5 arrays of equal length, each as one field."""
     from stoker.sources.arrays import ArraysSource
+    from stoker.store.plain import Selection
 
     paths, out = _split_out(files)
-    source = ArraysSource(paths, tuple(names.split(",")) if names else ())
+    chosen = Selection(group, tuple(fields.split(",")) if fields else (), rows)
+    source = ArraysSource(paths, tuple(names.split(",")) if names else (), chosen=chosen)
     _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget, repair), as_json)
 
 

@@ -164,9 +164,9 @@ def _settle(
     )
     settings = resolve(read)
     if store is not None:
-        settings = settings.told("store", as_url(store) or str(store), "--store")
+        settings = settings.told("recipe.store", as_url(store) or str(store), "--store")
     if run_dir is not None:
-        settings = settings.told("run_dir", str(run_dir), "--run-dir")
+        settings = settings.told("run.dir", str(run_dir), "--run-dir")
     return settings
 
 
@@ -180,15 +180,15 @@ def _pack_first(settings: Settings, msp: Path | None, mol_dir: Path | None, *, q
 
     recipe = choose_recipe(settings).recipe
     source = recipe.make_source(msp=msp, mol_dir=mol_dir)
-    if source is None or settings.store is None:
+    if source is None or settings.recipe.store is None:
         raise InputError(
-            f"--msp or --mol-dir was given; the recipe is {recipe.name}, the store {settings.store}.",
+            f"--msp or --mol-dir was given; the recipe is {recipe.name}, the store {settings.recipe.store}.",
             "a recipe of mass spectra, with a store to pack into",
             f"leave {'--msp' if msp else '--mol-dir'} out" if source is None else "--store STORE",
         )
     options = PackOptions(on_bad="quarantine", bad_budget="10%")
     with Bar(quiet=quiet) as bar:
-        result = pack(source, settings.store, options, bar)
+        result = pack(source, settings.recipe.store, options, bar)
     if not quiet:
         print_result(result)
 
@@ -233,7 +233,7 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
     if run.best is not None:
         best = run.run_dir / "best.pt"
         console.print(f"best: {run.best.name} by {run.monitor[0]}, also named {best}. Next:")
-        store = Path(settings.store or "STORE")
+        store = Path(settings.recipe.store or "STORE")
         predict = command(
             "stoker", "predict", best, store, "predictions.parquet", "--split", "test"
         )

@@ -97,17 +97,13 @@ def tune(
         keys = {"keys": changes, "out": None if out is None else str(out)}
         print_json(tuned.to_json() | keys)
     else:
-        _print(tuned, _next(config, overrides or [], store, out, changes), out, html)
+        words = _job_words(config, overrides or [], store, changes) if out is None else [out]
+        _print(tuned, _next(words, job.settings, device), out, html)
 
 
 def _as_keys(job: JobConfig, tuned: Tuned) -> dict[str, Any]:
-    """Return the changes by the keys that decide them in this config."""
-    from stoker.units import GIB
-
-    return {
-        job.key_of(name): round(value / GIB, 3) if name == "chunk_bytes" else value
-        for name, value in tuned.changes.items()
-    }
+    """Return the changes by the places that decide them in this config."""
+    return {job.key_of(key): value for key, value in tuned.changes.items()}
 
 
 def _notes(config: Path, tuned: Tuned) -> list[str]:
@@ -124,22 +120,27 @@ def _notes(config: Path, tuned: Tuned) -> list[str]:
     ]
 
 
-def _next(
-    config: Path,
-    overrides: list[str],
-    store: Path | None,
-    out: Path | None,
-    changes: Mapping[str, Any],
-) -> str:
-    """Return the command that trains with the result."""
-    if out is not None:
-        return command("stoker", "train", "--config", out)
-    words: list[str | Path] = ["stoker", "train", "--config", config]
+def _job_words(
+    config: Path, overrides: list[str], store: Path | None, changes: Mapping[str, Any]
+) -> list[str | Path]:
+    """Return the config and the options that say the tuned settings without a new file."""
+    words: list[str | Path] = [config]
     words += [] if store is None else ["--store", store]
     kept = [text for text in overrides if text.partition("=")[0].strip() not in changes]
     for text in [*kept, *(f"{key}={value}" for key, value in changes.items())]:
         words += ["--set", text]
-    return command(*words)
+    return words
+
+
+def _next(words: Sequence[str | Path], settings: Settings, device: str | None) -> str:
+    """Return the command that trains with the result, in a folder where no run has begun."""
+    from stoker.recipes.run import fresh_folder, run_folder
+
+    folder = run_folder(settings)
+    fresh = fresh_folder(folder)
+    more: list[str | Path] = ["--run-dir", fresh] if fresh != folder else []
+    more += ["--device", device] if device is not None else []
+    return command("stoker", "train", "--config", *words, *more)
 
 
 # -- printing --------------------------------------------------------------------------------------
@@ -150,8 +151,8 @@ def _facts(settings: Settings, tuned: Tuned) -> dict[str, str]:
         return "n/a" if done.rate is None else f"{done.rate:,.0f} samples/s"
 
     return {
-        "Recipe": settings.recipe or "n/a",
-        "Store": settings.store or "n/a",
+        "Recipe": settings.recipe.name or "n/a",
+        "Store": settings.recipe.store or "n/a",
         "Configured": rate(tuned.before),
         "Tuned, run longer": rate(tuned.final),
         "Data": tuned.final.tier,

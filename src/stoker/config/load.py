@@ -12,6 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from stoker.config.names import SYNONYMS
+from stoker.config.options import describe_allowed
 from stoker.config.resolve import as_error, find_clashes
 from stoker.config.shipped import find_config, shipped_configs
-from stoker.config.tree import Config, key_schemas, open_leaves, sections
+from stoker.config.tree import Config, home_of, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import Document, Dumper, Place, Problem, decode, read_yaml
 from stoker.display import look_in, quoted
 from stoker.errors import ConfigError
@@ -82,7 +84,7 @@ def check_config(
 
 def dump_config(config: Config) -> str:
     """Return YAML of what was written, defaults left out; reading it gives an equal config."""
-    return "".join(f"{line}\n" for line in _yaml_lines(config.model_dump(exclude_unset=True)))
+    return "".join(f"{line}\n" for line in _yaml_lines(config.tree))
 
 
 def _yaml_lines(tree: Mapping[str, Any], pad: str = "") -> Iterator[str]:
@@ -97,7 +99,7 @@ def _yaml_lines(tree: Mapping[str, Any], pad: str = "") -> Iterator[str]:
 
 
 def describe_tree(config: Config, defaults: Mapping[str, Any] | None = None) -> str:
-    """Return YAML with every key: written ones as they are, the others as comments.
+    """Return YAML with every key: written ones as they are, the others as comments at their usual place.
 
     Args:
         config: What was written.
@@ -108,6 +110,8 @@ def describe_tree(config: Config, defaults: Mapping[str, Any] | None = None) -> 
     written = config.written()
     seen: set[str] = set()
     for key, schema in key_schemas().items():
+        if key not in written and home_of(key) != key:
+            continue
         *above, name = key.split(".")
         for depth in range(len(above)):
             section = ".".join(above[: depth + 1])
@@ -159,7 +163,7 @@ def _check(
     for path in bad:
         _remove(values, path)
     places = {".".join(path): place for path, place in document.places.items()}
-    config = Config.model_validate(values).placed(places)
+    config = replace(Config.model_validate(values), places=places)
     unread = frozenset(".".join(path) for path in [*bad, *document.unreadable])
     problems += find_clashes(config, _leaves_under(unread))
     problems.sort(key=lambda item: (item.place.line or 1 << 30, item.place.column or 0))
@@ -332,39 +336,6 @@ def _suggest_name(path: tuple[str, ...], name: str, section: str) -> str:
     leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
     near = difflib.get_close_matches(path[-1], leaves, n=1, cutoff=0.75)
     return leaves[near[0]] if near else "delete it"
-
-
-def describe_allowed(schema: Mapping[str, Any], *, bounds: bool = False) -> str:
-    """Return what a leaf accepts, in words: "a whole number from 0 to 1024, or null".
-
-    Args:
-        schema: Of the leaf.
-        bounds: Name the largest value also where it only guards against overflow.
-    """
-    if "anyOf" in schema:
-        words = [describe_allowed(option, bounds=bounds) for option in schema["anyOf"]]
-        return ", or ".join(words)
-    if "enum" in schema:
-        return " or ".join(str(choice) for choice in schema["enum"])
-    kinds = {"boolean": "true or false", "string": "text", "null": "null"}
-    kinds["object"] = "a section of names and values"
-    kind = schema["type"]
-    if kind in kinds:
-        return kinds[kind]
-    noun = "a whole number" if kind == "integer" else "a number"
-    if "exclusiveMinimum" in schema:
-        noun += f" above {schema['exclusiveMinimum']:g}"
-    # A bound that only guards against overflow would confuse whoever is below it.
-    bounded = bounds or schema["maximum"] < 1_000_000
-    if "exclusiveMinimum" in schema:
-        return f"{noun}, up to {_grouped(schema['maximum'])}" if bounded else noun
-    if bounded:
-        return f"{noun} from {schema['minimum']} to {_grouped(schema['maximum'])}"
-    return f"{noun}, {schema['minimum']} or more"
-
-
-def _grouped(number: float) -> str:
-    return f"{number:,}" if number < 1e15 else f"{number:g}"
 
 
 def _describe_value(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The table of all keys in docs/config.md, from the models in `tree.py`.
+"""The table of all keys in docs/config.md, from the models in `options.py`.
 
 Enters: nothing. Leaves: Markdown. Costs a millisecond.
 """
@@ -7,27 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stoker.config.load import _yaml_word, describe_allowed
-from stoker.config.resolve import QUESTIONS
-from stoker.config.tree import key_schemas, sections
+from stoker.config.load import _yaml_word
+from stoker.config.options import describe_allowed
+from stoker.config.resolve import PLACES
+from stoker.config.tree import home_of, key_schemas, sections
 
-_HEADER = "| key | allowed | default | unit | meaning | sets |\n|---|---|---|---|---|---|"
+_HEADER = (
+    "| key | allowed | default | unit | meaning | also written as |\n|---|---|---|---|---|---|"
+)
 
 
 def render_reference() -> str:
-    """Return one table per section: key, allowed, default, unit, meaning, field of `Settings`."""
+    """Return one table per section: key, allowed, default, unit, meaning, other places."""
     return "\n".join(_lines()) + "\n"
 
 
 def _lines() -> Iterator[str]:
-    questions = {
-        key: question
-        for question, ranks in QUESTIONS.items()
-        for names in ranks
-        for key in names.split("|")
-    }
     opened = None
     for key, schema in key_schemas().items():
+        if home_of(key) != key:
+            continue
         section = key.rpartition(".")[0]
         if section != opened:
             opened = section
@@ -39,6 +38,6 @@ def _lines() -> Iterator[str]:
             f"`{_yaml_word(schema['default'])}`",
             str(schema.get("unit", "")),
             schema["description"],
-            f"`{questions.get(key) or key.replace('gpu_augmentation', 'augmentation')}`",
+            ", ".join(f"`{place}`" for place in PLACES[key] if place != key),
         )
         yield f"| {' | '.join(cells)} |"

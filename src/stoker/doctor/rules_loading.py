@@ -129,7 +129,7 @@ def disk_bound(case: Case) -> Finding | None:
             "read instead of one per sample.",
             _without(loader, pace, blocked, _ready_seconds(loader)),
             where=loader.dataset_where,
-            config={"gpu_optimization.use_chunk_loader": True} if loader.kind == "stoker" else {},
+            config={"data.use_chunk_loader": True} if loader.kind == "stoker" else {},
         )
     )
 

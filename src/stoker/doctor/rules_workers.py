@@ -211,7 +211,7 @@ def _starved_stoker(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | No
             "Let the plan keep the data on the device: turn the chunk loader on and leave it the room it "
             "asks for (`stoker plan` says how much)."
         )
-        config = {"gpu_optimization.use_chunk_loader": True, "gpu_optimization.chunk_size_gb": None}
+        config = {"data.use_chunk_loader": True, "data.chunk_size_gb": None}
     half = max(pace.compute, pace.load / 2)
     return worthwhile(
         case.finding(

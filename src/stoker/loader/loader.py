@@ -154,7 +154,7 @@ class Loader:
         block_bytes = min(BLOCK_BYTES, self._data.ring.num_bytes // (2 * slots))
         self._straight = StraightReader(self.columns, block_bytes) if is_straight else None
         self.augment = augment
-        self._assembler = Assembler(self.columns, self._data.ring.tensors, augment)
+        self._assembler = self._make_assembler()
         self._turn: object = None
 
     # -- what it is ------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class Loader:
     def _batches(self) -> Iterable[Batch]:
         if self.tier == "streamed" or self._reads_straight:
             return self._host_batches()
-        return map(self.assemble, self._data.indices(self._progress))
+        return map(self._assemble_in_turn, self._data.indices(self._progress))
 
     @property
     def _reads_straight(self) -> bool:
@@ -430,6 +430,10 @@ class Loader:
             indices = self._positions_table.index_select(1, indices)
         return self._assembler.assemble(indices.unbind(0), totals)
 
+    def _assemble_in_turn(self, index: IndexBatch) -> Batch:
+        batch = self._assembler.assemble(index, index.totals, in_turn=True)
+        return self._finish(batch, index.planned)
+
     @cached_property
     def _positions_table(self) -> torch.Tensor:
         return self._data.positions_table(self._progress)
@@ -462,19 +466,24 @@ class Loader:
     def _replace_ring(self, num_slots: int, least_rows: Sequence[int]) -> None:
         self._assembler.close()  # it refers to the old ring's memory
         self._data.replace_ring(num_slots, least_rows)
-        self._assembler = Assembler(self.columns, self._data.ring.tensors, self.augment)
+        self._assembler = self._make_assembler()
+        self._seek_augment()  # images that were augmented ahead are lost
+
+    def _make_assembler(self) -> Assembler:
+        tensors, is_resident = self._data.ring.tensors, self.tier == "resident"
+        return Assembler(self.columns, tensors, self.augment, is_resident)
 
     def use_augmentation(self, augment: Augments | None) -> None:
         """Augment from the next batch on; None stops it."""
         self._check_open()
         check_ids(augment, self.tier)
-        self._assembler = Assembler(self.columns, self._data.ring.tensors, augment)
         self.augment = augment
+        self._assembler = self._make_assembler()
         self._seek_augment()
 
     def _seek_augment(self) -> None:
         if self.augment is not None:
-            self.augment.seek(self.epoch, self._progress.batch)
+            self._assembler.seek(self.epoch, self._progress.batch)
 
     # -- position --------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -110,8 +110,10 @@ def time_step(run: Run, patience: Patience, *, captured: bool = True) -> Timed:
     watch = Stopwatch(patience, run.device)
     held = HeldLoader(hold_batch(run), watch, patience.most)
     # One batch over and over may diverge: that says nothing about the job.
-    capture = run.settings.capture if captured else "off"
-    calm = run.with_settings(replace(run.settings, nonfinite="skip", capture=capture))
+    capture = run.settings.training.capture if captured else "off"
+    calm = run.with_settings(
+        run.settings.changed({"training.nonfinite": "skip", "training.capture": capture})
+    )
     history, _ = train_over(calm, held, watch, patience.most)
     made = Timed(tuple(watch.laps()), history)
     let_go(run.device)
@@ -158,7 +160,7 @@ def train_over(
     if isinstance(loader, Loader):
         loader.on_iteration = watch.timed
     epochs = max(1, math.ceil(most / max(1, len(loader))))
-    ready = run.with_settings(replace(run.settings, epochs=epochs))
+    ready = run.with_settings(run.settings.changed({"training.epochs": epochs}))
     trainer = ready.make_trainer(loader, None, Silent(), run_dir=None)
     trouble = None
     try:

@@ -20,15 +20,16 @@ from typing import Any
 
 import psutil
 
+from stoker.config.resolve import as_key
 from stoker.display import look_in
 from stoker.errors import InputError
-from stoker.report import INCIDENTS, LogLine, Note, RunEnd, parse_line, read_note
+from stoker.report import INCIDENTS, LOG_NAME, LogLine, Note, RunEnd, parse_line, read_note
 from stoker.runs.record import Epoch, Event, RunRecord, State, as_mapping, as_mappings, as_number
 from stoker.runs.telemetry import TELEMETRY_NAME
 from stoker.strict_json import parse_json
 from stoker.units import format_count, format_seconds
 
-LOG_NAME, LOCK_NAME, DOCTOR_NAME = "run.jsonl", "lock", "doctor.json"
+LOCK_NAME, DOCTOR_NAME = "lock", "doctor.json"
 
 Holder = tuple[int, str, bool | None]
 """Process, host, and whether it is alive; None where that cannot be known."""
@@ -70,8 +71,8 @@ def read_run(path: str | Path, *, now: Callable[[], float] = time.time) -> RunRe
             dict.fromkeys(n.text for _, n in _notes(session or log) if n.topic not in INCIDENTS)
         ),
         events=_events(log, readings, clock),
-        config=as_mapping(config.get("settings")),
-        reasons=as_mapping(config.get("reasons")),
+        config=read_settings(config),
+        reasons=read_settings(config, "reasons"),
         plan=_last(log, "plan"),
         machine=_last(log, "machine"),
         result=_last(session, "result"),
@@ -289,8 +290,13 @@ def _is_finished(
         return True
     if readings and RunEnd.read(readings[-1]) == RunEnd("done"):
         return True
-    asked = as_number(as_mapping(_last(log, "config").get("settings")).get("epochs"))
+    asked = as_number(read_settings(_last(log, "config")).get("training.epochs"))
     return bool(epochs) and asked is not None and epochs[-1].number + 1 >= asked
+
+
+def read_settings(config: Mapping[str, Any], part: str = "settings") -> dict[str, Any]:
+    """Return the settings of a log's line `config`, or their reasons, by key; older logs have former names."""
+    return {as_key(name): value for name, value in as_mapping(config.get(part)).items()}
 
 
 def is_going(holder: Holder | None, age_seconds: float | None) -> bool:

@@ -17,6 +17,10 @@ State = Literal["going", "done", "stopped", "failed", "cut short", "empty"]
 Track = list[tuple[float, float | None]]
 
 
+BUSY_SHARE = 0.2
+"""Share of a machine's cores from which on other work makes a comparison of runs unfair."""
+
+
 @dataclass(frozen=True)
 class Epoch:
     """One finished epoch, as `EpochReport` has it.
@@ -101,7 +105,7 @@ class RunRecord:
     problems: tuple[str, ...]
 
     def track(self, part: str, name: str) -> Track:
-        """Return one number of `run` or `process` over time; None where it was not known."""
+        """Return one number of `run`, `process` or `host` over time; None where it was not known."""
         return [(at, as_number(as_mapping(v.get(part)).get(name))) for at, v in self.telemetry]
 
     def gpu_track(self, index: int, name: str) -> Track:
@@ -160,6 +164,17 @@ class RunRecord:
             seconds = sum(epoch.seconds or 0.0 for epoch in steady)
             return sum((e.wait_share or 0.0) * (e.seconds or 0.0) for e in steady) / seconds
         return mean(value for _, value in self.track("run", "wait_share"))
+
+    @cached_property
+    def other_cores(self) -> float | None:
+        """Cores that other processes kept busy, on average; None where that was not recorded."""
+        return mean(value for _, value in self.track("host", "other_cores"))
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other work took so much of the machine that the run's speed is not its own."""
+        cores = largest(value for _, value in self.track("host", "num_cores"))
+        return bool(cores) and (self.other_cores or 0.0) >= BUSY_SHARE * (cores or 1.0)
 
     @cached_property
     def epoch_seconds(self) -> float | None:

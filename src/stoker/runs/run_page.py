@@ -78,6 +78,11 @@ def verdict(runs: Sequence[RunRecord]) -> str:
     known = [(run.samples_per_second, run) for run in runs if run.samples_per_second]
     if first.samples_per_second is None or len(known) < 2:
         return f"{len(runs)} runs; there is no rate to compare."
+    disturbed = [run for run in runs if run.is_disturbed]
+    if disturbed:
+        busy = ", ".join(f"{run.other_cores:.1f} cores in {run.name}" for run in disturbed)
+        rates = ", ".join(f"{run.name} {format_rate(run.samples_per_second)}" for run in runs)
+        return f"The machine was busy with other work ({busy}): rates do not compare. Samples/s: {rates}."
     rate, best = max(known, key=lambda pair: pair[0] or 0.0)
     if best is first:
         return f"{first.name} is the fastest of {len(runs)}: {format_rate(rate)} samples/s."
@@ -128,7 +133,7 @@ def _summary(runs: Sequence[RunRecord]) -> Html:
 
 def _figures(run: RunRecord) -> Html:
     facts: dict[str, str] = {"State": page.badge(run.state, _STATE_KINDS[run.state])}
-    recipe = run.config.get("recipe")
+    recipe = run.config.get("recipe.name")
     if recipe:
         facts["Recipe"] = str(recipe)
     for quantity in QUANTITIES:
@@ -359,7 +364,7 @@ def _config(runs: Sequence[RunRecord]) -> Html:
 
 
 def _differences(runs: Sequence[RunRecord]) -> Html:
-    names = sorted({name for run in runs for name in run.config} - {"run_dir", "notes"})
+    names = sorted({name for run in runs for name in run.config} - {"run.dir", "notes"})
     rows = []
     for name in names:
         values = [_plain(run.config.get(name)) for run in runs]

@@ -1,6 +1,6 @@
 """Telemetry of a run: readings of GPU and process, written by a thread while it trains.
 
-Enters: NVML, the process, and the run's counters (`RunCounters`). Leaves: `telemetry.jsonl` in
+Enters: NVML, the process, the machine's cores, and the run's counters (`RunCounters`). Leaves: `telemetry.jsonl` in
 the run's folder, written like the run log, with the events `begin`, `telemetry` (unknown values left out),
 `note` and `end`. Costs about 0.5 ms of a core and 0.7 kB per reading: at first every half second,
 later every five.
@@ -174,6 +174,16 @@ class Meter:
             return None
         return ProcessReading(self.pid, None if first else percent / 100, resident)
 
+    def read_other_cores(self, process: ProcessReading | None) -> float | None:
+        """Return the cores that everything but the process kept busy; None at the first reading.
+
+        In a container these are the host's: who else works there slows the process down as well.
+        """
+        percent = psutil.cpu_percent()
+        if process is None or process.cpu_cores is None:
+            return None
+        return max(0.0, percent / 100 * (psutil.cpu_count() or 1) - process.cpu_cores)
+
     def _reading(self, gpu: Gpu) -> GpuReading:
         total, free = gpu.memory_total_bytes, gpu.memory_free_bytes
         received, sent = self._pcie_rates(gpu)
@@ -286,6 +296,9 @@ class TelemetryLog:
         process = meter.read_process()
         if process is not None:
             values["process"] = _compact(asdict(process))
+        values["host"] = _compact(
+            {"other_cores": meter.read_other_cores(process), "num_cores": psutil.cpu_count()}
+        )
         epoch = None
         if self._counters is not None:
             counted = self._ask()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +22,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from stoker.address import as_url
+from stoker.address import as_url, shown
 from stoker.bounds import require_memory
 from stoker.display import command, table_html
 from stoker.errors import CorruptError, InputError, StokerError, StoreError
 from stoker.store.arrays import PIECE_BYTES, StoredArray, Task, split_range
 from stoker.store.fields import PARTS, Array, offsets_of
 from stoker.store.manifest import MANIFEST_NAME, FieldInfo, Manifest, find_store, read_manifest
-from stoker.store.plain import describe_plain_file
+from stoker.store.plain import Selection, describe_plain_file
 from stoker.store.remote import Mirror, update_mirror
 from stoker.store.shard import Shard
 
@@ -41,7 +41,14 @@ _HELD_SHARDS = 64
 _TRIES = 100
 
 
-def open_store(path: str | Path, threads: int | None = None, checksum: str = "") -> Store:
+def open_store(
+    path: str | Path,
+    threads: int | None = None,
+    checksum: str = "",
+    group: str | None = None,
+    fields: Sequence[str] | None = None,
+    rows: int | None = None,
+) -> Store:
     """Open a store folder, or any plain HDF5 file with arrays of equal first dimension.
 
     While another process packs the store anew, this opens the old one or the new one, never a mixture.
@@ -51,15 +58,31 @@ def open_store(path: str | Path, threads: int | None = None, checksum: str = "")
             shards are copied into a local cache when they are first used.
         threads: Reader threads; by default one per usable core, at most 16.
         checksum: Of the manifest that must stand there; "" takes any.
+        group: Of a plain HDF5 file: only the arrays in this group, such as "train", by their names there.
+        fields: Of a plain HDF5 file: only these arrays, which must have the same number of rows.
+        rows: Of a plain HDF5 file: only arrays with this many rows.
+
+    Raises:
+        StoreError: There is no such store, or which dimension of a plain file counts samples is not clear; the
+            error lists the candidates.
     """
+    chosen = Selection(group, tuple(fields or ()), rows)
     if (url := as_url(path)) is not None:
         folder, notes = update_mirror(url)
         return assemble_store(folder, read_manifest(folder), threads, notes)
     path = Path(path)
     if path.is_file() and path.name != "store.json":
-        manifest, aside, notes = describe_plain_file(path)
-        shards = [Shard(path, None, _datasets(manifest.fields), manifest.block_bytes)]
-        return Store(path, manifest, shards, threads, notes, aside=aside)
+        manifest, paths, aside, notes = describe_plain_file(path, chosen)
+        datasets = _datasets(manifest.fields)
+        shards = [Shard(path, None, datasets, manifest.block_bytes, paths=paths)]
+        return Store(path, manifest, shards, threads, notes, aside=aside, chosen=chosen)
+    if chosen != Selection():
+        given = [f"{name}={value!r}" for name, value in vars(chosen).items() if value]
+        raise InputError(
+            f"{', '.join(given)} with {shown(path)}.",
+            "group=, fields= and rows= with a plain HDF5 file; the parts of a store are its splits",
+            f"leave {' and '.join(each.partition('=')[0] for each in given)} out",
+        )
     folder = path.parent if path.name == "store.json" else path
     store = _open_folder(folder, threads)
     if checksum and store.manifest.checksum != checksum:
@@ -158,8 +181,10 @@ class Store:
         notes: Iterable[str],
         name: str | None = None,
         aside: Mapping[str, str] | None = None,
+        chosen: Selection = Selection(),  # noqa: B008
     ) -> None:
         self.path = path
+        self._chosen = chosen
         self.name = name or str(path)
         self.manifest = manifest
         self.shards = shards
@@ -192,9 +217,11 @@ class Store:
         ]
         return [("samples", f"{self.num_samples:,}"), *described]
 
-    def __reduce__(self) -> tuple[Callable[..., Store], tuple[str, int, str]]:
+    def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
         checksum = "" if self.path.is_file() else self.manifest.checksum
-        return open_store, (str(self.path), self.threads, checksum)
+        chosen = self._chosen
+        given = chosen.group, chosen.fields, chosen.rows
+        return open_store, (str(self.path), self.threads, checksum, *given)
 
     def __enter__(self) -> Self:
         return self

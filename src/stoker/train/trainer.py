@@ -57,7 +57,7 @@ from stoker.train.precision import PrecisionChoice, choose_precision
 from stoker.train.ranks import Ranks, as_ranks, check_alike
 from stoker.train.recurrent_state import make_recurrent_state
 from stoker.train.run_folder import RunFolder
-from stoker.train.settings import TrainerConfig, read_config
+from stoker.train.settings import Configured, TrainerConfig, read_config
 from stoker.train.shutdown import Shutdown
 from stoker.train.step import (
     Step,
@@ -132,7 +132,7 @@ class _Place:
     has_warned: bool = False
 
 
-class Trainer:
+class Trainer(Configured):
     """Trains a model; see the module's text.
 
     Args:
@@ -251,7 +251,7 @@ class Trainer:
             self.device,
             settings.clip_norm,
             self._of_all(self._train.batch_size or 1),
-            settings.accumulation_steps,
+            settings.gradient_accumulation_steps,
             make_recurrent_state(model, self._train.loader, self.device),
             None if runner is model else runner,
             parallel,

@@ -100,7 +100,9 @@ class JobBench:
 
         Out of memory is an outcome, not an error; every other error is raised.
         """
-        shape = UpdateShape(settings.batch_size, settings.accumulation_steps)
+        shape = UpdateShape(
+            settings.training.batch_size, settings.training.gradient_accumulation_steps
+        )
         return agree(self._measure(settings, shape, effort or self._effort))
 
     def _measure(self, settings: Settings, shape: UpdateShape, effort: Effort) -> Measured:
@@ -132,9 +134,11 @@ class JobBench:
         # others waiting in an exchange.
         ranks = Ranks.current()
         if ranks.are_several:
-            each = max(1, settings.batch_size // ranks.world_size)
+            each = max(1, settings.training.batch_size // ranks.world_size)
             with Ranks.alone():
-                return self._try_alone(replace(settings, batch_size=each), shape, effort)
+                return self._try_alone(
+                    settings.changed({"training.batch_size": each}), shape, effort
+                )
         return self._try_alone(settings, shape, effort)
 
     def _try_alone(self, settings: Settings, shape: UpdateShape, effort: Effort) -> Measured:
@@ -164,9 +168,10 @@ class JobBench:
 
 
 def _for_measuring(settings: Settings) -> Settings:
-    return replace(
-        settings,
-        survive_oom=False,
-        log_gpu_stats_every_n_batches=0,
-        tensorboard=False,
+    return settings.changed(
+        {
+            "training.survive_oom": False,
+            "training.log_gpu_stats_every_n_batches": 0,
+            "training.tensorboard": False,
+        }
     )
