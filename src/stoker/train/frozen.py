@@ -25,6 +25,8 @@ DRAWS_ON_HOST = "the step draws random numbers on the host"
 _OTHER_GROUPS = "the optimizer was given other parameter groups, which a graph cannot follow"
 _LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
 _MOST_COMPARED = 1000
+_LENGTH = object()
+"""Key of a container's length."""
 _FOREIGN = frozenset(
     {"torch", "builtins", "numpy", "stoker", "functools", "collections", "logging", "random"}
 )
@@ -84,7 +86,8 @@ class HostNumbers:
     """Numbers, texts and flags that a step's Python code may read: a graph repeats those of its capture.
 
     They are attributes of modules (`training`, a dropout's `p`), and variables that functions and forward passes
-    take from around them. Lists, dicts and plain objects are looked into one level deep.
+    take from around them. Lists, dicts and plain objects are looked into one level deep; the length of a list or
+    dict counts too: a replay appends nothing.
 
     Args:
         modules: With all modules inside them.
@@ -121,6 +124,7 @@ class HostNumbers:
         if isinstance(value, bool | int | float | str):
             self._found[id(container), key] = (name, container, key)
         elif deeper and isinstance(value, dict | list):
+            self._found[id(value), _LENGTH] = (f"the length of {name}", value, _LENGTH)
             self._look(name, value, deeper=False)
         elif deeper and _is_plain_object(value):
             self._look(name, vars(value), deeper=False)
@@ -140,18 +144,24 @@ class HostNumbers:
     def name_difference(self, some: list[Any], others: list[Any]) -> str | None:
         """Return the name of the first that differs between two results of `values`, or None."""
         pairs = zip(self._places, some, others, strict=True)
-        return next((name for (name, _, _), one, other in pairs if one != other), None)
+        differs = (name for (name, _, _), one, other in pairs if one is not other and one != other)
+        return next(differs, None)
 
     def put_back(self) -> None:
         """Give each the value that it had at first."""
         for (_, container, key), value in zip(self._places, self._values, strict=True):
-            if isinstance(container, CellType):
+            if key is _LENGTH:
+                if isinstance(container, list):
+                    del container[value:]
+            elif isinstance(container, CellType):
                 container.cell_contents = value
             elif _read(container, key) is not value:
                 container[key] = value
 
 
 def _read(container: Any, key: Any) -> Any:
+    if key is _LENGTH:
+        return len(container)
     if isinstance(container, dict):
         return container.get(key)
     if isinstance(container, list):

@@ -400,11 +400,11 @@ class Trainer(Resumable):
             if settings.nonfinite == "rollback":
                 at.good = copy.deepcopy(self.state_dict())
             try:
-                self._train_batches()
+                is_trained = self._train_batches()
             except _RollBackError as found:
                 self._roll_back(found)
                 return False
-            if not at.tally.is_trained:
+            if not is_trained:
                 return False
             self._check_skipped()
         report = at.tally.report(at.epoch)
@@ -566,8 +566,8 @@ class Trainer(Resumable):
             self._val = val
         return self.history.epochs[-1] if at.epoch != number else at.tally.report(number)
 
-    def _train_batches(self) -> None:
-        """Train on the remaining batches of the epoch, until it or the run ends."""
+    def _train_batches(self) -> bool:
+        """Train on the remaining batches of the epoch, until it or the run ends; return whether the epoch did."""
         at, shutdown, accumulation = self._at, self._shutdown, self._step.accumulation
         position, most = self._begin_epoch(), self.settings.max_steps
         works, tally, num_batches = self._works(), at.tally, self._train.num_batches
@@ -628,6 +628,7 @@ class Trainer(Resumable):
         self._collect(self._book.flush())
         shutdown.agree()
         tally.spend(since, time.perf_counter())
+        return tally.is_trained
 
     def _begin_epoch(self) -> int:
         """Prepare model, loader and totals for the epoch; return how many of its batches are done."""
