@@ -33,7 +33,7 @@ from stoker.units import GIB
 from store_makers import write_store
 from training_makers import DEVICES, out_of_memory
 
-SAMPLES, BATCH, EPOCHS = 96, 16, 3
+SAMPLES, BATCH, EPOCHS = 96, 16, 2
 SAMPLE_BYTES = 3 * 4 * 4 * 4 + 8
 
 

@@ -96,15 +96,19 @@ class HostNumbers:
 
     def __init__(self, modules: Iterable[torch.nn.Module], functions: Iterable[Any] = ()) -> None:
         self._found: dict[tuple[int, Any], tuple[str, Any, Any]] = {}
-        code: dict[Any, str] = {}
+        code: dict[int, tuple[str, Any]] = {}
         for root in modules:
             for path, module in root.named_modules():
                 name = f"{type(root).__name__}.{path}" if path else type(root).__name__
                 self._look(name, vars(module))
-                code[type(module).forward] = type(module).__name__
-        for function in functions:
-            code[getattr(function, "__func__", function)] = getattr(function, "__name__", "")
-        for function, name in code.items():
+                code[id(type(module).forward)] = type(module).__name__, type(module).forward
+        for given in functions:
+            function = getattr(given, "func", given)  # of a functools.partial
+            if _is_plain_object(function, may_be_called=True):  # such as a criterion with settings
+                self._look(type(function).__name__, vars(function))
+                function = type(function).__call__
+            code[id(function)] = getattr(function, "__name__", ""), function
+        for name, function in code.values():
             for variable, container, key in _surroundings(function):
                 self._take(f"{variable} of {name}" if name else variable, container, key)
         self._places = list(self._found.values())
@@ -172,9 +176,11 @@ def _read(container: Any, key: Any) -> Any:
         return None
 
 
-def _is_plain_object(value: Any) -> bool:
+def _is_plain_object(value: Any, may_be_called: bool = False) -> bool:
     """Whether it is an object of somebody's own class, such as a config; not of torch or of the language."""
-    if isinstance(value, torch.nn.Module | torch.Tensor | type | ModuleType) or callable(value):
+    if isinstance(value, torch.nn.Module | torch.Tensor | type | ModuleType):
+        return False
+    if callable(value) and (not may_be_called or inspect.isroutine(value)):
         return False
     return hasattr(value, "__dict__") and _package(type(value)) not in _FOREIGN
 
@@ -185,7 +191,7 @@ def _package(thing: Any) -> str:
 
 def _surroundings(function: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the variables that a function takes from around it: name, what holds it, and its key there."""
-    function = inspect.unwrap(function)
+    function = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(function) or _package(function) in _FOREIGN:
         return
     code = function.__code__
