@@ -107,6 +107,9 @@ class HostNumbers:
             if _is_plain_object(function, may_be_called=True):  # such as a criterion with settings
                 self._look(type(function).__name__, vars(function))
                 function = type(function).__call__
+            owner = getattr(function, "__self__", None)
+            if _is_plain_object(owner):  # of a method
+                self._look(type(owner).__name__, vars(owner))
             code[id(function)] = getattr(function, "__name__", ""), function
         for name, function in code.values():
             for variable, container, key in _surroundings(function):

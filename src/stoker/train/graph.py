@@ -605,7 +605,11 @@ def drawing_objects(*functions: Any) -> list[Any]:
             used = inspect.getclosurevars(inner)
             values += [*used.nonlocals.values(), *used.globals.values()]
             values += [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
-        values += [getattr(value, "__self__", None) for value in values]  # of bound methods
+        owners = [getattr(value, "__self__", None) for value in values]  # of bound methods
+        values += [
+            *owners,
+            *(each for owner in owners for each in getattr(owner, "__dict__", {}).values()),
+        ]
         for value in values:
             methods = ("seek", "state_dict", "load_state_dict")
             if all(callable(getattr(value, name, None)) for name in methods):
