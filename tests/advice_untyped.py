@@ -65,6 +65,7 @@ UNTYPED: dict[str, str] = {
     "train/batches.py: f'Loader(..., rank={ranks.rank}, world_size={ranks.world_size})'": "needs processes that torchrun has started",
     "train/batches.py: f'torchrun --nproc-per-node {len(states)}, or stoker.Loader(rank=, world_size=)'": "needs processes that torchrun has started",
     "train/graph.py: \"capture='auto', which goes on eagerly and says so\"": "needs a GPU",
+    "train/capture_function.py: 'return loss at the end of the step, not loss.item(), which waits for the device'": "is told of a function that the user wrote",
     "train/diagnosis.py: \"a lower learning rate, clip_norm=1.0, or precision='fp32' to see where it begins\"": "needs a training that diverges",
     "train/diagnosis.py: fix": "needs processes that torchrun has started",
     "train/checks.py: \"nonfinite='rollback'\"": "needs a GPU",
