@@ -88,7 +88,9 @@ def _tables() -> list[Case]:
         Case([*table, "wide.csv", "made"], "open('wide.csv', 'w').write('a,b' + chr(10) + ('1,9000000.5' + chr(10)) * 200_000 + ('1,16777217' + chr(10)) * 200_000)"),
     ]  # fmt: skip
     setup = {
-        name: f"open({name!r}, 'w').write({text!r})" for name, text in made.items() if len(text) < 1000
+        name: f"open({name!r}, 'w').write({text!r})"
+        for name, text in made.items()
+        if len(text) < 1000
     }
     return [replace(case, setup=case.setup or setup.get(case.wrong[2], "")) for case in cases]
 

@@ -388,9 +388,9 @@ def test_the_doctor_sees_a_stoker_loader_by_its_waits(rows, monkeypatch):
     assert seen.steps > 20
     assert healthy.losses == pytest.approx(plain_losses(rows, epochs=3)[0], rel=1e-5)
 
-    def slowly(self, *args):
+    def slowly(self, *args, **named):
         time.sleep(0.004)
-        return original(self, *args)
+        return original(self, *args, **named)
 
     original = Loader.assemble
     monkeypatch.setattr(Loader, "assemble", slowly)
