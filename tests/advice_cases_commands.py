@@ -88,7 +88,9 @@ def _tables() -> list[Case]:
         Case([*table, "wide.csv", "made"], "open('wide.csv', 'w').write('a,b' + chr(10) + ('1,9000000.5' + chr(10)) * 200_000 + ('1,16777217' + chr(10)) * 200_000)"),
     ]  # fmt: skip
     setup = {
-        name: f"open({name!r}, 'w').write({text!r})" for name, text in made.items() if len(text) < 1000
+        name: f"open({name!r}, 'w').write({text!r})"
+        for name, text in made.items()
+        if len(text) < 1000
     }
     return [replace(case, setup=case.setup or setup.get(case.wrong[2], "")) for case in cases]
 
@@ -111,6 +113,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["augment", "preview", "pictures/cat", "pictures/cat/x.png"], at="pictures/cat/x.png"),
     ],
     "cli": [
+        Case(["inspect", "table.csv", "--rows", "4"]),
         Case(["pack", "table", "table.csv", "made", "--missing", "x"]),
         Case([*PREVIEW, "--size", "1x1"]),
         Case([*PREVIEW, "--preset", "none"]),
@@ -129,6 +132,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["export", "run/best.pt", "q.onnx", "--store", "store", "--split", "val"]),
         Case(["config", "migrate", "config.yaml", "none/new.yaml"]),
         Case(["monitor", "--interval", "0", "--once"]),
+        Case(["monitor", "none/none", "--once"]),
         Case(["inspect", "table.csv", "--html", "empty"]),
         Case(["inspect", "table.csv", "--html", "none/none/x.html"]),
         Case(["inspect", "table.csv", "--html", "table.csv"]),
@@ -166,6 +170,8 @@ COMMANDS: dict[str, list[Case]] = {
     ],
     "sources": [
         Case(["pack", "arrays", "two.npz", "made", "--names", "a"]),
+        Case(["pack", "arrays", "two.npz", "a.npy", "made", "--rows", "4"]),
+        Case(["inspect", "uneven.npz"], "np.savez('uneven.npz', a=np.eye(9)[:, :3], b=np.ones(4))"),
         Case(["pack", "bars", "bars.csv", "made", "--windows", "M5=8"], "import shutil; shutil.copy('bars/EURUSD_M5.csv', 'bars.csv')", at="bars.csv"),
         Case([*BARS, "--horizon", "0"]),
         Case([*BARS[:-1], "x"], fill={"M5=288,H1=96": "M5=28,H1=9"}),
@@ -298,7 +304,7 @@ COMMANDS: dict[str, list[Case]] = {
     "runs": [
         Case(["report", "none/none"]),
         Case(["report", "empty"]),
-        Case(["monitor", "none/none", "--once"]),
+        Case(["monitor", "table.csv", "--once"]),
         Case(["report", "told", "--png", "table.csv"]),
     ],
     "monitor.py": [

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import InputError, SourceError
@@ -325,7 +325,6 @@ def outcome(path, **options):
     return bars.time.tolist(), columns, bars.lines.tolist(), refused, bars.notes
 
 
-@settings(max_examples=150)
 @given(
     _header,
     st.lists(
@@ -350,7 +349,6 @@ def test_bulk_and_careful_agree_on_every_kind_of_time(tmp_path, stamp):
     assert outcome(path) == outcome(path, careful=True)
 
 
-@settings(max_examples=60)
 @given(
     st.lists(st.floats(1e-6, 1e6, allow_subnormal=False), min_size=4, max_size=12), st.booleans()
 )
