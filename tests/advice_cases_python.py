@@ -69,6 +69,12 @@ MIDDLE = (
     "; walk = Loader('forex-store', 8, 'cpu', order='lanes', lanes=plan_store_lanes(store, 8)); steps = iter(walk); next(steps); "
     "saved = walk.state_dict(); steps.close(); walk.close()"
 )
+CAPTURING = """
+import stoker
+model = torch.nn.Linear(7, 2); optimizer = torch.optim.AdamW(model.parameters())
+batch = torch.ones(4, 7); step = lambda batch: model(batch['features'] if isinstance(batch, dict) else batch).sum()
+f = class_table(40); write_store(Path('rows'), [f]).close(); numbers = loader = Loader('rows', 8, 'cpu')
+"""
 TRAINING = """
 from stoker.train.settings import TrainSettings, read_config; from stoker import Trainer; from stoker.train.checkpoint import Checkpoints, load_checkpoint
 from stoker.train.accumulation import *; from stoker.train.checks import *; from stoker.train.oom import MemoryLevel; from stoker.train.step import check_loss
@@ -387,6 +393,12 @@ PYTHON: dict[str, list[Case]] = {
         "import os; os.environ.update(RANK='0', WORLD_SIZE='1')", "Loader('store', 16, rank=5)"
     ),
     "train": _refused(
+        CAPTURING,
+        "stoker.capture(3, model=model, optimizer=optimizer)",
+        "stoker.capture(step, 'x', model=model, optimizer=optimizer)",
+        "stoker.capture(step, model=model, optimizer=optimizer)(next(numbers.index_batches()))",
+    )
+    + _refused(
         TRAINING,
         "Checkpoints('c', keep_last=0)",
         "Accumulation(nominal=0)",
@@ -516,6 +528,8 @@ PYTHON: dict[str, list[Case]] = {
         "ArraysSource(()).prepare(Path('made'))",
         "TableSource(()).prepare(Path('made'))",
         "TableSource((path,), split=(1, 2))",
+        "TableSource((path,), missing='x')",
+        "TableSource((path,), dtypes={'a': 'x'})",
         "BarsSource(('bars',), windows=(('M5', 8),), ratios=(1, 2, 3))",
         "MassSpecSource(path, train_ratio=2)",
         "list(read_msp('cut.msp.gz'))",

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stoker.train import capture, capture_function, graph, trainer
+from stoker.train import capture, capture_function, frozen, graph, trainer
 
 
 class PaperGraph:
@@ -83,6 +83,7 @@ def use_paper_graphs(monkeypatch) -> None:
 
     for module in (graph, capture, capture_function, trainer):
         monkeypatch.setattr(module, "has_graphs", lambda device: True)
+    monkeypatch.setattr(frozen, "_LOOK_SECONDS", 0.001)
     monkeypatch.setattr(graph, "_side_stream", lambda _: None)
     monkeypatch.setattr(graph.GraphedStep, "_capture", capture_on_paper)
     monkeypatch.setattr(graph.GraphedStep, "_warm_up", warm_up)

@@ -306,6 +306,50 @@ def test_a_variable_of_the_loop_is_never_stale(device):
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
+class Keeper:
+    """A trainer of somebody's own: the step is a method, with a setting and an augmentation of its own."""
+
+    def __init__(self, device):
+        self.loop = Loop(device, OPTIMIZERS["AdamW"])
+        self.gain, self.noise = 1.0, Jitter(device)
+
+    def step(self, batch):
+        x, y = batch
+        drawn = self.noise(torch.ones(len(x), 1, 1, 1, device=x.device) * 255).view(-1, 1)
+        return self.loop.step((x * self.gain * drawn, y))
+
+
+def test_what_a_method_reads_and_draws_is_followed(device):
+    losses = []
+    for is_captured in (True, False):
+        keeper = Keeper(device)
+        step = keeper.step
+        if is_captured:
+            step = stoker.capture(step, model=keeper.loop.model, optimizer=keeper.loop.optimizer)
+        found = []
+        for number, batch in enumerate(batches(device, 40)):
+            keeper.gain = 1.0 if number < 15 else 2.0
+            found.append(float(step(batch)))
+        losses.append(found)
+        assert not is_captured or step.is_captured, step.reason
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_a_step_that_appends_to_a_list_is_run_eagerly(device):
+    loop, kept = Loop(device, OPTIMIZERS["AdamW"]), []
+
+    def written(batch):
+        loss = loop.step(batch)
+        kept.append(loss)
+        return loss
+
+    step = stoker.capture(written, model=loop.model, optimizer=loop.optimizer, say=lambda _: None)
+    for batch in batches(device):
+        step(batch)
+    assert "the length of kept" in step.reason
+    assert len(kept) == 20
+
+
 @pytest.mark.parametrize("at", [1, WARM_UP_STEPS + 1, FIRST, FIRST + 5])
 def test_a_step_that_raises_in_the_middle_raises_its_own_error(device, at):
     """While replays are compared nothing of that step remains; a replay runs no Python, so it raises nothing."""

@@ -169,6 +169,37 @@ def test_a_host_value_that_nobody_watches_is_caught_by_the_later_comparisons(row
     assert trainer._captured.active
 
 
+class Weighted:
+    """A criterion with a setting; it cannot be hashed."""
+
+    __hash__ = None
+
+    def __init__(self):
+        self.weight = 1.0
+
+    def __call__(self, outputs, targets):
+        return self.weight * nn.functional.mse_loss(outputs, targets)
+
+
+def test_a_setting_of_the_criterion_is_never_stale(rows, device):
+    losses = []
+    for capture in ("auto", "off"):
+        criterion, model = Weighted(), make_model().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def change(step, _, criterion=criterion):
+            criterion.weight = 1.0 if step < 20 else 4.0
+
+        loader = Loader(rows, 20, device, order="shuffled", seed=1)
+        config = {"epochs": 4, "capture": capture, "precision": "fp32"}
+        trainer = Trainer(
+            model, loader, None, criterion, optimizer, AfterStep(optimizer, change), config, device
+        )
+        losses.append(trainer.fit().losses)
+        assert capture == "off" or trainer._captured.active, trainer._captured.reason
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
 @pytest.mark.parametrize("at", [WARM_UP_STEPS + 1, 40])
 def test_a_hyperparameter_that_moved_is_caught(rows, device, at):
     def change(step, optimizer):

@@ -171,7 +171,7 @@ class _Rows:
         refused = RefusalList()
         skip = self._file.layout.skip if self._file.layout else 0
         next_row, done = 0, 0
-        for batch in batches(self._file, refused):
+        for batch in batches(self._file, refused, {column.name for column in self._columns}):
             wrong = {
                 (refusal.line or 0) - skip - 1: str(refusal.reason) for refusal in refused[done:]
             }

@@ -106,6 +106,7 @@ class CapturedStep(GraphedStep):
         self.feed = feed
         self._update = update
         self._others_draw = not feed.is_stoker
+        self._num_misfits = 0
         others = drawing_objects(feed.given_unpack, step.parts.criterion)
 
         def draws() -> list[Any]:
@@ -133,17 +134,21 @@ class CapturedStep(GraphedStep):
             self._give_up("memory ran out, and a batch that goes through in parts is not captured")
         if self._given_up or not self._is_full(work) or not self._fits(work):
             return self._run_eagerly(work)
+        loss: torch.Tensor
         if self._is_trusted:  # a replay allocates nothing, so it cannot run out of memory
-            return self._run_captured(work)
+            loss = self._run_captured(work)
+            return loss
         self._update.mark()
         try:
-            return self._run_captured(work)
+            loss = self._run_captured(work)
         except RuntimeError as error:
             if not self._update.survives or not is_oom(error):
                 raise
             if self.step.parts.ranks.are_several:
                 raise self._update.next_time() from error
             forget_frames(error)
+        else:
+            return loss
         self.forget()
         self._update.restore()
         if not self._update.give_way():

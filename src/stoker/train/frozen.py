@@ -25,6 +25,8 @@ DRAWS_ON_HOST = "the step draws random numbers on the host"
 _OTHER_GROUPS = "the optimizer was given other parameter groups, which a graph cannot follow"
 _LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
 _MOST_COMPARED = 1000
+_LENGTH = object()
+"""Key of a container's length."""
 _FOREIGN = frozenset(
     {"torch", "builtins", "numpy", "stoker", "functools", "collections", "logging", "random"}
 )
@@ -84,7 +86,8 @@ class HostNumbers:
     """Numbers, texts and flags that a step's Python code may read: a graph repeats those of its capture.
 
     They are attributes of modules (`training`, a dropout's `p`), and variables that functions and forward passes
-    take from around them. Lists, dicts and plain objects are looked into one level deep.
+    take from around them. Lists, dicts and plain objects are looked into one level deep; the length of a list or
+    dict counts too: a replay appends nothing.
 
     Args:
         modules: With all modules inside them.
@@ -93,15 +96,22 @@ class HostNumbers:
 
     def __init__(self, modules: Iterable[torch.nn.Module], functions: Iterable[Any] = ()) -> None:
         self._found: dict[tuple[int, Any], tuple[str, Any, Any]] = {}
-        code: dict[Any, str] = {}
+        code: dict[int, tuple[str, Any]] = {}
         for root in modules:
             for path, module in root.named_modules():
                 name = f"{type(root).__name__}.{path}" if path else type(root).__name__
                 self._look(name, vars(module))
-                code[type(module).forward] = type(module).__name__
-        for function in functions:
-            code[getattr(function, "__func__", function)] = getattr(function, "__name__", "")
-        for function, name in code.items():
+                code[id(type(module).forward)] = type(module).__name__, type(module).forward
+        for given in functions:
+            function = getattr(given, "func", given)  # of a functools.partial
+            if _is_plain_object(function, may_be_called=True):  # such as a criterion with settings
+                self._look(type(function).__name__, vars(function))
+                function = type(function).__call__
+            owner = getattr(function, "__self__", None)
+            if _is_plain_object(owner):  # of a method
+                self._look(type(owner).__name__, vars(owner))
+            code[id(function)] = getattr(function, "__name__", ""), function
+        for name, function in code.values():
             for variable, container, key in _surroundings(function):
                 self._take(f"{variable} of {name}" if name else variable, container, key)
         self._places = list(self._found.values())
@@ -121,6 +131,7 @@ class HostNumbers:
         if isinstance(value, bool | int | float | str):
             self._found[id(container), key] = (name, container, key)
         elif deeper and isinstance(value, dict | list):
+            self._found[id(value), _LENGTH] = (f"the length of {name}", value, _LENGTH)
             self._look(name, value, deeper=False)
         elif deeper and _is_plain_object(value):
             self._look(name, vars(value), deeper=False)
@@ -140,18 +151,24 @@ class HostNumbers:
     def name_difference(self, some: list[Any], others: list[Any]) -> str | None:
         """Return the name of the first that differs between two results of `values`, or None."""
         pairs = zip(self._places, some, others, strict=True)
-        return next((name for (name, _, _), one, other in pairs if one != other), None)
+        differs = (name for (name, _, _), one, other in pairs if one is not other and one != other)
+        return next(differs, None)
 
     def put_back(self) -> None:
         """Give each the value that it had at first."""
         for (_, container, key), value in zip(self._places, self._values, strict=True):
-            if isinstance(container, CellType):
+            if key is _LENGTH:
+                if isinstance(container, list):
+                    del container[value:]
+            elif isinstance(container, CellType):
                 container.cell_contents = value
             elif _read(container, key) is not value:
                 container[key] = value
 
 
 def _read(container: Any, key: Any) -> Any:
+    if key is _LENGTH:
+        return len(container)
     if isinstance(container, dict):
         return container.get(key)
     if isinstance(container, list):
@@ -162,9 +179,11 @@ def _read(container: Any, key: Any) -> Any:
         return None
 
 
-def _is_plain_object(value: Any) -> bool:
+def _is_plain_object(value: Any, may_be_called: bool = False) -> bool:
     """Whether it is an object of somebody's own class, such as a config; not of torch or of the language."""
-    if isinstance(value, torch.nn.Module | torch.Tensor | type | ModuleType) or callable(value):
+    if isinstance(value, torch.nn.Module | torch.Tensor | type | ModuleType):
+        return False
+    if callable(value) and (not may_be_called or inspect.isroutine(value)):
         return False
     return hasattr(value, "__dict__") and _package(type(value)) not in _FOREIGN
 
@@ -175,7 +194,7 @@ def _package(thing: Any) -> str:
 
 def _surroundings(function: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the variables that a function takes from around it: name, what holds it, and its key there."""
-    function = inspect.unwrap(function)
+    function = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(function) or _package(function) in _FOREIGN:
         return
     code = function.__code__

@@ -164,16 +164,14 @@ class Snapshot:
         """Undo what happened since the snapshot. In place: the graph keeps its addresses."""
         self._drop_new_states()
         owners = list(self._state.tensors())
-        if len(owners) != len(
-            self._owners
-        ):  # a buffer was added or removed: the lists do not match
+        if len(owners) != len(self._owners):  # a buffer was added or removed
             owners = self._owners
         for tensor, kept in zip(owners, self._tensors, strict=True):
             tensor.copy_(kept)
-        for parameter, gradient, kept in self._gradients:
+        for parameter, gradient, values in self._gradients:
             parameter.grad = gradient
-            if gradient is not None:
-                gradient.copy_(kept)
+            if gradient is not None and values is not None:
+                gradient.copy_(values)
         self._numbers.put_back()
         if self._count is not None:
             self._count._skipped += self._num_skipped - self._count.num_skipped
@@ -228,9 +226,16 @@ class GraphedStep:
         self.reason = f"captured after {warm_up_steps} steps of warm-up"
         self._given_up = False
         self._num_short = 0
-        self._num_misfits = 0
         self.slowdown: float | None = None
-        self.forget()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._static: Any = None
+        self._loss: Any = None
+        self._frozen: list[FrozenGroups] = []
+        self._numbers = HostNumbers(())
+        self._num_warm = self._num_checked = self._num_replays = 0
+        self._next_check = _FIRST_RECHECK
+        self._worst = 0.0
+        self._generation: Any = self._find_generation()
 
     # -- what a subclass says ----------------------------------------------------------------
 
@@ -255,7 +260,7 @@ class GraphedStep:
 
     def _is_invalid(self) -> bool:
         """Whether the eager step of a comparison has changed what the graph was made for."""
-        return self._generation != self._find_generation()
+        return bool(self._generation != self._find_generation())
 
     def _before_giving_up(self) -> None:
         """Undo what a failed capture may have left behind."""
@@ -265,11 +270,9 @@ class GraphedStep:
     @property
     def _is_trusted(self) -> bool:
         """Whether the next step is a plain replay, which allocates nothing."""
-        return (
-            self._num_checked >= CHECKED_REPLAYS
-            and self._num_replays != self._next_check
-            and self._generation == self._find_generation()
-        )
+        if self._num_checked < CHECKED_REPLAYS or self._num_replays == self._next_check:
+            return False
+        return bool(self._generation == self._find_generation())
 
     def _run_captured(self, work: Any) -> Any:
         """Run a batch that fits the graph: warm up, capture, compare or replay."""
@@ -282,9 +285,7 @@ class GraphedStep:
         if self._graph is None and not self._capture():
             return self._run_eagerly(work)
         change = next(filter(None, (frozen.find_change() for frozen in self._frozen)), None)
-        if (
-            change is not None
-        ):  # such a number often changes at every step: a new graph would not last
+        if change is not None:  # it often changes at every step: a new graph would not last
             self._give_up(change)
             return self._run_eagerly(work)
         changed = self._numbers.find_change()
@@ -294,6 +295,7 @@ class GraphedStep:
         self._num_replays += 1
         if self._num_checked < CHECKED_REPLAYS or self._num_replays > self._next_check:
             return self._replay_and_check(work)
+        assert self._graph is not None
         self._graph.replay()
         return self._copied_result()
 
@@ -535,11 +537,8 @@ class GraphedStep:
 
     def forget(self) -> None:
         """Drop the graph; the next steps warm up and capture again. For when its tensors or kernels changed."""
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._static: Any = None
-        self._loss: Any = None
-        self._frozen: list[FrozenGroups] = []
-        self._numbers = HostNumbers(())
+        self._graph = self._static = self._loss = None
+        self._frozen, self._numbers = [], HostNumbers(())
         self._num_warm = self._num_checked = self._num_replays = 0
         self._next_check = _FIRST_RECHECK
         self._worst, self.active = 0.0, False
@@ -606,7 +605,11 @@ def drawing_objects(*functions: Any) -> list[Any]:
             used = inspect.getclosurevars(inner)
             values += [*used.nonlocals.values(), *used.globals.values()]
             values += [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
-        values += [getattr(value, "__self__", None) for value in values]  # of bound methods
+        owners = [getattr(value, "__self__", None) for value in values]  # of bound methods
+        values += [
+            *owners,
+            *(each for owner in owners for each in getattr(owner, "__dict__", {}).values()),
+        ]
         for value in values:
             methods = ("seek", "state_dict", "load_state_dict")
             if all(callable(getattr(value, name, None)) for name in methods):

@@ -252,10 +252,9 @@ def describe_epoch(report: EpochReport, epochs: int) -> str:
         f"{report.samples_per_second:,.0f} samples/s  waited {report.wait_share:.0%}"
     )
     if report.is_fallback:
-        slower = (
-            "" if report.slowdown is None else f", {report.slowdown:.1f} × slower than captured"
-        )
-        line += f"  eager{slower}"
+        line += "  eager"
+        if report.slowdown is not None and report.slowdown >= _WORTH_TELLING:
+            line += f", {report.slowdown:.1f} × slower than captured"
     return line
 
 

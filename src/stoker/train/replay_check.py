@@ -59,7 +59,11 @@ def difference(
 
 def spread(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the largest difference of each pair of tensors; NaN where only one value of a pair is NaN."""
-    return torch.stack([_apart(a, b) for a, b in zip(one, other, strict=True)])
+    if not one:
+        return torch.zeros(0)
+    # One device for all: some optimizers keep their counts on the host.
+    device = one[0].device
+    return torch.stack([_apart(a, b).to(device) for a, b in zip(one, other, strict=True)])
 
 
 def is_too_noisy(wanted: Sequence[torch.Tensor], noise: torch.Tensor) -> bool:
@@ -130,11 +134,12 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _sizes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the largest finite magnitude of each tensor."""
+    device = tensors[0].device
     return torch.stack(
         [
-            tensor.detach().float().abs().nan_to_num(0.0, 0.0, 0.0).max()
+            tensor.detach().float().abs().nan_to_num(0.0, 0.0, 0.0).max().to(device)
             if tensor.numel()
-            else torch.zeros((), device=tensor.device)
+            else torch.zeros((), device=device)
             for tensor in tensors
         ]
     )

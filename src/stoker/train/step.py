@@ -126,11 +126,10 @@ class Step:
             exchange: Whether ranks average their gradients in this backward pass: the update's last one.
         """
         parts = self.parts
-        self._is_exchanged = exchange or parts.runner is None
-        if not self._is_exchanged:
-            held_back = parts.parallel.held_back(parts.runner)
-        else:
-            held_back = contextlib.nullcontext()
+        held_back: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._is_exchanged = True
+        if not exchange and parts.runner is not None:
+            held_back, self._is_exchanged = parts.parallel.held_back(parts.runner), False
         before = self._buffers.copy() if self._buffers else {}
         recurrent = parts.recurrent if reset is not None else None
         with held_back:

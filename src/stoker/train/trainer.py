@@ -360,7 +360,10 @@ class Trainer(Configured, Resumable):
         report = self._at.tally.report(self._at.epoch)
         if self._val is not None:
             drawn = capture_rng(renew_cudnn=False)
-            report.metrics = self.validate()
+            with contextlib.suppress(
+                EvaluationStopped
+            ):  # by a signal: the part is saved without metrics
+                report.metrics = self.validate()
             restore_rng(drawn)
         self._tell_epoch(report)
         self._save_epoch(report)
@@ -393,27 +396,33 @@ class Trainer(Configured, Resumable):
                         )
                     )
 
-    def _run_epoch(self) -> bool:
-        """Train and validate one epoch; False when it was cut short or rolled back."""
+    def _run_epoch(self, *, alone: bool = False) -> bool:
+        """Train and validate one epoch; False when it was cut short or rolled back.
+
+        Args:
+            alone: Whether to leave out what `fit` does between epochs: validation, checkpoints, early stopping.
+        """
         at, settings = self._at, self.settings
         # True when a resumed run finished training this epoch but not its validation.
         if not at.tally.is_trained:
             if settings.nonfinite == "rollback":
                 at.good = copy.deepcopy(self.state_dict())
             try:
-                self._train_batches()
+                is_trained = self._train_batches()
             except _RollBackError as found:
                 self._roll_back(found)
                 return False
-            if not at.tally.is_trained:
+            if not is_trained:
                 return False
             self._check_skipped()
         report = at.tally.report(at.epoch)
-        if self._val is not None and not self._validate_epoch(report):
+        if self._val is not None and not alone and not self._validate_epoch(report):
             return False
         at.epoch += 1
         at.tally = EpochTally()
         self._tell_epoch(report)
+        if alone:
+            return True
         self._watch(report)
         every = settings.checkpoint_every_epochs
         if every and at.epoch % every == 0:
@@ -556,19 +565,14 @@ class Trainer(Configured, Resumable):
         at = self._at
         if epoch is not None and epoch != at.epoch:
             at.epoch, at.tally = usable_count("epoch", epoch, least=0), EpochTally()
-        val, self._val = self._val, None
         number = at.epoch
-        try:
-            with self._precision.matmuls():
-                while at.epoch == number and not self._run_epoch():
-                    if self._shutdown.reason is not None or self._is_over:
-                        break
-        finally:
-            self._val = val
+        with self._precision.matmuls():
+            while not self._run_epoch(alone=True) and not self._is_over:  # again after a rollback
+                pass
         return self.history.epochs[-1] if at.epoch != number else at.tally.report(number)
 
-    def _train_batches(self) -> None:
-        """Train on the remaining batches of the epoch, until it or the run ends."""
+    def _train_batches(self) -> bool:
+        """Train on the remaining batches of the epoch, until it or the run ends; return whether the epoch did."""
         at, shutdown, accumulation = self._at, self._shutdown, self._step.accumulation
         position, most = self._begin_epoch(), self.settings.max_steps
         works, tally, num_batches = self._works(), at.tally, self._train.num_batches
@@ -629,6 +633,7 @@ class Trainer(Configured, Resumable):
         self._collect(self._book.flush())
         shutdown.agree()
         tally.spend(since, time.perf_counter())
+        return tally.is_trained
 
     def _begin_epoch(self) -> int:
         """Prepare model, loader and totals for the epoch; return how many of its batches are done."""
