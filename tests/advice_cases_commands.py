@@ -71,6 +71,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["augment", "preview", "pictures/cat", "pictures/cat/x.png"], at="pictures/cat/x.png"),
     ],
     "cli": [
+        Case(["inspect", "table.csv", "--rows", "4"]),
         Case([*PREVIEW, "--size", "1x1"]),
         Case([*PREVIEW, "--preset", "none"]),
         Case([*PREVIEW, "--rows", "0"]),
@@ -88,6 +89,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["export", "run/best.pt", "q.onnx", "--store", "store", "--split", "val"]),
         Case(["config", "migrate", "config.yaml", "none/new.yaml"]),
         Case(["monitor", "--interval", "0", "--once"]),
+        Case(["monitor", "none/none", "--once"]),
         Case(["inspect", "table.csv", "--html", "empty"]),
         Case(["inspect", "table.csv", "--html", "none/none/x.html"]),
         Case(["inspect", "table.csv", "--html", "table.csv"]),
@@ -126,6 +128,8 @@ COMMANDS: dict[str, list[Case]] = {
     "sources": [
         Case(["pack", "table", "text.csv", "made"]),
         Case(["pack", "arrays", "two.npz", "made", "--names", "a"]),
+        Case(["pack", "arrays", "two.npz", "a.npy", "made", "--rows", "4"]),
+        Case(["inspect", "uneven.npz"], "np.savez('uneven.npz', a=np.eye(9)[:, :3], b=np.ones(4))"),
         Case(["pack", "bars", "bars.csv", "made", "--windows", "M5=8"], "import shutil; shutil.copy('bars/EURUSD_M5.csv', 'bars.csv')", at="bars.csv"),
         Case([*BARS, "--horizon", "0"]),
         Case([*BARS[:-1], "x"], fill={"M5=288,H1=96": "M5=28,H1=9"}),
@@ -242,7 +246,7 @@ COMMANDS: dict[str, list[Case]] = {
     "runs": [
         Case(["report", "none/none"]),
         Case(["report", "empty"]),
-        Case(["monitor", "none/none", "--once"]),
+        Case(["monitor", "table.csv", "--once"]),
         Case(["report", "told", "--png", "table.csv"]),
     ],
     "monitor.py": [

@@ -328,7 +328,7 @@ def test_telemetry_is_a_run_that_report_and_monitor_read(rows, tmp_path):
     assert run.state == "done"
     assert [epoch.num_samples for epoch in run.epochs] == [203, 203]
     assert run.config["framework"].startswith("lightning 2.")
-    assert (run.config["lr"], run.config["epochs"]) == (RATE, 2)
+    assert (run.config["training.lr"], run.config["training.epochs"]) == (RATE, 2)
     assert run.plan["tier"] == "resident"
     first = sum(model.losses[:4]) / 4
     assert run.losses[0] == (3, pytest.approx(first, rel=1e-5))

@@ -63,7 +63,7 @@ def planned(plan: Plan, num_samples: int) -> tuple[object, ...]:
     return plan.tier, len(chunks), plan.data_bytes
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     share=st.floats(0.01, 1.3),
     batch=st.integers(1, 64),
@@ -104,7 +104,7 @@ def test_loader_and_chunk_loader_report_and_allocate_what_the_plan_says(
         assert len(theirs.slot_ranges) == planned(ours.plan, 2000)[1]
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_bytes=st.integers(200, 60_000),
     batch=st.integers(1, 32),

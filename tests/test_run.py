@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -407,9 +406,9 @@ def test_keys_without_effect_are_noted():
 def test_a_config_without_a_rate_has_the_recipes(name, rate):
     settings = choose_recipe(resolve(parse_config(f"recipe: {{name: {name}}}"))).settings
     assert settings.learning_rate == rate
-    assert settings.is_default("learning_rate")
-    assert settings.reasons["learning_rate"].startswith("the recipe's default, ")
-    again = choose_recipe(replace(settings, batch_size=7)).settings
+    assert settings.is_default("training.lr")
+    assert settings.reasons["training.lr"].startswith("the recipe's default, ")
+    again = choose_recipe(settings.changed({"training.batch_size": 7})).settings
     assert again.batch_size == 7, "what a tuner has changed is not filled in again"
 
 

@@ -197,7 +197,11 @@ class Slot:
         self.folder = Path(tempfile.mkdtemp(prefix="stoker-mutate-")) / "checkout"
         ignore = shutil.ignore_patterns(*LEFT_BEHIND)
         shutil.copytree(root, self.folder, ignore=ignore, symlinks=True)
-        others = [Path(one).absolute() for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+        others = [
+            Path(one).absolute()
+            for one in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            if one
+        ]
         paths = [self.folder / "src", *(one for one in others if one != (root / "src").absolute())]
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
@@ -275,8 +279,14 @@ class Slot:
                     if code in (0, 5):  # all passed, or none was there
                         break
                     if code == 124:
-                        return met("undecided", stage=number, reason=f"{self.seconds:.0f} s were not enough")
-                    if not failed:  # the run itself broke: conftest or collection cannot work with this change
+                        return met(
+                            "undecided",
+                            stage=number,
+                            reason=f"{self.seconds:.0f} s were not enough",
+                        )
+                    if (
+                        not failed
+                    ):  # the run itself broke: conftest or collection cannot work with this change
                         return met("caught", stage=number, by=f"pytest ended with {code}")
                     doubted = self._doubted(mutant, failed[0])
                     if not doubted:
@@ -329,7 +339,10 @@ def run(root: Path, results: Results, mutants: list[Mutant], options: argparse.N
     for number in [number for number in waiting if mutants[number].name in EQUIVALENT]:
         mutant = mutants[number]
         reason = EQUIVALENT[mutant.name]
-        results.add(number, {**asdict(mutant), "name": mutant.name, "status": "equivalent", "reason": reason})
+        results.add(
+            number,
+            {**asdict(mutant), "name": mutant.name, "status": "equivalent", "reason": reason},
+        )
         waiting.remove(number)
     if not waiting:
         return
@@ -349,7 +362,9 @@ def run(root: Path, results: Results, mutants: list[Mutant], options: argparse.N
                     number = waiting.pop(0)
                 entry = slot.examine(mutants[number], unreliable)
                 results.add(number, entry)
-                print(f"{entry['status']:10} {entry['seconds']:6.0f} s  {entry['name']}", flush=True)
+                print(
+                    f"{entry['status']:10} {entry['seconds']:6.0f} s  {entry['name']}", flush=True
+                )
                 if entry.get("by"):
                     print(f"{'':10} {entry['by']}", flush=True)
         finally:
@@ -377,11 +392,16 @@ def _failing_now(root: Path, options: argparse.Namespace) -> list[str]:
 
 def summary(entries: list[dict]) -> str:
     """Return the count per room, and every change that no test noticed by name."""
-    lines = [f"{'room':10} {'lines':>6} {'caught':>7} {'survived':>9} {'equivalent':>11} {'undecided':>10}"]
+    lines = [
+        f"{'room':10} {'lines':>6} {'caught':>7} {'survived':>9} {'equivalent':>11} {'undecided':>10}"
+    ]
     rooms = [*sorted({entry["file"].partition("/")[0] for entry in entries}), ""]
     for room in rooms:
         own = [one for one in entries if not room or one["file"].startswith(f"{room}/")]
-        count = {word: sum(one["status"] == word for one in own) for word in ("caught", "survived", "equivalent", "undecided")}
+        count = {
+            word: sum(one["status"] == word for one in own)
+            for word in ("caught", "survived", "equivalent", "undecided")
+        }
         numbers = f"{count['caught']:7} {count['survived']:9} {count['equivalent']:11} {count['undecided']:10}"
         lines.append(f"{room or 'all':10} {len(own):6} {numbers}")
     for entry in entries:
@@ -393,12 +413,18 @@ def summary(entries: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Change random lines and count what the tests notice.")
-    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[2], help="the checkout")
+    parser = argparse.ArgumentParser(
+        description="Change random lines and count what the tests notice."
+    )
+    parser.add_argument(
+        "--root", type=Path, default=Path(__file__).resolve().parents[2], help="the checkout"
+    )
     parser.add_argument("--count", type=int, default=20, help="lines to change")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rooms", default=",".join(ROOMS), help="folders of src/stoker")
-    parser.add_argument("--slots", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="changes at a time")
+    parser.add_argument(
+        "--slots", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="changes at a time"
+    )
     parser.add_argument("--processes", type=int, default=2, help="pytest workers of a slot")
     parser.add_argument("--seconds", type=float, default=600, help="limit of one run of pytest")
     parser.add_argument("--out", type=Path, default=Path("mutation.json"))

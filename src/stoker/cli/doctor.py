@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.config import SetOption, StoreOption
+from stoker.cli.options import DeviceOption, SetOption, StoreOption, require_output
 from stoker.cli.terminal import make_console, print_json, styled
-from stoker.cli.train import DeviceOption
 from stoker.errors import EXIT_INTERRUPTED
 from stoker.strict_json import json_text
 
@@ -99,7 +98,6 @@ def doctor(
 
     Give a config of stoker's own, or any command behind two dashes: it runs unmodified.
     """
-    from stoker.cli.outputs import require_output
     from stoker.cli.trace import require_trace
     from stoker.errors import InputError
 
@@ -294,6 +292,9 @@ def _print(console: Console, found: Consultation) -> None:
         _print_finding(console, finding, number)
     if not found.findings:
         _print_plain(console, found.verdict)
+    if found.overlap:
+        console.line()
+        _print_plain(console, found.overlap)
     # A job's notes are the choices of its run, which `stoker train` prints.
     for note in found.measurements.notes if found.measurements.kind == "script" else ():
         _print_plain(console, f"note: {note}")
@@ -372,6 +373,6 @@ def _print_outcome(console: Console, outcome: Outcome, written: Path) -> None:
     console.line()
     _print_plain(console, f"applied {outcome.finding.name}: {outcome.change}")
     _print_plain(console, f"samples/s before {before}, predicted {said}, after {after}{ratio}")
-    if outcome.failure:
-        _print_plain(console, outcome.failure)
+    for line in filter(None, (outcome.failure, outcome.miss)):
+        _print_plain(console, line)
     _print_plain(console, f"written: {written}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.options import JsonOption
 from stoker.cli.predict import CheckpointArgument
 from stoker.cli.terminal import echo, make_console, print_json
 from stoker.display import command, quoted
@@ -20,8 +21,6 @@ from stoker.display import command, quoted
 if TYPE_CHECKING:
     from stoker.recipes.export.trained import Exported
     from stoker.train.quantize import QuantizeReport
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
 
 def export(

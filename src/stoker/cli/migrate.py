@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.address import masked
+from stoker.cli.options import JsonOption
 from stoker.cli.terminal import echo, print_json
 from stoker.display import quoted
 
@@ -33,9 +34,7 @@ def migrate(
             show_default="the one that OLD names",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write an older config in today's layout; every key is taken over or listed."""
     from stoker.compat.migrate.convert import migrate_file
@@ -75,11 +74,11 @@ def _why_refused(recipe: str, option: str, value: Any) -> str | None:
 
 
 def _check(text: str, file: str) -> None:
-    """Raise what `stoker config check` would say about the new file."""
+    """Check the new file as `stoker config check` would."""
     from stoker.config import parse_config, resolve
 
     settings = resolve(parse_config(text, file))
-    if settings.recipe is not None:
+    if settings.recipe.name is not None:
         from stoker.recipes.catalogue import choose_recipe
 
         choose_recipe(settings)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.options import JsonOption
 from stoker.cli.terminal import echo, print_json
 
 if TYPE_CHECKING:
@@ -34,9 +35,7 @@ def report(
         Path | None,
         typer.Option("--png", help="Also draw every chart as a PNG file into this folder.", show_default=False),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document with the figures and the paths.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Write an HTML page about a run: speed, waits, memory, GPU, loss, plan, events, config, machine."""
     from stoker.runs.reading import read_run

@@ -141,7 +141,7 @@ class ChunkDataLoader:
         if not self._resumed and self._taken_epoch != loader.epoch:
             loader.set_epoch(loader.epoch)
         self._resumed = False
-        for batch in loader:
+        for batch in loader.remaining_batches():
             if batch.step + 1 == loader.num_batches:
                 self._taken_epoch = loader.epoch
             yield self.present(batch)

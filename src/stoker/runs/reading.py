@@ -20,15 +20,16 @@ from typing import Any
 
 import psutil
 
+from stoker.config.resolve import as_key
 from stoker.display import look_in
 from stoker.errors import InputError
-from stoker.report import INCIDENTS, LogLine, Note, RunEnd, parse_line, read_note
+from stoker.report import INCIDENTS, LOG_NAME, LogLine, Note, RunEnd, parse_line, read_note
 from stoker.runs.record import Epoch, Event, RunRecord, State, as_mapping, as_mappings, as_number
 from stoker.runs.telemetry import TELEMETRY_NAME
 from stoker.strict_json import parse_json
 from stoker.units import format_count, format_seconds
 
-LOG_NAME, LOCK_NAME, DOCTOR_NAME = "run.jsonl", "lock", "doctor.json"
+LOCK_NAME, DOCTOR_NAME = "lock", "doctor.json"
 
 Holder = tuple[int, str, bool | None]
 """Process, host, and whether it is alive; None where that cannot be known."""
@@ -70,8 +71,8 @@ def read_run(path: str | Path, *, now: Callable[[], float] = time.time) -> RunRe
             dict.fromkeys(n.text for _, n in _notes(session or log) if n.topic not in INCIDENTS)
         ),
         events=_events(log, readings, clock),
-        config=as_mapping(config.get("settings")),
-        reasons=as_mapping(config.get("reasons")),
+        config=read_settings(config),
+        reasons=read_settings(config, "reasons"),
         plan=_last(log, "plan"),
         machine=_last(log, "machine"),
         result=_last(session, "result"),
@@ -100,7 +101,7 @@ def run_folder_of(path: str | Path) -> Path:
 
 
 def _read_lines(path: Path, problems: list[str]) -> list[LogLine]:
-    """Return the events of a log; what is no event is counted, not refused."""
+    """Return the events of a log; lines that are not events are counted and left out."""
     try:
         raw = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
@@ -254,7 +255,7 @@ def _findings(path: Path, problems: list[str]) -> tuple[Mapping[str, Any], ...]:
         return ()
 
 
-# -- how it stands -------------------------------------------------------------------------------
+# -- state ---------------------------------------------------------------------------------------
 
 
 def _judge(
@@ -292,19 +293,24 @@ def _is_finished(
         return True
     if readings and RunEnd.read(readings[-1]) == RunEnd("done"):
         return True
-    asked = as_number(as_mapping(_last(log, "config").get("settings")).get("epochs"))
+    asked = as_number(read_settings(_last(log, "config")).get("training.epochs"))
     return bool(epochs) and asked is not None and epochs[-1].number + 1 >= asked
 
 
+def read_settings(config: Mapping[str, Any], part: str = "settings") -> dict[str, Any]:
+    """Return the settings of a log's line `config`, or their reasons, by key; older logs have former names."""
+    return {as_key(name): value for name, value in as_mapping(config.get(part)).items()}
+
+
 def is_going(holder: Holder | None, age_seconds: float | None) -> bool:
-    """Whether somebody works on a run; one on another host is believed while its log grows."""
+    """Whether a process trains the run; one on another host counts while the log grows."""
     if holder is None or holder[2] is not None:
         return holder is not None and bool(holder[2])
     return age_seconds is not None and age_seconds < _SILENT_SECONDS
 
 
 def lock_holder(folder: Path) -> Holder | None:
-    """Return (process, host, whether it is alive) of who works on a run; None when nobody does.
+    """Return (process, host, whether it is alive) of the process that trains a run, or None.
 
     Alive is None for a process on another host. Does not take the lock, not even for a moment.
     """

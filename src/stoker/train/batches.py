@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 import xxhash
 from torch.utils.data.distributed import DistributedSampler
 
+from stoker.augment.guard import check_loss
 from stoker.errors import InputError
 from stoker.loader.batch import Batch, IndexBatch
 from stoker.loader.gather import Augments
@@ -33,7 +35,7 @@ from stoker.train.foreign_position import ForeignPosition
 from stoker.train.ranks import Ranks, as_ranks, check_alike
 
 Unpack = Callable[[Any], tuple[Any, Any]]
-_SHARED = ("num_samples", "order", "seed", "drop_last", "batch_size", "chunks")
+_SHARED = ("num_samples", "order", "seed", "drop_last", "batch_size", "chunks", "weights")
 _PAIRS = (("features", "targets"), ("images", "masks"), ("images", "labels"))
 
 
@@ -139,7 +141,11 @@ class Feed:
         self._ranks = ranks or Ranks()
         self.device = device
         self.is_stoker = isinstance(loader, Loader)
+        pair = loader.as_tuple if self.is_stoker else None
+        if unpack is None and isinstance(pair, tuple) and len(pair) == 2:
+            self.given_unpack = self.unpack = itemgetter(*pair)
         self._augmentation = augmentation
+        self._unchecked_loss: Any = None
         self._position = ForeignPosition(
             loader.loader if isinstance(loader, Prefetcher) else loader
         )
@@ -275,7 +281,12 @@ class Feed:
     def __iter__(self) -> Iterator[Work]:
         """Yield the remaining work of the loader's epoch."""
         yield from map(self._retry, list(self._failed))
-        for batch in self.loader if self.is_stoker else self._counted(self._foreign_batches()):
+        batches = (
+            self.loader.remaining_batches()
+            if self.is_stoker
+            else self._counted(self._foreign_batches())
+        )
+        for batch in batches:
             self._failed.append(batch)
             work = self.make_work(batch)
             self._take()
@@ -347,6 +358,9 @@ class Feed:
             return Work(inputs, targets, count, places, batch, num_together=together)
         inputs, targets = self.unpack(map_tensors(self._bring, batch))
         if self.augmentation is not None:
+            if self._unchecked_loss is not None and _are_masks(targets):
+                check_loss(self._unchecked_loss, self.augmentation)
+                self._unchecked_loss = None
             inputs, targets = _augment(self.augmentation, inputs, targets)
         count = _count_samples(inputs, targets)
         together = int(self._ranks.total(count)[0]) if self._shares_epoch else None
@@ -354,6 +368,14 @@ class Feed:
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
+
+    def expect_loss(self, criterion: Any) -> None:
+        """Check that a loss accepts what the augmentation writes in masks: now, or before the first batch of them."""
+        self._unchecked_loss = criterion
+        if self.is_stoker:
+            fields = {values.name for column in self.loader.columns for values in column.values}
+            if "masks" in fields:
+                check_loss(criterion, self.augmentation or self.loader.augment)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, its sampler and its augmentation which epoch comes next.
@@ -554,8 +576,15 @@ def _count_samples(inputs: Any, targets: Any) -> int:
     return count
 
 
+def _are_masks(targets: Any) -> bool:
+    """Return whether targets are masks: whole numbers with a height and a width."""
+    return (
+        isinstance(targets, torch.Tensor) and targets.dim() >= 3 and not targets.is_floating_point()
+    )
+
+
 def _augment(augmentation: Augments, inputs: Any, targets: Any) -> tuple[Any, Any]:
-    if isinstance(targets, torch.Tensor) and targets.dim() >= 3 and not targets.is_floating_point():
+    if _are_masks(targets):
         return tuple(augmentation(inputs, targets))
     return augmentation(inputs), targets
 

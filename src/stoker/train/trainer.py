@@ -53,7 +53,7 @@ from stoker.train.ranks import Ranks
 from stoker.train.recurrent_state import make_recurrent_state
 from stoker.train.run_folder import RunFolder
 from stoker.train.run_state import Place, Resumable
-from stoker.train.settings import TrainerConfig, read_config
+from stoker.train.settings import Configured, TrainerConfig, read_config
 from stoker.train.shutdown import Shutdown
 from stoker.train.step import (
     Step,
@@ -83,7 +83,7 @@ class _Lines(NamedTuple):
     info: Callable[[str], None]
 
 
-class Trainer(Resumable):
+class Trainer(Configured, Resumable):
     """Trains a model; see the module's text.
 
     Args:
@@ -140,6 +140,7 @@ class Trainer(Resumable):
         self._train = Feed(train_loader, self.device, unpack, gpu_augmentation, self.ranks)
         self._train.check_ranks()
         self._draw_apart()
+        self._train.expect_loss(self.criterion)
         if val_loader is not None and val_loader is train_loader and self._train.is_stoker:
             raise InputError(
                 "one Loader was given for training and for validation.",
@@ -202,7 +203,7 @@ class Trainer(Resumable):
             self.device,
             settings.clip_norm,
             self._of_all(self._train.batch_size or 1),
-            settings.accumulation_steps,
+            settings.gradient_accumulation_steps,
             make_recurrent_state(model, self._train.loader, self.device),
             None if runner is model else runner,
             parallel,
