@@ -528,6 +528,8 @@ PYTHON: dict[str, list[Case]] = {
         "ArraysSource(()).prepare(Path('made'))",
         "TableSource(()).prepare(Path('made'))",
         "TableSource((path,), split=(1, 2))",
+        "TableSource((path,), missing='x')",
+        "TableSource((path,), dtypes={'a': 'x'})",
         "BarsSource(('bars',), windows=(('M5', 8),), ratios=(1, 2, 3))",
         "MassSpecSource(path, train_ratio=2)",
         "list(read_msp('cut.msp.gz'))",

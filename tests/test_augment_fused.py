@@ -194,7 +194,7 @@ def test_drawing_compiles(compiled):
     plain = compiled.ptx["draw"]
     tape = encode_tape([AlternatingFlip(), Function(lambda images, _u: images)], (32, 32))
     ids, staged = torch.arange(32), torch.empty(32, 1, 8)
-    fused.FusedBackend().draw(tape, philox.make_counter(0), 32, ids, staged)
+    fused.FusedBackend().draw(tape, philox.make_counter(0), 32, ids=ids, staged=staged)
     assert compiled.ptx["draw"].count("st.global") > plain.count("st.global")
 
 

@@ -326,14 +326,14 @@ def test_an_image_is_mirrored_in_every_second_epoch_wherever_it_stands(seed, epo
     first = Compose([AlternatingFlip()], seed=seed)
     second = Compose([AlternatingFlip()], seed=seed, stream=stream)
     first.seek(epoch)
-    now = first.draw(200, (4, 4), 1, "cpu", ids).table[:, 0]
+    now = first.draw(200, (4, 4), 1, "cpu", ids=ids).table[:, 0]
     assert 60 < int((now < 0).sum()) < 140
     second.seek(epoch, 9)
     shuffled = torch.randperm(200, generator=torch.Generator().manual_seed(1))
-    again = second.draw(200, (4, 4), 1, "cpu", ids[shuffled]).table[:, 0]
+    again = second.draw(200, (4, 4), 1, "cpu", ids=ids[shuffled]).table[:, 0]
     assert torch.equal(again, now[shuffled]), "the place, the step and the rank do not matter"
     first.seek(epoch + 1)
-    assert torch.equal(first.draw(200, (4, 4), 1, "cpu", ids).table[:, 0], -now)
+    assert torch.equal(first.draw(200, (4, 4), 1, "cpu", ids=ids).table[:, 0], -now)
 
 
 def test_the_alternating_flip_takes_rows_or_ids_and_asks_for_them():
@@ -357,3 +357,34 @@ def test_hwc_images_are_named_as_such():
     assert "permute(0, 3, 1, 2)" in str(caught.value)
     with pytest.raises(InputError, match="HWC"):
         Compose([ColorJitter(contrast=0.2)]).apply(torch.zeros(32, 32, 3))
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_stages_are_captured_and_agree_with_the_cpu():
+    images, ids = pictures(16, size=(32, 32)), torch.arange(16)
+    ops = [AlternatingFlip(), RandomCrop(32, 4, "reflect"), TrivialAugment(), Normalize(0.5, 0.25)]
+    here, there = Compose(ops, seed=6), Compose(ops, seed=6)
+    expected = [here(images, ids=ids) for _ in range(4)]
+    given, names = images.cuda(), ids.cuda()
+    for step in range(4):
+        assert float((there(given, ids=names).cpu() - expected[step]).abs().median()) < 1e-4
+    there.seek(0)
+    there(given, ids=names)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        there(given, ids=names)
+    torch.cuda.current_stream().wait_stream(side)
+    there.seek(0)
+    with torch.cuda.graph(graph):
+        out = there(given, ids=names)
+    there.seek(0)
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append(out.cpu().clone())
+    assert all(float((a - b).abs().median()) < 1e-4 for a, b in zip(seen, expected, strict=False))
+    assert not torch.equal(seen[0], seen[1])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import stoker
+from doctor_scripts import script, watched
 from stoker.doctor.findings import Consultation
 from stoker.doctor.measurements import MachineFacts
 from stoker.doctor.probe import places, sampling
@@ -16,7 +17,7 @@ from stoker.doctor.rules import diagnose, why_unjudged
 from stoker.doctor.scripts import replace_call, suggest_patch
 from stoker.doctor.transcript import Process
 from stoker.doctor.transcript_measures import measure
-from test_doctor_attach import row, script, state, watched
+from test_doctor_attach import row, state
 
 # -- a sample of the training thread -------------------------------------------------------------------
 

@@ -144,6 +144,22 @@ def test_a_sample_that_raises_is_refused_by_its_number(tmp_path):
     assert result.manifest.num_samples == 198
 
 
+class Gone(Items):
+    """A whole part that cannot be read."""
+
+    def __getitem__(self, i):
+        if 64 <= i < 128:
+            raise OSError("gone")
+        return super().__getitem__(i)
+
+
+def test_a_part_without_any_sample_is_left_out(tmp_path):
+    options = PackOptions(jobs=1, on_bad="quarantine", bad_budget="50%")
+    result = pack_from(Gone(), tmp_path / "store", options=options)
+    assert result.manifest.num_samples == 136
+    assert len(result.refused) == 64
+
+
 class Late(Items):
     """One longer sample, which is none of those looked at."""
 

@@ -49,16 +49,12 @@ class Progress(Protocol):
 
 
 class Silent:
-    """A `Progress` that keeps quiet: the default everywhere below the command line."""
+    """A `Progress` that shows nothing: the default everywhere below the command line."""
 
-    def start(self, label: str, total: int | None, unit: str) -> None:
-        """Ignore."""
+    def start(self, *given: Any, **named: Any) -> None:
+        """Ignore a report; `advance` and `say` do the same."""
 
-    def advance(self, count: int = 1) -> None:
-        """Ignore."""
-
-    def say(self, line: str) -> None:
-        """Ignore."""
+    advance = say = start
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +87,7 @@ class LogLine:
         time: Seconds since 1970, as the writer's clock said.
         event: What happened: "epoch", "read", "oom", ...
         step: Optimizer updates done; None where it does not apply.
-        epoch: Likewise.
+        epoch: From 0; None where it does not apply.
         values: Plain values by name.
     """
 

@@ -213,7 +213,7 @@ def test_uniforms_of_stages_and_flips_by_id_are_bit_equal(batch):
         for backend, device in ((TorchBackend(), "cpu"), (fused.FusedBackend(), DEVICE)):
             staged = torch.zeros(batch, 2, 8, device=device)
             counter = philox.make_counter(7, epoch, 3, 2).to(device)
-            table = backend.draw(tape.to(device), counter, batch, ids.to(device), staged)
+            table = backend.draw(tape.to(device), counter, batch, ids=ids.to(device), staged=staged)
             made.append((table.cpu(), staged.cpu(), counter.tolist()))
         (table, staged, counter), (other, other_staged, other_counter) = made
         assert torch.equal(table, other)

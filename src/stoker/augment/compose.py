@@ -41,9 +41,10 @@ class Backend(Protocol):
         tape: Tensor,
         counter: Tensor,
         batch: int,
+        num_batches: int = 1,
+        *,
         ids: Tensor | None = None,
         staged: Tensor | None = None,
-        num_batches: int = 1,
     ) -> Tensor:
         """Return the table `(num_batches * batch, 16)` and advance the counter's step on the device."""
 
@@ -222,7 +223,7 @@ class Compose:
         """
         batch = self._check(images, masks, rows)
         ids = rows if ids is None else ids
-        params = self.draw(batch, images.shape[-2:], images.shape[1], images.device, ids)
+        params = self.draw(batch, images.shape[-2:], images.shape[1], images.device, ids=ids)
         return self._apply(images, params, masks, rows)
 
     def batches(
@@ -238,7 +239,7 @@ class Compose:
         Args:
             images: As for a call.
             masks: As for a call.
-            rows: Those of all batches, one batch after the other.
+            rows: Rows of all batches, one batch after the other.
             batch_size: Rows of each batch.
         """
         num_rows = self._check(images, masks, rows)
@@ -248,9 +249,8 @@ class Compose:
                 "whole batches",
                 f"batch_size={num_rows}",
             )
-        shape = images.shape
-        num_batches = num_rows // batch_size
-        params = self.draw(batch_size, shape[-2:], shape[1], images.device, rows, num_batches)
+        shape, num_batches = images.shape, num_rows // batch_size
+        params = self.draw(batch_size, shape[-2:], shape[1], images.device, num_batches, ids=rows)
         return self._apply(images, params, masks, rows)
 
     def draw(
@@ -259,8 +259,9 @@ class Compose:
         size: Sequence[int],
         channels: int,
         device: torch.device | str,
-        ids: Tensor | None = None,
         num_batches: int = 1,
+        *,
+        ids: Tensor | None = None,
     ) -> Params:
         """Draw the parameters of consecutive batches and count a step for each; nothing is applied.
 
@@ -269,8 +270,8 @@ class Compose:
             size: (height, width) of the images that will enter.
             channels: Number of their channels.
             device: Their device.
-            ids: As for a call.
-            num_batches: Number of batches; `ids` are those of all.
+            num_batches: Number of batches.
+            ids: As for a call, of all batches.
         """
         for number in (batch, channels, num_batches):
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -284,14 +285,14 @@ class Compose:
         sides = tuple(size) if isinstance(size, Sequence) else size
         plan = self._plan(check_size("size", sides), channels, place)
         backend = self._pick(place, torch.uint8, plan.program)
-        rows, staged = batch * num_batches, None
+        staged = None
         if plan.num_staged:
-            staged = torch.empty((rows, plan.num_staged, 8), dtype=torch.float32, device=place)
+            shape = (batch * num_batches, plan.num_staged, 8)
+            staged = torch.empty(shape, dtype=torch.float32, device=place)
         with self._position.take_lock():
-            ids = self._check_ids(ids, rows, place) if self.needs_ids else None
-            table = backend.draw(
-                plan.tape, self._position.on(place), batch, ids, staged, num_batches
-            )
+            ids = self._check_ids(ids, batch * num_batches, place) if self.needs_ids else None
+            counter = self._position.on(place)
+            table = backend.draw(plan.tape, counter, batch, num_batches, ids=ids, staged=staged)
         return Params(table, plan.program, plan.parts, staged)
 
     def apply(
@@ -324,7 +325,7 @@ class Compose:
             return made[0] if isinstance(made, Tensor) else (made[0][0], made[1][0])
         batch = self._check(images, masks, rows)
         if params is None:
-            params = self.draw(batch, images.shape[-2:], images.shape[1], images.device, rows)
+            params = self.draw(batch, images.shape[-2:], images.shape[1], images.device, ids=rows)
         _check_params(params)
         guard.check_fits(images, batch, params.program, params.table)
         return self._apply(images, params, masks, rows)

@@ -231,7 +231,7 @@ def _crop(transform: Any) -> Op:
 
 
 def _jitter(transform: Any) -> _Made:
-    ranges = {}
+    ranges: dict[str, Any] = {}
     for kind in ops.COLOUR_ORDER:
         value = getattr(transform, kind, None)
         if value is not None:
@@ -268,7 +268,8 @@ def _grey(transform: Any) -> Op:
         if images.shape[1] == 1:
             return images
         red, green, blue = images.split(1, dim=1)
-        return (red * GREY[0] + green * GREY[1] + blue * GREY[2]).expand_as(images)
+        grey: Tensor = red * GREY[0] + green * GREY[1] + blue * GREY[2]
+        return grey.expand_as(images)
 
     return Function(grayscale, phase="colour", p=float(getattr(transform, "p", 1.0)))
 

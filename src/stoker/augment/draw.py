@@ -42,9 +42,10 @@ def draw_table(
     tape: torch.Tensor,
     counter: torch.Tensor,
     batch: int,
+    num_batches: int = 1,
+    *,
     ids: torch.Tensor | None = None,
     staged: torch.Tensor | None = None,
-    num_batches: int = 1,
 ) -> torch.Tensor:
     """Draw the parameters of consecutive batches and advance the counter by one step for each.
 
@@ -52,9 +53,9 @@ def draw_table(
         tape: float32 `(num_ops, 16)`.
         counter: int64 `[seed, epoch, step, stream]`; changed in place.
         batch: Number of samples of one batch.
-        ids: int64 `(num_batches * batch,)`: the number of each image, for ops that know images from epoch to epoch.
-        staged: float32 `(num_batches * batch, rows, 8)`; receives the uniforms of stages.
         num_batches: Number of batches.
+        ids: int64, the number of each image of all batches, for ops that know images from epoch to epoch.
+        staged: float32 `(num_batches * batch, rows, 8)`; receives the uniforms of stages.
 
     Returns:
         float32 `(num_batches * batch, 16)` on the counter's device.

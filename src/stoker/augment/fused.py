@@ -230,9 +230,10 @@ class FusedBackend:
         tape: Tensor,
         counter: Tensor,
         batch: int,
+        num_batches: int = 1,
+        *,
         ids: Tensor | None = None,
         staged: Tensor | None = None,
-        num_batches: int = 1,
     ) -> Tensor:
         """Return the table `(num_batches * batch, 16)` and advance the counter's step.
 

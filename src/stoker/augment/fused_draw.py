@@ -10,7 +10,7 @@ the table but for the last bits of sine, cosine and exponential. `numbers` point
 
 # Triton's language is typed by Triton: annotations other than constexpr have no meaning in it.
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915, SIM102
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0912, PLR0915, SIM102
 
 import triton
 import triton.language as tl
@@ -134,26 +134,25 @@ def _flipped_by_id(seed, name, op, epoch):
 
 
 @triton.jit(do_not_specialize=["batch", "num_ops", "num_staged"])
-def draw(  # noqa: PLR0912 (one branch for each kind of op)
+def draw(
     tape, counter, ids, staged, table, batch, num_ops, num_staged,
     LANES: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Draw the table of each batch. Grid: one program for each batch; a lane is a sample.
 
-    With `COUNT` there is one program, which also counts its step: the counter is read by all lanes and then
-    written. `ids` and `staged` may be None: the numbers of images, and `(batch, num_staged, 8)` for the uniforms
-    of stages.
+    With `COUNT` there is one program, which also counts its step: the counter is read by all programs and then
+    written, so two of them would race. `ids` and `staged` may be None: the numbers of the images, and
+    `(num_batches * batch, num_staged, 8)` for the uniforms of stages.
     """
     seed = tl.load(counter)
     epoch = tl.load(counter + 1).to(tl.uint32)
     step = tl.load(counter + 2)
     count = (step + tl.program_id(0)).to(tl.uint32)
-    before = tl.program_id(0) * batch  # samples of the batches before
-    table += before * 16
+    table += tl.program_id(0) * batch * 16
     if ids is not None:
-        ids += before
+        ids += tl.program_id(0) * batch
     if staged is not None:
-        staged += before * num_staged * 8
+        staged += tl.program_id(0) * batch * num_staged * 8
     stream = tl.load(counter + 3).to(tl.uint32) << 16
     for first in range(0, batch, LANES):
         sample = first + tl.arange(0, LANES)

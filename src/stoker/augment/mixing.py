@@ -19,7 +19,7 @@ import torch
 
 from stoker.augment import philox
 from stoker.augment.definition import check_number
-from stoker.augment.position import Position
+from stoker.augment.position import Position, check_state
 from stoker.errors import InputError
 
 Tensor = torch.Tensor
@@ -63,7 +63,7 @@ class _Mixer:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where `state_dict` was taken."""
-        self._position.write(philox.check_state(state))
+        self._position.write(check_state(state))
 
     def _draw(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the share `(batch,)` each sample keeps (1 where it is not mixed), and uniforms."""

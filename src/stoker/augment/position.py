@@ -121,7 +121,7 @@ class Position:
         """Return the lock of this process; a copy that a fork made gets a new one first."""
         if self._used_in is not _Process.name:
             self._adopt()
-        return self.lock  # type: ignore[return-value]
+        return self.lock
 
     def read(self) -> dict[str, int]:
         """Return seed, epoch, step and stream; waits for the device."""
@@ -129,7 +129,7 @@ class Position:
         return state if self._worker_seed is None else state | {_MIXED: self._worker_seed}
 
     def write(self, state: Mapping[str, int]) -> None:
-        """Set the counters of all devices, in place. In a worker the seed becomes the worker's own."""
+        """Set the counters of all devices, in place, without waiting. In a worker the seed becomes its own."""
         state = dict(state)
         mixed = state.pop(_MIXED, None)
         check_counter(**state)
@@ -141,12 +141,11 @@ class Position:
             self._put(state)
 
     def move(self, epoch: int, step: int) -> None:
-        """Set epoch and step; seed and stream stay."""
+        """Set epoch and step; seed and stream stay. Does not wait for the device."""
         check_counter(0, epoch, step)
         if self._used_in is not _Process.name:
             self._adopt(is_told=True)
-        with self.lock:
-            # Seed and stream are those of the last `_put`: the device is not asked.
+        with self.lock:  # seed and stream are known to the host: nothing is read from the device
             self._put(self._known | {"epoch": epoch, "step": step})
 
     def in_worker(self) -> bool:
@@ -157,7 +156,7 @@ class Position:
         self._known = {name: state[name] for name in FIELDS}
         counter = make_counter(**self._known)
         for held in self._counters.values():
-            # Not pinned: the driver has copied it when this returns, and nothing waits for the device.
+            # Not pinned: the driver has copied it when this returns.
             held.copy_(counter, non_blocking=True)
 
     def _adopt(self, *, is_told: bool = False) -> None:

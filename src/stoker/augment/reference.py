@@ -48,12 +48,13 @@ class TorchBackend:
         tape: Tensor,
         counter: Tensor,
         batch: int,
+        num_batches: int = 1,
+        *,
         ids: Tensor | None = None,
         staged: Tensor | None = None,
-        num_batches: int = 1,
     ) -> Tensor:
         """Return the table `(num_batches * batch, 16)` and advance the counter's step."""
-        return draw_table(tape, counter, batch, ids, staged, num_batches)
+        return draw_table(tape, counter, batch, num_batches, ids=ids, staged=staged)
 
     def apply(
         self,
@@ -147,9 +148,9 @@ class _Cut:
     def _cut(self, source: Tensor, target: Tensor, fill: int) -> None:
         for sample, (across, left, down, top) in enumerate(self._places):
             if self._reflect:
-                x = _reflected(across, left, source.shape[-1], target.shape[-1])
-                y = _reflected(down, top, source.shape[-2], target.shape[-2])
-                target[sample] = source[sample].index_select(-2, y).index_select(-1, x)
+                from_x = _reflected(across, left, source.shape[-1], target.shape[-1])
+                from_y = _reflected(down, top, source.shape[-2], target.shape[-2])
+                target[sample] = source[sample].index_select(-2, from_y).index_select(-1, from_x)
                 continue
             columns, x = _overlap(across, left, source.shape[-1], target.shape[-1])
             lines, y = _overlap(down, top, source.shape[-2], target.shape[-2])

@@ -83,10 +83,12 @@ class ProgressiveAugmentation:
         size: Sequence[int],
         channels: int,
         device: torch.device | str,
+        num_batches: int = 1,
+        *,
         ids: Tensor | None = None,
     ) -> Params:
         """Draw with the current stage; see `Compose.draw`."""
-        return self.current.draw(batch, size, channels, device, ids)
+        return self.current.draw(batch, size, channels, device, num_batches, ids=ids)
 
     def apply(
         self,

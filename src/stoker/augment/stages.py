@@ -71,8 +71,8 @@ class Function(Stage):
     Args:
         function: `function(images, u)` returns images of the same shape. `images` is float `(B, C, H, W)` in
             [0, 1] (normalised in the phase "normalize" after a `Normalize`), `u` float32 `(B, 7)` uniform in [0, 1):
-            take random numbers from it, and each sample has its own, the same in every run. Before "normalize" the
-            result is clamped to [0, 1].
+            take random numbers from it, and each sample has its own, the same in every run. A loader may pass several
+            batches at once, so treat samples one by one. Before "normalize" the result is clamped to [0, 1].
         phase: "geometry", "colour", "blur", "erase" or "normalize": where it may stand.
         p: Probability per sample; the function sees all samples, and the others keep their values.
         masks: Phase "geometry": `masks(masks, u)` moves masks in the same way. Without it masks are refused.

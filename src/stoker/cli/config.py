@@ -126,7 +126,6 @@ def schema() -> None:
 
 
 def _print_json(document: object) -> None:
-
     print_json(document, indent=2)
 
 

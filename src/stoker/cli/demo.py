@@ -78,7 +78,6 @@ def _facts(result: DemoResult, seconds: float) -> dict[str, object]:
 
 
 def _print(result: DemoResult, folder: Path, seconds: float) -> None:
-
     from stoker.cli.pack import print_result
     from stoker.demo.story import DOCTOR_PAGE
     from stoker.units import format_seconds

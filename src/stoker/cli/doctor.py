@@ -180,7 +180,7 @@ def _examine_job(
     if as_json:
         print_json(document)
         return
-    console = _console(stderr=False)
+    console = make_console(stderr=False)
     _print(console, found)
     if trace is not None and recorded is not None:
         console.line()
@@ -211,7 +211,7 @@ def _examine_script(
     from stoker.ownership import always, never, write_text
 
     attached, found = consult_script(command, steps=steps, seconds=seconds)
-    console = _console(stderr=True)
+    console = make_console(stderr=True)
     code = _ENDED_BY.get(attached.stopped, attached.exit_code or 0)
     text = suggest_patch(found.findings) if apply is not None else ""
     if apply is not None and text:
@@ -236,7 +236,8 @@ def _examine_script(
         _print_outcome(console, found.outcome, apply)
     elif apply is not None:
         console.line()
-        _print_plain(console, f"not measured again: {_why_not(text, code)}")
+        why = f"the script ended with {code}" if code else "the remedies are edits of the script"
+        _print_plain(console, f"not measured again: {why if text else 'there is nothing to apply'}")
     # A shell names the signal that ended a process by 128 and its number.
     return code if code >= 0 else 128 - code
 
@@ -253,19 +254,7 @@ def _stdin_is_used_up() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
-def _why_not(text: str, code: int) -> str:
-    if not text:
-        return "there is nothing to apply"
-    if code:
-        return f"the script ended with {code}"
-    return "the remedies are edits of the script"
-
-
 # -- printing --------------------------------------------------------------------------------------
-
-
-def _console(stderr: bool) -> Console:
-    return make_console(stderr=stderr)
 
 
 def _print_plain(console: Console, line: str) -> None:

@@ -191,7 +191,6 @@ def _look_at_file(
 
 
 def _print(name: str, inspection: Inspection, facts: dict[str, str], html: Path | None) -> None:
-
     console = make_console(soft_wrap=True)
     console.print(name, style="bold")
     for what, value in facts.items():

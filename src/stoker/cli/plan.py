@@ -223,5 +223,5 @@ def _print_table() -> None:
         (each.what, f"{each.sample_bytes:,.0f}", each.budget, f"{each.num_samples:,}", each.remark)
         for each in published_counts()
     ]
-    heads = ("sample", "bytes", "in", "samples", "remark")
-    console.print(make_table("samples that fit", heads, rows, left=(0, 4)))
+    names = ("sample", "bytes", "in", "samples", "remark")
+    console.print(make_table("samples that fit", names, rows, left=(0, 4)))

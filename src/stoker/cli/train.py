@@ -75,7 +75,7 @@ def train(
 ) -> None:  # fmt: skip
     """Train a ready job, evaluate its best checkpoint, and compare it with chance."""
     from stoker.cli.progress import Bar
-    from stoker.recipes.run import run_recipe
+    from stoker.recipes import run as runs
 
     settings = _settle(config, overrides or [], store, run_dir)
     if msp is not None or mol_dir is not None:
@@ -91,7 +91,7 @@ def train(
     is_other_rank = os.environ.get("RANK", "0") != "0"
     with Bar(quiet=as_json or is_other_rank) as bar:
         try:
-            run = run_recipe(settings, resume=resume, device=device, progress=bar)
+            run = runs.run_recipe(settings, resume=resume, device=device, progress=bar)
         except KeyboardInterrupt:
             if not is_other_rank:
                 again = command(*words, "--resume")
@@ -100,7 +100,7 @@ def train(
     if is_other_rank:
         return
     if as_json:
-        _print_json(run)
+        print_json(runs.as_json(run))
     else:
         _print(run, settings, command(*words, "--resume"))
 
@@ -201,13 +201,6 @@ def _typed(
         words += ["--set", text]
     words += ["--device", device] if device is not None else []
     return words
-
-
-def _print_json(run: RecipeRun) -> None:
-
-    from stoker.recipes.run import as_json
-
-    print_json(as_json(run))
 
 
 def _print(run: RecipeRun, settings: Settings, again: str) -> None:

@@ -189,7 +189,7 @@ def _from_dataset(dataset: Any) -> Opened:
         raise InputError("the dataset is empty.", "one sample or more", "")
     sample = dataset[0]
     form, kind = form_of(sample), type(dataset).__name__
-    each = sum(data.values.nbytes for data in collect([sample]).values() if data.kind != "series")
+    each = sum(data.values.nbytes for data in collect([sample]).values())
     require_memory(
         2 * count * each,
         f"reading the {count:,} samples of {kind}",

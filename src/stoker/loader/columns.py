@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, partial
+from typing import Any, Literal, cast
 
 import numpy as np
 import xxhash
@@ -24,6 +24,7 @@ from stoker.plan.facts import FieldFacts, StoreFacts, even_chunks, store_facts
 from stoker.store.arrays import StoredArray
 from stoker.store.fields import Array, SplitCodes
 from stoker.store.reader import Store
+from stoker.store.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def check_samples(samples: Array | str | None, store: Store) -> Array:
     if isinstance(samples, str):
         from stoker.loader.splits import select_samples  # the sources come with it: 0.2 s
 
-        samples = select_samples(store, samples)
+        samples = select_samples(store, cast(Any, samples))  # other names are refused there
     if isinstance(samples, SplitCodes) and samples.dtype != bool:
         raise InputError(
             f"samples is a split of {len(samples):,} samples: 0 train, 1 val, 2 test, 3 purged.",
@@ -227,10 +228,14 @@ def _values(store: Store, dataset: str, name: str, shape: Sequence[int], dtype: 
     for shard in store.shards:
         rows = store.manifest.shards[len(pieces)].rows[dataset]
         # Opened when it is first read: a loader may need few of a store's shards.
-        pieces.append((base, base + rows, lambda shard=shard: shard.arrays[dataset]))
+        pieces.append((base, base + rows, partial(_open_array, shard, dataset)))
         base += rows
     native = np.dtype(dtype).newbyteorder("=")
     return Values(name, base, tuple(shape), native, pieces)
+
+
+def _open_array(shard: Shard, dataset: str) -> StoredArray:
+    return shard.arrays[dataset]
 
 
 def _ragged(store: Store, name: str, samples: Array) -> Column:

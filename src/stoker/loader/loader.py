@@ -16,7 +16,7 @@ import contextlib
 import inspect
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any, Self, TypeVar
 
@@ -449,7 +449,7 @@ class Loader:
     def _batches(self) -> Iterable[Batch]:
         if self.tier == "streamed" or self._reads_straight:
             return self._host_batches()
-        return map(self._assemble_in_turn, self._data.indices(self._progress))
+        return map(partial(self.assemble, in_turn=True), self._data.indices(self._progress))
 
     @property
     def _reads_straight(self) -> bool:
@@ -485,7 +485,11 @@ class Loader:
     # -- assembling ------------------------------------------------------------------------
 
     def assemble(
-        self, indices: torch.Tensor | IndexBatch, totals: Mapping[str, int] | None = None
+        self,
+        indices: torch.Tensor | IndexBatch,
+        totals: Mapping[str, int] | None = None,
+        *,
+        in_turn: bool = False,
     ) -> Batch:
         """Build a batch on the device. No host synchronisation: safe to capture in a CUDA graph.
 
@@ -495,12 +499,15 @@ class Loader:
                 that knows its samples, also after `shrink`.
             totals: Number of values per ragged field. Without it the shapes are static: ragged
                 values are padded with zeros to the most that any batch can have.
+            in_turn: Whether every batch of the iteration is asked for in turn, and none is drawn elsewhere in
+                between; then small images are augmented for several batches at once.
         """
         self._check_open()
         if isinstance(indices, IndexBatch):
             if indices.ring_number != self._data.ring_number:
                 indices = self._data.renewed(indices, self._progress)
-            return self._finish(self._assembler.assemble(indices, indices.totals), indices.planned)
+            batch = self._assembler.assemble(indices, indices.totals, in_turn=in_turn)
+            return self._finish(batch, indices.planned)
         if indices.dim() == 1:
             if self.tier != "resident":
                 raise InputError(
@@ -510,10 +517,6 @@ class Loader:
                 )
             indices = self._positions_table.index_select(1, indices)
         return self._assembler.assemble(indices.unbind(0), totals)
-
-    def _assemble_in_turn(self, index: IndexBatch) -> Batch:
-        batch = self._assembler.assemble(index, index.totals, in_turn=True)
-        return self._finish(batch, index.planned)
 
     @cached_property
     def _positions_table(self) -> torch.Tensor:

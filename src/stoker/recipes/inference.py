@@ -47,7 +47,7 @@ from stoker.train.quantize import QuantizeReport, pack_int8, quantize_dynamic, u
 
 BATCH_SIZE = 256
 _TIMED_BATCHES = 4
-_RAW = "stoker predict CHECKPOINT FILE.csv OUT.csv, on the rows as they came"
+_RAW = "stoker predict CKPT FILE.csv OUT.csv (on the rows as they came)"
 
 
 @dataclass(frozen=True)

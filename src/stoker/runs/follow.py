@@ -159,7 +159,8 @@ class RunFollower:
 
     def _seconds_left(self) -> float | None:
         """Return the time of the epochs that are left, validation and checkpoints included."""
-        whole, took, mark = self._known.get("num_epochs"), self._epoch_seconds, self._epoch_mark
+        whole: int | None = self._known.get("num_epochs")
+        took, mark = self._epoch_seconds, self._epoch_mark
         if whole is None or self._finished is None or not took or mark is None:
             return None
         # The first one has the warm-up in it, and all before it where only the end of a log was read.

@@ -31,7 +31,7 @@ from stoker.ownership import always, writing
 from stoker.sources.arrays import PART_BYTES
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.sources.samples import as_array, collect, field_names
-from stoker.store.fields import Array, FieldData, Series
+from stoker.store.fields import Array, Dense, Ragged
 from stoker.store.manifest import FieldInfo
 
 _PICKLE = "dataset.pickle"
@@ -126,12 +126,14 @@ class SamplesSource:
     def _spool(self, scratch: Path) -> Preparation:
         """Write the samples of an iterable down as they come, a file per part."""
         rows = self._part_rows(_MOST_ROWS * _PARTS)
-        samples, parts, first, total = iter(_live[self.token].samples), [], 0, 0
+        samples = iter(_live[self.token].samples)
+        parts: list[Part] = []
+        first = total = 0
         while block := list(islice(samples, rows)):
             fields = collect(block, first, self.fields)
             spooled = scratch / f"samples-{len(parts):05d}.pickle"
             _write(spooled, pickle.dumps(fields, protocol=5))
-            total += sum(_field_bytes(data) for data in fields.values())
+            total += sum(data.values.nbytes for data in fields.values())
             label = f"{self.name} samples {first}-{first + len(block)}"
             parts.append(Part(len(parts), label, len(block), first, self.name, first))
             first += len(block)
@@ -217,18 +219,26 @@ def samples_source(
         raise InputError(f"{name} has no samples.", "one sample or more", "")
     seconds = (time.perf_counter() - began) / len(looked)
     shown = collect(looked)
-    unknown = [each for each in ragged if each not in shown or shown[each].values.ndim < 1]
+    unknown = [
+        each
+        for each in ragged
+        if each not in shown or (shown[each].kind == "dense" and shown[each].values.ndim < 2)
+    ]
     if unknown:
+        arrays_of = [
+            each for each, data in shown.items() if data.kind == "ragged" or data.values.ndim > 1
+        ]
+        near = nearest(unknown[0], arrays_of)
         raise InputError(
             f"ragged names {unknown[0]!r}.",
-            f"fields with rows: {', '.join(shown)}",
-            f"ragged=[{(nearest(unknown[0], shown) or next(iter(shown)))!r}]",
+            "fields whose values are arrays",
+            f"ragged=[{near!r}]" if near else "leave ragged out",
         )
     fields = {
         each: _as_ragged(data) if each in ragged and data.kind == "dense" else FieldInfo.of(data)
         for each, data in shown.items()
     }
-    digest = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128(repr(fields).encode())
     for data in shown.values():
         digest.update(np.ascontiguousarray(data.values).data)
     code = None
@@ -239,7 +249,7 @@ def samples_source(
     # What is not pickled may have changed in any way: nothing of an earlier pack is taken for it.
     digest.update(uuid.uuid4().bytes if code is None else code)
     token = uuid.uuid4().hex
-    each_bytes = -(-sum(_field_bytes(data) for data in shown.values()) // len(looked))
+    each_bytes = -(-sum(data.values.nbytes for data in shown.values()) // len(looked))
     source = SamplesSource(
         fields, digest.hexdigest(), count, name, tuple(ragged), token, each_bytes, seconds
     )
@@ -250,13 +260,9 @@ def samples_source(
         del _live[token]
 
 
-def _as_ragged(data: FieldData) -> FieldInfo:
+def _as_ragged(data: Dense | Ragged) -> FieldInfo:
     info = FieldInfo.of(data)
     return info.model_copy(update={"kind": "ragged", "shape": info.shape[1:], "columns": None})
-
-
-def _field_bytes(data: FieldData) -> int:
-    return int(data.values.nbytes) if not isinstance(data, Series) else 0
 
 
 def _write(path: Path, code: bytes) -> None:

@@ -10,14 +10,13 @@ array is `features`. What differs between samples in any other way is refused, w
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from stoker.errors import InputError
-from stoker.store.fields import Array, Dense, FieldData, Ragged, offsets_of
+from stoker.store.fields import Array, Dense, Ragged, offsets_of
 from stoker.store.manifest import FieldInfo
 
 Form = Literal["dict", "tuple", "single"]
@@ -92,26 +91,23 @@ def as_array(value: Any, what: str) -> Array | str:
             _NUMBERS,
             "np.asarray(value, dtype=np.float32)",
         )
-    if isinstance(value, numbers.Real) and not isinstance(value, np.generic):
-        kind: Any = np.bool_ if isinstance(value, bool) else np.int64
-        return made.astype(np.float64 if made.dtype.kind == "f" else kind)
     return made
 
 
 def collect(
     samples: Iterable[Any],
     first: int = 0,
-    kinds: Mapping[str, str] | None = None,
-) -> dict[str, FieldData]:
+    like: Mapping[str, FieldInfo] | None = None,
+) -> dict[str, Dense | Ragged]:
     """Return the fields of samples, one row each.
 
     Args:
-        samples: At least one.
+        samples: At least one, unless `like` is given.
         first: Number of the first of them, for errors.
-        kinds: Field to "dense" or "ragged", where other samples have decided it; None decides here.
+        like: What other samples have decided; None decides here.
     """
-    names: tuple[str, ...] = ()
-    values: dict[str, list[Array | str]] = {}
+    names = tuple(like or ())
+    values: dict[str, list[Array | str]] = {name: [] for name in names}
     for number, sample in enumerate(samples, first):
         if not names:
             names = field_names(sample)
@@ -126,7 +122,7 @@ def collect(
         for name, value in _values(sample):
             values[name].append(as_array(value, f"{name!r} of sample {number}"))
     return {
-        name: _as_field(name, column, first, (kinds or {}).get(name))
+        name: _as_field(name, column, first, (like or {}).get(name))
         for name, column in values.items()
     }
 
@@ -141,7 +137,7 @@ def _values(sample: Any) -> Iterable[tuple[str, Any]]:
 
 def _as_field(
     name: str, column: Sequence[Array | str], first: int, like: FieldInfo | None
-) -> FieldData:
+) -> Dense | Ragged:
     texts = [value for value in column if isinstance(value, str)]
     rows = [value for value in column if not isinstance(value, str)]
     if texts and rows:

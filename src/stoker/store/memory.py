@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from stoker.store.arrays import OpenFile, StoredArray
-from stoker.store.fields import PARTS, Array, FieldData, Ragged
+from stoker.store.fields import PARTS, Array, FieldData, Ragged, Series
 from stoker.store.hdf5 import Location
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 from stoker.store.reader import Store
@@ -75,8 +75,8 @@ def memory_store(fields: Mapping[str, FieldData], name: str, notes: Iterable[str
     """
     datasets: dict[str, Array] = {}
     for field, data in fields.items():
-        ragged = isinstance(data, Ragged)
-        arrays = (data.values, data.offsets) if ragged else (data.values,)
+        assert not isinstance(data, Series), "a series is packed first"
+        arrays = (data.values, data.offsets) if isinstance(data, Ragged) else (data.values,)
         datasets |= dict(zip((field + part for part in PARTS[data.kind]), arrays, strict=True))
     num_samples = next(iter(fields.values())).num_samples
     shard = ShardInfo(

@@ -119,12 +119,10 @@ class BarsSource:
                 "three shares that sum to 1",
                 "ratios=(0.70, 0.15, 0.15), or --split 0.70,0.15,0.15",
             )
-        if self.stamp not in ("open", "close") or self.decimal not in (None, ".", ","):
-            raise InputError(
-                f"stamp is {self.stamp!r}, decimal is {self.decimal!r}.",
-                "the stamp open or close, the decimal sign . or ,",
-                "--stamp close, --decimal .",
-            )
+        if self.stamp not in ("open", "close"):
+            raise InputError(f"--stamp is {self.stamp!r}.", "open or close", "--stamp open")
+        if self.decimal not in (None, ".", ","):
+            raise InputError(f"--decimal is {self.decimal!r}.", "a point or a comma", "--decimal .")
         self._fixed_boundaries()
 
     @property

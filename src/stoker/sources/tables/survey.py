@@ -88,7 +88,7 @@ def choose_columns(
         raise SourceError(
             f"{path} has no column {', '.join(repr(name) for _, name in missing)}.",
             shown_names(names),
-            " ".join(typed) or "a name of this list",
+            " ".join(typed) or f"leave {missing[0][0]} out",
         )
     dropped, kept = {name.strip() for name in drop}, {name.strip() for name in keep}
     chosen = [
