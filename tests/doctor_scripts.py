@@ -235,10 +235,12 @@ SEEN = {
 OPTIONAL = {name for name in ("accelerate", "lightning") if find_spec(name) is None}
 
 
-def watched(folder):
-    """Run the scripts from one warm process, and return what the probe saw of each, with their `paths`."""
-    bodies = {name: body for name, body in SEEN.items() if name not in OPTIONAL}
+def watched(folder, scripts=SEEN):
+    """Run scripts from one warm process, and return what the probe saw of each, with their `paths`."""
+    bodies = {name: body for name, body in scripts.items() if name not in OPTIONAL}
     paths = {name: script(folder, f"a_{name}", body) for name, body in bodies.items()}
     words = {name: str(path.with_suffix("")) for name, path in paths.items()}
-    came = run_warm(words.values(), 0, folder / "seen", {words["crash"]})
+    came = run_warm(
+        words.values(), 0, folder / "seen", {words[name] for name in ("crash",) if name in words}
+    )
     return SimpleNamespace(**{name: came[word] for name, word in words.items()}, paths=paths)

@@ -20,7 +20,12 @@ from hypothesis import strategies as st
 
 from stoker.augment import fused, philox
 from stoker.augment.definition import Program
-from stoker.augment.geometry import RandomCrop, RandomHorizontalFlip, RandomRotation
+from stoker.augment.geometry import (
+    AlternatingFlip,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomRotation,
+)
 from stoker.augment.ops import (
     ColorJitter,
     GaussianBlur,
@@ -31,6 +36,7 @@ from stoker.augment.ops import (
     encode_tape,
     make_program,
 )
+from stoker.augment.stages import Function
 from stoker.errors import InputError
 
 PARITY = Path(__file__).parent / "parity" / "test_fused_kernels.py"
@@ -185,7 +191,20 @@ def test_gray_images_large_blurs_and_crops_compile(compiled):
 def test_drawing_compiles(compiled):
     tape = encode_tape(USUAL, (32, 32))
     fused.FusedBackend().draw(tape, philox.make_counter(0), 32)
-    assert set(compiled.ptx) == {"draw"}
+    plain = compiled.ptx["draw"]
+    tape = encode_tape([AlternatingFlip(), Function(lambda images, _u: images)], (32, 32))
+    ids, staged = torch.arange(32), torch.empty(32, 1, 8)
+    fused.FusedBackend().draw(tape, philox.make_counter(0), 32, ids=ids, staged=staged)
+    assert compiled.ptx["draw"].count("st.global") > plain.count("st.global")
+
+
+def test_reflected_crops_compile(compiled):
+    run(
+        [RandomHorizontalFlip(), RandomCrop(32, 4, "reflect"), IMAGENET],
+        size=(32, 32),
+        masks=torch.int64,
+    )
+    assert set(compiled.ptx) == {"augment"}
 
 
 def test_coordinates_are_not_contracted_and_pixels_change_no_layout(compiled):

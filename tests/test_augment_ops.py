@@ -596,6 +596,8 @@ def test_opcodes_are_the_small_numbers_kernels_know():
         "COLOUR": 6,
         "BLUR": 7,
         "ERASE": 8,
+        "FLIP_BY_ID": 9,
+        "STAGE": 10,
     }
 
 

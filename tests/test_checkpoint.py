@@ -25,6 +25,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import warm_stoker
 from stoker.errors import CorruptError, InputError, StoreError
 from stoker.ownership import MARK_NAME
 from stoker.train import checkpoint_file
@@ -467,8 +468,11 @@ def test_the_kernel_refusing_a_write_inside_torchs_writer_is_survived(tmp_path):
         "except StoreError as error:\n sys.exit(0 if 'too large' in str(error) else str(error))\n"
         "sys.exit('saved')\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=200)
-    assert {path.name for path in tmp_path.iterdir()} == {MARK_NAME, "step-000000001.pt"}
+    script, folder = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(code)
+    done = warm_stoker.shared().run([folder], script=script)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in folder.iterdir()} == {MARK_NAME, "step-000000001.pt"}
 
 
 def test_a_folder_that_is_a_file_is_a_clear_error(tmp_path):

@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import onnx_ir
-import onnxruntime
 import pytest
 import torch
 from hypothesis import given
@@ -100,6 +98,8 @@ def exported(made, tmp_path_factory):
 
 
 def open_session(path):
+    import onnxruntime
+
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
 
@@ -220,6 +220,8 @@ def test_names_of_inputs_and_outputs_never_meet(made):
 
 
 def test_a_graph_that_differs_is_not_written(made, exported, tmp_path, monkeypatch):
+    import onnx_ir
+
     model = onnx_ir.load(exported("tabular").path)
     monkeypatch.setattr(export_onnx, "_trace", lambda graph, opset: model)
     monkeypatch.setattr(export_onnx, "_difference", lambda found, wanted: 0.2)

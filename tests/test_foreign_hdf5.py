@@ -198,6 +198,26 @@ def test_a_matrix_stored_by_columns_is_refused(tmp_path):
     assert "tocsr" in caught.value.fix
 
 
+def test_other_matrices_by_columns_are_left_aside(tmp_path):
+    with h5py.File(anndata(tmp_path / "x.h5ad"), "r+") as file:
+        csr(file.create_group("layers/scaled"), np.eye(30), "csc_matrix")
+    with open_store(tmp_path / "x.h5ad") as store:
+        assert "stored by columns" in store.left_aside("layers/scaled/data")
+        assert "X/data" in store.fields
+
+
+def test_one_of_several_matrices_is_chosen_by_its_group(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        for name in ("human", "mouse"):
+            csr(file.create_group(name), COUNTS)
+            file[f"{name}/shape"] = np.array([8, 30])
+    with pytest.raises(StoreError, match="several sparse matrices") as caught:
+        open_store(tmp_path / "x.h5")
+    assert caught.value.fix.endswith("--group human")
+    with open_store(tmp_path / "x.h5", group="mouse") as store:
+        assert store.read_values("data", 2).sum() == COUNTS[2].sum()
+
+
 def test_a_file_of_tables_says_so(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["particles"] = np.zeros(9, [("x", "f4"), ("mass", "f8")])
@@ -247,14 +267,12 @@ def test_what_is_not_clear_is_refused_and_the_advice_opens_it(shapes, tmp_path, 
         open_store("x.h5")
     for shape in shapes.values():
         assert f"{shape[0]:,} rows: " in caught.value.allowed
-    shell, _, python = caught.value.fix.partition(", or ")
-    run = CliRunner().invoke(app, shlex.split(shell)[1:])
-    assert run.exit_code in (0, 3), run.output
-    with eval(python.partition(";")[0]) as store:
-        assert len(store) in {shape[0] for shape in shapes.values()}
-    if len({name.partition("__")[0] for name in shapes}) < len(shapes):
-        assert "--group test" in caught.value.fix
-        assert CliRunner().invoke(app, ["inspect", "x.h5", "--group", "test"]).exit_code in (0, 3)
+    ways = caught.value.fix.split(", or ")
+    for python, shell in zip(ways[::2], ways[1::2], strict=True):
+        with eval(f"open_store('x.h5', {python})") as store:
+            assert len(store) in {shape[0] for shape in shapes.values()}
+        assert CliRunner().invoke(app, shlex.split(shell)[1:]).exit_code in (0, 3)
+    assert ("--group test" in caught.value.fix) == ("test__x" in shapes)
 
 
 @given(
@@ -304,6 +322,15 @@ def test_a_packed_store_has_no_groups_to_choose(tmp_path):
     (tmp_path / "s").mkdir()
     with pytest.raises(InputError, match=r"rows=3 with .*s"):
         open_store(tmp_path / "s", rows=3)
+
+
+@pytest.mark.parametrize("name", [".zarray", ".zgroup", "zarr.json"])
+def test_a_zarr_folder_is_named(name, tmp_path):
+    (tmp_path / "x.zarr").mkdir()
+    (tmp_path / "x.zarr" / name).write_text("{}")
+    with pytest.raises(StoreError, match=r"x.zarr is a Zarr folder") as caught:
+        open_store(tmp_path / "x.zarr")
+    assert "import h5py, zarr" in caught.value.fix
 
 
 # -- fill values, and archives -------------------------------------------------------------------------
@@ -357,7 +384,7 @@ def test_arrays_of_an_archive_are_chosen(options, fields, archive):
     [
         (["inspect", "x.npz", "--fields", "names"], "no numeric array 'names'"),
         (["inspect", "x.npz", "--rows", "9"], "no array has 9 rows"),
-        (["inspect", "x.npz", "--group", "trian"], "group='train'"),
+        (["inspect", "x.npz", "--group", "trian"], "--group train"),
         (["pack", "arrays", "x.npz", "x.npz", "out", "--rows", "8"], "with 2 files"),
         (["inspect", "t.csv", "--rows", "8"], "with the table"),
     ],

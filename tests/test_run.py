@@ -301,7 +301,8 @@ def test_every_training_setting_reaches_the_trainer():
     text = """
 training: {epochs: 3, precision: bf16, gradient_accumulation_steps: 2, clip_norm: null, capture: off,
   compile: true, nonfinite: skip, read_every: 7, seed: 9, keep_last: 5, checkpoint_every_epochs: 4,
-  checkpoint_every_steps: 11, survive_oom: false, activation_checkpointing: true, tensorboard: true}
+  checkpoint_every_steps: 11, max_steps: 99, patience: 3, min_delta: 0.1,
+  survive_oom: false, activation_checkpointing: true, tensorboard: true}
 gpu_optimization: {empty_cache_every_n_epochs: 2, log_gpu_stats_every_n_batches: 6}
 data: {memory_efficient_mode: {ram_32gb_mode: {empty_cache_frequency: 8}}}
 """

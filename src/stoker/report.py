@@ -111,6 +111,7 @@ class Topic(StrEnum):
     MEMORY = "memory"
     LOSS = "loss"
     RESUMED = "resumed"
+    STOPPED = "stopped"
     OTHER = "other"
 
 

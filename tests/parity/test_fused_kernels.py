@@ -19,6 +19,7 @@ from stoker.augment import fused, guard, philox
 from stoker.augment.compose import Compose
 from stoker.augment.definition import Program
 from stoker.augment.geometry import (
+    AlternatingFlip,
     RandomAffine,
     RandomCrop,
     RandomHorizontalFlip,
@@ -40,6 +41,7 @@ from stoker.augment.ops import (
     make_program,
 )
 from stoker.augment.reference import TorchBackend
+from stoker.augment.stages import Function
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -199,6 +201,25 @@ def test_gates_of_0_and_1_are_exact(p):
 def test_an_empty_tape_changes_nothing_but_the_step():
     actual, expected = drawn_twice([], (8, 8), philox.make_counter(1), 5)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("batch", [1, 40])
+def test_uniforms_of_stages_and_flips_by_id_are_bit_equal(batch):
+    keep = Function(lambda images, _u: images)
+    tape = encode_tape([AlternatingFlip(), RandomHorizontalFlip(), keep, keep], (8, 9))
+    ids = torch.arange(batch) * 5_000_000_011
+    for epoch in (0, 1):
+        made = []
+        for backend, device in ((TorchBackend(), "cpu"), (fused.FusedBackend(), DEVICE)):
+            staged = torch.zeros(batch, 2, 8, device=device)
+            counter = philox.make_counter(7, epoch, 3, 2).to(device)
+            table = backend.draw(tape.to(device), counter, batch, ids=ids.to(device), staged=staged)
+            made.append((table.cpu(), staged.cpu(), counter.tolist()))
+        (table, staged, counter), (other, other_staged, other_counter) = made
+        assert torch.equal(table, other)
+        assert torch.equal(staged, other_staged)
+        assert counter == other_counter == [7, epoch, 4, 2]
+        assert len(set(staged.flatten().tolist())) > 15 * batch
 
 
 def test_quarter_turns_are_drawn_exactly():
@@ -401,6 +422,16 @@ def test_masks(dtype, ignore, channel):
     _, labels = run_fused(images, masks, None, table, program)
     assert bool((labels == ignore).any())
     agree(images, table, program, masks)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("size", [(9, 13), (16, 16)])
+def test_reflected_padding(size, dtype):
+    ops = [RandomHorizontalFlip(), RandomVerticalFlip(), RandomCrop(size, 5, "reflect")]
+    for extra in ([], [RandomContrast(0.4), RandomSaturation(0.3)]):
+        program, table = drawn([*ops, *extra], size, 3, 7)
+        assert program.reflect
+        agree(make_images((7, 3, *size), dtype), table, program, make_masks((7, *size)))
 
 
 @pytest.mark.parametrize("geometry", [False, True])

@@ -281,6 +281,9 @@ def _print(console: Console, found: Consultation) -> None:
         _print_finding(console, finding, number)
     if not found.findings:
         _print_plain(console, found.verdict)
+    if found.overlap:
+        console.line()
+        _print_plain(console, found.overlap)
     # A job's notes are the choices of its run, which `stoker train` prints.
     for note in found.measurements.notes if found.measurements.kind == "script" else ():
         _print_plain(console, f"note: {note}")
@@ -359,6 +362,6 @@ def _print_outcome(console: Console, outcome: Outcome, written: Path) -> None:
     console.line()
     _print_plain(console, f"applied {outcome.finding.name}: {outcome.change}")
     _print_plain(console, f"samples/s before {before}, predicted {said}, after {after}{ratio}")
-    if outcome.failure:
-        _print_plain(console, outcome.failure)
+    for line in filter(None, (outcome.failure, outcome.miss)):
+        _print_plain(console, line)
     _print_plain(console, f"written: {written}")

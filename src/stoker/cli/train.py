@@ -212,6 +212,8 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
         print_commands(console, [again])
         return
     _print_metrics(console, run)
+    if run.fallback is not None:
+        console.print(run.fallback.text, soft_wrap=True, markup=False)
     console.print(f"checkpoints and log: {run.run_dir}")
     if run.best is not None:
         best = run.run_dir / "best.pt"

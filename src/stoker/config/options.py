@@ -233,6 +233,19 @@ class TrainOptions:
     seed: int | None = _key(
         None, "Of all generators. null: they are left as they are.", ge=0, le=2**53
     )
+    max_steps: int | None = _key(
+        None,
+        "Train on so many batches in the whole run, at most; it may end within an epoch.",
+        "batches",
+        ge=1,
+        le=_MOST,
+    )
+    patience: Count = _key(
+        0, "End the run after so many epochs without a better monitored metric. 0: never.", "epochs"
+    )
+    min_delta: float | None = _key(
+        None, "By how much an epoch must be better to count for patience.", gt=0, le=1e30
+    )
     keep_last: int = _key(
         2, "Newest checkpoints that are kept, besides the best.", "files", ge=1, le=10_000
     )

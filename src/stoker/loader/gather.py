@@ -415,6 +415,16 @@ def _plan_gathers(
     return gathers, ragged
 
 
+def check_ids(augment: Augments | None, tier: str) -> None:
+    """Raise if an augmentation has to know images from epoch to epoch, and rows do not tell."""
+    if getattr(augment, "needs_ids", False) and tier != "resident":
+        raise InputError(
+            f"AlternatingFlip with data that is {tier}: rows change their images from chunk to chunk.",
+            "AlternatingFlip with resident data",
+            "RandomHorizontalFlip()",
+        )
+
+
 def _find_images(gathers: Sequence[FieldGather]) -> list[FieldGather]:
     """Return the fields that an augmentation is applied to: images, then masks if there are any."""
     found = {gather.name: gather for gather in gathers if not gather.is_window}

@@ -129,7 +129,9 @@ def time_loader(run: Run, patience: Patience, captured: bool) -> Timed:
         loader.on_iteration = watch.timed
         while not watch.is_enough():
             batches: Any = (
-                loader.index_batches() if captured and loader.tier != "streamed" else loader
+                loader.index_batches()
+                if captured and loader.tier != "streamed"
+                else loader.remaining_batches()
             )
             for _ in batches:
                 pass
@@ -143,7 +145,7 @@ def hold_batch(run: Run) -> Batch:
     with run.make_train_loader() as loader:
         if run.drawn_augmentation is not None:
             loader.use_augmentation(run.drawn_augmentation)
-        return next(iter(loader))
+        return next(loader.remaining_batches())
 
 
 def train_over(

@@ -138,7 +138,7 @@ class RunFollower:
         for line in lines:
             self._last_time = line.time
             self._learn(line)
-            if line.event in ("end", "config", "begin"):
+            if line.event in ("end", "config", "begin", "fit"):
                 end = RunEnd.read(line)
                 self._ended = None if end is None else str(end)
             elif line.event == "result":
@@ -166,7 +166,7 @@ class RunFollower:
         # The first one has the warm-up in it, and all before it where only the end of a log was read.
         steady = took[1:] or took
         each = sum(steady) / len(steady)
-        return max(0.0, (whole - self._finished) * each - (self._clock() - mark))
+        return float(max(0.0, (whole - self._finished) * each - (self._clock() - mark)))
 
     def _learn(self, line: LogLine) -> None:
         told = {name: value for name, value in _told_by(line).items() if value is not None}
@@ -175,7 +175,7 @@ class RunFollower:
             if self._epoch_mark is not None:
                 self._epoch_seconds.append(line.time - self._epoch_mark)
             self._epoch_mark = line.time
-        elif line.event in ("config", "begin"):
+        elif line.event in ("config", "begin", "fit"):
             self._finished, self._epoch_mark, self._epoch_seconds = None, line.time, []
         elif line.event == "telemetry" and told.get("epoch", 0) <= (self._finished or -1):
             # A reading after an epoch repeats the last batches' loss beside the whole epoch's.
@@ -206,6 +206,8 @@ def _told_by(line: LogLine) -> Mapping[str, Any]:
         told["loss"] = as_number(values.get("train_loss"))
         told["val_loss"] = as_number(as_mapping(values.get("metrics")).get("loss"))
         return told | {"epoch": _from_one(values.get("epoch"))}
+    if line.event == "fit":
+        return {"num_epochs": _whole(values.get("epochs"))}
     if line.event == "config":
         return {"num_epochs": _whole(read_settings(values).get("training.epochs"))}
     if line.event == "note" and isinstance(values.get("text"), str):

@@ -137,8 +137,8 @@ def _has_bytes(path: Path) -> bool:
 class _Clock:
     """Seconds since a run began, pauses between its processes left out.
 
-    A process begins with a `config` in the log, or a `begin` in the telemetry; what lies between it and
-    the last thing heard before is a pause.
+    A process begins with a `config` in the log, or a `begin` in the telemetry; one of somebody's own trainer,
+    which writes neither, with a `fit`. What lies between it and the last thing heard before is a pause.
     """
 
     def __init__(self, logs: Sequence[Sequence[LogLine]]) -> None:
@@ -148,8 +148,9 @@ class _Clock:
         self.num_sessions = 1 if lines else 0
         before: LogLine | None = None
         fresh = True
+        begins = {"config", "begin"} if any(line.event == "config" for line in lines) else {"fit"}
         for line in lines:
-            if line.event in ("config", "begin"):
+            if line.event in begins:
                 if not fresh and before is not None:
                     self.num_sessions += 1
                     self._starts.append(line.time)
@@ -181,9 +182,9 @@ def _notes(lines: Iterable[LogLine]) -> Iterator[tuple[LogLine, Note]]:
             yield line, note
 
 
-def _last_end(readings: Sequence[LogLine]) -> RunEnd | None:
+def _last_end(lines: Sequence[LogLine]) -> RunEnd | None:
     """Return how the last process that said so ended."""
-    return next((end for line in reversed(readings) if (end := RunEnd.read(line))), None)
+    return next((end for line in reversed(lines) if (end := RunEnd.read(line))), None)
 
 
 def _epochs(log: Sequence[LogLine], clock: _Clock) -> tuple[Epoch, ...]:
@@ -227,7 +228,7 @@ def _events(
     found = [
         Event(clock.at(line.time), note.topic.value, note.text, line.step)
         for line, note in _notes(log)
-        if note.topic in INCIDENTS
+        if note.topic in INCIDENTS or note.values.get("fallback") is True
     ]
     found += [
         Event(clock.at(line.time), "loss", line.values["message"], line.step)
@@ -235,7 +236,8 @@ def _events(
         if line.event == "nonfinite" and isinstance(line.values.get("message"), str)
     ]
     found += [Event(clock.at(line.time), "telemetry", note.text) for line, note in _notes(readings)]
-    for line in readings:
+    # The trainer writes its ending to the log, `stoker train` to the readings too.
+    for line in readings or log:
         end = RunEnd.read(line)
         if end is not None and end.ended != "done":
             found.append(Event(clock.at(line.time), "ended", str(end)))
@@ -272,7 +274,7 @@ def _judge(
         return "empty", "Nothing is written yet."
     if _is_finished(log, readings, epochs):
         return "done", f"Done: {format_count(len(epochs), 'epoch')}."
-    end = _last_end(readings)
+    end = _last_end(sorted((*log, *readings), key=lambda line: line.time))
     finished = f"{format_count(len(epochs), 'epoch')} finished"
     if end is not None and end.ended in ("terminated", "interrupted"):
         return "stopped", f"Stopped before its end ({end.ended}); {finished}. `--resume` goes on."
@@ -285,8 +287,9 @@ def _is_finished(
     log: Sequence[LogLine], readings: Sequence[LogLine], epochs: Sequence[Epoch]
 ) -> bool:
     """Whether the run came to its end; a resume that was refused afterwards does not change that."""
-    told = (line.event for line in reversed(log) if line.event in ("result", "steps", "epoch"))
-    if next(told, "") == "result":
+    telling = ("result", "fit", "steps", "epoch", "end")
+    told = next((line for line in reversed(log) if line.event in telling), None)
+    if told is not None and (told.event == "result" or RunEnd.read(told) == RunEnd("done")):
         return True
     if readings and RunEnd.read(readings[-1]) == RunEnd("done"):
         return True

@@ -162,12 +162,13 @@ def _count(path: Path, names: Sequence[str], arrays: Mapping[str, _Rows]) -> int
     """Return the number of rows that all arrays have."""
     counts = {name: array.shape[0] for name, array in zip(names, arrays.values(), strict=True)}
     if len(set(counts.values())) > 1:
+        fix = "pack them into separate stores"
+        if path.suffix.lower() == ".npz":
+            fix = command("stoker", "inspect", path, "--rows", max(counts.values()))
         raise SourceError(
             f"the arrays have different numbers of rows: {counts}.",
             "one first dimension for all",
-            f"{command('stoker', 'inspect', path)} --rows {max(counts.values())}"
-            if path.suffix.lower() == ".npz"
-            else "pack them into separate stores",
+            fix,
         )
     return next(iter(counts.values()))
 

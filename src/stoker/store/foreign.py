@@ -97,15 +97,17 @@ def find_sparse(file: h5py.File, arrays: Arrays) -> list[Sparse]:
     return found
 
 
-def own_rows(file: h5py.File, arrays: Arrays, sparse: Sequence[Sparse]) -> OwnRows | None:
-    """Return what counts samples in a file with observations or a sparse matrix; None in others."""
-    if _is_anndata(file):
+def own_rows(
+    file: h5py.File, arrays: Arrays, sparse: Sequence[Sparse], prefix: str
+) -> OwnRows | None:
+    """Return what counts samples in a file, or a group, with observations or a sparse matrix; else None."""
+    if not prefix and _is_anndata(file):
         matrix = next((each for each in sparse if each.group == "X"), None)
         if matrix is not None:
             return OwnRows(matrix.num_rows, _OBS)
         if "X" in arrays:
             return OwnRows(arrays["X"][0][0], _OBS)
-    lengths = {matrix.num_rows for matrix in sparse}
+    lengths = {matrix.num_rows for matrix in sparse if matrix.data.startswith(prefix)}
     return OwnRows(lengths.pop(), ("",)) if len(lengths) == 1 else None
 
 
@@ -121,12 +123,16 @@ def recognise(
         sparse: Its sparse matrices.
         group: The caller's choice: a NeXus group may well hold samples.
     """
+    is_anndata = _is_anndata(file)
     by_columns = next((matrix for matrix in sparse if matrix.by_columns), None)
-    if by_columns is not None:
+    if by_columns is not None and (by_columns.group == "X" or not is_anndata):
         copy = path.with_name(f"{path.stem}-csr{path.suffix}")
         code = f"import anndata; a = anndata.read_h5ad({str(path)!r}); a.X = a.X.tocsr(); "
         why = f"its sparse matrix {by_columns.group!r} is stored by columns (csc), not by samples"
         return Foreign(why, command("python3", "-c", f"{code}a.write({str(copy)!r})"))
+    if len(sparse) > 1 and group is None and not is_anndata:
+        fix = command("stoker", "inspect", path, "--group", sparse[0].group)
+        return Foreign("it holds several sparse matrices, each with samples of its own", fix)
     if _is_matlab(path, file):
         copy = path.with_suffix(".npz")
         code = (

@@ -22,7 +22,7 @@ import h5py
 import numpy as np
 
 from stoker import bounds
-from stoker.display import command, nearest, quoted
+from stoker.display import command, nearest
 from stoker.errors import StoreError
 from stoker.store.foreign import Foreign, OwnRows, find_sparse, own_rows, recognise
 from stoker.store.hdf5 import check_claims, has_fill, is_written, named_damage, open_hdf5
@@ -88,11 +88,15 @@ def describe_plain_file(path: Path, chosen: Selection = Selection()) -> PlainFil
         arrays, aside = _find_arrays(file)
         matrices = find_sparse(file, arrays)
         sparse = {part: each for each in matrices for part in (each.data, each.indices)}
-        offsets = {each.indptr for each in matrices}
+        by_columns = {name for name, each in sparse.items() if each.by_columns}
+        aside |= {
+            name: f"dataset {name!r} is of a matrix stored by columns (csc): left aside"
+            for name in by_columns
+        }
         lengths = {
             name: sparse[name].num_rows if name in sparse else shape[0]
             for name, (shape, _) in arrays.items()
-            if name not in offsets
+            if name not in by_columns and name not in {each.indptr for each in matrices}
         }
         prefix = "" if chosen.group is None else group_prefix(path, chosen.group, lengths)
         inside = {name: rows for name, rows in lengths.items() if name.startswith(prefix)}
@@ -102,7 +106,7 @@ def describe_plain_file(path: Path, chosen: Selection = Selection()) -> PlainFil
             {name: _num_bytes(*arrays[name]) for name in inside},
             chosen,
             prefix,
-            own_rows(file, arrays, matrices),
+            own := own_rows(file, arrays, matrices, prefix),
             recognise(path, file, arrays, matrices, chosen.group),
         )
         fields: dict[str, FieldInfo] = {}
@@ -124,7 +128,8 @@ def describe_plain_file(path: Path, chosen: Selection = Selection()) -> PlainFil
         num_samples = lengths[taken[0]]
         for name, rows in inside.items():
             if name not in taken:
-                aside[name] = _why_aside(name, rows, num_samples, prefix, chosen)
+                hints = own is None and not chosen.is_explicit
+                aside[name] = _why_aside(name, rows, num_samples, prefix, chosen, hints)
         aside = {n.removeprefix(prefix): why for n, why in aside.items() if n.startswith(prefix)}
         notes = _notes(file, num_samples)
         notes += [each.note() for each in matrices if each.data in taken or each.indices in taken]
@@ -187,7 +192,7 @@ def choose(
         return by_length[chosen.rows]
     if foreign is not None:
         raise _unclear(path, foreign.why, by_length, sizes, prefix, chosen, foreign.fix)
-    if own is not None and not prefix and own.num_rows in by_length:
+    if own is not None and own.num_rows in by_length:
         same = by_length[own.num_rows]
         return [name for name in same if name.startswith(own.prefixes)]
     if f"{prefix}features" in lengths:
@@ -212,7 +217,7 @@ def _chosen_fields(
         raise StoreError(
             f"{path} has no numeric array {unknown[0]!r}.",
             f"one of {_listed(known)}",
-            _advice(path, chosen, "--fields", quoted(near), f"fields=[{near!r}]"),
+            _advice(path, chosen, "fields", [near]),
         )
     counts = {name: lengths[known[name]] for name in chosen.fields}
     if chosen.rows is not None:
@@ -223,7 +228,7 @@ def _chosen_fields(
         raise StoreError(
             f"{path}: the chosen arrays have different numbers of rows: {counts}.",
             "arrays with the same number of rows",
-            _advice(path, chosen, "--fields", quoted(",".join(same)), f"fields={same!r}"),
+            _advice(path, chosen, "fields", same),
         )
     return [known[name] for name in dict.fromkeys(chosen.fields)]
 
@@ -247,20 +252,20 @@ def _unclear(
         listed.append(f"and {len(order) - len(listed)} other lengths")
     groups = {name.removeprefix(prefix).partition("/")[0] for name in sizes if "/" in name}
     if not fix:
-        fix = _advice(path, chosen, "--rows", str(order[0]), f"rows={order[0]}")
+        fix = _advice(path, chosen, "rows", order[0])
         if len(groups) > 1 and chosen.group is None:
-            fix += f"; or one of the groups, --group {quoted(min(groups))}"
+            fix += f", or {_advice(path, chosen, 'group', min(groups))}"
     return StoreError(f"{path}: {why}.", f"one first dimension; here are {'; '.join(listed)}", fix)
 
 
-def _advice(path: Path, chosen: Selection, option: str, value: str, python: str) -> str:
-    """Return what to type in a shell, and in Python where `open_store` takes the file."""
-    group = [] if chosen.group is None else ["--group", chosen.group]
-    inside = "" if chosen.group is None else f"group={chosen.group!r}, "
-    shell = f"{command('stoker', 'inspect', path, *group)} {option} {value}"
+def _advice(path: Path, chosen: Selection, option: str, value: object) -> str:
+    """Return a choice to type: in Python where `open_store` takes the file, and in a shell."""
+    group = () if chosen.group is None else ("--group", chosen.group)
+    listed = ",".join(value) if isinstance(value, list) else value
+    shell = command("stoker", "inspect", path, *group, f"--{option}", listed)
     if path.suffix.lower() in (".npz", ".npy"):
         return shell
-    return f"{shell}, or open_store({str(path)!r}, {inside}{python})"
+    return f"{option}={value!r}, or {shell}"
 
 
 def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
@@ -268,13 +273,15 @@ def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
     return f"{shown} and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else shown
 
 
-def _why_aside(name: str, rows: int, num_samples: int, prefix: str, chosen: Selection) -> str:
+def _why_aside(
+    name: str, rows: int, num_samples: int, prefix: str, chosen: Selection, hints: bool
+) -> str:
     short = name.removeprefix(prefix)
     if rows == num_samples:
         why = "was not chosen" if chosen.fields else "is not of the samples' own groups"
         return f"dataset {short!r} {why}: left aside"
     hint = ""
-    if "/" in short and not chosen.is_explicit:
+    if hints and "/" in short:
         hint = f" (group={(prefix + short).rpartition('/')[0]!r} loads it)"
     return f"dataset {short!r} has {rows} rows, not {num_samples}: left aside{hint}"
 
@@ -296,7 +303,7 @@ def group_prefix(path: Path, group: str, names: Mapping[str, int]) -> str:
     raise StoreError(
         f"{path} has no numeric array in a group {group!r}.",
         f"one of {', '.join(groups)}" if groups else "no group=: the file has no groups",
-        f"group={near!r}, or --group {quoted(near)}" if near else "leave group out",
+        _advice(path, Selection(), "group", near) if near else "leave group out",
     )
 
 

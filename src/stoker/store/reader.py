@@ -81,7 +81,7 @@ def open_store(
         raise InputError(
             f"{', '.join(given)} with {shown(path)}.",
             "group=, fields= and rows= with a plain HDF5 file; the parts of a store are its splits",
-            f"leave {' and '.join(each.partition('=')[0] for each in given)} out",
+            f"leave {given[0].partition('=')[0]} out",
         )
     folder = path.parent if path.name == "store.json" else path
     store = _open_folder(folder, threads)
@@ -143,6 +143,34 @@ def assemble_store(
             mirror.adopt(shards[-1])
     name = None if mirror is None else mirror.remote.name
     return Store(folder, manifest, shards, threads, notes, name)
+
+
+def join_stores(stores: Sequence[Store]) -> Store:
+    """Return one store over the samples of several with the same fields, one behind the other.
+
+    The stores stay theirs who opened them, and must stay open.
+    """
+    first = stores[0]
+    for store in stores[1:]:
+        if store.fields != first.fields:
+            differ = sorted({*first.fields, *store.fields})
+            name = next(n for n in differ if first.fields.get(n) != store.fields.get(n))
+            raise InputError(
+                f"{store.name} and {first.name} differ in the field {name!r}.",
+                "stores with the same fields, dtypes and shapes",
+                "",
+            )
+    manifest = Manifest(
+        num_samples=sum(store.num_samples for store in stores),
+        fields=first.fields,
+        shards=[info for store in stores for info in store.manifest.shards],
+    )
+    shards = [shard for store in stores for shard in store.shards]
+    notes = [note for store in stores for note in store.notes]
+    name = " + ".join(store.name for store in stores)
+    joined = _JoinedStore(first.path, manifest, shards, first.threads, notes, name)
+    joined.stores = tuple(stores)
+    return joined
 
 
 def _datasets(fields: Mapping[str, FieldInfo]) -> dict[str, tuple[str, list[int]]]:
@@ -466,7 +494,10 @@ class Store:
         return spans
 
     def _run(self, tasks: list[Task], num_bytes: int) -> None:
-        """Run read tasks; the first failure is raised after all have ended."""
+        """Run read tasks, and raise the first failure after all have ended.
+
+        All are waited for, also after a failure: the caller may free or reuse the buffer as soon as this returns.
+        """
         if len(tasks) < 2 or num_bytes < _INLINE_BYTES or self.threads == 1:
             for task in tasks:
                 task()
@@ -541,3 +572,17 @@ class Store:
                 "",
             )
         return wanted
+
+
+class _JoinedStore(Store):
+    """Pickled as the stores that it joins."""
+
+    stores: tuple[Store, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk, of all shards."""
+        return sum(store.num_bytes for store in self.stores)
+
+    def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
+        return join_stores, (self.stores,)

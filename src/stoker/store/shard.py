@@ -24,7 +24,10 @@ from stoker.store.writer import CHECKSUM_GROUP, combine_digests
 
 
 class Shard:
-    """A shard; thread-safe, lazy.
+    """A shard, opened on first use; thread-safe.
+
+    A file that cannot be opened raises on every use until it can be: no failure is remembered. `close` while another
+    thread reads makes that read fail; `release` lets it finish.
 
     Args:
         path: The HDF5 file.

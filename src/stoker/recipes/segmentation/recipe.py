@@ -335,7 +335,7 @@ def split_images(
         samples = {name: select_samples(store, name) for name in _SPLITS}
         note = "split: the store's own"
     else:
-        division = split_randomly(store.num_samples, options.ratios, seed)
+        division: Array = split_randomly(store.num_samples, options.ratios, seed)
         if options.split == "ordered":
             division = np.sort(division)
         samples = {name: samples_of(division, name) for name in _SPLITS}
