@@ -368,7 +368,8 @@ def run(root: Path, results: Results, mutants: list[Mutant], options: argparse.N
             number
             for number in range(len(mutants))
             if str(number) not in done
-            or (done[str(number)]["status"], done[str(number)].get("stage")) == ("passed", stage - 1)
+            or (done[str(number)]["status"], done[str(number)].get("stage"))
+            == ("passed", stage - 1)
         ]
         if waiting:
             _run_stage(root, results, mutants, options, stage, waiting)
