@@ -68,6 +68,14 @@ class ConfigError(InputError):
     """A config file with an unknown key, a wrong type or a clash."""
 
 
+class FieldNameError(InputError, KeyError):
+    """A field that a batch does not have."""
+
+    def __str__(self) -> str:
+        """Return the message; `KeyError` would print it as one quoted line."""
+        return str(self.args[0])
+
+
 class DoesNotFitError(InputError):
     """No plan fits into the memory that was given; smaller batches or more memory for data would."""
 
@@ -352,6 +360,8 @@ class Refusal:
         reason: In words a user understands.
         unit: What `line` counts: "line", "row" or "record".
         count: How many pieces it stands for; above 1 where a listing was cut short.
+        kind: The reason without the values of this piece, by which refusals are counted; the reason where empty.
+        is_asked: The user asked for such pieces to be left out: they count as ignored, not against the budget.
     """
 
     file: str
@@ -359,6 +369,8 @@ class Refusal:
     reason: str
     unit: str = "line"
     count: int = 1
+    kind: str = ""
+    is_asked: bool = False
 
     def __str__(self) -> str:
         """Format as `file:line: reason`, the way editors and compilers do."""
@@ -384,7 +396,9 @@ class RefusalList(list[Refusal]):
         more = refusal.count + (self[-1].count if len(self) > self.MOST else 0)
         del self[self.MOST :]
         reason = f"{more:,} more pieces of input are refused, and not listed one by one"
-        super().append(Refusal(refusal.file, None, reason, count=more))
+        super().append(
+            Refusal(refusal.file, None, reason, count=more, kind="not listed one by one")
+        )
 
     def extend(self, refusals: Iterable[Refusal]) -> None:
         """Append each."""
@@ -393,8 +407,19 @@ class RefusalList(list[Refusal]):
 
 
 def count_refused(refusals: Iterable[Refusal]) -> int:
-    """Return how many pieces of input were refused, listed or not."""
-    return sum(refusal.count for refusal in refusals)
+    """Return how many pieces of input were refused, listed or not; without those that the user asked to leave out."""
+    return sum(refusal.count for refusal in refusals if not refusal.is_asked)
+
+
+def count_kinds(refusals: Iterable[Refusal], *, is_asked: bool = False) -> dict[str, int]:
+    """Return how many pieces were refused, or left out as the user asked, for each kind of reason."""
+    kinds: dict[str, int] = {}
+    for refusal in refusals:
+        if refusal.is_asked != is_asked:
+            continue
+        kind = refusal.kind or refusal.reason
+        kinds[kind] = kinds.get(kind, 0) + refusal.count
+    return kinds
 
 
 def require_file(path: str | Path, what: str) -> Path:

@@ -7,7 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.pack import Fields, Group, Rows
+from stoker.cli.options import JsonOption, require_output
+from stoker.cli.pack import (
+    Decimal,
+    Drop,
+    Dtype,
+    Encoding,
+    Fields,
+    Group,
+    Header,
+    Keep,
+    Missing,
+    Rows,
+    Separator,
+    table_source,
+)
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command
 
@@ -15,11 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stoker.report import Progress
+    from stoker.sources.tables import TableSource
     from stoker.store.fields import ShardData
     from stoker.store.inspection import Inspection
     from stoker.store.plain import Selection
 
-_TABLES = {".csv", ".tsv", ".txt", ".parquet", ".pq"}
 _ARRAYS = {".npy", ".npz"}
 
 
@@ -27,7 +41,8 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            help="Store folder, its URL, .h5, .npy, .npz, .csv or .parquet.", show_default=False
+            help="Store folder, its URL, .h5, .npy, .npz; a table or a folder of tables.",
+            show_default=False,
         ),
     ],
     html: Annotated[
@@ -42,13 +57,18 @@ def inspect(
     fields: Fields = None,
     group: Group = None,
     rows: Rows = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
+    drop: Drop = None,
+    keep: Keep = None,
+    dtype: Dtype = None,
+    missing: Missing = "stop",
+    sep: Separator = None,
+    decimal: Decimal = None,
+    encoding: Encoding = None,
+    header: Header = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Check every value of a file or store; exit code 3 if the quality gate would refuse the data."""
     from stoker.address import shown
-    from stoker.cli.outputs import require_output
     from stoker.cli.progress import Bar
     from stoker.errors import EXIT_REFUSED
     from stoker.store.plain import Selection
@@ -56,8 +76,11 @@ def inspect(
     chosen = Selection(group, tuple(fields.split(",")) if fields else (), rows)
     require_output(html, "--html", [path])
     name = shown(path)
+    source = table_source(
+        (path,), target, drop, keep, dtype, missing, sep, decimal, encoding, header
+    )
     with Bar(quiet=as_json) as bar:
-        inspection, facts = _look(path, target, chosen, bar)
+        inspection, facts = _look(path, source, chosen, bar)
     if html is not None:
         from stoker.ownership import write_text
         from stoker.store.quality_page import quality_page
@@ -76,22 +99,26 @@ def inspect(
 
 
 def _look(
-    path: Path, target: str | None, chosen: Selection, bar: Progress
+    path: Path, source: TableSource, chosen: Selection, bar: Progress
 ) -> tuple[Inspection, dict[str, str]]:
     """Inspect a store in place, or a raw file part by part as `pack` would read it."""
     from stoker.errors import InputError
+    from stoker.sources.tables.reading import is_table
+    from stoker.store.manifest import MANIFEST_NAME
     from stoker.store.plain import Selection
     from stoker.units import format_bytes, format_count
 
-    suffixes = {suffix.lower() for suffix in path.suffixes}
-    if path.is_file() and suffixes & (_TABLES | _ARRAYS):
-        if suffixes & _TABLES and chosen != Selection():
+    is_array = bool({suffix.lower() for suffix in path.suffixes} & _ARRAYS)
+    is_file = path.is_file() and (is_array or is_table(path))
+    is_folder = path.is_dir() and not (path / MANIFEST_NAME).exists()
+    if is_file or (is_folder and any(map(is_table, path.rglob("*")))):
+        if not is_array and chosen != Selection():
             raise InputError(
                 f"--fields, --group or --rows with the table {path}.",
                 "these options with an HDF5 or .npz file",
                 command("stoker", "inspect", path),
             )
-        return _look_at_file(path, target, chosen, bool(suffixes & _TABLES), bar)
+        return _look_at_file(path, source, chosen, not is_array, bar)
     from stoker.store.inspection import inspect_store
     from stoker.store.reader import open_store
 
@@ -115,19 +142,19 @@ def _look(
 
 
 def _look_at_file(
-    path: Path, target: str | None, chosen: Selection, is_table: bool, bar: Progress
+    path: Path, source: TableSource, chosen: Selection, is_table: bool, bar: Progress
 ) -> tuple[Inspection, dict[str, str]]:
     from stoker.errors import RefusalList, count_refused
     from stoker.ownership import temporary_folder
     from stoker.packing.worker import unguarded
     from stoker.sources.arrays import ArraysSource
     from stoker.sources.contract import PartContext
-    from stoker.sources.tables import TableSource
     from stoker.store.inspection import inspect_parts
     from stoker.units import format_bytes, format_count
 
     refused = RefusalList()
     total = 0
+    notes: list[str] = []
 
     def array_parts(scratch: Path) -> Iterator[ShardData]:
         nonlocal total
@@ -139,10 +166,10 @@ def _look_at_file(
 
     def table_parts(scratch: Path) -> Iterator[ShardData]:
         nonlocal total
-        source = TableSource((path,), target)
         context = PartContext(scratch, unguarded, {})
         preparation = source.prepare(scratch)
         total = sum(part.num_samples for part in preparation.parts)
+        notes.extend(preparation.notes)
         bar.start("inspecting", total, "rows")
         refused.extend(preparation.refused)
         for part in preparation.parts:
@@ -153,14 +180,17 @@ def _look_at_file(
 
     with temporary_folder("stoker-inspect-") as scratch:
         inspection = inspect_parts((table_parts if is_table else array_parts)(scratch))
-    facts = {"rows": format_count(total), "on disk": format_bytes(path.stat().st_size)}
+    files = source.files() if is_table else [path]
+    size = sum(file.stat().st_size for file in files)
+    facts = {"rows": format_count(total), "on disk": format_bytes(size)}
+    facts |= {"files": format_count(len(files))} if len(files) > 1 else {}
+    facts |= {f"note {number}": note for number, note in enumerate(notes, 1)}
     for number, refusal in enumerate(refused[:20]):
         facts[f"refused {number + 1} of {count_refused(refused)}"] = str(refusal)
     return inspection, facts
 
 
 def _print(name: str, inspection: Inspection, facts: dict[str, str], html: Path | None) -> None:
-
     console = make_console(soft_wrap=True)
     console.print(name, style="bold")
     for what, value in facts.items():

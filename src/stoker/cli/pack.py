@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from stoker.cli.options import JsonOption
 from stoker.cli.terminal import make_console, print_json
-from stoker.display import command
+from stoker.display import command, printable
 
 if TYPE_CHECKING:
     from stoker.packing import PackOptions, PackResult
     from stoker.sources.contract import Source
+    from stoker.sources.tables import TableSource
 
+_NOTES = 12
 Word = TypeVar("Word", str, Path)
 
 app = typer.Typer(
@@ -52,7 +55,53 @@ Repair = Annotated[
         help="Repair of the features: clip, robust, asinh, fill, min-denominator:...; repeatable.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Separator = Annotated[
+    str | None,
+    typer.Option(
+        "--sep",
+        help="Between cells: a character, or comma, semicolon, tab, bar, whitespace [default: found].",
+        show_default=False,
+    ),
+]
+Decimal = Annotated[
+    str | None,
+    typer.Option("--decimal", help="Decimal sign, . or , [default: found].", show_default=False),
+]
+Encoding = Annotated[
+    str | None,
+    typer.Option(
+        "--encoding", help="Of text files, such as cp1252 [default: found].", show_default=False
+    ),
+]
+Header = Annotated[
+    bool | None,
+    typer.Option(
+        "--header/--no-header",
+        help="Whether the first line names the columns [default: found, or asked].",
+        show_default=False,
+    ),
+]
+Drop = Annotated[list[str] | None, typer.Option("--drop", help="Column to leave out; repeatable.")]
+Keep = Annotated[
+    list[str] | None,
+    typer.Option("--keep", help="Take only such columns, and the target; repeatable."),
+]
+Dtype = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dtype",
+        help="NAME=KIND where the values do not say it: number, float64, bool, category, one-hot, codes, date, "
+        "day-first, month-first, seconds; repeatable.",
+    ),
+]
+Missing = Annotated[
+    str,
+    typer.Option(
+        "--missing",
+        help="Missing numbers: stop: refuse them; median or zero: fill them; flag: fill by the median and mark them "
+        "in a column of their own; drop: leave their rows out.",
+    ),
+]
 Out = Annotated[Path, typer.Argument(help="Folder of the store.", show_default=False)]
 Fields = Annotated[
     str | None,
@@ -87,7 +136,7 @@ def arrays(
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
     repair: Repair = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack numpy or HDF5 arrays of equal length, each as one field."""
     from stoker.sources.arrays import ArraysSource
@@ -102,12 +151,20 @@ def arrays(
 @app.command()
 def table(
     files: Annotated[
-        list[Path], typer.Argument(help="CSV or Parquet files, then OUT.", show_default=False)
+        list[Path],
+        typer.Argument(
+            help="CSV, Parquet or Feather files, folders or patterns, then OUT.", show_default=False
+        ),
     ],
     target: Annotated[str | None, typer.Option("--target", help="Column to predict.")] = None,
-    drop: Annotated[
-        list[str] | None, typer.Option("--drop", help="Column to leave out; repeatable.")
-    ] = None,
+    drop: Drop = None,
+    keep: Keep = None,
+    dtype: Dtype = None,
+    missing: Missing = "stop",
+    sep: Separator = None,
+    decimal: Decimal = None,
+    encoding: Encoding = None,
+    header: Header = None,
     split: Annotated[
         str | None, typer.Option("--split", help="Shares of train, validation, test in row order.")
     ] = None,
@@ -117,15 +174,51 @@ def table(
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
     repair: Repair = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Pack rows of CSV or Parquet files as one float32 table."""
-    from stoker.sources.tables import TableSource
-
+    """Pack rows of tables: numbers, texts, dates and booleans as one table of numbers."""
     paths, out = _split_out(files)
-    shares = _shares(split) if split else ()
-    source = TableSource(paths, target, tuple(drop or ()), shares)
-    _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget, repair), as_json)
+    source = table_source(
+        paths, target, drop, keep, dtype, missing, sep, decimal, encoding, header,
+        _shares(split) if split else (),
+    )  # fmt: skip
+    fills = {"median": ["fill:median"], "flag": ["fill:median"], "zero": ["fill:0"]}
+    repairs = [*(repair or []), *fills.get(missing, [])]
+    _pack(
+        source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget, repairs), as_json
+    )
+
+
+def table_source(
+    paths: tuple[Path, ...],
+    target: str | None,
+    drop: list[str] | None,
+    keep: list[str] | None,
+    dtype: list[str] | None,
+    missing: str,
+    sep: str | None,
+    decimal: str | None,
+    encoding: str | None,
+    header: bool | None,
+    shares: tuple[float, ...] = (),
+) -> TableSource:
+    """Return the source that the options of `pack table` and `inspect` ask for."""
+    from stoker.errors import InputError
+    from stoker.sources.tables import TableSource, TextOptions, parse_dtypes
+
+    allowed = ("stop", "median", "zero", "flag", "drop")
+    if missing not in allowed:
+        raise InputError(f"--missing is {missing!r}.", ", ".join(allowed), "--missing median")
+    return TableSource(
+        paths,
+        target,
+        tuple(drop or ()),
+        shares,
+        keep=tuple(keep or ()),
+        dtypes=parse_dtypes(dtype or ()),
+        missing={"median": "keep", "zero": "keep"}.get(missing, missing),
+        text=TextOptions(sep, decimal, encoding, header),
+    )
 
 
 @app.command()
@@ -142,7 +235,7 @@ def images(
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack class folders of images as uint8, decoded and resized once."""
     from stoker.sources.images import ImagesSource, parse_size
@@ -166,7 +259,7 @@ def segmentation(
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack images and their masks as uint8, resized once (masks by nearest)."""
     from stoker.sources.images import SegmentationSource, parse_size
@@ -180,7 +273,8 @@ def bars(
     files: Annotated[
         list[str],
         typer.Argument(
-            help="CSV files or folders, SYMBOL:TF=file to name one, then OUT.", show_default=False
+            help="CSV, Parquet or Feather files or folders, SYMBOL:TF=file to name one, then OUT.",
+            show_default=False,
         ),
     ],
     windows: Annotated[
@@ -228,15 +322,32 @@ def bars(
             "--max-label-gap", help="Leave out samples whose label misses more bars in a row."
         ),
     ] = None,
+    time_column: Annotated[
+        str | None,
+        typer.Option(
+            "--time-column", help="Name of the time column, or DATE+TIME for two [default: found]."
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            "--columns", help="What the file calls them: open=NAME,high=NAME,low=NAME,close=NAME."
+        ),
+    ] = None,
+    drop: Drop = None,
+    stamp: Annotated[
+        str, typer.Option("--stamp", help="Whether a bar's time is its open or its close.")
+    ] = "open",
+    decimal: Decimal = None,
     jobs: Jobs = 0,
     cluster: Cluster = None,
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack bars of several timeframes: each bar once, each sample a few end indices, no look-ahead."""
-    from stoker.sources.bars import BarsSource, parse_windows
+    from stoker.sources.bars import BarsSource, Naming, parse_windows
 
     paths, out = _split_out(files)
     shares = _shares(ratios)
@@ -253,6 +364,9 @@ def bars(
         sort=sort,
         split_at=_dates(split_at),
         max_label_gap=max_label_gap,
+        naming=Naming.parse(time_column, columns, drop or ()),
+        stamp=stamp,
+        decimal=decimal,
     )
     _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 
@@ -299,7 +413,7 @@ def massspec(
     force_recreate: Force = False,
     on_bad: OnBad = "quarantine",
     bad_budget: Budget = "10%",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack a spectrum library and its molecules: spectra, graphs, fingerprints, groups."""
     from stoker.sources.massspec import MassSpecSource
@@ -400,6 +514,7 @@ def _facts(result: PackResult) -> dict[str, object]:
         "num_bytes": sum(shard.size_bytes for shard in result.manifest.shards),
         "num_shards": len(result.manifest.shards),
         "num_refused": result.manifest.num_refused,
+        "counts": result.manifest.attributes.get("accounts", []),
         "seconds": round(result.seconds, 3),
         "fields": {name: info.model_dump() for name, info in result.manifest.fields.items()},
         "quality": result.manifest.quality,
@@ -409,6 +524,7 @@ def _facts(result: PackResult) -> dict[str, object]:
 def print_result(result: PackResult) -> None:
     """Print what a pack made, as a table for people."""
     from stoker.cli.tables import store_table
+    from stoker.sources.contract import Account
     from stoker.store.manifest import REFUSED_NAME
     from stoker.store.reader import open_store
     from stoker.units import format_count, format_seconds
@@ -420,6 +536,15 @@ def print_result(result: PackResult) -> None:
     console.print(
         f"{result.path} {done}: {format_count(result.manifest.num_samples)} samples",
     )
+    notes = [] if result.reused else result.manifest.attributes.get("notes", [])
+    for note in [
+        *notes[:_NOTES],
+        *([f"... and {len(notes) - _NOTES} more notes"] * (len(notes) > _NOTES)),
+    ]:
+        console.print(printable(str(note)))
+    for account in result.manifest.attributes.get("accounts", []):
+        for line in Account.from_json(account).lines():
+            console.print(printable(line))
     if result.manifest.num_refused:
         refused = format_count(result.manifest.num_refused, "piece")
         console.print(f"{refused} of input refused; see {result.path / REFUSED_NAME}")

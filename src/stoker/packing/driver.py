@@ -20,8 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from stoker.display import table_html
-from stoker.errors import InputError, QualityError, Refusal, StoreError, count_refused
+from stoker.display import quoted, table_html
+from stoker.errors import (
+    InputError,
+    QualityError,
+    Refusal,
+    StoreError,
+    count_kinds,
+    count_refused,
+)
 from stoker.ownership import always, write_text
 from stoker.packing.cluster import ClusterWorkers, check_cluster
 from stoker.packing.gate import Stage, StagedPart, open_stage, quarantine, repair_stage
@@ -35,7 +42,7 @@ from stoker.packing.work_folder import (
 from stoker.packing.worker import current_guard
 from stoker.packing.workers import Poison, Workers
 from stoker.report import Progress, Silent
-from stoker.sources.contract import Part, PartContext, Preparation, Source
+from stoker.sources.contract import Account, Part, PartContext, Preparation, Source
 from stoker.sources.fingerprint import difference, fingerprint
 from stoker.store.inspection import Inspection, inspect_store
 from stoker.store.manifest import REFUSED_NAME, FieldInfo, Manifest, Provenance, read_manifest
@@ -249,7 +256,11 @@ def _make(
             inspection = _inspect(stage, progress)
     if inspection.refused:
         raise _gate_error(inspection)
-    manifest = _manifest(source, stage, provenance, fitted, inspection, count_refused(refused))
+    attributes = dict(source.finish([part.extra for part in stage.parts]))
+    counts = _accounts(preparation, attributes.get("accounts", []), refused, stage.num_samples)
+    if counts:
+        attributes["accounts"] = [account.to_json() for account in counts]
+    manifest = _manifest(stage, provenance, fitted, inspection, count_refused(refused), attributes)
     listing = "".join(json_text(asdict(refusal)) + "\n" for refusal in refused)
     work.commit(stage.folder, manifest, listing)
     return _Made(manifest, refused, inspection)
@@ -358,10 +369,19 @@ def _check_fields(stage: Stage) -> None:
 def _check_budget(refused: Sequence[Refusal], num_samples: int, options: PackOptions) -> None:
     num_refused = count_refused(refused)
     total = num_samples + num_refused
-    if num_refused <= options.allowance(total):
+    if num_samples and num_refused <= options.allowance(total):
         return
     listed = [str(refusal) for refusal in refused[:_LISTED]]
     listed += [f"... and {num_refused - _LISTED:,} more"] if num_refused > _LISTED else []
+    if not num_samples:  # whatever the budget: a store without samples is of no use to anybody
+        raise QualityError(
+            f"no sample is left: {format_count(num_refused, 'piece')} of input, and all of it refused:"
+            if num_refused
+            else "the input holds no sample.",
+            "at least one sample",
+            "mend the input, or name other files",
+            listed,
+        )
     share = f"{math.ceil(1000 * num_refused / total) / 10:g}%"
     if options.on_bad == "stop":
         fix = f"--on-bad quarantine --bad-budget {share} (leaves them out and lists them in OUT/{REFUSED_NAME})"
@@ -376,7 +396,14 @@ def _check_budget(refused: Sequence[Refusal], num_samples: int, options: PackOpt
 
 
 def _gate_error(inspection: Inspection) -> QualityError:
-    remedies = {finding.remedy for finding in inspection.refused if finding.remedy}
+    remedies = sorted({finding.remedy for finding in inspection.refused if finding.remedy})[:3]
+    repairs = [finding.repair for finding in inspection.refused]
+    if len(repairs) > 1 and None not in repairs:
+        # All at once: a remedy for each column would take as many tries as there are columns.
+        fills = [repair for repair in repairs if repair and repair.startswith("fill:")]
+        typed = [repair for repair in repairs if repair not in fills] + fills
+        typed = [*typed[: -len(fills)], "fill:median"] if len(fills) > _LISTED else typed
+        remedies = [" ".join(f"--repair {quoted(repair)}" for repair in dict.fromkeys(typed))]
     # Each column by itself: together they touch at most as many rows.
     share = min(1.0, sum(finding.share for finding in inspection.refused))
     budget = f"{max(1.0, math.ceil(1000 * share) / 10):g}%"
@@ -384,28 +411,56 @@ def _gate_error(inspection: Inspection) -> QualityError:
     return QualityError(
         "the quality gate refuses the data:",
         "finite values of usable size",
-        "; or ".join([*sorted(remedies)[:3], leave_out]),
+        "; or ".join([*remedies, leave_out]),
         inspection.lines(only_refused=True)[:12],
     )
 
 
+def _accounts(
+    preparation: Preparation,
+    own: Sequence[Mapping[str, Any]],
+    refused: Sequence[Refusal],
+    num_samples: int,
+) -> list[Account]:
+    """Return what became of all input.
+
+    Args:
+        preparation: Counts pieces, unless the source has accounts of its own.
+        own: The accounts of the source, as JSON; the last one is of samples.
+        refused: By the source and by the gate.
+        num_samples: In the store.
+    """
+    if own:
+        *others, samples = own
+        # The gate leaves samples out after the source has counted them.
+        dropped = samples["packed"] - num_samples
+        gated = {"left out by the quality gate": dropped} if dropped else {}
+        last = Account.from_json(
+            {**samples, "packed": num_samples, "refused": {**samples["refused"], **gated}}
+        )
+        return [*(Account.from_json(each) for each in others), last]
+    if preparation.found is None:
+        return []
+    kinds = count_kinds(refused)
+    ignored = {**preparation.ignored, **count_kinds(refused, is_asked=True)}
+    return [Account(preparation.unit, preparation.found, num_samples, kinds, ignored)]
+
+
 def _manifest(
-    source: Source,
     stage: Stage,
     provenance: Provenance,
     repairs: Mapping[str, list[dict[str, Any]]],
     inspection: Inspection,
     num_refused: int,
+    attributes: dict[str, Any],
 ) -> Manifest:
-    shards = [part.shard for part in stage.parts if part.shard.num_samples] or [
-        stage.parts[0].shard
-    ]
+    shards = [part.shard for part in stage.parts if part.shard.num_samples]
     return Manifest(
         num_samples=stage.num_samples,
         fields=dict(stage.parts[0].fields),
         shards=shards,
         provenance=provenance,
-        attributes=dict(source.finish([part.extra for part in stage.parts])),
+        attributes=attributes,
         repairs=dict(repairs),
         quality=inspection.summary(),
         num_refused=num_refused,

@@ -151,6 +151,34 @@ def assemble_store(
     return Store(folder, manifest, shards, threads, notes, name)
 
 
+def join_stores(stores: Sequence[Store]) -> Store:
+    """Return one store over the samples of several with the same fields, one behind the other.
+
+    The stores stay theirs who opened them, and must stay open.
+    """
+    first = stores[0]
+    for store in stores[1:]:
+        if store.fields != first.fields:
+            differ = sorted({*first.fields, *store.fields})
+            name = next(n for n in differ if first.fields.get(n) != store.fields.get(n))
+            raise InputError(
+                f"{store.name} and {first.name} differ in the field {name!r}.",
+                "stores with the same fields, dtypes and shapes",
+                "",
+            )
+    manifest = Manifest(
+        num_samples=sum(store.num_samples for store in stores),
+        fields=first.fields,
+        shards=[info for store in stores for info in store.manifest.shards],
+    )
+    shards = [shard for store in stores for shard in store.shards]
+    notes = [note for store in stores for note in store.notes]
+    name = " + ".join(store.name for store in stores)
+    joined = _JoinedStore(first.path, manifest, shards, first.threads, notes, name)
+    joined.stores = tuple(stores)
+    return joined
+
+
 def _datasets(fields: Mapping[str, FieldInfo]) -> dict[str, tuple[str, list[int]]]:
     """Return the datasets of a shard with the dtype and row shape each must have."""
     return {
@@ -555,3 +583,17 @@ class Store:
                 "",
             )
         return wanted
+
+
+class _JoinedStore(Store):
+    """Pickled as the stores that it joins."""
+
+    stores: tuple[Store, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk, of all shards."""
+        return sum(store.num_bytes for store in self.stores)
+
+    def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
+        return join_stores, (self.stores,)
