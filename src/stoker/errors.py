@@ -351,6 +351,7 @@ class Refusal:
         reason: In words a user understands.
         unit: What `line` counts: "line", "row" or "record".
         count: How many pieces it stands for; above 1 where a listing was cut short.
+        kind: Class of reasons that the pack counts it under ("cannot be decoded"); the reason itself when empty.
     """
 
     file: str
@@ -358,6 +359,7 @@ class Refusal:
     reason: str
     unit: str = "line"
     count: int = 1
+    kind: str = ""
 
     def __str__(self) -> str:
         """Format as `file:line: reason`, the way editors and compilers do."""
@@ -383,7 +385,9 @@ class RefusalList(list[Refusal]):
         more = refusal.count + (self[-1].count if len(self) > self.MOST else 0)
         del self[self.MOST :]
         reason = f"{more:,} more pieces of input are refused, and not listed one by one"
-        super().append(Refusal(refusal.file, None, reason, count=more))
+        super().append(
+            Refusal(refusal.file, None, reason, count=more, kind="not listed one by one")
+        )
 
     def extend(self, refusals: Iterable[Refusal]) -> None:
         """Append each."""

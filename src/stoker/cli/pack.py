@@ -381,6 +381,7 @@ def _facts(result: PackResult) -> dict[str, object]:
         "num_bytes": sum(shard.size_bytes for shard in result.manifest.shards),
         "num_shards": len(result.manifest.shards),
         "num_refused": result.manifest.num_refused,
+        "counts": result.manifest.counts,
         "seconds": round(result.seconds, 3),
         "fields": {name: info.model_dump() for name, info in result.manifest.fields.items()},
         "quality": result.manifest.quality,
@@ -390,6 +391,7 @@ def _facts(result: PackResult) -> dict[str, object]:
 def print_result(result: PackResult) -> None:
     """Print what a pack made, as a table for people."""
     from stoker.cli.tables import store_table
+    from stoker.packing.counts import counts_lines
     from stoker.store.manifest import REFUSED_NAME
     from stoker.store.reader import open_store
     from stoker.units import format_count, format_seconds
@@ -401,6 +403,8 @@ def print_result(result: PackResult) -> None:
     console.print(
         f"{result.path} {done}: {format_count(result.manifest.num_samples)} samples",
     )
+    for line in counts_lines(result.manifest.counts):
+        console.print(line)
     if result.manifest.num_refused:
         refused = format_count(result.manifest.num_refused, "piece")
         console.print(f"{refused} of input refused; see {result.path / REFUSED_NAME}")

@@ -24,6 +24,7 @@ from stoker.display import table_html
 from stoker.errors import InputError, QualityError, Refusal, StoreError, count_refused
 from stoker.ownership import always, write_text
 from stoker.packing.cluster import ClusterWorkers, check_cluster
+from stoker.packing.counts import Counts, balance
 from stoker.packing.gate import Stage, StagedPart, open_stage, quarantine, repair_stage
 from stoker.packing.work_folder import (
     WorkFolder,
@@ -230,7 +231,8 @@ def _make(
     with contextlib.closing(workers):
         stage = _build(source, preparation, workers, work, progress)
         refused = [*preparation.refused, *(each for part in stage.parts for each in part.refused)]
-        _check_budget(refused, stage.num_samples, options)
+        ignored = [preparation.ignored, *(part.ignored for part in stage.parts)]
+        _check_budget(refused, ignored, stage.num_samples, options)
         fitted: dict[str, list[dict[str, Any]]] = {}
         if options.repairs:
             folder = work.stage("repaired")
@@ -244,12 +246,13 @@ def _make(
             folder = work.stage(f"kept-{attempt}")
             stage, dropped = quarantine(stage, inspection, workers, folder, progress)
             refused.extend(dropped)
-            _check_budget(refused, stage.num_samples, options)
+            _check_budget(refused, ignored, stage.num_samples, options)
             # Without the worst rows the medians are others: look again at what is left.
             inspection = _inspect(stage, progress)
     if inspection.refused:
         raise _gate_error(inspection)
-    manifest = _manifest(source, stage, provenance, fitted, inspection, count_refused(refused))
+    counts = balance(preparation.num_found, stage.num_samples, refused, ignored)
+    manifest = _manifest(source, stage, provenance, fitted, inspection, counts)
     listing = "".join(json_text(asdict(refusal)) + "\n" for refusal in refused)
     work.commit(stage.folder, manifest, listing)
     return _Made(manifest, refused, inspection)
@@ -306,6 +309,7 @@ def _build_part(
         refused=tuple(built.refused),
         extra=dict(built.extra),
         job=job,
+        ignored=dict(built.ignored),
     )
     write_text(_sidecar(folder, part.index), staged.to_text(), always)
     return staged
@@ -355,9 +359,24 @@ def _check_fields(stage: Stage) -> None:
             )
 
 
-def _check_budget(refused: Sequence[Refusal], num_samples: int, options: PackOptions) -> None:
+def _check_budget(
+    refused: Sequence[Refusal],
+    ignored: Sequence[Mapping[str, int]],
+    num_samples: int,
+    options: PackOptions,
+) -> None:
     num_refused = count_refused(refused)
     total = num_samples + num_refused
+    if not num_samples:
+        # Whatever the budget: a store of nothing is no success, and a larger budget would not help.
+        counts = balance(None, 0, refused, ignored)
+        raise QualityError(
+            f"nothing is left to pack: found {counts.found:,} pieces of input, "
+            f"refused {num_refused:,}, ignored {sum(counts.ignored.values()):,}.",
+            "at least one sample",
+            "mend the input: the first reasons stand above",
+            [*counts.lines()[1:], *(str(refusal) for refusal in refused[:_LISTED])],
+        )
     if num_refused <= options.allowance(total):
         return
     listed = [str(refusal) for refusal in refused[:_LISTED]]
@@ -395,7 +414,7 @@ def _manifest(
     provenance: Provenance,
     repairs: Mapping[str, list[dict[str, Any]]],
     inspection: Inspection,
-    num_refused: int,
+    counts: Counts,
 ) -> Manifest:
     shards = [part.shard for part in stage.parts if part.shard.num_samples] or [
         stage.parts[0].shard
@@ -408,5 +427,6 @@ def _manifest(
         attributes=dict(source.finish([part.extra for part in stage.parts])),
         repairs=dict(repairs),
         quality=inspection.summary(),
-        num_refused=num_refused,
+        num_refused=sum(counts.refused.values()),
+        counts=counts.to_json(),
     )

@@ -51,12 +51,17 @@ class Preparation:
         estimated_bytes: Upper estimate of the finished store, for the disk check.
         refused: What was refused while scanning.
         notes: Lines for the user ("Found 300,000 compounds with MOL files").
+        ignored: Reason to number of pieces that were left out by rule: counted, not limited by the bad-budget.
+        num_found: Every piece of input that was met. The packer compares it with packed + refused + ignored;
+            None when the source does not count.
     """
 
     parts: Sequence[Part]
     estimated_bytes: int
     refused: Sequence[Refusal] = ()
     notes: Sequence[str] = ()
+    ignored: Mapping[str, int] = field(default_factory=dict)
+    num_found: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,13 @@ class PartData:
         fields: Field name to data; every field has the same number of samples.
         refused: Input of this part that was not taken.
         extra: JSON facts that `Source.finish` merges into the manifest (scalers, counts).
+        ignored: As in `Preparation`, of this part.
     """
 
     fields: ShardData
     refused: Sequence[Refusal] = ()
     extra: Mapping[str, Json] = field(default_factory=dict)
+    ignored: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
