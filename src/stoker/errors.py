@@ -352,6 +352,7 @@ class Refusal:
         unit: What `line` counts: "line", "row" or "record".
         count: How many pieces it stands for; above 1 where a listing was cut short.
         kind: Class of reasons that the pack counts it under ("cannot be decoded"); the reason itself when empty.
+        fix: What to type so that it is taken; may be empty.
     """
 
     file: str
@@ -360,6 +361,7 @@ class Refusal:
     unit: str = "line"
     count: int = 1
     kind: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
         """Format as `file:line: reason`, the way editors and compilers do."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -367,6 +368,8 @@ def _check_budget(
 ) -> None:
     num_refused = count_refused(refused)
     total = num_samples + num_refused
+    wanted = Counter(refusal.fix for refusal in refused if refusal.fix)
+    fixes = [fix for fix, _ in wanted.most_common(1)]
     if not num_samples:
         # Whatever the budget: a store of nothing is no success, and a larger budget would not help.
         counts = balance(None, 0, refused, ignored)
@@ -374,7 +377,7 @@ def _check_budget(
             f"nothing is left to pack: found {counts.found:,} pieces of input, "
             f"refused {num_refused:,}, ignored {sum(counts.ignored.values()):,}.",
             "at least one sample",
-            "mend the input: the first reasons stand above",
+            "; or ".join(fixes) or "mend the input: the first reasons stand above",
             [*counts.lines()[1:], *(str(refusal) for refusal in refused[:_LISTED])],
         )
     if num_refused <= options.allowance(total):
@@ -383,13 +386,13 @@ def _check_budget(
     listed += [f"... and {num_refused - _LISTED:,} more"] if num_refused > _LISTED else []
     share = f"{math.ceil(1000 * num_refused / total) / 10:g}%"
     if options.on_bad == "stop":
-        fix = f"--on-bad quarantine --bad-budget {share} (leaves them out and lists them in OUT/{REFUSED_NAME})"
+        leave_out = f"--on-bad quarantine --bad-budget {share} (leaves them out and lists them in OUT/{REFUSED_NAME})"
     else:
-        fix = f"--bad-budget {share}, or mend the input"
+        leave_out = f"--bad-budget {share}, or mend the input"
     raise QualityError(
         f"{format_count(num_refused, 'piece')} of input refused ({share} of {total:,}):",
         f"at most {options.allowance(total):,} (--on-bad {options.on_bad}, --bad-budget {options.bad_budget})",
-        fix,
+        "; or ".join([*fixes, leave_out]),
         listed,
     )
 
