@@ -36,6 +36,7 @@ UNTYPED: dict[str, str] = {
     "packing/cluster.py: f'pip install stoker=={task.version} there, and start the worker again'": "needs a Dask cluster, or a second machine",
     "packing/cluster.py: f'{_START}; or leave --cluster out'": "needs a Dask cluster, or a second machine",
     "packing/cluster.py: f'{_START}; the same command goes on with the parts that are missing'": "needs a Dask cluster, or a second machine",
+    "packing/driver.py: 'mend the input, or name other files'": "nothing can be typed: no sample of the input can be used",
     "packing/driver.py: 'stoker pack --help (the kinds, and what each one reads)'": "needs a source of somebody else that has no parts",
     "packing/gate.py: stuck[0].remedy": "a sentence of the finding: sort the file by time",
     "packing/work_folder.py: command('df', '-h', existing)": "needs a disk without room or write permission",

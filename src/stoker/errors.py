@@ -402,6 +402,15 @@ def count_refused(refusals: Iterable[Refusal]) -> int:
     return sum(refusal.count for refusal in refusals)
 
 
+def count_kinds(refusals: Iterable[Refusal]) -> dict[str, int]:
+    """Return how many pieces were refused for each kind of reason."""
+    kinds: dict[str, int] = {}
+    for refusal in refusals:
+        kind = refusal.kind or refusal.reason
+        kinds[kind] = kinds.get(kind, 0) + refusal.count
+    return kinds
+
+
 def require_file(path: str | Path, what: str) -> Path:
     """Return `path` as a Path, or raise with what was expected there."""
     if as_url(path) is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from stoker.cli.terminal import make_console, print_json
-from stoker.display import command
+from stoker.display import command, printable
 
 if TYPE_CHECKING:
     from stoker.packing import PackOptions, PackResult
@@ -496,7 +496,7 @@ def _facts(result: PackResult) -> dict[str, object]:
 def print_result(result: PackResult) -> None:
     """Print what a pack made, as a table for people."""
     from stoker.cli.tables import store_table
-    from stoker.packing.counts import counts_lines
+    from stoker.sources.contract import Account
     from stoker.store.manifest import REFUSED_NAME
     from stoker.store.reader import open_store
     from stoker.units import format_count, format_seconds
@@ -508,10 +508,12 @@ def print_result(result: PackResult) -> None:
     console.print(
         f"{result.path} {done}: {format_count(result.manifest.num_samples)} samples",
     )
-    for line in counts_lines(result.manifest.counts):
-        console.print(line)
+    accounts = result.manifest.attributes.get("accounts") or [result.manifest.counts]
+    for account in accounts if result.manifest.counts else []:
+        for line in Account.from_json(account).lines():
+            console.print(printable(line))
     for note in result.manifest.attributes.get("notes") or ():
-        console.print(note)
+        console.print(printable(note))
     if result.manifest.num_refused:
         refused = format_count(result.manifest.num_refused, "piece")
         console.print(f"{refused} of input refused; see {result.path / REFUSED_NAME}")

@@ -25,7 +25,7 @@ from stoker.display import table_html
 from stoker.errors import InputError, QualityError, Refusal, StoreError, count_refused
 from stoker.ownership import always, write_text
 from stoker.packing.cluster import ClusterWorkers, check_cluster
-from stoker.packing.counts import Counts, balance
+from stoker.packing.counts import make_accounts
 from stoker.packing.gate import Stage, StagedPart, open_stage, quarantine, repair_stage
 from stoker.packing.work_folder import (
     WorkFolder,
@@ -252,8 +252,16 @@ def _make(
             inspection = _inspect(stage, progress)
     if inspection.refused:
         raise _gate_error(inspection)
-    counts = balance(preparation.num_found, stage.num_samples, refused, ignored)
-    manifest = _manifest(source, stage, provenance, fitted, inspection, counts)
+    attributes = dict(source.finish([part.extra for part in stage.parts]))
+    accounts = make_accounts(
+        preparation, attributes.get("accounts", []), refused, ignored, stage.num_samples
+    )
+    if len(accounts) > 1:
+        attributes["accounts"] = [account.to_json() for account in accounts]
+    counts = accounts[-1].to_json()
+    manifest = _manifest(
+        stage, provenance, fitted, inspection, count_refused(refused), attributes, counts
+    )
     listing = "".join(json_text(asdict(refusal)) + "\n" for refusal in refused)
     work.commit(stage.folder, manifest, listing)
     return _Made(manifest, refused, inspection)
@@ -370,20 +378,22 @@ def _check_budget(
     total = num_samples + num_refused
     wanted = Counter(refusal.fix for refusal in refused if refusal.fix)
     fixes = [fix for fix, _ in wanted.most_common(1)]
-    if not num_samples:
-        # Whatever the budget: a store of nothing is no success, and a larger budget would not help.
-        counts = balance(None, 0, refused, ignored)
-        raise QualityError(
-            f"nothing is left to pack: found {counts.found:,} pieces of input, "
-            f"refused {num_refused:,}, ignored {sum(counts.ignored.values()):,}.",
-            "at least one sample",
-            "; or ".join(fixes) or "mend the input: the first reasons stand above",
-            [*counts.lines()[1:], *(str(refusal) for refusal in refused[:_LISTED])],
-        )
-    if num_refused <= options.allowance(total):
+    if num_samples and num_refused <= options.allowance(total):
         return
     listed = [str(refusal) for refusal in refused[:_LISTED]]
     listed += [f"... and {num_refused - _LISTED:,} more"] if num_refused > _LISTED else []
+    if not num_samples:  # whatever the budget: a store without samples is of no use to anybody
+        raise QualityError(
+            f"no sample is left: {format_count(num_refused, 'piece')} of input, and all of it refused:"
+            if num_refused
+            else "the input holds no sample.",
+            "at least one sample",
+            "; or ".join(fixes) or "mend the input, or name other files",
+            [
+                *(f"ignored {num:,}: {why}" for each in ignored for why, num in each.items()),
+                *listed,
+            ],
+        )
     share = f"{math.ceil(1000 * num_refused / total) / 10:g}%"
     if options.on_bad == "stop":
         leave_out = f"--on-bad quarantine --bad-budget {share} (leaves them out and lists them in OUT/{REFUSED_NAME})"
@@ -412,24 +422,23 @@ def _gate_error(inspection: Inspection) -> QualityError:
 
 
 def _manifest(
-    source: Source,
     stage: Stage,
     provenance: Provenance,
     repairs: Mapping[str, list[dict[str, Any]]],
     inspection: Inspection,
-    counts: Counts,
+    num_refused: int,
+    attributes: dict[str, Any],
+    counts: dict[str, Any],
 ) -> Manifest:
-    shards = [part.shard for part in stage.parts if part.shard.num_samples] or [
-        stage.parts[0].shard
-    ]
+    shards = [part.shard for part in stage.parts if part.shard.num_samples]
     return Manifest(
         num_samples=stage.num_samples,
         fields=dict(stage.parts[0].fields),
         shards=shards,
         provenance=provenance,
-        attributes=dict(source.finish([part.extra for part in stage.parts])),
+        attributes=attributes,
         repairs=dict(repairs),
         quality=inspection.summary(),
-        num_refused=sum(counts.refused.values()),
-        counts=counts.to_json(),
+        num_refused=num_refused,
+        counts=counts,
     )

@@ -51,17 +51,91 @@ class Preparation:
         estimated_bytes: Upper estimate of the finished store, for the disk check.
         refused: What was refused while scanning.
         notes: Lines for the user ("Found 300,000 compounds with MOL files").
-        ignored: Reason to number of pieces that were left out by rule: counted, not limited by the bad-budget.
-        num_found: Every piece of input that was met. The packer compares it with packed + refused + ignored;
-            None when the source does not count.
+        found: Pieces of input that were found, each to become a sample, a refusal, or one of `ignored`; None where
+            the source counts otherwise (`Account`s under "accounts" of `Source.finish`) or not at all.
+        ignored: Reason to number of pieces that were never meant as samples (blank lines, hidden files).
+        unit: What `found` counts: "rows", "images".
     """
 
     parts: Sequence[Part]
     estimated_bytes: int
     refused: Sequence[Refusal] = ()
     notes: Sequence[str] = ()
+    found: int | None = None
     ignored: Mapping[str, int] = field(default_factory=dict)
-    num_found: int | None = None
+    unit: str = "samples"
+
+
+_MOST_KINDS = 20
+
+
+@dataclass(frozen=True)
+class Account:
+    """What became of the pieces of one input: found = packed + refused + ignored.
+
+    Attributes:
+        unit: What is counted: "rows", "M5 bars".
+        found: Pieces in the input.
+        packed: Those in the store.
+        refused: Reason to number of pieces that are wrong; each is listed in `refused.jsonl`.
+        ignored: Reason to number of pieces that were never meant to be packed.
+    """
+
+    unit: str
+    found: int
+    packed: int
+    refused: Mapping[str, int] = field(default_factory=dict)
+    ignored: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("refused", "ignored"):
+            object.__setattr__(self, name, _largest(getattr(self, name)))
+        total = self.packed + sum(self.refused.values()) + sum(self.ignored.values())
+        if total != self.found:  # a fault of the source: pieces were lost without a word
+            raise RuntimeError(
+                f"{self.found:,} {self.unit} were found, but {total:,} are accounted for: "
+                f"{self.packed:,} packed, refused {dict(self.refused)}, ignored {dict(self.ignored)}"
+            )
+
+    def to_json(self) -> dict[str, Json]:
+        """Return what the manifest holds."""
+        return {
+            "unit": self.unit,
+            "found": self.found,
+            "packed": self.packed,
+            "refused": dict(self.refused),
+            "ignored": dict(self.ignored),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Json]) -> Account:
+        """Return the account that `to_json` wrote."""
+        return cls(data["unit"], data["found"], data["packed"], data["refused"], data["ignored"])
+
+    def lines(self) -> list[str]:
+        """Return the account for people: one line, and one for each reason."""
+        num_refused, num_ignored = sum(self.refused.values()), sum(self.ignored.values())
+        lines = [
+            (
+                f"{self.found:,} {self.unit} found = {self.packed:,} packed + {num_refused:,} refused "
+                f"+ {num_ignored:,} ignored"
+            )
+        ]
+        for name in ("refused", "ignored"):
+            reasons: Mapping[str, int] = getattr(self, name)
+            lines += [f"  {name} {count:,}: {reason}" for reason, count in reasons.items()]
+        return lines
+
+
+def _largest(reasons: Mapping[str, int]) -> dict[str, int]:
+    """Return the most frequent reasons first; the rare ones of a long list are added up."""
+    ranked = sorted(((n, r) for r, n in reasons.items() if n), key=lambda pair: (-pair[0], pair[1]))
+    if len(ranked) <= _MOST_KINDS + 1:
+        return {reason: count for count, reason in ranked}
+    kept = {reason: count for count, reason in ranked[:_MOST_KINDS]}
+    rest = sum(count for count, _ in ranked[_MOST_KINDS:])
+    kept["other reasons"] = kept.get("other reasons", 0) + rest
+    return kept
 
 
 @dataclass(frozen=True)

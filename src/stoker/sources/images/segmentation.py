@@ -162,8 +162,9 @@ class SegmentationSource(PictureFolder):
             self._estimate(len(items), 1),
             refused,
             notes,
-            dict(+ignored),
             found,
+            dict(+ignored),
+            "pictures",
         )
 
     def _splits(self, pairing: Pairing) -> dict[str, int]:

@@ -231,8 +231,9 @@ class ImagesSource(PictureFolder):
             self._estimate(len(items), 0),
             refused,
             sorted_out.notes,
-            dict(+ignored),
             found,
+            dict(+ignored),
+            "pictures",
         )
 
     def _by_csv(self, listing: Listing) -> _Sorted:
