@@ -42,11 +42,28 @@ _ORIENTATION = 0x0112
 _DEEP = {"I;16": "16-bit", "I;16L": "16-bit", "I;16B": "16-bit", "I;16N": "16-bit", "F": "float"}
 _ANIMATED = {"GIF", "TIFF", "WEBP", "PNG"}
 """Formats whose files may hold several frames. An MPO of a phone holds a photo and its previews: the first is meant."""
-_FAULTS = (OSError, ValueError, SyntaxError, EOFError, RecursionError, struct.error)
+_FAULTS = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    RecursionError,
+    struct.error,
+    # What Pillow's Python parts raise on a damaged header.
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+)
 
 
 class PictureError(SourceError):
-    """A picture or mask that is refused; `kind` is the class of reasons that it is counted under."""
+    """A picture or mask that is refused.
+
+    Attributes:
+        kind: Class of reasons that it is counted under.
+        reason: What is wrong, without the path of the picture where that was given apart.
+    """
 
     def __init__(
         self,
@@ -55,9 +72,11 @@ class PictureError(SourceError):
         fix: str = "",
         details: Sequence[str] = (),
         kind: str = "cannot be decoded",
+        path: Path | None = None,
     ) -> None:
-        super().__init__(given, allowed, fix, details)
+        super().__init__(given if path is None else f"{path} {given}", allowed, fix, details)
         self.kind = kind
+        self.reason = given
 
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild from the parts, so that the error survives a worker process."""
@@ -114,14 +133,15 @@ def open_picture(path: Path) -> Any:
     image = pillow()
     try:
         with warnings.catch_warnings():
-            # Pillow warns from 89 megapixels on and refuses from 179: ours is one limit, by name.
-            warnings.simplefilter("ignore", image.DecompressionBombWarning)
+            # Pillow warns from 89 megapixels on and refuses from 179: ours is one limit, by name. It also warns of
+            # damaged tags; pixels that cannot be read are an error.
+            warnings.simplefilter("ignore")
             opened = image.open(path)
     except image.DecompressionBombError as error:
         claimed = re.search(r"\((\d+) pixels\)", str(error))
         raise _too_large(path, int(claimed[1]) if claimed else None) from error
     except _FAULTS as error:
-        raise PictureError(f"{path} cannot be opened as an image: {error}.") from error
+        raise PictureError(f"cannot be opened as an image: {error}.", path=path) from error
     pixels = opened.width * opened.height
     try:
         if pixels > bounds.PIXELS.most:
@@ -150,19 +170,21 @@ def decode(path: Path, first_frame: bool = False) -> Decoded:
         path: The file.
         first_frame: Take the first frame of a file that holds several, instead of refusing it.
     """
-    with open_picture(path) as opened:
+    with open_picture(path) as opened, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
             frames = int(getattr(opened, "n_frames", 1)) if opened.format in _ANIMATED else 1
             if frames > 1 and not first_frame:
                 raise PictureError(
-                    f"{path} holds {frames} frames.",
+                    f"holds {frames} frames.",
                     "one picture a file, or the first frame of each",
                     "--first-frame",
+                    path=path,
                     kind="several frames in one file",
                 )
             size = opened.size
             # Before `load`, which empties the list of tiles: only the file knows that it had 16 bits.
-            deep = any(";16" in str(tile) for tile in opened.tile) and len(opened.getbands()) > 1
+            deep = len(opened.getbands()) > 1 and any(map(_has_16_bits, opened.tile))
             exif = opened.getexif()
             orientation = int(exif.get(_ORIENTATION, 1) or 1)
             opened.load()
@@ -174,7 +196,14 @@ def decode(path: Path, first_frame: bool = False) -> Decoded:
         except _FAULTS as error:
             if isinstance(error, SourceError):
                 raise
-            raise PictureError(f"{path} cannot be decoded: {error}.") from error
+            raise PictureError(f"cannot be decoded: {error}.", path=path) from error
+
+
+def _has_16_bits(tile: Any) -> bool:
+    """Return whether a tile's raw mode, such as "RGB;16B", has 16 bits a channel."""
+    given = tile[3]
+    raw = given[0] if isinstance(given, tuple) and given else given
+    return isinstance(raw, str) and raw.partition(";")[2][:2] == "16"
 
 
 def turned(image: Any, orientation: int) -> Any:
@@ -216,20 +245,21 @@ def to_pixels(
             image, span = _scaled(image, kind, path, value_range)
         elif kind == "16-bit colour" and value_range is not None:
             raise PictureError(
-                f"{path} has colours of 16 bits a channel, of which the upper 8 are read: --range does not fit.",
+                "has colours of 16 bits a channel, of which the upper 8 are read: --range does not fit.",
                 "grey pictures with --range",
                 "leave --range out",
+                path=path,
                 kind="16-bit colour with --range",
             )
         elif mode == "LAB":
             raise PictureError(
-                f"{path} is in Lab colours.", "RGB, grey, palette or CMYK", kind="Lab colours"
+                "is in Lab colours.", "RGB, grey, palette or CMYK", path=path, kind="Lab colours"
             )
         image = _resized(_converted(image, channels), size)
     except _FAULTS as error:
         if isinstance(error, SourceError):
             raise
-        raise PictureError(f"{path} cannot be converted: {error}.") from error
+        raise PictureError(f"cannot be converted: {error}.", path=path) from error
     values = np.asarray(image, dtype=np.uint8).reshape(*size, channels)
     return Pixels(values, kind, span)
 
@@ -253,8 +283,9 @@ def _scaled(
     low, high = float(values.min()), float(values.max())
     if not np.isfinite(low) or not np.isfinite(high):
         raise PictureError(
-            f"{path} holds values that are not finite.",
+            "holds values that are not finite.",
             "finite values",
+            path=path,
             kind="values that are not finite",
         )
     bottom, top = value_range or {"16-bit": (0.0, 65535.0), "float": (0.0, 1.0)}.get(
@@ -269,9 +300,10 @@ def _scaled(
 def _no_range(path: Path, kind: str, low: float, high: float) -> PictureError:
     allowed = "0 to 1 for float pictures" if kind == "float" else "a range that is given"
     return PictureError(
-        f"{path} holds {kind} values from {low:g} to {high:g}.",
+        f"holds {kind} values from {low:g} to {high:g}.",
         f"{allowed}, or --range LOW,HIGH",
         f"--range {min(0.0, low):g},{max(high, low + 1):g}",
+        path=path,
         kind=f"{kind} values without --range",
     )
 

@@ -189,7 +189,7 @@ def _read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
             raise SourceError(
                 f"{path}:{line} has {len(row)} cells; the header has {len(header)}.",
                 "as many cells as the header",
-                command("sed", "-n", f"{line}p", path),
+                command("head", path),
             )
     return header, table[1:]
 

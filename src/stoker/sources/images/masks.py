@@ -389,13 +389,8 @@ def check_values(pixels: Mapping[int, int]) -> None:
     """
     values = sorted(pixels)
     inner = [value for value in values if value != IGNORE]
-    if not inner:
-        raise SourceError(
-            "every pixel of every mask is 255, which counts nowhere.",
-            "masks with classes",
-            _HINT,
-        )
-    if (inner == [0] and IGNORE in values) or (max(inner) > _SPREAD and len(inner) <= _FEW):
+    nothing_left = inner in ([], [0]) and IGNORE in values
+    if nothing_left or (max(inner, default=0) > _SPREAD and len(inner) <= _FEW):
         entries = ",".join(f"{value}={number}" for number, value in enumerate(values))
         raise SourceError(
             f"the masks hold the values {', '.join(map(str, values))}: these look like grey levels, not classes.",

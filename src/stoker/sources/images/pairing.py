@@ -179,8 +179,11 @@ def _take_objects(
     for key in images:
         folder, _, stem = key.rpartition("/")
         alone = in_folder[folder] == 1 and folder.rpartition("/")[2] == stem
-        mine = folders.get(key) or (folders.get(folder) if folder and alone else None)
-        if key not in found and mine:
+        if key in found:
+            continue
+        # A folder of masks belongs to one image.
+        mine = folders.pop(key, None) or (folders.pop(folder, None) if folder and alone else None)
+        if mine:
             found[key] = mine
             used.update(mine)
 
@@ -233,9 +236,11 @@ def suggest(images: Iterable[str], masks: Iterable[str]) -> tuple[Affixes, int, 
         for mask in near[:20]:
             # The part that differs begins where a word does, so that x1 and x2 share no "x".
             tried.update([Affixes(mask_suffix=mask[len(best) :], image_suffix=stem[len(best) :])])
-            cut = re.sub(r"[^_\-. ]+$", "", best).rstrip("_-. ")
-            if cut and cut != best:
-                tried.update([Affixes(mask_suffix=mask[len(cut) :], image_suffix=stem[len(cut) :])])
+            for cut in (best.rstrip("_-. "), re.sub(r"[^_\-. ]+$", "", best).rstrip("_-. ")):
+                if cut and cut != best:
+                    tried.update(
+                        [Affixes(mask_suffix=mask[len(cut) :], image_suffix=stem[len(cut) :])]
+                    )
     scored = []
     for affixes in tried:
         if not affixes:
@@ -247,8 +252,13 @@ def suggest(images: Iterable[str], masks: Iterable[str]) -> tuple[Affixes, int, 
             if stem.endswith(affixes.image_suffix)
         )
         length = len(affixes.mask_suffix) + len(affixes.image_suffix) + len(affixes.mask_prefix)
-        scored.append((hits, -length, affixes))
-    best_score = max(scored, key=lambda each: each[:2], default=None)
+        # Of those that fit equally well, one that begins where a word does.
+        words = affixes.mask_suffix[:1] in ("", *"_-. ") and affixes.image_suffix[:1] in (
+            "",
+            *"_-. ",
+        )
+        scored.append((hits, words, -length, affixes))
+    best_score = max(scored, key=lambda each: each[:3], default=None)
     if best_score is None or best_score[0] < max(1, len(image_stems) // 4):
         return None
-    return best_score[2], best_score[0], len(image_stems)
+    return best_score[3], best_score[0], len(image_stems)

@@ -149,8 +149,10 @@ class Columns:
 
     def refuse(self, path: Path, error: SourceError) -> None:
         """List a picture that is not taken, under the kind of its error."""
-        kind = error.kind if isinstance(error, PictureError) else "too large to decode"
-        self.refused.append(Refusal(str(path), None, error.given, kind=kind, fix=error.fix))
+        kind, reason = "too large to decode", error.given
+        if isinstance(error, PictureError):
+            kind, reason = error.kind, error.reason
+        self.refused.append(Refusal(str(path), None, reason, kind=kind, fix=error.fix))
 
     def fields(self, shape: tuple[int, ...], has_split: bool) -> dict[str, FieldData]:
         """Return the fields that both kinds have."""
