@@ -37,7 +37,8 @@ bench: $(BENCH_STAMP) ## the benchmarks, with their peers; JSON lands in benchma
 	for script in $$(grep -l '^if __name__' benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 docs: $(DOCS_STAMP) ## the documentation site, into site/; a warning is an error
-	$(BIN)/mkdocs build --quiet --strict --clean
+	rm -rf site
+	$(BIN)/python -m docs_build.site site
 	@echo "site/index.html; search needs a server: $(BIN)/python -m http.server -d site"
 
 clean: ## remove the environment and caches

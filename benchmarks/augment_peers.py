@@ -28,7 +28,8 @@ from torch import Tensor
 
 from stoker.augment import fused
 from stoker.augment.compose import Compose
-from stoker.augment.ops import ColorJitter, Normalize, RandomHorizontalFlip, RandomRotation, ToDtype
+from stoker.augment.geometry import RandomHorizontalFlip, RandomRotation
+from stoker.augment.ops import ColorJitter, Normalize, ToDtype
 from stoker.units import format_bytes
 
 MEAN = (0.485, 0.456, 0.406)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stoker.augment import ops
+import stoker.augment as ops
 from stoker.augment.compose import Compose
 from stoker.augment.mixing import CutMix, MixUp
 from stoker.augment.presets import make_preset

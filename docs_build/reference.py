@@ -1,7 +1,7 @@
-"""The API reference: public names with their signatures and docstrings, read from the source.
+"""The API reference: public names with their signatures and docstrings, read from the source by griffe.
 
 Enters: the files under `src/stoker`, as text; no module is imported, so nothing heavy is needed and nothing
-machine-dependent gets in. Leaves: Markdown by path, one page per room. Costs about a second.
+machine-dependent gets in. Leaves: Markdown by path, one page per room. Costs about three seconds.
 
 A name is public when `__all__` of the package or of one of its modules lists it, or when the docs or an
 example use it. A re-exported name stands where it is defined.
@@ -9,133 +9,101 @@ example use it. A re-exported name stands where it is defined.
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+import griffe
 
 from docs_build.docstrings import to_markdown
 
 _WIDE = 84
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_LONGEST_VALUE = 400
+_SHOWN_LABELS = ("property", "classmethod", "staticmethod")
 
 
-@dataclass(frozen=True)
-class Module:
-    """One source file.
-
-    Attributes:
-        name: Dotted.
-        doc: Its docstring.
-        definitions: Functions and classes by name.
-        values: Constants and type aliases by name.
-        imported: Names that come from another module of stoker: (module, name there).
-        exported: What `__all__` lists.
-    """
-
-    name: str
-    doc: str
-    definitions: Mapping[str, Definition]
-    values: Mapping[str, ast.Assign | ast.AnnAssign]
-    imported: Mapping[str, tuple[str, str]]
-    exported: tuple[str, ...]
+def read_package(source: Path) -> griffe.Module:
+    """Read the package `stoker` in the folder `source`."""
+    package = griffe.load(
+        "stoker", search_paths=[source.parent], allow_inspection=False, resolve_aliases=True
+    )
+    assert isinstance(package, griffe.Module)
+    return package
 
 
-def read_modules(source: Path) -> dict[str, Module]:
-    """Read every module under `source`, the folder of the package `stoker`, but the command line."""
-    modules = {}
-    for path in sorted(source.rglob("*.py")):
-        parts = path.relative_to(source.parent).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if not name.startswith("stoker.cli"):
-            modules[name] = _read(name, ast.parse(path.read_text(encoding="utf-8")))
-    return modules
+def _modules(package: griffe.Module) -> Iterator[griffe.Module]:
+    """Yield every module by name, but the command line: its pages are those of the verbs."""
+    yield package
+    for name in sorted(package.modules):
+        if package.modules[name].path != "stoker.cli" and not package.modules[name].is_alias:
+            yield from _modules(package.modules[name])
 
 
-def _read(name: str, tree: ast.Module) -> Module:
-    definitions: dict[str, Definition] = {}
-    values: dict[str, ast.Assign | ast.AnnAssign] = {}
-    imported: dict[str, tuple[str, str]] = {}
-    for node in tree.body:
-        if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
-            definitions[node.name] = node
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            values[node.targets[0].id] = node
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            values[node.target.id] = node
-    for inner in ast.walk(tree):
-        if isinstance(inner, ast.ImportFrom) and (inner.module or "").startswith("stoker"):
-            for alias in inner.names:
-                imported[alias.asname or alias.name] = (inner.module or "", alias.name)
-    exported: tuple[str, ...] = ()
-    if "__all__" in values and (listed := values["__all__"].value) is not None:
-        exported = tuple(ast.literal_eval(listed))
-    return Module(name, ast.get_docstring(tree) or "", definitions, values, imported, exported)
+def find_home(package: griffe.Module, module: str, name: str) -> griffe.Object | None:
+    """Return what a name that can be imported from `module` stands for; None when it is not ours."""
+    try:
+        found = package[f"{module}.{name}".removeprefix("stoker.")]
+        if found.is_module and name in found.members:
+            found = found[
+                name
+            ]  # `resolve` of `stoker.config.resolve`: griffe keeps the module's name
+        found = found.final_target if isinstance(found, griffe.Alias) else found
+    except (KeyError, griffe.AliasResolutionError, griffe.CyclicAliasError):
+        return None
+    ours = found.path.startswith("stoker.") and not found.path.startswith("stoker.cli.")
+    at_top = isinstance(found.parent, griffe.Module) and not isinstance(found, griffe.Module)
+    return found if ours and at_top else None
 
 
-def find_home(modules: Mapping[str, Module], module: str, name: str) -> tuple[str, str] | None:
-    """Say where a name that can be imported from `module` is defined; None when it is not ours."""
-    seen = set()
-    while (module, name) not in seen and module in modules:
-        seen.add((module, name))
-        here = modules[module]
-        if name in here.definitions or name in here.values:
-            return module, name
-        if name not in here.imported:
-            return None
-        module, name = here.imported[name]
-    return None
-
-
-def public_names(modules: Mapping[str, Module], texts: Iterable[str]) -> dict[str, list[str]]:
-    """Return the public names by the module that defines them.
+def public_names(
+    package: griffe.Module, texts: Iterable[str]
+) -> dict[str, dict[str, griffe.Object]]:
+    """Return what is public by the module that defines it, and by name.
 
     Args:
-        modules: All of them.
+        package: As read.
         texts: Pages and examples; what they import from stoker, or name in full, is public.
     """
-    wanted = [(module.name, name) for module in modules.values() for name in module.exported]
+    wanted = [
+        (module.path, str(name)) for module in _modules(package) for name in module.exports or ()
+    ]
     for text in texts:
         for module, names in re.findall(r"^ *from (stoker[\w.]*) import ([\w, ]+)$", text, re.M):
             wanted += [(module, name.strip()) for name in names.split(",")]
         wanted += re.findall(r"\b(stoker(?:\.[a-z_]+)+)\.(\w+)", text)
-    homes: dict[str, set[str]] = {}
+    homes: dict[str, dict[str, griffe.Object]] = {}
     for module, name in wanted:
-        home = find_home(modules, module, name)
-        if home is not None and not home[1].startswith("_"):
-            homes.setdefault(home[0], set()).add(home[1])
-    return {module: sorted(names) for module, names in sorted(homes.items())}
+        home = find_home(package, module, name)
+        if home is not None and not home.name.startswith("_"):
+            homes.setdefault(home.module.path, {})[home.name] = home
+    return {module: dict(sorted(homes[module].items())) for module in sorted(homes)}
 
 
 def reference_pages(source: Path, texts: Iterable[str]) -> dict[str, str]:
     """Make the page of every room and the page that lists the names of `import stoker`."""
-    modules = read_modules(source)
-    public = public_names(modules, texts)
-    rooms: dict[str, list[str]] = {}
-    for name in public:
-        rooms.setdefault(name.split(".")[1], []).append(name)
-    pages = {f"api/{room}.md": _room(room, names, modules, public) for room, names in rooms.items()}
-    return {"api/index.md": _index(modules, rooms)} | pages
+    package = read_package(source)
+    public = public_names(package, texts)
+    rooms = {name.split(".")[1] for name in public}
+    pages = {f"api/{room}.md": _room(package, room, public) for room in sorted(rooms)}
+    return {"api/index.md": _index(package, sorted(rooms))} | pages
 
 
-def anchor(module: str, name: str) -> str:
+def anchor(path: str) -> str:
     """Return the place of a name on its room's page."""
-    return f"{module}.{name}".replace(".", "-").lower()
+    return path.replace(".", "-").lower()
 
 
-def _index(modules: Mapping[str, Module], rooms: Mapping[str, list[str]]) -> str:
+def _index(package: griffe.Module, rooms: list[str]) -> str:
     rows = []
-    for name in modules["stoker"].exported:
-        home = find_home(modules, "stoker", name)
+    for name in map(str, package.exports or ()):
+        home = find_home(package, "stoker", name)
         assert home is not None, f"stoker.__all__ lists {name}, which is nowhere defined"
-        module, own = home
-        link = f"{module.split('.')[1]}.md#{anchor(module, own)}"
-        rows.append(f"| [`{name}`]({link}) | {_summary(modules[module], own)} | `{module}` |")
+        module = home.module.path
+        link = f"{module.split('.')[1]}.md#{anchor(home.path)}"
+        rows.append(f"| [`{name}`]({link}) | {_first_sentence(home)} | `{module}` |")
     rooms_rows = [
-        f"| [`stoker.{room}`]({room}.md) | {_first_sentence(modules[f'stoker.{room}'].doc)} |"
-        for room in sorted(rooms)
+        f"| [`stoker.{room}`]({room}.md) | {_first_sentence(package.modules[room])} |"
+        for room in rooms
     ]
     return "\n".join([
         "# API reference",
@@ -161,127 +129,86 @@ def _index(modules: Mapping[str, Module], rooms: Mapping[str, list[str]]) -> str
 
 
 def _room(
-    room: str,
-    names: list[str],
-    modules: Mapping[str, Module],
-    public: Mapping[str, list[str]],
+    package: griffe.Module, room: str, public: Mapping[str, Mapping[str, griffe.Object]]
 ) -> str:
-    package = modules[f"stoker.{room}"]
-    lines = [f"# stoker.{room}", "", to_markdown(package.doc), ""]
-    for name in names:
-        module = modules[name]
-        if name != package.name:
-            lines += [f"## {name}", "", to_markdown(module.doc), ""]
-        for own in public[name]:
-            lines += _entry(module, own)
+    lines = [f"# stoker.{room}", "", to_markdown(_doc(package.modules[room])), ""]
+    for path, names in public.items():
+        if path.split(".")[1] != room:
+            continue
+        if path != f"stoker.{room}":
+            module = package[path.removeprefix("stoker.")]
+            lines += [f"## {path}", "", to_markdown(_doc(module)), ""]
+        for thing in names.values():
+            lines += _entry(thing)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _entry(module: Module, name: str) -> list[str]:
-    heading = f"### {name} {{ #{anchor(module.name, name)} }}"
-    node = module.definitions.get(name)
-    if node is None:
-        shown = ast.unparse(module.values[name])
-        shown = shown if len(shown) <= 400 else f"{name} = ..."
-        return [heading, "", "```python", shown, "```", ""]
-    lines = [heading, "", "```python", _signature(node), "```", "", to_markdown(_doc(node)), ""]
-    if isinstance(node, ast.ClassDef):
-        for method in _methods(node):
-            lines += [
-                f"#### {name}.{method.name} {{ #{anchor(module.name, name)}-{method.name.lower()} }}",
-                "",
-            ]
-            lines += ["```python", _signature(method), "```", "", to_markdown(_doc(method)), ""]
+def _entry(thing: griffe.Object) -> list[str]:
+    heading = [f"### {thing.name} {{ #{anchor(thing.path)} }}", ""]
+    if isinstance(thing, griffe.Attribute):
+        shown = thing.source if len(thing.source) <= _LONGEST_VALUE else f"{thing.name} = ..."
+        return [*heading, "```python", shown, "```", ""]
+    lines = [*heading, "```python", _signature(thing), "```", "", to_markdown(_doc(thing)), ""]
+    if isinstance(thing, griffe.Class):
+        for name, member in thing.members.items():
+            # griffe takes a property for an attribute with a label.
+            is_method = member.is_function or "property" in member.labels
+            if is_method and not name.startswith("_") and _doc(member):
+                title = f"#### {thing.name}.{name} {{ #{anchor(member.path)} }}"
+                lines += [title, "", "```python", _signature(member), "```", ""]
+                lines += [to_markdown(_doc(member)), ""]
     return lines
 
 
-def _methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [
-        inner
-        for inner in node.body
-        if isinstance(inner, _FUNCTIONS) and not inner.name.startswith("_") and _doc(inner)
-    ]
+def _doc(thing: griffe.Object | griffe.Alias) -> str:
+    return thing.docstring.value if thing.docstring else ""
 
 
-def _doc(node: Definition) -> str:
-    return ast.get_docstring(node) or ""
+def _signature(thing: griffe.Object | griffe.Alias) -> str:
+    """Write how a thing is called, on one line where it fits, else with a line for each argument."""
+    lines = [f"@{label}" for label in _SHOWN_LABELS if label in thing.labels]
+    head, returns, parameters = thing.name, "", griffe.Parameters()
+    if isinstance(thing, griffe.Class):
+        parameters = thing.parameters
+        if "__init__" in thing.members:
+            head = f"class {thing.name}"
+        else:  # inherited: from what, then how it is called
+            bases = ", ".join(map(str, thing.bases))
+            lines.append(f"class {thing.name}" + (f"({bases})" if bases else ""))
+            if not parameters:
+                return "\n".join(lines)
+    elif isinstance(thing, griffe.Function | griffe.Attribute):
+        returns = f" -> {thing.annotation}" if thing.annotation else ""
+        parameters = thing.parameters if isinstance(thing, griffe.Function) else parameters
+    arguments = _arguments(parameters)
+    line = f"{head}({', '.join(arguments)}){returns}"
+    if len(line) > _WIDE:
+        line = "\n".join([f"{head}(", *(f"    {one}," for one in arguments), f"){returns}"])
+    return "\n".join([*lines, line])
 
 
-def _signature(node: Definition) -> str:
-    if isinstance(node, ast.ClassDef):
-        return _class_signature(node)
-    marks = [ast.unparse(mark) for mark in node.decorator_list]
-    kept = [f"@{mark}" for mark in marks if mark in ("property", "classmethod", "staticmethod")]
-    skip = 1 if node.args.args and node.args.args[0].arg in ("self", "cls") else 0
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    return "\n".join([*kept, _call(node.name, _arguments(node.args)[skip:], returns)])
-
-
-def _class_signature(node: ast.ClassDef) -> str:
-    inits = [
-        one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"
-    ]
-    if inits:
-        return _call(f"class {node.name}", _arguments(inits[0].args)[1:], "")
-    if any("dataclass" in ast.unparse(mark) for mark in node.decorator_list):
-        return _call(f"class {node.name}", _fields(node), "")
-    bases = [ast.unparse(base) for base in node.bases]
-    return f"class {node.name}" + (f"({', '.join(bases)})" if bases else "")
-
-
-def _fields(node: ast.ClassDef) -> list[str]:
-    fields = [
-        one
-        for one in node.body
-        if isinstance(one, ast.AnnAssign)
-        and isinstance(one.target, ast.Name)
-        and not one.target.id.startswith("_")
-        and "ClassVar" not in ast.unparse(one.annotation)
-    ]
-    return [ast.unparse(field) for field in fields]
-
-
-def _arguments(arguments: ast.arguments) -> list[str]:
+def _arguments(parameters: griffe.Parameters) -> list[str]:
     """Write each argument with its type and default, and the bare `*` and `/` where they stand."""
-    written = []
-    plain = [*arguments.posonlyargs, *arguments.args]
-    defaults = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
-    for number, (one, default) in enumerate(zip(plain, defaults, strict=True), 1):
-        written.append(_argument(one, default))
-        if number == len(arguments.posonlyargs):
+    kinds = griffe.ParameterKind
+    stars = {kinds.var_positional: "*", kinds.var_keyword: "**"}
+    written: list[str] = []
+    before: griffe.ParameterKind | None = None
+    for number, one in enumerate(parameters):
+        if number == 0 and one.name in ("self", "cls"):
+            continue
+        if before is kinds.positional_only and one.kind is not before:
             written.append("/")
-    if arguments.vararg:
-        written.append(f"*{_argument(arguments.vararg, None)}")
-    elif arguments.kwonlyargs:
-        written.append("*")
-    for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        written.append(_argument(one, default))
-    if arguments.kwarg:
-        written.append(f"**{_argument(arguments.kwarg, None)}")
-    return written
+        if one.kind is kinds.keyword_only and before not in (one.kind, kinds.var_positional):
+            written.append("*")
+        equals = " = " if one.annotation else "="
+        # griffe gives `*args` the default `()`.
+        default = "" if one.default is None or one.kind in stars else f"{equals}{one.default}"
+        annotation = f": {one.annotation}" if one.annotation else ""
+        written.append(f"{stars.get(one.kind, '')}{one.name}{annotation}{default}")
+        before = one.kind
+    return written + ["/"] * (before is kinds.positional_only)
 
 
-def _argument(one: ast.arg, default: ast.expr | None) -> str:
-    typed = f"{one.arg}: {ast.unparse(one.annotation)}" if one.annotation else one.arg
-    if default is None:
-        return typed
-    return (
-        f"{typed} = {ast.unparse(default)}" if one.annotation else f"{typed}={ast.unparse(default)}"
-    )
-
-
-def _call(name: str, arguments: list[str], returns: str) -> str:
-    line = f"{name}({', '.join(arguments)}){returns}"
-    if len(line) <= _WIDE:
-        return line
-    return "\n".join([f"{name}(", *(f"    {one}," for one in arguments), f"){returns}"])
-
-
-def _summary(module: Module, name: str) -> str:
-    node = module.definitions.get(name)
-    return _first_sentence(_doc(node)) if node is not None else ""
-
-
-def _first_sentence(doc: str) -> str:
-    paragraph = " ".join(doc.split("\n\n", maxsplit=1)[0].split())
+def _first_sentence(thing: griffe.Object) -> str:
+    paragraph = " ".join(_doc(thing).split("\n\n", maxsplit=1)[0].split())
     return to_markdown(paragraph).replace("|", "\\|")

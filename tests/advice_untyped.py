@@ -69,7 +69,7 @@ UNTYPED: dict[str, str] = {
     "train/ranks.py: 'the same command with --resume; torchrun --max-restarts 3, or stoker train --gpus, do so'": "needs processes that torchrun has started",
     "train/ranks.py: f'--gpus {present}, torchrun --nproc-per-node {present}, or --device cpu'": "needs processes that torchrun has started",
     "train/trainer.py: \"monitor='loss', and fit(resume=True) where the run has a folder\"": "needs an epoch of training",
-    "train/trainer.py: 'fit(resume=True), or another run_dir'": "needs an epoch of training",
+    "train/run_folder.py: 'fit(resume=True), or another run_dir'": "needs an epoch of training",
     "train/update.py: 'the same command with --resume' + (f'; it begins one level lower: {lower.reason}' if lower is not None else ', with a smaller batch')": "needs processes that torchrun has started",
     "tune/job.py: 'training.precision=bf16, training.activation_checkpointing=true, or a smaller model'": "needs a job that does not fit into the memory",
 }

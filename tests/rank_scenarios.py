@@ -74,15 +74,16 @@ def stop_early(folder: Path, ranks: Ranks, name: str, **options) -> dict:
     shutdown._ASK_SECONDS = 0.0  # at every step: these take a millisecond
     trainer = make(folder / "rows.h5", ranks, run_dir=folder / name, **options)
     taken: list[list[int]] = []
-    inner = trainer._train_on
+    inner = trainer._update.add
 
-    def note(work, position):
-        inner(work, position)
+    def note(work):
+        loss = inner(work)
         taken.append([trainer._epoch, *trainer._train.loader.samples[work.positions].tolist()])
         if len(taken) == 12 and ranks.rank == ranks.world_size - 1:
             os.kill(os.getpid(), 15)
+        return loss
 
-    trainer._train_on = note
+    trainer._update.add = note
     history = trainer.fit()
     return {"ended": history.ended, "taken": taken, "epoch": trainer._epoch}
 
@@ -91,13 +92,13 @@ def go_on(folder: Path, ranks: Ranks, name: str, **options) -> dict:
     """Resume what any number of ranks has left."""
     trainer = make(folder / "rows.h5", ranks, run_dir=folder / name, **options)
     taken: list[list[int]] = []
-    inner = trainer._train_on
+    inner = trainer._update.add
 
-    def note(work, position):
+    def note(work):
         taken.append([trainer._epoch, *trainer._train.loader.samples[work.positions].tolist()])
-        inner(work, position)
+        return inner(work)
 
-    trainer._train_on = note
+    trainer._update.add = note
     trainer.fit(resume=True)
     return outcome(trainer) | {"taken": taken, "notes": trainer.history.notes}
 

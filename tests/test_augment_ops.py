@@ -13,26 +13,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.augment import Compose, philox
+from stoker.augment.definition import TAPE_WIDTH, Opcode
 from stoker.augment.draw import draw_table, fill_table, untouched
-from stoker.augment.ops import (
-    TAPE_WIDTH,
+from stoker.augment.geometry import (
     CenterCrop,
+    RandomAffine,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    RandomRotation,
+    RandomVerticalFlip,
+    Resize,
+)
+from stoker.augment.ops import (
     ColorJitter,
     GaussianBlur,
     Normalize,
-    Opcode,
-    RandomAffine,
     RandomBrightness,
     RandomContrast,
-    RandomCrop,
     RandomErasing,
-    RandomHorizontalFlip,
     RandomHue,
-    RandomResizedCrop,
-    RandomRotation,
     RandomSaturation,
-    RandomVerticalFlip,
-    Resize,
     ToDtype,
     check_order,
     encode_tape,

@@ -16,7 +16,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from stoker.augment.compose import Compose
-from stoker.augment.ops import RandomCrop, RandomHorizontalFlip, RandomRotation
+from stoker.augment.geometry import RandomCrop, RandomHorizontalFlip, RandomRotation
 from stoker.augment.preview import (
     Sample,
     check_output,

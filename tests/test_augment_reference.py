@@ -14,18 +14,20 @@ from hypothesis import strategies as st
 
 from stoker.augment import philox, reference
 from stoker.augment.draw import BRIGHTNESS, CONTRAST, HUE, SATURATION, SIGMA, draw_table, untouched
+from stoker.augment.geometry import (
+    RandomAffine,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    RandomRotation,
+    RandomVerticalFlip,
+)
 from stoker.augment.guard import NOT_FINITE, OUT_OF_UNIT
 from stoker.augment.ops import (
     ColorJitter,
     GaussianBlur,
     Normalize,
-    RandomAffine,
-    RandomCrop,
     RandomErasing,
-    RandomHorizontalFlip,
-    RandomResizedCrop,
-    RandomRotation,
-    RandomVerticalFlip,
     ToDtype,
     encode_tape,
     make_program,

@@ -16,8 +16,9 @@ from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train import capture as capturing
 from stoker.train.batches import Work
-from stoker.train.capture import CHECKED_REPLAYS, WARM_UP_STEPS, CapturedStep, _alike, _difference
+from stoker.train.capture import CHECKED_REPLAYS, WARM_UP_STEPS, CapturedStep, _alike
 from stoker.train.frozen import FrozenGroups, has_drawn, is_equal, quiet_host_rng
+from stoker.train.replay_check import difference
 from stoker.train.step import state_tensors
 from stoker.train.trainer import Trainer
 from test_capture import forgetful  # noqa: F401  a fixture
@@ -157,11 +158,11 @@ def test_values_without_one_answer_are_a_misfit():
     assert _alike((torch.ones(2), "a"), (torch.zeros(2), "a"))
 
 
-def test_a_list_that_is_longer_is_a_difference():
+def test_a_list_that_is_longer_is_adifference():
     one = torch.ones(2)
-    assert _difference([one, one], [one]) == math.inf
-    assert _difference([one], [one, one]) == math.inf
-    assert _difference([one], [one]) == 0.0
+    assert difference([one, one], [one]) == math.inf
+    assert difference([one], [one, one]) == math.inf
+    assert difference([one], [one]) == 0.0
 
 
 # -- whole runs: graphs on a GPU, and stand-ins that freeze the same things without one -------------

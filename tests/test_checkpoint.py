@@ -30,12 +30,12 @@ from stoker.ownership import MARK_NAME
 from stoker.train import checkpoint_file
 from stoker.train.checkpoint import (
     Checkpoints,
-    RunLock,
     capture_rng,
     differences,
     load_checkpoint,
     restore_rng,
 )
+from stoker.train.run_folder import RunLock
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [
@@ -632,7 +632,7 @@ def test_an_identity_does_not_differ_from_itself(identity):
 
 HOLDER = """
 import os, sys, time
-from stoker.train.run_lock import RunLock
+from stoker.train.run_folder import RunLock
 lock = RunLock(sys.argv[1]).acquire()
 print(os.getpid(), flush=True)
 if len(sys.argv) > 2 and os.fork() == 0:

@@ -15,10 +15,9 @@ import warm_stoker
 from stoker.cli.main import app
 from stoker.doctor import scripts
 from stoker.doctor.attach import Attached
-from stoker.doctor.findings import Finding, Gain, Patch
+from stoker.doctor.findings import Consultation, Finding, Gain, Patch
 from stoker.doctor.measurements import Measurements
 from stoker.doctor.scripts import edit_call, suggest_patch
-from stoker.doctor.verdict import Consultation
 from stoker.errors import StokerError
 from stoker.measure.readings import Spread
 from store_makers import write_store

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import stoker.compat.chunk_loader as door
 from stoker.compat.chunk_loader import ChunkDataLoader, samples_that_fit
 from stoker.errors import InputError, StoreError
-from stoker.loader.small_fields import AHEAD_BYTES
+from stoker.loader.gather import AHEAD_BYTES
 from stoker.plan import array_facts, make_plan
 from stoker.store.manifest import FieldInfo
 from stoker.units import GIB
@@ -254,7 +254,7 @@ def test_bug_f_batches_are_no_views_of_a_chunk(path, arrays, device):
         held = list(loader)
         assert loader.device_bytes == ring <= gib(50) * 1024**3
         slots = [
-            values.untyped_storage().data_ptr() for values in loader._loader._ring.tensors.values()
+            values.untyped_storage().data_ptr() for values in loader._loader._data.ring.tensors.values()
         ]
         for number, (features, _) in enumerate(held):
             assert features.untyped_storage().data_ptr() not in slots
@@ -310,7 +310,7 @@ def test_bug_h_host_memory_is_a_few_slabs_not_two_chunks(path):
     from stoker.plan.budget import SLAB_BYTES
 
     with ChunkDataLoader(path, 8, device="cpu") as loader:
-        uploader = loader._loader._uploader
+        uploader = loader._loader._data.uploader
         assert uploader.pinned_bytes in (0, (uploader.threads + 2) * SLAB_BYTES)
 
 
@@ -438,10 +438,10 @@ def test_bug_s_no_allocation_and_no_empty_cache_per_chunk(path, monkeypatch):
 
 def test_bug_s_the_ring_is_allocated_once(path):
     with ChunkDataLoader(path, 8, gib(50), "cpu") as loader:
-        places = {name: t.data_ptr() for name, t in loader._loader._ring.tensors.items()}
+        places = {name: t.data_ptr() for name, t in loader._loader._data.ring.tensors.items()}
         for _ in range(3):
             list(loader)
-        assert {n: t.data_ptr() for n, t in loader._loader._ring.tensors.items()} == places
+        assert {n: t.data_ptr() for n, t in loader._loader._data.ring.tensors.items()} == places
 
 
 # -- refusals --------------------------------------------------------------------------------------

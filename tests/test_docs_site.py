@@ -25,7 +25,7 @@ from docs_build.pages import (
     relinked,
     written_pages,
 )
-from docs_build.reference import anchor, find_home, read_modules
+from docs_build.reference import anchor, find_home, read_package
 from docs_build.results import Row, benchmarks_page, number_words, rows_of
 from docs_build.symptoms import findings, symptoms
 from docs_build.verbs import EXIT_CODES, command_tree, leaves, subcommands, verb_pages
@@ -38,7 +38,7 @@ RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, str]:
-    """All pages as mkdocs gets them."""
+    """All pages as zensical gets them."""
     written = {path: relinked(text, f"docs/{path}") for path, text in written_pages().items()}
     return written | generated_pages()
 
@@ -196,15 +196,15 @@ def test_numbers_in_words(value, words):
 
 def test_every_public_name_is_in_the_reference_with_its_real_signature(pages):
     """Two ways, one answer: the source read as text, and the imported object."""
-    modules = read_modules(ROOT / "src/stoker")
+    package = read_package(ROOT / "src/stoker")
     checked = 0
     for name in stoker.__all__:
-        home = find_home(modules, "stoker", name)
+        home = find_home(package, "stoker", name)
         assert home is not None
-        room = pages[f"api/{home[0].split('.')[1]}.md"]
-        mark = f"### {home[1]} {{ #{anchor(*home)} }}"
+        room = pages[f"api/{home.path.split('.')[1]}.md"]
+        mark = f"### {home.name} {{ #{anchor(home.path)} }}"
         assert mark in room
-        assert f"#{anchor(*home)})" in pages["api/index.md"]
+        assert f"#{anchor(home.path)})" in pages["api/index.md"]
         thing = getattr(stoker, name)
         if inspect.isfunction(thing):
             shown = room.partition(mark)[2].partition("```python\n")[2].partition("\n```")[0]
@@ -468,15 +468,14 @@ def test_pages_use_the_words_of_the_field():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    for package in ("mkdocs", "material"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install 'stoker[docs]'")
-    folder = tmp_path_factory.mktemp("site")
+    if importlib.util.find_spec("zensical") is None:
+        pytest.skip("zensical is not installed: pip install 'stoker[docs]'")
+    folder = tmp_path_factory.mktemp("built") / "site"
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        [sys.executable, "-m", "docs_build.site", str(folder)],
         cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from stoker.doctor import scripts
 from stoker.doctor.attach import Attached, _lives, describe_ending, run_script
-from stoker.doctor.findings import Finding, Gain, Patch
+from stoker.doctor.findings import HEALTHY, Consultation, Finding, Gain, Outcome, Patch
 from stoker.doctor.findings_page import findings_page
 from stoker.doctor.measurements import MachineFacts, Measurements
 from stoker.doctor.probe import recorder
@@ -25,7 +25,6 @@ from stoker.doctor.probe.recorder import OTHER_LOADER
 from stoker.doctor.scripts import edit_call, suggest_patch, treat_script
 from stoker.doctor.transcript import Process
 from stoker.doctor.transcript_measures import measure
-from stoker.doctor.verdict import HEALTHY, Consultation, Outcome
 from stoker.measure.readings import Spread
 from test_cli_doctor import call
 from test_doctor_attach import attached, row, script, state, watched

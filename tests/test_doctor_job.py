@@ -15,17 +15,20 @@ from hypothesis import strategies as st
 
 from run_makers import dirty_table, make_store, settings_for
 from stoker.doctor.ablation import default_patience, examine
-from stoker.doctor.alternatives import (
+from stoker.doctor.consultation import (
     NEAR_BEST,
     batch_proposal,
+    choose_treatment,
+    consult_job,
     find_knee,
     measured_gain,
     propose,
+    treat_job,
     try_alternatives,
     weigh,
 )
-from stoker.doctor.consultation import choose_treatment, consult_job, treat_job
 from stoker.doctor.findings import Finding, Gain, Patch
+from stoker.doctor.gains import split_step
 from stoker.doctor.job_config import JobConfig
 from stoker.doctor.measurements import (
     Ablation,
@@ -36,7 +39,6 @@ from stoker.doctor.measurements import (
     Measurements,
 )
 from stoker.doctor.rules import FINDING_NAMES
-from stoker.doctor.step_parts import split_step
 from stoker.doctor.trace import Schedule, find_kernels, record
 from stoker.errors import ConfigError, InputError
 from stoker.measure.jobs import time_step, time_together

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import test_quality_page
-from stoker.doctor.findings import Finding, Gain, Patch
+from stoker.doctor.findings import Consultation, Finding, Gain, Outcome, Patch
 from stoker.doctor.findings_page import draw_timeline, findings_page, gain_text, spread_text
 from stoker.doctor.measurements import (
     Ablation,
     Alternative,
     BadValues,
-    HostSync,
+    HostCall,
     LoaderFacts,
     LoaderWork,
     MachineFacts,
@@ -26,7 +26,6 @@ from stoker.doctor.measurements import (
     MemoryFacts,
     TimelineSpan,
 )
-from stoker.doctor.verdict import Consultation, Outcome
 from stoker.measure.readings import Spread
 from test_quality_page import HOSTILE, Strict, browse
 
@@ -72,7 +71,7 @@ def a_consultation(word="seen", kind="job", findings=None):
             kind="stoker", tier="chunked", batch_size=16, where=word, batch_bytes=4096,
             work=LoaderWork(read=0.001, decode=0.002, transform=0.0, collate=0.0005),
         ),
-        syncs=(HostSync(f"{word}:3", "item", 1.0, 0.001),),
+        syncs=(HostCall(f"{word}:3", "item", 1.0, 0.001),),
         memory=MemoryFacts(host_bytes=10**9),
         bad_values=(BadValues(word, word, 1, 2),),
         ablation=Ablation(

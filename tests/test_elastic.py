@@ -21,7 +21,7 @@ from stoker.loader.epochs import DealtEpoch
 from stoker.loader.lanes import plan_lanes, plan_store_lanes
 from stoker.loader.loader import Loader
 from stoker.loader.order import EpochOrder, Order, PlannedBatch
-from stoker.loader.positions import Part, PositionSet
+from stoker.loader.positions import PositionSet, Subset
 from stoker.plan.facts import even_chunks
 from store_makers import simple_shard, write_store
 from test_loader import check_batch
@@ -452,11 +452,11 @@ def test_parts_that_are_listed_late_are_in_the_set_all_the_same(pieces, data):
         own = np.array(sorted(some), np.int64) + base if is_part else base + np.arange(width)
         members += own.tolist()
         if is_part:
-            parts.append(Part(base, base + 10, len(own), lambda own=own: own))
+            parts.append(Subset(base, base + 10, len(own), lambda own=own: own))
         else:
             starts, stops = [*starts, base], [*stops, base + width]
     ours = PositionSet.of(
-        starts=np.array(starts, int), stops=np.array(stops, int), parts=parts[::-1]
+        starts=np.array(starts, int), stops=np.array(stops, int), subsets=parts[::-1]
     )
     whole = np.array(members, np.int64)
     assert ours.positions().tolist() == members
@@ -572,8 +572,8 @@ def test_a_batch_of_more_chunks_than_slots_is_loaded_by_itself(store, device, fi
     with Loader(store, 24, device, fields=fields, **options) as loader:
         before = loader.device_bytes
         loader.load_state_dict(state)
-        epoch = loader._epochs.get(0)
-        assert (epoch.num_chunks_of(state["batch"]) > loader._ring.num_slots).any()
+        epoch = loader._progress.get(0)
+        assert (epoch.num_chunks_of(state["batch"]) > loader._data.ring.num_slots).any()
         batch_bytes = 24 * (35 * 4 + 8 + 16 * 4 * 4 + 16 + 30 * 2)
         assert 0 <= loader.device_bytes - before <= batch_bytes
         assert (loader.device_bytes == before) == (fields is not None)
@@ -630,11 +630,11 @@ def test_a_ring_that_shrinks_still_holds_a_batch_of_samples_from_anywhere(store)
     options = {"order": "shuffled", "seed": 3, "chunk_bytes": 14 * 195, "num_slots": 8}
     with Loader(store, 14, "cpu", **options) as loader:
         loader.load_state_dict(nearly_done(store))
-        assert loader._epochs.get(0).num_chunks_of(6).max() > 3
+        assert loader._progress.get(0).num_chunks_of(6).max() > 3
         batches = iter(loader)
         check_batch(store, next(batches))
         loader.shrink(0.25)
-        assert loader._ring.num_slots == 3
+        assert loader._data.ring.num_slots == 3
         for batch in batches:
             check_batch(store, batch)
 
@@ -660,7 +660,7 @@ def test_the_loader_says_how_long_the_epoch_is_and_what_all_ranks_take(store):
             assert (loader.epoch, loader.num_batches) == (2, 7)
             assert [batch.num_together for batch in loader] == [15] * 6 + [10]
             loader.load_state_dict(state)
-            assert loader.order_digest() == loader._epochs.get(1).digest(5)
+            assert loader.order_digest() == loader._progress.get(1).digest(5)
             loader.set_epoch(1)
             assert loader.num_batches == 7
 

@@ -111,8 +111,8 @@ def train_foreign(kind, seed, stop_at=None, resume=False, device="cpu", noise=0.
     )
     original = trainer._after_batch
 
-    def stop(position, cache):
-        original(position, cache)
+    def stop(position):
+        original(position)
         if stop_at == (trainer._epoch, position):
             raise KeyboardInterrupt  # saves nothing, as little as `kill -9` does
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from training_makers import make_model, write_rows
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("accelerate", reason="accelerate is not installed")
-
-from stoker.frameworks.huggingface import StokerTrainerMixin  # noqa: E402
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    *(
+        pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
+        for name in ("transformers", "accelerate")
+    ),
+]
 FIELDS = {"features": "input_values", "targets": "labels"}
 
 
@@ -39,22 +41,33 @@ class Net(nn.Module):
         return {"loss": nn.functional.mse_loss(logits, labels), "logits": logits}
 
 
-class Training(StokerTrainerMixin, transformers.Trainer):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.losses = []
+@cache
+def training_class():
+    """The Trainer under test; its import takes four seconds, which every collection would pay."""
+    import transformers
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self.losses.append(loss.item() * self.current_gradient_accumulation_steps)
-        return loss
+    from stoker.frameworks.huggingface import StokerTrainerMixin
+
+    class Training(StokerTrainerMixin, transformers.Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.losses = []
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            self.losses.append(loss.item() * self.current_gradient_accumulation_steps)
+            return loss
+
+    return Training
 
 
 def make_trainer(rows, folder, *, dropout=0.0, epochs=2, **options):
     accumulate = options.pop("accumulate", 1)
     loaders = {"train_loader": makes(rows, batch=None), "fields": FIELDS}
     loaders |= {name: options.pop(name) for name in ("eval_loader",) if name in options}
-    arguments = transformers.TrainingArguments(
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(
         str(folder),
         **{
             "per_device_train_batch_size": BATCH,
@@ -78,7 +91,7 @@ def make_trainer(rows, folder, *, dropout=0.0, epochs=2, **options):
     model = Net(dropout)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    return Training(model, arguments, optimizers=(optimizer, schedule), **loaders)
+    return training_class()(model, arguments, optimizers=(optimizer, schedule), **loaders)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.loader import small_fields
+from stoker.loader import gather
 from stoker.loader.loader import Loader
 from stoker.store.fields import Dense
 from store_makers import write_store
@@ -42,13 +42,13 @@ def shuffled(store, device, batch_size=8, **options):
 def gathers(monkeypatch):
     """Which fields were gathered, and how many samples of them."""
     seen: list[tuple[str, int]] = []
-    take = small_fields.FieldGather.__call__
+    take = gather.FieldGather.__call__
 
     def noted(self, rows):
         seen.append((self.name, len(rows[self.row])))
         return take(self, rows)
 
-    monkeypatch.setattr(small_fields.FieldGather, "__call__", noted)
+    monkeypatch.setattr(gather.FieldGather, "__call__", noted)
     return seen
 
 
@@ -56,7 +56,7 @@ def gathers(monkeypatch):
 @given(
     batch_size=st.integers(1, 60),
     chunk_rows=st.one_of(st.none(), st.integers(60, 300)),
-    ahead=st.sampled_from([0, 1 << 10, 1 << 14, small_fields.AHEAD_BYTES]),
+    ahead=st.sampled_from([0, 1 << 10, 1 << 14, gather.AHEAD_BYTES]),
     skipped=st.integers(0, 9),
 )
 @settings(max_examples=40, deadline=None)
@@ -68,7 +68,7 @@ def test_iterating_gives_what_assembling_gives(
         pytest.MonkeyPatch.context() as patch,
         shuffled(store, device, batch_size, chunk_bytes=chunk_bytes) as loader,
     ):
-        patch.setattr(small_fields, "AHEAD_BYTES", ahead)
+        patch.setattr(gather, "AHEAD_BYTES", ahead)
         skipped = min(skipped, len(loader))
         loader.set_epoch(0, skipped)
         want = [loader.assemble(index.indices) for index in loader.index_batches()]
@@ -101,7 +101,7 @@ def test_every_tensor_begins_where_kernels_want_it(store, device, batch_size):
                 assert values.data_ptr() % 16 == 0
                 assert values.is_contiguous()
                 held = values.untyped_storage().nbytes()
-                assert held <= max(small_fields.AHEAD_BYTES, values.nbytes)
+                assert held <= max(gather.AHEAD_BYTES, values.nbytes)
 
 
 @on_each_device

@@ -446,7 +446,7 @@ def test_a_rank_reads_only_its_part_of_a_chunk(store, monkeypatch):
         rows.clear()
         options = {"fields": ["features"], "chunk_bytes": 3000, "world_size": 3}
         with Loader(store, 4, "cpu", order="shuffled", rank=rank, **options) as loader:
-            num_visits = len(loader._epochs.get(0).visits())
+            num_visits = len(loader._progress.get(0).visits())
             assert sum(1 for _ in loader) == len(loader)
         read += sum(rows[:num_visits])  # behind them are the next epoch's
     assert read == store.num_samples
@@ -460,8 +460,8 @@ def test_a_closed_loader_leaves_nothing_to_the_garbage_collector(store):
         for order in ("sequential", "shuffled"):
             loader = Loader(store, 10, "cpu", order=order, chunk_bytes=3000)
             list(loader)
-            uploads = [weakref.ref(upload) for upload in loader._uploader._recent]
-            parts = [weakref.ref(loader._ring), weakref.ref(loader._uploader), weakref.ref(loader)]
+            uploads = [weakref.ref(upload) for upload in loader._data.uploader._recent]
+            parts = [weakref.ref(loader._data.ring), weakref.ref(loader._data.uploader), weakref.ref(loader)]
             assert uploads
             loader.close()
             del loader

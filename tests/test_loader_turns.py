@@ -82,8 +82,8 @@ def test_a_loader_does_not_remember_the_chunks_of_epochs_that_are_over(path):
         remembered = []
         for _ in range(6):
             assert sum(1 for _ in loader) == len(loader)
-            remembered.append(len(loader._feeder._visits))
-        assert loader._feeder.num_visits == 7 * remembered[0]
+            remembered.append(len(loader._data._feeder._visits))
+        assert loader._data._feeder.num_visits == 7 * remembered[0]
     assert remembered == remembered[:1] * 6  # the next epoch's
 
 
@@ -102,7 +102,7 @@ def test_an_old_iteration_that_ends_moves_nobody(loader, epochs):
 
 def test_an_epoch_left_early_is_not_read_to_its_end(path, reads):
     with make(path, "chunked") as loader:
-        whole = len(loader._ring.chunks)
+        whole = len(loader._data.ring.chunks)
         for epoch in range(4):
             loader.set_epoch(epoch)
             for number, _ in enumerate(loader):
@@ -209,7 +209,7 @@ def pull():
 background = Background(pull, 1, "slow")
 background.take()
 loader = Loader(sys.argv[1], 8, "cpu", order="shuffled", chunk_bytes=6000)
-loader._uploader._slab_bytes = 64
+loader._data.uploader._slab_bytes = 64
 import atexit
 atexit.register(lambda: print(count[0]))
 for batch in loader:

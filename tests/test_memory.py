@@ -17,7 +17,6 @@ from stoker.errors import InputError
 from stoker.train import memory
 from stoker.train.activations import choose_blocks, wrapped_modules
 from stoker.train.memory import (
-    CacheEmptier,
     LeakWatch,
     checkpoint_activations,
     count_live_tensors,
@@ -102,18 +101,6 @@ def test_gpu_stats_of_a_real_gpu():
     log_gpu_stats(logger, held.device)
     assert re.fullmatch(r"allocated: \d+\.\d\dGB / \d+\.\d\dGB \(\d+\.\d%\)", logger.lines[1])
     assert float(logger.lines[1].split("GB")[0].split()[-1]) >= 0.06
-
-
-def test_the_cache_is_emptied_every_n_and_never_before_the_first_batch():
-    calls = []
-    emptier = CacheEmptier(2, 50, lambda: calls.append(1))
-    assert [done for done in range(201) if emptier.after_batch(done)] == [50, 100, 150, 200]
-    assert [done for done in range(6) if emptier.after_epoch(done)] == [2, 4]
-    assert len(calls) == 6
-    never = CacheEmptier(empty=lambda: calls.append(1))
-    assert not any(never.after_batch(done) or never.after_epoch(done) for done in range(100))
-    assert len(calls) == 6
-    assert CacheEmptier(every_n_batches=1).after_batch(1), "torch's own is a no-op without CUDA"
 
 
 # -- S0-24 ---------------------------------------------------------------------------------------

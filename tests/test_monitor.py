@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import h5py
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,7 +37,7 @@ from stoker.runs.follow import LogTail, RunFollower
 from stoker.runs.reading import LOG_NAME, lock_holder
 from stoker.runs.targets import BUSY, MEMORY, TEMPERATURE, judge_gpu
 from stoker.runs.telemetry import TELEMETRY_NAME, Meter, RunCounters, TelemetryLog
-from stoker.train.run_lock import RunLock
+from stoker.train.run_folder import RunLock
 from test_machine import FIELDS_OF, BrokenNvml
 
 ENV = {**os.environ, "COLUMNS": "160", "PYTHONWARNINGS": "error"}
@@ -284,16 +286,19 @@ def test_a_recipe_writes_what_the_report_needs(tmp_path, one_thread):
     assert 0 <= last["waited_seconds"] <= last["trained_seconds"]
 
 
-def test_a_wait_that_goes_on_is_counted():
-    loader = Loader.__new__(Loader)
+def test_a_wait_that_goes_on_is_counted(tmp_path):
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["x"] = np.zeros((4, 2), np.float32)
+    loader = Loader(tmp_path / "data.h5", 4, "cpu")
     seen = []
 
-    def slow():
+    def slow(batches):
         time.sleep(0.03)
         seen.append(loader.waited_seconds)
-        yield 1
+        yield from batches
 
-    assert list(loader._timed(slow())) == [1]
+    loader.on_iteration = slow
+    assert len(list(loader)) == 1
     assert seen[0] >= 0.03
     assert loader.waited_seconds >= seen[0]
     after = loader.waited_seconds

@@ -54,7 +54,7 @@ def mixed(tmp_path_factory):
 
 def layout(loader: Loader) -> tuple[object, ...]:
     """Return tier, number of chunks, and bytes of data: as they are, not as they were planned."""
-    chunks = loader._ring.chunks
+    chunks = loader._data.ring.chunks
     return loader.tier, len(chunks), loader.device_bytes
 
 
@@ -85,7 +85,10 @@ def test_loader_and_chunk_loader_report_and_allocate_what_the_plan_says(
         refusal = str(error)
     if refusal is not None:
         with pytest.raises(stoker.InputError) as caught:
-            Loader(dense, batch, "cpu", data_bytes=max(1, int(size_gb * GIB)), order=order)
+            Loader(
+                dense, batch, "cpu", data_bytes=max(1, int(size_gb * GIB)), order=order,
+                rank=ranks - 1, world_size=ranks,
+            )  # fmt: skip
         assert str(caught.value) == refusal
         return
     with (

@@ -24,7 +24,7 @@ from stoker.packing import PackOptions, pack
 from stoker.report import RunLog
 from stoker.sources.arrays import ArraysSource
 from stoker.store.reader import open_store
-from stoker.train.run_lock import RunLock
+from stoker.train.run_folder import RunLock
 
 PACKAGE = Path(stoker.__file__).parent
 

@@ -129,8 +129,8 @@ def test_a_resumed_run_carries_on(store, tmp_path):
     broken = make_trainer(store, **options)
     original = broken._after_batch
 
-    def stop_at(position, cache):
-        original(position, cache)
+    def stop_at(position):
+        original(position)
         if position == 14:
             raise OSError("power cut")
 

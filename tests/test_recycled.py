@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stoker.loader.loader import Loader
-from stoker.loader.recycled import Recycled
+from stoker.loader.straight import Recycled
 from stoker.store.fields import Dense, Series
 from store_makers import write_store
 
@@ -77,7 +77,7 @@ def store(tmp_path):
 
 def test_large_batches_are_the_rows_of_the_store(store):
     with Loader(store, 64, "cpu", order="shuffled", seed=3) as loader:
-        assert loader._resident
+        assert loader._data.is_resident
         for batch in loader:
             for kind in KINDS:
                 expected = store.read_rows(kind, 0, 400)[batch.sample_ids]

@@ -29,7 +29,7 @@ from stoker.runs.plots import write_plots
 from stoker.runs.reading import DOCTOR_NAME, LOG_NAME, read_run
 from stoker.runs.run_page import run_page, verdict, with_unique_names
 from stoker.runs.telemetry import TELEMETRY_NAME
-from stoker.train.run_lock import RunLock
+from stoker.train.run_folder import RunLock
 from test_quality_page import HOSTILE, Strict, browse
 
 ENV = {**os.environ, "PYTHONWARNINGS": "error"}

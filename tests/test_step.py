@@ -35,7 +35,7 @@ def train_normed(path, device, left_out=(), **options):
     loader = Loader(path, 20, device)
     config = {"epochs": 2, "capture": "off", "precision": "fp32", "read_every": 3, **options}
     trainer = Trainer(model, loader, None, nn.functional.mse_loss, optimizer, None, config, device)
-    trainer._left_out = set(left_out)
+    trainer._at.left_out = set(left_out)
     return trainer
 
 

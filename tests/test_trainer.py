@@ -157,7 +157,7 @@ def test_kill_9_and_resume_gives_the_same_losses(path, tmp_path):
     resumed.settings = type(resumed.settings)(**{**resumed.settings.to_json(), "epochs": 0})
     with pytest.MonkeyPatch.context():
         resumed.fit(resume=True)
-    done = resumed._num_steps
+    done = resumed._at.num_steps
     epochs = done // 11 + 2
     resumed = make_trainer(path, dropout=0.3, epochs=epochs, run_dir=run, checkpoint_every_steps=3)
     second = resumed.fit(resume=True)
@@ -407,8 +407,8 @@ def test_a_signal_near_the_end_of_an_epoch_loses_and_repeats_nothing(path, tmp_p
     first = make_trainer(path, epochs=3, run_dir=tmp_path / "run")
     original = first._after_batch
 
-    def stop(position, cache):
-        original(position, cache)
+    def stop(position):
+        original(position)
         if first._epoch == 1 and position == at:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -424,8 +424,8 @@ def test_a_loader_that_raises_loses_no_step(path, tmp_path):
     broken = make_trainer(path, run_dir=tmp_path / "run", epochs=2)
     original = broken._after_batch
 
-    def fail(position, cache):
-        original(position, cache)
+    def fail(position):
+        original(position)
         if position == 5:
             raise OSError("the disk is gone")
 
@@ -706,3 +706,14 @@ def test_a_batch_that_never_fits_is_not_in_what_was_saved_and_that_is_said(path,
     assert any(
         "batch 5 of epoch 0, in which the error was raised" in n for n in trainer.history.notes
     )
+
+
+def test_the_cache_is_emptied_every_n_batches_and_epochs(path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    make_trainer(path, epochs=4).fit()
+    assert not calls
+    make_trainer(path, epochs=4, empty_cache_every_n_epochs=2).fit()
+    assert len(calls) == 2
+    make_trainer(path, epochs=2, empty_cache_every_n_batches=5).fit()  # 11 batches an epoch
+    assert len(calls) == 2 + 4

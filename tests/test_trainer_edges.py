@@ -59,8 +59,8 @@ def kill_at(trainer, epoch, position):
     """Let the run die after a batch, or in validation behind the last one."""
     after, validate = trainer._after_batch, trainer.validate
 
-    def die_after(at, cache):
-        after(at, cache)
+    def die_after(at):
+        after(at)
         if (trainer._epoch, at) == (epoch, position):
             raise KilledError
 

@@ -13,17 +13,19 @@ import pytest
 import torch
 
 from stoker.augment.draw import BRIGHTNESS, CONTRAST, HUE, SATURATION, SIGMA, fill_table, untouched
-from stoker.augment.ops import (
-    ColorJitter,
-    GaussianBlur,
-    Normalize,
+from stoker.augment.geometry import (
     RandomAffine,
     RandomCrop,
-    RandomErasing,
     RandomHorizontalFlip,
     RandomResizedCrop,
     RandomRotation,
     RandomVerticalFlip,
+)
+from stoker.augment.ops import (
+    ColorJitter,
+    GaussianBlur,
+    Normalize,
+    RandomErasing,
     encode_tape,
     make_program,
 )

@@ -1,10 +1,10 @@
 """Augmentation on the device: drawn per sample, applied in one pass over memory.
 
 Enters: batches of images, masks, boxes, keypoints. Leaves: the same, augmented, on the same device.
-Files: `ops.py` (and `definition.py`, `geometry.py`) what can be asked for, `philox.py` and `draw.py`
-what each sample gets, `reference.py` what it means in torch, `fused.py` the same in one Triton
-kernel, `compose.py` all of it together, `mixing.py` MixUp and CutMix, `presets.py`
-ready lists of ops, `schedule.py` stages over epochs, `guard.py` what may enter.
+Files: `definition.py`, `geometry.py`, `ops.py` define the ops; `philox.py` and `draw.py` draw the
+parameters of each sample; `reference.py` applies them with torch, `fused.py` with one Triton kernel;
+`compose.py` puts both together; `mixing.py` has MixUp and CutMix; `presets.py` ready lists of ops;
+`schedule.py` stages over epochs; `guard.py` the checks of what enters.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.augment.compose import Compose, Params
+from stoker.augment.definition import Transform
+from stoker.augment.geometry import (
+    CenterCrop,
+    RandomAffine,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    RandomRotation,
+    RandomVerticalFlip,
+    Resize,
+)
 from stoker.augment.mixing import CutMix, MixUp
 from stoker.augment.ops import (
-    CenterCrop,
     ColorJitter,
     GaussianBlur,
     Normalize,
-    RandomAffine,
     RandomBrightness,
     RandomContrast,
-    RandomCrop,
     RandomErasing,
-    RandomHorizontalFlip,
     RandomHue,
-    RandomResizedCrop,
-    RandomRotation,
     RandomSaturation,
-    RandomVerticalFlip,
-    Resize,
     ToDtype,
-    Transform,
 )
 from stoker.augment.presets import make_preset
 from stoker.augment.schedule import ProgressiveAugmentation

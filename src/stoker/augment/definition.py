@@ -1,6 +1,6 @@
-"""What an augmentation is: the base of all ops, the program, the numbers on the tape, the checks.
+"""The base class of all ops, the program, the layout of the tape, and the checks of arguments.
 
-Enters: what a user types. Leaves: checked values. Costs nothing; no tensor is touched here.
+Enters: arguments as a user types them. Leaves: checked values. Costs nothing; no tensor is touched.
 
 The tape is float32 `(num_ops, 16)`: column 0 the opcode, column 1 the probability of the gate,
 columns 2 to 15 the numbers `a0 .. a13` below. A range is two numbers, *low* and *span*, and gives
@@ -19,8 +19,8 @@ that enters the op.
     ERASE         a0 width, a1 height, a2 area range u1, a4 log(h / w) range u2, a6 width * height;
                   left u3, top u4
 
-`stoker.augment.draw` says how a row becomes parameters; `Normalize` and `ToDtype` draw nothing and
-stand in the program alone.
+`draw.py` turns a row into parameters. `Normalize` and `ToDtype` draw nothing and have no row: they are
+part of the program only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Range = tuple[float, float]
 OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 RADIANS = math.pi / 180.0
 
-# An op used alone draws from a stream of its own, so that two of them are never in step.
+# An op that is used without a Compose has a stream of its own, so that two of them draw differently.
 _LONE_STREAMS = itertools.count()
 
 
@@ -65,7 +65,7 @@ class Opcode(IntEnum):
 
 
 class Phase(IntEnum):
-    """The order of work; inside a Compose the phases never go back."""
+    """The order of work; inside a Compose phases only increase."""
 
     GEOMETRY = 1
     COLOUR = 2
@@ -84,23 +84,23 @@ class Transform(Protocol):
 
 @dataclass(frozen=True)
 class Program:
-    """All of the work that is the same for every sample; hashable, so kernels are cached by it.
+    """The part of the work that is the same for every sample; hashable: kernels are cached by it.
 
     Attributes:
         in_size: Height and width of the images that enter.
         out_size: Height and width of those that leave.
-        channels: Of both.
-        geometry: False means that pixels keep their places; the matrix is then never read.
+        channels: Number of channels of both.
+        geometry: False if no pixel moves; the matrix is then never read.
         brightness, contrast, saturation, hue: Whether that factor can differ from "untouched".
         blur_kernel: Odd number of taps, 0 for no blur.
         erase: Whether rectangles can be erased.
-        erase_value: Written there, in [0, 1].
+        erase_value: Written into the rectangle, in [0, 1].
         mean, std: Per channel, or None for no normalisation.
-        out_dtype: Of the images that leave.
+        out_dtype: Dtype of the images that leave.
         channels_last: Memory layout of the images that leave.
         ignore_index: Written in masks where no input pixel is.
-        whole_pixels: Geometry is flips and crops alone: rows and columns move as they are, and
-            nothing needs to be interpolated. A backend that ignores this is right too, and slower.
+        whole_pixels: True if geometry is flips and crops only, so that nothing is interpolated. A
+            backend may ignore this: it is then slower, and its result is the same.
     """
 
     in_size: Size
@@ -126,11 +126,11 @@ class Program:
 
 
 def check_number(name: str, value: Any, low: float, high: float, fix: str) -> float:
-    """Return a number from `low` to `high`; NaN and bools are none."""
+    """Return a number from `low` to `high`; NaN and bools are refused."""
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (plain and low <= value <= high):
         raise InputError(f"{name} is {value!r}.", f"a number from {low:g} to {high:g}", fix)
-    return float(value) + 0.0  # -0.0 becomes 0.0, which prints as what it is
+    return float(value) + 0.0  # -0.0 becomes 0.0, which prints better
 
 
 def check_range(name: str, value: Any, low: float, high: float, fix: str) -> Range:
@@ -171,7 +171,7 @@ def span(limits: Range, factor: float = 1.0) -> list[float]:
 
 
 def check_reaches(name: str, value: Any, most: float, fix: str) -> Range:
-    """Return two numbers from 0 to `most`, one per axis; their order means nothing."""
+    """Return two numbers from 0 to `most`, one per axis, in any order of size."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise InputError(f"{name} is {value!r}.", "two numbers, for x and for y", fix)
     across, down = (check_number(name, item, 0.0, most, fix) for item in value)
@@ -179,7 +179,7 @@ def check_reaches(name: str, value: Any, most: float, fix: str) -> Range:
 
 
 def centre_of(size: Size) -> list[float]:
-    """Return cx, cy: pixel centres are at whole numbers."""
+    """Return the centre (cx, cy) of an image; pixel centres are whole numbers."""
     return [(size[1] - 1) / 2, (size[0] - 1) / 2]
 
 
@@ -188,19 +188,27 @@ def centre_of(size: Size) -> list[float]:
 
 @dataclass(frozen=True)
 class Op:
-    """One augmentation. Subclasses are frozen and checked at construction."""
+    """One augmentation. Subclasses are frozen and checked at construction.
+
+    Attributes:
+        phase: When it is applied.
+        opcode: Its row on the tape; None for an op that draws nothing.
+        is_fixed: Whether it is not random, and so is kept for validation.
+    """
 
     phase: ClassVar[Phase]
     opcode: ClassVar[Opcode | None] = None
+    is_fixed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if hasattr(self, "p"):
+            name = type(self).__name__
+            self._keep(p=check_number(f"p of {name}", self.gate, 0.0, 1.0, f"{name}(..., p=0.5)"))
 
     def _keep(self, **values: Any) -> None:
-        """Store checked values; the dataclass is frozen for everybody else."""
+        """Store checked values in the frozen dataclass."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
-
-    def _keep_p(self) -> None:
-        name = type(self).__name__
-        self._keep(p=check_number(f"p of {name}", self.gate, 0.0, 1.0, f"{name}(..., p=0.5)"))
 
     @property
     def gate(self) -> float:
@@ -216,12 +224,12 @@ class Op:
         raise NotImplementedError
 
     def idle(self) -> bool:
-        """Whether no draw can change anything, so that the work is left out of the program."""
+        """Return whether no draw can change anything; the program then leaves the op out."""
         return self.gate == 0.0
 
     def settled(self) -> Op | None:
-        """Return what stands for this op in validation: never random; None for nothing."""
-        return None
+        """Return the op to use for validation, which is never random; None to leave it out."""
+        return self if self.is_fixed else None
 
     def row(self, size: Size, /) -> list[float]:
         """Return the 16 numbers of this op on the tape."""

@@ -1,8 +1,8 @@
-"""From tape and counter to parameters: what every sample of a batch gets. The reference.
+"""Draws the parameters of every sample of a batch from tape and counter. The reference.
 
-Enters: the tape (`stoker.augment.ops` says what its columns hold), the counter, the batch size.
-Leaves: the parameter table, float32 `(batch, 16)` on the counter's device; the counter's step is
-one higher. Costs: some 150 tiny kernels; no host synchronisation after a tape's first use.
+Enters: the tape (`definition.py` has its columns), the counter, the batch size. Leaves: the parameter
+table, float32 `(batch, 16)` on the counter's device; the counter's step is one higher. Costs: some 150
+tiny kernels; no host synchronisation after a tape's first use.
 
     0..5    m00 m01 m02 m10 m11 m12: output pixel -> input pixel, composed over all geometry ops,
             sx = m00*x + m01*y + m02, sy = m10*x + m11*y + m12, pixel centres at whole numbers
@@ -12,8 +12,8 @@ one higher. Costs: some 150 tiny kernels; no host synchronisation after a tape's
     11..14  erased rectangle x0 y0 x1 y1 in output pixels, half open; empty when x1 <= x0
     15      0
 
-Everything is float32, one operation after the other as written here, so that a kernel that keeps
-this order draws the same numbers.
+Everything is float32, one operation after the other as written here: a kernel that keeps this order
+draws the same numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from stoker.augment.ops import TABLE_WIDTH, Opcode
+from stoker.augment.definition import TABLE_WIDTH, Opcode
 from stoker.augment.philox import advance, uniforms
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE, SIGMA, ERASE_X0 = 6, 7, 8, 9, 10, 11
@@ -48,11 +48,12 @@ def draw_table(tape: torch.Tensor, counter: torch.Tensor, batch: int) -> torch.T
     Returns:
         float32 `(batch, 16)` on the counter's device.
     """
-    rows = _host_rows(tape)
+    rows = _HOST_ROWS.get(tape)
+    if rows is None:
+        rows = _HOST_ROWS[tape] = tape.tolist()
     table = untouched(batch, counter.device)
     if rows:
-        drawn = uniforms(counter, batch, len(rows))
-        fill_table(table, rows, drawn)
+        fill_table(table, rows, uniforms(counter, batch, len(rows)))
     advance(counter)
     return table
 
@@ -75,7 +76,11 @@ def fill_table(table: torch.Tensor, rows: Sequence[Row], drawn: torch.Tensor) ->
                 step = torch.where(gate[:, None, None], step, same)
             matrix = step if matrix is None else _then(matrix, step)
         elif code == Opcode.COLOUR:
-            _draw_colour(table, numbers, u, gate)
+            # Several colour ops share the table: each multiplies the factors that it lacks by 1.
+            for offset, column in enumerate((BRIGHTNESS, CONTRAST, SATURATION)):
+                factor = _within(numbers, 2 * offset, u[1 + offset])
+                table[:, column] *= torch.where(gate, factor, 1.0)
+            table[:, HUE] += _within(numbers, 6, u[4]) * gate
         elif code == Opcode.BLUR:
             table[:, SIGMA] = _within(numbers, 0, u[1]) * gate
         else:
@@ -90,17 +95,12 @@ Entries = Sequence[torch.Tensor | float]
 Uniforms = Sequence[torch.Tensor]
 
 
-def _flip_h(a: Row, _u: Uniforms, _gate: torch.Tensor) -> Entries:
-    return -1.0, 0.0, a[0], 0.0, 1.0, 0.0
-
-
-def _flip_v(a: Row, _u: Uniforms, _gate: torch.Tensor) -> Entries:
-    return 1.0, 0.0, 0.0, 0.0, -1.0, a[0]
-
-
 def _affine(a: Row, u: Uniforms, _gate: torch.Tensor) -> Entries:
-    """Undo, in turn: the shift, the rotation and the scale, the shear along y, that along x."""
-    cosine, sine = _cos_sin(_within(a, 2, u[1]))
+    """Invert, in turn: the shift, the rotation and the scale, the shear along y, the shear along x."""
+    angle = _within(a, 2, u[1])
+    cosine, sine = torch.cos(angle), torch.sin(angle)
+    # Snapped to 0 near 0, so that quarter turns move whole pixels.
+    cosine, sine = cosine * (cosine.abs() >= SNAP), sine * (sine.abs() >= SNAP)
     across, down = _within(a, 4, u[2]) + a[0], _within(a, 6, u[3]) + a[1]
     shrink = 1.0 / _within(a, 8, u[4])
     lean_x, lean_y = _tangent(_within(a, 10, u[5])), _tangent(_within(a, 12, u[6]))
@@ -113,7 +113,7 @@ def _affine(a: Row, u: Uniforms, _gate: torch.Tensor) -> Entries:
 
 
 def _resized_crop(a: Row, u: Uniforms, gate: torch.Tensor) -> Entries:
-    """Corners of the drawn rectangle on the corners of the result; a shut gate takes it whole."""
+    """Map the corners of the drawn rectangle to those of the result; not applied, take the whole image."""
     width, height, out_width, out_height = a[:4]
     area = _within(a, 4, u[1])
     shape = torch.exp(_within(a, 6, u[2]))
@@ -133,13 +133,13 @@ def _crop(a: Row, u: Uniforms, _gate: torch.Tensor) -> Entries:
 
 
 _GEOMETRY: dict[Opcode, Callable[[Row, Uniforms, torch.Tensor], Entries]] = {
-    Opcode.FLIP_H: _flip_h,
-    Opcode.FLIP_V: _flip_v,
+    Opcode.FLIP_H: lambda a, _u, _gate: (-1.0, 0.0, a[0], 0.0, 1.0, 0.0),
+    Opcode.FLIP_V: lambda a, _u, _gate: (1.0, 0.0, 0.0, 0.0, -1.0, a[0]),
     Opcode.AFFINE: _affine,
     Opcode.RESIZED_CROP: _resized_crop,
     Opcode.CROP: _crop,
 }
-# These change the size, so there is no "left as it was" to fall back to.
+# Crops change the size, so a sample cannot be left unchanged.
 _UNGATED = (Opcode.RESIZED_CROP, Opcode.CROP)
 
 
@@ -154,8 +154,8 @@ def _matrix(entries: Entries, like: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _constant(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Return float32 numbers on the device; kept, because a capture forbids copies from the host."""
-    with torch.inference_mode(False):  # kept for calls outside of it too
+    """Return float32 numbers on the device; cached, because a capture forbids copies from the host."""
+    with torch.inference_mode(False):  # the cache also serves calls outside of inference mode
         return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
@@ -169,12 +169,6 @@ def _then(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 def _within(a: Row, at: int, u: torch.Tensor) -> torch.Tensor:
     """Return `low + u * span` of the range that starts at column `at`."""
     return u * a[at + 1] + a[at]
-
-
-def _cos_sin(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine, snapped to 0 near 0, so that quarter turns move whole pixels."""
-    cosine, sine = torch.cos(angle), torch.sin(angle)
-    return cosine * (cosine.abs() >= SNAP), sine * (sine.abs() >= SNAP)
 
 
 def _tangent(angle: torch.Tensor) -> torch.Tensor:
@@ -202,28 +196,9 @@ def _stretch(
     return 0.0, start + (side - 1.0) * 0.5
 
 
-# -- colour and erasing --------------------------------------------------------------------------
-
-
-def _draw_colour(table: torch.Tensor, a: Row, u: Uniforms, gate: torch.Tensor) -> None:
-    """Several colour ops share the table: each multiplies by 1 what it does not touch."""
-    for offset, column in enumerate((BRIGHTNESS, CONTRAST, SATURATION)):
-        factor = _within(a, 2 * offset, u[1 + offset])
-        table[:, column] *= torch.where(gate, factor, 1.0)
-    table[:, HUE] += _within(a, 6, u[4]) * gate
-
-
 def _draw_erase(a: Row, u: Uniforms) -> torch.Tensor:
     pixels = _within(a, 2, u[1]) * a[6]
     shape = torch.exp(_within(a, 4, u[2]))
     h, w = _side(pixels * shape, a[1]), _side(pixels / shape, a[0])
     x0, y0 = _start(u[3], a[0] - w), _start(u[4], a[1] - h)
     return torch.stack([x0, y0, x0 + w, y0 + h], dim=1)
-
-
-def _host_rows(tape: torch.Tensor) -> list[list[float]]:
-    rows: list[list[float]] | None = _HOST_ROWS.get(tape)
-    if rows is None:
-        rows = tape.tolist()
-        _HOST_ROWS[tape] = rows
-    return rows

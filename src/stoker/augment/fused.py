@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -49,15 +50,15 @@ _KEPT_PLANS = 64
 
 @dataclass(frozen=True)
 class Config:
-    """How pixels are dealt to programs; results do not depend on it, but for the order of sums.
+    """How pixels are divided among programs. Results depend on it only in the order of sums.
 
     Attributes:
         block_y, block_x: Pixels of one program; multiples of the step.
-        step_y, step_x: Pixels worked on together; powers of two. `step_x` pixels of a row and the
-            rows below form the patch of a warp, so 16 is 16 x 2.
-        num_warps: Per program; 32 * num_warps threads share a step.
-        max_registers: Per thread; None leaves it to the compiler, which takes 32 to 40.
-        store_hint: "" or ".cs": results leave the L2 cache first, so that inputs stay in it.
+        step_y, step_x: Pixels processed together; powers of two. A warp takes a patch `step_x`
+            pixels wide, so a `step_x` of 16 is a patch of 16 x 2.
+        num_warps: Warps per program; 32 * num_warps threads share a step.
+        max_registers: Registers per thread; None leaves it to the compiler, which takes 32 to 40.
+        store_hint: "" or ".cs": evict results from the L2 cache first, so that inputs stay in it.
     """
 
     block_y: int
@@ -68,13 +69,18 @@ class Config:
     max_registers: int | None = None
     store_hint: str = ""
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Return the sizes that kernels take as constants."""
+        return self.block_y, self.block_x, self.step_y, self.step_x
+
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the number of tiles (across, down) of an image of `size` (height, width)."""
         return -(-size[1] // self.block_x), -(-size[0] // self.block_y)
 
 
 def choose_config(program: Program, batch: int, *, most_tiles: int = 0) -> Config:
-    """Return the tiles for a batch: large enough to share their set-up, enough to fill the GPU.
+    """Return the tiles for a batch: large enough to share their set-up, numerous enough to fill the GPU.
 
     Args:
         program: Its output size and whether pixels move.
@@ -112,12 +118,13 @@ def available(device: torch.device | str) -> str | None:
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         return f"the device is {device.type}, not CUDA"
-    if device.type == "cpu" and not _asked_to_interpret():
+    asked = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+    if device.type == "cpu" and not asked:
         return "the device is a CPU"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     try:
-        interpreted = _interpreted()
+        interpreted = type(_kernels().augment).__name__ == "InterpretedFunction"
     except Exception as error:  # noqa: BLE001  a broken install must not end the torch backend
         return f"triton cannot be imported ({type(error).__name__}: {error})"
     if device.type == "cpu":
@@ -139,27 +146,11 @@ def describe(device: torch.device | str) -> str:
     return f"Triton {triton.__version__} on {place}"
 
 
-def _asked_to_interpret() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-
-
 @functools.cache
 def _kernels() -> ModuleType:
     from stoker.augment import fused_kernels
 
     return fused_kernels
-
-
-@functools.cache
-def _draw_kernel() -> Any:
-    from stoker.augment.fused_draw import draw
-
-    return draw
-
-
-@functools.cache
-def _interpreted() -> bool:
-    return type(_kernels().augment).__name__ == "InterpretedFunction"
 
 
 # -- launching -------------------------------------------------------------------------------------
@@ -168,10 +159,9 @@ def _interpreted() -> bool:
 class _Launch:
     """One kernel with its grid and all arguments that do not change between calls.
 
-    Triton's own launch path looks at every argument each time, to see which compiled kernel fits.
-    The arguments here are the same from call to call, but for the tensors; so the compiled kernel is
-    kept and called directly. It was compiled for pointers that are multiples of 16: other ones take
-    the long way.
+    Triton's own launch path inspects every argument at each call to find the compiled kernel that fits.
+    Here only the tensors change, so the compiled kernel is kept and called directly. It was compiled for
+    pointers that are multiples of 16; for others Triton's path is taken.
     """
 
     def __init__(
@@ -209,9 +199,9 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What `apply` does for one program, one set of shapes and one device."""
+    """The launches of `apply` for one program, one set of shapes and one device."""
 
-    program: Program  # kept, so that its id stays its own
+    program: Program  # plans are found by its id: a reference keeps the id from being reused
     augment: _Launch
     sum_gray: _Launch | None
     num_partials: int  # per sample
@@ -223,7 +213,7 @@ class FusedBackend:
 
     Args:
         config: Tiles of the main kernel, instead of `choose_config`; for measuring.
-        sum_config: Tiles of the sum for contrast's mean, likewise.
+        sum_config: Tiles of the sum for contrast's mean; for measuring.
     """
 
     name = "fused"
@@ -240,9 +230,11 @@ class FusedBackend:
         key = (batch, tape.shape[0], counter.device)
         launch = self._draws.get(key)
         if launch is None:
+            from stoker.augment.fused_draw import draw
+
             lanes = min(max(_power(batch), 32), 256)
             fixed = (batch, tape.shape[0], lanes)
-            launch = _Launch(_draw_kernel(), (1, 1, 1), fixed, max(1, lanes // 32))
+            launch = _Launch(draw, (1, 1, 1), fixed, max(1, lanes // 32))
             _keep(self._draws, key, launch)
         with _on(counter.device):
             launch(tape, counter, table)
@@ -281,11 +273,11 @@ class FusedBackend:
         return result, moved
 
     def _run(self, work: _Work) -> None:
-        """Launch what the plan says."""
+        """Launch the kernels of the plan, which is made at the first call for these shapes."""
         images, masks, rows, table, program, faults, result, moved = work
         batch = table.shape[0]
         if rows is None and not images.is_floating_point():
-            faults = None  # there is nothing that a byte could do wrong
+            faults = None  # every byte is a valid value
         shapes = None if masks is None else (masks.dtype, masks.shape, masks.stride())
         where = (images.dtype, images.shape, images.stride(), result.stride(), images.device)
         key = (id(program), batch, rows is None, faults is None, shapes, *where)
@@ -308,7 +300,12 @@ class FusedBackend:
 
     def _make_plan(self, work: _Work) -> _Plan:
         images, masks, rows, table, program, faults, result, _ = work
-        _check_dtypes(images.dtype, program.out_dtype)
+        if images.dtype not in IMAGE_DTYPES or program.out_dtype not in OUT_DTYPES:
+            raise InputError(
+                f"the fused backend with {images.dtype} images and a {program.out_dtype} result.",
+                "uint8, float16, bfloat16 or float32 in; float16, bfloat16 or float32 out",
+                'backend="torch", which has float64 too',
+            )
         batch = table.shape[0]
         config = self._config or choose_config(program, batch)
         tiles = self._sum_config or choose_config(program, batch, most_tiles=MAX_PARTIALS)
@@ -322,27 +319,29 @@ class FusedBackend:
         wide = _is_wide(images, masks, result)
         sum_gray = None
         if program.contrast:
-            adds = (*reads, *images.stride(), *choices, wide, *_shape(tiles))
+            adds = (*reads, *images.stride(), *choices, wide, *tiles.shape)
             grid = (across, down, batch)
-            sum_gray = _Launch(_kernels().sum_gray, grid, adds, *_limits(tiles))
-        # Apart, so that bytes taken by rows do not pay for the look at every value.
+            sum_gray = _Launch(
+                _kernels().sum_gray, grid, adds, tiles.num_warps, tiles.max_registers
+            )
+        # Two flags: uint8 images with rows need the check of rows, not that of every value.
         check = faults is not None and images.is_floating_point()
         watch = faults is not None and rows is not None
         labels = (0, 0, 0) if masks is None else (masks.stride(0), *masks.stride()[-2:])
         fixed: tuple[Any, ...] = (
-            *(*reads, _plane(program), *images.stride(), *result.stride(), *labels),
+            *(*reads, math.prod(program.out_size), *images.stride(), *result.stride(), *labels),
             *(program.ignore_index, across * down, *choices),
             *(program.contrast, program.saturation, program.hue, program.blur_kernel > 0),
             *(program.erase, program.erase_value, _norm(program), check, watch, wide),
-            *(max(32, _power(across * down)), config.store_hint, *_shape(config)),
+            *(max(32, _power(across * down)), config.store_hint, *config.shape),
         )
         grid = (*config.grid(program.out_size), batch)
-        augment = _Launch(_kernels().augment, grid, fixed, *_limits(config))
+        augment = _Launch(_kernels().augment, grid, fixed, config.num_warps, config.max_registers)
         return _Plan(program, augment, sum_gray, across * down, _plan_blurs(work, wide))
 
 
 class _Work(NamedTuple):
-    """What one `apply` works on, or a part of it."""
+    """Arguments and results of one `apply`, or of a part of it."""
 
     images: Tensor
     masks: Tensor | None
@@ -355,9 +354,9 @@ class _Work(NamedTuple):
 
 
 def _parts(work: _Work) -> Iterator[_Work]:
-    """Cut a batch that is too large for one grid, or images with more channels than are unrolled.
+    """Split a batch that is too large for one grid, or images with more channels than are unrolled.
 
-    Colour that mixes channels needs one or three of them, so many channels can be worked on apart.
+    Ops that mix channels need one or three of them, so many channels can be processed separately.
     """
     rows = work.rows
     if rows is None:
@@ -392,22 +391,13 @@ def _some_channels(program: Program, start: int) -> Program:
     )
 
 
-def _check_dtypes(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
-    if dtype not in IMAGE_DTYPES or out_dtype not in OUT_DTYPES:
-        raise InputError(
-            f"the fused backend with {dtype} images and a {out_dtype} result.",
-            "uint8, float16, bfloat16 or float32 in; float16, bfloat16 or float32 out",
-            'backend="torch", which has float64 too',
-        )
-
-
 def _plan_blurs(work: _Work, wide: bool) -> tuple[_Launch, ...]:
     """Return one pass for small kernels, else one across and one down."""
     program, taps = work.program, work.program.blur_kernel
     if not taps:
         return ()
     step = Config(8, 32, 8, 32)
-    (height, width), plane = program.out_size, _plane(program)
+    (height, width), plane = program.out_size, math.prod(program.out_size)
     planar = (program.channels * plane, plane, width, 1, program.channels)
     target = (*work.result.stride(), program.channels)
     finish = (True, program.erase, program.erase_value, _norm(program))
@@ -422,10 +412,6 @@ def _plan_blurs(work: _Work, wide: bool) -> tuple[_Launch, ...]:
     )
 
 
-def _plane(program: Program) -> int:
-    return program.out_size[0] * program.out_size[1]
-
-
 def _norm(program: Program) -> tuple[float, ...] | None:
     """Return mean and 1 / std of every channel, one after the other."""
     if program.mean is None or program.std is None:
@@ -434,16 +420,8 @@ def _norm(program: Program) -> tuple[float, ...] | None:
     return tuple(number for mean, std in pairs for number in (mean, 1.0 / std))
 
 
-def _shape(config: Config) -> tuple[int, int, int, int]:
-    return config.block_y, config.block_x, config.step_y, config.step_x
-
-
-def _limits(config: Config) -> tuple[int, int | None]:
-    return config.num_warps, config.max_registers
-
-
 def _is_wide(*tensors: Tensor | None) -> bool:
-    """Whether one sample alone spans 2^31 elements; where a sample begins is always 64 bits."""
+    """Return whether one sample spans 2^31 elements; the offset of a sample is always 64 bits."""
     for tensor in tensors:
         if tensor is not None:
             sides = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
@@ -453,14 +431,14 @@ def _is_wide(*tensors: Tensor | None) -> bool:
 
 
 def _keep(kept: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
-    """Remember a launch; forget all when sizes change so often that keeping them is no use."""
+    """Cache a launch; clear the cache when it is full, which happens only if sizes keep changing."""
     if len(kept) >= _KEPT_PLANS:
         kept.clear()
     kept[key] = value
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make `device` the current one, which triton launches on; free where it already is."""
+    """Make `device` the current one, which triton launches on; does nothing if it already is."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return _HERE
     return torch.cuda.device(device)

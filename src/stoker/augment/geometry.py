@@ -1,8 +1,8 @@
 """The ops that move pixels: flips, rotation, affine, crops, resize.
 
-Enters: probabilities, ranges and sizes, checked at construction. Leaves: frozen values that say
-how they stand on the tape. Costs nothing until applied; then all of a Compose's geometry is one
-matrix per sample and one resample, however many ops there are.
+Enters: probabilities, ranges and sizes, checked at construction. Leaves: frozen ops that write
+themselves on the tape. Costs nothing until applied; then all geometry of a Compose is one matrix per
+sample and one resample, whatever the number of ops.
 """
 
 from __future__ import annotations
@@ -37,11 +37,8 @@ class RandomHorizontalFlip(Op):
 
     p: float = 0.5
 
-    def __post_init__(self) -> None:
-        self._keep_p()
-
     def numbers(self, size: Size, /) -> list[float]:
-        """Return the last column."""
+        """Return the index of the last column."""
         return [size[1] - 1]
 
 
@@ -54,17 +51,14 @@ class RandomVerticalFlip(Op):
 
     p: float = 0.5
 
-    def __post_init__(self) -> None:
-        self._keep_p()
-
     def numbers(self, size: Size, /) -> list[float]:
-        """Return the last row."""
+        """Return the index of the last row."""
         return [size[0] - 1]
 
 
 @dataclass(frozen=True)
 class RandomRotation(Op):
-    """Rotate about the centre; bilinear, 0 (masks: the ignore index) where nothing was.
+    """Rotate about the centre; bilinear. Pixels from outside are 0, in masks the ignore index.
 
     Args:
         degrees: An angle d for -d to d, or (low, high). Positive is counter-clockwise, as in
@@ -79,7 +73,7 @@ class RandomRotation(Op):
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        self._keep_p()
+        super().__post_init__()
         self._keep(degrees=check_around("degrees", self.degrees, 0.0, 360.0, "RandomRotation(15)"))
 
     def numbers(self, size: Size, /) -> list[float]:
@@ -88,13 +82,13 @@ class RandomRotation(Op):
         return [*centre_of(size), *turn, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
     def idle(self) -> bool:
-        """Whether nothing can turn."""
+        """Return whether every angle is 0."""
         return self.p == 0.0 or self.degrees == (0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class RandomAffine(Op):
-    """Rotate, scale, shear and shift in one matrix; bilinear, 0 where nothing was.
+    """Rotate, scale, shear and shift in one matrix; bilinear. Pixels from outside are 0.
 
     The matrix is Kornia's and torchvision's: shear x, shear y, scale and rotate about the centre,
     then shift. So a positive angle is *clockwise* here, unlike in `RandomRotation`.
@@ -117,7 +111,7 @@ class RandomAffine(Op):
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        self._keep_p()
+        super().__post_init__()
         turn = check_around("degrees", self.degrees, 0.0, 360.0, "RandomAffine(degrees=10)")
         scale = check_range("scale", self.scale, 1e-3, 1e3, "RandomAffine(scale=(0.9, 1.1))")
         shift = check_reaches(
@@ -144,7 +138,7 @@ class RandomAffine(Op):
         ]
 
     def idle(self) -> bool:
-        """Whether every matrix is the identity."""
+        """Return whether every matrix is the identity."""
         still = self.degrees == self.translate == self.shear == (0.0, 0.0)
         return self.p == 0.0 or (still and self.scale == (1.0, 1.0))
 
@@ -173,7 +167,7 @@ class RandomResizedCrop(Op):
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        self._keep_p()
+        super().__post_init__()
         scale = check_range(
             "scale", self.scale, 1e-6, 1.0, "RandomResizedCrop(224, scale=(0.08, 1.0))"
         )
@@ -194,7 +188,7 @@ class RandomResizedCrop(Op):
         return [*sizes, *span(self.scale), *shape, width / height, width * height]
 
     def idle(self) -> bool:
-        """Never: even with p = 0 the image is resized."""
+        """Return False: even with p = 0 the image is resized."""
         return False
 
     def settled(self) -> Op:
@@ -208,6 +202,7 @@ class Resize(Op):
 
     phase = Phase.GEOMETRY
     opcode = Opcode.RESIZED_CROP
+    is_fixed = True
 
     size: int | Size
 
@@ -216,7 +211,7 @@ class Resize(Op):
 
     @property
     def gate(self) -> float:
-        """Never cut: a resized crop whose gate is shut takes the whole image."""
+        """Return 0: a resized crop that is not applied takes the whole image."""
         return 0.0
 
     def out_size(self, _size: Size, /) -> Size:
@@ -224,16 +219,12 @@ class Resize(Op):
         return cast(Size, self.size)
 
     def numbers(self, size: Size, /) -> list[float]:
-        """Return the sizes; the ranges are never used."""
+        """Return the sizes; with a gate of 0 the ranges are not used."""
         return RandomResizedCrop(self.size, (1.0, 1.0), (1.0, 1.0)).numbers(size)
 
     def idle(self) -> bool:
-        """Never: whether sizes differ is known only with an image."""
+        """Return False: whether the size changes depends on the image."""
         return False
-
-    def settled(self) -> Op:
-        """Return itself."""
-        return self
 
 
 @dataclass(frozen=True)
@@ -278,7 +269,7 @@ class RandomCrop(Op):
         return [-self.padding, -self.padding, *free]
 
     def settled(self) -> Op:
-        """Return the crop from the middle."""
+        """Return the crop of the same size from the middle."""
         return CenterCrop(self.size, self.padding)
 
 
@@ -286,11 +277,9 @@ class RandomCrop(Op):
 class CenterCrop(RandomCrop):
     """Cut `size` from the middle of the zero-padded image; not random."""
 
+    is_fixed = True
+
     def numbers(self, size: Size, /) -> list[float]:
-        """Return the one corner there is."""
+        """Return the corner of the crop in the middle."""
         left, top, columns, rows = super().numbers(size)
         return [left + (columns - 1) // 2, top + (rows - 1) // 2, 1, 1]
-
-    def settled(self) -> Op:
-        """Return itself."""
-        return self

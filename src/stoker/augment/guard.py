@@ -1,8 +1,8 @@
-"""What may enter: checks of images, masks and rows, and the flag for what only the device can see.
+"""Checks of images, masks and rows, and the flag for faults that only the device can see.
 
-Enters: tensors from the user. Leaves: nothing, or an `InputError` with the remedy. Costs: shape and
-dtype checks are host work of some microseconds; values are looked at on the device, and the answer
-is read one call later without waiting (`FaultFlag`). Nothing ever moves to another device.
+Enters: tensors from the user. Leaves: nothing, or an `InputError` with the remedy. Costs: shapes and
+dtypes are checked on the host in microseconds; values are checked on the device, and the answer is read
+at a later call without waiting (`FaultFlag`). Nothing moves to another device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 IMAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OUT_OF_UNIT, NOT_FINITE, NO_SUCH_ROW = 1, 2, 4
-# Values may leave [0, 1] by what rounding to half types and resizing filters do.
+# Rounding to 16-bit types and resizing filters may leave [0, 1] by this much.
 LEAST, MOST = -0.001, 1.001
 MASK_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -32,9 +32,9 @@ def note_faults(values: Tensor, faults: Tensor) -> None:
 def find_missing(
     rows: Tensor | None, num_images: int, faults: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return rows that can all be read, and bool `(B,)`: those that do not exist; note them.
+    """Return rows clamped to those that exist, and bool `(B,)`, the missing ones; set the fault bit.
 
-    The second is None where no row is missing and that can be seen without waiting: on a CPU.
+    The second is None if no row is missing and that is known without waiting, on a CPU.
     """
     if rows is None:
         return None, None
@@ -50,16 +50,16 @@ def find_missing(
 class FaultFlag:
     """One int32 on the device that backends set, read without blocking.
 
-    The first look waits for the answer, so that a wrong set-up fails at once. On a GPU later ones
-    read the answer of an earlier call, once its event has passed, and every 16th asks anew: a copy
-    and an event at every call would cost as much as a small batch. Not thread safe.
+    The first look waits for the answer, so that a wrong set-up fails at once. On a GPU every 16th look
+    starts a copy to the host, and the next look after its event has passed reads it: a copy and an
+    event at every call would cost as much as a small batch. Not thread safe.
     """
 
     _EVERY = 16
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        with torch.inference_mode(False):  # written to by calls outside of it too
+        with torch.inference_mode(False):  # calls outside of inference mode write to it too
             self.bits = torch.zeros(1, dtype=torch.int32, device=device)
             self._copy = torch.zeros(1, dtype=torch.int32, pin_memory=self._cuda)
         self._event = torch.cuda.Event() if self._cuda else None
@@ -67,7 +67,7 @@ class FaultFlag:
         self._calls = 0
 
     def look(self) -> None:
-        """Raise what is known, without waiting (except the first time); call after every apply."""
+        """Raise the faults known so far, without waiting except the first time; call after every apply."""
         self._calls += 1
         if self._event is None or self._calls == 1:
             self.wait()
@@ -80,7 +80,7 @@ class FaultFlag:
             self._asked = True
 
     def wait(self) -> None:
-        """Wait for the device and raise what it found."""
+        """Wait for the device and raise the faults that it found."""
         self._copy.copy_(self.bits)
         self._raise()
 
@@ -176,13 +176,13 @@ def check_masks(masks: object, images: Tensor, ignore_index: int) -> Tensor:
         raise InputError(
             f"ignore_index {ignore_index} with masks of dtype {masks.dtype}.",
             f"{limits.min} to {limits.max}",
-            f"ignore_index={_fitting(limits)}, or masks.long()",
+            f"ignore_index={-1 if limits.min < 0 else 255}, or masks.long()",
         )
     return masks
 
 
 def check_rows(rows: object, images: Tensor, look: bool) -> Tensor:
-    """Return `rows` if they are int64 `(B,)`; their values are looked at on the CPU or if asked."""
+    """Return `rows` if they are int64 `(B,)`; values are checked on a CPU, elsewhere only if `look`."""
     if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype != torch.int64:
         given = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
         whole = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype in MASK_DTYPES
@@ -236,11 +236,6 @@ def check_points(points: object, last: int, table: Tensor, name: str) -> Tensor:
         )
     _same_device(name, points, table, "parameters")
     return points
-
-
-def _fitting(limits: torch.iinfo) -> int:
-    """Return the usual ignore index of a dtype."""
-    return -1 if limits.min < 0 else 255
 
 
 def _same_device(name: str, tensor: Tensor, other: Tensor, whose: str = "images") -> None:

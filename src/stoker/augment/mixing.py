@@ -1,13 +1,13 @@
-"""MixUp and CutMix: each image of a batch with its neighbour, and targets in the same proportion.
+"""MixUp and CutMix: mix each image of a batch with its neighbour, and targets in the same proportion.
 
 Enters: float images `(B, C, H, W)` (after a `Compose`) and class labels `(B,)` or soft targets
 `(B, num_classes)`. Leaves: mixed images of the same dtype and soft targets, float32. Costs: one or
 two passes over the batch; device work only, no host synchronisation after the first call, so that
 both can be captured in a CUDA graph.
 
-The partner of a sample is the one before it in the batch (rolled by one); a shuffled loader makes
-that a random one. The share comes from Beta(alpha, alpha), by a quantile table that is made once on
-the host, from the same counter as everything else in this room.
+The partner of a sample is the one before it in the batch (rolled by one); with a shuffled loader that
+is a random one. The share comes from Beta(alpha, alpha) through a quantile table that is computed once
+on the host; the random numbers come from a counter, as those of `Compose` do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_STREAMS = 0x2000
 
 
 class _Mixer:
-    """What both share: the counter, the gate, the share and the targets."""
+    """Base of both: arguments, position, the drawn share, and the checks of images and targets."""
 
     _first_stream: int
 
@@ -51,13 +51,15 @@ class _Mixer:
         self._position.write(self._position.read() | {"epoch": epoch, "step": step})
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: its draws are the same whatever came before."""
+        """Begin an epoch. Its draws do not depend on earlier calls."""
         self.seek(epoch)
 
     def _draw(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the share `(batch,)` each sample keeps (1 where it is not mixed), and uniforms."""
         if device not in self._quantiles:
-            with torch.inference_mode(False):  # kept for calls outside of it too
+            with torch.inference_mode(
+                False
+            ):  # the cache also serves calls outside of inference mode
                 quantiles = torch.from_numpy(beta_quantiles(self.alpha)).float()
                 self._quantiles[device] = quantiles.to(device)
         quantiles, counter = self._quantiles[device], self._position.on(device)
@@ -104,14 +106,11 @@ class _Mixer:
                 f"whole numbers ({batch},), or shares ({batch}, {self.num_classes})",
                 "one class per image: masks cannot be mixed this way",
             )
-        return self._one_hot(targets)
-
-    def _one_hot(self, labels: Tensor) -> Tensor:
         # On a GPU reading labels waits for the device, so only those of the first call are read.
-        capturing = labels.is_cuda and torch.cuda.is_current_stream_capturing()
-        if labels.device.type == "cpu" or not (self._looked or capturing):
+        capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
+        if targets.device.type == "cpu" or not (self._looked or capturing):
             self._looked = True
-            least, most = (int(bound) for bound in torch.aminmax(labels))
+            least, most = (int(bound) for bound in torch.aminmax(targets))
             if least < 0 or most >= self.num_classes:
                 raise InputError(
                     f"labels from {least} to {most}.",
@@ -120,8 +119,8 @@ class _Mixer:
                     if least >= 0
                     else "keep = labels >= 0; mix(images[keep], labels[keep])",
                 )
-        classes = torch.arange(self.num_classes, device=labels.device)
-        return (labels.unsqueeze(1) == classes).float()
+        classes = torch.arange(self.num_classes, device=targets.device)
+        return (targets.unsqueeze(1) == classes).float()
 
 
 class MixUp(_Mixer):
@@ -161,7 +160,7 @@ class CutMix(_Mixer):
 
     @torch.no_grad()
     def __call__(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mixed images (same dtype) and soft targets by the area that was truly cut."""
+        """Return mixed images (same dtype) and soft targets in proportion to the area that was cut."""
         soft = self._check(images, targets)
         share, drawn = self._draw(images.shape[0], images.device)
         height, width = images.shape[2:]
@@ -178,7 +177,7 @@ class CutMix(_Mixer):
 
 
 def _blend(values: Tensor, share: Tensor) -> Tensor:
-    """Return `share` of each row and the rest of the row before it; a share of 1 is exact."""
+    """Return `share` of each row plus `1 - share` of the row before it; exact for a share of 1."""
     return values * share + values.roll(1, 0) * (1.0 - share)
 
 

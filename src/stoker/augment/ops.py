@@ -1,9 +1,8 @@
-"""The augmentations, and what a list of them comes to: its tape and its program.
+"""The ops that change values (colour, blur, erasing, type), and a list of ops as tape and program.
 
-Enters: ops as a user writes them, in the order of the phases (geometry, colour, blur, erasing,
-Normalize, ToDtype). Leaves: the checked list; the tape (one row of 16 numbers per random op, see
-`stoker.augment.definition`); the `Program`, which is all that does not depend on the draw. Costs
-nothing on the device.
+Enters: ops in the order of the phases: geometry, colour, blur, erasing, Normalize, ToDtype. Leaves: the
+checked list; its tape, one row of 16 numbers per random op (see `definition.py`); its `Program`, the part
+of the work that is the same for every draw. Costs nothing on the device.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 
 from stoker.augment.definition import (
     OUTPUT_DTYPES,
-    TABLE_WIDTH,
     TAPE_WIDTH,
     Op,
     Opcode,
@@ -26,60 +24,17 @@ from stoker.augment.definition import (
     Program,
     Range,
     Size,
-    Transform,
     check_around,
     check_number,
     check_range,
     span,
 )
-from stoker.augment.geometry import (
-    CenterCrop,
-    RandomAffine,
-    RandomCrop,
-    RandomHorizontalFlip,
-    RandomResizedCrop,
-    RandomRotation,
-    RandomVerticalFlip,
-    Resize,
-)
 from stoker.errors import InputError
-
-__all__ = [
-    "COLOUR_ORDER",
-    "TABLE_WIDTH",
-    "TAPE_WIDTH",
-    "CenterCrop",
-    "ColorJitter",
-    "GaussianBlur",
-    "Normalize",
-    "Op",
-    "Opcode",
-    "Phase",
-    "Program",
-    "RandomAffine",
-    "RandomBrightness",
-    "RandomContrast",
-    "RandomCrop",
-    "RandomErasing",
-    "RandomHorizontalFlip",
-    "RandomHue",
-    "RandomResizedCrop",
-    "RandomRotation",
-    "RandomSaturation",
-    "RandomVerticalFlip",
-    "Resize",
-    "Size",
-    "ToDtype",
-    "Transform",
-    "check_order",
-    "encode_tape",
-    "make_program",
-]
 
 WHOLE_PIXELS = {Opcode.FLIP_H, Opcode.FLIP_V, Opcode.CROP}
 COLOUR_ORDER = ("brightness", "contrast", "saturation", "hue")
-MOST_FACTOR = 1e6  # beyond it every image is black and white; infinity times 0 is no image at all
-LEAST_STD = 1e-12  # its inverse is finite in every dtype that is worked in
+MOST_FACTOR = 1e6  # a larger factor only makes every pixel 0 or 1, and infinity times 0 is NaN
+LEAST_STD = 1e-12  # its inverse is finite in every dtype that we compute in
 IMAGENET = "(0.485, 0.456, 0.406), (0.229, 0.224, 0.225)"
 
 
@@ -88,35 +43,35 @@ IMAGENET = "(0.485, 0.456, 0.406), (0.229, 0.224, 0.225)"
 
 @dataclass(frozen=True)
 class _Colour(Op):
-    """What the colour ops share: four ranges on the tape, whichever of them the op has."""
+    """Base of the colour ops. Each writes four ranges on the tape; those it lacks change nothing."""
 
     phase = Phase.COLOUR
     opcode = Opcode.COLOUR
     kinds: ClassVar[tuple[str, ...]]
 
-    def _keep_ranges(self) -> None:
-        self._keep_p()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for kind in self.kinds:
             centre, most = (0.0, 0.5) if kind == "hue" else (1.0, MOST_FACTOR)
             fix = f"{type(self).__name__}({kind}=0.2)"
             self._keep(**{kind: check_around(kind, getattr(self, kind), centre, most, fix)})
 
     def limits(self, kind: str) -> Range:
-        """Return the range of a factor; that of an absent one is the untouched value alone."""
+        """Return the range of a factor; a range of one value, the untouched one, if the op lacks it."""
         rest = 0.0 if kind == "hue" else 1.0
         return cast(Range, getattr(self, kind)) if kind in self.kinds else (rest, rest)
 
     def changes(self, kind: str) -> bool:
-        """Whether a draw can change this kind of colour."""
+        """Return whether a draw can change this kind of colour."""
         rest = 0.0 if kind == "hue" else 1.0
         return self.gate > 0.0 and self.limits(kind) != (rest, rest)
 
     def numbers(self, _size: Size, /) -> list[float]:
-        """Return the four ranges."""
+        """Return the ranges of brightness, contrast, saturation and hue."""
         return [number for kind in COLOUR_ORDER for number in span(self.limits(kind))]
 
     def idle(self) -> bool:
-        """Whether no factor can differ from "untouched"."""
+        """Return whether every factor stays at its untouched value."""
         return not any(self.changes(kind) for kind in self.kinds)
 
 
@@ -128,9 +83,6 @@ class RandomBrightness(_Colour):
     brightness: float | Range
     p: float = 1.0
 
-    def __post_init__(self) -> None:
-        self._keep_ranges()
-
 
 @dataclass(frozen=True)
 class RandomContrast(_Colour):
@@ -139,9 +91,6 @@ class RandomContrast(_Colour):
     kinds = ("contrast",)
     contrast: float | Range
     p: float = 1.0
-
-    def __post_init__(self) -> None:
-        self._keep_ranges()
 
 
 @dataclass(frozen=True)
@@ -152,9 +101,6 @@ class RandomSaturation(_Colour):
     saturation: float | Range
     p: float = 1.0
 
-    def __post_init__(self) -> None:
-        self._keep_ranges()
-
 
 @dataclass(frozen=True)
 class RandomHue(_Colour):
@@ -163,9 +109,6 @@ class RandomHue(_Colour):
     kinds = ("hue",)
     hue: float | Range
     p: float = 1.0
-
-    def __post_init__(self) -> None:
-        self._keep_ranges()
 
 
 @dataclass(frozen=True)
@@ -184,9 +127,6 @@ class ColorJitter(_Colour):
     saturation: float | Range = 0.0
     hue: float | Range = 0.0
     p: float = 1.0
-
-    def __post_init__(self) -> None:
-        self._keep_ranges()
 
 
 # -- blur, erase, normalise, dtype ---------------------------------------------------------------
@@ -210,14 +150,9 @@ class GaussianBlur(Op):
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        self._keep_p()
+        super().__post_init__()
         taps = self.kernel_size
-        if (
-            not isinstance(taps, int)
-            or isinstance(taps, bool)
-            or not 3 <= taps <= 63
-            or taps % 2 == 0
-        ):
+        if type(taps) is not int or not 3 <= taps <= 63 or taps % 2 == 0:
             raise InputError(
                 f"kernel_size is {taps!r}.", "an odd number from 3 to 63", "GaussianBlur(3)"
             )
@@ -250,7 +185,7 @@ class RandomErasing(Op):
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        self._keep_p()
+        super().__post_init__()
         scale = check_range("scale", self.scale, 0.0, 1.0, "RandomErasing(scale=(0.02, 0.33))")
         ratio = check_range("ratio", self.ratio, 1e-3, 1e3, "RandomErasing(ratio=(0.3, 3.3))")
         value = check_number(
@@ -270,10 +205,11 @@ class Normalize(Op):
 
     Args:
         mean: One number per channel, or one for all.
-        std: Likewise; above 0.
+        std: One number per channel, or one for all; above 0.
     """
 
     phase = Phase.NORMALIZE
+    is_fixed = True
 
     mean: float | Sequence[float]
     std: float | Sequence[float]
@@ -287,10 +223,6 @@ class Normalize(Op):
                 f"Normalize({IMAGENET})",
             )
         self._keep(mean=mean, std=std)
-
-    def settled(self) -> Op:
-        """Return itself."""
-        return self
 
     def for_channels(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return mean and std with one number per channel."""
@@ -317,6 +249,7 @@ class ToDtype(Op):
     """
 
     phase = Phase.DTYPE
+    is_fixed = True
 
     dtype: torch.dtype
     channels_last: bool = False
@@ -325,10 +258,6 @@ class ToDtype(Op):
         if self.dtype not in OUTPUT_DTYPES:
             allowed = ", ".join(map(str, OUTPUT_DTYPES))
             raise InputError(f"dtype is {self.dtype!r}.", allowed, "ToDtype(torch.bfloat16)")
-
-    def settled(self) -> Op:
-        """Return itself."""
-        return self
 
 
 def _channel_values(name: str, value: Any) -> tuple[float, ...]:
@@ -363,8 +292,19 @@ def make_program(ops: Sequence[Op], size: Size, channels: int, ignore_index: int
     erase = next((op for op in busy if isinstance(op, RandomErasing)), None)
     normalize = next((op for op in ops if isinstance(op, Normalize)), None)
     dtype = next((op for op in ops if isinstance(op, ToDtype)), ToDtype(torch.float32))
-    _check_colour_channels(colours, channels)
-    _check_blur_fits(blur, out_size)
+    for kind in ("contrast", "saturation", "hue"):  # brightness takes any number of channels
+        if channels not in (1, 3) and any(op.changes(kind) for op in colours):
+            raise InputError(
+                f"{kind} on images with {channels} channels.",
+                "1 channel (grey) or 3 (RGB)",
+                f"leave out {kind}, or augment the three colour channels alone",
+            )
+    if blur and min(out_size) <= blur.kernel_size // 2:
+        raise InputError(
+            f"a blur of {blur.kernel_size} taps on images of {out_size[0]}x{out_size[1]}.",
+            f"at most {2 * min(out_size) - 1} taps: the border is reflected",
+            "a smaller kernel_size",
+        )
     mean, std = normalize.for_channels(channels) if normalize else (None, None)
     return Program(
         in_size=size,
@@ -385,26 +325,6 @@ def make_program(ops: Sequence[Op], size: Size, channels: int, ignore_index: int
         ignore_index=ignore_index,
         whole_pixels=bool(moves) and set(moves) <= WHOLE_PIXELS,
     )
-
-
-def _check_colour_channels(colours: Sequence[_Colour], channels: int) -> None:
-    """Contrast, saturation and hue know grey and RGB; brightness takes any number of channels."""
-    for kind in ("contrast", "saturation", "hue"):
-        if channels not in (1, 3) and any(op.changes(kind) for op in colours):
-            raise InputError(
-                f"{kind} on images with {channels} channels.",
-                "1 channel (grey) or 3 (RGB)",
-                f"leave out {kind}, or augment the three colour channels alone",
-            )
-
-
-def _check_blur_fits(blur: GaussianBlur | None, size: Size) -> None:
-    if blur and min(size) <= blur.kernel_size // 2:
-        raise InputError(
-            f"a blur of {blur.kernel_size} taps on images of {size[0]}x{size[1]}.",
-            f"at most {2 * min(size) - 1} taps: the border is reflected",
-            "a smaller kernel_size",
-        )
 
 
 def check_order(ops: Sequence[Any]) -> tuple[Op, ...]:
@@ -429,16 +349,6 @@ def check_order(ops: Sequence[Any]) -> tuple[Op, ...]:
     for before, after in itertools.pairwise(ops):
         if _place(after) < _place(before):
             raise _misplaced(before, after, ops)
-    _check_single(ops)
-    return tuple(ops)
-
-
-def _place(op: Op) -> tuple[int, int]:
-    """Sort key: the phase, and inside colour the fixed order."""
-    return op.phase, COLOUR_ORDER.index(op.kinds[0]) if isinstance(op, _Colour) else 0
-
-
-def _check_single(ops: Sequence[Op]) -> None:
     seen: set[object] = set()
     for op in ops:
         kinds = op.kinds if isinstance(op, _Colour) else (op.phase,)
@@ -449,6 +359,12 @@ def _check_single(ops: Sequence[Op]) -> None:
                 f"leave out {op!r}, or use a second Compose",
             )
         seen |= set(kinds)
+    return tuple(ops)
+
+
+def _place(op: Op) -> tuple[int, int]:
+    """Return the sort key of an op: its phase and, inside colour, the fixed order."""
+    return op.phase, COLOUR_ORDER.index(op.kinds[0]) if isinstance(op, _Colour) else 0
 
 
 def _misplaced(before: Op, after: Op, ops: Sequence[Op]) -> InputError:

@@ -1,7 +1,7 @@
 """Random numbers from a counter: Philox4x32-10 in int64 arithmetic.
 
 Enters: the counter tensor `[seed, epoch, step, stream]` (int64, on the device). Leaves: uniforms in
-[0, 1) for every (row, op), the same bits on every device and as Triton's `tl.philox(seed, c0..c3)`.
+[0, 1) for every (row, op), the same bits on every device and in Triton's `tl.philox(seed, c0..c3)`.
 Costs: some 80 tiny kernels whatever the batch on a GPU, 0.2 ms on a CPU; no state but the counter, no
 host synchronisation.
 
@@ -44,7 +44,7 @@ def make_counter(seed: int, epoch: int = 0, step: int = 0, stream: int = 0) -> t
     for name, value in (("epoch", epoch), ("step", step), ("stream", stream)):
         _check(name, value, 0, _BOUNDS[name])
     signed = seed - (1 << 64) if seed >= 1 << 63 else seed
-    with torch.inference_mode(False):  # counted on by calls outside of it too
+    with torch.inference_mode(False):  # calls outside of inference mode advance it too
         return torch.tensor([signed, epoch, step, stream], dtype=torch.int64)
 
 
@@ -149,10 +149,10 @@ def philox(seed: torch.Tensor, even: torch.Tensor, odd: torch.Tensor) -> torch.T
 
 
 def _rounds(state: Any, keys: Any, factors: Any, swap: Callable[[Any], Any]) -> Any:
-    """Work on arrays of numpy or torch alike: only operators are used, and `swap`.
+    """Run the rounds on arrays of numpy or of torch: only operators and `swap` are used.
 
-    Both halves of the state go through one multiplication. A product wraps at 64 bits, which leaves
-    its low word and, masked, its high word right; bits above 32 of `odd` are masked with it.
+    Both halves of the state are multiplied at once. A product wraps at 64 bits: its low word and, masked,
+    its high word are right. Bits above 32 of `odd` are masked at the end.
     """
     even, odd = state
     for key in keys:
@@ -163,8 +163,8 @@ def _rounds(state: Any, keys: Any, factors: Any, swap: Callable[[Any], Any]) -> 
 
 @functools.lru_cache(maxsize=16)
 def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return factors and what each round adds to the key; kept: a capture forbids host copies."""
-    with torch.inference_mode(False):  # kept for calls outside of it too
+    """Return the factors and the key increments of each round; cached: a capture forbids host copies."""
+    with torch.inference_mode(False):  # the cache also serves calls outside of inference mode
         steps = torch.tensor([[round_ * step for step in _KEY_STEP] for round_ in range(_ROUNDS)])
         return torch.tensor(_MULTIPLIERS).to(device), steps.to(device)
 

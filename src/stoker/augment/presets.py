@@ -1,6 +1,6 @@
 """Ready lists of ops by name: "minimal", "standard", "strong".
 
-Enters: a name and how strong each op is. Leaves: a `Compose`. Costs what a `Compose` costs.
+Enters: a name and the strength of each op. Leaves: a `Compose`. Costs what a `Compose` costs.
 """
 
 from __future__ import annotations
@@ -12,15 +12,8 @@ import torch
 
 from stoker.augment.compose import Compose
 from stoker.augment.definition import Op
-from stoker.augment.ops import (
-    ColorJitter,
-    GaussianBlur,
-    Normalize,
-    RandomAffine,
-    RandomHorizontalFlip,
-    RandomRotation,
-    ToDtype,
-)
+from stoker.augment.geometry import RandomAffine, RandomHorizontalFlip, RandomRotation
+from stoker.augment.ops import ColorJitter, GaussianBlur, Normalize, ToDtype
 from stoker.errors import InputError
 
 Channels = float | Sequence[float]
@@ -89,9 +82,9 @@ def make_preset(
         name: "minimal", "standard" or "strong".
         mean: Normalise after augmenting, with `std`; both or neither.
         std: See `mean`.
-        dtype: Of the images that leave; float32 by default.
+        dtype: Dtype of the images that leave; float32 by default.
         seed: Another seed, other draws.
-        stream: Of the draws; ranks and workers have one each.
+        stream: Number of the random stream; ranks take one each.
         ignore_index: Written in masks where no input pixel is.
         backend: "auto", "torch" or "fused".
         **strengths: Arguments of `minimal_ops`, `standard_ops` or `strong_ops`.

@@ -1,12 +1,12 @@
-"""`stoker augment preview`: what augmentation does to your own images, to look at before training.
+"""`stoker augment preview`: shows what an augmentation does to your own images, before training.
 
 Enters: a folder of images, one image or a packed store, masks if there are any, and an augmentation.
-Leaves: a PNG with a line per image (the original, then one draw per column) and below it the masks,
-coloured, the ignore index hatched. Costs: decoding as many images as are shown, and a second of torch
-on the CPU. Needs Pillow.
+Leaves: a PNG with a row per image (the original, then one draw per column) and below it its mask,
+coloured, the ignore index hatched. Costs: decoding the shown images and a second of torch on the CPU.
+Needs Pillow.
 
-Column k is what step k of the epoch would draw for a batch of these images, so the same seed and epoch
-give the same picture everywhere.
+Column k shows the draw of step k of the epoch for a batch of these images: the same seed and epoch give
+the same picture on every machine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sample:
     """One image to show.
 
     Attributes:
-        name: File name, or its row in the store.
+        name: File name, or row in the store.
         image: (H, W, 3).
         mask: (H, W), or None.
     """
@@ -272,7 +272,7 @@ def to_pixels(images: torch.Tensor) -> list[Pixels]:
 
 
 def check_output(out: Path, sources: Sequence[Path | None]) -> None:
-    """Raise unless `out` is a place where a picture can be written and nothing is lost.
+    """Raise unless a picture can be written to `out` without losing another file.
 
     Args:
         out: The PNG to write. An older picture there is replaced; anything else is not.
@@ -312,7 +312,7 @@ def _is_png(path: Path) -> bool:
 
 
 def write_png(sheet: Any, out: Path) -> None:
-    """Write a Pillow image, or leave what was there untouched."""
+    """Write a Pillow image; if that fails, an older file there stays as it was."""
     from PIL.PngImagePlugin import PngInfo
 
     about = PngInfo()

@@ -1,11 +1,11 @@
-"""The torch backend: parameters and images in, augmented images and masks out. The reference.
+"""The torch backend: applies parameters to images and masks with torch. The reference for every op.
 
 Enters: images `(N, C, H, W)` uint8 or float, masks, the table of `stoker.augment.draw`, the program.
 Leaves: new images and masks; boxes and keypoints by the same matrix. Costs: 0.6 of Kornia's time on a
 CPU for flip, rotation, colour and normalisation; beside the result, some six times a slice of the batch
 (100 MB on a CPU); no host synchronisation.
 
-This file is the meaning of every op. Values are float32 in [0, 1] (float64 for float64 images):
+This file defines what every op computes. Values are float32 in [0, 1] (float64 for float64 images):
 a uint8 v is v * (1/255). Geometry is one resample of the composed matrix:
 
     sx = (m00*x + m01*y) + m02, x0 = floor(sx), fx = sx - x0; the same for y
@@ -76,7 +76,12 @@ class TorchBackend:
         moved = None if masks is None else masks.new_empty(shape[0], *masks.shape[1:-2], *shape[2:])
         work = torch.float64 if images.dtype == torch.float64 else torch.float32
         rows, missing = find_missing(rows, images.shape[0], faults)
-        for part in _slices(shape[0], program, images.device):
+        # Slices, so that the intermediates stay small.
+        pixels = max(math.prod(program.in_size), math.prod(program.out_size))
+        limit = CPU_SLICE_BYTES if images.device.type == "cpu" else GPU_SLICE_BYTES
+        step = max(1, limit // (pixels * 4 * program.channels))
+        for start in range(0, shape[0], step):
+            part = slice(start, min(start + step, shape[0]))
             chosen = images[part] if rows is None else images.index_select(0, rows[part])
             if faults is not None and chosen.is_floating_point():
                 note_faults(chosen, faults)
@@ -84,7 +89,10 @@ class TorchBackend:
             values = result[part]
             if result.dtype != work or program.channels_last:
                 values = torch.empty(values.shape, dtype=work, device=images.device)
-            move = _mover(numbers, program)
+            move: _Stay | _Cut | _Warp = _Stay()
+            if program.geometry:
+                on_host = program.whole_pixels and images.device.type == "cpu"
+                move = (_Cut if on_host else _Warp)(numbers, program)
             move.images(chosen, values)
             if images.dtype == torch.uint8:
                 values.mul_(1.0 / 255.0)
@@ -102,42 +110,29 @@ class TorchBackend:
         return result, moved
 
 
-def _slices(batch: int, program: Program, device: torch.device) -> list[slice]:
-    """Cut the batch so that the intermediates of one slice stay small."""
-    pixels = max(math.prod(program.in_size), math.prod(program.out_size))
-    limit = CPU_SLICE_BYTES if device.type == "cpu" else GPU_SLICE_BYTES
-    step = max(1, limit // (pixels * 4 * program.channels))
-    return [slice(start, min(start + step, batch)) for start in range(0, batch, step)]
-
-
 # -- geometry ------------------------------------------------------------------------------------
 
 
 class _Stay:
-    """No geometry: pixels keep their places."""
+    """No geometry: pixels are copied, converted to the dtype of the computation."""
 
     def images(self, source: Tensor, target: Tensor) -> None:
-        """Copy, converting to the dtype that is worked in."""
         target.copy_(source)
 
-    def labels(self, source: Tensor, target: Tensor) -> None:
-        """Copy."""
-        target.copy_(source)
+    labels = images
 
 
 class _Cut:
-    """Flips and crops on a CPU, where parameters can be read: slices, sample by sample."""
+    """Flips and crops on a CPU, where reading parameters is free: copies of slices, sample by sample."""
 
     def __init__(self, table: Tensor, program: Program) -> None:
         self._places = table[:, [0, 2, 4, 5]].tolist()
         self._ignore_index = program.ignore_index
 
     def images(self, source: Tensor, target: Tensor) -> None:
-        """Copy the pixels there are; 0 elsewhere."""
         self._cut(source, target, 0)
 
     def labels(self, source: Tensor, target: Tensor) -> None:
-        """Copy the labels there are; the ignore index elsewhere."""
         self._cut(source, target, self._ignore_index)
 
     def _cut(self, source: Tensor, target: Tensor, fill: int) -> None:
@@ -202,13 +197,6 @@ class _Warp:
         y = (self._sy * (tall / 2) + 0.5).floor_().clamp_(-1, height).add_(1)
         index = y.to(torch.int64).mul_(width + 2).add_(x.to(torch.int64))
         target.copy_(framed.flatten(1).gather(1, index.flatten(1)).view(target.shape))
-
-
-def _mover(table: Tensor, program: Program) -> _Stay | _Cut | _Warp:
-    if not program.geometry:
-        return _Stay()
-    on_host = table.device.type == "cpu"
-    return _Cut(table, program) if program.whole_pixels and on_host else _Warp(table, program)
 
 
 # -- pixels --------------------------------------------------------------------------------------
@@ -315,8 +303,8 @@ def _erased(table: Tensor, size: Size) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _per_channel(numbers: Sequence[float], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return `(1, C, 1, 1)`; kept, because a capture forbids copies from the host."""
-    with torch.inference_mode(False):  # kept for calls outside of it too
+    """Return `(1, C, 1, 1)`; cached, because a capture forbids copies from the host."""
+    with torch.inference_mode(False):  # the cache also serves calls outside of inference mode
         return torch.tensor(numbers, dtype=dtype, device=device).view(1, -1, 1, 1)
 
 

@@ -1,7 +1,7 @@
-"""`ProgressiveAugmentation`: another augmentation from a given epoch on.
+"""`ProgressiveAugmentation`: a different augmentation from given epochs on.
 
-Enters: first epochs and a `Compose` for each. Leaves: one object that augments with the stage that is due. Costs
-nothing beside the stage itself.
+Enters: first epochs and a `Compose` for each. Leaves: one object that augments with the stage of the current epoch.
+Costs nothing beside the stage itself.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Tensor = torch.Tensor
 
 
 class ProgressiveAugmentation:
-    """One augmentation from each epoch on, changed in place.
+    """Stages of augmentation, each used from its first epoch on.
 
-    A trainer holds this object and calls `set_epoch`; the stage changes under its hands. Whoever
-    captured a CUDA graph compares `generation` and captures again when it has changed.
+    A trainer holds this object and calls `set_epoch`, which selects the stage. Code that captured a CUDA
+    graph compares `generation` and captures again when it has changed.
 
     Args:
         stages: First epoch -> augmentation; epoch 0 must be there.
             `{0: make_preset("minimal"), 50: make_preset("strong")}`
 
     Attributes:
-        stages: As given, in the order of their epochs.
-        current: The stage that works now.
-        generation: Counts the changes of stage.
+        stages: As given, sorted by epoch.
+        current: The stage of the current epoch.
+        generation: Number of changes of stage.
     """
 
     def __init__(self, stages: Mapping[int, Compose]) -> None:
@@ -52,11 +52,11 @@ class ProgressiveAugmentation:
         return f"ProgressiveAugmentation({self.stages!r})"
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch with the stage that is due."""
+        """Begin an epoch and select its stage."""
         self.seek(epoch)
 
     def seek(self, epoch: int, step: int = 0) -> None:
-        """Make the next draw that of (epoch, step), by the stage that is due."""
+        """Make the next draw that of (epoch, step), and select the stage of that epoch."""
         make_counter(0, epoch, step)  # raises before the stage is looked for
         due = self.stages[max(start for start in self.stages if start <= epoch)]
         due.seek(epoch, step)
@@ -96,17 +96,17 @@ class ProgressiveAugmentation:
         return self.current.keypoints(keypoints, params)
 
     def check(self) -> None:
-        """Wait for the device and raise what any stage found."""
+        """Wait for the device and raise the faults that any stage found."""
         for stage in self.stages.values():
             stage.check()
 
     def validation(self) -> Compose:
-        """Return what validation images go through, by the current stage."""
+        """Return the non-random part of the current stage, for validation images."""
         return self.current.validation()
 
     @property
     def backend_reason(self) -> str:
-        """Which backend the current stage works with, and why."""
+        """The backend of the current stage, and why it was chosen."""
         return self.current.backend_reason
 
     def state_dict(self) -> dict[str, int]:
@@ -114,6 +114,6 @@ class ProgressiveAugmentation:
         return self.current.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state_dict` was taken, with the stage that was due there."""
+        """Continue where `state_dict` was taken, with the stage of that epoch."""
         self.seek(check_state(state)["epoch"])
         self.current.load_state_dict(state)

@@ -1,7 +1,7 @@
-"""Contact sheets: tiles of images and coloured masks on one picture.
+"""Contact sheets: images and coloured masks as tiles of one picture.
 
-Enters: uint8 arrays of images (H, W, 3) and integer masks (H, W). Leaves: one Pillow image. Costs:
-milliseconds a sheet; needs Pillow.
+Enters: uint8 images (H, W, 3) and integer masks (H, W). Leaves: one Pillow image. Costs milliseconds per
+sheet; needs Pillow.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _GOLDEN = 0.618033988749895
 
 @dataclass(frozen=True)
 class Line:
-    """One line of tiles.
+    """One row of tiles.
 
     Attributes:
         tiles: From left to right.
-        caption: Above the line; empty for none.
+        caption: Above the row; empty for none.
     """
 
     tiles: Sequence[Pixels]
@@ -56,7 +56,7 @@ def pillow() -> Any:
 
 
 def colour_mask(classes: Classes, ignore_index: int) -> Pixels:
-    """Return a mask as colours; the ignore index is hatched, so that no class can be taken for it."""
+    """Return a mask as colours; the ignore index is hatched, so that it looks like no class."""
     height, width = classes.shape
     colours = np.array([class_colour(number) for number in range(256)], dtype=np.uint8)
     shown = colours[np.clip(classes, 0, 255)]
@@ -66,7 +66,7 @@ def colour_mask(classes: Classes, ignore_index: int) -> Pixels:
 
 
 def class_colour(number: int) -> tuple[int, int, int]:
-    """Return the colour of a class, always the same one."""
+    """Return the colour of a class; it depends on nothing else."""
     if number < len(_FIRST):
         return _FIRST[number]
     light = 0.55 + 0.35 * ((number * 7) % 3) / 2
@@ -77,7 +77,7 @@ def class_colour(number: int) -> tuple[int, int, int]:
 def make_sheet(lines: Sequence[Line], header: Sequence[str] = (), footer: str = "") -> Any:
     """Return the sheet as a Pillow image.
 
-    Tiles of one line may differ in size: each stands in the middle of its place.
+    Tiles of one row may differ in size; each is centred in its cell.
 
     Args:
         lines: From top to bottom.
@@ -109,7 +109,7 @@ def make_sheet(lines: Sequence[Line], header: Sequence[str] = (), footer: str = 
 
 
 def _write(sheet: Any, text: str, x: int, y: int, room: int) -> None:
-    """Write a line of text, cut to its room."""
+    """Write a line of text, shortened to `room` pixels."""
     from PIL import ImageDraw, ImageFont
 
     try:

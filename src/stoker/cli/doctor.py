@@ -25,10 +25,9 @@ from stoker.strict_json import json_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stoker.doctor.findings import Finding
+    from stoker.doctor.findings import Consultation, Finding, Outcome
     from stoker.doctor.job_config import JobConfig
     from stoker.doctor.measurements import Measurements
-    from stoker.doctor.verdict import Consultation, Outcome
 
 _STOPPED = {
     "steps": "after its steps",
@@ -319,7 +318,7 @@ def _print_parts(console: Console, measured: Measurements) -> None:
 
     from stoker.doctor.cases import milliseconds
     from stoker.doctor.findings_page import spread_text
-    from stoker.doctor.step_parts import split_step, split_work
+    from stoker.doctor.gains import split_step, split_work
 
     parts = split_step(measured)
     if not parts:

@@ -32,8 +32,8 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
+from stoker.augment import Normalize, RandomCrop, RandomHorizontalFlip, Transform
 from stoker.augment.compose import Compose
-from stoker.augment.ops import Normalize, RandomCrop, RandomHorizontalFlip, Transform
 from stoker.errors import InputError, StokerError
 from stoker.loader.background import Background
 from stoker.loader.slabs import (

@@ -1,11 +1,11 @@
-"""A stoker job taken apart: everything together, the loader alone, the step alone, the copy alone.
+"""Measures a stoker job whole and in parts: everything together, the loader alone, the step alone, the copy alone.
 
-Enters: a `Run` that has not begun. Leaves: `Measurements`, with the spread of every reading. Costs a few
-times the steps that are measured; the job trains in memory while it is measured, nothing is written.
+Enters: a `Run` that has not begun. Leaves: `Measurements`, with the spread of every reading. Costs a few times the
+steps that are measured. The job trains in memory while it is measured; nothing is written.
 
-Together is the job's own trainer and loader. The loader alone is the same loader with nobody training
-beside it. The step alone is the same trainer on one batch that is on the device already. What together
-takes more than the step alone is what the data costs.
+"Together" is the job's own trainer and loader. The loader alone is the same loader without training. The step
+alone is the same trainer on one batch that is already on the device. The difference between together and the step
+alone is what the data costs.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from stoker.train.precision import choose_precision
 NUM_STEPS_DRAWN = 6
 _SHOWN_TOPICS = (Topic.PRECISION, Topic.OPTIMIZER, Topic.STEP, Topic.ACTIVATIONS, Topic.MEMORY)
 _ROUNDS = 2
-"""Parts are measured in turn, more than once: what slows the machine for a while slows them all."""
+"""Parts are measured in turn, more than once, so that a slow phase of the machine slows all of them."""
 _LONG_SECONDS = 30.0
-"""A job of such slow steps that one round takes this long is measured once."""
+"""A job whose first round takes longer than this is measured once."""
 
 
 def default_patience(
     device: torch.device, steps: int | None = None, seconds: float | None = None
 ) -> Patience:
-    """Return how long to measure: on a GPU, capture has to be over before anything counts."""
+    """Return how long to measure. On a GPU the warm-up lasts until the step has been captured."""
     on_gpu = device.type == "cuda"
     return Patience(
         warm_up=warm_up_batches(device),
@@ -76,7 +76,7 @@ def default_patience(
 
 
 class _Memory:
-    """What is held before each batch, on the host and on the device."""
+    """Memory in use before each batch, on the host and on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,22 +93,17 @@ class _Memory:
     def facts(self, batches_per_step: int) -> MemoryFacts:
         """Return the growth per step."""
         has_device = bool(self.on_device)
+        device, host = creep(self.on_device, CREEP_DEVICE_BYTES), creep(self.host, CREEP_HOST_BYTES)
         return MemoryFacts(
-            device_bytes_per_step=_times(
-                creep(self.on_device, CREEP_DEVICE_BYTES), batches_per_step
-            ),
-            host_bytes_per_step=_times(creep(self.host, CREEP_HOST_BYTES), batches_per_step),
+            device_bytes_per_step=None if device is None else device * batches_per_step,
+            host_bytes_per_step=None if host is None else host * batches_per_step,
             device_bytes=self.on_device[-1] if has_device else None,
             host_bytes=self.host[-1] if self.host else None,
         )
 
 
-def _times(growth: float | None, batches: int) -> float | None:
-    return None if growth is None else growth * batches
-
-
 class _Round(NamedTuple):
-    """One look at every part."""
+    """One measurement of every part."""
 
     together: Timed
     loader: Timed
@@ -132,14 +127,6 @@ def _measure_parts(run: Run, patience: Patience, number: int) -> _Round:
     step = time_step(run, patience, captured=together.history.is_captured)
     held = memory.facts(run.settings.accumulation_steps)
     return _Round(together, loader, step, trouble, busy / max(wall, 1e-9), held)
-
-
-def _least_creep(rounds: Sequence[_Round]) -> MemoryFacts:
-    """Return the growth of the round that grew least: what settles once is no leak."""
-    return min(
-        (each.memory for each in rounds),
-        key=lambda facts: (facts.host_bytes_per_step or 0) + (facts.device_bytes_per_step or 0),
-    )
 
 
 def _joined(timed: Sequence[Timed]) -> Timed:
@@ -172,6 +159,12 @@ def examine(run: Run, patience: Patience, subject: str) -> Measurements:
     loader, hdf5 = _loader_facts(run, batch, rounds, copied)
     kernels = measure_kernels(run, patience.warm_up) if run.device.type == "cuda" else None
     seconds, waits = _per_step(together.laps, step, loader.work, batches, run.device)
+    notes = [note.text for note in together.history.told if note.topic in _SHOWN_TOPICS]
+    if loader.tier == "resident":
+        notes.append(
+            "data is resident: it was read once before the first step, and counts as no time here"
+        )
+    bad = [each.trouble.given for each in rounds if each.trouble is not None]
     return Measurements(
         subject=subject,
         kind="job",
@@ -187,9 +180,15 @@ def examine(run: Run, patience: Patience, subject: str) -> Measurements:
         loader=loader,
         kernels=kernels,
         allocator=allocator,
-        memory=_least_creep(rounds),
+        # The round that grew least: memory that grows once and then stays is no leak.
+        memory=min(
+            (each.memory for each in rounds),
+            key=lambda facts: (facts.host_bytes_per_step or 0) + (facts.device_bytes_per_step or 0),
+        ),
         hdf5=hdf5,
-        bad_values=_bad_values(rounds, len(together.laps)),
+        bad_values=(BadValues("loss", bad[0], len(bad), max(1, len(together.laps))),)
+        if bad
+        else (),
         ablation=Ablation(
             loader_seconds=loader.alone_seconds,
             step_seconds=step.seconds,
@@ -201,10 +200,7 @@ def examine(run: Run, patience: Patience, subject: str) -> Measurements:
         precision=choose_precision(run.settings.precision, run.device, run.job.model).name,
         captured=together.history.is_captured if run.device.type == "cuda" else None,
         timeline=draw_timeline(together),
-        notes=(
-            *(note.text for note in together.history.told if note.topic in _SHOWN_TOPICS),
-            *_said_of_loader(loader),
-        ),
+        notes=tuple(notes),
     )
 
 
@@ -213,8 +209,8 @@ def _per_step(
 ) -> tuple[list[float], list[float]]:
     """Return the seconds of every optimizer update, and of those what was waited for data.
 
-    Gathering and augmenting a batch is work of the step's own device, and no wait. On a GPU the host waits
-    for many reasons; of its wait counts what the step takes more than alone.
+    Gathering and augmenting a batch is work on the step's own device, not waiting. On a GPU the host waits for
+    many reasons; only the part counts by which a step is slower than the step alone.
     """
     alone = step.seconds.median if step.seconds is not None and device.type == "cuda" else 0.0
     at_work = (work.collate or 0.0) + (work.transform or 0.0)
@@ -235,17 +231,6 @@ def _phase(timed: Timed, kind: str, batches: int) -> Spread | None:
     if found is None or batches == 1:
         return found
     return Spread(found.median * batches, found.low * batches, found.high * batches, found.count)
-
-
-def _bad_values(rounds: Sequence[_Round], looks: int) -> tuple[BadValues, ...]:
-    found = [each.trouble.given for each in rounds if each.trouble is not None]
-    return (BadValues("loss", found[0], len(found), max(1, looks)),) if found else ()
-
-
-def _said_of_loader(facts: LoaderFacts) -> list[str]:
-    if facts.tier != "resident":
-        return []
-    return ["data is resident: it was read once before the first step, and counts as no time here"]
 
 
 def _machine_facts(run: Run, copied: Spread | None, batch: Batch) -> MachineFacts:
@@ -300,7 +285,12 @@ def _allocator_facts(run: Run, before: tuple[int, int], batches: int) -> Allocat
     if settings.empty_cache_every_n_batches:
         where = settings.reasons["empty_cache_every_n_batches"]
         per_step = settings.accumulation_steps / settings.empty_cache_every_n_batches
-        took = _time_empty_cache(run.device)
+        if run.device.type == "cuda":
+            torch.cuda.synchronize(run.device)
+        # The call itself; asking the driver for the memory again costs more on top.
+        began = time.perf_counter()
+        torch.cuda.empty_cache()
+        took = time.perf_counter() - began
         calls.append(HostCall(where, "empty_cache", per_step, per_step * took))
     if run.device.type != "cuda":
         return AllocatorFacts(empty_cache=tuple(calls))
@@ -312,17 +302,8 @@ def _allocator_facts(run: Run, before: tuple[int, int], batches: int) -> Allocat
     )
 
 
-def _time_empty_cache(device: torch.device) -> float:
-    """Return what one call costs by itself; that memory must be asked for again comes on top."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    torch.cuda.empty_cache()
-    return time.perf_counter() - began
-
-
 def draw_timeline(timed: Timed) -> tuple[TimelineSpan, ...]:
-    """Return the first few steps as spans: waits, and what is known of the steps themselves."""
+    """Return the first few steps as spans: waits, steps, and the phases that were timed."""
     spans: list[TimelineSpan] = []
     drawn = timed.laps[:NUM_STEPS_DRAWN]
     for number, lap in enumerate(drawn):

@@ -1,6 +1,6 @@
-"""A case before the rules: the measurements, their pace, and the words that every rule needs.
+"""What every rule is given: the measurements, the pace of the step, and the wording that rules share.
 
-Enters: `Measurements`. Leaves: a `Case`, and findings written by it. Costs nothing; pure.
+Enters: `Measurements`. Leaves: a `Case`, findings, and lines of evidence. Costs nothing; pure.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from stoker.doctor.findings import Finding, Gain, Patch
 from stoker.doctor.gains import Pace, gain, is_starved, pace_of
-from stoker.doctor.measurements import HostCall, HostSync, LoaderFacts, Measurements
+from stoker.doctor.measurements import HostCall, LoaderFacts, Measurements
 from stoker.units import format_seconds
 
 WORTHWHILE = 1.1
@@ -20,11 +20,11 @@ WORTHWHILE = 1.1
 
 @dataclass(frozen=True)
 class Case:
-    """What a rule is given.
+    """The input of a rule.
 
     Attributes:
-        measured: Everything.
-        pace: None when no step was measured.
+        measured: All measurements.
+        pace: The pace of the step; None if no step was measured.
         starved: Whether the step waits for data.
     """
 
@@ -34,7 +34,7 @@ class Case:
 
     @classmethod
     def of(cls, measured: Measurements) -> Case:
-        """Prepare a case."""
+        """Compute the pace of these measurements."""
         return cls(measured, pace_of(measured), is_starved(measured))
 
     @property
@@ -44,24 +44,24 @@ class Case:
 
     @property
     def cores(self) -> int:
-        """Cores the job may use; 2 when unknown, which promises least."""
+        """Cores that the job may use; 2 if unknown, which promises least."""
         return self.measured.machine.cores or 2
 
     @property
     def feeding(self) -> tuple[LoaderFacts, Pace] | None:
-        """The loader and the pace, where the step waits for data; None otherwise."""
+        """The loader and the pace if the step waits for data; None otherwise."""
         loader = self.measured.loader
         if not self.starved or self.pace is None or loader is None:
             return None
         return loader, self.pace
 
     def share_of_step(self, seconds: float) -> float:
-        """What part of a usual step `seconds` are."""
+        """Return `seconds` as a share of the median step."""
         step = self.measured.step_seconds
         return seconds / step.median if step and step.median > 0 else 0.0
 
     def wait_line(self) -> str:
-        """The evidence that every loading finding begins with."""
+        """Return the first line of evidence of every finding about loading."""
         step, wait = self.measured.step_seconds, self.measured.wait_seconds
         assert step is not None
         assert wait is not None
@@ -79,7 +79,7 @@ class Case:
         gain: Gain,
         **patch: Any,
     ) -> Finding:
-        """Write a finding; evidence that is None is left out."""
+        """Return a finding; lines of evidence that are None are left out."""
         return Finding(
             name=name,
             title=title,
@@ -95,33 +95,91 @@ Rule = Callable[[Case], Finding | None]
 
 
 def rule_name(rule: Rule) -> str:
-    """Return the finding a rule may give: its function's name with dashes."""
+    """Return the name of a rule's finding: its function's name with dashes."""
     return rule.__name__.replace("_", "-")
 
 
 def worthwhile(finding: Finding) -> Finding | None:
-    """Return the finding if its likely gain is more than noise."""
+    """Return the finding if its likely gain is above the noise, else None."""
     return finding if finding.gain.likely >= WORTHWHILE else None
 
 
 def milliseconds(seconds: float) -> str:
-    """Return "12.3 ms" below a second, seconds above: two steps that differ look different."""
+    """Return "12.3 ms" below a second, seconds above; three digits, so that similar steps differ."""
     if seconds >= 1:
         return format_seconds(seconds)
     return f"{seconds * 1e3:.3g} ms"
 
 
 def saved(pace: Pace, seconds: float, low: float = 0.5, likely: float = 0.95) -> Gain:
-    """Return the gain of `seconds` less on the host, of which only shares may come true."""
+    """Return the gain if the host saves the shares `low`, `likely` and all of `seconds`."""
     return gain(
         pace, pace.saving(seconds * likely), pace.saving(seconds * low), pace.saving(seconds)
     )
 
 
-def call_lines(calls: Sequence[HostSync | HostCall]) -> list[str]:
+def call_lines(calls: Sequence[HostCall | HostCall]) -> list[str]:
     """Return the three costliest lines of code as evidence."""
     return [
         f"{call.where}: {call.call}, {call.calls_per_step:.3g} times and "
         f"{milliseconds(call.seconds_per_step)} per step"
         for call in calls[:3]
     ]
+
+
+def share_of_work(loader: LoaderFacts, seconds: float | None) -> float:
+    """Return `seconds` as a share of the work on one batch."""
+    total = loader.work.total
+    return (seconds or 0.0) / total if total > 0 else 0.0
+
+
+def blocked_share(loader: LoaderFacts) -> float:
+    """Return the share of loading that is waiting, not computing; 0 if unknown."""
+    return loader.blocked_share or 0.0
+
+
+def work_line(loader: LoaderFacts) -> str | None:
+    """Return the parts of loading one batch, the largest first."""
+    parts = {
+        "reading": loader.work.read,
+        "decoding": loader.work.decode,
+        "transforms": loader.work.transform,
+        "collating": loader.work.collate,
+        "copying": loader.work.copy,
+        "other dataset code": loader.work.other,
+    }
+    known = sorted(
+        ((s, name) for name, s in parts.items() if s and share_of_work(loader, s) > 0.02),
+        reverse=True,
+    )
+    if not known:
+        return None
+    listed = ", ".join(f"{name} {milliseconds(seconds)}" for seconds, name in known)
+    return f"loading one batch takes {milliseconds(loader.work.total)} of one process: {listed}"
+
+
+def busiest_line(loader: LoaderFacts) -> str | None:
+    """Return the line of code in which most loading time was sampled, or the line of the dataset."""
+    if loader.busiest_line is None or (loader.busiest_share or 0) < 0.25:
+        return f"the dataset is defined at {loader.dataset_where}" if loader.dataset_where else None
+    return f"{loader.busiest_share:.0%} of it was spent at {loader.busiest_line}"
+
+
+def busy_cores(loader: LoaderFacts) -> float | None:
+    """Return the number of cores that the job keeps busy; None if not measured."""
+    if loader.main_cpu_share is None:
+        return None
+    return sum(loader.worker_cpu_shares) + loader.main_cpu_share
+
+
+def cpu_words(loader: LoaderFacts) -> str:
+    """Return how busy a worker is, to be appended to another fact."""
+    if not loader.worker_cpu_shares:
+        return ""
+    each = sum(loader.worker_cpu_shares) / len(loader.worker_cpu_shares)
+    return f"; a worker keeps {each:.0%} of a core busy"
+
+
+def at(where: str | None) -> str:
+    """Return " at file:line", or nothing."""
+    return f" at {where}" if where else ""

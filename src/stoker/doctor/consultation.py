@@ -1,25 +1,350 @@
-"""A stoker job before the doctor: measured, judged, and on request treated and measured again.
+"""The examination of a stoker job: measured, judged, other settings tried, and on request changed and measured again.
 
-Enters: a config. Leaves: a `Consultation`, and after a treatment an `Outcome`: before, predicted and after,
-in samples per second. Costs the measurements; a treatment measures the job both ways in turn, so that a
-machine that drifts slows both.
+Enters: a config. Leaves: a `Consultation`, and after `--apply` an `Outcome`: samples per second before, predicted
+and after. Costs the measurements: one for the job, one for each proposal, a few short ones of the step alone for
+larger batches. Before and after are measured in turn, so that a machine that drifts slows both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from stoker.doctor.ablation import default_patience, examine
-from stoker.doctor.alternatives import try_alternatives, weigh
-from stoker.doctor.findings import Finding
+from stoker.doctor.cases import WORTHWHILE
+from stoker.doctor.findings import Consultation, Finding, Gain, Outcome, Patch, describe_changes
 from stoker.doctor.job_config import JobConfig
+from stoker.doctor.measurements import Alternative, Measurements
 from stoker.doctor.rules import diagnose
-from stoker.doctor.verdict import Consultation, Outcome, describe_changes
-from stoker.errors import ConfigError
-from stoker.measure.jobs import Timed, time_together
+from stoker.errors import ConfigError, InputError
+from stoker.measure import search
+from stoker.measure.gauge import Gauge
+from stoker.measure.jobs import Timed, time_step, time_together
+from stoker.measure.laps import LEAST_LAPS, Patience
 from stoker.measure.readings import Spread
-from stoker.recipes.run import open_run
+from stoker.recipes.run import Run, open_run
 from stoker.report import Progress
+from stoker.train.oom import forget_frames, is_oom
+
+BATCH_GAIN = 1.05
+"""Doubling stops when samples per second grow by less than this factor."""
+NEAR_BEST = 0.95
+"""The smallest batch whose rate is at least this share of the best is proposed."""
+_MOST_DOUBLINGS = 5
+_RARELY = 10
+_LONG_SECONDS = 60.0
+"""A larger batch is not tried if measuring it would take longer."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change worth trying.
+
+    Attributes:
+        finding: Name of the finding whose remedy it is.
+        changes: Dotted keys with their new values.
+        reason: Why it may help.
+    """
+
+    finding: str
+    changes: Mapping[str, Any]
+    reason: str
+
+
+def propose(job: JobConfig, measured: Measurements) -> list[Proposal]:
+    """Return the changes that this config allows, without larger batches. Pure."""
+    rules = (_captured, _half_precision, _unhindered_data, _cache_kept, _losses_in_blocks)
+    return [proposal for rule in rules if (proposal := rule(job, measured)) is not None]
+
+
+def _captured(job: JobConfig, measured: Measurements) -> Proposal | None:
+    if measured.machine.device != "cuda" or job.settings.capture != "off":
+        return None
+    return Proposal(
+        "launch-bound",
+        {job.key_of("capture"): "auto"},
+        f"the step is launched kernel by kernel: {job.settings.reasons['capture']}",
+    )
+
+
+def _half_precision(job: JobConfig, measured: Measurements) -> Proposal | None:
+    full = job.settings.precision in ("fp32", "tf32")
+    if measured.machine.device != "cuda" or not full:
+        return None
+    changes: dict[str, Any] = {job.key_of("precision"): "auto"}
+    amp = job.key_of("use_amp")
+    if job.config.written().get(amp) is False:
+        changes[amp] = True
+    return Proposal(
+        "full-precision",
+        changes,
+        f"the step computes in {measured.precision}: {job.settings.reasons['precision']}",
+    )
+
+
+def _unhindered_data(job: JobConfig, measured: Measurements) -> Proposal | None:
+    settings = job.settings
+    tier = measured.loader.tier if measured.loader else None
+    changes: dict[str, Any] = {}
+    if not settings.use_chunk_loader and measured.machine.device == "cuda":
+        changes[job.key_of("use_chunk_loader")] = True
+    elif settings.chunk_bytes is not None and tier == "chunked":
+        changes[job.key_of("chunk_bytes")] = None
+    if not changes:
+        return None
+    told = "use_chunk_loader" if not settings.use_chunk_loader else "chunk_bytes"
+    return Proposal("starved-by-loader", changes, f"the data is {tier}: {settings.reasons[told]}")
+
+
+def _cache_kept(job: JobConfig, measured: Measurements) -> Proposal | None:
+    every = job.settings.empty_cache_every_n_batches
+    if measured.machine.device != "cuda" or not 0 < every <= _RARELY:
+        return None
+    return Proposal(
+        "empty-cache-each-step",
+        {job.key_of("empty_cache_every_n_batches"): 0},
+        f"the cache is emptied every {every} batches: "
+        f"{job.settings.reasons['empty_cache_every_n_batches']}",
+    )
+
+
+def _losses_in_blocks(job: JobConfig, measured: Measurements) -> Proposal | None:
+    every = job.settings.read_every
+    if measured.machine.device != "cuda" or every >= _RARELY:
+        return None
+    return Proposal(
+        "sync-every-step",
+        {job.key_of("read_every"): 50},
+        f"losses are read every {every} steps: {job.settings.reasons['read_every']}",
+    )
+
+
+# -- larger batches --------------------------------------------------------------------------------
+
+
+def find_knee(
+    batch: int, seconds: float, most: int, measure: Callable[[int], float | None]
+) -> tuple[list[tuple[int, float]], int | None]:
+    """Double the batch while the step alone becomes faster per sample.
+
+    Args:
+        batch: The configured batch size.
+        seconds: Seconds of its step alone.
+        most: The largest batch to try.
+        measure: Returns the seconds of the step alone for a batch; None if it does not fit.
+
+    Returns:
+        The sizes tried with their seconds, and the smallest size that is nearly the best; None if that is the
+        configured one.
+    """
+    doublings = [batch * 2**n for n in range(1, _MOST_DOUBLINGS + 1)]
+    sizes = [batch, *(size for size in doublings if size <= most)]
+    tried: list[tuple[int, float]] = []
+
+    def try_level(level: int) -> search.Outcome:
+        took = measure(sizes[level]) if level else seconds
+        if took is None:
+            return search.Outcome(None, False)
+        if level:
+            tried.append((sizes[level], took))
+        return search.Outcome(sizes[level] / max(took, 1e-12), True)
+
+    outcomes = search.climb(len(sizes), 0, try_level, BATCH_GAIN - 1, most_misses=1)
+    knee = search.choose(outcomes, 0, least_gain=1 / NEAR_BEST - 1)
+    return tried, sizes[knee] if knee else None
+
+
+def batch_proposal(job: JobConfig, size: int) -> Proposal:
+    """Return the change to a larger batch, with fewer accumulation steps if there are any."""
+    settings = job.settings
+    factor = size // settings.batch_size
+    changes: dict[str, Any] = {job.key_of("batch_size"): size}
+    if settings.accumulation_steps > 1:
+        fewer = max(1, settings.accumulation_steps // factor)
+        changes[job.key_of("accumulation_steps")] = fewer
+    return Proposal(
+        "batch-too-small",
+        changes,
+        f"a batch of {settings.batch_size:,} leaves the device with little to do: "
+        f"{settings.reasons['batch_size']}",
+    )
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+def try_alternatives(
+    run: Run, job: JobConfig, measured: Measurements, patience: Patience
+) -> Measurements:
+    """Measure every proposal and add the results to the measurements.
+
+    Args:
+        run: The job, as it was measured.
+        job: Its config.
+        measured: The result of `examine`.
+        patience: How long each is measured.
+    """
+    ablation = measured.ablation
+    assert ablation is not None
+    tried, knee = _larger_batches(run, measured, patience)
+    proposals = propose(job, measured)
+    proposals += [batch_proposal(job, knee)] if knee is not None else []
+    made = [_try(run, job, proposal, patience) for proposal in proposals]
+    rate = ablation.together_rate
+    if made and rate is not None:
+        run.told.say("everything together once more")
+        rate = _pooled(rate, time_together(run, patience))
+    return replace(
+        measured,
+        ablation=replace(
+            ablation, larger_batches=tuple(tried), alternatives=tuple(made), together_rate=rate
+        ),
+    )
+
+
+def _pooled(rate: Spread, again: Timed) -> Spread:
+    """Return a spread that covers both measurements; they differ because machines drift."""
+    other = again.rate()
+    if other is None:
+        return rate
+    return Spread(
+        (rate.median + other.median) / 2,
+        min(rate.low, other.low),
+        max(rate.high, other.high),
+        rate.count + other.count,
+    )
+
+
+def _larger_batches(
+    run: Run, measured: Measurements, patience: Patience
+) -> tuple[list[tuple[int, float]], int | None]:
+    ablation, settings = measured.ablation, run.settings
+    if run.job.lanes is not None or ablation is None or ablation.step_seconds is None:
+        return [], None
+    num_samples = len(run.job.samples["train"])
+
+    per_sample = ablation.step_seconds.median / settings.batch_size
+    num_steps = patience.warm_up + LEAST_LAPS
+
+    gauge = Gauge(run.device)
+
+    def measure(size: int) -> float | None:
+        gauge.begin()
+        if gauge.expect(size) or per_sample * size * num_steps > _LONG_SECONDS:
+            return None
+        run.told.say(f"the step alone, batches of {size:,}")
+        larger = replace(settings, batch_size=size, survive_oom=False)
+        try:
+            took = time_step(run.with_settings(larger), patience).seconds
+        except RuntimeError as error:
+            if not is_oom(error):
+                raise
+            forget_frames(error)
+            return None
+        gauge.note(size)
+        return None if took is None else took.low
+
+    # At least two updates per epoch.
+    most = num_samples // 2
+    # The faster quartile of the steps: the least disturbed by other work on the machine.
+    return find_knee(settings.batch_size, ablation.step_seconds.low, most, measure)
+
+
+def _try(run: Run, job: JobConfig, proposal: Proposal, patience: Patience) -> Alternative:
+    said = describe_changes(proposal.changes)
+    run.told.say(f"everything together with {said}")
+    failure, rate = "", None
+    try:
+        settings = job.with_changes(proposal.changes).settings
+        changed = run.with_settings(replace(settings, survive_oom=False, nonfinite="skip"))
+        rate = time_together(changed, patience).rate()
+    except (ConfigError, InputError) as error:
+        failure = error.given
+    except RuntimeError as error:
+        if not is_oom(error):
+            raise
+        forget_frames(error)
+        failure = "it does not fit into memory"
+    return Alternative(proposal.finding, proposal.changes, proposal.reason, rate, failure)
+
+
+# -- judging ---------------------------------------------------------------------------------------
+
+_WORDS = {
+    "launch-bound": (
+        "the device waits for launches",
+        "Let the whole step be replayed as one CUDA graph: {changes}.",
+    ),
+    "full-precision": (
+        "the step computes in 32 bits",
+        "Compute in 16 bits where it is safe; the loss stays in 32: {changes}.",
+    ),
+    "starved-by-loader": (
+        "the step waits for data",
+        "Let the plan place the data as near to the step as it fits: {changes}.",
+    ),
+    "empty-cache-each-step": (
+        "memory is given back only to be asked for again",
+        "Keep the allocator's cache: {changes}.",
+    ),
+    "sync-every-step": (
+        "losses are read so often that the host waits for the device",
+        "Read losses in blocks: {changes}.",
+    ),
+    "batch-too-small": (
+        "the batch is too small for the device",
+        "Give the device more per step: {changes}; look at the learning rate if the samples per update change.",
+    ),
+}
+
+
+def weigh(measured: Measurements, findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings, with measured gains in place of predicted ones.
+
+    A finding whose remedy was tried and brought nothing is left out. Pure.
+    """
+    ablation = measured.ablation
+    if ablation is None or ablation.together_rate is None:
+        return list(findings)
+    kept = {finding.name: finding for finding in findings}
+    for alternative in ablation.alternatives:
+        if alternative.samples_per_second is None:
+            continue
+        gain = measured_gain(ablation.together_rate, alternative.samples_per_second)
+        known = kept.pop(alternative.finding, None)
+        if gain.likely >= WORTHWHILE and gain.low > 1.0:
+            kept[alternative.finding] = _as_finding(measured, alternative, gain, known)
+    return sorted(kept.values(), key=lambda item: (not item.ends_the_run, -item.gain.likely))
+
+
+def measured_gain(now: Spread, after: Spread) -> Gain:
+    """Return the speed-up (after / now), with a range from the quartiles of both."""
+    return Gain(after.low / now.high, after.median / now.median, after.high / now.low)
+
+
+def _as_finding(
+    measured: Measurements, alternative: Alternative, gain: Gain, known: Finding | None
+) -> Finding:
+    ablation = measured.ablation
+    assert ablation is not None
+    now, after = ablation.together_rate, alternative.samples_per_second
+    assert now is not None
+    assert after is not None
+    changes = describe_changes(alternative.changes)
+    title, remedy = _WORDS[alternative.finding]
+    tried = f"tried: {changes} gives {after.median:,.0f} samples/s instead of {now.median:,.0f}"
+    evidence = known.evidence if known is not None else (alternative.reason,)
+    return Finding(
+        name=alternative.finding,
+        title=known.title if known is not None else title,
+        evidence=(*evidence, tried),
+        remedy=remedy.format(changes=changes),
+        gain=gain,
+        samples_per_second=now.median,
+        patch=Patch(config=alternative.changes),
+    )
+
 
 _ROUNDS = 3
 
@@ -32,14 +357,14 @@ def consult_job(
     seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Consultation:
-    """Measure a job from its config, try what might help, and judge.
+    """Measure a job from its config, try other settings, and diagnose.
 
     Args:
         job: The config.
-        device: The first GPU by default, else the CPU.
-        steps: Of every measurement; 60 on a GPU and 20 on a CPU by default.
-        seconds: After which a measurement has enough with fewer; 4 by default.
-        progress: Told what is being measured.
+        device: Where to train; by default the first GPU, else the CPU.
+        steps: Steps of every measurement; by default 60 on a GPU and 20 on a CPU.
+        seconds: A measurement ends after this time with fewer steps; 4 by default.
+        progress: Receives what is being measured.
     """
     with open_run(job.settings, device=device, progress=progress) as run:
         patience = default_patience(run.device, steps, seconds)
@@ -60,7 +385,7 @@ def choose_treatment(
         try:
             return finding, job.with_changes(changes, [note])
         except ConfigError:
-            continue  # a key that another one of this config rules out
+            continue  # another key of this config excludes the change
     return None
 
 
@@ -74,7 +399,7 @@ def treat_job(
     seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Measure a job as it was and as it is now, in turn."""
+    """Measure a job without and with the change, in turn."""
     changes = describe_changes(job.deciding(finding.patch.config))
     before: list[Timed] = []
     after: list[Timed] = []
@@ -89,7 +414,7 @@ def treat_job(
 
 
 def _rate(timed: Sequence[Timed]) -> float | None:
-    """Return the middle of the rounds: whole time over all samples, as samples per second are felt."""
+    """Return the median over the rounds of samples per second."""
     rates = [
         sum(lap.num_samples for lap in each.laps) / sum(lap.seconds for lap in each.laps)
         for each in timed

@@ -1,6 +1,7 @@
-"""What the doctor says: a named finding with its evidence, its remedy and what the remedy would bring.
+"""The results of an examination: findings, the verdict, and the outcome of an applied remedy.
 
-Enters: what the rules decide. Leaves: frozen `Finding`s, also as JSON and back. Costs nothing.
+Enters: what the rules decide. Leaves: frozen values, also as JSON. Costs nothing. No torch: a script is judged
+without it.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.doctor.measurements import build
+from stoker.address import masked_values
+from stoker.doctor.measurements import Measurements, build
+from stoker.strict_json import json_text
 
 DOCS_PAGE = "docs/doctor.md"
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How many times the samples per second after the remedy, compared with now. 1 is no gain.
+    """Speed-up by the remedy, in samples per second (after / before). 1 is no gain.
 
     Attributes:
-        low: At least, if the remedy works as such remedies usually do.
-        likely: What to expect.
-        high: At most.
+        low: Cautious estimate.
+        likely: Expected value.
+        high: Hopeful estimate.
     """
 
     low: float = 1.0
@@ -32,14 +35,14 @@ class Gain:
 
 @dataclass(frozen=True)
 class Patch:
-    """What to change.
+    """The change that a finding suggests.
 
     Attributes:
         config: Keys of a stoker config with their new values, for stoker's own jobs.
         loader_arguments: Arguments of torch's DataLoader with their new values, for scripts; these can be
             tried without editing the script (see `attach.run_script`).
-        where: file:line of the script that `script` is about.
-        script: Suggested code or edit, a few lines; empty when there is none.
+        where: file:line of the script that is to be edited.
+        script: Suggested code or edit, a few lines; "" if there is none.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -50,18 +53,18 @@ class Patch:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause.
+    """One cause of lost time, or of a run that will fail.
 
     Attributes:
         name: Such as "sync-every-step"; its anchor on the docs page.
-        title: In a few words.
+        title: The cause in a few words.
         evidence: Lines with numbers and file:line.
         remedy: One sentence.
-        gain: Predicted.
-        samples_per_second: Now; None when samples were not counted.
-        patch: What to change.
-        ends_the_run: Whether the job would fail or be worthless if nothing is done: memory that creeps,
-            values that are not finite.
+        gain: Predicted gain.
+        samples_per_second: Rate now; None if samples were not counted.
+        patch: The suggested change.
+        ends_the_run: Whether the job fails or is worthless if nothing is done: memory that grows, values that
+            are not finite.
     """
 
     name: str
@@ -75,7 +78,7 @@ class Finding:
 
     @property
     def docs(self) -> str:
-        """Where the docs speak of it."""
+        """Its section in the docs."""
         return f"{DOCS_PAGE}#{self.name}"
 
     @property
@@ -87,7 +90,7 @@ class Finding:
         return now * self.gain.low, now * self.gain.likely, now * self.gain.high
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, the derived ones too; `from_json` gives the finding back."""
+        """Return plain values, including derived ones; `from_json` reads them."""
         return {
             **dataclasses.asdict(self),
             "docs": self.docs,
@@ -100,3 +103,108 @@ class Finding:
         known = {item.name for item in dataclasses.fields(cls)}
         built: Finding = build(cls, {n: value for n, value in document.items() if n in known})
         return built
+
+
+HEALTHY = "nothing to fix"
+_MOST_ELSEWHERE = 0.5
+"""Share of the time since the first step above which the verdict names the time outside of the steps."""
+
+
+def describe_changes(changes: Mapping[str, Any]) -> str:
+    """Return "training.batch_size: 64, training.capture: auto"."""
+    words = (
+        (key, value if isinstance(value, str) else json_text(value))
+        for key, value in changes.items()
+    )
+    return ", ".join(f"{key}: {word}" for key, word in words)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A remedy that was applied and measured.
+
+    Attributes:
+        finding: The finding whose remedy it is.
+        change: The change in words.
+        before: Samples per second without the change.
+        after: Samples per second with it; None if it could not be measured.
+        failure: What went wrong in the run with the change; "" if nothing did.
+    """
+
+    finding: Finding
+    change: str
+    before: float | None
+    after: float | None
+    failure: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Speed-up (after / before), or None if either is unknown."""
+        if not self.before or self.after is None:
+            return None
+        return self.after / self.before
+
+    @property
+    def predicted(self) -> tuple[float, float, float] | None:
+        """Low, likely and high samples per second: the rate before times the predicted gain."""
+        if self.before is None:
+            return None
+        gain = self.finding.gain
+        return self.before * gain.low, self.before * gain.likely, self.before * gain.high
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "finding": self.finding.name,
+            "change": self.change,
+            "before": self.before,
+            "predicted": self.predicted,
+            "after": self.after,
+            "ratio": self.ratio,
+            "failure": self.failure,
+        }
+
+
+@dataclass(frozen=True)
+class Consultation:
+    """The measurements and the findings.
+
+    Attributes:
+        measurements: Everything that was measured.
+        findings: Largest gain first; empty for a healthy job.
+        outcome: The result of `--apply`, if it ran.
+    """
+
+    measurements: Measurements
+    findings: tuple[Finding, ...]
+    outcome: Outcome | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The result in one sentence."""
+        if not self.findings:
+            if not self.measurements.steps:
+                return "no training step was seen, so there is nothing to judge"
+            elsewhere = self.measurements.elsewhere_share or 0.0
+            if elsewhere > _MOST_ELSEWHERE:
+                return (
+                    f"{HEALTHY} in the training steps, but they are only {1 - elsewhere:.0%} of the time "
+                    "since the first one; the notes say where the rest went"
+                )
+            return HEALTHY
+        first = self.findings[0]
+        if first.gain.likely <= 1.0:
+            return f"{first.name}: {first.title}"
+        return f"{first.name}: {first.title}; the remedy would bring ×\u00a0{first.gain.likely:.2f}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values: what `stoker report` and other programs read."""
+        document = {
+            "verdict": self.verdict,
+            "samples_per_second": self.measurements.samples_per_second,
+            "findings": [finding.to_json() for finding in self.findings],
+            "outcome": None if self.outcome is None else self.outcome.to_json(),
+            "measurements": self.measurements.to_json(),
+        }
+        plain: dict[str, Any] = masked_values(document)
+        return plain

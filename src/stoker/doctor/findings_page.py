@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 from stoker import page
 from stoker.doctor.cases import milliseconds
-from stoker.doctor.findings import Finding
+from stoker.doctor.findings import Consultation, Finding, Outcome, describe_changes
+from stoker.doctor.gains import Part, split_step, split_work
 from stoker.doctor.measurements import Measurements, TimelineSpan
-from stoker.doctor.step_parts import Part, split_step, split_work
-from stoker.doctor.verdict import Consultation, Outcome, describe_changes
 from stoker.measure.readings import Spread
 from stoker.page import Html
 from stoker.page.charts import round_ticks
@@ -34,7 +33,7 @@ _MOST_SPANS = 600
 _MOST_PROSE = 400
 _LANE_HEIGHT, _SPAN_HEIGHT = 24, 16
 _NARROW = 0.15
-"""Of the width of the picture, in percent: a thinner span would not be seen."""
+"""In percent of the picture's width: a thinner span would be invisible."""
 
 
 def findings_page(consultation: Consultation) -> str:
@@ -62,14 +61,14 @@ def findings_page(consultation: Consultation) -> str:
 def _summary(consultation: Consultation) -> Html:
     measured = consultation.measurements
     machine = measured.machine
-    shown: dict[str, str] = {}
-    rate = measured.samples_per_second
-    shown["Samples per second"] = "n/a" if rate is None else f"{rate:,.0f}"
-    shown["Step"] = spread_text(measured.step_seconds)
     share = measured.wait_share
-    shown["Waiting for data"] = "n/a" if share is None else f"{share:.0%}"
-    shown["Steps measured"] = f"{measured.steps:,}"
-    shown["Device"] = machine.device_name or machine.device
+    shown = {
+        "Samples per second": _rate(measured.samples_per_second),
+        "Step": spread_text(measured.step_seconds),
+        "Waiting for data": "n/a" if share is None else f"{share:.0%}",
+        "Steps measured": f"{measured.steps:,}",
+        "Device": machine.device_name or machine.device,
+    }
     if measured.precision:
         shown["Precision"] = measured.precision
     if measured.kernels is not None:
@@ -92,7 +91,7 @@ def spread_text(spread: Spread | None) -> str:
 
 
 def gain_text(finding: Finding) -> str:
-    """Return "× 1.80 (1.50 to 2.10)"; a word where nothing gets faster by the remedy."""
+    """Return "× 1.80 (1.50 to 2.10)", or a word if the remedy makes nothing faster."""
     gain = finding.gain
     if gain.likely <= 1.0:
         return "saves the run" if finding.ends_the_run else "n/a"
@@ -112,7 +111,7 @@ def _findings(consultation: Consultation, of_job: bool) -> Html:
             (
                 page.join([page.badge(f"{number}", "note"), " ", page.name(finding.name)]),
                 _gain(finding),
-                _evidence(finding),
+                page.join([_prose(finding.title), _bullets(finding.evidence)]),
                 _remedy(finding, of_job),
             )
         )
@@ -128,12 +127,8 @@ def _gain(finding: Finding) -> Html:
     return page.join([label, page.paragraph(f"{after[1]:,.0f} samples/s", quiet=True)])
 
 
-def _evidence(finding: Finding) -> Html:
-    return page.join([_prose(finding.title), _bullets(finding.evidence)])
-
-
 def _remedy(finding: Finding, of_job: bool) -> Html:
-    """The remedy in words, and as a change: of the config for a job, of the code for a script."""
+    """Return the remedy in words, and as a change of the config (for a job) or of the code (for a script)."""
     parts: list[Html] = [_prose(finding.remedy)]
     changes = describe_changes(finding.patch.config)
     if of_job and changes and changes not in finding.remedy:
@@ -175,19 +170,16 @@ def _outcome(outcome: Outcome) -> Html:
     return page.join([page.paragraph(page.code(outcome.change)), page.facts(facts), *failed])
 
 
-def _rate(value: float | None) -> str:
+def _rate(value: float | Spread | None) -> str:
+    value = value.median if isinstance(value, Spread) else value
     return "n/a" if value is None else f"{value:,.0f}"
-
-
-def _median_rate(spread: Spread | None) -> str:
-    return _rate(None if spread is None else spread.median)
 
 
 # -- pictures --------------------------------------------------------------------------------------
 
 
 def _waterfall(measured: Measurements) -> Html:
-    """Parts one below the other, each beginning where the one before ends."""
+    """Return the parts of a step one below the other, each starting where the previous one ends."""
     parts = split_step(measured)
     whole = max(sum(part.seconds for part in parts), 1e-12)
     rows, at = [], 0.0
@@ -220,7 +212,7 @@ def _waterfall_row(part: Part, left: float, share: float) -> str:
 
 
 def draw_timeline(spans: Sequence[TimelineSpan]) -> Html:
-    """Return a few steps drawn to scale, a line per lane; also told in words."""
+    """Return a few steps drawn to scale, a line per lane, with a description for screen readers."""
     spans = spans[:_MOST_SPANS]
     end = max((span.start_seconds + span.seconds for span in spans), default=0.0)
     if end <= 0:
@@ -241,7 +233,7 @@ def draw_timeline(spans: Sequence[TimelineSpan]) -> Html:
 
 
 def _lane(lane: str, spans: Sequence[TimelineSpan], end: float) -> str:
-    # What is wide goes below: a step holds its forward and backward pass.
+    # Wide spans first, so that a step does not cover its forward and backward pass.
     ordered = sorted(spans, key=lambda span: -span.seconds)
     marks = "".join(_span(span, end) for span in ordered)
     edges = "".join(
@@ -317,12 +309,12 @@ def _alone(measured: Measurements) -> Html:
         tried = [
             (
                 page.join([page.code(describe_changes(item.changes)), f" {item.reason}"]),
-                item.failure or _median_rate(item.samples_per_second),
+                item.failure or _rate(item.samples_per_second),
             )
             for item in ablation.alternatives
         ]
         now = ablation.together_rate
-        rows = [("as it is", _median_rate(now)), *tried]
+        rows = [("as it is", _rate(now)), *tried]
         tables.append(Html("<h3>What was tried</h3>"))
         tables.append(
             page.table(("config", "samples/s"), rows, key="tried-table", numeric=(1,), wide=(0,))

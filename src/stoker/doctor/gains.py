@@ -1,6 +1,7 @@
-"""The arithmetic of "what if": how a step's time comes about, and what it would be after a remedy.
+"""The arithmetic of a step: what its time consists of, and how long it would take after a remedy.
 
-Enters: `Measurements`. Leaves: a `Pace`, and a `Gain` for a changed one. Costs nothing; pure.
+Enters: `Measurements`. Leaves: a `Pace`, a `Gain` for a changed one, and the parts of a step for tables. Costs
+nothing; pure.
 
 Without workers a step loads and then computes: load + compute. With workers both happen side by side and
 the slower one sets the pace: max(load / lanes, compute), where `lanes` is how many loading processes'
@@ -14,25 +15,25 @@ import math
 from dataclasses import dataclass, replace
 
 from stoker.doctor.findings import Gain
-from stoker.doctor.measurements import LoaderFacts, Measurements
+from stoker.doctor.measurements import LoaderFacts, LoaderWork, Measurements
 
 STARVED_SHARE = 0.10
-"""Waiting below this share of a step is what handing over a batch costs."""
+"""Waiting below this share of a step is the normal cost of receiving a batch."""
 _HAND_OVER_SECONDS, _HAND_OVER_BYTES_PER_SECOND = 7e-4, 2e9
 _EXPLAINED = 0.5
-"""Loading explains the waiting if the workers at their best need at least this share of a step for it."""
+"""Loading explains the waiting if the workers, all busy, need at least this share of a step for it."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How a step's time comes about.
+    """The terms that make up the time of a step.
 
     Attributes:
-        load: Seconds that the batches of one step cost one loading process.
+        load: Seconds that one loading process needs for the batches of one step.
         compute: Seconds of a step without waiting for data.
-        lanes: Loading processes that work at once; 0 when the training process loads.
-        device_busy: Seconds per step in which the device computes: no remedy on the host goes below.
-        hand_over: Seconds that a batch from a worker costs the training process, however fast the worker.
+        lanes: Loading processes that work at once; 0 if the training process loads.
+        device_busy: Seconds per step in which the device computes; no remedy on the host goes below.
+        hand_over: Seconds for which a batch from a worker occupies the training process.
     """
 
     load: float
@@ -49,19 +50,19 @@ class Pace:
         return max(self.load / self.lanes, self.compute + self.hand_over)
 
     def loading(self, seconds: float, lanes: float | None = None) -> Pace:
-        """Return the pace with a step's loading costing `seconds`, perhaps on other lanes."""
+        """Return the pace if loading costs `seconds` per step, optionally with other lanes."""
         return replace(
             self, load=max(0.0, seconds), lanes=self.lanes if lanes is None else max(0.0, lanes)
         )
 
     def saving(self, seconds: float) -> Pace:
-        """Return the pace with `seconds` less on the host, the device's work kept."""
+        """Return the pace with `seconds` less on the host and the same work on the device."""
         floor = min(self.device_busy, self.compute)
         return replace(self, compute=max(floor, self.compute - seconds, 1e-9))
 
 
 def pace_of(measured: Measurements) -> Pace | None:
-    """Return the pace that was measured; None when no step was."""
+    """Return the measured pace; None if no step was measured."""
     if measured.step_seconds is None:
         return None
     step = measured.step_seconds.median
@@ -74,7 +75,7 @@ def pace_of(measured: Measurements) -> Pace | None:
     )
     busy = measured.kernels.busy_share * step if measured.kernels else 0.0
     load, lanes = _loading(measured, step, wait)
-    # What the step waits although it is not starved is the hand-over as it was measured.
+    # If the step is not starved, its waiting is the measured cost of the hand-over.
     hand_over = hand_over_seconds(measured.loader) if lanes else 0.0
     return Pace(
         load, compute, lanes, busy, hand_over if is_starved(measured) else wait * bool(lanes)
@@ -82,24 +83,24 @@ def pace_of(measured: Measurements) -> Pace | None:
 
 
 def hand_over_seconds(loader: LoaderFacts | None) -> float:
-    """Return what batches from workers usually cost a step of the training process: queue, pickle, memory."""
+    """Return the usual cost per step of receiving batches from workers: queue, pickle, memory."""
     if loader is None or loader.kind != "torch":
         return 0.0
     copied = (loader.batch_bytes or 0) / _HAND_OVER_BYTES_PER_SECOND
-    # On a crowded machine whoever is to hand over has to queue for a core first.
+    # On a busy machine the worker first queues for a core.
     return (_HAND_OVER_SECONDS + copied) * loader.batches_per_step / running_share(loader)
 
 
 def running_share(loader: LoaderFacts) -> float:
-    """Return the share of its time on or queued for a core that a loading process had one; 0.25 at least."""
+    """Return the share of a loading process's ready time in which it had a core; at least 0.25."""
     return max(0.25, 1 - (loader.queued_share or 0.0))
 
 
 def side_by_side(loader: LoaderFacts, workers: int, cores: int) -> float:
-    """Return how many cores' worth of work that many workers get beside whatever else the machine does.
+    """Return how many cores' worth of work that many workers get beside the other work of the machine.
 
-    Ready processes share the cores evenly, so a worker's queueing tells how many there are; a little of it
-    happens on any machine and tells nothing.
+    Ready processes share the cores evenly, so the time that a worker queued tells how many there are. A little
+    queueing happens on every machine and is ignored.
     """
     crowded = min(1.0, max(0.0, ((loader.queued_share or 0.0) - 0.1) / 0.3))
     others = crowded * max(0.0, cores / running_share(loader) - max(1, loader.workers))
@@ -115,7 +116,7 @@ def _loading(measured: Measurements, step: float, wait: float) -> tuple[float, f
         alone = measured.ablation.loader_seconds if measured.ablation else None
         alone = alone or loader.alone_seconds
         load = (alone.median if alone else wait) * loader.batches_per_step
-        # What the loader cannot hide is what the step waits for, whatever it manages alone.
+        # If the step waits, the loader is as slow as the step, whatever it manages alone.
         return (step, 1.0) if is_starved(measured) else (min(load, step), 1.0)
     load = _load_seconds(loader)
     if load <= 0:
@@ -125,13 +126,13 @@ def _loading(measured: Measurements, step: float, wait: float) -> tuple[float, f
 
 
 def _load_seconds(loader: LoaderFacts) -> float:
-    """Return what a step's batches cost one loading process; 0 when that is unknown."""
+    """Return the seconds that one loading process needs for a step's batches; 0 if unknown."""
     whole = loader.alone_seconds.median if loader.alone_seconds else loader.work.total
     return whole * loader.batches_per_step
 
 
 def waits(measured: Measurements) -> bool:
-    """Return whether the step waits for data by more than a hand-over costs."""
+    """Return whether the step waits for data longer than receiving a batch takes."""
     share = measured.wait_share
     return share is not None and share > STARVED_SHARE
 
@@ -143,7 +144,7 @@ def is_starved(measured: Measurements) -> bool:
         return False
     if loader.kind == "stoker" or loader.workers == 0:
         return True
-    # What workers do takes too long, however many do it.
+    # The workers take the cores from the training process: loading is too expensive for any number of them.
     if (loader.crowding_share or 0.0) > STARVED_SHARE:
         return True
     taken = _load_seconds(loader) / max(0.05, 1 - (loader.queued_share or 0.0))
@@ -151,7 +152,7 @@ def is_starved(measured: Measurements) -> bool:
 
 
 def gain(now: Pace, likely: Pace, low: Pace | None = None, high: Pace | None = None) -> Gain:
-    """Return how many times faster `likely` is, between a cautious and a hopeful case; never below 1."""
+    """Return the speed-up of `likely`, with a cautious and a hopeful case; never below 1."""
     return gain_of_steps(now.step, (low or likely).step, likely.step, (high or likely).step)
 
 
@@ -160,16 +161,101 @@ def gain_of_steps(now: float, low: float, likely: float, high: float) -> Gain:
     least, expected, most = sorted(
         max(1.0, now / max(after, 1e-9)) for after in (low, likely, high)
     )
-    # Where the new step is bound by something else in all three cases, measuring is what is uncertain.
+    # If all three cases give the same step, the range is the uncertainty of measuring.
     more = expected - 1
     return Gain(min(least, 1 + 0.85 * more), expected, max(most, 1 + 1.15 * more))
 
 
 def suggested_workers(load: float, compute: float, cores: int, blocked_share: float) -> int:
-    """Return how many loading processes keep up with the step, as far as the cores allow.
+    """Return the number of loading processes that keep up with the step, as far as the cores allow.
 
-    Work that waits for a disk needs no core, so such workers may outnumber the cores by as much.
+    A worker that waits for a disk needs no core, so there may be more such workers than cores.
     """
     wanted = math.ceil(load / max(compute, 1e-6))
     room = max(1, math.floor(cores / max(1 - blocked_share, 0.25)))
     return max(1, min(wanted, room, 64))
+
+
+_LOADER_WORDS = {
+    "read": "read",
+    "decode": "decode",
+    "transform": "transform",
+    "collate": "collate",
+    "copy": "copy",
+    "other": "rest of the dataset's code",
+}
+
+_ORDER = ("wait", "load", "compute", "host")
+_SMALLEST_SHARE = 1e-3
+"""Share of a step below which a part is not listed."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the median step.
+
+    Attributes:
+        label: The work, in words.
+        seconds: Its duration.
+        kind: "wait", "load", "host" or "compute"; selects the colour.
+    """
+
+    label: str
+    seconds: float
+    kind: str
+
+
+def split_step(measured: Measurements) -> list[Part]:
+    """Return parts that add up to the median step; empty if no step was measured."""
+    if measured.step_seconds is None:
+        return []
+    step = measured.step_seconds.median
+    least = step * _SMALLEST_SHARE
+    known = _fitted([part for part in _known_parts(measured) if part.seconds > least], step)
+    has_backward = any(part.label == "backward pass" for part in known)
+    rest = "forward pass, loss and the rest" if has_backward else "the step itself"
+    left = step - sum(part.seconds for part in known)
+    parts = [*([Part(rest, left, "compute")] if left > least else []), *known]
+    return sorted(parts, key=lambda part: _ORDER.index(part.kind))
+
+
+def _fitted(parts: list[Part], step: float) -> list[Part]:
+    """Return the parts scaled to fit into the step: medians of uneven steps can add up to more."""
+    waits = sum(part.seconds for part in parts if part.kind == "wait")
+    others = sum(part.seconds for part in parts if part.kind != "wait")
+    wait_scale = min(1.0, step / max(waits, 1e-12))
+    scale = min(1.0, max(0.0, step - waits) / max(others, 1e-12))
+    return [
+        replace(part, seconds=part.seconds * (wait_scale if part.kind == "wait" else scale))
+        for part in parts
+    ]
+
+
+def _known_parts(measured: Measurements) -> list[Part]:
+    parts = []
+    if measured.wait_seconds is not None:
+        parts.append(Part("waiting for data", measured.wait_seconds.median, "wait"))
+    loader = measured.loader
+    if loader is not None and loader.kind == "stoker":
+        batches = loader.batches_per_step
+        if not measured.captured:  # a replayed step gathers by itself
+            parts.append(Part("gathering the batch", (loader.work.collate or 0) * batches, "load"))
+            parts.append(Part("augmenting it", (loader.work.transform or 0) * batches, "load"))
+    copied = sum(copy.seconds_per_step for copy in measured.copies)
+    parts.append(Part("copies that are not pinned", copied, "host"))
+    synced = sum(sync.seconds_per_step for sync in measured.syncs)
+    parts.append(Part("fetching values from the step", synced, "host"))
+    calls = [*measured.host_calls, *measured.allocator.empty_cache]
+    parts.append(Part("housekeeping", sum(call.seconds_per_step for call in calls), "host"))
+    for label, spread in (
+        ("backward pass", measured.backward_seconds),
+        ("optimizer", measured.optimizer_seconds),
+    ):
+        if spread is not None:
+            parts.append(Part(label, spread.median, "compute"))
+    return parts
+
+
+def split_work(work: LoaderWork) -> list[tuple[str, float | None]]:
+    """Return the loader's work on one batch by kind; None where it was not measured."""
+    return [(words, getattr(work, name)) for name, words in _LOADER_WORDS.items()]

@@ -1,7 +1,7 @@
-"""A config as a text that can be changed, measured and written: what `--apply` works on.
+"""A config as text that can be changed, resolved and written; used by `--apply`.
 
-Enters: a config file, `--set` overrides, `--store`. Leaves: one text that says all of it, the settings it
-comes to, and the same with other values. Costs a few milliseconds.
+Enters: a config file, `--set` overrides, `--store`. Leaves: one text with all of them, its settings, and copies with
+other values. Costs a few milliseconds.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ class JobConfig:
     def read(
         cls, path: str | Path, overrides: Sequence[str] = (), store: str | Path | None = None
     ) -> JobConfig:
-        """Read a config, and work in what was typed over it.
+        """Read a config and write overrides into its text.
 
         Raises:
             ConfigError: It cannot be read, or is not sound.
         """
         path = find_config(path)
         config = load_config(path, overrides)
-        changes = {key: _written(config, key) for key in map(_key_of, overrides)}
+        written, changes = config.written(), {}
+        for key in (override.partition("=")[0].strip() for override in overrides):
+            inside = key.removeprefix(f"{_OPTIONS}.")
+            changes[key] = written[key] if key in written else written[_OPTIONS][inside]
         if store is not None:
             changes["recipe.store"] = as_url(store) or str(store)
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -52,20 +55,20 @@ class JobConfig:
 
     @cached_property
     def config(self) -> Config:
-        """What the text says."""
+        """The parsed text."""
         return parse_config(self.text, self.file)
 
     @cached_property
     def settings(self) -> Settings:
-        """What it comes to."""
+        """The resolved settings."""
         return resolve(self.config)
 
     def key_of(self, question: str) -> str:
-        """Return the key that decides a question of `Settings` here."""
+        """Return the key of this config that decides a field of `Settings`."""
         return find_key(self.config, question)
 
     def deciding(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the changes under the keys that decide here: others would be overruled."""
+        """Return the changes under the keys that decide in this config: others would have no effect."""
         questions = {
             key: question
             for question, ranks in QUESTIONS.items()
@@ -81,27 +84,16 @@ class JobConfig:
         """Return the config with some dotted keys at other values; `notes` go on top as comments.
 
         Raises:
-            ConfigError: The values cannot stand, alone or together.
+            ConfigError: A value is not allowed, alone or together with the others.
         """
         changed = JobConfig(rewrite_config(self.text, changes, self.file, notes), self.file)
         _ = changed.settings
         return changed
 
     def write(self, path: Path, *, replace: bool = False) -> None:
-        """Write the text as a file, whole or not at all; `replace` takes the place of any file.
+        """Write the text to a file, atomically; `replace` allows any existing file to be replaced.
 
-        Only its owner may read one with a password.
+        A text with a password gets permissions for its owner only.
         """
         has_secret = masked(self.text) != self.text
         write_text(path, self.text, always if replace else never, private=has_secret)
-
-
-def _key_of(override: str) -> str:
-    return override.partition("=")[0].strip()
-
-
-def _written(config: Config, key: str) -> Any:
-    written = config.written()
-    if key in written:
-        return written[key]
-    return written[_OPTIONS][key.removeprefix(f"{_OPTIONS}.")]

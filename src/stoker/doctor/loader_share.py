@@ -1,9 +1,9 @@
-"""Where a stoker loader's time goes: reading, decoding, gathering, augmenting, copying, each alone.
+"""The work of a stoker loader by kind: reading, decoding, gathering, augmenting, copying, each measured alone.
 
-Enters: a loader and one batch of it. Leaves: `LoaderWork`, seconds of one batch in one thread, and how the
-datasets lie on disk where that costs anything. Costs a fraction of a second: each part is run a few times.
+Enters: a loader and one batch of it. Leaves: `LoaderWork`, seconds of one batch in one thread, and the HDF5 layout of
+datasets that are not contiguous. Costs a fraction of a second: each part is run a few times.
 
-What is resident was read once, before the first step: reading it is no part of a step, and counts as 0.
+Resident data was read once, before the first step: reading is not part of a step and counts as 0.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _FILTERS = {FILTER_DEFLATE: "gzip", FILTER_LZF: "lzf"}
 
 
 class LoaderShare(NamedTuple):
-    """What `split_loader` found.
+    """The result of `split_loader`.
 
     Attributes:
         work: Seconds of one batch in one thread.
-        blocked_share: Of these, how much was neither computing nor queued for a core: a disk, a network.
-        hdf5: Datasets that are not plain bytes.
+        blocked_share: Share of these that was neither computing nor queued for a core: a disk, a network.
+        hdf5: Datasets that are chunked or compressed.
     """
 
     work: LoaderWork
@@ -48,10 +48,10 @@ def split_loader(run: Run, loader: Loader, batch: Batch, copy_seconds: float | N
     """Measure each part of the loader's work on one batch.
 
     Args:
-        run: Whose augmentation it is.
+        run: The job, whose augmentation is used.
         loader: Its loader, open.
-        batch: One batch of it.
-        copy_seconds: Host to device of one batch; None where there is no such copy.
+        batch: One batch of the loader.
+        copy_seconds: Seconds of copying one batch to the device; None if there is no such copy.
     """
     collate, transform = _gather_and_augment(run, loader)
     if loader.tier == "resident":
@@ -63,7 +63,7 @@ def split_loader(run: Run, loader: Loader, batch: Batch, copy_seconds: float | N
 
 
 def time_copy(batch: Batch, device: torch.device) -> Spread | None:
-    """Return the seconds that a batch takes from pinned memory to the device; None without one."""
+    """Return the seconds of copying a batch from pinned memory to the GPU; None on a CPU."""
     if device.type != "cuda":
         return None
     host = torch.empty(_num_bytes(batch), dtype=torch.uint8, pin_memory=True)
@@ -83,7 +83,7 @@ def _num_bytes(batch: Batch) -> int:
 
 
 def _gather_and_augment(run: Run, loader: Loader) -> tuple[float, float]:
-    """Return the seconds of a gather, and what augmenting adds to it."""
+    """Return the seconds of gathering a batch, and of augmenting it."""
     augmentation = run.drawn_augmentation or loader.augment
     indices = loader.index_batches()
     index = next(indices)
@@ -115,7 +115,7 @@ def _median(work: Callable[[], None], device: torch.device) -> float:
 
 
 class _Rows(NamedTuple):
-    """Rows of one stored array that some samples need."""
+    """A range of rows of one stored array."""
 
     array: StoredArray
     first: int
@@ -128,7 +128,7 @@ class _Rows(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Seconds of one batch in one thread, and how its datasets lie on disk."""
+    """Seconds of one batch in one thread, and the layout of its datasets."""
 
     read: float
     decode: float
@@ -150,13 +150,13 @@ def _read(loader: Loader, batch_size: int) -> _Reading:
         decode += max(0.0, whole - raw) * scale
         if rows.array.location.layout != "contiguous":
             facts.append(_describe(rows, whole, scale))
-    # Raw bytes were read twice where they are decoded: what was waited for once counts for both.
+    # Chunks were read twice, decoded and raw, but only the first time may have waited for the disk.
     waited = max(0.0, _idle_seconds() - waited) * scale
     return _Reading(read, decode, min(waited, read), tuple(facts))
 
 
 def _idle_seconds() -> float:
-    """Return how long this thread has neither run nor been queued for a core, from some fixed moment."""
+    """Return the seconds in which this thread neither ran nor queued for a core, up to a constant."""
     queued = 0.0
     with contextlib.suppress(OSError, ValueError, IndexError):
         queued = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
@@ -197,7 +197,7 @@ def _describe(rows: _Rows, seconds: float, scale: float) -> Hdf5Facts:
         chunks=location.chunk_shape or None,
         compression=next((_FILTERS[code] for code in location.filters if code in _FILTERS), None),
         bytes_used_per_batch=used,
-        # A stoker loader reads samples in a row, so that every chunk is decoded once.
+        # A stoker loader reads samples in order, so every chunk is decoded once.
         bytes_touched_per_batch=used,
         seconds_per_batch=seconds * scale,
         reads_per_batch=_num_chunks(rows) * scale,

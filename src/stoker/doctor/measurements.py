@@ -1,7 +1,7 @@
-"""What the doctor measured, of a stoker job or of somebody's script, as plain frozen values.
+"""The measurements of a stoker job or a script, as plain frozen values.
 
-Enters: figures from an ablation or from an attached script. Leaves: `Measurements`, also as JSON and
-back. Costs nothing. No torch here: rules, pages and the command line read these without it.
+Enters: figures from an ablation or from an attached script. Leaves: `Measurements`, also as JSON and back. Costs
+nothing. No torch here: rules, pages and the command line use these values without it.
 
 Seconds are wall-clock seconds of the training process unless the name says otherwise; "per step" is one
 optimizer update, "per batch" one batch from the loader. A reading that was not taken is None.
@@ -29,16 +29,16 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """The machine as far as verdicts need it.
+    """Facts of the machine that the rules use.
 
     Attributes:
-        cores: Cores the job may use.
-        device: "cuda" or "cpu": where the step computes.
-        device_name: As the vendor calls it.
-        torch: Version.
-        pinned_bytes_per_second: Host to device from pinned memory, if measured.
-        ram_free_bytes: When the measurement began.
-        device_free_bytes: Likewise.
+        cores: Cores that the job may use.
+        device: Where the step computes: "cuda" or "cpu".
+        device_name: The vendor's name for it.
+        torch: Version of torch.
+        pinned_bytes_per_second: Copy rate from pinned memory to the device, if measured.
+        ram_free_bytes: Free host memory when the measurement began.
+        device_free_bytes: Free device memory when the measurement began.
     """
 
     cores: int | None = None
@@ -52,13 +52,13 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class LoaderWork:
-    """Seconds of work that one batch costs one loading process, by what is done.
+    """Seconds that one loading process works on one batch, by kind of work.
 
     Attributes:
-        read: Getting bytes: files, HDF5 without its decompression where that is known, sockets.
-        decode: Bytes to values: images, archives, parsing.
+        read: Reading bytes: files, HDF5 without its decompression where that is known, sockets.
+        decode: Decoding bytes: images, archives, parsing.
         transform: Augmentation and preprocessing of samples.
-        collate: Samples to one batch.
+        collate: Putting samples together into a batch.
         copy: Moving the batch: pinning, shared memory, to the device.
         other: The rest of the dataset's code.
     """
@@ -72,7 +72,7 @@ class LoaderWork:
 
     @property
     def total(self) -> float:
-        """All that is known, added."""
+        """Sum of the known parts."""
         return float(sum(value for value in dataclasses.asdict(self).values() if value is not None))
 
 
@@ -82,37 +82,36 @@ class LoaderFacts:
 
     Attributes:
         kind: "torch" for a DataLoader, "stoker" for stoker's own.
-        workers: Loading processes; 0 loads in the training process. Threads for stoker's own loader.
+        workers: Loading processes; 0 if the training process loads. For stoker's own loader: threads.
         batch_size: Samples per batch as configured.
         pin_memory: Whether batches arrive in pinned memory.
-        persistent_workers: Whether workers outlive an epoch.
-        prefetch_factor: Batches each worker loads ahead.
+        persistent_workers: Whether workers live longer than an epoch.
+        prefetch_factor: Batches that each worker loads ahead.
         start_method: "fork", "spawn" or "forkserver".
-        work: Where the seconds of one batch go, in one loading process.
-        alone_seconds: Of one batch in one loading process (torch), or of the whole loader with nobody
-            training beside it (stoker).
-        sample_seconds: Of one sample more in a batch, where samples are fetched one by one; the first, with
-            all that a fetch costs however small, left out.
-        blocked_share: Of these seconds, how much was not computing: a disk, a network, a sleep.
-        queued_share: Of the time from asking for a batch to having it, how much the loading process was
-            ready and no core was free; not part of `alone_seconds`.
-        is_stream: Whether its dataset is an IterableDataset, whose workers each go through all of it unless
-            they share it out themselves.
-        crowding_share: Of a step, how much the training queued for a core behind loading processes; part of
-            the wait for data.
-        worker_cpu_shares: Of one core each, by worker, over the measured time.
-        main_cpu_share: Cores the training process itself keeps busy.
-        epoch_starts: How often an iterator was made within the measured time.
+        work: The work on one batch by kind, in one loading process.
+        alone_seconds: Seconds of one batch in one loading process (torch), or of the whole loader without
+            training (stoker).
+        sample_seconds: Seconds of one more sample in a batch, if samples are fetched one by one.
+        blocked_share: Share of `alone_seconds` that was not computing: a disk, a network, a sleep.
+        queued_share: Share of the time of a fetch in which the loading process was ready and no core was
+            free; not part of `alone_seconds`.
+        is_stream: Whether its dataset is an IterableDataset, which every worker reads whole unless the dataset
+            divides itself.
+        crowding_share: Share of a step in which the training queued for a core behind loading processes; part
+            of the wait for data.
+        worker_cpu_shares: Share of one core that each worker kept busy.
+        main_cpu_share: Number of cores that the training process kept busy.
+        epoch_starts: Iterators made within the measured time.
         epoch_start_seconds: From asking for an iterator to its first batch, beyond a usual wait.
-        steps_per_epoch: Batches per epoch, where the loader knows.
-        batches_per_step: Above 1 where gradients are accumulated.
-        batch_bytes: Of the tensors of one batch.
+        steps_per_epoch: Batches per epoch, if the loader has a length.
+        batches_per_step: Above 1 if gradients are accumulated.
+        batch_bytes: Size of the tensors of one batch.
         where: file:line where the loader was made.
         dataset_where: file:line of the dataset's `__getitem__`.
         collate_where: file:line of a collate function that is not torch's own.
-        busiest_line: file:line of the user's code that most of the work was seen in, with its share.
-        busiest_share: Of the work, that line's.
-        tier: Of a stoker plan: "resident", "chunked" or "streamed".
+        busiest_line: file:line of the user's code in which most of the loading time was sampled.
+        busiest_share: Share of the loading time on that line.
+        tier: Tier of a stoker plan: "resident", "chunked" or "streamed".
     """
 
     kind: Literal["torch", "stoker"] = "torch"
@@ -145,31 +144,14 @@ class LoaderFacts:
 
 
 @dataclass(frozen=True)
-class HostSync:
-    """A line that makes the host wait for, or fetch from, the device (or on a CPU, fetch values).
-
-    Attributes:
-        where: file:line.
-        call: "item", "cpu", "tolist", "numpy", "bool", "synchronize", ...
-        calls_per_step: How often.
-        seconds_per_step: Spent there; a loop of such calls counts with what stands between them.
-    """
-
-    where: str
-    call: str
-    calls_per_step: float
-    seconds_per_step: float
-
-
-@dataclass(frozen=True)
 class HostCall:
-    """A housekeeping call that costs time where it stands: `empty_cache`, `gc.collect`, `torch.save`.
+    """A line that fetches from or waits for the device, or does housekeeping such as `gc.collect`.
 
     Attributes:
         where: file:line.
-        call: Its name.
-        calls_per_step: How often.
-        seconds_per_step: Spent there.
+        call: Name of the call: "item", "cpu", "tolist", "numpy", "bool", "synchronize", "gc.collect", ...
+        calls_per_step: Number of calls.
+        seconds_per_step: Time spent there; a loop of fetches counts with the time between them.
     """
 
     where: str
@@ -184,9 +166,9 @@ class PageableCopy:
 
     Attributes:
         where: file:line.
-        bytes_per_step: Copied there.
-        seconds_per_step: The host spent there.
-        calls_per_step: How often.
+        bytes_per_step: Bytes copied.
+        seconds_per_step: Time that the host spent there.
+        calls_per_step: Number of calls.
     """
 
     where: str
@@ -197,12 +179,12 @@ class PageableCopy:
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """What the profiler saw of the device in a few steps.
+    """Kernels of a few steps, from the profiler.
 
     Attributes:
-        per_step: Kernels.
-        mean_seconds: Length of one.
-        busy_share: Of the step, how much at least one kernel ran (the union of their intervals).
+        per_step: Number of kernels.
+        mean_seconds: Mean duration of a kernel.
+        busy_share: Share of the step in which at least one kernel ran (the union of their intervals).
     """
 
     per_step: float
@@ -212,15 +194,15 @@ class KernelFacts:
 
 @dataclass(frozen=True)
 class OperatorFacts:
-    """What the profiler saw of torch's operators on the host in a few steps.
+    """torch's operators on the host in a few steps, from the profiler. Seconds are per step.
 
     Attributes:
-        per_step: Operators, nested ones not counted again.
-        work_seconds: Per step, what the sizes of the operators' tensors account for: the part that grows
-            with the batch or the weights. The rest is the cost of calling them.
-        weight_seconds: Per step, the part of it that grows with the weights only: the optimizer's.
-        double_seconds: Per step, spent in operators on float64.
-        matmul_seconds: Per step, spent in matrix products and convolutions, by dtype.
+        per_step: Number of operators, nested ones not counted.
+        work_seconds: Time explained by the sizes of the tensors, which grows with the batch or the weights. The
+            rest is the cost of calling operators.
+        weight_seconds: The part of it that grows with the weights only: the optimizer's.
+        double_seconds: Time in operators on float64.
+        matmul_seconds: Time in matrix products and convolutions, by dtype.
     """
 
     per_step: float
@@ -232,12 +214,12 @@ class OperatorFacts:
 
 @dataclass(frozen=True)
 class AllocatorFacts:
-    """The device's caching allocator; None where there is none.
+    """The device's caching allocator; None on a CPU.
 
     Attributes:
-        retries_per_step: Times the cache had to be flushed to find room.
+        retries_per_step: How often the cache was flushed to find room.
         device_allocs_per_step: Calls to the driver for memory.
-        empty_cache: Calls of `empty_cache` by line. Counted on a CPU too, where they do nothing.
+        empty_cache: Calls of `empty_cache` by line, on a CPU too, where they do nothing.
     """
 
     retries_per_step: float | None = None
@@ -247,13 +229,13 @@ class AllocatorFacts:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Memory over the measured steps, the first quarter left out.
+    """Memory over the measured steps, without the first quarter.
 
     Attributes:
-        device_bytes_per_step: Steady growth of what is allocated on the device; 0 when it does not creep.
-        host_bytes_per_step: Steady growth of resident memory; 0 when it does not creep.
-        device_bytes: Held at the end.
-        host_bytes: Likewise.
+        device_bytes_per_step: Steady growth of allocated device memory; 0 if it does not grow.
+        host_bytes_per_step: Steady growth of resident host memory; 0 if it does not grow.
+        device_bytes: Device memory in use at the end.
+        host_bytes: Host memory in use at the end.
     """
 
     device_bytes_per_step: float | None = None
@@ -267,15 +249,15 @@ class Hdf5Facts:
     """How one HDF5 dataset is read.
 
     Attributes:
-        name: Path of the file and the dataset in it.
-        shape: Of the dataset.
-        chunks: Its chunk shape; None when it is contiguous.
-        compression: "gzip", "lzf", ...; None without.
-        bytes_used_per_batch: Asked for by the reads of one batch.
-        bytes_touched_per_batch: Read and, if compressed, decompressed to answer them: whole chunks, less
+        name: Path of the file and of the dataset in it.
+        shape: Shape of the dataset.
+        chunks: Chunk shape; None if it is contiguous.
+        compression: "gzip", "lzf", ...; None if it is not compressed.
+        bytes_used_per_batch: Bytes that the reads of one batch return.
+        bytes_touched_per_batch: Bytes of the chunks that had to be read and decompressed for them, without
             those that the chunk cache of one process can hold.
-        seconds_per_batch: In these reads.
-        reads_per_batch: How many.
+        seconds_per_batch: Time of these reads.
+        reads_per_batch: Number of reads.
         where: file:line of the reads.
     """
 
@@ -291,7 +273,7 @@ class Hdf5Facts:
 
     @property
     def bytes_read_per_byte_used(self) -> float | None:
-        """How much of what is read is thrown away: 1 is ideal."""
+        """Bytes read for every byte used; 1 is ideal."""
         return (
             self.bytes_touched_per_batch / self.bytes_used_per_batch
             if self.bytes_used_per_batch
@@ -304,9 +286,9 @@ class RankFacts:
     """One process of a data-parallel job.
 
     Attributes:
-        rank: Its number.
-        step_seconds: As it measures them; nearly the same everywhere, since ranks wait for each other.
-        own_seconds: Per step, the part in which it does not wait for the others.
+        rank: Number of the rank.
+        step_seconds: Duration of a step; nearly equal on all ranks, because they wait for each other.
+        own_seconds: The part of a step in which it does not wait for other ranks.
     """
 
     rank: int
@@ -321,8 +303,8 @@ class BadValues:
     Attributes:
         what: "batch", "loss", ... or a field's name.
         where: file:line, or a field and row.
-        count: How many looks found any.
-        looks: How many were taken.
+        count: Number of checks that found any.
+        looks: Number of checks.
     """
 
     what: str
@@ -333,14 +315,14 @@ class BadValues:
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """A piece of a few steps, for drawing.
+    """A span of time in a few steps, for drawing.
 
     Attributes:
         step: Counted from the first step drawn.
         lane: "main", "worker 0", "device", ...
         kind: "step", "wait", "forward", "backward", "optimizer", "sync", "copy", "kernels", "load".
-        start_seconds: Since the first step drawn began.
-        seconds: How long.
+        start_seconds: Start, since the beginning of the first step drawn.
+        seconds: Duration.
     """
 
     step: int
@@ -352,13 +334,13 @@ class TimelineSpan:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The same job with some keys of its config changed, everything together, measured.
+    """The whole job, measured with some keys of its config changed.
 
     Attributes:
-        finding: Name of the finding that the change answers.
+        finding: Name of the finding whose remedy it is.
         changes: Dotted keys of the config with their new values.
         reason: Why it was tried, in words.
-        samples_per_second: What it reached; None when it could not run.
+        samples_per_second: Its rate; None if it could not run.
         failure: Why it could not run.
     """
 
@@ -371,16 +353,16 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Ablation:
-    """Parts measured alone, where the doctor can run them alone (its own jobs).
+    """Parts of a stoker job that were measured alone.
 
     Attributes:
-        loader_seconds: Per batch, nobody training beside it.
-        step_seconds: Per step on one batch that is already there.
+        loader_seconds: Per batch, without training.
+        step_seconds: Per step, on one batch that stays on the device.
         copy_seconds: Per batch, host to device.
         together_seconds: Per step, everything.
         captured_step_seconds: Like `step_seconds`, replayed as a CUDA graph.
-        larger_batches: Step alone by batch size, where larger ones were tried: (size, seconds per step).
-        together_rate: Samples per second of everything together, for comparison with the alternatives.
+        larger_batches: Step alone for larger batches: (size, seconds per step).
+        together_rate: Samples per second of everything together, to compare with the alternatives.
         alternatives: Other settings that were tried.
     """
 
@@ -396,37 +378,37 @@ class Ablation:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Everything the rules look at.
+    """All input of the rules.
 
     Attributes:
         subject: The command or the config that was measured, as the user wrote it.
         kind: "script" or "job" (stoker's own, from a config).
-        machine: Where.
-        steps: Steps that were measured, warm-up left out.
-        seconds: That they took.
-        samples_per_step: Of one process.
+        machine: The machine.
+        steps: Number of measured steps, without warm-up.
+        seconds: Their duration.
+        samples_per_step: Samples per step of one process.
         step_seconds: From one optimizer update to the next.
-        wait_seconds: Of a step, spent waiting for the loader (with no workers: loading).
+        wait_seconds: Part of a step spent waiting for data (loading it, if there are no workers).
         compute_seconds: The rest of the step.
-        backward_seconds: Of the compute, in `backward`.
-        optimizer_seconds: Of the compute, in the optimizer.
-        loader: None when the script uses no DataLoader.
+        backward_seconds: Part of the compute in `backward`.
+        optimizer_seconds: Part of the compute in the optimizer.
+        loader: The loader; None if the script uses no DataLoader.
         syncs: Lines that make the host wait, costliest first.
         copies: Pageable copies, costliest first.
-        kernels: None without a GPU.
-        operators: None when the profiler could not run.
-        allocator: Of the device.
-        memory: Growth.
-        host_calls: `gc.collect`, `torch.save` by line.
+        kernels: Kernels; None without a GPU.
+        operators: Operators; None if the profiler could not run.
+        allocator: The device's allocator.
+        memory: Growth of memory.
+        host_calls: `gc.collect` and `torch.save` by line.
         hdf5: Datasets read through h5py, costliest first.
-        ranks: Of a data-parallel job; empty for one process.
-        bad_values: Found in what was looked at.
-        ablation: Only for stoker's own jobs.
-        precision: "fp32", "bf16", ... of the step, where it is known.
+        ranks: Ranks of a data-parallel job; empty for one process.
+        bad_values: Values that are not finite.
+        ablation: Parts measured alone; only for stoker's own jobs.
+        precision: Precision of the step ("fp32", "bf16", ...), if known.
         captured: Whether the step is replayed as a CUDA graph.
-        elsewhere_share: Of the time since the first step, what went to other DataLoaders or came after the
+        elsewhere_share: Share of the time since the first step that went to other DataLoaders or came after the
             last step; it is in no other figure.
-        timeline: A few steps.
+        timeline: A few steps, for drawing.
         notes: What could not be measured, and why.
     """
 
@@ -442,7 +424,7 @@ class Measurements:
     backward_seconds: Spread | None = None
     optimizer_seconds: Spread | None = None
     loader: LoaderFacts | None = None
-    syncs: tuple[HostSync, ...] = ()
+    syncs: tuple[HostCall, ...] = ()
     copies: tuple[PageableCopy, ...] = ()
     kernels: KernelFacts | None = None
     operators: OperatorFacts | None = None
@@ -461,12 +443,12 @@ class Measurements:
 
     @property
     def mean_step_seconds(self) -> float | None:
-        """Of a step, slow ones counted in full: what decides samples per second."""
+        """Mean duration of a step, which decides samples per second."""
         return self.seconds / self.steps if self.steps and self.seconds > 0 else None
 
     @property
     def samples_per_second(self) -> float | None:
-        """What the job manages, over the whole measured time and all ranks."""
+        """Rate over the whole measured time and all ranks."""
         step = self.mean_step_seconds
         if step is None or self.samples_per_step is None:
             return None
@@ -474,18 +456,18 @@ class Measurements:
 
     @property
     def wait_share(self) -> float | None:
-        """Share of a usual step that is spent waiting for data."""
+        """Share of the median step that is spent waiting for data."""
         if self.step_seconds is None or self.wait_seconds is None or not self.step_seconds.median:
             return None
         return min(1.0, self.wait_seconds.median / self.step_seconds.median)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; `from_json` gives the measurements back."""
+        """Return plain values; `from_json` reads them."""
         return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Measurements:
-        """Read what `to_json` wrote, also after a trip through a JSON text.
+        """Read what `to_json` returned, also after it was written as JSON.
 
         Raises:
             CorruptError: It is something else.
@@ -529,9 +511,7 @@ class Measurements:
 # -- plain values to dataclasses -------------------------------------------------------------------
 
 
-@cache
-def _field_types(kind: type) -> Mapping[str, Any]:
-    return typing.get_type_hints(kind)
+_field_types = cache(typing.get_type_hints)
 
 
 def build(kind: Any, value: Any) -> Any:

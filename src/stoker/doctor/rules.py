@@ -1,8 +1,8 @@
-"""From measurements to findings: pure functions, one per finding, ranked by what they would bring.
+"""From measurements to findings: pure functions, one per finding, ranked by predicted gain.
 
-Enters: `Measurements`. Leaves: a list of `Finding`s, the most worthwhile first; empty for a healthy job.
-Costs microseconds. The rules stand in the `rules_*.py` beside this file; each is a function of a `Case`
-that returns a finding or None, and none looks at another's answer.
+Enters: `Measurements`. Leaves: a list of `Finding`s, the largest gain first; empty for a healthy job. Costs
+microseconds. The rules are in `rules_*.py`; each is a function of a `Case` that returns a finding or None and does
+not depend on other rules.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ RULES: tuple[Rule, ...] = (
 )
 FINDING_NAMES = (
     *(rule_name(rule) for rule in RULES),
-    "full-precision",  # no rule gives it: it is promised only where it was tried (alternatives.py)
+    "full-precision",  # no rule gives it: it is found only by trying it (consultation.py)
 )
 
 
 def diagnose(measurements: Measurements) -> list[Finding]:
-    """Return what is wrong, the most worthwhile first; an empty list when nothing is.
+    """Return the findings; an empty list if there is nothing to fix.
 
-    What ends the run comes before what slows it, then the larger gain. The generic starved-by-loader is
-    left out where a rule names the cause of the starving.
+    Findings that end the run come first, then the larger gain. The generic starved-by-loader is left out if
+    another rule names the cause.
     """
     case = Case.of(measurements)
     found = [finding for rule in RULES if (finding := rule(case)) is not None]

@@ -1,42 +1,45 @@
-"""Findings about the way to the step: workers, disk, decoding, augmentation, collating, HDF5.
+"""Findings about loading: disk, decoding, augmentation, collating, HDF5.
 
 Enters: a `Case`. Leaves: a finding or None. Costs nothing; pure.
 
-The residues below say what a remedy leaves of the cost it removes. They are deliberately wide at the
-cautious end: how well data is packed or an augmentation rewritten is not the doctor's to know.
+The residues below are the shares of a cost that remain after its remedy. The cautious one is large, because the
+doctor cannot know how well data will be packed or an augmentation rewritten.
 """
 
 from __future__ import annotations
 
-from stoker.doctor.cases import Case, Rule, milliseconds, worthwhile
-from stoker.doctor.findings import Finding, Gain
-from stoker.doctor.gains import (
-    Pace,
-    gain,
-)
-from stoker.doctor.loader_words import (
+from stoker.doctor.cases import (
+    Case,
+    Rule,
     at,
     blocked_share,
     busiest_line,
     busy_cores,
     cpu_words,
+    milliseconds,
     share_of_work,
     work_line,
+    worthwhile,
+)
+from stoker.doctor.findings import Finding, Gain
+from stoker.doctor.gains import (
+    Pace,
+    gain,
 )
 from stoker.doctor.measurements import Hdf5Facts, LoaderFacts
 from stoker.units import MB, format_bytes, format_count
 
 _CAUTIOUS, _LIKELY = 0.30, 0.05
-"""Shares of a removed cost that stay, cautiously and likely; hopefully none."""
+"""Shares of a removed cost that remain: cautious and likely estimates."""
 _DOMINANT = 0.4
-"""A part is called the cause from this share of the loading on."""
+"""A part of loading is called the cause if it is at least this share."""
 _PLAIN_READ_BYTES_PER_SECOND = 1.0e9
-"""Of samples that lie ready in a file that is in memory or on a local disk."""
+"""Rate of reading decoded samples from a file in memory or on a local disk."""
 _HDF5_READ_SECONDS = 80e-6
-"""Of one h5py slice of contiguous, uncompressed data, whatever its size (FACTS 1: 60 to 170 µs)."""
+"""Fixed cost of one h5py slice of contiguous, uncompressed data (measured: 60 to 170 µs)."""
 _HDF5_BYTES_PER_SECOND = 2.0e9
 _WASTEFUL = 4.0
-"""Bytes read per byte used from which the chunks are called wrong."""
+"""Bytes read per byte used above which the chunks are called wrong."""
 
 NAMED_CAUSES = frozenset(
     {
@@ -51,33 +54,35 @@ NAMED_CAUSES = frozenset(
 
 
 def _without(loader: LoaderFacts, pace: Pace, part: float, residue: float = 0.0) -> Gain:
-    """Return the gain of loading without `part` (a share), of which `residue` seconds stay for certain."""
+    """Return the gain of loading without the share `part`, of which at least `residue` seconds remain."""
     left = pace.load * (1 - part)
     removed = pace.load * part
     residue *= loader.batches_per_step
-    paces = (
+    low, likely, high = (
         pace.loading(left + min(removed, residue + removed * kept))
         for kept in (_CAUTIOUS, _LIKELY, 0.0)
     )
-    low, likely, high = paces
     return gain(pace, likely, low, high)
 
 
 def _ready_seconds(loader: LoaderFacts) -> float:
-    """Return what reading a batch costs when its values lie ready."""
+    """Return the seconds of reading a batch whose values are stored decoded."""
     return (loader.batch_bytes or 0) / _PLAIN_READ_BYTES_PER_SECOND
 
 
 def decode_bound(case: Case) -> Finding | None:
-    """Turning bytes into values keeps every core busy."""
+    """Decoding samples keeps every core busy."""
     if case.feeding is None:
         return None
     loader, pace = case.feeding
     part = share_of_work(loader, (loader.work.decode or 0) + (loader.work.other or 0))
     if loader.kind == "stoker":
         part = share_of_work(loader, loader.work.decode)
-    elif loader.workers == 0 or not _cores_are_full(case, loader):
-        return None
+    else:
+        busy = busy_cores(loader)
+        full = loader.workers >= case.cores or (busy is not None and busy >= case.cores - 0.5)
+        if loader.workers == 0 or not full:
+            return None
     if part < _DOMINANT or blocked_share(loader) >= 0.5 or _hdf5_cause(case, loader) is not None:
         return None
     return worthwhile(
@@ -100,7 +105,7 @@ def decode_bound(case: Case) -> Finding | None:
 
 
 def disk_bound(case: Case) -> Finding | None:
-    """Loading is mostly waiting for a disk or a network."""
+    """Most of loading is waiting for a disk or a network."""
     if case.feeding is None:
         return None
     loader, pace = case.feeding
@@ -130,7 +135,7 @@ def disk_bound(case: Case) -> Finding | None:
 
 
 def augment_on_cpu(case: Case) -> Finding | None:
-    """Per-sample augmentation on the host is what the step waits for."""
+    """The step waits for augmentation of single samples on the CPU."""
     if case.feeding is None:
         return None
     loader, pace = case.feeding
@@ -158,7 +163,7 @@ def augment_on_cpu(case: Case) -> Finding | None:
 
 
 def python_collate(case: Case) -> Finding | None:
-    """Making one batch out of samples is what the step waits for."""
+    """The step waits for samples to be collated into a batch."""
     if case.feeding is None:
         return None
     loader, pace = case.feeding
@@ -185,7 +190,7 @@ def python_collate(case: Case) -> Finding | None:
 
 
 def hdf5_compressed(case: Case) -> Finding | None:
-    """h5py decompresses, behind one lock, what the step waits for."""
+    """The step waits for h5py to decompress data, behind one lock per process."""
     if case.feeding is None:
         return None
     loader, pace = case.feeding
@@ -218,7 +223,7 @@ def hdf5_compressed(case: Case) -> Finding | None:
 
 
 def hdf5_chunks(case: Case) -> Finding | None:
-    """Every row that is read drags whole chunks along."""
+    """Reading a row reads whole chunks, and most of their bytes are not used."""
     if case.feeding is None:
         return None
     loader, pace = case.feeding
@@ -261,11 +266,11 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-# -- words and small questions ---------------------------------------------------------------------
+# -- HDF5 ------------------------------------------------------------------------------------------
 
 
 def _hdf5_cause(case: Case, loader: LoaderFacts) -> Hdf5Facts | None:
-    """Return the HDF5 dataset whose reads are most of the loading; None when none is."""
+    """Return the HDF5 dataset whose slow reads are most of loading; None if there is none."""
     costliest = max(case.measured.hdf5, key=lambda data: data.seconds_per_batch, default=None)
     if costliest is None or _hdf5_share(loader, costliest) < _DOMINANT:
         return None
@@ -282,11 +287,6 @@ def _hdf5_line(data: Hdf5Facts) -> str:
         f"{data.name}: {data.reads_per_batch:.0f} reads and {milliseconds(data.seconds_per_batch)} per batch "
         f"for {data.bytes_used_per_batch / MB:.2g} MB{at(data.where)}"
     )
-
-
-def _cores_are_full(case: Case, loader: LoaderFacts) -> bool:
-    busy = busy_cores(loader)
-    return loader.workers >= case.cores or (busy is not None and busy >= case.cores - 0.5)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

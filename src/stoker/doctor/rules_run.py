@@ -19,7 +19,7 @@ _UNEVEN = 1.15
 
 
 def empty_cache_each_step(case: Case) -> Finding | None:
-    """The allocator's cache is thrown away in every step."""
+    """The allocator's cache is emptied in every step; reported on a CPU too, for scripts written for a GPU."""
     calls = [call for call in case.measured.allocator.empty_cache if call.calls_per_step >= 0.5]
     if case.pace is None or not calls:
         return None
@@ -47,7 +47,6 @@ def empty_cache_each_step(case: Case) -> Finding | None:
         script="# remove torch.cuda.empty_cache()",
         config={"data.memory_efficient_mode.ram_32gb_mode.empty_cache_frequency": 0},
     )
-    # On a CPU the pattern itself is the finding: the script is written for a GPU.
 
 
 def gc_each_step(case: Case) -> Finding | None:

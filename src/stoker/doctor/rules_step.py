@@ -16,18 +16,18 @@ from stoker.units import format_bytes
 
 _SHORT_KERNEL_SECONDS = 25e-6
 _LAUNCH_FLOOR_SECONDS = 2e-6
-"""A kernel that does nothing keeps the device busy for about this long."""
+"""Time for which an empty kernel keeps the device busy."""
 _PINNED_BYTES_PER_SECOND = 20e9
 """PCIe 4 with 16 lanes, where the machine was not measured."""
 _OPERATOR_SECONDS = 40e-6
-"""At most, of calling one operator or launching one kernel, with the Python around it."""
+"""Upper bound for calling one operator or launching one kernel, including its Python code."""
 _SMALL_BATCH = 64
 _MOST_TIMES_LARGER, _ENOUGH = 32, 512
-"""The larger batch that is proposed: at most so many times this one, and not beyond so many samples."""
+"""Limits of the batch that is proposed: times the present one, and samples."""
 _FETCH_SECONDS = 60e-6
-"""Of asking a dataset for a batch, however small."""
+"""Fixed cost of asking a dataset for a batch."""
 _COLLATE_CALLS, _COLLATE_BYTES_PER_SECOND = 40, 4e9
-"""torch's collating of nothing costs as much as so many small samples; large ones are copied so fast."""
+"""Fixed cost of torch's default_collate, in small samples; and the rate at which it copies large ones."""
 
 
 def pageable_copies(case: Case) -> Finding | None:
@@ -79,7 +79,7 @@ def sync_every_step(case: Case) -> Finding | None:
         return None
     gained = saved(case.pace, seconds)
     if case.on_gpu and case.measured.kernels is None:
-        # Part of the wait is the device's own work, and how much is unknown.
+        # An unknown part of the wait is the device's own work.
         gained = saved(case.pace, seconds, low=0.0, likely=0.5)
     doing = "waits for the device" if case.on_gpu else "fetches values from tensors"
     return worthwhile(
@@ -142,7 +142,7 @@ def launch_bound(case: Case) -> Finding | None:
 
 
 def batch_too_small(case: Case) -> Finding | None:
-    """A step costs nearly the same whatever it holds, and it holds little."""
+    """The cost of a step hardly depends on its samples, and it has few."""
     samples, pace = case.measured.samples_per_step, case.pace
     if samples is None or pace is None:
         return None
@@ -170,7 +170,7 @@ def batch_too_small(case: Case) -> Finding | None:
 
 
 def _growing_load(case: Case, pace: Pace, samples: float) -> float:
-    """Return seconds of a step's loading that its samples cost, not the asking for a batch."""
+    """Return the seconds of a step's loading that grow with the number of samples."""
     loader = case.measured.loader
     if loader is None or loader.alone_seconds is None:
         return pace.load
@@ -183,7 +183,7 @@ def _growing_load(case: Case, pace: Pace, samples: float) -> float:
 
 
 def _growing_collate(loader: LoaderFacts, samples: float) -> float:
-    """Return seconds of collating a batch that its samples cost; all of it where the function is the user's."""
+    """Return the seconds of collating that grow with the samples; all of them for the user's own function."""
     collate = loader.work.collate or 0.0
     if loader.collate_where is not None:
         return collate
@@ -192,7 +192,7 @@ def _growing_collate(loader: LoaderFacts, samples: float) -> float:
 
 
 def _fixed_and_growing(case: Case, pace: Pace) -> tuple[float, float] | None:
-    """Return seconds of the computing that every step costs, and those that grow with the batch."""
+    """Return the seconds of computing that are fixed per step, and those that grow with the batch."""
     kernels, operators = case.measured.kernels, case.measured.operators
     if case.on_gpu:
         if kernels is None:
@@ -205,7 +205,7 @@ def _fixed_and_growing(case: Case, pace: Pace) -> tuple[float, float] | None:
     else:
         return None
     if pace.compute - growing > calling:
-        return None  # more than calling operators costs: something else takes the time
+        return None  # calling operators does not explain the fixed part
     growing = min(growing, pace.compute)
     return pace.compute - growing, growing
 
@@ -213,7 +213,7 @@ def _fixed_and_growing(case: Case, pace: Pace) -> tuple[float, float] | None:
 def _measured_batches(
     case: Case, pace: Pace, samples: float, tried: Sequence[tuple[int, float]]
 ) -> Finding | None:
-    """Decide by steps that really ran with larger batches."""
+    """Decide by steps that were measured with larger batches."""
 
     def rate(size: int, seconds: float) -> float:
         times = size / samples

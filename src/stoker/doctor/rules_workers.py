@@ -1,11 +1,22 @@
-"""Findings about who loads: no workers, too few, restarted ones, and the way from them to the step.
+"""Findings about workers: none, too few, too many, restarted ones, slow hand-over of batches.
 
 Enters: a `Case`. Leaves: a finding or None. Costs nothing; pure.
 """
 
 from __future__ import annotations
 
-from stoker.doctor.cases import Case, Rule, milliseconds, worthwhile
+from stoker.doctor.cases import (
+    Case,
+    Rule,
+    at,
+    blocked_share,
+    busiest_line,
+    busy_cores,
+    cpu_words,
+    milliseconds,
+    work_line,
+    worthwhile,
+)
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import (
     Pace,
@@ -15,21 +26,13 @@ from stoker.doctor.gains import (
     side_by_side,
     suggested_workers,
 )
-from stoker.doctor.loader_words import (
-    at,
-    blocked_share,
-    busiest_line,
-    busy_cores,
-    cpu_words,
-    work_line,
-)
 from stoker.doctor.measurements import LoaderFacts
 from stoker.units import format_bytes, format_count
 
 _WORTH_ALONE = 0.85
-"""Of a step: where loading and training one after the other take less, workers cost more than they bring."""
+"""If loading and computing one after the other take less than this share of a step, workers are a loss."""
 _SLOW_HAND_OVER = 0.3
-"""Share of a step spent waiting, with workers that are fast enough, from which the way is the cause."""
+"""Share of a step spent waiting, with workers that are fast enough, above which the hand-over is the cause."""
 _SHARE_OUT = (
     " Its dataset is an IterableDataset: each worker must yield a share of its own "
     "(torch.utils.data.get_worker_info), or every sample comes as often as there are workers."
@@ -37,16 +40,16 @@ _SHARE_OUT = (
 
 
 def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gain]:
-    """Return a number of workers and what it brings, within what the cores can do."""
+    """Return a number of workers and its gain, limited by the cores."""
     blocked = blocked_share(loader)
     workers = suggested_workers(pace.load, pace.compute, case.cores, blocked)
     busy = busy_cores(loader)
     step = pace.step
-    # However the work is spread, the cores cannot do more of it than they can. What was counted holds the
-    # probe's own work, and waking up for each batch, which becomes less: a twentieth.
+    # Upper bound: all cores busy with the work that was counted, less a twentieth, which is the probe's own work
+    # and the wake-ups for each batch.
     bound = 0.95 * step * busy / case.cores if busy is not None else 0.0
     compute = pace.compute + hand_over_seconds(loader)
-    # Processes never overlap perfectly; of what the present ones lose, more of them lose some.
+    # Processes never overlap perfectly: assume half of the loss that the present ones show.
     now = loader.workers * running_share(loader)
     efficiency = (1 + min(1.0, pace.lanes / now)) / 2 if loader.workers else 0.95
     lanes = side_by_side(loader, workers, case.cores) if blocked < 0.5 else float(workers)
@@ -56,13 +59,13 @@ def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gai
 
 
 def _sharing(loader: LoaderFacts) -> str:
-    """Return what to say of a stream that more workers would go through each; "" where it is shared already."""
+    """Return a warning for an IterableDataset that every worker would read whole; "" if it is shared already."""
     return _SHARE_OUT if loader.is_stream and loader.workers < 2 else ""
 
 
 def _worker_patch(case: Case, loader: LoaderFacts, workers: int) -> dict[str, object]:
     if _sharing(loader):
-        return {"where": loader.where}  # not to be tried as it is
+        return {"where": loader.where}  # more workers alone would repeat samples
     arguments: dict[str, object] = {"num_workers": workers, "persistent_workers": True}
     if case.on_gpu:
         arguments["pin_memory"] = True
@@ -75,7 +78,7 @@ def _worker_patch(case: Case, loader: LoaderFacts, workers: int) -> dict[str, ob
 
 
 def no_workers(case: Case) -> Finding | None:
-    """The training process loads its own data while cores stand idle."""
+    """The training process loads its own data while cores are idle."""
     if case.feeding is None:
         return None
     loader, pace = case.feeding
@@ -105,7 +108,7 @@ def no_workers(case: Case) -> Finding | None:
 
 
 def starved_by_loader(case: Case) -> Finding | None:
-    """The loader is slower than the step, and there is room for more of it."""
+    """The loader is slower than the step, and cores are free."""
     if case.feeding is None:
         return _slow_hand_over(case)
     loader, pace = case.feeding
@@ -137,7 +140,7 @@ def starved_by_loader(case: Case) -> Finding | None:
 
 
 def _slow_hand_over(case: Case) -> Finding | None:
-    """Workers are fast enough, and yet the step waits: for batches on their way."""
+    """Workers are fast enough, but the step waits for the hand-over of batches."""
     loader, pace, wait = case.measured.loader, case.pace, case.measured.wait_seconds
     if loader is None or pace is None or wait is None or loader.workers == 0:
         return None
@@ -165,8 +168,8 @@ def _slow_hand_over(case: Case) -> Finding | None:
 
 
 def _too_many_workers(case: Case, loader: LoaderFacts, step: float, alone: float) -> Finding:
-    """Making a batch costs less than getting it from a worker."""
-    # What workers need, torch refuses without them.
+    """Making a batch takes less time than getting it from a worker."""
+    # torch refuses the last two without workers.
     arguments = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
     return case.finding(
         "starved-by-loader",
@@ -189,7 +192,7 @@ def _too_many_workers(case: Case, loader: LoaderFacts, step: float, alone: float
 
 
 def _starved_stoker(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
-    """A stoker job that waits: its data should live nearer to the device."""
+    """The step of a stoker job waits for its loader."""
     tier = loader.tier or "streamed"
     if tier == "resident":
         remedy = "Give the plan fewer fields to send, or a larger batch: the data is on the device already."

@@ -1,8 +1,8 @@
-"""Somebody's script before the doctor: run with the probe inside, judged, and on request run again treated.
+"""The examination of a script: run with the probe, judged, and on request run again with a remedy.
 
-Enters: a command line. Leaves: its exit code and a `Consultation`; suggested edits as a unified diff; an
-`Outcome` after a second run with other arguments of its DataLoader. Costs the script's own time, each
-run. Its files are never written to. No torch here.
+Enters: a command line. Leaves: its exit code and a `Consultation`; suggested edits as a unified diff; an `Outcome`
+after a second run with other DataLoader arguments. Costs the script's own time for each run. The script's files are
+never written. No torch here.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.doctor.attach import Attached, describe_ending, run_script
-from stoker.doctor.findings import Finding
+from stoker.doctor.findings import Consultation, Finding, Outcome
 from stoker.doctor.rules import diagnose
-from stoker.doctor.verdict import Consultation, Outcome
 from stoker.units import format_count
 
 _CONTEXT = 2
 _NO_NEWLINE = "\\ No newline at end of file\n"
 _POSITIONAL = 5
-"""Arguments of a DataLoader before those that the doctor suggests: dataset to batch_sampler."""
+"""Positional arguments of a DataLoader before those that the doctor suggests: dataset to batch_sampler."""
 
 
 def consult_script(
     command: Sequence[str], *, steps: int | None = None, seconds: float | None = None
 ) -> tuple[Attached, Consultation]:
-    """Run a script with the probe inside it, and judge what it saw."""
+    """Run a script with the probe, and diagnose the measurements."""
     attached = run_script(command, steps=steps, seconds=seconds)
     measured = attached.measurements
     return attached, Consultation(measured, tuple(diagnose(measured)))
@@ -41,7 +40,7 @@ def treat_script(
     steps: int | None = None,
     seconds: float | None = None,
 ) -> Outcome | None:
-    """Run a script again with the loader's arguments that a finding proposes; None when none does."""
+    """Run a script again with the DataLoader arguments of the first finding that has any; None if none has."""
     found = next((item for item in consultation.findings if item.patch.loader_arguments), None)
     if found is None:
         return None
@@ -58,7 +57,7 @@ def treat_script(
 
 
 def _describe_failure(again: Attached, seconds: float | None) -> str:
-    """Return what went wrong in the second run; "" when it ended as it should and was measured."""
+    """Return what went wrong in the second run; "" if it ended normally and was measured."""
     num_steps = again.measurements.steps
     ended_well = not again.exit_code and again.stopped not in ("interrupt", "termination")
     if ended_well and num_steps:
@@ -73,12 +72,12 @@ def _describe_failure(again: Attached, seconds: float | None) -> str:
 
 
 def suggest_patch(findings: Sequence[Finding]) -> str:
-    """Return what to edit, finding by finding: lines of comment, and a diff where the call is found."""
-    return "\n".join(_suggest(finding) for finding in findings if _has_edit(finding))
-
-
-def _has_edit(finding: Finding) -> bool:
-    return bool(finding.patch.script or finding.patch.loader_arguments)
+    """Return the suggested edits by finding: comments, and a diff where the call is found."""
+    return "\n".join(
+        _suggest(finding)
+        for finding in findings
+        if finding.patch.script or finding.patch.loader_arguments
+    )
 
 
 def _suggest(finding: Finding) -> str:
@@ -115,38 +114,28 @@ def edit_call(where: str | None, arguments: Mapping[str, Any]) -> str | None:
     if call is None or len(call.args) > _POSITIONAL:
         return None
     edited = _with_arguments(source, call, arguments)
-    if not _parses(edited):  # such as a last argument in brackets of its own
+    try:
+        ast.parse(edited)
+    except (ValueError, SyntaxError):  # for example a last argument in parentheses of its own
         return None
     before, after = source.splitlines(keepends=True), edited.splitlines(keepends=True)
-    name = _short_name(file)
+    # Relative to the working folder, where the patch is applied, else to /.
+    path, here = Path(file).resolve(), Path.cwd()
+    name = path.relative_to(here if path.is_relative_to(here) else path.anchor)
     # With a/ and b/, as `git apply` and `patch -p1` expect them.
     found = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", n=_CONTEXT)
     return "".join(line if line.endswith("\n") else f"{line}\n{_NO_NEWLINE}" for line in found)
 
 
-def _short_name(file: str) -> str:
-    """Return the name below the working folder, where the patch is applied; else the one below /."""
-    path, here = Path(file).resolve(), Path.cwd()
-    return str(path.relative_to(here if path.is_relative_to(here) else path.anchor))
-
-
-def _parses(source: str) -> bool:
-    try:
-        ast.parse(source)
-    except (ValueError, SyntaxError):
-        return False
-    return True
-
-
 def _find_call(calls: Iterable[ast.Call], line: int) -> ast.Call | None:
-    """Return the call that spans a line; one that is named after a loader before others."""
+    """Return the call that spans a line; a call of something named "Loader" is preferred."""
     spanning = [call for call in calls if call.lineno <= line <= (call.end_lineno or call.lineno)]
     spanning.sort(key=lambda call: ("Loader" not in ast.unparse(call.func), -call.lineno))
     return spanning[0] if spanning else None
 
 
 class _Edit(NamedTuple):
-    """A stretch of the source and what goes there; positions are characters of the whole text."""
+    """A range of the source, in characters of the whole text, and its replacement."""
 
     start: int
     end: int

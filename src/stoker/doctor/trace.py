@@ -1,8 +1,8 @@
-"""What the profiler sees of a stoker job: a chrome trace, the costliest operations, the device's kernels.
+"""A stoker job under torch's profiler: a chrome trace, the costliest operations, the device's kernels.
 
-Enters: a `Run` that has not begun, and a schedule: steps to leave out, to warm up, to record. Leaves: a
-`Trace`, and on request a file for chrome://tracing or ui.perfetto.dev. Costs the steps, slowed down while
-they are recorded, and about a megabyte of trace for every thousand operations.
+Enters: a `Run` that has not begun, and a schedule: steps to skip, to warm up, to record. Leaves: a `Trace`, and on
+request a file for chrome://tracing or ui.perfetto.dev. Costs the steps, which are slower while they are recorded, and
+about a megabyte of trace per thousand operations.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Schedule:
     """Which steps are recorded.
 
     Attributes:
-        wait: Steps left out at the beginning: on a GPU the first ones capture the graph.
-        warmup: Steps that run under the profiler without being kept: its own start costs time.
+        wait: Steps skipped at the beginning; on a GPU the first ones capture the graph.
+        warmup: Steps that run under the profiler and are not kept, because its start costs time.
         active: Steps that are recorded.
     """
 
@@ -64,9 +64,9 @@ class Operation:
 
     Attributes:
         name: As torch calls it.
-        calls: How often.
-        cpu_seconds: On the host, in itself and not in what it calls.
-        device_seconds: On the device, likewise; 0 without a GPU.
+        calls: Number of calls.
+        cpu_seconds: Self time on the host.
+        device_seconds: Self time on the device; 0 without a GPU.
     """
 
     name: str
@@ -77,13 +77,13 @@ class Operation:
 
 @dataclass(frozen=True)
 class Trace:
-    """What was recorded.
+    """The result of `record`.
 
     Attributes:
-        num_steps: Recorded.
-        seconds: That they took, the profiler's own work included.
+        num_steps: Number of recorded steps.
+        seconds: Their duration, including the profiler's own work.
         operations: Costliest first.
-        kernels: Per step; None without a GPU.
+        kernels: Kernels per step; None without a GPU.
     """
 
     num_steps: int
@@ -134,7 +134,7 @@ def measure_kernels(run: Run, warm_up: int, steps: int = 8) -> KernelFacts | Non
     """Return what the device does in a few steps; None where the profiler sees no kernel."""
     try:
         return record(run, Schedule(warm_up, 2, steps)).kernels
-    except NonFiniteError:  # it was found before
+    except NonFiniteError:  # already reported by the examination
         return None
 
 
@@ -147,7 +147,7 @@ def _make_profiler(plan: Schedule, on_gpu: bool) -> profile:
 
 
 def _export(profiler: profile, out: Path) -> None:
-    """Write the trace whole or not at all."""
+    """Write the trace atomically."""
     try:
         with writing(out, is_trace) as temporary, temporary_folder() as folder:
             plain = folder / "trace.json"
@@ -166,7 +166,7 @@ def _export(profiler: profile, out: Path) -> None:
 
 
 def is_trace(path: Path) -> bool:
-    """Whether a chrome trace, compressed or not, is one that stoker wrote."""
+    """Return whether a chrome trace, compressed or not, was written by stoker."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return SIGNATURE.encode() in file.read(1 << 20)

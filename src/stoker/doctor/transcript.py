@@ -1,34 +1,35 @@
-"""The lines that probes wrote, read back: processes, their steps, and which of them count.
+"""The lines that probes wrote, read back: processes, their steps, their loader, and which steps count.
 
-Enters: a folder with one file per process of a script. Leaves: a `Process` each, and the usual steps of one.
-Costs milliseconds. Lines torn by a kill are left out.
+Enters: a folder with one file per process of a script. Leaves: a `Process` each, the usual steps of one, and
+`LoaderFacts` and `Hdf5Facts` of the loader that feeds them. Costs milliseconds. Lines cut by a kill are left out.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stoker.doctor.measurements import Hdf5Facts, LoaderFacts, LoaderWork
 from stoker.doctor.probe.recorder import DISTURBED, OTHER_LOADER, WARM_UP, Fetch, Row
 from stoker.measure.readings import Spread
 from stoker.strict_json import parse_json
 
 _LONG_AFTER_SECONDS = 2.0
-"""After the last step: less is the end of any script."""
+"""Time after the last step that is normal for the end of a script."""
 
 
 @dataclass
 class Process:
-    """What one process wrote.
+    """The lines of one process.
 
     Attributes:
-        rows: Its steps, warm-up included.
-        fetches: Batches it made.
-        state: Its last word on everything else.
+        rows: Its steps, including the warm-up.
+        fetches: The batches that it loaded.
+        state: Its last snapshot of everything else.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -37,7 +38,7 @@ class Process:
 
     @property
     def rank(self) -> int | None:
-        """Its number in a data-parallel job."""
+        """Its rank in a data-parallel job; None otherwise."""
         torch = self.state.get("torch", {})
         return torch.get("rank") if (torch.get("world_size") or 1) > 1 else None
 
@@ -98,12 +99,12 @@ def usual_rows(main: Process) -> tuple[list[Row], int | None]:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Seconds since the first step that are in no figure: neither steps nor what the probe cost.
+    """Seconds since the first step that are in no other figure.
 
     Attributes:
-        loaders: In steps that read another DataLoader, less a usual step each; also after the last step.
-        after: After the last step, where that read no other loader and took long.
-        whole: Since the first step.
+        loaders: Time of steps that read another DataLoader, without a usual step each; also after the last step.
+        after: Time after the last step, if it was long and read no other loader.
+        whole: All time since the first step.
     """
 
     loaders: float
@@ -112,19 +113,19 @@ class Elsewhere:
 
     @property
     def share(self) -> float | None:
-        """Of the whole; None when there was none."""
+        """Share of the whole; None if there was no step."""
         return (self.loaders + self.after) / self.whole if self.whole > 0 else None
 
 
 def find_elsewhere(main: Process, counted: Sequence[Row], number: int | None) -> Elsewhere:
-    """Return the time that the counted steps, fed by loader `number`, leave out."""
+    """Return the time outside of the counted steps, which loader `number` feeds."""
     usual = statistics.median(row.seconds for row in counted) if counted else 0.0
     seconds, flags, loader = main.state.get("running") or (0.0, 0, -1)
     whole = sum(row.seconds for row in main.rows) + seconds
     if any(_reads_other(row.flags, row.loader, number) for row in counted):
         loaders = 0.0  # every step reads several
     else:
-        # A step behind a validation holds a step of its own.
+        # The step that follows a validation contains a usual step.
         loaders = sum(
             row.seconds if row.loader not in (number, -1) else max(0.0, row.seconds - usual)
             for row in main.rows
@@ -142,7 +143,7 @@ def _reads_other(flags: int, loader: int, number: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Rhythm:
-    """Steps in groups of one round of the workers: they deliver together, so single steps alternate."""
+    """Steps grouped by rounds of the workers, which deliver together, so that single steps alternate."""
 
     groups: tuple[tuple[Row, ...], ...]
 
@@ -152,7 +153,7 @@ class Rhythm:
 
 
 def worker_shares(workers: Sequence[Process]) -> dict[int, float]:
-    """Return the share of a core that each worker kept busy, by its number; started again it is the same."""
+    """Return the share of a core that each worker kept busy, by number; a restarted worker keeps its number."""
     spent: dict[int, list[float]] = {}
     for one in workers:
         cpu = one.state.get("cpu")
@@ -165,14 +166,14 @@ def worker_shares(workers: Sequence[Process]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Clock:
-    """Whose the time is that a step queues for a core.
+    """Divides the time that a step queued for a core by whose work it queued behind.
 
-    Behind other work of the machine it is not the step's own and left out. Behind the script's own loading
-    processes it is time that loading costs the step, as waiting for data is.
+    Queueing behind other programs is left out of the step. Queueing behind the script's own loading processes is
+    time that loading costs the step, and counts as waiting for data.
 
     Attributes:
-        outside: Of the queueing, the share behind work that is not the script's.
-        loading: Of the queueing, the share behind its loading processes.
+        outside: Share of the queueing behind other programs.
+        loading: Share of the queueing behind the script's loading processes.
     """
 
     outside: float = 1.0
@@ -180,7 +181,7 @@ class Clock:
 
     @classmethod
     def of(cls, process: Process, processes: Sequence[Process]) -> Clock:
-        """Return it for the training thread of one process: it queues behind whoever keeps the cores busy."""
+        """Return the clock of one process's training thread, from who kept the cores busy."""
         cpu, busy = process.state.get("cpu"), process.state.get("busy")
         seconds = sum(row.seconds for row in process.rows)
         if not cpu or busy is None or seconds <= 0:
@@ -193,7 +194,8 @@ class Clock:
                 workers.append(one)
             elif one.state.get("cpu"):
                 rest += one.state["cpu"][0]
-        # Workers tell of themselves now and then, and are told to end without a word: their share counts.
+        # Workers report now and then and may be killed before a last report, so their share is scaled to the
+        # whole time.
         loading = sum(worker_shares(workers).values()) * cpu[1]
         script = loading + rest
         thread = sum(row.cpu for row in process.rows) / seconds * cpu[1]
@@ -202,15 +204,15 @@ class Clock:
         return cls(outside / whole, loading / whole) if whole > 0 else cls()
 
     def seconds(self, row: Row) -> float:
-        """Return a step's own seconds."""
+        """Return the seconds of a step without queueing behind other programs."""
         return max(0.0, row.seconds - self.outside * row.delay)
 
     def wait(self, row: Row) -> float:
-        """Return those that loading costs it."""
+        """Return the seconds that loading costs the step."""
         return max(0.0, row.wait - self.outside * row.wait_delay) + self.crowding(row)
 
     def crowding(self, row: Row) -> float:
-        """Return those of them that it computed with one core too few, while a loading process had it."""
+        """Return the seconds for which the step queued behind loading processes while computing."""
         return self.loading * max(0.0, row.delay - row.wait_delay)
 
 
@@ -220,18 +222,167 @@ def computing(row: Row) -> float:
 
 
 def undisturbed(row: Row) -> float:
-    """Return the share of a step's time apart from its wait that was not queueing for a core."""
+    """Return the share of a step's time, without its wait, that was not queueing for a core."""
     apart = row.seconds - row.wait
     return min(1.0, max(0.0, computing(row) / apart)) if apart > 0 else 1.0
 
 
 def running(row: Row) -> float:
-    """Return the share of the time on or queued for a core that was on one."""
+    """Return the time on a core as a share of the time on or queued for one."""
     return row.cpu / (row.cpu + row.delay) if row.cpu > 0 else 1.0
 
 
 def rhythm_of(rows: Sequence[Row], workers: int) -> Rhythm:
-    """Group steps by rounds of the workers, as far as there are enough of them."""
+    """Group steps by rounds of the workers; smaller groups if there are few steps."""
     size = max(1, min(workers, len(rows) // 4))
     starts = range(0, len(rows) - size + 1, size)
     return Rhythm(tuple(tuple(rows[at : at + size]) for at in starts))
+
+
+_WARM_FETCHES = 2
+
+
+def loading_processes(
+    main: Process, processes: Sequence[Process], number: int | None, workers: int
+) -> list[Process]:
+    """Return the processes that make the batches of one loader."""
+    if workers == 0:
+        return [main]
+    return [
+        one
+        for one in processes
+        if one.state["role"] == "worker" and one.state["loader_id"] == number and one.fetches
+    ]
+
+
+def facts_of(main: Process, number: int | None) -> dict[str, Any] | None:
+    """Return the training process's facts of a loader."""
+    loaders: Iterable[dict[str, Any]] = main.state["loaders"]
+    return next((facts for facts in loaders if facts["number"] == number), None)
+
+
+def read_loader(
+    main: Process, processes: Sequence[Process], rows: Sequence[Row], number: int | None
+) -> LoaderFacts | None:
+    """Return the facts of the loader that feeds the steps; None without a DataLoader."""
+    facts = facts_of(main, number)
+    if facts is None:
+        return None
+    workers = loading_processes(main, processes, number, facts["workers"])
+    fetches = [
+        fetch
+        for one in workers
+        for fetch in one.fetches[_WARM_FETCHES:] or one.fetches
+        if fetch.loader == number
+    ]
+    wall = sum(fetch.seconds for fetch in fetches)
+    ran = sum(max(0.0, fetch.seconds - fetch.delay) for fetch in fetches)
+    idle = sum(max(0.0, fetch.seconds - fetch.cpu - fetch.delay) for fetch in fetches)
+    lines = sum((Counter(one.state["lines"]) for one in workers), Counter[str]())
+    seen, looks = (lines.most_common(1) or [(None, 0)])[0], max(1, lines.total())
+    batches = sum(row.batches for row in rows)
+    clock = Clock.of(main, processes)
+    waits = Spread.of(map(clock.wait, rows))
+    steps = sum(map(clock.seconds, rows))
+    starts, start_seconds = _epoch_starts(facts, waits.median if waits else 0.0)
+    cpu = main.state["cpu"]
+    return LoaderFacts(
+        workers=facts["workers"],
+        batch_size=facts["batch_size"],
+        is_stream=facts.get("is_stream", False),
+        pin_memory=facts["pin_memory"],
+        persistent_workers=facts["persistent_workers"],
+        prefetch_factor=facts["prefetch_factor"],
+        start_method=facts["start_method"],
+        work=_work(workers, fetches),
+        alone_seconds=Spread.of(fetch.seconds - fetch.delay for fetch in fetches),
+        sample_seconds=Spread.of(fetch.sample for fetch in fetches if fetch.sample is not None),
+        # Time queued for a core is neither work nor waiting.
+        blocked_share=idle / ran if ran > 0 else None,
+        queued_share=1 - ran / wall if wall > 0 else None,
+        crowding_share=sum(map(clock.crowding, rows)) / steps if steps > 0 else None,
+        worker_cpu_shares=tuple(worker_shares(workers if facts["workers"] else []).values()),
+        main_cpu_share=cpu[0] / cpu[1] if cpu and cpu[1] > 0 else None,
+        epoch_starts=starts,
+        epoch_start_seconds=start_seconds,
+        steps_per_epoch=facts["length"],
+        batches_per_step=max(1.0, batches / len(rows)) if rows else 1.0,
+        batch_bytes=facts["batch_bytes"],
+        where=facts["where"],
+        dataset_where=facts["dataset_where"],
+        collate_where=facts["collate_where"],
+        busiest_line=seen[0],
+        busiest_share=seen[1] / looks if seen[0] else None,
+    )
+
+
+def _work(workers: Sequence[Process], fetches: Sequence[Fetch]) -> LoaderWork:
+    """Split the work on a batch: collating was timed, the rest was sampled."""
+    if not fetches:
+        return LoaderWork()
+    whole = statistics.median(fetch.seconds - fetch.delay for fetch in fetches)
+    collate_share = sum(f.collate for f in fetches) / max(1e-9, sum(f.seconds for f in fetches))
+    collate, dataset = whole * collate_share, whole * (1 - collate_share)
+    seen = sum((Counter(one.state["doing"]) for one in workers), Counter[str]())
+    looks = seen.total()
+    if looks < 5:
+        return LoaderWork(collate=collate, other=dataset)
+    share = {kind: count / looks for kind, count in seen.items()}
+    return LoaderWork(
+        read=dataset * share.get("read", 0.0),
+        decode=dataset * share.get("decode", 0.0),
+        transform=dataset * share.get("transform", 0.0),
+        collate=collate,
+        other=dataset * share.get("other", 0.0),
+    )
+
+
+def _epoch_starts(facts: Mapping[str, Any], usual_wait: float) -> tuple[int, float | None]:
+    """Return the number of epochs that began after warm-up, and the cost of ending and beginning one."""
+    began = [
+        started + max(0.0, waited - usual_wait)
+        for step, started, waited in facts["epochs"]
+        if step > WARM_UP
+    ]
+    ended = [seconds for step, seconds in facts["ends"] if step > WARM_UP]
+    if not began:
+        return 0, None
+    return len(began), statistics.median(began) + (statistics.median(ended) if ended else 0.0)
+
+
+def read_hdf5(
+    main: Process, processes: Sequence[Process], number: int | None
+) -> tuple[Hdf5Facts, ...]:
+    """Return the HDF5 datasets read for a loader's batches, the costliest first."""
+    facts = facts_of(main, number)
+    if facts is None:
+        return ()
+    workers = loading_processes(main, processes, number, facts["workers"])
+    num_fetches = max(1, sum(one.state["num_fetches"] for one in workers))
+    fetches = [fetch for one in workers for fetch in one.fetches]
+    on_core = 1 - sum(f.delay for f in fetches) / max(1e-9, sum(f.seconds for f in fetches))
+    together: dict[str, dict[str, Any]] = {}
+    for one in workers:
+        for data in one.state["hdf5"]:
+            known = together.setdefault(
+                data["name"],
+                {**data, **dict.fromkeys(("reads", "seconds", "counted", "used", "touched"), 0)},
+            )
+            for name in ("reads", "seconds", "counted", "used", "touched"):
+                known[name] += data[name]
+    for data in together.values():  # bytes were counted for the first reads only
+        data["scale"] = data["reads"] / max(1, data["counted"]) / num_fetches
+    return tuple(
+        Hdf5Facts(
+            name=data["name"],
+            shape=tuple(data["shape"]),
+            chunks=None if data["chunks"] is None else tuple(data["chunks"]),
+            compression=data["compression"],
+            bytes_used_per_batch=data["used"] * data["scale"],
+            bytes_touched_per_batch=data["touched"] * data["scale"],
+            seconds_per_batch=data["seconds"] * on_core / num_fetches,
+            reads_per_batch=data["reads"] / num_fetches,
+            where=data["where"],
+        )
+        for data in sorted(together.values(), key=lambda data: -data["seconds"])[:20]
+    )

@@ -15,7 +15,6 @@ from stoker.doctor.measurements import (
     AllocatorFacts,
     BadValues,
     HostCall,
-    HostSync,
     KernelFacts,
     MachineFacts,
     Measurements,
@@ -32,14 +31,17 @@ from stoker.doctor.transcript import (
     Elsewhere,
     Process,
     computing,
+    facts_of,
     find_elsewhere,
+    loading_processes,
     main_process,
+    read_hdf5,
+    read_loader,
     rhythm_of,
     running,
     undisturbed,
     usual_rows,
 )
-from stoker.doctor.transcript_loading import facts_of, loading_processes, read_hdf5, read_loader
 from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread, creep
 
 _NOTABLE_SHARE = 0.1
@@ -53,13 +55,13 @@ def measure(
     notes: Iterable[str] = (),
     ending: str = "",
 ) -> Measurements:
-    """Return what the processes of one script saw; `ending` says how it ended, such as "it finished"."""
+    """Return the measurements of a script; `ending` describes how it ended, such as "it finished"."""
     main = main_process(processes)
     said = list(notes)
     if main is None:
         said.append(_why_no_step(processes, ending))
         return Measurements(subject, machine=machine, notes=tuple(said))
-    state = main.state
+    state, torch = main.state, main.state["torch"]
     rows, loader_number = usual_rows(main)
     elsewhere = find_elsewhere(main, rows, loader_number)
     clock = Clock.of(main, processes)
@@ -70,7 +72,7 @@ def measure(
     rhythm = rhythm_of(rows, facts["workers"] if facts else 0)
     step = rhythm.spread(clock.seconds)
     wait = rhythm.spread(clock.wait) if facts else None
-    # Fetches are too many to ask the kernel at each: they queue as the rest of the step's work does.
+    # Syncs are too many to read the scheduler's clock at each: assume that they queue like the rest of the step.
     on_core = statistics.median(map(running, rows)) if rows else 1.0
     usual_sync = _usual_sync(state, rows, per_step * on_core)
     sites = [(site, site.pop("family")) for site in map(dict, state["sites"])]
@@ -78,7 +80,13 @@ def measure(
     samples = sum(row.samples for row in rows)
     return Measurements(
         subject,
-        machine=_machine(machine, state),
+        machine=replace(
+            machine,
+            device="cuda" if torch.get("cuda") else "cpu",
+            device_name=torch.get("cuda") or machine.device_name,
+            torch=torch.get("version"),
+            device_free_bytes=torch.get("free_bytes"),
+        ),
         steps=len(rows),
         seconds=seconds,
         samples_per_step=samples / len(rows) if rows and samples else None,
@@ -91,7 +99,7 @@ def measure(
         ),
         loader=read_loader(main, processes, rows, loader_number),
         syncs=tuple(
-            HostSync(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * usual_sync)
+            HostCall(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * usual_sync)
             for s in _costliest(sites, "sync")
         ),
         copies=tuple(
@@ -123,13 +131,13 @@ def measure(
 
 
 def _why_no_step(processes: Sequence[Process], ending: str) -> str:
-    """Return why nothing was measured: how the script ended, and where it stood until then."""
+    """Return why nothing was measured: how the script ended, and the line it was at until then."""
     standing = [
         place
         for one in processes
         if one.state.get("role") != "worker" and (place := one.state.get("stands"))
     ]
-    # A launcher stands in a library, what it has launched in the user's code.
+    # A launcher waits in a library; the process that it launched is in the user's code.
     standing.sort(key=lambda place: is_foreign(place.rpartition(":")[0]))
     if standing:
         return f"no step was seen: {ending or 'it ended'}, and until then it stood at {standing[0]}"
@@ -141,7 +149,7 @@ def _why_no_step(processes: Sequence[Process], ending: str) -> str:
 
 
 def _notes_elsewhere(main: Process, elsewhere: Elsewhere, number: int | None) -> list[str]:
-    """Return what to say of the time that is in no figure; nothing when it is little."""
+    """Return notes about time that is in no other figure; none if it is little."""
     whole = max(elsewhere.whole, 1e-9)
     notes = []
     if elsewhere.loaders / whole >= _NOTABLE_SHARE:
@@ -201,17 +209,6 @@ def _notes(
     return notes
 
 
-def _machine(machine: MachineFacts, state: Mapping[str, Any]) -> MachineFacts:
-    torch = state["torch"]
-    return replace(
-        machine,
-        device="cuda" if torch.get("cuda") else "cpu",
-        device_name=torch.get("cuda") or machine.device_name,
-        torch=torch.get("version"),
-        device_free_bytes=torch.get("free_bytes"),
-    )
-
-
 # -- the step --------------------------------------------------------------------------------------
 
 
@@ -229,7 +226,7 @@ def _costliest(sites: Sequence[tuple[dict[str, Any], str]], family: str) -> list
 
 
 def _usual_sync(state: Mapping[str, Any], rows: Sequence[Row], otherwise: float) -> float:
-    """Return what turns seconds of all syncs into those of a usual step: a few slow steps tell nothing."""
+    """Return the factor from the seconds of all syncs to those of a median step."""
     whole = sum(site["seconds"] for site in state["sites"] if site["family"] == "sync")
     usual = statistics.median(row.sync * running(row) for row in rows) if rows else 0.0
     return usual / whole if usual > 0 and whole > 0 else otherwise
@@ -267,7 +264,7 @@ def _allocator(
 def _kernels(profile: Mapping[str, Any], step: Spread | None) -> KernelFacts | None:
     if not profile.get("kernels") or step is None or step.median <= 0:
         return None
-    # The profiler slows the host down, not the kernels: their time is held against a usual step.
+    # The profiler slows the host but not the kernels, so their time is compared with a usual step.
     busy = profile["busy_seconds"] / profile["steps"]
     return KernelFacts(
         per_step=profile["kernels"] / profile["steps"],
@@ -306,10 +303,10 @@ def _memory(rows: Sequence[Row]) -> MemoryFacts:
 
 
 def _ranks(processes: Sequence[Process]) -> tuple[RankFacts, ...]:
-    """Return every rank's own share of a step.
+    """Return the part of a step in which each rank does not wait for the others.
 
-    What a rank spends in `backward` and in collectives is its own work plus its wait for the others; the
-    rank that waits least shows how much of it is work.
+    The time in `backward` and in collectives is the rank's own work plus waiting. The rank that waits least shows
+    how much of it is work.
     """
     found: dict[int, tuple[float, float]] = {}
     for one in processes:

@@ -27,13 +27,13 @@ from torch.utils.data import DataLoader
 
 from stoker.display import command, printable
 from stoker.doctor import attach
+from stoker.doctor.findings import Consultation
 from stoker.doctor.findings_page import gain_text, spread_text
 from stoker.doctor.measurements import Measurements
 from stoker.doctor.probe import clocks, fetching, hooks, loading, recorder, sampling, steps
 from stoker.doctor.rules import diagnose
 from stoker.doctor.transcript import read_folder
 from stoker.doctor.transcript_measures import measure
-from stoker.doctor.verdict import Consultation
 from stoker.frameworks.adapted import AdaptedLoader, count_samples
 from stoker.frameworks.lightning_watch import (
     UNTOLD,

@@ -195,10 +195,6 @@ class _LightningStep(Step):
         self.accumulation.num_samples += num_samples
         return 1.0
 
-    def add(self, inputs: Any, targets: Any, num_samples: int, *_: Any, **__: Any) -> torch.Tensor:
-        """Run a whole batch."""
-        return self.forward_backward(inputs, targets, self.begin_batch(num_samples))
-
     def forward_backward(
         self, inputs: Any, targets: Any, weight: float, *_: Any, **__: Any
     ) -> torch.Tensor:

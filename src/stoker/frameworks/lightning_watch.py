@@ -28,7 +28,7 @@ from stoker.runs.reading import LOG_NAME
 from stoker.runs.telemetry import RunCounters, TelemetryLog
 from stoker.train.history import EpochReport
 from stoker.train.losses import LossBook, StepLoss
-from stoker.train.run_lock import RunLock
+from stoker.train.run_folder import RunLock
 
 try:
     import lightning.pytorch as pl

@@ -76,7 +76,7 @@ class IndexTable:
     def __init__(self, indices: torch.Tensor, sizes: list[int]) -> None:
         self.sizes = sizes
         self._indices = indices
-        self._parts: dict[int, Sequence[torch.Tensor]] = {}
+        self._by_row: dict[int, Sequence[torch.Tensor]] = {}
 
     @cached_property
     def batches(self) -> Sequence[torch.Tensor]:
@@ -84,10 +84,10 @@ class IndexTable:
         return torch.split(self._indices, self.sizes, dim=1)
 
     def row(self, row: int) -> Sequence[torch.Tensor]:
-        """Every batch's part of one row."""
-        if (parts := self._parts.get(row)) is None:
-            parts = self._parts[row] = self._indices[row].split(self.sizes)
-        return parts
+        """Every batch's indices in one row."""
+        if (batches := self._by_row.get(row)) is None:
+            batches = self._by_row[row] = self._indices[row].split(self.sizes)
+        return batches
 
     def rows_of(self, first: int, last: int) -> Sequence[torch.Tensor]:
         """Return, row by row, the concatenated indices of batches `first` to `last`."""

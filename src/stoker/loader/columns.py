@@ -1,11 +1,10 @@
-"""Fields as the device sees them: one long array of values, and where each sample begins in it.
+"""Columns: each field as one long array of rows, and the range of rows that each sample has in it.
 
-Enters: an open store, field names, the samples to load. Leaves: `Column`s, all alike: dense rows
-(one row a sample), windows over a series (a fixed number of rows) and ragged values (any number).
-Costs: one or two int64 per sample in host memory; no data is read but offsets and window ends.
+Enters: an open store, field names, the samples to load. Leaves: `Column`s. A sample of a dense field has one row, of
+a series a window of a fixed number of rows, of a ragged field any number of rows. Costs: one or two int64 per sample
+in host memory; only offsets and window ends are read.
 
-Because all three kinds are "a range of rows of one array", chunks, rings and gathers are written
-once for all of them.
+All three kinds are ranges of rows of one array, so chunks, rings and gathers are written once for all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -24,7 +23,6 @@ from stoker.plan.facts import FieldFacts, StoreFacts, even_chunks, store_facts
 from stoker.store.arrays import StoredArray
 from stoker.store.fields import Array
 from stoker.store.reader import Store
-from stoker.store.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Column:
 
 
 def column_facts(store: Store, columns: Sequence[Column], num_samples: int) -> StoreFacts:
-    """Return the facts of what a loader loads, exact to the byte: where every sample lies is known."""
+    """Return the facts of what a loader loads, exact to the byte, because every sample's rows are known."""
     estimated = store_facts(store.manifest, [column.field for column in columns], num_samples)
 
     def exact(column: Column, facts: FieldFacts) -> FieldFacts:
@@ -156,7 +154,7 @@ def check_samples(samples: Array | None, store: Store) -> Array:
 
 
 def digest_samples(samples: Array) -> str:
-    """Return a digest of sample numbers, the same for a lane plan and for the loader it is given to."""
+    """Return a digest of sample numbers; a lane plan and its loader must have the same."""
     return str(xxhash.xxh3_64_hexdigest(np.ascontiguousarray(samples, dtype=np.int64).data))
 
 
@@ -173,12 +171,19 @@ def make_columns(store: Store, fields: Sequence[str] | None, samples: Array) -> 
             ", ".join(store.fields),
             f"fields={[*store.fields][:1]}",
         )
-    makers = {"dense": _dense, "ragged": _ragged, "series": _series}
-    return [makers[store.fields[name].kind](store, name, samples) for name in fields]
+    columns = []
+    for name in fields:
+        info = store.fields[name]
+        if info.kind == "dense":
+            values = _values(store, name, name, info.shape, info.dtype)
+            columns.append(Column(name, "dense", (values,), samples, 1))
+        else:
+            columns.append((_ragged if info.kind == "ragged" else _series)(store, name, samples))
+    return columns
 
 
 def left_aside(store: Store, names: Sequence[str]) -> str:
-    """Return why these datasets are no fields, to be put behind a sentence; "" where that is not known."""
+    """Return why these datasets are not fields, to append to a sentence; "" if that is not known."""
     return "".join(f" ({note})" for note in map(store.left_aside, names) if note)
 
 
@@ -187,19 +192,11 @@ def _values(store: Store, dataset: str, name: str, shape: Sequence[int], dtype: 
     base = 0
     for shard in store.shards:
         rows = store.manifest.shards[len(pieces)].rows[dataset]
-        pieces.append((base, base + rows, partial(_open_array, shard, dataset)))
+        # Opened when it is first read: a loader may need few of a store's shards.
+        pieces.append((base, base + rows, lambda shard=shard: shard.arrays[dataset]))
         base += rows
     native = np.dtype(dtype).newbyteorder("=")
     return Values(name, base, tuple(shape), native, pieces)
-
-
-def _open_array(shard: Shard, dataset: str) -> StoredArray:
-    return shard.arrays[dataset]
-
-
-def _dense(store: Store, name: str, samples: Array) -> Column:
-    info = store.fields[name]
-    return Column(name, "dense", (_values(store, name, name, info.shape, info.dtype),), samples, 1)
 
 
 def _ragged(store: Store, name: str, samples: Array) -> Column:

@@ -35,7 +35,7 @@ import numpy as np
 from stoker.errors import InputError
 from stoker.loader.epochs import BlockEpoch, DealtEpoch, Deck, LaneEpoch
 from stoker.loader.order import EpochOrder, Order, Share
-from stoker.loader.positions import Part, PositionSet
+from stoker.loader.positions import PositionSet, Subset
 from stoker.store.fields import Array
 
 
@@ -63,8 +63,8 @@ class ElasticEpoch(BlockEpoch):
     def _bounds(self, lows: Array, highs: Array) -> tuple[Array, Array]:
         return self._left.bounds(lows, highs)
 
-    def _chosen(self, places: PositionSet, parts: Sequence[Part]) -> PositionSet:
-        return self._left.choose(places, parts)
+    def _chosen(self, indices: PositionSet, subsets: Sequence[Subset]) -> PositionSet:
+        return self._left.choose(indices, subsets)
 
 
 @dataclass(frozen=True)

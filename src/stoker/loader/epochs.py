@@ -17,7 +17,7 @@ import numpy as np
 
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import EpochOrder, Order, PlannedBatch, Share, Visit
-from stoker.loader.positions import Part, PositionSet
+from stoker.loader.positions import PositionSet, Subset
 from stoker.store.fields import Array, offsets_of
 
 _CHUNK_ORDER, _WITHIN, _EVERYTHING, _REST = range(4)
@@ -122,9 +122,9 @@ class BlockEpoch(EpochOrder):
         """Return ranges of positions for ranges of that list."""
         return lows, highs
 
-    def _chosen(self, places: PositionSet, parts: Sequence[Part]) -> PositionSet:
-        """Return the positions at ranges of that list, together with parts of chunks."""
-        return PositionSet(places.starts, places.stops, tuple(parts))
+    def _chosen(self, indices: PositionSet, subsets: Sequence[Subset]) -> PositionSet:
+        """Return the positions at ranges of that list, together with subsets of parts of chunks."""
+        return PositionSet(indices.starts, indices.stops, tuple(subsets))
 
     def _key(self, chunk: int, start: int) -> tuple[int, ...]:
         """Return the key that the order within a part of a chunk is drawn from."""
@@ -198,20 +198,20 @@ class BlockEpoch(EpochOrder):
         """As `EpochOrder.untaken`: whole parts as ranges, one part of every rank by its positions."""
         self._checked(step)
         over = self._cut(self.num_used, self.num_offered)
-        starts, stops, parts = [over.starts], [over.stops], []
+        starts, stops, halves = [over.starts], [over.stops], []
         for rank in range(self.order.world_size):
             block = self._block(rank)
             low = self._sample(step, int(block.offsets[-1]))
             part = block.part(low)
             if part < len(block.chunks) and low > block.offsets[part]:
-                parts.append(self._second_half(block, part, low))
+                halves.append(self._second_half(block, part, low))
                 part += 1
             starts.append(block.starts[part:])
             stops.append(block.stops[part:])
         whole = PositionSet.of(starts=np.concatenate(starts), stops=np.concatenate(stops))
-        return self._chosen(whole, parts)
+        return self._chosen(whole, halves)
 
-    def _second_half(self, block: _Block, part: int, sample: int) -> Part:
+    def _second_half(self, block: _Block, part: int, sample: int) -> Subset:
         """Return the samples of a part from a given one on; permuted when they are first used."""
         base, end = (int(each) for each in block.offsets[part : part + 2])
         starts, stops = self._bounds(block.starts[part : part + 1], block.stops[part : part + 1])
@@ -219,7 +219,7 @@ class BlockEpoch(EpochOrder):
         def members() -> Array:
             return np.sort(self._taker(block, part)(sample - base, end - base))
 
-        return Part(int(starts[0]), int(stops[0]), end - sample, members)
+        return Subset(int(starts[0]), int(stops[0]), end - sample, members)
 
 
 class Deck:

@@ -5,22 +5,37 @@ afterwards. Costs: one read and one write of the batch at the device's memory sp
 
 Everything is queued on the current stream; the host never waits for the device. Shapes are static, except
 for ragged values whose exact total is given. A batch can therefore be assembled inside a CUDA graph.
+
+A gather costs the host 20 to 50 µs whatever its size, and a training step of small kernels waits for the host. So
+consecutive batches share the gathers of their small fields (labels, weights, flags): `GatheredAhead`. Large fields
+gain little: gathering four batches at once saved no more than splitting them cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from stoker.errors import InputError
-from stoker.loader.batch import IndexBatch
+from stoker.loader.batch import Batch, IndexBatch, IndexTable
 from stoker.loader.columns import Column
-from stoker.loader.recycled import Recycled
-from stoker.loader.small_fields import FieldGather, GatheredAhead, Rows
 from stoker.loader.staging import restore_sign
+from stoker.loader.straight import Recycled
+
+AHEAD_BYTES = 2 << 20
+"""Most bytes gathered ahead. Small, because a tensor that the user keeps keeps its neighbours' memory too."""
+
+_LEAST_BATCHES, _MOST_BATCHES = 32, 64
+"""A field is small if `_LEAST_BATCHES` batches of it fit. Splitting more than `_MOST_BATCHES` delays the host."""
+
+_ALIGNMENT = 16
+"""Bytes. Kernels use wide loads only at aligned addresses, and a compiled model copies unaligned inputs."""
+
+_LARGE_BYTES = 1 << 20
+"""Batches from this size on use recycled memory on the host; malloc is fast enough for smaller ones."""
 
 
 def window_view(values: torch.Tensor, window: int) -> torch.Tensor:
@@ -54,17 +69,122 @@ def gather_ranges(
         total: Values to return: their exact number, known to the host; or a capacity.
         exact: Whether `total` is exact. With a capacity the values past `offsets[-1]` are zero.
     """
-    place = torch.arange(total, device=values.device)
-    sample = torch.searchsorted(offsets[1:], place, right=True)
+    target = torch.arange(total, device=values.device)
+    sample = torch.searchsorted(offsets[1:], target, right=True)
     if not exact:
         sample = sample.clamp_(max=len(starts) - 1)
-    source = starts[sample] - offsets[sample] + place
+    source = starts[sample] - offsets[sample] + target
     if exact:
         return values.index_select(0, source)
-    inside = place < offsets[-1]
+    inside = target < offsets[-1]
     taken = values.index_select(0, torch.where(inside, source, 0))
     # Filled, not multiplied by 0: the value that was gathered instead may be NaN.
     return taken.masked_fill_(~inside.view(-1, *[1] * (values.dim() - 1)), 0)
+
+
+class Rows(Protocol):
+    """Indices of one batch, or of several, one row per field."""
+
+    def __getitem__(self, row: int, /) -> torch.Tensor: ...
+
+
+class FieldGather(NamedTuple):
+    """How one field is gathered: `values[indices]`, whose first axis is rows, or windows of a series."""
+
+    name: str
+    values: torch.Tensor
+    row: int
+    is_window: bool
+    dtype: np.dtype[np.generic]
+    unsigned: bool
+    memory: Recycled | None = None
+    """Reused memory for large batches on the CPU."""
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        """Return the field's values at `rows[self.row]`."""
+        indices, out = rows[self.row], None
+        if self.memory is not None:
+            inner = self.values.shape[1:]
+            num_bytes = len(indices) * inner.numel() * self.values.element_size()
+            if num_bytes >= _LARGE_BYTES:
+                lent = torch.from_numpy(self.memory.lend(self.name, num_bytes))
+                out = lent.view(self.values.dtype).view(len(indices), *inner)
+        taken = torch.index_select(self.values, 0, indices, out=out)
+        return restore_sign(taken, self.dtype) if self.unsigned else taken
+
+
+class _Made(NamedTuple):
+    """Gathered fields of a table's batches up to `end`; `parts` has those that were not handed out yet."""
+
+    table: IndexTable | None
+    end: int
+    where: tuple[int, bool]
+    parts: dict[int, dict[str, torch.Tensor]]
+
+
+_NOTHING = _Made(None, 0, (0, False), {})
+
+
+class GatheredAhead:
+    """Small fields of the next batches of an iteration, gathered with one kernel per field.
+
+    A batch's tensors are views of one allocation that it shares with its neighbours, 16-byte aligned. They do
+    not overlap, so changing one in place changes no other batch. Each batch's tensors are handed out once. They
+    are used on the stream that gathered them only; on another stream, in inference mode or inside a CUDA graph
+    the batch is gathered anew. Thread safe: a race costs one more gather.
+    """
+
+    def __init__(self, fields: Sequence[FieldGather]) -> None:
+        self._fields = fields
+        device = fields[0].values.device if fields else torch.device("cpu")
+        self._gpu = device.index if device.type == "cuda" else None
+        self._chosen: dict[int, tuple[Sequence[FieldGather], int]] = {}
+        self._made = _NOTHING
+
+    def pop(self, table: IndexTable, number: int) -> dict[str, torch.Tensor]:
+        """Return the small fields of a batch by name; empty if it is out of turn or was handed out before."""
+        stream = 0
+        if self._gpu is not None:
+            if torch.cuda.is_current_stream_capturing():
+                # A graph must record its own gathers: its replays read new indices.
+                return {}
+            stream = torch._C._cuda_getCurrentRawStream(self._gpu)
+        where = stream, torch.is_inference_mode_enabled()
+        made = self._made  # read once: another thread may replace it
+        if table is made.table and number < made.end:
+            return made.parts.pop(number, {}) if made.where == where else {}
+        if number != 0 and (table is not made.table or number != made.end):
+            return {}
+        self._made = made = (
+            _NOTHING  # free the batches before, so that the next can use their memory
+        )
+        size = table.sizes[number]
+        fields, most = self._chosen.get(size) or self._choose(size)
+        if not fields:
+            return {}
+        others = (at for at in range(number, len(table.sizes)) if table.sizes[at] != size)
+        end = min(number + most, next(others, len(table.sizes)))
+        rows = table.rows_of(number, end)
+        parts: dict[int, dict[str, torch.Tensor]] = {at: {} for at in range(number, end)}
+        for field in fields:
+            # unsafe_split: views with version counters of their own. With a shared counter, changing one
+            # batch in place would make autograd refuse all the others.
+            for at, part in enumerate(torch.unsafe_split(field(rows), size), number):
+                parts[at][field.name] = part
+        self._made = _Made(table, end, where, parts)
+        return parts.pop(number)
+
+    def _choose(self, size: int) -> tuple[Sequence[FieldGather], int]:
+        """Return the fields that are small at this batch size, and how many batches to gather at once."""
+        small, total = [], 0
+        for field in self._fields:
+            num_bytes = size * field.values[:1].nbytes
+            if 0 < num_bytes * _LEAST_BATCHES <= AHEAD_BYTES and num_bytes % _ALIGNMENT == 0:
+                small.append(field)
+                total += num_bytes
+        most = min(AHEAD_BYTES // max(1, total), _MOST_BATCHES)
+        self._chosen[size] = chosen = (small, most) if most > 1 else ([], 1)
+        return chosen
 
 
 class Augments(Protocol):
@@ -113,66 +233,56 @@ class Assembler:
         self._ahead = GatheredAhead([])
         self._memory.close()
 
-    def assemble_in_turn(self, index: IndexBatch) -> dict[str, torch.Tensor]:
-        """Assemble the next batch of an iteration; its small fields may have been gathered with earlier ones."""
-        return self.assemble(index, index.totals, self._ahead.pop(index.table, index.number))
-
-    def assemble(
-        self,
-        rows: Rows,
-        totals: Mapping[str, int] | None,
-        ready: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    ) -> dict[str, torch.Tensor]:
-        """Return a batch. Images are augmented while they are read from the resident chunk, without a copy between.
+    def assemble(self, rows: Rows, totals: Mapping[str, int] | None) -> Batch:
+        """Return a batch. Images are augmented while they are read, without a copy between.
 
         Args:
-            rows: Indices, one row per field.
+            rows: Indices, one row per field. Of an `IndexBatch` the small fields may have been gathered with
+                those of earlier batches.
             totals: Exact number of values of each ragged field; None pads them to a static shape.
-            ready: Fields that were gathered ahead; they are returned as they are.
         """
-        if self._augment is None:
-            return self._gather(rows, totals, self._gathers, ready)
-        batch = self._gather(rows, totals, self._others, ready)
-        images, *_ = self._images
-        made = self._augment(*(gather.values for gather in self._images), rows=rows[images.row])
-        return batch | self._named(made)
-
-    def gather(self, rows: Rows, totals: Mapping[str, int] | None) -> dict[str, torch.Tensor]:
-        """Return a batch as it is stored, without augmentation."""
-        return self._gather(rows, totals, self._gathers)
-
-    def augment(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Augment a batch that `gather` has returned, possibly copied to another device since."""
-        if self._augment is None:
-            return batch
-        return batch | self._named(self._augment(*(batch[gather.name] for gather in self._images)))
-
-    def _named(self, made: Any) -> dict[str, torch.Tensor]:
-        made = (made,) if isinstance(made, torch.Tensor) else made
-        return {gather.name: value for gather, value in zip(self._images, made, strict=True)}
-
-    def _gather(
-        self,
-        rows: Rows,
-        totals: Mapping[str, int] | None,
-        gathers: Sequence[FieldGather],
-        ready: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    ) -> dict[str, torch.Tensor]:
-        batch: dict[str, torch.Tensor] = {}
-        for gather in gathers:
+        ready: Mapping[str, torch.Tensor] = {}
+        if isinstance(rows, IndexBatch):
+            ready = self._ahead.pop(rows.table, rows.number)
+        batch = Batch()
+        for gather in self._others:
             taken = ready.get(gather.name)
             batch[gather.name] = gather(rows) if taken is None else taken
         for column, row in self._ragged:
-            batch |= self._gather_ragged(column, rows[row], rows[row + 1], totals)
+            self._gather_ragged(batch, column, rows[row], rows[row + 1], totals)
+        if self._augment is not None:
+            values = (gather.values for gather in self._images)
+            self._name(batch, self._augment(*values, rows=rows[self._images[0].row]))
         return batch
+
+    def gather(self, rows: Rows, totals: Mapping[str, int] | None) -> dict[str, torch.Tensor]:
+        """Return a batch as it is stored, without augmentation."""
+        batch: dict[str, torch.Tensor] = {}
+        for gather in self._gathers:
+            batch[gather.name] = gather(rows)
+        for column, row in self._ragged:
+            self._gather_ragged(batch, column, rows[row], rows[row + 1], totals)
+        return batch
+
+    def augment(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
+        """Augment what `gather` has returned, possibly copied to another device since."""
+        batch = Batch(tensors)
+        if self._augment is not None:
+            self._name(batch, self._augment(*(batch[gather.name] for gather in self._images)))
+        return batch
+
+    def _name(self, batch: Batch, made: Any) -> None:
+        made = (made,) if isinstance(made, torch.Tensor) else made
+        batch.update({each.name: value for each, value in zip(self._images, made, strict=True)})
 
     def _gather_ragged(
         self,
+        batch: dict[str, torch.Tensor],
         column: Column,
         starts: torch.Tensor,
         lengths: torch.Tensor,
         totals: Mapping[str, int] | None,
-    ) -> dict[str, torch.Tensor]:
+    ) -> None:
         values = column.values[0]
         offsets = ragged_offsets(lengths)
         assert not isinstance(column.lengths, int)
@@ -180,10 +290,8 @@ class Assembler:
         total = capacity if totals is None else totals[column.field]
         exact = totals is not None
         taken = gather_ranges(self._tensors[values.name], starts, offsets, total, exact)
-        return {
-            column.field: restore_sign(taken, values.dtype),
-            f"{column.field}/offsets": offsets,
-        }
+        batch[column.field] = restore_sign(taken, values.dtype)
+        batch[f"{column.field}/offsets"] = offsets
 
 
 def _plan_gathers(

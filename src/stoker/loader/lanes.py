@@ -4,9 +4,9 @@ Enters: where every sample's window ends, which samples begin a new segment, how
 a `LanePlan`: the samples whose windows tile their segment, and where state must be reset. Costs:
 one binary search per sample and one step per tile; 10 million samples take about 2 s. No torch.
 
-State may only flow over rows that follow each other and are seen once. Carrying it between windows
-that overlap replays rows, so of overlapping windows only those are taken whose ends advance by
-exactly the window: they tile the segment, and the model runs over every row once, in order.
+A recurrent state may only be carried over rows that follow each other, each row once. Carrying it between windows
+that overlap would repeat rows. So of overlapping windows only those are used whose ends advance by exactly the
+window: they tile the segment, and the model runs over every row once, in order.
 
     segment   ──────────────────────┊ gap ┊──────────────────────────
     windows   [  0  ][  1  ][  2  ]         [  3  ][  4  ][  5  ][  6  ]
@@ -18,11 +18,11 @@ The tiles of all segments, in order, are cut into `num_lanes` contiguous lanes o
 less. State is reset at the start of a lane (so of an epoch), where a segment begins (gap, shard,
 split), and where a tile does not begin at the row after the one before it (samples missing between).
 
-The rule of the padding: a lane that has ended keeps its row, with position -1 and `reset` True;
-rows are never moved up. Longer lanes are spread over the ranks, so that all take the same number of
-steps; a rank whose lanes would all end one step early has its first lane longer and its last lane
-shorter by one. With `drop_last` all lanes have the same length and the last tiles, fewer than the
-lanes, are left out. A cut between two lanes can fall inside a segment; state then begins anew there.
+Padding: a lane that has ended keeps its row, with position -1 and `reset` True; the other rows never move. Longer
+lanes are spread over the ranks, so that all take the same number of steps; a rank whose lanes would all end one step
+early has its first lane longer and its last lane shorter by one. With `drop_last` all lanes have the same length, and
+the last tiles, fewer than the lanes, are left out. A cut between two lanes can be inside a segment; state then begins
+anew there.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _check_arguments(
 
 
 def _next_tile(ends: Array, windows: Array, segments: Array) -> Array:
-    """Return for each sample the first later one that overlaps it in no series, or is elsewhere."""
+    """Return for each sample the first later one that overlaps it in no series, or is in another segment."""
     if not len(ends):
         return np.empty(0, np.int64)
     first = np.concatenate([[True], segments[1:] != segments[:-1]])
@@ -209,7 +209,7 @@ def _next_tile(ends: Array, windows: Array, segments: Array) -> Array:
     of_segment = np.cumsum(first) - 1
     after = np.zeros(len(ends), np.int64)
     for column, window in zip(ends.T, windows.tolist(), strict=True):
-        # Segments one behind the other, a window apart: one ascending key for one search.
+        # One ascending key for one search: the segments are placed one behind the other, a window apart.
         tails = np.append(heads[1:], len(ends)) - 1
         bases = offsets_of(column[tails] - column[heads] + window)[:-1]
         key = column - column[heads][of_segment] + bases[of_segment]
@@ -222,16 +222,16 @@ def _follow(after: Array) -> Array:
     count = len(after)
     if (after == np.arange(1, count + 1)).all():
         return np.arange(count)
-    taken, place, links = [], 0, after.data
-    while place < count:
-        taken.append(place)
-        place = links[place]
+    taken, at, links = [], 0, after.data
+    while at < count:
+        taken.append(at)
+        at = links[at]
     return np.array(taken, dtype=np.int64)
 
 
-def _share(total: int, parts: int) -> Array:
-    """Cut a number into parts that differ by one at the most."""
-    return np.diff(np.arange(parts + 1) * total // parts)
+def _share(total: int, num_shares: int) -> Array:
+    """Divide a number into shares that differ by at most one."""
+    return np.diff(np.arange(num_shares + 1) * total // num_shares)
 
 
 def _lengths(share: int, num_lanes: int, num_steps: int) -> Array:

@@ -13,57 +13,35 @@ a batch (`ring.py`, `staging.py`). `close` ends all threads. One iteration at a 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import numpy as np
 import torch
 
 from stoker.display import table_html
 from stoker.errors import InputError
 from stoker.loader.background import JANITOR
-from stoker.loader.batch import Batch, IndexBatch, IndexTable
+from stoker.loader.batch import Batch, IndexBatch
 from stoker.loader.columns import check_samples, column_facts, digest_samples, make_columns
-from stoker.loader.elastic import Cut, ElasticEpoch, ResumePoint, find_resume_point, save_state
+from stoker.loader.device_data import DeviceData
+from stoker.loader.elastic import ElasticEpoch, ResumePoint
 from stoker.loader.gather import Assembler, Augments
 from stoker.loader.lanes import LanePlan
-from stoker.loader.order import (
-    EpochOrder,
-    EpochShelf,
-    Mode,
-    Order,
-    PlannedBatch,
-    Visit,
-)
+from stoker.loader.order import Mode, Order, PlannedBatch
 from stoker.loader.prefetch import prefetch
-from stoker.loader.ring import Feeder, superseded
-from stoker.loader.scattered import (
-    Loads,
-    ScatteredBatch,
-    ScatteredRing,
-    plan_loads,
-    rows_for_scattered,
-)
+from stoker.loader.progress import Progress
+from stoker.loader.ring import superseded
+from stoker.loader.scattered import rows_for_scattered
 from stoker.loader.slabs import usable_device
-from stoker.loader.staging import TableUploader, Uploader
 from stoker.loader.straight import BLOCK_BYTES, StraightReader, can_read_straight
 from stoker.plan import Plan, Tier, make_plan
 from stoker.plan.facts import even_chunks
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
 from stoker.units import format_bytes, whole_number
-
-_BLOCK_SAMPLES, _BLOCK_BATCHES = 1 << 15, 256
-"""Most samples and batches whose indices are uploaded together: 256 kB per column. More would delay the host."""
-
-_FIRST_BATCHES, _GROWTH = 2, 8
-"""Batches of an epoch's first block, and by how much each later block is longer. The device waits for the
-first block; it trains on each block while the host computes the next."""
-
 
 _T = TypeVar("_T")
 
@@ -127,7 +105,6 @@ class Loader:
             "order": order, "seed": seed, "fields": fields, "samples": samples, "lanes": lanes,
             "drop_last": drop_last, "rank": rank, "world_size": world_size, "augment": augment,
         }  # fmt: skip
-        JANITOR.start()
         self._closed = False
         self._owns_store = not isinstance(store, Store)
         self.store = store if isinstance(store, Store) else open_store(store)
@@ -142,55 +119,42 @@ class Loader:
                 ("num_slots", num_slots),
             )
         )
+        self.batch_size = batch_size
         self.samples = check_samples(samples, self.store)
         self.columns = make_columns(self.store, fields, self.samples)
         self.plan = self._take_plan(plan, batch_size, data_bytes, chunk_bytes, num_slots)
         # Streamed batches are assembled in host memory by the same code, then copied to the device.
         local = self.plan.host or self.plan
         streamed = self.plan.tier == "streamed"
-        self._home = torch.device("cpu") if streamed else self.device
+        home = torch.device("cpu") if streamed else self.device
         chunks, reason = self._choose_chunks(local, lanes)
         self.tier: Tier = "streamed" if streamed else "resident" if chunks is None else "chunked"
-        self._resident = chunks is None
+        count, digest = len(self.samples), digest_samples(self.samples)
         self._order = Order(
-            len(self.samples),
-            batch_size,
-            order,
-            seed,
-            rank,
-            world_size,
-            bool(drop_last),
-            chunks,
-            lanes,
-            digest_samples(self.samples),
+            count, batch_size, order, seed, rank, world_size, bool(drop_last), chunks, lanes, digest
         )
+        self._progress = Progress(self._order)
         self.reason = f"{reason}; {self._order.reason}"
-        self._epochs = EpochShelf(self._order)
-        self._process = os.getpid()
-        self._ended: tuple[int, EpochOrder | None] | None = None
-        self._cuts: tuple[Cut, ...] = ()
-        self._turn: object = None
-        self._taken_in: object = None  # the turn that took an epoch's last batch
-        self.batch_size = batch_size
-        self._uploader = self._make_uploader(once=chunks is None)
-        self._tables = TableUploader(self._home)
-        whole = ((0, len(self.samples)),)
-        num_slots = 1 if chunks is None else max(local.num_slots, self._order.most_chunks_per_batch)
-        self._ring = ScatteredRing(self.columns, chunks or whole, num_slots, self._home)
-        self.ring_number = 0
-        self.augment = augment
-        self._assembler = Assembler(self.columns, self._ring.tensors, augment)
-        ordered = self._home.type == "cpu" and not self._resident
-        self._straight = (
-            StraightReader(self.columns, min(BLOCK_BYTES, self._ring.num_bytes // (2 * num_slots)))
-            if ordered and can_read_straight(self.columns, order)
-            else None
+        slots = 1 if chunks is None else max(local.num_slots, self._order.most_chunks_per_batch)
+        is_straight = (
+            home.type == "cpu" and chunks is not None and can_read_straight(self.columns, order)
         )
-        self._feeder: Feeder | None = None
-        self._promised: tuple[tuple[int, int], list[Visit]] = ((-1, 0), [])
-        self._table: torch.Tensor | None = None
-        self.epoch = 0
-        self._position = 0
+        # An epoch that is read straight needs no chunks ahead.
+        self._data = DeviceData(
+            self.store,
+            self.columns,
+            count,
+            chunks,
+            slots,
+            home,
+            self.plan,
+            loads_ahead=not is_straight,
+        )
+        block_bytes = min(BLOCK_BYTES, self._data.ring.num_bytes // (2 * slots))
+        self._straight = StraightReader(self.columns, block_bytes) if is_straight else None
+        self.augment = augment
+        self._assembler = Assembler(self.columns, self._data.ring.tensors, augment)
+        self._turn: object = None
 
     # -- what it is ------------------------------------------------------------------------
 
@@ -212,13 +176,18 @@ class Loader:
             ("fields", "+".join(column.field for column in self.columns)),
             ("order", self._order.mode),
             ("data", f"{self.tier}, {format_bytes(self.device_bytes)}"),
-            ("at", f"epoch {self.epoch}, batch {self._position}"),
+            ("at", f"epoch {self.epoch}, batch {self._progress.batch}"),
         ]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to."""
+        return self._progress.epoch
 
     @property
     def num_batches(self) -> int:
         """Batches of the current epoch: `len`, unless other ranks or another batch size began it."""
-        return self._epochs.get(self.epoch).num_batches
+        return self._progress.current.num_batches
 
     @property
     def world_size(self) -> int:
@@ -233,7 +202,12 @@ class Loader:
     @property
     def device_bytes(self) -> int:
         """Bytes of data on the device, batches not counted."""
-        return 0 if self.tier == "streamed" else self._ring.num_bytes
+        return 0 if self.tier == "streamed" else self._data.ring.num_bytes
+
+    @property
+    def ring_number(self) -> int:
+        """Changes when `shrink` or a state has replaced the memory that indices refer to."""
+        return self._data.ring_number
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments and the position: a spawned process opens the store itself.
@@ -253,11 +227,7 @@ class Loader:
     def close(self) -> None:
         """End the threads and free the memory; the loader cannot be used afterwards. May be called twice."""
         self._closed = True
-        if self._process == os.getpid():
-            self._stop_feeder()
-            self._uploader.close()
-        self._tables.close()
-        self._ring.tensors.clear()
+        self._data.close()
         self._assembler.close()
         if self._straight is not None:
             self._straight.close()
@@ -270,18 +240,8 @@ class Loader:
         Another thread waits for them, because the garbage collector may run in one of them.
         """
         with contextlib.suppress(AttributeError):  # the constructor may have failed early
-            if not self._closed and self._process == os.getpid():
-                parts = self._feeder, self._uploader, self._tables
-                JANITOR.hand_over(partial(_end_threads, *parts))
-
-    def _settle_after_fork(self) -> None:
-        """Make new threads in a forked child, where the parent's do not exist."""
-        if self._process != os.getpid():
-            self._process = os.getpid()
-            JANITOR.start()
-            self._uploader = self._make_uploader(once=self._resident)
-            self._feeder, self._promised = None, ((-1, 0), [])
-            self._epochs = self._epochs.renewed()
+            if not self._closed and self._data.has_threads:
+                JANITOR.hand_over(self._data.end_threads)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -346,14 +306,6 @@ class Loader:
         chunks = even_chunks(len(self.samples), max(1, plan.chunk_rows))
         return (chunks, reason) if len(chunks) > 1 else (None, reason)
 
-    def _make_uploader(self, *, once: bool) -> Uploader:
-        """Make an uploader with the staging of the plan."""
-        plan, threads = self.plan, self.store.threads
-        if self._home.type != "cuda" or plan.tier == "streamed" or not plan.num_slabs:
-            return Uploader(self._home, threads, once=once)
-        slab_bytes = plan.staging_bytes // plan.num_slabs
-        return Uploader(self._home, threads, slab_bytes, num_slabs=plan.num_slabs, once=once)
-
     # -- iteration -------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
@@ -361,93 +313,50 @@ class Loader:
 
         A loader has one position, so a new iteration ends the one before it.
         """
-        self._begin_turn()
-        if self.tier == "streamed":
-            with prefetch(self._host_batches(), self.device) as batches:
-                yield from self._hand_out(batches)
-        elif self._reads_straight:
-            yield from self._hand_out(self._host_batches())
-        else:
-            yield from self._moving(map(self.assemble, self._indices(self.epoch, self._position)))
-
-    @property
-    def _reads_straight(self) -> bool:
-        """Whether this epoch's batches are ranges of rows; those of an elastic epoch have holes."""
-        is_elastic = isinstance(self._epochs.get(self.epoch), ElasticEpoch)
-        return self._straight is not None and not is_elastic
-
-    def _finish(self, batch: Batch, planned: PlannedBatch) -> Batch:
-        batch.step = planned.step
-        batch.positions, batch._samples = planned.positions, self.samples
-        batch._num_together = planned.num_together
-        if planned.reset is not None:
-            batch.reset = torch.from_numpy(planned.reset).to(self.device, non_blocking=True)
-            batch.valid = torch.from_numpy(planned.positions >= 0).to(
-                self.device, non_blocking=True
-            )
-        return batch
-
-    def _host_batches(self) -> Iterator[tuple[PlannedBatch, dict[str, torch.Tensor]]]:
-        """Yield the remaining batches in host memory; does not move the position, so it may be read ahead."""
-        if self._straight is not None and self._reads_straight:
-            self.store.check_unchanged()
-            planned = self._epochs.get(self.epoch).batches(self._position)
-            yield from self._straight.read(planned)
-            return
-        for index in self._indices(self.epoch, self._position):
-            yield index.planned, self._assembler.gather(index, index.totals)
-
-    def _hand_out(
-        self, batches: Iterable[tuple[PlannedBatch, dict[str, torch.Tensor]]]
-    ) -> Iterator[Batch]:
-        yield from self._moving(
-            self._finish(Batch(self._assembler.augment(tensors)), planned)
-            for planned, tensors in batches
-        )
+        return self._walk(self._batches)
 
     def index_batches(self) -> Iterator[IndexBatch]:
         """Yield the indices of the remaining batches, for `assemble`; moves the position.
 
         The chunks that an index refers to stay on the device until the next index is asked for.
         """
-        self._begin_turn()
-        yield from self._moving(self._indices(self.epoch, self._position))
+        return self._walk(lambda: self._data.indices(self._progress))
 
-    def _begin_turn(self) -> None:
-        """Prepare a new iteration.
+    def _walk(self, begin: Callable[[], Iterable[_T]]) -> Iterator[_T]:
+        """Yield what `begin` returns, and move the position with every item.
 
-        The one before may have taken the last batch without asking for another, so that its generator never
-        reached its end: the epoch is advanced here.
+        Raises if a newer iteration has begun. A batch that could not be built does not move the position: a
+        new iteration begins with it.
         """
         self._check_open()
-        self._settle_after_fork()
-        if self._taken_in is not None and self._taken_in is self._turn:
-            self._begin_next_epoch()
+        progress = self._progress
+        if self._data.settle_after_fork():
+            progress.forget_epochs()
+        if progress.is_over:
+            # The iteration before took the last batch without asking for another.
+            progress.begin_next_epoch()
         self._seek_augment()
-
-    def _begin_next_epoch(self) -> None:
-        ended = self.epoch, self._epochs.begun(self.epoch)
-        self._go_to(ResumePoint(self.epoch + 1, 0))
-        self._ended, self._taken_in = ended, None
-
-    def _moving(self, batches: Iterable[_T]) -> Iterator[_T]:
-        """Move the position with every batch; raise if a newer iteration has begun.
-
-        A batch that could not be built does not move the position: a new iteration begins with it.
-        """
         self._turn = turn = object()
         num_batches = self.num_batches
-        wrapped = batches if self.on_iteration is None else self.on_iteration(batches)
-        for batch in self._timed(wrapped):
-            self._check_open()
-            if self._turn is not turn:
-                raise superseded()
-            self._position += 1
-            if self._position == num_batches:
-                self._taken_in = turn
-            yield batch
+        source = begin()
+        wrapped = iter(source if self.on_iteration is None else self.on_iteration(source))
+        try:
+            while True:
+                self._waits = (self._waits[0], time.perf_counter())
+                batch = next(wrapped, None)
+                self._waits = (self.waited_seconds, None)
+                if batch is None:
+                    break
+                self._check_open()
+                if self._turn is not turn:
+                    raise superseded()
+                progress.advance(num_batches)
+                yield batch
+        finally:
+            if isinstance(source, Generator):
+                source.close()  # now, not when it is collected: it may own a thread
         if self._turn is turn:
-            self._begin_next_epoch()
+            progress.begin_next_epoch()
 
     @property
     def waited_seconds(self) -> float:
@@ -455,145 +364,41 @@ class Loader:
         finished, since = self._waits
         return finished if since is None else finished + time.perf_counter() - since
 
-    def _timed(self, batches: Iterable[_T]) -> Iterator[_T]:
-        source = iter(batches)
-        while True:
-            self._waits = (self._waits[0], time.perf_counter())
-            batch = next(source, None)
-            self._waits = (self.waited_seconds, None)
-            if batch is None:
-                return
-            yield batch
+    def _batches(self) -> Iterable[Batch]:
+        if self.tier == "streamed" or self._reads_straight:
+            return self._host_batches()
+        return map(self.assemble, self._data.indices(self._progress))
 
-    def _indices(self, number: int, position: int) -> Iterator[IndexBatch]:
-        """Yield the indices of epoch `number` from batch `position` on, also if the ring is replaced."""
-        is_stale = True
-        while is_stale:
-            is_stale, ring = False, self._ring
-            for index in self._ring_indices(number, position):
-                yield index
-                position += 1
-                if self._ring is not ring:  # indices that were computed ahead refer to the old ring
-                    is_stale = True
-                    break
+    @property
+    def _reads_straight(self) -> bool:
+        """Whether this epoch's batches are ranges of rows; those of an elastic epoch have holes."""
+        return self._straight is not None and not isinstance(self._progress.current, ElasticEpoch)
 
-    def _ring_indices(self, number: int, position: int) -> Iterator[IndexBatch]:
-        epoch = self._epochs.get(number)
-        if not self._resident:
-            self.store.check_unchanged()  # a file that was replaced would mix two versions of the data
-        feeder, first, loads = self._feed(epoch, position)
-        for block_number, block in enumerate(self._blocks(epoch.batches(position))):
-            needed = self._needed(loads, block[0])
-            feeder.release_before(first + needed[0])
-            slots = [feeder.wait(first + visit) for visit in needed]
-            yield from self._index_block(block, [loads.visits[visit] for visit in needed], slots)
-            if block_number == 0:  # not earlier: the device waits for the first batch
-                self._epochs.prepare(number + 1)
-        if not self._resident:
-            feeder.release_before(feeder.num_visits - len(self._promised[1]))
-
-    def _needed(self, loads: Loads, batch: PlannedBatch) -> Sequence[int]:
-        return (0,) if self._resident else loads.needed_by(batch)
-
-    def _feed(self, epoch: EpochOrder, position: int) -> tuple[Feeder, int, Loads]:
-        """Return a feeder, the number of its first visit for this epoch, and the epoch's visits.
-
-        Resident data is loaded once and kept. Otherwise the feeder also gets the next epoch's visits, so that
-        its first chunks are loaded while this epoch's last are trained on. A jump to another epoch or batch
-        starts a new feeder.
-        """
-        self._settle_after_fork()
-        if self._feeder is not None and self._feeder.failed:
-            self._stop_feeder()
-        if self._resident:
-            everything: Visit = Visit(0, 0, len(self.samples))
-            if self._feeder is None:
-                self._start_feeder([everything])
-            assert self._feeder is not None
-            return self._feeder, 0, Loads([everything], {0: 0})
-        loads = plan_loads(epoch, position, self._ring)
-        is_promised = self._promised == ((epoch.epoch, position), loads.visits)
-        # An epoch that was left early has visits that nobody waits for: they would be read first.
-        if self._feeder is None or not is_promised or not self._feeder.has_taken(len(loads.visits)):
-            self._stop_feeder()
-            self._start_feeder(loads.visits)
-        assert self._feeder is not None
-        first = self._feeder.num_visits - len(loads.visits)
-        # An epoch that is read straight needs no chunks.
-        following = [] if self._straight else list(self._epochs.get(epoch.epoch + 1).visits())
-        self._feeder.extend(following)
-        self._promised = ((epoch.epoch + 1, 0), following)
-        return self._feeder, first, loads
-
-    def _start_feeder(self, visits: Sequence[Visit]) -> None:
-        if self._home.type == "cuda":
-            # Copies of the last feeder, gathers out of its slots, and other work with the memory that the
-            # ring was given may still be queued. The new feeder copies on another stream, which would not
-            # wait for them.
-            torch.cuda.synchronize(self._home)
-        self._feeder = Feeder(self._ring, self._uploader, visits)
-        self._feeder.start()
-
-    def _stop_feeder(self) -> None:
-        if self._feeder is not None:
-            self._feeder.stop()
-        self._feeder = None
-
-    def _blocks(self, batches: Iterator[PlannedBatch]) -> Iterator[list[PlannedBatch]]:
-        """Group consecutive batches that touch the same chunks, into blocks of growing size."""
-        block: list[PlannedBatch] = []
-        samples, most = 0, _FIRST_BATCHES
-        for batch in batches:
-            if block and (
-                batch.chunks != block[0].chunks
-                or len(block) == most
-                or samples + len(batch.positions) > _BLOCK_SAMPLES
-            ):
-                yield block
-                block, samples = [], 0
-                most = min(_GROWTH * most, _BLOCK_BATCHES)
-            block.append(batch)
-            samples += len(batch.positions)
-        if block:
-            yield block
-
-    def _index_block(
-        self, block: list[PlannedBatch], visits: Sequence[Visit], slots: Sequence[int]
-    ) -> Iterator[IndexBatch]:
-        """Compute the indices of many batches on the host and upload them in one copy."""
-        positions = np.maximum(np.concatenate([batch.positions for batch in block]), 0)
-        host: list[Array] = []
-        lengths: dict[str, Array] = {}
-        for number, column in enumerate(self.columns):
-            host.append(column.starts[positions] + self._shifts(number, positions, visits, slots))
-            if not isinstance(column.lengths, int):
-                lengths[column.field] = column.lengths[positions]
-                host.append(lengths[column.field])
-        sizes = [len(batch.positions) for batch in block]
-        table = IndexTable(self._tables.upload(np.stack(host)), sizes)
-        at, totals = 0, {}
-        for number, batch in enumerate(block):
-            if lengths:
-                end = at + sizes[number]
-                totals = {name: int(count[at:end].sum()) for name, count in lengths.items()}
-                at = end
-            yield IndexBatch(table, number, totals, batch, self.ring_number)
-
-    def _shifts(
-        self, column: int, positions: Array, visits: Sequence[Visit], slots: Sequence[int]
-    ) -> Array | int:
-        """Return what to add to row numbers of the store to get those of the ring's tensors."""
-        if len(slots) == 1 and not isinstance(visits[0], ScatteredBatch):
-            return self._ring.shift(column, visits[0].chunk, slots[0])
-        shifts = np.zeros(len(positions), dtype=np.int64)
-        for visit, slot in zip(visits, slots, strict=True):
-            inside = (positions >= visit.start) & (positions < visit.stop)
-            shifts[inside] = (
-                self._ring.shifts(column, positions[inside], visit, slot)
-                if isinstance(visit, ScatteredBatch)
-                else self._ring.shift(column, visit.chunk, slot)
+    def _host_batches(self) -> Iterator[Batch]:
+        """Yield batches that were built in host memory, and copied to the device where they are streamed."""
+        made: Iterable[tuple[PlannedBatch, Mapping[str, torch.Tensor]]]
+        if self._straight is not None and self._reads_straight:
+            self.store.check_unchanged()
+            made = self._straight.read(self._progress.current.batches(self._progress.batch))
+        else:
+            made = (
+                (index.planned, self._assembler.gather(index, index.totals))
+                for index in self._data.indices(self._progress)
             )
-        return shifts
+        streams = self.tier == "streamed"
+        with prefetch(made, self.device) if streams else contextlib.nullcontext(made) as batches:
+            for planned, tensors in batches:
+                yield self._finish(self._assembler.augment(tensors), planned)
+
+    def _finish(self, batch: Batch, planned: PlannedBatch) -> Batch:
+        batch.step = planned.step
+        batch.positions, batch._samples = planned.positions, self.samples
+        batch._num_together = planned.num_together
+        if planned.reset is not None:
+            valid = torch.from_numpy(planned.positions >= 0)
+            batch.reset = torch.from_numpy(planned.reset).to(self.device, non_blocking=True)
+            batch.valid = valid.to(self.device, non_blocking=True)
+        return batch
 
     # -- assembling ------------------------------------------------------------------------
 
@@ -611,21 +416,22 @@ class Loader:
         """
         self._check_open()
         if isinstance(indices, IndexBatch):
-            index = self._renew(indices)
-            return self._finish(Batch(self._assembler.assemble_in_turn(index)), index.planned)
+            if indices.ring_number != self._data.ring_number:
+                indices = self._data.renewed(indices, self._progress)
+            return self._finish(self._assembler.assemble(indices, indices.totals), indices.planned)
         if indices.dim() == 1:
-            indices = self._positions_table().index_select(1, indices)
-        return Batch(self._assembler.assemble(indices.unbind(0), totals))
+            if self.tier != "resident":
+                raise InputError(
+                    f"positions were given, but the loader is {self.tier} ({self.reason}).",
+                    "positions when everything is resident",
+                    "use the indices of Loader.index_batches(), which know the slots",
+                )
+            indices = self._positions_table.index_select(1, indices)
+        return self._assembler.assemble(indices.unbind(0), totals)
 
-    def _renew(self, index: IndexBatch) -> IndexBatch:
-        """Return the index for the current ring; if the ring was replaced, load the batch's chunks again."""
-        planned = index.planned
-        if index.ring_number == self.ring_number:
-            return index
-        feeder, first, loads = self._feed(self._epochs.get(self.epoch), planned.step)
-        needed = self._needed(loads, planned)
-        slots = [feeder.wait(first + visit) for visit in needed]
-        return next(self._index_block([planned], [loads.visits[visit] for visit in needed], slots))
+    @cached_property
+    def _positions_table(self) -> torch.Tensor:
+        return self._data.positions_table(self._progress)
 
     def shrink(self, share: float) -> int:
         """Keep `share` of the chunks on the device, and free the memory of the others at once.
@@ -639,63 +445,34 @@ class Loader:
             many as a batch can touch.
         """
         self._check_open()
-        ring = self._ring
+        ring = self._data.ring
         least = max(2, self._order.most_chunks_per_batch)
         num_slots = max(least, int(ring.num_slots * share + 1e-9))
         if self.tier != "chunked" or self._straight is not None or num_slots >= ring.num_slots:
             return 0
         before = ring.num_bytes
         self._replace_ring(num_slots, self._rows_for_scattered(num_slots))
-        return before - self._ring.num_bytes
+        return before - self._data.ring.num_bytes
 
     def _rows_for_scattered(self, num_slots: int) -> list[int]:
-        epoch = self._epochs.get(self.epoch)
-        return rows_for_scattered(epoch, self._position, self.columns, num_slots)
+        progress = self._progress
+        return rows_for_scattered(progress.current, progress.batch, self.columns, num_slots)
 
     def _replace_ring(self, num_slots: int, least_rows: Sequence[int]) -> None:
-        """Replace the ring; waits for the device. An iteration continues and loads its chunks again."""
-        self._settle_after_fork()
-        self._stop_feeder()
-        if self._home.type == "cuda":
-            torch.cuda.synchronize(
-                self._home
-            )  # the new ring may get memory that queued work still uses
-        self._ring.tensors.clear()
-        self._assembler.close()
-        if self._home.type == "cuda":
-            torch.cuda.empty_cache()
-        chunks = self._ring.chunks
-        self._ring = ScatteredRing(self.columns, chunks, num_slots, self._home, least_rows)
-        self.ring_number += 1
-        self._assembler = Assembler(self.columns, self._ring.tensors, self.augment)
+        self._assembler.close()  # it refers to the old ring's memory
+        self._data.replace_ring(num_slots, least_rows)
+        self._assembler = Assembler(self.columns, self._data.ring.tensors, self.augment)
 
     def use_augmentation(self, augment: Augments | None) -> None:
         """Augment from the next batch on; None stops it."""
         self._check_open()
-        self._assembler = Assembler(self.columns, self._ring.tensors, augment)
+        self._assembler = Assembler(self.columns, self._data.ring.tensors, augment)
         self.augment = augment
         self._seek_augment()
 
     def _seek_augment(self) -> None:
         if self.augment is not None:
-            self.augment.seek(self.epoch, self._position)
-
-    def _positions_table(self) -> torch.Tensor:
-        if self.tier != "resident":
-            raise InputError(
-                f"positions were given, but the loader is {self.tier} ({self.reason}).",
-                "positions when everything is resident",
-                "use the indices of Loader.index_batches(), which know the slots",
-            )
-        if self._table is None:
-            self._feed(self._epochs.get(0), 0)[0].wait(0)
-            rows: list[Array] = []
-            for number, column in enumerate(self.columns):
-                rows.append(column.starts + self._ring.shift(number, 0, 0))
-                if not isinstance(column.lengths, int):
-                    rows.append(column.lengths)
-            self._table = torch.from_numpy(np.stack(rows)).to(self._home)
-        return self._table
+            self.augment.seek(self.epoch, self._progress.batch)
 
     # -- position --------------------------------------------------------------------------
 
@@ -708,7 +485,7 @@ class Loader:
                 f"an epoch from 0, a batch from 0 to {len(self)}",
                 "loader.set_epoch(0)",
             )
-        self._go_to(ResumePoint(epoch, batch))
+        self._progress.go_to(ResumePoint(epoch, batch))
         self._turn = None
 
     def order_digest(self) -> str:
@@ -717,15 +494,11 @@ class Loader:
         After an epoch's last batch and before the next one's first: of the whole epoch. In an epoch that
         other ranks began: of those yielded since.
         """
-        if self._ended is not None and self._position == 0:
-            number, begun = self._ended
-            return (begun or self._order.epoch(number)).digest()
-        return self._epochs.get(self.epoch).digest(self._position)
+        return self._progress.digest()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in plain values; every rank can continue from the state of any rank."""
-        epoch = self._epochs.get(self.epoch)
-        return save_state(self._order, epoch, self._position, self._cuts)
+        return self._progress.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Continue from the `state_dict` of a loader over the same samples in the same order.
@@ -741,20 +514,14 @@ class Loader:
             InputError: The state belongs to other samples, another order or another number of lanes; the
                 message names the difference.
         """
-        point = find_resume_point(self._order, state)
-        self._go_to(point)
+        point = self._progress.load_state_dict(state)
         self._turn = None
-        if point.begun is not None and not self._resident:
-            rows = self._rows_for_scattered(self._ring.num_slots)
-            if not self._ring.can_hold(rows):
-                self._replace_ring(self._ring.num_slots, rows)
+        if point.begun is not None and not self._data.is_resident:
+            num_slots = self._data.ring.num_slots
+            rows = self._rows_for_scattered(num_slots)
+            if not self._data.ring.can_hold(rows):
+                self._replace_ring(num_slots, rows)
         return point.words
-
-    def _go_to(self, point: ResumePoint) -> None:
-        self._epochs.put(point.begun)
-        self._ended = None
-        self._cuts = point.cuts
-        self.epoch, self._position = point.epoch, point.batch
 
 
 def _reopened(
@@ -768,13 +535,6 @@ def _reopened(
     loader = Loader(store, batch_size, device, **options)
     loader.load_state_dict(state)
     return loader
-
-
-def _end_threads(feeder: Feeder | None, uploader: Uploader, tables: TableUploader) -> None:
-    if feeder is not None:
-        feeder.stop()
-    uploader.close()
-    tables.close()
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:

@@ -300,43 +300,6 @@ class EpochOrder(ABC):
         return step
 
 
-class EpochShelf:
-    """Cache of the epochs in use, so that none is permuted twice; it prepares the next one in time."""
-
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self._epochs: dict[int, EpochOrder] = {}
-        self._begun: EpochOrder | None = None
-
-    def get(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch; the last two asked for are kept."""
-        if self._begun is not None and self._begun.epoch == epoch:
-            return self._begun
-        found = self._epochs.pop(epoch, None) or self._order.epoch(epoch)
-        self._epochs[epoch] = found
-        while len(self._epochs) > 2:
-            del self._epochs[next(iter(self._epochs))]
-        return found
-
-    def begun(self, epoch: int) -> EpochOrder | None:
-        """Return the order of an epoch that other ranks began; None for a whole epoch."""
-        return self._begun if self._begun is not None and self._begun.epoch == epoch else None
-
-    def renewed(self) -> EpochShelf:
-        """Return a new cache for a forked process: a thread of the parent may have held a lock of this one."""
-        shelf = EpochShelf(self._order)
-        shelf.put(self._begun)
-        return shelf
-
-    def put(self, begun: EpochOrder | None) -> None:
-        """Use this order for an epoch that other ranks began; None: all epochs are whole."""
-        self._begun = begun
-
-    def prepare(self, epoch: int) -> None:
-        """Permute a large epoch in a thread: 10 million samples take 0.7 s."""
-        self.get(epoch).prepare()
-
-
 def pick_mode(order: str | None, shuffle: bool | None) -> Mode:
     """Return the mode for an `order`, a `shuffle` flag, or both where they agree.
 

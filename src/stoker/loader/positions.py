@@ -1,9 +1,9 @@
 """A set of positions: what is left of an epoch that other ranks began.
 
-Enters: ranges, single positions, and *parts* that are listed only when somebody asks for them. Leaves: the
-set in ascending order, by index and back. Costs: 16 bytes per range, not per position, and a permutation
-for each part that is asked for; of N ranks that go on, each asks for the N-th of them that it trains on.
-(The half of a full shuffle falls into as many ranges as samples.) No torch. Threads may share a set.
+Enters: ranges, single positions, and *subsets* whose members are computed when they are first needed. Leaves:
+the positions in ascending order, by their index in the set, and back. Costs: 16 bytes per range, not per position,
+and one permutation per subset that is listed; each of N ranks lists about the N-th part of them, those that it
+trains on. Half of a full shuffle has about as many ranges as samples. No torch. Threads may share a set.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -22,8 +22,8 @@ _MOST_LISTED = 4
 
 
 @dataclass(frozen=True)
-class Part:
-    """`count` positions between `start` and `stop`; `members` lists them, ascending."""
+class Subset:
+    """`count` positions between `start` and `stop`; `members` computes them, ascending."""
 
     start: int
     stop: int
@@ -31,13 +31,25 @@ class Part:
     members: Callable[[], Array]
 
 
+class _Entries(NamedTuple):
+    """Ranges and subsets of a set, ascending: first position, last position + 1, count, number of the subset.
+
+    The number is below 0 for a range.
+    """
+
+    lows: Array
+    highs: Array
+    counts: Array
+    subset_of: Array
+
+
 @dataclass(frozen=True, eq=False)
 class PositionSet:
-    """Ranges `starts` to `stops`, ascending, none empty, none touching the next; and parts between them."""
+    """Ranges `starts` to `stops`, ascending, none empty, none touching the next; and subsets between them."""
 
     starts: Array
     stops: Array
-    parts: tuple[Part, ...] = ()
+    subsets: tuple[Subset, ...] = ()
 
     @classmethod
     def of(
@@ -45,9 +57,9 @@ class PositionSet:
         positions: Array = _NONE,
         starts: Array = _NONE,
         stops: Array = _NONE,
-        parts: Sequence[Part] = (),
+        subsets: Sequence[Subset] = (),
     ) -> Self:
-        """Return the union of positions, ranges and parts, in any order, that do not overlap."""
+        """Return the union of positions, ranges and subsets, in any order, that do not overlap."""
         positions = np.sort(positions)
         breaks = np.diff(positions) != 1
         firsts = positions[np.append(True, breaks)[: len(positions)]]
@@ -59,7 +71,7 @@ class PositionSet:
         return cls(
             starts[np.append(True, apart)[: len(starts)]],
             stops[np.append(apart, True)[: len(stops)]],
-            tuple(part for part in parts if part.count),
+            tuple(each for each in subsets if each.count),
         )
 
     def __len__(self) -> int:
@@ -70,123 +82,110 @@ class PositionSet:
         return self.slice(0, len(self))
 
     def slice(self, low: int, high: int) -> Array:
-        """Return those with the places `low` to `high` in ascending order."""
+        """Return members number `low` to `high` in ascending order."""
         if low >= high:
             return _NONE
         first = int(np.searchsorted(self._offsets, low, side="right")) - 1
         last = int(np.searchsorted(self._offsets, high, side="left"))
         counts = np.diff(np.clip(self._offsets[first : last + 1], low, high))
         taken: Array = np.arange(low, high) + np.repeat(self._shifts[first:last], counts)
-        for entry in (np.flatnonzero(self._part_of[first:last] >= 0) + first).tolist():
+        for entry in (np.flatnonzero(self._entries.subset_of[first:last] >= 0) + first).tolist():
             base = int(self._offsets[entry])
             begin, end = max(low, base), min(high, int(self._offsets[entry + 1]))
             taken[begin - low : end - low] = self._list(entry)[begin - base : end - base]
         return taken
 
     def bounds(self, lows: Array, highs: Array) -> tuple[Array, Array]:
-        """Return ranges of positions that the places from each low to its high lie in.
+        """Return ranges of positions that enclose members number `low` to `high`, for each pair.
 
-        They do not overlap where the places do not, and list no part that is inside as a whole.
+        Ranges of different members do not overlap. No subset is listed that lies in a range as a whole.
         """
         begins, ends = self._entry_of(lows), self._entry_of(highs - 1)
         starts, stops = lows + self._shifts[begins], highs + self._shifts[ends]
-        for row in np.flatnonzero(self._part_of[begins] >= 0).tolist():
+        for row in np.flatnonzero(self._entries.subset_of[begins] >= 0).tolist():
             low, entry = int(lows[row]), int(begins[row])
             is_first = low == self._offsets[entry]
-            starts[row] = self._lows[entry] if is_first else self.slice(low, low + 1)[0]
-        for row in np.flatnonzero(self._part_of[ends] >= 0).tolist():
+            starts[row] = self._entries.lows[entry] if is_first else self.slice(low, low + 1)[0]
+        for row in np.flatnonzero(self._entries.subset_of[ends] >= 0).tolist():
             high, entry = int(highs[row]), int(ends[row])
             is_last = high == self._offsets[entry + 1]
-            stops[row] = self._highs[entry] if is_last else self.slice(high - 1, high)[0] + 1
+            stops[row] = (
+                self._entries.highs[entry] if is_last else self.slice(high - 1, high)[0] + 1
+            )
         return starts, stops
 
     def count_below(self, positions: Array) -> Array:
-        """Return how many of the set are smaller than each position."""
+        """Return how many members are smaller than each position."""
         if not len(self):
             return np.zeros_like(positions)
-        entries = np.searchsorted(self._lows, positions, side="right") - 1
-        reached = np.minimum(positions, self._highs[entries]) - self._lows[entries]
-        for row in np.flatnonzero(self._part_of[entries] >= 0).tolist():
+        entries = np.searchsorted(self._entries.lows, positions, side="right") - 1
+        reached = np.minimum(positions, self._entries.highs[entries]) - self._entries.lows[entries]
+        for row in np.flatnonzero(self._entries.subset_of[entries] >= 0).tolist():
             entry, position = int(entries[row]), positions[row]
-            if position >= self._highs[entry]:
-                reached[row] = self._counts[entry]
-            elif position > self._lows[entry]:
+            if position >= self._entries.highs[entry]:
+                reached[row] = self._entries.counts[entry]
+            elif position > self._entries.lows[entry]:
                 reached[row] = np.searchsorted(self._list(entry), position)
         return np.where(entries < 0, 0, self._offsets[entries] + reached)
 
-    def choose(self, places: PositionSet, parts: Sequence[Part] = ()) -> PositionSet:
-        """Return those whose places lie in the ranges of `places`, and `parts` of the set beside them."""
-        edges = np.unique(np.concatenate([self._offsets, places.starts, places.stops]))
+    def choose(self, indices: PositionSet, subsets: Sequence[Subset] = ()) -> PositionSet:
+        """Return the members whose numbers lie in the ranges of `indices`, together with `subsets`."""
+        edges = np.unique(np.concatenate([self._offsets, indices.starts, indices.stops]))
         lows, highs = edges[:-1], edges[1:]
-        within = np.searchsorted(places.starts, lows, side="right") - 1
+        within = np.searchsorted(indices.starts, lows, side="right") - 1
         kept = within >= 0
-        kept[kept] = lows[kept] < places.stops[within[kept]]
+        kept[kept] = lows[kept] < indices.stops[within[kept]]
         lows, highs = lows[kept], highs[kept]
         entries = self._entry_of(lows)
-        is_part = self._part_of[entries] >= 0
-        shifts = self._shifts[entries[~is_part]]
+        is_listed = self._entries.subset_of[entries] >= 0
+        shifts = self._shifts[entries[~is_listed]]
         chosen = [
-            self.part(*row)
-            for row in zip(lows[is_part].tolist(), highs[is_part].tolist(), strict=True)
+            self.subset(*row)
+            for row in zip(lows[is_listed].tolist(), highs[is_listed].tolist(), strict=True)
         ]
         return PositionSet.of(
-            starts=lows[~is_part] + shifts, stops=highs[~is_part] + shifts, parts=[*chosen, *parts]
+            starts=lows[~is_listed] + shifts,
+            stops=highs[~is_listed] + shifts,
+            subsets=[*chosen, *subsets],
         )
 
-    def part(self, low: int, high: int) -> Part:
-        """Return the places `low` to `high` as a part."""
+    def subset(self, low: int, high: int) -> Subset:
+        """Return members number `low` to `high` as a subset."""
         starts, stops = self.bounds(np.array([low]), np.array([high]))
-        return Part(int(starts[0]), int(stops[0]), high - low, lambda: self.slice(low, high))
+        return Subset(int(starts[0]), int(stops[0]), high - low, lambda: self.slice(low, high))
 
-    # -- entries: ranges and parts together, ascending ---------------------------------------
+    # -- entries: ranges and subsets together, ascending --------------------------------------
 
     @cached_property
-    def _entries(self) -> tuple[Array, Array, Array, Array]:
-        """First position, last position + 1, count, and number of the part (below 0: a range)."""
-        columns = np.array([(part.start, part.stop, part.count) for part in self.parts], np.int64)
+    def _entries(self) -> _Entries:
+        columns = np.array([(each.start, each.stop, each.count) for each in self.subsets], np.int64)
         starts, stops, counts = columns.reshape(-1, 3).T
         lows, highs = np.append(self.starts, starts), np.append(self.stops, stops)
         counts = np.append(self.stops - self.starts, counts)
         order = np.argsort(lows, kind="stable")
-        return lows[order], highs[order], counts[order], order - len(self.starts)
-
-    @property
-    def _lows(self) -> Array:
-        return self._entries[0]
-
-    @property
-    def _highs(self) -> Array:
-        return self._entries[1]
-
-    @property
-    def _counts(self) -> Array:
-        return self._entries[2]
-
-    @property
-    def _part_of(self) -> Array:
-        return self._entries[3]
+        return _Entries(lows[order], highs[order], counts[order], order - len(self.starts))
 
     @cached_property
     def _offsets(self) -> Array:
-        return offsets_of(self._counts)
+        return offsets_of(self._entries.counts)
 
     @cached_property
     def _shifts(self) -> Array:
-        return self._lows - self._offsets[:-1]
+        return self._entries.lows - self._offsets[:-1]
 
-    def _entry_of(self, places: Array) -> Array:
-        return np.searchsorted(self._offsets, places, side="right") - 1
+    def _entry_of(self, indices: Array) -> Array:
+        return np.searchsorted(self._offsets, indices, side="right") - 1
 
     @cached_property
     def _listed(self) -> list[tuple[int, Array]]:
         return []
 
     def _list(self, entry: int) -> Array:
-        """Return the members of a part; the last few are kept."""
+        """Return the members of a subset; the last few lists are kept."""
         listed = self._listed
         for known, members in listed:
             if known == entry:
                 return members
-        members = self.parts[int(self._part_of[entry])].members()
+        members = self.subsets[int(self._entries.subset_of[entry])].members()
         self.__dict__["_listed"] = [*listed[1 - _MOST_LISTED :], (entry, members)]  # one assignment
         return members

@@ -127,9 +127,17 @@ class Prefetcher:
         self.loader = loader
         self.depth = usable_count("depth", depth)
         self.device = usable_device(device)
-        self.reason = _explain(self.device, self.depth, background)
+        self.reason = "handed on unchanged: the device is the CPU, so there is nothing to copy"
         self._background = background
-        self._engine = engine or _engine_for(self.device)
+        self._engine = engine
+        if self.device.type != "cpu":
+            self.reason = (
+                f"copied to {self.device} through pinned slabs by {'a thread' if background else 'next()'}, "
+                f"{self.depth} batches ahead, on a side stream"
+            )
+            if engine is None:
+                copies = torch.cuda.Stream(self.device)
+                self._engine = lambda: CudaEngine(self.device, copies)
         self._idle: list[Stager] = []
         self._busy: list[tuple[_Fetcher, Stager, _Course]] = []
         self._state: Any = None
@@ -230,22 +238,6 @@ class StatefulPrefetcher(Prefetcher):
         self.close()
         self._state = None
         self.loader.load_state_dict(state)
-
-
-def _explain(device: torch.device, depth: int, background: bool) -> str:
-    if device.type == "cpu":
-        return "handed on unchanged: the device is the CPU, so there is nothing to copy"
-    how = "a thread" if background else "next()"
-    return (
-        f"copied to {device} through pinned slabs by {how}, {depth} batches ahead, on a side stream"
-    )
-
-
-def _engine_for(device: torch.device) -> Callable[[], Engine] | None:
-    if device.type == "cpu":
-        return None
-    copies = torch.cuda.Stream(device)
-    return lambda: CudaEngine(device, copies)
 
 
 def _tell_epoch(part: Any, epoch: int) -> bool:

@@ -134,8 +134,7 @@ def batch_graphs(
 
 def owners(offsets: torch.Tensor, count: int) -> torch.Tensor:
     """Return the sample of each of `count` values; values past the last offset get one more."""
-    place = torch.arange(count, device=offsets.device)
-    return torch.searchsorted(offsets[1:], place, right=True)
+    return torch.searchsorted(offsets[1:], torch.arange(count, device=offsets.device), right=True)
 
 
 def _plain(words: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,10 @@ Enters: a store, or one key per sample (its group, its time, nothing). Leaves: s
 or one uint8 per sample: 0 train, 1 val, 2 test, 3 purged, as stores keep it. Costs: a read of one
 byte per sample; a hash, a sort or a permutation. No torch.
 
-What may go wrong decides which one is right. Records of one thing (a compound, a patient) on both
-sides: `split_by_group`. Labels that look ahead over the border: `split_by_time`, which purges them
-and leaves an embargo. Neither: `split_randomly`. The rules for groups and times are those of
-`stoker pack`; there is one of each.
+Choose by what could leak from training to test. Use `split_by_group` if several samples describe the same thing
+(a compound, a patient): it keeps them together. Use `split_by_time` if labels look ahead in time: it purges the
+samples whose labels cross a border, and leaves an embargo. Otherwise use `split_randomly`. Groups and times are
+split by the same code as in `stoker pack`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def samples_of(assignment: Array, split: SplitName | None = None) -> Array:
 
     Args:
         assignment: `(n,)` from a `split_by_...` function or a store.
-        split: "train", "val" or "test"; None gives all but the purged ones. Nothing gives those.
+        split: "train", "val" or "test"; None gives all but the purged ones.
     """
     assignment = np.asarray(assignment)
     if split is not None and split not in SPLIT_NAMES:
@@ -81,9 +81,9 @@ def samples_of(assignment: Array, split: SplitName | None = None) -> Array:
 
 
 def split_by_group(groups: Array, ratios: Ratios = DEFAULT_RATIOS, seed: int = 42) -> Array:
-    """Return a split per sample in which no group stands on two sides.
+    """Return a split per sample in which every group is in one split only.
 
-    Decided by each group's hash: the ratios hold on average, more data does not move old samples.
+    The hash of a group decides. So the ratios hold on average, and new data does not move old samples.
 
     Args:
         groups: `(n,)` whole numbers or text (bytes are read as UTF-8); equal ones stay together.
@@ -102,8 +102,9 @@ def split_by_group(groups: Array, ratios: Ratios = DEFAULT_RATIOS, seed: int = 4
     if groups.dtype.kind in "USO":
         groups = _number_texts(groups)
     split = assign_splits(groups, train, val, seed)
-    # A hash above train + val is test by rounding even where test has no share.
-    return np.minimum(split, _last_share(ratios)).astype(np.uint8)
+    # A hash above train + val is test by rounding, even if test has no share.
+    last_share = max(number for number, share in enumerate(ratios) if share > 0)
+    return np.minimum(split, last_share).astype(np.uint8)
 
 
 def split_by_time(
@@ -176,8 +177,8 @@ def split_randomly(num_samples: int, ratios: Ratios = DEFAULT_RATIOS, seed: int 
 def draw_samples(samples: Array, most: int, seed: int, strata: Array | None = None) -> Array:
     """Return `most` of the samples, drawn by a seed, in their old order.
 
-    With strata every class keeps its share, rounded, and none vanishes while there are at least as many
-    places as classes.
+    With strata every class keeps its share, rounded, and none vanishes if `most` is at least the number of
+    classes.
 
     Args:
         samples: `(n,)` rising sample numbers.
@@ -187,20 +188,20 @@ def draw_samples(samples: Array, most: int, seed: int, strata: Array | None = No
     """
     if most >= len(samples):
         return samples
-    dice = np.random.default_rng(seed).permutation(len(samples))
+    shuffled_rows = np.random.default_rng(seed).permutation(len(samples))
     if strata is None:
-        return samples[np.sort(dice[:most])]
+        return samples[np.sort(shuffled_rows[:most])]
     rows = np.asarray(strata).reshape(len(samples), -1)
     _, classes, sizes = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
-    # Each class is shuffled and laid out evenly from 0 to 1; the first places of all are taken together.
-    shuffled = classes.ravel()[dice]
+    # Each class is shuffled and spread evenly from 0 to 1; the samples with the lowest quantiles are kept.
+    shuffled = classes.ravel()[shuffled_rows]
     by_class = np.argsort(shuffled, kind="stable")
     starts = np.cumsum(sizes) - sizes
     rank = np.empty(len(samples), np.int64)
     rank[by_class] = np.arange(len(samples)) - np.repeat(starts, sizes)
-    place = np.where(rank == 0, 0.0, (rank + 0.5) / sizes[shuffled])
-    kept = np.argsort(place, kind="stable")[:most]
-    return samples[np.sort(dice[kept])]
+    quantile = np.where(rank == 0, 0.0, (rank + 0.5) / sizes[shuffled])
+    kept = np.argsort(quantile, kind="stable")[:most]
+    return samples[np.sort(shuffled_rows[kept])]
 
 
 def check_ratios(ratios: Ratios) -> Ratios:
@@ -215,13 +216,9 @@ def check_ratios(ratios: Ratios) -> Ratios:
     return shares
 
 
-def _last_share(ratios: Ratios) -> int:
-    return max(number for number, share in enumerate(ratios) if share > 0)
-
-
 def _number_texts(groups: Array) -> Array:
     """Return the number of each text, as `stoker pack` has it."""
-    if groups.dtype.kind == "O":  # bytes and text may stand side by side, and do not sort
+    if groups.dtype.kind == "O":  # bytes and text cannot be sorted together
         groups = np.array([_as_text(key) for key in groups.tolist()], dtype=str)
     keys, inverse = np.unique(groups, return_inverse=True)
     return np.array([group_of(_as_text(key)) for key in keys.tolist()], dtype=np.int64)[inverse]
@@ -241,7 +238,7 @@ def _as_text(key: object) -> str:
 
 
 def _on_one_clock(time: Array, label_time: Array) -> tuple[Array, Array]:
-    """Return int64 that compare as the times do, or raise."""
+    """Return int64 numbers that compare as the times do, or raise."""
     _check_times("time", time)
     _check_times("label_time", label_time)
     kinds = time.dtype.kind + label_time.dtype.kind

@@ -1,8 +1,7 @@
-"""What lives where, and why: one budget for GPU memory and RAM, decided before anything is loaded.
+"""The plan: what is in GPU memory and what in RAM, and why; decided before anything is loaded.
 
 Enters: facts of a store, free bytes of GPU memory and RAM, the cost of the model. Leaves: a
-frozen `Plan`: the tier, the sizes, and every byte it counts on with a reason. Costs microseconds;
-pure, without torch.
+frozen `Plan`: the tier, the sizes, and a reason for every byte. Costs microseconds; pure, without torch.
 
 Tiers, best that fits:
 resident   all data on the device, compact: windows are cut from rows that are there once.
@@ -12,8 +11,7 @@ streamed   batches are built in pinned host memory and copied; no data stays on 
 The caps are hard: no plan's lines add up to more than it was given. More memory never gives a
 worse tier. Without a GPU the device is the RAM, and the same rules hold there.
 
-Files: `facts.py` what is asked about, `budget.py` what a batch size would mean, `decision.py` the
-plan, `published.py` the documents' own figures, computed.
+Files: `facts.py` bytes of stores and models, `budget.py` what fits at a batch size, `decision.py` the plan.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The question a plan answers, and what any batch size would mean for it.
+"""What fits into memory at a given batch size.
 
 Enters: facts, caps, shares. Leaves: lines of bytes with reasons, and whether a tier fits. Pure.
 
-Every bound rises with the memory, which is why more memory never gives a worse tier: memory
-counts in whole pages, reserves grow by a sixteenth of it at most, and the shares leave a tenth.
+More memory never gives a worse tier, because every bound rises with the memory: memory is counted in whole pages,
+reserves are at most a sixteenth of it, and the shares leave at least a tenth.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PlanLine:
 
 @dataclass(frozen=True)
 class Question:
-    """The question, with what any batch size would mean for it."""
+    """What `make_plan` was asked, and what fits at any batch size."""
 
     facts: StoreFacts
     gpu: int | None
@@ -69,7 +69,7 @@ class Question:
 
     @property
     def where(self) -> Where:
-        """The device, as a place."""
+        """The memory that the device has: of the GPU, or RAM."""
         return "ram" if self.gpu is None else "gpu"
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Deciding what lives where, and writing it down line by line.
+"""Decides where the data is kept, and lists every byte of the plan with its reason.
 
 Enters: facts of a store, free bytes, the cost of a model. Leaves: a frozen `Plan`. Costs
 microseconds; the same question always gives the same plan.
@@ -27,7 +27,7 @@ _SMALLEST_BATCH = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What lives where. Made by `make_plan`.
+    """Where the data is kept, and what that takes. Made by `make_plan`.
 
     Attributes:
         tier: "resident", "chunked" or "streamed".
@@ -43,7 +43,7 @@ class Plan:
         ram_bytes: The cap on RAM.
         lines: Every byte that is counted.
         reasons: Every choice in words.
-        host: Streamed to a GPU only: what lives where in host memory, from which batches are built.
+        host: Streamed to a GPU only: the plan for host memory, from which batches are built.
     """
 
     tier: Tier
@@ -75,9 +75,9 @@ class Plan:
 
     @property
     def totals(self) -> dict[Where, int]:
-        """Bytes by place; never above the caps."""
-        places: tuple[Where, ...] = ("gpu", "ram")
-        return {p: sum(line.num_bytes for line in self.lines if line.where == p) for p in places}
+        """Bytes on the GPU and in RAM; never above the caps."""
+        kinds: tuple[Where, ...] = ("gpu", "ram")
+        return {w: sum(line.num_bytes for line in self.lines if line.where == w) for w in kinds}
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; `from_json` gives the plan back."""
@@ -111,7 +111,7 @@ def make_plan(
     chunk_bytes: int | None = None,
     streamed: bool = False,
 ) -> Plan:
-    """Decide what lives where.
+    """Decide where the data is kept.
 
     Args:
         facts: Of the store.
@@ -265,14 +265,14 @@ def _does_not_fit(question: Question, batch: int) -> DoesNotFitError:
     need, cap = question.rest_bytes(batch), question.cap
     if need > cap:
         lines = sorted(question.rest(batch), key=lambda line: -line.num_bytes)[:3]
-        place = "GPU memory" if question.where == "gpu" else "RAM"
+        memory = "GPU memory" if question.where == "gpu" else "RAM"
     else:
         staging = PlanLine("ram", "pinned staging", count * slab, "")
         lines = sorted((*host, staging), key=lambda line: -line.num_bytes)[:3]
-        need, cap, place = need_host, question.ram, "RAM"
+        need, cap, memory = need_host, question.ram, "RAM"
     parts = ", ".join(f"{line.what} {format_bytes(line.num_bytes)}" for line in lines)
     given = (
-        f"batch size {batch} needs {format_bytes(need)} of {place} before any data, and "
+        f"batch size {batch} needs {format_bytes(need)} of {memory} before any data, and "
         f"{format_bytes(cap)} is free ({parts})."
     )
     smaller = [size for size in (*_ladder(batch), 4, 2, 1) if size < batch]
@@ -291,13 +291,13 @@ def _told_does_not_fit(question: Question, batch: int) -> DoesNotFitError:
     facts, free = question.facts, question.cap - question.rest_bytes(batch)
     ring = None if question.is_one_chunk(batch) else question.ring(batch)
     needed = facts.device_bytes if ring is None else ring[0] * facts.chunk_bytes(ring[1])
-    place = "GPU memory" if question.where == "gpu" else "RAM"
+    memory = "GPU memory" if question.where == "gpu" else "RAM"
     if question.is_one_chunk(batch) or ring is not None:
         least = 2 * facts.chunk_bytes(min(batch, facts.num_samples))
         fits = max(least, int(0.75 * free))
         return DoesNotFitError(
             f"the data needs {format_bytes(needed)} on the device, and {format_bytes(max(0, free))} of "
-            f"{format_bytes(question.cap)} {place} is free beside the rest.",
+            f"{format_bytes(question.cap)} {memory} is free beside the rest.",
             "what is free now, less what the model will take",
             f"data_bytes={fits} (chunk_size_gb={fits / GIB:.2g} of a ChunkDataLoader)",
         )
@@ -339,9 +339,15 @@ def _write(question: Question, tier: Tier, batch: int, batch_reason: str) -> Pla
     )  # fmt: skip
     lines = [*_data_lines(facts, question.where, plan), *question.rest(batch)]
     if question.model is None:
-        lines.append(_room_line(question, budget, sum(line.num_bytes for line in lines)))
+        free = question.cap - sum(line.num_bytes for line in lines)
+        # In RAM what is left beyond the share stays with the page cache.
+        room = free if question.gpu is not None else min(free, question.cap - budget)
+        why = "no model was given: for it, its gradients, optimizer and activations"
+        lines.append(PlanLine(question.where, "room for the model", room, why))
     if question.gpu is not None:
-        lines += [*question.host(), _staging_line(tier, count, slab)]
+        what = "batches on their way" if tier == "streamed" else "slabs between disk and GPU"
+        why = f"{count} {what} x {format_bytes(slab)}, pinned once, powers of two"
+        lines += [*question.host(), PlanLine("ram", "pinned staging", count * slab, why)]
     if host is not None:
         lines += _data_lines(facts, "ram", host)
     plan = replace(plan, lines=tuple(lines))
@@ -397,14 +403,6 @@ def _data_lines(facts: StoreFacts, here: Where, plan: Plan) -> Iterator[PlanLine
         yield PlanLine(here, "ring slots", plan.num_slots * plan.slot_bytes, why)
 
 
-def _room_line(question: Question, budget: int, used: int) -> PlanLine:
-    free = question.cap - used
-    # In RAM what is left beyond the share stays with the page cache.
-    room = free if question.gpu is not None else min(free, question.cap - budget)
-    why = "no model was given: for it, its gradients, optimizer and activations"
-    return PlanLine(question.where, "room for the model", room, why)
-
-
 def _has_series(facts: StoreFacts) -> bool:
     return any(field.kind == "series" for field in facts.fields)
 
@@ -416,12 +414,6 @@ def _field_reason(field: FieldFacts) -> str:
     if field.kind == "series":
         return f"{rows}, each row once; windows of {field.window} are cut on the device"
     return f"{rows}, a row per sample"
-
-
-def _staging_line(tier: Tier, count: int, slab: int) -> PlanLine:
-    what = "batches on their way" if tier == "streamed" else "slabs between disk and GPU"
-    why = f"{count} {what} x {format_bytes(slab)}, pinned once, powers of two"
-    return PlanLine("ram", "pinned staging", count * slab, why)
 
 
 def _tier_reasons(question: Question, plan: Plan) -> Iterator[str]:
@@ -477,28 +469,18 @@ def _notes(plan: Plan, facts: StoreFacts, ranks: int) -> Iterator[str]:
         )
     for field in facts.fields:
         if field.series_bytes is not None and field.series_bytes < field.device_bytes:
-            yield _materialised_note(field)
-    if _has_series(facts):
-        yield _series_note(facts)
+            saved = field.device_bytes - field.series_bytes
+            yield (
+                f"{field.name!r} looks like windows written out: if they overlap, each row is there about "
+                f"{field.device_bytes / max(1, field.series_bytes):.0f} times; as a series it would take "
+                f"{format_bytes(field.series_bytes)} and save {format_bytes(saved)} (stoker pack bars)"
+            )
+    if series := [field for field in facts.fields if field.kind == "series"]:
+        written = facts.num_samples * sum(field.sample_bytes for field in series)
+        stored = sum(field.device_bytes for field in series)
+        yield (
+            f"{', '.join(field.name for field in series)}: windows written out would take "
+            f"{format_bytes(written)}; as series they take {format_bytes(stored)}"
+        )
     if facts.left_out:
         yield f"text stays on disk: {', '.join(facts.left_out)}"
-
-
-def _materialised_note(field: FieldFacts) -> str:
-    series = field.series_bytes or 0
-    saved = field.device_bytes - series
-    return (
-        f"{field.name!r} looks like windows written out: if they overlap, each row is there about "
-        f"{field.device_bytes / max(1, series):.0f} times; as a series it would take "
-        f"{format_bytes(series)} and save {format_bytes(saved)} (stoker pack bars)"
-    )
-
-
-def _series_note(facts: StoreFacts) -> str:
-    series = [field for field in facts.fields if field.kind == "series"]
-    written = facts.num_samples * sum(field.sample_bytes for field in series)
-    stored = sum(field.device_bytes for field in series)
-    return (
-        f"{', '.join(field.name for field in series)}: windows written out would take "
-        f"{format_bytes(written)}; as series they take {format_bytes(stored)}"
-    )

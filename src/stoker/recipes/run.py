@@ -46,7 +46,7 @@ from stoker.train.parallel import load_whole_model, shard_model
 from stoker.train.precision import choose_precision
 from stoker.train.predict import evaluate
 from stoker.train.ranks import Ranks, check_alike, join, launched_at, num_restarts
-from stoker.train.run_lock import RunLock
+from stoker.train.run_folder import RunLock
 from stoker.train.settings import TrainSettings
 from stoker.train.trainer import History, Trainer
 

@@ -2,7 +2,7 @@
 
 Enters: an eager `Step` and a feed. Leaves: the same weights, from one launch per step instead of
 hundreds. Costs: three eager steps of warm-up (they train like any other), one capture, three steps
-computed twice to compare graph and eager step. The graph's memory stays reserved while it exists.
+computed twice to compare graph and eager step (`replay_check.py`). The graph's memory stays reserved while it exists.
 
 A graph reads its batch at fixed addresses. With a stoker loader on the device that is an index tensor,
 which is overwritten before each replay; with other loaders it is the input tensors themselves, if their
@@ -38,6 +38,13 @@ from stoker.train.batches import Feed, Work, map_tensors
 from stoker.train.frozen import DRAWS_ON_HOST, FrozenGroups, has_drawn, is_equal, quiet_host_rng
 from stoker.train.generators import restore_rng
 from stoker.train.oom import forget_frames, is_oom
+from stoker.train.replay_check import (
+    as_if_captured,
+    difference,
+    is_same_function,
+    is_too_noisy,
+    spread,
+)
 from stoker.train.settings import Capture
 from stoker.train.step import Step, compact_recurrent, state_tensors
 from stoker.train.update import Update
@@ -46,8 +53,6 @@ WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_RANKS = 11
 CHECKED_REPLAYS = 3
 MOST_MISFITS = 3
-_RELATIVE, _ABSOLUTE = 1e-3, 1e-5
-"""Tolerance between a replay and the eager step. Atomics and the order of sums differ; wrong data differs more."""
 
 
 def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
@@ -253,6 +258,14 @@ class CapturedStep:
         self.step.update(pieces=True)
         return loss
 
+    def _run_as_if_captured(self, work: Work) -> torch.Tensor:
+        """Run a step eagerly, with the algorithms that the model chooses during a capture."""
+        opened = self._opened(work, again=False)
+        with as_if_captured():
+            loss = self.step.forward_backward(opened.inputs, opened.targets, 1.0)
+        self.step.update(pieces=True)
+        return loss
+
     def _warm_up(self, work: Work) -> torch.Tensor:
         """Train eagerly on a side stream, which CUDA requires before a capture."""
         stream = _side_stream(self.step.parts.device)
@@ -321,28 +334,73 @@ class CapturedStep:
             raise
 
     def _compare(self, work: Work, keep: _Snapshot) -> torch.Tensor:
-        eager_loss = self._run_eagerly(work).clone()
-        eager_state = [tensor.detach().clone() for tensor in state_tensors(self.step.parts)]
+        eager = self._outcome(lambda: self._run_eagerly(work))
         if self._update.is_lowered or self._generation != _generation(self.feed):
             # The eager step ran out of memory and freed some: the tensors that the graph reads are gone.
-            return eager_loss
+            return eager[0]
         keep.restore()
-        assert self._graph is not None
-        assert self._loss is not None
-        self._graph.replay()
-        difference = _difference(
-            [eager_loss, *eager_state], [self._loss, *state_tensors(self.step.parts)]
-        )
-        # All ranks must decide alike, so the largest difference counts.
-        difference = max(self.step.parts.ranks.gather(difference))
-        if difference <= 1.0:
-            self._note_agreement(difference)
+        first = away = self._agreed(difference(eager, [self._replay(), *self._state()]))
+        if 1.0 < away < math.inf:  # infinite: a tensor or a NaN exists in one way only
+            away = self._compare_again(work, keep)
+        if away <= 1.0:
+            self._note_agreement(away)
+            assert self._loss is not None
             return self._loss.clone()
         keep.restore()
         self._give_up(
-            f"a replayed step differed from the eager one by {difference:.3g} times the tolerance"
+            f"a replayed step differed from the eager one by {first:.3g} times the tolerance"
         )
         return self._run_eagerly(work)
+
+    def _compare_again(self, work: Work, keep: _Snapshot) -> float:
+        """Return the difference beyond what repeated steps differ by, with the capture's own algorithms if needed.
+
+        Leaves the weights of a replay. Every rank takes the same turns, because a step contains collectives.
+        """
+        keep.restore()
+        replayed = self._outcome(self._replay)
+        keep.restore()
+        between_replays = spread(replayed, [self._replay(), *self._state()])
+        for run in (self._run_eagerly, self._run_as_if_captured):
+            keep.restore()
+            one = self._outcome(functools.partial(run, work))
+            keep.restore()
+            between_eager = spread(one, [run(work), *self._state()])
+            if self._update.is_lowered or self._generation != _generation(self.feed):
+                return math.inf  # memory ran out: the tensors that the graph reads are gone
+            noise = torch.maximum(between_eager, between_replays)
+            blind = is_too_noisy(one, noise)
+            away = self._agreed(math.inf if blind else difference(one, replayed, noise))
+            if away <= 1.0:
+                break
+        else:
+            return away
+        if run == self._run_as_if_captured:
+            keep.restore()
+            inputs = self._opened(work, again=False).inputs
+            alike = is_same_function(self.step.parts, inputs)
+            away = self._agreed(away if alike else math.inf)
+        keep.restore()
+        self._replay()
+        return away
+
+    def _outcome(self, run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        """Run a step; return copies of its loss and of everything that it changed."""
+        loss = run().clone()
+        return [loss, *(tensor.detach().clone() for tensor in self._state())]
+
+    def _state(self) -> list[torch.Tensor]:
+        return list(state_tensors(self.step.parts))
+
+    def _replay(self) -> torch.Tensor:
+        assert self._graph is not None
+        assert self._loss is not None
+        self._graph.replay()
+        return self._loss
+
+    def _agreed(self, difference: float) -> float:
+        """Return the largest difference of all ranks: they must decide alike."""
+        return float(max(self.step.parts.ranks.gather(difference)))
 
     def _note_agreement(self, difference: float) -> None:
         self._num_checked += 1
@@ -463,22 +521,3 @@ def _copy(target: Any, source: Any) -> None:
     elif isinstance(target, tuple | list):
         for item, other in zip(target, source, strict=True):
             _copy(item, other)
-
-
-def _difference(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
-    """Return the largest difference in units of the tolerance.
-
-    It is infinite if only one of two values is NaN, or if the lists have different lengths: then a parameter
-    or a buffer exists in one way of computing only.
-    """
-    if len(wanted) != len(got):
-        return math.inf
-    worst = 0.0
-    for one, other in zip(wanted, got, strict=True):
-        if one.is_floating_point() and one.numel():
-            # A loss that is not finite is so both ways, and leaves everything else unchanged.
-            alike = (one == other) | (one.isnan() & other.isnan())
-            room = _ABSOLUTE + _RELATIVE * one.float().abs().nan_to_num(0.0, 0.0, 0.0).max()
-            away = float((torch.where(alike, 0.0, (one - other).abs()).max() / room).detach())
-            worst = max(worst, math.inf if math.isnan(away) else away)
-    return worst

@@ -46,13 +46,11 @@ from stoker.train.checkpoint_file import (
     write_file,
 )
 from stoker.train.generators import capture_rng, restore_rng
-from stoker.train.run_lock import RunLock
 
 __all__ = [
     "BEST_NAME",
     "Checkpoints",
     "Loaded",
-    "RunLock",
     "Saved",
     "capture_rng",
     "differences",

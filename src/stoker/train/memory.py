@@ -1,4 +1,4 @@
-"""What device memory holds: logged as documented, watched for leaks, and its cache emptied on request.
+"""What device memory holds: logged as documented, and watched for leaks.
 
 Enters: a device, or figures from elsewhere. Leaves: lines for a log, `Growth` where memory creeps up.
 Costs: a line is some µs; the leak watch collects garbage and walks all Python objects once per epoch,
@@ -23,7 +23,6 @@ from stoker.train.activations import checkpoint_activations
 from stoker.units import GIB, MIB
 
 __all__ = [
-    "CacheEmptier",
     "GrowingTensors",
     "Growth",
     "LeakWatch",
@@ -85,42 +84,6 @@ def print_memory_usage(say: Callable[[str], object] = print) -> None:
     """Print the lines of `memory_usage_lines`, or hand them to `say`."""
     for line in memory_usage_lines():
         say(line)
-
-
-class CacheEmptier:
-    """Returns the allocator's unused memory to the driver every so often.
-
-    It helps other processes on the GPU and costs this one: the next allocations go to the driver again.
-
-    Args:
-        every_n_epochs: 0 is never.
-        every_n_batches: 0 is never.
-        empty: What to call; a no-op of torch's where CUDA was not used.
-    """
-
-    def __init__(
-        self,
-        every_n_epochs: int = 0,
-        every_n_batches: int = 0,
-        empty: Callable[[], object] = torch.cuda.empty_cache,
-    ) -> None:
-        self.every_n_epochs = every_n_epochs
-        self.every_n_batches = every_n_batches
-        self._empty = empty
-
-    def after_batch(self, num_done: int) -> bool:
-        """Empty it if `num_done` batches are a multiple of n; never before the first. Says if it did."""
-        return self._empty_at(num_done, self.every_n_batches)
-
-    def after_epoch(self, num_done: int) -> bool:
-        """Empty it if `num_done` epochs are a multiple of n. Says if it did."""
-        return self._empty_at(num_done, self.every_n_epochs)
-
-    def _empty_at(self, num_done: int, every: int) -> bool:
-        due = every > 0 and num_done > 0 and num_done % every == 0
-        if due:
-            self._empty()
-        return due
 
 
 # -- leaks -----------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import torch
 from stoker.errors import InputError
 from stoker.train.accumulation import Accumulation, scale_gradients
 from stoker.train.batches import map_tensors
-from stoker.train.buffers import Buffers, Copies
+from stoker.train.buffers import Buffers
 from stoker.train.parallel import Parallel, gather_whole, is_spread
 from stoker.train.precision import PrecisionChoice
 from stoker.train.ranks import Ranks
@@ -91,20 +91,6 @@ class Step:
         """Updates that were skipped because of a non-finite gradient; waits for the device."""
         return int(self._skipped + self._block.sum())
 
-    def add(
-        self,
-        inputs: Any,
-        targets: Any,
-        num_samples: int,
-        reset: torch.Tensor | None = None,
-        rows: torch.Tensor | None = None,
-        num_together: int | None = None,
-    ) -> torch.Tensor:
-        """Add a batch's gradients to the update; return its loss, float32 on the device."""
-        weight = self.begin_batch(num_samples, num_together)
-        exchange = self.accumulation.is_complete
-        return self.forward_backward(inputs, targets, weight, reset, rows, exchange)
-
     def begin_batch(self, num_samples: int, num_together: int | None = None) -> float:
         """Count a batch of the update; return the weight of its mean loss.
 
@@ -140,54 +126,34 @@ class Step:
             exchange: Whether ranks average their gradients in this backward pass: the update's last one.
         """
         parts = self.parts
-        if not exchange and parts.runner is not None:
-            self._is_exchanged = False
-            with parts.parallel.held_back(parts.runner):
-                return self._forward_backward(inputs, targets, weight, reset, rows)
-        self._is_exchanged = True
-        return self._forward_backward(inputs, targets, weight, reset, rows)
-
-    def _forward_backward(
-        self,
-        inputs: Any,
-        targets: Any,
-        weight: float,
-        reset: torch.Tensor | None,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        parts = self.parts
+        self._is_exchanged = exchange or parts.runner is None
+        if not self._is_exchanged:
+            held_back = parts.parallel.held_back(parts.runner)
+        else:
+            held_back = contextlib.nullcontext()
         before = self._buffers.copy() if self._buffers else {}
         recurrent = parts.recurrent if reset is not None else None
-        with parts.precision.autocast(parts.device):
-            if recurrent is not None and reset is not None:
-                outputs = recurrent.run(parts.forward, inputs, reset)
-            else:
-                outputs = parts.forward(inputs)
-        if rows is not None:
-            outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
-        loss = parts.criterion(as_float32(outputs), targets)
-        if not self._has_loss:
-            check_loss(loss)
-            self._has_loss = True
-        scaled = parts.scaler.scale(loss if weight == 1.0 else loss * weight)
-        scaled.backward()
+        with held_back:
+            with parts.precision.autocast(parts.device):
+                if recurrent is not None and reset is not None:
+                    outputs = recurrent.run(parts.forward, inputs, reset)
+                else:
+                    outputs = parts.forward(inputs)
+            if rows is not None:
+                outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
+            loss = parts.criterion(as_float32(outputs), targets)
+            if not self._has_loss:
+                check_loss(loss)
+                self._has_loss = True
+            parts.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
         loss = loss.detach().float()
-        if before or recurrent is not None:
-            self._forget_unless_finite(loss, before, recurrent)
+        # Reading a loss on the CPU costs nothing. On a GPU the host would wait, so the device decides.
+        if (before or recurrent is not None) and (self._on_gpu or not math.isfinite(loss.item())):
+            is_sound = torch.isfinite(loss)
+            self._buffers.put_back(before, keep_if=is_sound)
+            if recurrent is not None:
+                recurrent.keep_if(is_sound)
         return loss
-
-    def _forget_unless_finite(
-        self, loss: torch.Tensor, before: Copies, recurrent: RecurrentState | None
-    ) -> None:
-        """Restore buffers and recurrent state if the batch's loss is not finite; on a GPU without waiting."""
-        if not self._on_gpu and math.isfinite(
-            loss.item()
-        ):  # reading a loss on the CPU costs nothing
-            return
-        is_sound = torch.isfinite(loss)
-        self._buffers.put_back(before, keep_if=is_sound)
-        if recurrent is not None:
-            recurrent.keep_if(is_sound)
 
     def finish_update(self) -> None:
         """Update the weights with the batches that were added; does nothing if there are none."""

@@ -18,10 +18,10 @@ Contract:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -94,7 +94,6 @@ class Update:
         )
         self.level = self._asked
         self._works: list[Work] = []
-        self._in_update = False
         self._said_whole = False
         self._buffers = Buffers(parts.model)
         self._before: tuple[_Generators, Copies] | None = None
@@ -104,12 +103,15 @@ class Update:
             self._recall()
 
     def add(self, work: Work) -> torch.Tensor:
-        """Add a batch to the update; return its loss, on the device. Does not wait for the device."""
+        """Add a batch to the update; return its loss, on the device. Does not wait for the device.
+
+        A batch that is too large for the memory level goes through in passes, each weighted by its share of
+        the batch.
+        """
         if not self._works:
             self.mark()
         self._works.append(work)
-        loss = self._guarded(lambda: self._add(work))
-        return loss if loss is not None else self._replay()[-1]
+        return self._run([work])
 
     @property
     def is_lowered(self) -> bool:
@@ -131,11 +133,17 @@ class Update:
 
     def finish(self) -> None:
         """Step the optimizer with the gradients so far; does nothing when no batch was added."""
-        if self._guarded(self._update) is None:
-            self._replay()
-            self.finish()
-            return
-        self._works = []
+        while True:
+            try:
+                self.step.finish_update()
+            except RuntimeError as error:
+                self._check_survives(error, updating=True)
+            else:
+                self._works = []
+                return
+            self._go_down()
+            self.restore()
+            self._run(self._works)
 
     def survive(self, error: RuntimeError) -> None:
         """Go down a level after an error outside the step, such as in building a batch; the caller then retries.
@@ -144,14 +152,11 @@ class Update:
             RuntimeError: The error itself, if memory was not its cause or `survive` is off.
             InputError: There is no lower level.
         """
-        if not self.survives or not is_oom(error):
-            raise error
-        if self.step.parts.ranks.are_several:
-            raise self.next_time() from error
-        forget_frames(error)
+        self._check_survives(error)
         self._go_down()
         if self._works:
-            self._replay()
+            self.restore()
+            self._run(self._works)
 
     def obtain(self, get: Callable[[bool], _T]) -> _T:
         """Return what `get` returns, going down a level each time it runs out of memory.
@@ -184,41 +189,46 @@ class Update:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _update(self) -> bool:
-        self._in_update = True
-        try:
-            self.step.finish_update()
-        finally:
-            self._in_update = False
-        return True
+    def _run(self, works: list[Work]) -> torch.Tensor:
+        """Run batches; return the loss of the last one.
 
-    def _add(self, work: Work) -> torch.Tensor:
-        """Run a batch in passes of at most `pass_size` samples, each weighted by its share of the batch."""
-        if not self.is_lowered or work.num_samples <= self.level.pass_size or self._is_whole(work):
-            return self.step.add(
-                work.inputs,
-                work.targets,
-                work.num_samples,
-                work.reset,
-                work.rows,
-                work.num_together,
-            )
-        weight = self.step.begin_batch(work.num_samples, work.num_together)
-        total = torch.zeros((), device=self.step.parts.device)
-        left = work.num_samples
-        for part in _passes(work, self.level.pass_size):
-            share = part.num_samples / work.num_samples
-            left -= part.num_samples
-            exchange = not left and self.step.accumulation.is_complete
-            total += share * self.step.forward_backward(
-                part.inputs, part.targets, weight * share, exchange=exchange
-            )
-        return total
+        Each time memory runs out, all batches of the update are run again, one level lower.
+        """
+        step = self.step
+        while True:
+            try:
+                for work in works:
+                    weight = step.begin_batch(work.num_samples, work.num_together)
+                    passes = self._passes(work)
+                    losses = []
+                    for part in passes:
+                        share = part.num_samples / work.num_samples
+                        exchange = part is passes[-1] and step.accumulation.is_complete
+                        loss = step.forward_backward(
+                            part.inputs,
+                            part.targets,
+                            weight * share,
+                            part.reset,
+                            part.rows,
+                            exchange,
+                        )
+                        losses.append(loss if share == 1.0 else share * loss)
+                return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+            except RuntimeError as error:
+                self._check_survives(error)
+            # Outside of the handler: the error, and with it the tensors of its frames, is gone.
+            self._go_down()
+            self.restore()
+            works = self._works
 
-    def _is_whole(self, work: Work) -> bool:
-        """Whether a batch cannot be cut into passes; notes it once per run."""
+    def _passes(self, work: Work) -> list[Work]:
+        """Return the parts of a batch that go through the model one after the other; often the batch alone."""
+        if not self.is_lowered or work.num_samples <= self.level.pass_size:
+            return [work]
         if work.can_cut:
-            return False
+            sizes = cut(work.num_samples, self.level.pass_size)
+            ends = list(itertools.accumulate(sizes))
+            return [work.part(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         if not self._said_whole:
             self._said_whole = True
             self._say(
@@ -227,35 +237,22 @@ class Update:
                     "tensor has a row per sample, or rows carry state"
                 )
             )
-        return True
+        return [work]
 
-    def _guarded(self, run: Callable[[], Any]) -> Any:
-        """Return what `run` returns, or None after it ran out of memory and the level was lowered."""
-        try:
-            return run()
-        except RuntimeError as error:
-            if not self.survives or not is_oom(error):
-                raise
-            if self.step.parts.ranks.are_several:
-                raise self.next_time() from error
-            # An optimizer that is not fused updates parameter by parameter: half of them may be new.
-            if self._in_update and not self.step.guarded:
-                error.add_note(
-                    "in the update of an optimizer that may have changed some weights already: resume "
-                    "from the last checkpoint with a smaller batch, or use torch.optim.AdamW"
-                )
-                raise
-            forget_frames(error)
-        self._go_down()
-        return None
-
-    def _replay(self) -> list[torch.Tensor]:
-        """Run the update's batches again, from the state before the first of them."""
-        while True:
-            self.restore()
-            losses = [self._guarded(partial(self._add, work)) for work in self._works]
-            if all(loss is not None for loss in losses):
-                return losses
+    def _check_survives(self, error: RuntimeError, *, updating: bool = False) -> None:
+        """Return if the update can be repeated with less memory after this error; otherwise raise."""
+        if not self.survives or not is_oom(error):
+            raise error
+        if self.step.parts.ranks.are_several:
+            raise self.next_time() from error
+        # An optimizer that is not fused updates parameter by parameter: half of them may be new.
+        if updating and not self.step.guarded:
+            error.add_note(
+                "in the update of an optimizer that may have changed some weights already: resume "
+                "from the last checkpoint with a smaller batch, or use torch.optim.AdamW"
+            )
+            raise error
+        forget_frames(error)
 
     def restore(self) -> None:
         """Go back to the last `mark`; gradients are dropped."""
@@ -387,10 +384,3 @@ class Update:
 def _device_generator(device: torch.device) -> torch.Generator:
     number = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[number]
-
-
-def _passes(work: Work, pass_size: int) -> Iterator[Work]:
-    start = 0
-    for count in cut(work.num_samples, pass_size):
-        yield work.part(start, start + count)
-        start += count

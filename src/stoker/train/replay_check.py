@@ -1,0 +1,131 @@
+"""Whether a replayed step agrees with an eager one: the rule, and what must be equal before two are compared.
+
+Two steps from the same state differ for three reasons. The graph is wrong, which must be found. Kernels add in
+another order at every run (atomics), which Adam turns into whole steps where a gradient is almost zero. Or a
+library chooses another algorithm while a graph is captured: Hugging Face models then keep an attention mask that
+they drop otherwise, and attention with a mask draws other dropout.
+
+Enters: losses, weights, optimizer states and buffers after a step, computed both ways. Leaves: the largest
+difference, in units of what is allowed. Costs: a pass over the tensors; one copy of them for each way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from stoker.train.batches import map_tensors
+from stoker.train.step import StepParts, as_float32
+
+_RELATIVE, _ABSOLUTE = 1e-3, 1e-5
+"""Tolerance between a replay and the eager step. The order of sums differs; wrong data differs more."""
+_NOISE_FACTOR = 2.0
+_MOST_NOISE = 0.02
+"""Where equal steps differ by more than this share of the values in half of all tensors, nothing can be judged."""
+_OUTPUT_TOLERANCE = 0.05
+"""Between outputs of two algorithms for the same function, in bfloat16 through many layers."""
+
+
+def difference(
+    wanted: Sequence[torch.Tensor],
+    got: Sequence[torch.Tensor],
+    noise: torch.Tensor | None = None,
+) -> float:
+    """Return the largest difference in units of what is allowed.
+
+    It is infinite if only one of two values is NaN, or if the lists have different lengths: then a parameter
+    or a buffer exists in one way of computing only.
+
+    Args:
+        wanted: Tensors after the eager step.
+        got: The same after the replay.
+        noise: Of each tensor, how far repeated steps from the same state were apart (`spread`).
+    """
+    if len(wanted) != len(got):
+        return math.inf
+    if not wanted:
+        return 0.0
+    room = _ABSOLUTE + _RELATIVE * _sizes(wanted)
+    if noise is not None:
+        room = room + _NOISE_FACTOR * noise
+    worst = float((spread(wanted, got) / room).max())
+    return math.inf if math.isnan(worst) else worst
+
+
+def spread(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the largest difference of each pair of tensors; NaN where only one value of a pair is NaN."""
+    return torch.stack([_apart(a, b) for a, b in zip(one, other, strict=True)])
+
+
+def is_too_noisy(wanted: Sequence[torch.Tensor], noise: torch.Tensor) -> bool:
+    """Whether equal steps are so far apart that a comparison would accept a wrong graph."""
+    relative = noise / _sizes(wanted).clamp_min(_ABSOLUTE)
+    return not float(relative.median()) <= _MOST_NOISE
+
+
+@contextlib.contextmanager
+def as_if_captured() -> Iterator[None]:
+    """Let models choose the algorithms that they choose while a graph is captured."""
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        yield
+
+
+def is_same_function(parts: StepParts, inputs: Any) -> bool:
+    """Whether the model computes the same outputs with the algorithms that it chooses during a capture.
+
+    Computed in evaluation mode, without dropout: two algorithms draw it in different ways.
+    """
+    modes = [(module, module.training) for module in parts.model.modules()]
+    parts.model.eval()
+    try:
+        with torch.no_grad(), parts.precision.autocast(parts.device):
+            plain = _leaves(as_float32(parts.model(inputs)))
+            with as_if_captured():
+                other = _leaves(as_float32(parts.model(inputs)))
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+    if len(plain) != len(other) or any(
+        a.shape != b.shape for a, b in zip(plain, other, strict=True)
+    ):
+        return False
+    return all(
+        bool(_apart(a, b) <= _OUTPUT_TOLERANCE * _sizes([a]).clamp_min(_ABSOLUTE))
+        for a, b in zip(plain, other, strict=True)
+    )
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if not one.is_floating_point() or not one.numel():
+        return torch.zeros((), device=one.device)
+    # A loss that is not finite is so both ways, and leaves everything else unchanged.
+    alike = (one == other) | (one.isnan() & other.isnan())
+    return torch.where(alike, 0.0, (one - other).abs()).max().float().detach()
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the largest finite magnitude of each tensor."""
+    return torch.stack(
+        [
+            tensor.detach().float().abs().nan_to_num(0.0, 0.0, 0.0).max()
+            if tensor.numel()
+            else torch.zeros((), device=tensor.device)
+            for tensor in tensors
+        ]
+    )
+
+
+def _leaves(outputs: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(keep, outputs, in_records=True)
+    return found
