@@ -140,6 +140,7 @@ _EXTRAS = {
     "accelerate": ("accelerate", "accelerate"),
     "transformers": ("transformers", "huggingface"),
     "torchdata": ("torchdata", "torchdata"),
+    "pyteomics": ("pyteomics", "mzml"),
 }
 """Modules of optional packages: the package's name, and the extra of pyproject.toml that brings it."""
 

@@ -348,7 +348,11 @@ def massspec(
     out: Out,
     msp: Annotated[
         Path,
-        typer.Option("--msp", help="Spectrum library, .msp, .msl or gzipped.", show_default=False),
+        typer.Option(
+            "--msp",
+            help="Spectrum library: MSP, MSL, MGF, MassBank, SDF with peaks, mzML, gzipped or not; or a folder.",
+            show_default=False,
+        ),
     ],
     mol_dir: Annotated[
         Path | None,
@@ -366,7 +370,7 @@ def massspec(
         str,
         typer.Option(
             "--structures",
-            help="mol: MOL files only; smiles: the record's SMILES; auto: MOL, else SMILES.",
+            help="mol: MOL files only; smiles: the record's SMILES or InChI; auto: MOL, else these; none.",
         ),
     ] = "auto",
     rounding: Annotated[
@@ -380,6 +384,16 @@ def massspec(
         str, typer.Option("--split", help="Shares of train, validation, test; by compound.")
     ] = "0.8,0.1,0.1",
     seed: Annotated[int, typer.Option("--seed", help="Of the split.")] = 42,
+    spectra: Annotated[
+        str,
+        typer.Option(
+            "--spectra",
+            help="Kinds to take: ei, msms, ms1, all; auto refuses a library that mixes them.",
+        ),
+    ] = "auto",
+    without_spectra: Annotated[
+        bool, typer.Option("--without-spectra", help="Keep records without peaks, for prediction.")
+    ] = False,
     jobs: Jobs = 0,
     cluster: Cluster = None,
     force_recreate: Force = False,
@@ -402,6 +416,8 @@ def massspec(
         train_ratio=shares[0],
         val_ratio=shares[1],
         seed=seed,
+        spectra=spectra,  # type: ignore[arg-type]
+        without_spectra=without_spectra,
     )
     _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 

@@ -27,9 +27,9 @@ from stoker.demo.reading import (
 )
 from stoker.demo.training import LEARNING_RATE, OPTIONS, TRAINED, Training, train_both_ways
 from stoker.display import command
+from stoker.doctor.findings import Consultation
 from stoker.doctor.findings_page import findings_page
 from stoker.doctor.scripts import consult_script
-from stoker.doctor.findings import Consultation
 from stoker.errors import InputError
 from stoker.machine import probe
 from stoker.ownership import SIGNATURE, always, claim_folder, remove_file, write_text
