@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from docs_build.gallery import gallery_page
 from docs_build.reference import reference_pages
 from docs_build.results import benchmarks_page
 from docs_build.symptoms import symptom_pages
@@ -54,6 +55,7 @@ def generated_pages(root: Path = ROOT) -> dict[str, str]:
     pages["benchmarks.md"] = relinked(
         benchmarks_page(root / "benchmarks/results", benchmarks), "benchmarks/README.md"
     )
+    pages["files.md"] = gallery_page(root)
     pages |= symptom_pages(written["doctor.md"])
     pages |= verb_pages(guides)
     pages |= reference_pages(root / "src/stoker", [readme, *guides.values(), *examples])

@@ -35,6 +35,7 @@ from stoker.sources import tables
 from stoker.sources.arrays import ArraysSource
 from stoker.sources.bars.reading import read_bars
 from stoker.sources.msp import blocks, read_msp, text
+from stoker.sources.tables import reading
 from stoker.store import manifest
 from stoker.store.fields import Ragged
 from stoker.store.manifest import seal
@@ -588,8 +589,9 @@ def test_a_file_of_noise_is_counted_whole_and_listed_in_part(tmp_path, monkeypat
 
 def test_a_file_of_nothing_but_noise_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(RefusalList, "MOST", 500)
-    path = packed_text(tmp_path / "a.csv.gz", b"a,b\n", b"1,2,3\n" * 600, repeat=1)
-    with pytest.raises(SourceError, match=r"Row #502: Expected 2 columns, got 3"):
+    monkeypatch.setattr(reading, "HEAD_BYTES", 40)
+    path = packed_text(tmp_path / "a.csv.gz", b"a,b\n" + b"1,2\n" * 10, b"1,2,3\n" * 600, repeat=1)
+    with pytest.raises(SourceError, match=r"Row #512: Expected 2 columns, got 3"):
         tables.TableSource((path,)).prepare(tmp_path)
     few = packed_text(tmp_path / "b.csv.gz", b"a,b\n", b"1,2\n1,2\n1,2,3\n" * 600, repeat=1)
     preparation = tables.TableSource((few,)).prepare(tmp_path)
@@ -598,8 +600,8 @@ def test_a_file_of_nothing_but_noise_is_given_up(tmp_path, monkeypatch):
 
 
 def test_wide_rows_make_parts_shorter(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "_PART_BYTES", 1000)
-    monkeypatch.setattr(tables, "_CSV_BLOCK_BYTES", 1000)
+    monkeypatch.setattr("stoker.sources.tables.source._PART_BYTES", 1000)
+    monkeypatch.setattr(reading, "CSV_BLOCK_BYTES", 1000)
     rows = [f"{number},{number / 7:.9f}" for number in range(500)]
     (tmp_path / "a.csv").write_text("a,b\n" + "\n".join(rows) + "\n")
     preparation = tables.TableSource((tmp_path / "a.csv",)).prepare(tmp_path)

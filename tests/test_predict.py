@@ -31,7 +31,7 @@ from stoker.store.fields import Dense
 from stoker.train.checkpoint import Checkpoints
 from stoker.train.int8_weights import pack_int8, unpack_int8
 from stoker.train.precision import choose_precision
-from stoker.train.predict import Predicted, evaluate, write_parquet
+from stoker.train.predict import Predicted, evaluate, write_predictions
 from stoker.train.quantize import quantize_dynamic
 from store_makers import write_store
 
@@ -241,11 +241,11 @@ def rows(count, size=4, number=200):
 
 
 def test_memory_does_not_grow_with_the_samples(tmp_path):
-    write_parquet(tmp_path / "warm.parquet", rows(200), {})
+    write_predictions(tmp_path / "warm.parquet", rows(200), {})
     peaks = []
     for count in (20_000, 80_000):
         tracemalloc.start()
-        assert write_parquet(tmp_path / "p.parquet", rows(count, 128), {}) == count
+        assert write_predictions(tmp_path / "p.parquet", rows(count, 128), {}) == count
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.5 * peaks[0]
@@ -261,19 +261,19 @@ def test_a_broken_pass_leaves_no_file(tmp_path):
 
     (tmp_path / "p.parquet").write_text(f"older, {SIGNATURE}")
     with pytest.raises(RuntimeError):
-        write_parquet(tmp_path / "p.parquet", breaks(), {})
+        write_predictions(tmp_path / "p.parquet", breaks(), {})
     assert [path.name for path in tmp_path.iterdir()] == ["p.parquet"]
     assert (tmp_path / "p.parquet").read_text() == f"older, {SIGNATURE}"
     (tmp_path / "mine.parquet").write_text("mine")
     with pytest.raises(InputError, match="stoker did not write it"):
-        write_parquet(tmp_path / "mine.parquet", rows(5), {})
-    write_parquet(tmp_path / "p.parquet", rows(5), {})
-    write_parquet(tmp_path / "p.parquet", rows(6), {})
+        write_predictions(tmp_path / "mine.parquet", rows(5), {})
+    write_predictions(tmp_path / "p.parquet", rows(5), {})
+    write_predictions(tmp_path / "p.parquet", rows(6), {})
     with pytest.raises(InputError, match="no sample to predict"):
-        write_parquet(tmp_path / "q.parquet", [], {})
+        write_predictions(tmp_path / "q.parquet", [], {})
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot write"):
-        write_parquet(tmp_path / "file" / "q.parquet", rows(5), {})
+        write_predictions(tmp_path / "file" / "q.parquet", rows(5), {})
 
 
 def test_a_model_with_other_rows_is_refused(runs, tmp_path):

@@ -140,7 +140,6 @@ _EXTRAS = {
     "accelerate": ("accelerate", "accelerate"),
     "transformers": ("transformers", "huggingface"),
     "torchdata": ("torchdata", "torchdata"),
-    "pyteomics": ("pyteomics", "mzml"),
 }
 """Modules of optional packages: the package's name, and the extra of pyproject.toml that brings it."""
 
@@ -353,6 +352,7 @@ class Refusal:
         unit: What `line` counts: "line", "row" or "record".
         count: How many pieces it stands for; above 1 where a listing was cut short.
         kind: Class of reasons that the pack counts it under ("cannot be decoded"); the reason itself when empty.
+        is_asked: The user asked for such pieces to be left out: they count as ignored, not against the budget.
         fix: What to type so that it is taken; may be empty.
     """
 
@@ -362,6 +362,7 @@ class Refusal:
     unit: str = "line"
     count: int = 1
     kind: str = ""
+    is_asked: bool = False
     fix: str = ""
 
     def __str__(self) -> str:
@@ -399,14 +400,16 @@ class RefusalList(list[Refusal]):
 
 
 def count_refused(refusals: Iterable[Refusal]) -> int:
-    """Return how many pieces of input were refused, listed or not."""
-    return sum(refusal.count for refusal in refusals)
+    """Return how many pieces of input were refused, listed or not; without those that the user asked to leave out."""
+    return sum(refusal.count for refusal in refusals if not refusal.is_asked)
 
 
-def count_kinds(refusals: Iterable[Refusal]) -> dict[str, int]:
-    """Return how many pieces were refused for each kind of reason."""
+def count_kinds(refusals: Iterable[Refusal], *, is_asked: bool = False) -> dict[str, int]:
+    """Return how many pieces were refused, or left out as the user asked, for each kind of reason."""
     kinds: dict[str, int] = {}
     for refusal in refusals:
+        if refusal.is_asked != is_asked:
+            continue
         kind = refusal.kind or refusal.reason
         kinds[kind] = kinds.get(kind, 0) + refusal.count
     return kinds

@@ -1,8 +1,7 @@
 # ruff: noqa: E501  a table
 """Small pictures and masks of every kind and flaw, and what stoker does with each.
 
-`CASES` is read by `test_gallery_pictures.py`, which makes the files, types the command and compares the outcome, and by
-the page "what stoker reads" of the docs.
+`test_gallery.py` makes the files, types the command and compares the outcome.
 """
 
 from __future__ import annotations
@@ -10,37 +9,35 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from gallery.case import GalleryCase
+
 RNG = np.random.default_rng(7)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One kind of input.
+KIND = "Pictures and masks: `stoker pack images`, `stoker pack segmentation`"
 
-    Attributes:
-        kind: What it is, for people.
-        make: Writes the files into a folder.
-        words: The command behind `stoker pack`, in that folder; OUT is `out`.
-        outcome: What stoker does, for people.
-        packed: Samples in the store; None where the command is refused.
-        says: Texts that the command must print.
-        check: Looks at the store.
-    """
 
-    kind: str
-    make: Callable[[Path], None]
-    words: str
-    outcome: str
-    packed: int | None = None
-    says: tuple[str, ...] = ()
-    check: Callable[[Any], None] | None = field(default=None, compare=False)
+def Case(  # noqa: N802  a row of the table
+    what: str,
+    make: Callable[[Path], object],
+    words: str,
+    does: str,
+    packed: int | None = None,
+    says: tuple[str, ...] = (),
+    check: Callable[[Any], None] | None = None,
+) -> GalleryCase:
+    """Return a case; `packed` is None where the command is refused."""
+    code = None if packed is None else 0
+    typed = ["pack", *words.split()]
+    return GalleryCase(
+        what, does, make, name=".", code=code, says=says, words=typed, packed=packed, check=check
+    )
 
 
 def picture(path: Path, size: tuple[int, int] = (8, 6), value: int | None = None, **save: Any) -> None:
@@ -238,7 +235,7 @@ CASES = [
          "0 to 4095 becomes 0 to 255", 2, ("0 to 4095 became 0 to 255",), _pixels(0, 255)),
     Case("16-bit RGB", _with(_in, lambda f: _png16_rgb(f / "in" / "cat" / "deep.png", 40000)), IMAGES,
          "the upper 8 bits, said", 7, ("1 colour pictures of 16 bits a channel",)),
-    Case("16-bit RGB with a range", lambda f: [picture(f / "in" / "cat" / "0.png"), _png16_rgb(f / "in" / "cat" / "deep.png", 40000)] and None,
+    Case("16-bit RGB with a range", _with(_in, lambda f: _png16_rgb(f / "in" / "cat" / "deep.png", 40000)),
          IMAGES + " --range 0,4095", "refused", None, ("leave --range out",)),
     Case("float from 0 to 1", lambda f: _deep(f, [0.0, 1.0], "f4", "tif"), IMAGES, "0 to 1 becomes 0 to 255, said", 2,
          ("2 float pictures with values 0 to 1",), _pixels(0, 255)),

@@ -7,16 +7,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.pack import (
+    Decimal,
+    Drop,
+    Dtype,
+    Encoding,
+    Header,
+    Keep,
+    Missing,
+    Separator,
+    table_source,
+)
 from stoker.cli.terminal import make_console, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stoker.report import Progress
+    from stoker.sources.tables import TableSource
     from stoker.store.fields import ShardData
     from stoker.store.inspection import Inspection
 
-_TABLES = {".csv", ".tsv", ".txt", ".parquet", ".pq"}
 _ARRAYS = {".npy", ".npz"}
 
 
@@ -24,7 +35,8 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            help="Store folder, its URL, .h5, .npy, .npz, .csv or .parquet.", show_default=False
+            help="Store folder, its URL, .h5, .npy, .npz; a table or a folder of tables.",
+            show_default=False,
         ),
     ],
     html: Annotated[
@@ -36,6 +48,14 @@ def inspect(
     target: Annotated[
         str | None, typer.Option("--target", help="Target column of a table, to look for leaks.")
     ] = None,
+    drop: Drop = None,
+    keep: Keep = None,
+    dtype: Dtype = None,
+    missing: Missing = "stop",
+    sep: Separator = None,
+    decimal: Decimal = None,
+    encoding: Encoding = None,
+    header: Header = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document on stdout.")
     ] = False,
@@ -48,8 +68,11 @@ def inspect(
 
     require_output(html, "--html", [path])
     name = shown(path)
+    source = table_source(
+        (path,), target, drop, keep, dtype, missing, sep, decimal, encoding, header
+    )
     with Bar(quiet=as_json) as bar:
-        inspection, facts = _look(path, target, bar)
+        inspection, facts = _look(path, source, bar)
     if html is not None:
         from stoker.ownership import write_text
         from stoker.store.quality_page import quality_page
@@ -67,13 +90,21 @@ def inspect(
         raise typer.Exit(EXIT_REFUSED)
 
 
-def _look(path: Path, target: str | None, bar: Progress) -> tuple[Inspection, dict[str, str]]:
+def _look(path: Path, source: TableSource, bar: Progress) -> tuple[Inspection, dict[str, str]]:
     """Inspect a store in place, or a raw file part by part as `pack` would read it."""
+    from stoker.sources.tables.reading import is_table
+    from stoker.store.manifest import MANIFEST_NAME
     from stoker.units import format_bytes, format_count
 
-    suffixes = {suffix.lower() for suffix in path.suffixes}
-    if path.is_file() and suffixes & (_TABLES | _ARRAYS):
-        return _look_at_file(path, target, bool(suffixes & _TABLES), bar)
+    is_array = {suffix.lower() for suffix in path.suffixes} & _ARRAYS
+    if path.is_file() and (is_array or is_table(path)):
+        return _look_at_file(path, source, not is_array, bar)
+    if (
+        path.is_dir()
+        and not (path / MANIFEST_NAME).exists()
+        and any(map(is_table, path.rglob("*")))
+    ):
+        return _look_at_file(path, source, True, bar)
     from stoker.store.inspection import inspect_store
     from stoker.store.reader import open_store
 
@@ -97,19 +128,18 @@ def _look(path: Path, target: str | None, bar: Progress) -> tuple[Inspection, di
 
 
 def _look_at_file(
-    path: Path, target: str | None, is_table: bool, bar: Progress
+    path: Path, source: TableSource, is_table: bool, bar: Progress
 ) -> tuple[Inspection, dict[str, str]]:
     from stoker.errors import RefusalList, count_refused
     from stoker.ownership import temporary_folder
     from stoker.packing.worker import unguarded
     from stoker.sources.arrays import ArraysSource
     from stoker.sources.contract import PartContext
-    from stoker.sources.tables import TableSource
     from stoker.store.inspection import inspect_parts
     from stoker.units import format_bytes, format_count
 
     refused = RefusalList()
-    total = 0
+    total, notes = 0, []
 
     def array_parts(scratch: Path) -> Iterator[ShardData]:
         nonlocal total
@@ -121,10 +151,10 @@ def _look_at_file(
 
     def table_parts(scratch: Path) -> Iterator[ShardData]:
         nonlocal total
-        source = TableSource((path,), target)
         context = PartContext(scratch, unguarded, {})
         preparation = source.prepare(scratch)
         total = sum(part.num_samples for part in preparation.parts)
+        notes.extend(preparation.notes)
         bar.start("inspecting", total, "rows")
         refused.extend(preparation.refused)
         for part in preparation.parts:
@@ -135,7 +165,11 @@ def _look_at_file(
 
     with temporary_folder("stoker-inspect-") as scratch:
         inspection = inspect_parts((table_parts if is_table else array_parts)(scratch))
-    facts = {"rows": format_count(total), "on disk": format_bytes(path.stat().st_size)}
+    files = source.files() if is_table else [path]
+    size = sum(file.stat().st_size for file in files)
+    facts = {"rows": format_count(total), "on disk": format_bytes(size)}
+    facts |= {"files": format_count(len(files))} if len(files) > 1 else {}
+    facts |= {f"note {number}": note for number, note in enumerate(notes, 1)}
     for number, refusal in enumerate(refused[:20]):
         facts[f"refused {number + 1} of {count_refused(refused)}"] = str(refusal)
     return inspection, facts

@@ -13,7 +13,9 @@ from stoker.display import command, printable
 if TYPE_CHECKING:
     from stoker.packing import PackOptions, PackResult
     from stoker.sources.contract import Source
+    from stoker.sources.tables import TableSource
 
+_NOTES = 12
 Word = TypeVar("Word", str, Path)
 
 app = typer.Typer(
@@ -53,6 +55,53 @@ Repair = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Separator = Annotated[
+    str | None,
+    typer.Option(
+        "--sep",
+        help="Between cells: a character, or comma, semicolon, tab, bar, whitespace [default: found].",
+        show_default=False,
+    ),
+]
+Decimal = Annotated[
+    str | None,
+    typer.Option("--decimal", help="Decimal sign, . or , [default: found].", show_default=False),
+]
+Encoding = Annotated[
+    str | None,
+    typer.Option(
+        "--encoding", help="Of text files, such as cp1252 [default: found].", show_default=False
+    ),
+]
+Header = Annotated[
+    bool | None,
+    typer.Option(
+        "--header/--no-header",
+        help="Whether the first line names the columns [default: found, or asked].",
+        show_default=False,
+    ),
+]
+Drop = Annotated[list[str] | None, typer.Option("--drop", help="Column to leave out; repeatable.")]
+Keep = Annotated[
+    list[str] | None,
+    typer.Option("--keep", help="Take only such columns, and the target; repeatable."),
+]
+Dtype = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dtype",
+        help="NAME=KIND where the values do not say it: number, float64, bool, category, one-hot, codes, date, "
+        "day-first, month-first, seconds; repeatable.",
+    ),
+]
+Missing = Annotated[
+    str,
+    typer.Option(
+        "--missing",
+        help="Missing numbers: stop: refuse them; median or zero: fill them; flag: fill by the median and mark them "
+        "in a column of their own; drop: leave their rows out.",
+    ),
+]
 Out = Annotated[Path, typer.Argument(help="Folder of the store.", show_default=False)]
 
 
@@ -83,12 +132,20 @@ def arrays(
 @app.command()
 def table(
     files: Annotated[
-        list[Path], typer.Argument(help="CSV or Parquet files, then OUT.", show_default=False)
+        list[Path],
+        typer.Argument(
+            help="CSV, Parquet or Feather files, folders or patterns, then OUT.", show_default=False
+        ),
     ],
     target: Annotated[str | None, typer.Option("--target", help="Column to predict.")] = None,
-    drop: Annotated[
-        list[str] | None, typer.Option("--drop", help="Column to leave out; repeatable.")
-    ] = None,
+    drop: Drop = None,
+    keep: Keep = None,
+    dtype: Dtype = None,
+    missing: Missing = "stop",
+    sep: Separator = None,
+    decimal: Decimal = None,
+    encoding: Encoding = None,
+    header: Header = None,
     split: Annotated[
         str | None, typer.Option("--split", help="Shares of train, validation, test in row order.")
     ] = None,
@@ -100,13 +157,49 @@ def table(
     repair: Repair = None,
     as_json: AsJson = False,
 ) -> None:
-    """Pack rows of CSV or Parquet files as one float32 table."""
-    from stoker.sources.tables import TableSource
-
+    """Pack rows of tables: numbers, texts, dates and booleans as one table of numbers."""
     paths, out = _split_out(files)
-    shares = _shares(split) if split else ()
-    source = TableSource(paths, target, tuple(drop or ()), shares)
-    _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget, repair), as_json)
+    source = table_source(
+        paths, target, drop, keep, dtype, missing, sep, decimal, encoding, header,
+        _shares(split) if split else (),
+    )  # fmt: skip
+    fills = {"median": ["fill:median"], "flag": ["fill:median"], "zero": ["fill:0"]}
+    repairs = [*(repair or []), *fills.get(missing, [])]
+    _pack(
+        source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget, repairs), as_json
+    )
+
+
+def table_source(
+    paths: tuple[Path, ...],
+    target: str | None,
+    drop: list[str] | None,
+    keep: list[str] | None,
+    dtype: list[str] | None,
+    missing: str,
+    sep: str | None,
+    decimal: str | None,
+    encoding: str | None,
+    header: bool | None,
+    shares: tuple[float, ...] = (),
+) -> TableSource:
+    """Return the source that the options of `pack table` and `inspect` ask for."""
+    from stoker.errors import InputError
+    from stoker.sources.tables import TableSource, TextOptions, parse_dtypes
+
+    allowed = ("stop", "median", "zero", "flag", "drop")
+    if missing not in allowed:
+        raise InputError(f"--missing is {missing!r}.", ", ".join(allowed), "--missing median")
+    return TableSource(
+        paths,
+        target,
+        tuple(drop or ()),
+        shares,
+        keep=tuple(keep or ()),
+        dtypes=parse_dtypes(dtype or ()),
+        missing={"median": "keep", "zero": "keep"}.get(missing, missing),
+        text=TextOptions(sep, decimal, encoding, header),
+    )
 
 
 Range = Annotated[
@@ -266,7 +359,8 @@ def bars(
     files: Annotated[
         list[str],
         typer.Argument(
-            help="CSV files or folders, SYMBOL:TF=file to name one, then OUT.", show_default=False
+            help="CSV, Parquet or Feather files or folders, SYMBOL:TF=file to name one, then OUT.",
+            show_default=False,
         ),
     ],
     windows: Annotated[
@@ -314,6 +408,23 @@ def bars(
             "--max-label-gap", help="Leave out samples whose label misses more bars in a row."
         ),
     ] = None,
+    time_column: Annotated[
+        str | None,
+        typer.Option(
+            "--time-column", help="Name of the time column, or DATE+TIME for two [default: found]."
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            "--columns", help="What the file calls them: open=NAME,high=NAME,low=NAME,close=NAME."
+        ),
+    ] = None,
+    drop: Drop = None,
+    stamp: Annotated[
+        str, typer.Option("--stamp", help="Whether a bar's time is its open or its close.")
+    ] = "open",
+    decimal: Decimal = None,
     jobs: Jobs = 0,
     cluster: Cluster = None,
     force_recreate: Force = False,
@@ -322,7 +433,7 @@ def bars(
     as_json: AsJson = False,
 ) -> None:
     """Pack bars of several timeframes: each bar once, each sample a few end indices, no look-ahead."""
-    from stoker.sources.bars import BarsSource, parse_windows
+    from stoker.sources.bars import BarsSource, Naming, parse_windows
 
     paths, out = _split_out(files)
     shares = _shares(ratios)
@@ -339,6 +450,9 @@ def bars(
         sort=sort,
         split_at=_dates(split_at),
         max_label_gap=max_label_gap,
+        naming=Naming.parse(time_column, columns, drop or ()),
+        stamp=stamp,
+        decimal=decimal,
     )
     _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 
@@ -524,12 +638,15 @@ def print_result(result: PackResult) -> None:
     console.print(
         f"{result.path} {done}: {format_count(result.manifest.num_samples)} samples",
     )
-    accounts = result.manifest.attributes.get("accounts") or [result.manifest.counts]
-    for account in accounts if result.manifest.counts else []:
+    notes = [] if result.reused else result.manifest.attributes.get("notes", [])
+    for note in [
+        *notes[:_NOTES],
+        *([f"... and {len(notes) - _NOTES} more notes"] * (len(notes) > _NOTES)),
+    ]:
+        console.print(printable(str(note)))
+    for account in result.manifest.attributes.get("accounts", []):
         for line in Account.from_json(account).lines():
             console.print(printable(line))
-    for note in result.manifest.attributes.get("notes") or ():
-        console.print(printable(note))
     if result.manifest.num_refused:
         refused = format_count(result.manifest.num_refused, "piece")
         console.print(f"{refused} of input refused; see {result.path / REFUSED_NAME}")

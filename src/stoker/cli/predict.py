@@ -1,8 +1,8 @@
-"""`stoker predict CKPT STORE OUT.parquet`: a trained model's answer for every sample.
+"""`stoker predict CKPT INPUT OUT`: a trained model's answer for every sample of a store or row of a table.
 
-Enters: a checkpoint of `stoker train` (or an int8 one of `stoker export --int8`) and a store; no targets are
-needed. Leaves: a parquet file with the sample's number and the predictions. Costs one forward pass per
-sample, in constant memory.
+Enters: a checkpoint of `stoker train` (or an int8 one of `stoker export --int8`) and a store, or a raw table for a
+model that was trained on one; no targets are needed. Leaves: a CSV or Parquet file with the number of the sample or row
+and the predictions. Costs one forward pass per sample, in constant memory.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
+from stoker.cli.pack import Decimal, Encoding, Header, Separator
 from stoker.cli.terminal import echo, print_json
 from stoker.cli.train import DeviceOption
-from stoker.cli.verify import StoreArgument
 
 CheckpointArgument = Annotated[
     Path,
@@ -26,9 +26,27 @@ CheckpointArgument = Annotated[
 
 def predict(
     checkpoint: CheckpointArgument,
-    store: StoreArgument,
-    out: Annotated[Path, typer.Argument(help="The parquet file to write.", show_default=False)],
-    split: Annotated[str, typer.Option("--split", help="all, train, val or test.")] = "all",
+    store: Annotated[
+        Path,
+        typer.Argument(
+            help="Store folder, HDF5 file or URL; or a CSV, Parquet or Feather file of new rows.",
+            show_default=False,
+            metavar="INPUT",
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            help="The file to write, .csv or .parquet by its ending.", show_default=False
+        ),
+    ],
+    split: Annotated[
+        str, typer.Option("--split", help="all, train, val or test; of a store.")
+    ] = "all",
+    sep: Separator = None,
+    decimal: Decimal = None,
+    encoding: Encoding = None,
+    header: Header = None,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Samples per forward pass.")
     ] = 256,
@@ -37,16 +55,25 @@ def predict(
         bool, typer.Option("--json", help="Print one JSON document on stdout.")
     ] = False,
 ) -> None:
-    """Write the model's prediction for every sample to a parquet file."""
+    """Write the model's prediction for every sample, or every row of a raw table, to a CSV or Parquet file."""
     from stoker.cli.progress import Bar
     from stoker.recipes.inference import load_trained, predict_store
+    from stoker.recipes.raw_tables import predict_table
+    from stoker.sources.tables import TextOptions
+    from stoker.sources.tables.reading import is_table
     from stoker.units import format_bytes, format_count, format_seconds
 
     trained = load_trained(checkpoint)
     with Bar(quiet=as_json) as bar:
-        report = predict_store(
-            trained, store, out, split=split, batch_size=batch_size, device=device, progress=bar
-        )
+        if store.is_file() and is_table(store):
+            text = TextOptions(sep, decimal, encoding, header)
+            report = predict_table(
+                trained, store, out, text=text, batch_size=batch_size, device=device, progress=bar
+            )
+        else:
+            report = predict_store(
+                trained, store, out, split=split, batch_size=batch_size, device=device, progress=bar
+            )
     size = out.stat().st_size
     rate = report.num_rows / max(report.seconds, 1e-9)
     if as_json:

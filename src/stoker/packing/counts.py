@@ -44,8 +44,9 @@ def make_accounts(
         gated = {"left out by the quality gate": dropped} if dropped else {}
         last = {**samples, "packed": num_samples, "refused": {**samples["refused"], **gated}}
         return [*map(Account.from_json, others), Account.from_json(last)]
+    refused = list(refused)
     why_refused = count_kinds(refused)
-    why_ignored: Counter[str] = Counter()
+    why_ignored: Counter[str] = Counter(count_kinds(refused, is_asked=True))
     for reasons in ignored:
         why_ignored.update(reasons)
     # A source that does not count: what is known of it balances by itself.

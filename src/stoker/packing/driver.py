@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from stoker.display import table_html
+from stoker.display import quoted, table_html
 from stoker.errors import InputError, QualityError, Refusal, StoreError, count_refused
 from stoker.ownership import always, write_text
 from stoker.packing.cluster import ClusterWorkers, check_cluster
@@ -217,6 +217,8 @@ def _make(
     preparation = source.prepare(work.scratch)
     for line in preparation.notes:
         progress.say(line)
+    if not preparation.parts and (preparation.refused or preparation.ignored):
+        _check_budget(preparation.refused, [preparation.ignored], 0, options)
     # A repair or a quarantine writes the shards once more.
     check_disk(
         work.target,
@@ -256,8 +258,7 @@ def _make(
     accounts = make_accounts(
         preparation, attributes.get("accounts", []), refused, ignored, stage.num_samples
     )
-    if len(accounts) > 1:
-        attributes["accounts"] = [account.to_json() for account in accounts]
+    attributes["accounts"] = [account.to_json() for account in accounts]
     counts = accounts[-1].to_json()
     manifest = _manifest(
         stage, provenance, fitted, inspection, count_refused(refused), attributes, counts
@@ -408,7 +409,14 @@ def _check_budget(
 
 
 def _gate_error(inspection: Inspection) -> QualityError:
-    remedies = {finding.remedy for finding in inspection.refused if finding.remedy}
+    remedies = sorted({finding.remedy for finding in inspection.refused if finding.remedy})[:3]
+    repairs = [finding.repair for finding in inspection.refused]
+    if len(repairs) > 1 and None not in repairs:
+        # All at once: a remedy for each column would take as many tries as there are columns.
+        fills = [repair for repair in repairs if repair and repair.startswith("fill:")]
+        typed = [repair for repair in repairs if repair not in fills] + fills
+        typed = [*typed[: -len(fills)], "fill:median"] if len(fills) > _LISTED else typed
+        remedies = [" ".join(f"--repair {quoted(repair)}" for repair in dict.fromkeys(typed))]
     # Each column by itself: together they touch at most as many rows.
     share = min(1.0, sum(finding.share for finding in inspection.refused))
     budget = f"{max(1.0, math.ceil(1000 * share) / 10):g}%"
@@ -416,7 +424,7 @@ def _gate_error(inspection: Inspection) -> QualityError:
     return QualityError(
         "the quality gate refuses the data:",
         "finite values of usable size",
-        "; or ".join([*sorted(remedies)[:3], leave_out]),
+        "; or ".join([*remedies, leave_out]),
         inspection.lines(only_refused=True)[:12],
     )
 

@@ -23,6 +23,8 @@ from stoker.recipes.registry import blamed
 from stoker.store.reader import Store
 from stoker.strict_json import exact_text, parse_json
 
+_TABLE_FIELD = "features"
+
 
 def describe_job(recipe: Recipe, job: Job, store: Store) -> dict[str, Any]:
     """Return what `rebuild` needs besides the options, as JSON would give it back.
@@ -45,6 +47,12 @@ def describe_job(recipe: Recipe, job: Job, store: Store) -> dict[str, Any]:
     facts["repairs"] = {
         name: fitted for name, fitted in store.manifest.repairs.items() if name in inputs
     }
+    attributes = store.manifest.attributes
+    # What a column of the raw table becomes, and what the classes are called: for predictions on raw rows.
+    if attributes.get("classes"):
+        facts["class_names"] = list(attributes["classes"])
+    if "table" in attributes and _TABLE_FIELD in inputs:
+        facts["table"] = attributes["table"]
     with blamed(recipe, "describe"):
         return cast(dict[str, Any], parse_json(exact_text(facts)))
 

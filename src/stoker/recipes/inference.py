@@ -36,12 +36,20 @@ from stoker.train.checkpoint import FORMAT, Loaded, load_checkpoint
 from stoker.train.checkpoint_file import is_checkpoint, loadable, write_file
 from stoker.train.int8_weights import pack_int8, unpack_int8
 from stoker.train.precision import choose_precision
-from stoker.train.predict import Repairer, evaluate, predict, write_parquet
+from stoker.train.predict import (
+    Repairer,
+    check_ending,
+    evaluate,
+    is_written_here,
+    predict,
+    write_predictions,
+)
 from stoker.train.quantize import QuantizeReport, quantize_dynamic
 
 BATCH_SIZE = 256
 LOG_NAME = "run.jsonl"
 _TIMED_BATCHES = 4
+_RAW = "stoker predict CHECKPOINT FILE.csv OUT.csv, on the rows as they came"
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,11 @@ class Trained:
         """What the recipe found in its training store."""
         facts: Mapping[str, Any] = self.loaded.identity["facts"]
         return facts
+
+    @property
+    def class_names(self) -> list[str]:
+        """Of a classifier whose training store had names for its classes; else none."""
+        return list(self.facts.get("class_names", [])) if self.facts.get("is_classifier") else []
 
     @property
     def seed(self) -> int:
@@ -187,13 +200,14 @@ def predict_store(
     Args:
         trained: From `load_trained`.
         store_path: Needs the fields that the model reads; no targets.
-        out: The parquet file.
+        out: The Parquet or CSV file, by its ending.
         split: "all", "train", "val" or "test".
         batch_size: Samples per forward pass.
         device: The first GPU by default; int8 weights run on the CPU only.
         progress: Told how far it is.
     """
-    check_output(out, [trained.loaded.saved.path, store_path])
+    check_ending(out)
+    check_output(out, [trained.loaded.saved.path, store_path], is_written_here)
     told = progress or Silent()
     is_int8 = "int8" in trained.loaded.identity
     place = pick_device("cpu" if is_int8 and device is None else device)
@@ -216,7 +230,13 @@ def predict_store(
                 yield predicted
 
         with blamed(trained.chosen.recipe, "predict"):
-            num_rows = write_parquet(out, watched(), _about(trained, store, split), told)
+            num_rows = write_predictions(
+                out,
+                watched(),
+                _about(trained, store, split),
+                told,
+                classes=trained.class_names,
+            )
     seconds = time.perf_counter() - began
     return PredictReport(Path(out), num_rows, tuple(columns), seconds, (*notes, *made.notes))
 
@@ -264,7 +284,7 @@ def _find_repairs(
             raise InputError(
                 f"{name} of {store.name} was repaired by {other}; the model was trained on {named}.",
                 "data with the same repairs, or with none: they are then made here",
-                "pack the new data without --repair",
+                _RAW,
             )
         else:
             missing[name] = fitted
@@ -274,7 +294,7 @@ def _find_repairs(
         raise InputError(
             f"{', '.join(extra)} of {store.name} was repaired; the model was trained on data as it was.",
             "data without repairs",
-            "pack the new data without --repair",
+            _RAW,
         )
     columns = {name: list(facts["columns"][name] or []) for name in missing}
     return (Repairer(missing, columns) if missing else None), notes

@@ -115,12 +115,8 @@ class Account:
     def lines(self) -> list[str]:
         """Return the account for people: one line, and one for each reason."""
         num_refused, num_ignored = sum(self.refused.values()), sum(self.ignored.values())
-        lines = [
-            (
-                f"{self.found:,} {self.unit} found = {self.packed:,} packed + {num_refused:,} refused "
-                f"+ {num_ignored:,} ignored"
-            )
-        ]
+        sums = f"{self.packed:,} packed + {num_refused:,} refused + {num_ignored:,} ignored"
+        lines = [f"{self.found:,} {self.unit} found = {sums}"]
         for name in ("refused", "ignored"):
             reasons: Mapping[str, int] = getattr(self, name)
             lines += [f"  {name} {count:,}: {reason}" for reason, count in reasons.items()]

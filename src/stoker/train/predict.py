@@ -1,4 +1,4 @@
-"""Outputs of a trained model, batch by batch: for metrics, and for a parquet file.
+"""Outputs of a trained model, batch by batch: for metrics, and for a Parquet or CSV file.
 
 Enters: a model, a loader, how a batch becomes inputs. Leaves: metrics of a split; or one row per sample
 with its number, in the loader's order. Costs the forward passes; memory for one batch and one row group
@@ -10,21 +10,24 @@ removes again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import torch
 
 from stoker.address import masked_values
+from stoker.display import quoted
 from stoker.errors import InputError, require_utf8, unwritable
 from stoker.loader.batch import Batch
 from stoker.loader.loader import Loader
-from stoker.ownership import SIGNATURE, writing
+from stoker.ownership import SIGNATURE, has_signature, writing
 from stoker.report import Progress, Silent
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
@@ -36,8 +39,12 @@ from stoker.train.ranks import Ranks
 from stoker.train.step import Criterion
 
 Columns = Mapping[str, torch.Tensor]
-SAMPLE_COLUMN = "sample"
+SAMPLE_COLUMN, ROW_COLUMN = "sample", "row"
+_KEYS = (SAMPLE_COLUMN, ROW_COLUMN)
 _GROUP_BYTES = 8 << 20
+_MOST_CELLS = 4096
+_HEADER_BYTES = 1 << 20
+_ANSWERS = {"class", "value", "probability", "reason"}
 
 
 # -- metrics -------------------------------------------------------------------------------------
@@ -68,12 +75,16 @@ class Predicted:
     """The predictions of one batch, on the host.
 
     Attributes:
-        sample_ids: Samples of the store, one per row.
+        sample_ids: Samples of the store, or rows of a file; one per row.
         columns: Name to `(batch, ...)` values.
+        answered: `(batch,)` bool, False where there is a reason instead of an answer; None where all have one.
+        reasons: What a user must know of a row; None for a row without remarks. None where no row has any.
     """
 
     sample_ids: Array
     columns: Mapping[str, Array]
+    answered: Array | None = None
+    reasons: Sequence[str | None] | None = None
 
 
 @torch.inference_mode()
@@ -131,47 +142,91 @@ class Repairer:
         return batch
 
 
-# -- parquet -------------------------------------------------------------------------------------
+# -- files ---------------------------------------------------------------------------------------
+
+ENDINGS = (".parquet", ".pq", ".csv")
 
 
-def write_parquet(
+def check_ending(path: str | Path) -> None:
+    """Raise unless the name of an output says which format it is to have.
+
+    Raises:
+        InputError: It ends in something else.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in ENDINGS:
+        raise InputError(
+            f"predictions are to be written to {path}.",
+            f"a name that ends in {' or '.join(ENDINGS)}",
+            quoted(path.with_suffix(".csv")),
+        )
+
+
+def write_predictions(
     path: str | Path,
     predictions: Iterable[Predicted],
     about: Mapping[str, Any],
     progress: Progress | None = None,
+    *,
+    key: str = SAMPLE_COLUMN,
+    classes: Sequence[str] = (),
 ) -> int:
     """Write predictions as they come; return how many rows.
 
-    A value per sample is a column of numbers; `(batch, ...)` values are lists of fixed length, whose
-    shape stands in the column's metadata.
+    A value per sample is a column of numbers. `(batch, ...)` values are lists of fixed length in Parquet, whose shape
+    stands in the column's metadata, and a column for each value in CSV. Class numbers become class names.
 
     Args:
-        path: The parquet file; replaced when the last row is written.
+        path: A Parquet or CSV file, by its ending; replaced when the last row is written.
         predictions: One or more.
-        about: Plain values for the file's metadata, under the key "stoker".
+        about: Plain values for the metadata of a Parquet file, under the key "stoker".
         progress: Told about rows.
+        key: Name of the column of `Predicted.sample_ids`.
+        classes: Names of the classes; empty where they are numbers, or where there are none.
     """
     path, progress = Path(path), progress or Silent()
     require_utf8(path)
+    check_ending(path)
+    rows = (_as_rows(predicted, about, key, classes) for predicted in predictions)
+    is_csv = path.suffix.lower() == ".csv"
+    if is_csv:
+        rows = (_flattened(batch, classes) for batch in rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with writing(path) as temporary:
-            num_rows = _write(temporary, predictions, about, progress)
+        with writing(path, is_written_here) as temporary:
+            num_rows = _write(temporary, rows, progress, is_csv)
     except OSError as error:
         raise unwritable(path, error) from error
     return num_rows
 
 
-def _write(
-    path: Path, predictions: Iterable[Predicted], about: Mapping[str, Any], progress: Progress
-) -> int:
-    writer: pq.ParquetWriter | None = None
+def is_written_here(path: Path) -> bool:
+    """Tell whether a file is one of predictions, so that it may be replaced.
+
+    A CSV file has no room for a signature: its header must name the number of the sample or row, an answer, and
+    nothing that predictions do not have.
+    """
+    if has_signature(path):
+        return True
+    with path.open("rb") as file:
+        first = file.read(_HEADER_BYTES).partition(b"\n")[0].decode("utf-8", "replace")
+    names = first.removeprefix('"').removesuffix('"').split('","')
+    stems = {name.partition("_")[0] for name in names[1:]}
+    return names[0] in _KEYS and bool(stems & {"class", "value"}) and stems <= _ANSWERS
+
+
+def _write(path: Path, batches: Iterable[pa.RecordBatch], progress: Progress, is_csv: bool) -> int:
+    writer: Any = None
     held: list[pa.RecordBatch] = []
     num_rows = 0
     try:
-        for predicted in predictions:
-            rows = _as_rows(predicted, about)
-            writer = writer or pq.ParquetWriter(path, rows.schema, compression="zstd")
+        for rows in batches:
+            if writer is None:
+                writer = (
+                    arrow_csv.CSVWriter(path, rows.schema)
+                    if is_csv
+                    else pq.ParquetWriter(path, rows.schema, compression="zstd")
+                )
             held.append(rows)
             num_rows += rows.num_rows
             progress.advance(rows.num_rows)
@@ -191,17 +246,54 @@ def _write(
     return num_rows
 
 
-def _as_rows(predicted: Predicted, about: Mapping[str, Any]) -> pa.RecordBatch:
+def _as_rows(
+    predicted: Predicted, about: Mapping[str, Any], key: str, classes: Sequence[str]
+) -> pa.RecordBatch:
     arrays = [pa.array(predicted.sample_ids, pa.int64())]
-    fields = [pa.field(SAMPLE_COLUMN, pa.int64(), nullable=False)]
+    fields = [pa.field(key, pa.int64(), nullable=False)]
+    answered = predicted.answered
+    hidden = None if answered is None else ~answered
     for name, values in predicted.columns.items():
-        flat = pa.array(np.ascontiguousarray(values).reshape(-1))
         shape = values.shape[1:]
-        if shape:
-            flat = pa.FixedSizeListArray.from_arrays(flat, int(np.prod(shape)))
-        arrays.append(flat)
+        if classes and name == "class" and values.dtype.kind in "iu" and not shape:
+            made = pa.array(np.asarray(classes, dtype=object)[values], pa.string(), mask=hidden)
+        elif shape:
+            flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+            mask = None if hidden is None else pa.array(hidden)
+            made = pa.FixedSizeListArray.from_arrays(flat, int(np.prod(shape)), mask=mask)
+        else:
+            made = pa.array(np.ascontiguousarray(values), mask=hidden)
+        arrays.append(made)
         more = {"shape": json_text(list(shape))} if len(shape) > 1 else None
-        fields.append(pa.field(name, flat.type, metadata=more))
-    about = masked_values(about)
-    schema = pa.schema(fields, metadata={"stoker": json_text(about), SIGNATURE: "1"})
+        fields.append(pa.field(name, made.type, metadata=more))
+    if predicted.reasons is not None:
+        arrays.append(pa.array(predicted.reasons, pa.string()))
+        fields.append(pa.field("reason", pa.string()))
+    told = masked_values(about) | ({"classes": list(classes)} if classes else {})
+    schema = pa.schema(fields, metadata={"stoker": json_text(told), SIGNATURE: "1"})
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _flattened(rows: pa.RecordBatch, classes: Sequence[str]) -> pa.RecordBatch:
+    """Return the rows with a column for each value of a list: a CSV cell holds one."""
+    arrays, names = [], []
+    for field, column in zip(rows.schema, rows.columns, strict=True):
+        if not pa.types.is_fixed_size_list(field.type):
+            arrays.append(column)
+            names.append(field.name)
+            continue
+        size = field.type.list_size
+        if size > _MOST_CELLS:
+            raise InputError(
+                f"{field.name!r} has {size:,} values a row, too many for the cells of a CSV file.",
+                f"at most {_MOST_CELLS:,}",
+                "OUT.parquet",
+            )
+        for place in range(size):
+            # pc.list_element keeps the nulls of rows without an answer.
+            arrays.append(pc.list_element(column, place))
+            label = (
+                classes[place] if field.name == "probability" and len(classes) == size else place
+            )
+            names.append(f"{field.name}_{label}")
+    return pa.RecordBatch.from_arrays(arrays, names=names)

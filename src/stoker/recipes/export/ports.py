@@ -58,7 +58,7 @@ class Port:
                 center, scale = (
                     part[: shape[-1]] for part in (self.scaler.center, self.scaler.scale)
                 )
-                values = center + scale * values
+                values = (center + scale * values).to(self.dtype)
             return values
         top = sizes[self.below] if isinstance(self.below, str) else self.below
         return (torch.rand(shape, generator=dice) * top).to(self.dtype)

@@ -46,7 +46,7 @@ class Repairs(torch.nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """Return repaired `(..., columns)`."""
-        values = values.float()
+        values = values if values.dtype == torch.float64 else values.float()
         for number, repair in enumerate(self.fitted):
             mask, low, high = (
                 getattr(self, f"{part}_{number}") for part in ("mask", "low", "high")
@@ -58,7 +58,7 @@ class Repairs(torch.nn.Module):
                 made = top / torch.where(bottom < 0, -least, least)
             else:
                 made = _repair(repair.spec.name, x, low, high)
-            values = torch.where(mask, made.float(), values)
+            values = torch.where(mask, made.to(values.dtype), values)
         return values
 
 

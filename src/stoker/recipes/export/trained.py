@@ -136,6 +136,7 @@ def _describe(trained: Trained, graph: Deployed) -> dict[str, str]:
         "stoker.blueprint": json_text(facts),
         "stoker.inputs": json_text(_describe_inputs(graph)),
         "stoker.repairs": json_text(made),
+        "stoker.classes": json_text(facts.get("class_names", [])),
         "stoker.windows": json_text(_find_windows(trained, graph)),
         "stoker.checkpoint": json_text(
             {"step": saved.step, "epoch": saved.epoch, "metrics": dict(saved.metrics)}

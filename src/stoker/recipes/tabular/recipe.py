@@ -248,6 +248,7 @@ class TabularRecipe(Recipe):
             "num_features": inputs.num_features,
             "num_outputs": int(head.out_features),
             "is_classifier": model.is_classifier,
+            "is_wide": model.scaler.center.dtype == torch.float64,
             "body": "mlp" if isinstance(model.body, RowMlp) else "patchtst",
         }
 
@@ -262,7 +263,14 @@ class TabularRecipe(Recipe):
             else {"target_center": np.zeros(outputs), "target_scale": np.ones(outputs)}
         )
         model = _build_network(
-            facts["body"], inputs, outputs, np.zeros(columns), np.ones(columns), known, options
+            facts["body"],
+            inputs,
+            outputs,
+            np.zeros(columns),
+            np.ones(columns),
+            known,
+            options,
+            is_wide=facts.get("is_wide", False),
         )
 
         def unpack(batch: Tensors) -> torch.Tensor:
@@ -281,7 +289,7 @@ class TabularRecipe(Recipe):
             Port(
                 field,
                 (BATCH, *rows, facts["num_features"]),
-                torch.float32,
+                torch.float64 if facts.get("is_wide") else torch.float32,
                 f"{shown}{columns}",
                 scaler=cast(TabularModel, made.model).scaler,
             )
@@ -352,7 +360,10 @@ def _make_model(
     require(
         windowed or name == "mlp", "model", name, "'mlp' for rows without a window", "model='mlp'"
     )
-    model = _build_network(name, inputs, task.num_outputs, center, scale, goal.model_facts, options)
+    is_wide = options.scale_inputs and np.dtype(store.fields[inputs.field].dtype) == np.float64
+    model = _build_network(
+        name, inputs, task.num_outputs, center, scale, goal.model_facts, options, is_wide=is_wide
+    )
     count = sum(parameter.numel() for parameter in model.parameters())
     why = "asked for" if options.model != "auto" else "windows" if windowed else "rows"
     return model, f"model: {name}, {count:,} parameters ({why})"
@@ -366,6 +377,8 @@ def _build_network(
     scale: Array,
     known: Mapping[str, Any],
     options: TabularOptions,
+    *,
+    is_wide: bool = False,
 ) -> TabularModel:
     """Return the network with initial weights; `known` is what the model must know of the targets."""
     body: nn.Module
@@ -383,7 +396,12 @@ def _build_network(
     if options.init_gain is not None:
         set_gain(body, options.init_gain)
     return TabularModel(
-        RobustScale(center, scale, options.input_clip if options.scale_inputs else None),
+        RobustScale(
+            center,
+            scale,
+            options.input_clip if options.scale_inputs else None,
+            torch.float64 if is_wide else torch.float32,
+        ),
         body,
         bound=options.output_bound,
         bound_mode=options.output_bound_mode,

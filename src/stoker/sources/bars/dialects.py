@@ -1,8 +1,11 @@
 """How a file of bars is written: delimiter, decimal sign, columns, times; and one line of it.
 
-Enters: the first lines of a file. Leaves: a `Dialect`, found by trying each one and taking the
-one that reads most lines; and `parse_line`, the one definition of what a line means. The fast
+Enters: the first lines of a file, and what the user said about its columns. Leaves: a `Dialect`, found by trying
+each one and taking the one that reads most lines; and `parse_line`, the one definition of what a line means. The fast
 reader of `reading` must agree with it. Costs: milliseconds per file, 25 µs per line.
+
+Under a header, names decide and not positions: a header without open, high, low and close is refused with the names
+that it has. Files without a header are read in the usual order, and that is said.
 """
 
 from __future__ import annotations
@@ -14,7 +17,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stoker.errors import SourceError
-from stoker.sources.bars.times import find_day_first, has_offset, is_slashed, match_time, parse_time
+from stoker.sources.bars.naming import (
+    NO_FEATURES,
+    TICKER_NAMES,
+    TIME_NAMES,
+    Naming,
+    clean_name,
+    is_adjusted,
+    is_close_stamp,
+    split_ticker,
+    unknown_header,
+)
+from stoker.sources.times import find_day_first, has_offset, is_slashed, match_time, parse_time
 
 PRICES = ("open", "high", "low", "close")
 VOLUMES = ("volume", "tick_volume", "real_volume")
@@ -27,18 +41,10 @@ _NUMBER = {
                      r"(?:[eE][+-]?[0-9]+)?[ \t]*")
     for sign in ".,"
 }  # fmt: skip
-_TIME_NAMES = {
-    "time", "date", "datetime", "date_time", "timestamp", "gmt_time", "local_time", "utc_time",
-    "open_time", "opentime", "unix", "dt",
-}  # fmt: skip
-_ALIASES = {
-    "o": "open", "h": "high", "l": "low", "c": "close",
-    "open_price": "open", "high_price": "high", "low_price": "low", "close_price": "close",
-    "v": "volume", "tickvol": "tick_volume", "tickvolume": "tick_volume",
-    "realvolume": "real_volume",
-}  # fmt: skip
-# Known at the open, and no news: they would be features that only count the days.
-_NO_FEATURES = {"close_time", "closetime", "per", "period", "timeframe", "index", "id", ""}
+_BINANCE = (
+    None, *PRICES, "volume", None, "quote_volume", "trades", "taker_buy_volume", "taker_buy_quote_volume", None,
+)  # fmt: skip
+_FALSE = {"false", "0", "no", "n", "f"}
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,17 @@ class Dialect:
         decimal: "." or ",".
         names: Column name of each cell; None for a cell that is not kept.
         time_cells: One cell, or two for date and time apart.
-        header_line: 1-based line of the header; 0 when there is none.
+        header_line: 1-based line of the header, the last one of several; 0 when there is none.
+        header_first: The first one of several.
         aware: Times carry their own offset from UTC.
         day_first: How "10/11/2020" reads; None where no such date is expected.
         left_out: Columns not kept, with the reason, for the user.
+        symbol_cell: The cell that names the symbol; None where there is none.
+        ticker_cell: The same, where a file holds several symbols and one of them is read.
+        ticker: Lines with another one in that cell are not this symbol's.
+        complete_cell: The cell that says whether a bar is complete.
+        is_close: Times are the closes of bars.
+        tickers: The symbols that columns are named by ("Close_AAPL"); () where they are not.
     """
 
     delimiter: str
@@ -61,9 +74,16 @@ class Dialect:
     names: tuple[str | None, ...]
     time_cells: tuple[int, ...]
     header_line: int
+    header_first: int = 0
     aware: bool = False
     day_first: bool | None = None
     left_out: tuple[str, ...] = ()
+    symbol_cell: int | None = None
+    ticker_cell: int | None = None
+    ticker: str | None = None
+    complete_cell: int | None = None
+    is_close: bool = False
+    tickers: tuple[str, ...] = ()
 
     @property
     def value_cells(self) -> tuple[int, ...]:
@@ -87,14 +107,23 @@ class ParsedLine:
 def parse_line(line: str, dialect: Dialect) -> ParsedLine | str | None:
     """Read one line; the one definition of what a line means.
 
+    A further column that holds no number gives NaN: such a column is refused as a whole, not its lines.
+
     Returns:
-        The bar; the reason, in words, why it is none; or None for a blank line.
+        The bar; the reason, in words, why it is none; or None for a blank line and one of another symbol.
     """
     if not line.strip(" \t"):
         return None
     cells = line.split(dialect.delimiter)
     if len(cells) != len(dialect.names):
         return _no_bar(line, cells) or f"{len(cells)} cells instead of {len(dialect.names)}"
+    if (
+        dialect.ticker_cell is not None
+        and cells[dialect.ticker_cell].strip(" \t") != dialect.ticker
+    ):
+        return None
+    if is_incomplete(cells, dialect):
+        return "the bar is not complete"
     text = " ".join(cells[cell] for cell in dialect.time_cells)
     time_ns = parse_time(text, dialect.day_first, dialect.aware)
     if isinstance(time_ns, str):
@@ -102,10 +131,18 @@ def parse_line(line: str, dialect: Dialect) -> ParsedLine | str | None:
     values = []
     for cell in dialect.value_cells:
         value = parse_number(cells[cell], dialect.decimal)
+        if value is None and dialect.names[cell] not in PRICES:
+            value = math.nan
         if value is None:
             return f"{dialect.names[cell]} is {cells[cell].strip()[:40]!r}, not a number"
         values.append(value)
     return ParsedLine(time_ns, tuple(values))
+
+
+def is_incomplete(cells: Sequence[str], dialect: Dialect) -> bool:
+    """Tell whether a line says that its bar was still open."""
+    place = dialect.complete_cell
+    return place is not None and cells[place].strip().lower() in _FALSE
 
 
 def parse_number(cell: str, decimal: str) -> float | None:
@@ -116,23 +153,34 @@ def parse_number(cell: str, decimal: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def find_dialect(text: bytes, file: str, day_first: bool | None = None) -> Dialect:
+def find_dialect(
+    text: bytes, file: str, day_first: bool | None = None, naming: Naming | None = None
+) -> Dialect:
     """Find how a file is written by trying the known ways on its first lines.
 
     Args:
         text: The whole file as utf-8, lines ended by a newline, quotes taken off.
         file: For errors.
         day_first: The user's word on "10/11/2020"; None looks for proof in the file.
+        naming: The user's word on columns.
 
     Raises:
-        SourceError: No way reads a single line, or day and month cannot be told apart.
+        SourceError: No way reads a single line, the header has no prices, or day and month cannot be told apart.
     """
+    naming = naming or Naming()
     lines = _sample(text)
     tried = [
-        dialect for delimiter in (",", ";", "\t", "|") for dialect in _dialects(lines, delimiter)
+        dialect
+        for delimiter in (",", ";", "\t", "|")
+        for dialect in _dialects(lines, delimiter, naming)
     ]
     scored = [(_score(lines, dialect), dialect) for dialect in tried]
     best = max((score for score, _ in scored), default=0)
+    headers = [_unknown(lines, delimiter) for delimiter in (",", ";", "\t", "|")]
+    header = max((cells for cells in headers if cells), key=len, default=None)
+    named = any(dialect.header_line for score, dialect in scored if score == best)
+    if header is not None and not (best and named):
+        raise unknown_header(file, header, naming)
     if not best:
         shown = next((line for _, line in lines), "")[:80]
         raise SourceError(
@@ -141,6 +189,8 @@ def find_dialect(text: bytes, file: str, day_first: bool | None = None) -> Diale
             "see docs/bars.md for the formats",
         )
     dialect = next(dialect for score, dialect in scored if score == best)
+    if naming.is_asked and not dialect.header_line:
+        raise unknown_header(file, [], naming)
     aware, slashed = _usual_time(lines, dialect)
     dialect = replace(dialect, aware=aware)
     if slashed:
@@ -148,6 +198,31 @@ def find_dialect(text: bytes, file: str, day_first: bool | None = None) -> Diale
             day_first = find_day_first(text, dialect.delimiter, dialect.time_cells[0], file)
         dialect = replace(dialect, day_first=day_first)
     return dialect
+
+
+def _unknown(lines: list[tuple[int, str]], delimiter: str) -> list[str] | None:
+    """Return the cells of a first line that names columns which this module does not know; None where there is none."""
+    split = [line.split(delimiter) for _, line in lines[:_HEADER_LINES]]
+    if len(split) < 2:
+        return None
+    width = Counter(map(len, split)).most_common(1)[0][0]
+    rows = [cells for cells in split if len(cells) == width]
+    if width < 4 or len(rows) < 2:
+        return None
+    if _is_header(rows[0]):  # with prices; the caller knows whether anything else is missing
+        return [cell.strip() for cell in rows[0]]
+
+    def num_numbers(cells: list[str]) -> int:
+        return sum(_is_number(cell) for cell in cells)
+
+    first = rows[0]
+    is_words = not num_numbers(first) and sum(bool(cell.strip()) for cell in first) >= 4
+    is_words = is_words and not match_time(first[0]) and not first[0].lstrip().startswith(_COMMENTS)
+    return [cell.strip() for cell in first] if is_words and num_numbers(rows[-1]) >= 4 else None
+
+
+def _is_number(cell: str) -> bool:
+    return parse_number(cell, ".") is not None or parse_number(cell, ",") is not None
 
 
 def _sample(text: bytes) -> list[tuple[int, str]]:
@@ -158,11 +233,6 @@ def _sample(text: bytes) -> list[tuple[int, str]]:
     return [(number, line) for number, line in lines if line.strip()][:_SAMPLE_LINES]
 
 
-def _clean_name(cell: str) -> str:
-    name = re.sub(r"[^0-9a-z]+", "_", cell.strip().strip("<>\"'").lower()).strip("_")
-    return _ALIASES.get(name, name)
-
-
 def _no_bar(line: str, cells: Sequence[str]) -> str | None:
     """Name a line that was never meant as a bar."""
     if line.lstrip().startswith(_COMMENTS):
@@ -170,72 +240,218 @@ def _no_bar(line: str, cells: Sequence[str]) -> str | None:
     return "a header" if _is_header(cells) else None
 
 
-def _is_header(cells: Sequence[str]) -> bool:
-    return set(PRICES) <= {_clean_name(cell) for cell in cells} if len(cells) > 3 else False
+def _is_header(cells: Sequence[str], naming: Naming | None = None) -> bool:
+    if len(cells) < 4:
+        return False
+    names = {clean_name(cell) for cell in cells}
+    stems = {split_ticker(name)[0] for name in names}
+    investing = {"open", "high", "low", "price"} <= names
+    asked = naming is not None and naming.is_asked and naming.fits(cells)
+    return asked or set(PRICES) <= stems or investing
 
 
-def _dialects(lines: list[tuple[int, str]], delimiter: str) -> list[Dialect]:
+def _dialects(lines: list[tuple[int, str]], delimiter: str, naming: Naming) -> list[Dialect]:
     """The ways of reading that this delimiter leaves open."""
     split = [(number, line.split(delimiter)) for number, line in lines]
-    header = next(((n, cells) for n, cells in split[:_HEADER_LINES] if _is_header(cells)), None)
-    header_line = header[0] if header else 0
+    heads = split[:_HEADER_LINES]
+    header = next(((n, cells) for n, cells in heads if _is_header(cells, naming)), None)
+    header_first = header_line = header[0] if header else 0
     rows = [cells for number, cells in split if number > header_line and len(cells) >= 5]
     if not rows:
         return []
     num_cells = Counter(len(cells) for cells in rows).most_common(1)[0][0]
     rows = [cells for cells in rows if len(cells) == num_cells]
-    if header:
-        layouts = [_headed_layout(header[1], num_cells)]
-    else:
-        layouts = [_bare_layout(num_cells, num_time_cells) for num_time_cells in (1, 2)]
     decimals = (".",) if delimiter == "," else (".", ",")
+    if header:
+        cells, header_first, header_line = _stacked_header(split, header)
+        rows = [
+            cells for number, cells in split if number > header_line and len(cells) == num_cells
+        ]
+        layout = _headed_layout(cells, rows, naming)
+        found = [] if layout is None else [layout]
+    elif len(rows[0]) == len(_BINANCE) and _is_binance(rows):
+        found = [Dialect(delimiter, ".", _BINANCE, (0,), 0)]
+    else:
+        found = [
+            layout
+            for num_time_cells in (1, 2)
+            if (layout := _bare_layout(rows, num_time_cells)) is not None
+        ]
     return [
-        _without_text(Dialect(delimiter, decimal, layout[0], layout[1], header_line), rows)
-        for layout in layouts
-        if layout is not None
+        _without_text(
+            replace(
+                layout,
+                delimiter=delimiter,
+                decimal=decimal,
+                header_line=header_line,
+                header_first=header_first,
+            ),
+            rows,
+        )
+        for layout in found
         for decimal in decimals
     ]
 
 
-def _headed_layout(
-    header: list[str], num_cells: int
-) -> tuple[tuple[str | None, ...], tuple[int, ...]] | None:
+def _stacked_header(
+    split: list[tuple[int, list[str]]], header: tuple[int, list[str]]
+) -> tuple[list[str], int, int]:
+    """Join the lines of a header that has several, as yfinance writes it: prices, tickers, the name of the index.
+
+    Returns:
+        The names, "Close_AAPL" where a line has the tickers, and the numbers of the header's first and last line.
+    """
+    last, cells = header
+    first = last
+    place = next(i for i, (number, _) in enumerate(split) if number == last)
+    block = [cells]
+    for number, more in split[place + 1 : place + 3]:
+        if len(more) != len(cells) or any(_is_number(cell) for cell in more) or match_time(more[0]):
+            break
+        block.append(more)
+        last = number
+    above = split[place - 1] if place else None
+    if above and len(above[1]) == len(cells) and clean_name(above[1][0]) in TICKER_NAMES:
+        block.insert(1, above[1])  # group_by="ticker": the line of tickers comes first
+        first = above[0]
+    if len(block) == 1:
+        return cells, first, last
+    tickers = next((each for each in block[1:] if clean_name(each[0]) in TICKER_NAMES), None)
+    index = next((each[0] for each in block[1:] if clean_name(each[0]) in TIME_NAMES), "Date")
+    names = [
+        f"{name}_{ticker}" if ticker.strip() else name
+        for name, ticker in zip(cells, tickers or [""] * len(cells), strict=True)
+    ]
+    return [index, *names[1:]], first, last
+
+
+def _headed_layout(header: list[str], rows: list[list[str]], naming: Naming) -> Dialect | None:
     """Names and time cells under a header; None when the header does not fit the rows."""
+    num_cells = len(rows[0]) if rows else len(header)
     header = header[:-1] if len(header) == num_cells + 1 and not header[-1].strip() else header
     header = [*header, ""] if len(header) == num_cells - 1 else header
     if len(header) != num_cells:
         return None
-    names: list[str | None] = [_clean_name(cell) for cell in header]
+    names: list[str | None] = [*naming.named(header)]
+    names, tickers = _one_ticker(names, naming.ticker)
     if "vol" in names:
         names[names.index("vol")] = "real_volume" if "tick_volume" in names else "volume"
-    time_cells: tuple[int, ...]
-    if "date" in names and "time" in names:
-        time_cells = (names.index("date"), names.index("time"))
-    else:
-        found = [cell for cell, name in enumerate(names) if name in _TIME_NAMES]
-        # An index saved by pandas has no name, and stands first.
-        found = found or ([0] if names[0] == "" else [])
-        if not found:
-            return None
-        time_cells = (found[0],)
-    drop = _TIME_NAMES | _NO_FEATURES
-    kept = tuple(
-        None if cell in time_cells or name in drop else name for cell, name in enumerate(names)
-    )
+    if "price" in names and "close" not in names and {"open", "high", "low"} <= {*names}:
+        names[names.index("price")] = "close"  # Investing.com calls the close the price
+    time_cells, is_close = _time_cells(names, header, rows, naming)
+    if not time_cells:
+        return None
+    left_out = []
+    complete_cell = names.index("complete") if "complete" in names else None
+    symbol_cell = next((i for i, name in enumerate(names) if name in TICKER_NAMES), None)
+    ticker_cell = symbol_cell if naming.ticker is not None and not tickers else None
+    kept: list[str | None] = []
+    dropped = {clean_name(name) for name in naming.drop}
+    for cell, name in enumerate(names):
+        adjusted = is_adjusted(name or "")
+        if adjusted:
+            left_out.append(
+                f"column {header[cell].strip()!r} is left out: it is adjusted by dividends and splits that came later"
+            )
+        elif name in dropped:
+            left_out.append(f"column {header[cell].strip()!r} is left out, as asked")
+        gone = adjusted or name in dropped or name in TIME_NAMES or name in NO_FEATURES
+        kept.append(None if cell in time_cells or gone or cell == complete_cell else name)
     repeated = [name for name, count in Counter(kept).items() if name and count > 1]
-    return None if repeated else (kept, time_cells)
+    if repeated or not set(PRICES) <= {*kept}:
+        return None
+    return Dialect(
+        "", "", tuple(kept), time_cells, 0, left_out=tuple(left_out), symbol_cell=symbol_cell, ticker_cell=ticker_cell,
+        ticker=naming.ticker if ticker_cell is not None else None, complete_cell=complete_cell,
+        is_close=is_close, tickers=tickers,
+    )  # fmt: skip
 
 
-def _bare_layout(
-    num_cells: int, num_time_cells: int
-) -> tuple[tuple[str | None, ...], tuple[int, ...]] | None:
+def _one_ticker(
+    names: list[str | None], wanted: str | None
+) -> tuple[list[str | None], tuple[str, ...]]:
+    """Take the ticker off names such as "close_aapl"; of several tickers the columns of the wanted one stay."""
+    if set(PRICES) <= {*names}:
+        return names, ()
+    pairs = [split_ticker(name or "") for name in names]
+    closes = [ticker for stem, ticker in pairs if stem == "close" and ticker]
+    tickers = tuple(
+        ticker
+        for ticker in dict.fromkeys(closes)
+        if {*PRICES} <= {stem for stem, other in pairs if other == ticker}
+    )
+    if not tickers:
+        return names, ()
+    chosen = clean_name(wanted) if wanted and clean_name(wanted) in tickers else tickers[0]
+    made: list[str | None] = []
+    for name, (stem, ticker) in zip(names, pairs, strict=True):
+        other = ticker in tickers and ticker != chosen
+        made.append("" if other else stem if ticker == chosen else name)
+    return made, tickers
+
+
+def _time_cells(
+    names: list[str | None], header: list[str], rows: list[list[str]], naming: Naming
+) -> tuple[tuple[int, ...], bool]:
+    """Return the cells of the time, and whether it is that of the close."""
+    if naming.time_column is not None:
+        wanted = [part.strip() for part in naming.time_column.split("+")]
+        plain = [cell.strip() for cell in header]
+        places = [plain.index(part) for part in wanted if part in plain]
+        return (tuple(places), False) if len(places) == len(wanted) <= 2 else ((), False)
+
+    def reads(*cells: int) -> bool:
+        return any(match_time(" ".join(row[cell] for cell in cells)) for row in rows[:20])
+
+    if "date" in names and "time" in names:
+        both = (names.index("date"), names.index("time"))
+        if reads(*both):
+            return both, False
+    order = [*TIME_NAMES]
+    found = sorted(
+        (order.index(name), cell) for cell, name in enumerate(names) if name in TIME_NAMES
+    )
+    # An index saved by pandas has no name, and stands first.
+    cells = [cell for _, cell in found] or ([0] if names and names[0] == "" else [])
+    known = next((cell for cell in cells if reads(cell)), None)
+    if known is not None:
+        return (known,), False
+    closing = [cell for cell, name in enumerate(names) if is_close_stamp(name) and reads(cell)]
+    return ((closing[0],), True) if closing else ((), False)
+
+
+def _is_binance(rows: list[list[str]]) -> bool:
+    """Klines without a header: the seventh cell is the close time, the end of the bar."""
+    try:
+        spans = {int(row[6]) - int(row[0]) + 1 for row in rows[:20]}
+    except ValueError:
+        return False
+    return len(spans) == 1 and min(spans) > 0
+
+
+def _bare_layout(rows: list[list[str]], num_time_cells: int) -> Dialect | None:
     """Names by position: open, high, low, close, volume, extra_2, ..."""
-    num_extras = num_cells - num_time_cells - len(PRICES)
+    num_extras = len(rows[0]) - num_time_cells - len(PRICES)
     if num_extras < 0:
         return None
     # MT5 writes volume, real volume, spread; copy_rates the last two swapped. Not guessed.
     extras = ["volume", *(f"extra_{place}" for place in range(2, num_extras + 1))][:num_extras]
-    return (None,) * num_time_cells + PRICES + tuple(extras), tuple(range(num_time_cells))
+    if num_extras > 1 and _is_price(rows, num_time_cells):
+        extras[0] = (
+            "extra_1"  # the volume-weighted price of Kraken's API, which comes before the volume
+        )
+    names = (None,) * num_time_cells + PRICES + tuple(extras)
+    return Dialect("", "", names, tuple(range(num_time_cells)), 0)
+
+
+def _is_price(rows: list[list[str]], num_time_cells: int) -> bool:
+    """Tell whether the cell behind the close lies between low and high in every row."""
+    high, low, behind = num_time_cells + 1, num_time_cells + 2, num_time_cells + 4
+    try:
+        values = [[float(row[cell]) for cell in (low, behind, high)] for row in rows[:50]]
+    except ValueError:
+        return False
+    return all(a <= b <= c for a, b, c in values) and any(a < c for a, _, c in values)
 
 
 def _without_text(dialect: Dialect, rows: list[list[str]]) -> Dialect:
@@ -246,9 +462,9 @@ def _without_text(dialect: Dialect, rows: list[list[str]]) -> Dialect:
         filled = any(parse_number(row[cell], dialect.decimal) is not None for row in rows)
         if name not in PRICES and not filled:
             names[cell] = None
-            if any(row[cell].strip() for row in rows):
+            if name and any(row[cell].strip() for row in rows):
                 left_out.append(f"column {name!r} holds no numbers and is left out")
-    return replace(dialect, names=tuple(names), left_out=tuple(left_out))
+    return replace(dialect, names=tuple(names), left_out=(*dialect.left_out, *left_out))
 
 
 def _score(lines: list[tuple[int, str]], dialect: Dialect) -> int:

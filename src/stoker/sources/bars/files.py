@@ -1,31 +1,43 @@
-"""Which files hold bars, of which symbol and timeframe, with which columns.
+"""Which files hold bars, of which symbols and timeframe, with which columns.
 
-Enters: files, labels and folders as the user named them. Leaves: `BarFile`s, and per file what
-its first lines tell. Costs: 128 KiB read per file.
+Enters: files, labels and folders as the user named them. Leaves: `BarFile`s, one for each symbol of a file, and per
+file what its first lines tell. Costs: 128 KiB read per file; a file with a column of symbols is read whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stoker.display import quoted
 from stoker.errors import SourceError, require_file
 from stoker.sources.bars.dialects import PRICES, find_dialect
-from stoker.sources.bars.reading import read_head
+from stoker.sources.bars.naming import Naming
+from stoker.sources.bars.text import find_text, read_head
 from stoker.sources.bars.timeframes import name_file, parse_timeframe
 
-_SUFFIXES = (".csv", ".csv.gz", ".txt", ".txt.gz", ".tsv", ".tsv.gz")
+_SUFFIXES = (
+    ".csv", ".csv.gz", ".txt", ".txt.gz", ".tsv", ".tsv.gz", ".parquet", ".pq", ".feather", ".arrow",
+)  # fmt: skip
+_MOST_SYMBOLS = 10_000
 
 
 @dataclass(frozen=True)
 class BarFile:
-    """A file with the symbol and timeframe it holds."""
+    """A file with the symbol and timeframe it holds.
+
+    Attributes:
+        path: The file.
+        symbol: In upper case.
+        timeframe: Such as "M5".
+        ticker: The symbol as the file writes it, where it holds several.
+    """
 
     path: Path
     symbol: str
     timeframe: str
+    ticker: str | None = None
 
     @classmethod
     def parse(cls, text: str | Path) -> BarFile:
@@ -52,15 +64,51 @@ class Head:
     num_rows: int
 
 
-def look(path: Path, day_first: bool | None) -> Head:
+def look(file: BarFile, day_first: bool | None, naming: Naming, decimal: str | None) -> Head:
     """Columns and estimated rows from the first 128 KiB."""
-    text, num_bytes = read_head(require_file(path, "the file of bars"))
+    text, num_bytes = read_head(require_file(file.path, "the file of bars"), decimal)
     # The order of day and month does not change the columns, and the head may not show it.
-    dialect = find_dialect(text, str(path), day_first=bool(day_first))
+    asked = replace(naming, ticker=file.ticker)
+    dialect = find_dialect(text, str(file.path), day_first=bool(day_first), naming=asked)
     per_line = len(text) / max(1, text.count(b"\n"))
     extras = tuple(name for name in dialect.columns if name not in PRICES)
     # A tenth more: a head may compress better, or have longer lines, than the rest.
     return Head(extras, int(1.1 * num_bytes / per_line) + 2)
+
+
+def split_symbols(
+    files: Sequence[BarFile], naming: Naming, decimal: str | None
+) -> tuple[list[BarFile], list[str]]:
+    """Return a `BarFile` for each symbol, where a file holds several: in columns, or in a column of symbols."""
+    found, notes = [], []
+    for file in files:
+        text, _ = read_head(require_file(file.path, "the file of bars"), decimal)
+        dialect = find_dialect(text, str(file.path), day_first=True, naming=naming)
+        tickers: Sequence[str] = dialect.tickers
+        if dialect.symbol_cell is not None and not tickers:
+            whole, _ = find_text(file.path, decimal)
+            cells = (line.split(dialect.delimiter.encode()) for line in whole.split(b"\n"))
+            names = {
+                row[dialect.symbol_cell].strip().decode("utf-8", "replace")
+                for number, row in enumerate(cells, 1)
+                if number > dialect.header_line and len(row) == len(dialect.names)
+            }
+            tickers = sorted(names - {""})
+        if len(tickers) < 2:
+            found.append(file)
+            continue
+        if len(tickers) > _MOST_SYMBOLS:
+            raise SourceError(
+                f"{file.path} holds {len(tickers):,} symbols.",
+                f"at most {_MOST_SYMBOLS:,}",
+                "split the file",
+            )
+        shown = ", ".join(tickers[:5]) + (", ..." if len(tickers) > 5 else "")
+        notes.append(
+            f"{file.path}: {len(tickers)} symbols in one file ({shown}), each packed by itself"
+        )
+        found += [replace(file, symbol=ticker.upper(), ticker=ticker) for ticker in tickers]
+    return found, notes
 
 
 def find_files(paths: Sequence[str | Path]) -> tuple[list[BarFile], list[str]]:
@@ -75,23 +123,23 @@ def find_files(paths: Sequence[str | Path]) -> tuple[list[BarFile], list[str]]:
         for inside in sorted(Path(path).iterdir()):
             if inside.name.lower().endswith(_SUFFIXES) and inside.is_file():
                 if None in name_file(inside):
-                    notes.append(f"{inside}: its name says no symbol and timeframe; not used")
+                    notes.append(f"{inside}: its name says no symbol and timeframe; ignored")
                 else:
                     found.append(BarFile.parse(inside))
     return found, notes
 
 
 def shared_extras(
-    grouped: Mapping[str, Mapping[str, list[Path]]], heads: Mapping[Path, Head]
+    grouped: Mapping[str, Mapping[str, Sequence[BarFile]]], heads: Mapping[BarFile, Head]
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Further columns per timeframe that every file has: all parts need the same features."""
     shared: dict[str, tuple[str, ...]] = {}
     notes = []
     for name in next(iter(grouped.values())):
-        paths = [path for files in grouped.values() for path in files[name]]
-        first = heads[paths[0]].extras
-        shared[name] = tuple(x for x in first if all(x in heads[path].extras for path in paths))
-        every = {extra for path in paths for extra in heads[path].extras}
+        files = [file for by_name in grouped.values() for file in by_name[name]]
+        first = heads[files[0]].extras
+        shared[name] = tuple(x for x in first if all(x in heads[file].extras for file in files))
+        every = {extra for file in files for extra in heads[file].extras}
         if every - set(shared[name]):
             left = ", ".join(sorted(every - set(shared[name])))
             notes.append(f"{name}: not in every file, so left out: {left}")

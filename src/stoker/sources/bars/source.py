@@ -1,6 +1,6 @@
 """Bars of several timeframes into a store: each bar once, each sample a few end indices.
 
-Enters: CSV files of bars, one or more per symbol and timeframe. Leaves: one part per symbol with
+Enters: CSV, Parquet or Feather files of bars, one or more per symbol and timeframe. Leaves: one part per symbol with
 one series per timeframe and the dense fields `time`, `label_time`, `targets`, `split` and
 `label_gap`. Costs: the read (about 0.5 s per million rows) and 150 bytes of memory per bar. With
 several symbols the files are read twice, so that all symbols share the dates of the splits.
@@ -17,14 +17,14 @@ fields of a part of n samples (windows are never stored)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from stoker.display import look_in, quoted
-from stoker.errors import InputError, SourceError
+from stoker.errors import InputError, SourceError, count_kinds
 from stoker.sources.bars.features import (
     Features,
     Scaler,
@@ -33,7 +33,8 @@ from stoker.sources.bars.features import (
     fit_scaler,
     make_features,
 )
-from stoker.sources.bars.files import BarFile, find_files, look, shared_extras
+from stoker.sources.bars.files import BarFile, find_files, look, shared_extras, split_symbols
+from stoker.sources.bars.naming import Naming
 from stoker.sources.bars.reading import Bars, merge_bars, read_bars, show_time
 from stoker.sources.bars.timeframes import (
     DEFAULT_WINDOWS,
@@ -46,14 +47,15 @@ from stoker.sources.bars.timeframes import (
     check_spacing,
     clock_shift,
     close_times,
+    describe_spacing,
     find_boundaries,
     gap_mask,
     make_samples,
     parse_windows,
     pick_base,
 )
-from stoker.sources.bars.times import parse_time
-from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
+from stoker.sources.contract import Account, Json, Part, PartContext, PartData, Preparation
+from stoker.sources.times import parse_time
 from stoker.store.fields import Array, Dense, FieldData, Series
 
 
@@ -75,6 +77,9 @@ class BarsSource:
         tz: IANA zone of the files' clock; None keeps the clock as it is.
         check_prices: Refuse bars whose prices contradict each other.
         sort: Sort files that are in no order.
+        naming: What the columns are called, where the headers do not say it.
+        stamp: "open" where a bar's time is its open, "close" where it is its close.
+        decimal: The decimal sign of quoted numbers such as "1,234"; None finds it.
     """
 
     paths: tuple[str | Path, ...]
@@ -90,8 +95,11 @@ class BarsSource:
     tz: str | None = None
     check_prices: bool = True
     sort: bool = False
+    naming: Naming = field(default_factory=Naming)
+    stamp: str = "open"
+    decimal: str | None = None
     kind: ClassVar[str] = "bars"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     row_limit_seconds: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
@@ -111,6 +119,12 @@ class BarsSource:
                 "three shares that sum to 1",
                 "ratios=(0.70, 0.15, 0.15), or --split 0.70,0.15,0.15",
             )
+        if self.stamp not in ("open", "close") or self.decimal not in (None, ".", ","):
+            raise InputError(
+                f"stamp is {self.stamp!r}, decimal is {self.decimal!r}.",
+                "the stamp open or close, the decimal sign . or ,",
+                "--stamp close, --decimal .",
+            )
         self._fixed_boundaries()
 
     @property
@@ -123,7 +137,7 @@ class BarsSource:
 
     def files(self) -> Sequence[Path]:
         """Every file of bars that is used, in a stable order."""
-        return [file.path for file in self._wanted()[0]]
+        return list(dict.fromkeys(file.path for file in self._named()[0]))
 
     def options(self) -> Mapping[str, Json]:
         """Every option that changes the output."""
@@ -140,6 +154,11 @@ class BarsSource:
             "tz": self.tz,
             "check_prices": self.check_prices,
             "sort": self.sort,
+            "time_column": self.naming.time_column,
+            "columns": dict(self.naming.columns),
+            "drop": list(self.naming.drop),
+            "stamp": self.stamp,
+            "decimal": self.decimal,
         }
 
     def prepare(self, scratch: Path) -> Preparation:  # noqa: ARG002 the contract lends a folder
@@ -147,22 +166,25 @@ class BarsSource:
         wanted, notes = self._wanted()
         symbols = sorted({file.symbol for file in wanted})
         grouped = {symbol: self._by_timeframe(wanted, symbol) for symbol in symbols}
-        heads = {file.path: look(file.path, self.day_first) for file in wanted}
+        heads = {file: look(file, self.day_first, self.naming, self.decimal) for file in wanted}
         extras, more_notes = shared_extras(grouped, heads)
         boundaries = self._fixed_boundaries()
         if boundaries is None and len(symbols) > 1:
-            boundaries = self._shared_boundaries(grouped)
+            boundaries, kept = self._shared_boundaries(grouped)
+            # A column that one file has no numbers in is left out for all: parts need the same features.
+            extras = {
+                name: tuple(x for x in names if x in kept[name]) for name, names in extras.items()
+            }
         parts, size = [], 0
         for index, symbol in enumerate(symbols):
             rows = {
-                name: sum(heads[path].num_rows for path in paths)
-                for name, paths in grouped[symbol].items()
+                name: sum(heads[file].num_rows for file in files)
+                for name, files in grouped[symbol].items()
             }
             payload = {
                 "symbol": symbol,
-                "files": {
-                    name: [str(path) for path in paths] for name, paths in grouped[symbol].items()
-                },
+                "files": grouped[symbol],
+                "is_alone": len(symbols) == 1,
                 "extras": extras,
                 "boundaries": boundaries,
             }
@@ -173,8 +195,7 @@ class BarsSource:
     def build(self, part: Part, context: PartContext) -> PartData:  # noqa: ARG002 nothing can hang
         """Read one symbol and lay out its series, samples and targets."""
         payload = part.payload
-        files = {name: [Path(path) for path in paths] for name, paths in payload["files"].items()}
-        bars = {name: self._read(paths, name) for name, paths in files.items()}
+        bars = {name: self._read(files, name) for name, files in payload["files"].items()}
         self._check_clocks(bars)
         samples = self._samples(bars)
         if not len(samples.time):
@@ -185,8 +206,9 @@ class BarsSource:
         fields: dict[str, FieldData] = {}
         scalers, facts = {}, {}
         for name, window in self.windows:
+            extras = _known_extras(bars[name], payload["extras"][name], payload["is_alone"])
             series, scaler = _make_series(
-                bars[name], name, window, samples.ends[name], boundaries[0], payload["extras"][name]
+                bars[name], name, window, samples.ends[name], boundaries[0], extras
             )
             fields[name], scalers[name] = series, scaler.to_json()
             facts[name] = _series_facts(bars[name], series)
@@ -202,6 +224,10 @@ class BarsSource:
             "target_scale": _target_scale(targets, split),
             "materialised_bytes": _materialised_bytes(fields),
             "notes": [note for each in bars.values() for note in each.notes],
+            "accounts": [
+                *(_bar_account(bars[name], fields[name], name) for name, _ in self.windows),
+                _sample_account(samples, len(bars[self._base])),
+            ],
         }
         return PartData(fields, refused, extra)
 
@@ -215,16 +241,25 @@ class BarsSource:
             "split_names": list(SPLIT_NAMES),
             "symbols": {extra["symbol"]: {key: extra[key] for key in keys} for extra in extras},
             "scalers": {extra["symbol"]: extra["scalers"] for extra in extras},
+            "notes": [note for extra in extras for note in extra["notes"]],
             "materialised_bytes": sum(extra["materialised_bytes"] for extra in extras),
+            "accounts": [
+                _total(each) for each in zip(*(extra["accounts"] for extra in extras), strict=True)
+            ],
         }
 
     def _wanted(self) -> tuple[list[BarFile], list[str]]:
-        """The files whose timeframe has a window, and what was passed over."""
+        """The files whose timeframe has a window, one for each symbol in them, and what was passed over."""
+        named, notes = self._named()
+        files, more = split_symbols(named, self.naming, self.decimal)
+        return sorted(files, key=lambda file: (file.symbol, str(file.path))), [*notes, *more]
+
+    def _named(self) -> tuple[list[BarFile], list[str]]:
         found, notes = find_files(self.paths)
         names = {name for name, _ in self.windows}
         wanted = [file for file in found if file.timeframe in names]
         notes += [
-            f"{file.path}: {file.timeframe} has no window and is not used"
+            f"{file.path}: {file.timeframe} has no window; ignored"
             for file in found
             if file.timeframe not in names
         ]
@@ -239,12 +274,12 @@ class BarsSource:
             )
         return sorted(wanted, key=lambda file: (file.symbol, str(file.path))), notes
 
-    def _by_timeframe(self, wanted: list[BarFile], symbol: str) -> dict[str, list[Path]]:
+    def _by_timeframe(self, wanted: list[BarFile], symbol: str) -> dict[str, list[BarFile]]:
         own = [file for file in wanted if file.symbol == symbol]
         grouped = {
-            name: [file.path for file in own if file.timeframe == name] for name, _ in self.windows
+            name: [file for file in own if file.timeframe == name] for name, _ in self.windows
         }
-        missing = [name for name, paths in grouped.items() if not paths]
+        missing = [name for name, files in grouped.items() if not files]
         if missing:
             add = f"add {quoted(f'{symbol}_{missing[0]}.csv')}"
             rest = ",".join(f"{name}={length}" for name, length in self.windows if grouped[name])
@@ -255,19 +290,23 @@ class BarsSource:
             )
         return grouped
 
-    def _read(self, paths: Sequence[Path], timeframe: str) -> Bars:
-        read = [
-            read_bars(
-                path,
+    def _read(self, files: Sequence[BarFile], timeframe: str) -> Bars:
+        read = []
+        for file in files:
+            bars = read_bars(
+                file.path,
                 day_first=self.day_first,
                 tz=self.tz,
                 check_prices=self.check_prices,
                 sort=self.sort,
+                naming=replace(self.naming, ticker=file.ticker),
+                decimal=self.decimal,
             )
-            for path in paths
-        ]
-        for bars in read:
+            if self.stamp == "close" or bars.is_close:
+                bars = _to_opens(bars, timeframe)
             check_spacing(bars.time, timeframe, bars.file)
+            bars.notes.extend(describe_spacing(bars.time, timeframe, bars.file))
+            read.append(bars)
         return merge_bars(read)
 
     def _check_clocks(self, bars: Mapping[str, Bars]) -> None:
@@ -313,14 +352,17 @@ class BarsSource:
         return ends[0], ends[1]
 
     def _shared_boundaries(
-        self, grouped: Mapping[str, Mapping[str, list[Path]]]
-    ) -> tuple[int, int]:
-        """Split dates over all symbols: one symbol's val must not be another's train."""
+        self, grouped: Mapping[str, Mapping[str, Sequence[BarFile]]]
+    ) -> tuple[tuple[int, int], dict[str, set[str]]]:
+        """Split dates over all symbols, as one symbol's val must not be another's train; and columns that all have."""
         decisions = []
+        kept: dict[str, set[str]] = {}
         for files in grouped.values():
             bars = {name: self._read(paths, name) for name, paths in files.items()}
+            for name, each in bars.items():
+                kept[name] = kept.get(name, set(each.columns)) & set(each.columns)
             decisions.append(self._samples(bars).time)
-        return find_boundaries(np.sort(np.concatenate(decisions)), self.ratios)
+        return find_boundaries(np.sort(np.concatenate(decisions)), self.ratios), kept
 
     def _estimate_bytes(
         self, rows: Mapping[str, int], extras: Mapping[str, tuple[str, ...]]
@@ -329,6 +371,68 @@ class BarsSource:
             count * (4 * len(feature_names(extras[name], name)) + 9) for name, count in rows.items()
         )
         return series + rows[self._base] * (18 + 4 * self.horizon + 8 * len(rows))
+
+
+def _to_opens(bars: Bars, timeframe: str) -> Bars:
+    """Return bars that are stamped by their closes with the times of their opens."""
+    duration = TIMEFRAMES[timeframe]
+    # Binance stamps the last millisecond of a bar, others its end: both belong to the next full minute.
+    minute = 60 * SECOND_NS
+    ends = -(-bars.time // minute) * minute
+    bars.notes.append(f"{bars.file}: times are those of the closes; a bar opens {timeframe} before")
+    return replace(bars, time=ends - duration)
+
+
+def _known_extras(bars: Bars, extras: Sequence[str], is_alone: bool) -> tuple[str, ...]:
+    """Return the further columns that were read whole; other symbols need the same ones."""
+    known = tuple(name for name in extras if name in bars.columns)
+    lost = [name for name in extras if name not in known]
+    if lost and not is_alone:
+        raise SourceError(
+            f"{bars.file}: column {lost[0]!r} holds cells that are no numbers, and other symbols have it.",
+            "the same columns for every symbol",
+            f"--drop {quoted(lost[0])}",
+        )
+    return known
+
+
+_DROPPED = {
+    "window_not_full": "bars with too few bars before them for a window",
+    "timeframe_stale": "bars whose other timeframe has no bar for over a week",
+    "label_beyond_data": "bars whose label would end after the data",
+    "label_gap_too_long": "bars whose label runs over too long a gap",
+}
+
+
+def _bar_account(bars: Bars, series: FieldData, name: str) -> dict[str, Json]:
+    assert isinstance(series, Series)
+    # A gzip file that ends early has one refusal without a line.
+    whole = sum(refusal.count for refusal in bars.refused if refusal.line is None)
+    unused = {"bars that no window shows": len(bars) - len(series.rows)}
+    found = bars.num_lines + whole
+    kinds = count_kinds(bars.refused)
+    return Account(
+        f"lines of {name}", found, len(series.rows), kinds, {**bars.ignored, **unused}
+    ).to_json()
+
+
+def _sample_account(samples: Samples, num_bars: int) -> dict[str, Json]:
+    ignored = {_DROPPED[reason]: count for reason, count in samples.dropped.items()}
+    return Account("decisions (base bars)", num_bars, len(samples.time), {}, ignored).to_json()
+
+
+def _total(accounts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
+    """Add up the accounts of all symbols."""
+
+    def added(key: str) -> dict[str, int]:
+        sums: dict[str, int] = {}
+        for account in accounts:
+            for reason, count in account[key].items():
+                sums[reason] = sums.get(reason, 0) + count
+        return sums
+
+    found, packed = (sum(account[key] for account in accounts) for key in ("found", "packed"))
+    return Account(accounts[0]["unit"], found, packed, added("refused"), added("ignored")).to_json()
 
 
 def make_targets(close: Array, bar: Array, horizon: int) -> Array:

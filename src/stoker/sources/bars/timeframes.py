@@ -58,7 +58,7 @@ _UNITS = {
     "d": DAY_NS,
     "w": 7 * DAY_NS,
 }
-_SUFFIXES = re.compile(r"(?i)\.(?:csv|txt|tsv|prn|gz)$")
+_SUFFIXES = re.compile(r"(?i)\.(?:csv|txt|tsv|prn|gz|parquet|pq|feather|arrow)$")
 
 
 def parse_timeframe(text: str) -> str:
@@ -148,6 +148,30 @@ def check_spacing(time: Array, timeframe: str, file: str) -> None:
             f"bars {TIMEFRAMES[timeframe] / MINUTE_NS:g} min apart",
             f"name it {names[0]}" if names else "check how the file was made",
         )
+
+
+def describe_spacing(time: Array, timeframe: str, file: str) -> list[str]:
+    """Return warnings on bars that overlap, and on bars of another timeframe among them."""
+    if len(time) < 3:
+        return []
+    duration = TIMEFRAMES[timeframe]
+    steps = np.diff(time)
+    notes = []
+    overlapping = int(((steps > 0) & (steps < duration)).sum())
+    if overlapping:
+        notes.append(
+            f"warning: {file}: {overlapping:,} bars open before the bar before them has closed ({timeframe}); "
+            "they may be of another timeframe, or of two files with different clocks"
+        )
+    # A longer timeframe shows as runs of equal longer steps; gaps of a market have runs of 1.
+    runs = steps[1:][(steps[1:] == steps[:-1]) & (steps[1:] > duration)]
+    for name, known in TIMEFRAMES.items():
+        count = int((runs == known).sum())
+        if known > duration and count >= 10 and count > 0.05 * len(steps):
+            notes.append(
+                f"warning: {file}: {count:,} of its {len(time):,} bars are {name} apart, not {timeframe}"
+            )
+    return notes
 
 
 def clock_shift(fine: tuple[Array, Array, str], coarse: tuple[Array, Array, str]) -> int:

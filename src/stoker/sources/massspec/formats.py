@@ -17,15 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
+from xml.etree import ElementTree
 
 import numpy as np
 import xxhash
 
 from stoker.bounds import RECORD, copy_to_disk
 from stoker.display import command
-from stoker.errors import MissingExtraError, Refusal, RefusalList, SourceError, require_file
+from stoker.errors import Refusal, RefusalList, SourceError, require_file
 from stoker.ownership import always, writing
+from stoker.sources.massspec.mzml import MzmlSpectrum, read_spectra
 from stoker.sources.msp import Record, SpectrumBatch, read_msp, write_msp
 from stoker.sources.msp.keys import fold_header, is_field_key
 
@@ -470,51 +472,30 @@ def _read_sdf(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatc
 
 
 def _read_mzml(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
-    try:
-        from pyteomics import mzml
-    except ImportError:
-        raise MissingExtraError.for_package("pyteomics", "mzml", "reading mzML") from None
     batcher = _Batcher(path, made)
     number = 0
     try:
-        with mzml.MzML(str(plain), use_index=False, iterative=True) as reader:
-            for number, spectrum in enumerate(reader, 1):
-                yield from batcher.take(_mzml_draft(number, spectrum))
-    except (OSError, ValueError, LookupError, TypeError, SyntaxError, zlib.error) as error:
+        for number, spectrum in enumerate(read_spectra(plain), 1):
+            yield from batcher.take(_mzml_draft(number, spectrum))
+    except SourceError:
+        raise
+    except (ElementTree.ParseError, ValueError) as error:
         raise SourceError(
             f"{path} cannot be read as mzML behind spectrum {number}: {error}.",
-            "an intact mzML file without numpress",
+            "an intact mzML file",
             command("head", "-c", "1000", path),
         ) from error
     yield from batcher.rest()
 
 
-def _mzml_draft(number: int, spectrum: dict[str, Any]) -> _Draft:
+def _mzml_draft(number: int, spectrum: MzmlSpectrum) -> _Draft:
     draft = _Draft(number)
-    draft.add("name", str(spectrum.get("id", f"spectrum {number}")))
-    draft.add("id", str(spectrum.get("id", number)))
-    draft.add("ms_level", str(spectrum.get("ms level", "")))
-    for word in ("positive", "negative"):
-        if f"{word} scan" in spectrum:
-            draft.add("ion_mode", word)
-    scans = spectrum.get("scanList", {}).get("scan", [{}])
-    start = scans[0].get("scan start time") if scans else None
-    if start is not None:
-        draft.add("retention_time", f"{float(start):g} {getattr(start, 'unit_info', None) or ''}")
-    for precursor in spectrum.get("precursorList", {}).get("precursor", [])[:1]:
-        for ion in precursor.get("selectedIonList", {}).get("selectedIon", [])[:1]:
-            draft.add("precursor_mz", str(ion.get("selected ion m/z", "")))
-            draft.add("charge", str(ion.get("charge state", "")))
-        energy = precursor.get("activation", {}).get("collision energy")
-        if energy is not None:
-            draft.add("collision_energy", f"{float(energy):g}")
-    if "profile spectrum" in spectrum:
-        draft.problem = "it is a profile spectrum: peaks must be picked first"
-    mz, intensity = spectrum.get("m/z array", ()), spectrum.get("intensity array", ())
-    if len(mz) != len(intensity):
-        draft.problem = f"it has {len(mz)} m/z and {len(intensity)} intensities"
-    draft.mz = [float(value) for value in mz]
-    draft.intensity = [float(value) for value in intensity]
+    draft.add("name", spectrum.identifier or f"spectrum {number}")
+    draft.add("id", spectrum.identifier)
+    for key, value in spectrum.meta.items():
+        draft.add(key, value)
+    draft.problem = spectrum.problem
+    draft.mz, draft.intensity = spectrum.mz, spectrum.intensity
     return draft
 
 

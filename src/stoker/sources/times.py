@@ -8,8 +8,8 @@ A column has few shapes ("dddd-dd-dd dd:dd"). The first text of a shape goes thr
 patterns as a lone text, and says where the digits of each part stand; all rows of that shape are
 then read by those places. So the two ways cannot differ in what they accept.
 
-Nothing is guessed: two-digit years, month names and AM/PM are refused, and day-first dates need
-either a date that reads only one way or the user's word.
+Nothing is guessed: two-digit years are refused, and day-first dates need either a date that reads only
+one way or the user's word. Month names are the English ones.
 """
 
 from __future__ import annotations
@@ -41,8 +41,14 @@ _CLOCK = (
     r"(?:(?: *T *| +)(?P<hour>[0-9]{1,2})"
     # Colons may be missing ("T1305"), as ISO 8601 and therefore arrow allow.
     r"(?::?(?P<minute>[0-9]{2})(?::?(?P<second>[0-9]{2})(?:[.,](?P<fraction>[0-9]{1,9}))?)?)?"
+    r"(?: *(?P<half>[AaPp]\.?[Mm]\.?))?"
     r"(?: *(?P<zone>Z|UTC|GMT|(?:UTC|GMT)?[+-](?P<zone_hour>[0-9]{2})"
     r"(?::?(?P<zone_minute>[0-9]{2}))?))?)?"
+)
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_MONTH = (
+    "(?i:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|"
+    "oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)"
 )
 _COMPACT = (
     r"(?P<year>(?:19|20|21)[0-9]{2})(?P<month>[0-9]{2})(?P<day>[0-9]{2})"
@@ -53,6 +59,8 @@ _PATTERNS = tuple(
     for pattern in (
         rf"(?P<year>[0-9]{{4}})[-./](?P<month>[0-9]{{1,2}})[-./](?P<day>[0-9]{{1,2}}){_CLOCK}",
         rf"(?P<left>[0-9]{{1,2}})[-./](?P<right>[0-9]{{1,2}})[-./](?P<year>[0-9]{{4}}){_CLOCK}",
+        rf"(?P<month_name>{_MONTH})[-. ,]+(?P<day>[0-9]{{1,2}})[-. ,]+(?P<year>[0-9]{{4}}){_CLOCK}",
+        rf"(?P<day>[0-9]{{1,2}})[-. ]+(?P<month_name>{_MONTH})[-. ,]+(?P<year>[0-9]{{4}}){_CLOCK}",
         _COMPACT,
         r"(?P<epoch>[0-9]{9,10}|[0-9]{12,13}|[0-9]{15,16}|[0-9]{18,19})(?:\.0*)?",
     )
@@ -213,10 +221,16 @@ def _epoch_unit(num_digits: int) -> int:
 
 def _from_parts(found: Mapping[str, str], day_first: bool | None) -> int | None:
     month, day = found.get("month"), found.get("day")
+    if "month_name" in found:
+        month = str(_MONTHS.index(found["month_name"][:3].lower()) + 1)
     if month is None or day is None:
         left, right = found["left"], found["right"]
         day, month = (left, right) if day_first else (right, left)
     hour, minute, second = (int(found.get(name, 0)) for name in ("hour", "minute", "second"))
+    if "half" in found:
+        if not 1 <= hour <= 12:
+            return None
+        hour = hour % 12 + (12 if found["half"][0] in "pP" else 0)
     year = int(found["year"])
     if not FIRST_YEAR <= year <= LAST_YEAR:
         return None
@@ -264,6 +278,10 @@ def _from_matrix(
         left, right = ("day", "month") if day_first else ("month", "day")
         spans[left], spans[right] = spans["left"], spans["right"]
     part = {name: _digits(matrix, spans[name]) for name in _PARTS if name in spans}
+    if "month_name" in spans:
+        # Letters are the same in all rows of a shape, so that the first one's name and half of the day are all rows'.
+        number = _MONTHS.index(match["month_name"][:3].lower()) + 1
+        part["month"] = np.full(len(matrix), number, np.int64)
     months = (part["year"] - 1970) * 12 + part["month"] - 1
     first = months.astype("M8[M]").astype("M8[D]").astype(np.int64)
     next_first = (months + 1).astype("M8[M]").astype("M8[D]").astype(np.int64)
@@ -271,6 +289,9 @@ def _from_matrix(
     good &= (part["month"] >= 1) & (part["month"] <= 12)
     good &= (part["day"] >= 1) & (part["day"] <= next_first - first)
     seconds = (first + part["day"] - 1) * 86_400
+    if "half" in spans and "hour" in part:
+        good &= (part["hour"] >= 1) & (part["hour"] <= 12)
+        part["hour"] = part["hour"] % 12 + (12 if match["half"][0] in "pP" else 0)
     for name, unit, limit in (("hour", 3600, 24), ("minute", 60, 60), ("second", 1, 60)):
         if name in part:
             good &= part[name] < limit

@@ -1,0 +1,526 @@
+"""What a column of a table becomes: the kinds, how they are told, and the numbers that they give.
+
+Enters: Arrow columns, of text or typed. Leaves: `Column`s, plain values that travel in the manifest and in
+checkpoints, and their numbers: the same for packing and for prediction. Costs: about 0.1 µs per cell of plain numbers.
+
+| kind | given by | becomes |
+|---|---|---|
+| `number` | numbers, durations, times of day | itself; whole numbers above 2**24 make the table float64 |
+| `bool` | true/false, yes/no, t/f, y/n | 0 or 1 |
+| `one-hot` | up to 16 different texts | a column per text, `NAME=TEXT`; all 0 where none of them stands |
+| `codes` | up to 1,000 texts that repeat | 1, 2, ... in the order of `values`; 0 where none of them stands |
+| `date` | dates and times | days since 1970, month, weekday, second of the day |
+| `seconds` | a date, where the user says so | seconds since 1970, as float64 |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from stoker.errors import InputError
+from stoker.sources.tables.layout import NULLS, parse_number
+from stoker.sources.times import (
+    DAY_NS,
+    SECOND_NS,
+    has_offset,
+    is_slashed,
+    match_time,
+    parse_times,
+)
+from stoker.store.fields import Array
+
+ONE_HOT_VALUES = 16
+CODE_VALUES = 1000
+MOST_CLASSES = 10_000
+FEW_CLASSES = 20
+"""Whole-number targets of at most so many different values are classes."""
+FLOAT32_WHOLE = 1 << 24
+"""Largest whole number up to which float32 holds every one."""
+KINDS = (
+    "number",
+    "float64",
+    "bool",
+    "category",
+    "one-hot",
+    "codes",
+    "date",
+    "day-first",
+    "month-first",
+    "seconds",
+)
+"""What may be typed after `--dtype NAME=`."""
+_WORDS = ({"true": 1, "false": 0}, {"yes": 1, "no": 0}, {"t": 1, "f": 0}, {"y": 1, "n": 0})
+_UNITS = {"s": SECOND_NS, "ms": 1_000_000, "us": 1000, "ns": 1}
+_SHOWN_TEXT = 40
+_NUMBER_SHARE = 0.8
+"""From this share of numbers on a column is one of numbers, and its texts are refused row by row."""
+_YEAR_MONTH = "^([0-9]{4}-[0-9]{2})$"
+
+
+class Fault(NamedTuple):
+    """Why a row is refused.
+
+    Attributes:
+        column: The column at fault.
+        reason: In words, with the cell.
+        kind: The same without the cell.
+    """
+
+    column: str
+    reason: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one column of the files becomes.
+
+    Attributes:
+        name: In the files, without spaces around it.
+        kind: See the table above.
+        values: The texts of `one-hot` and `codes`, found in the training rows.
+        is_wide: It needs float64.
+        day_first: How "10/11/2020" reads; None where no such date is expected.
+        is_aware: Dates carry an offset from UTC.
+        has_clock: A `date` has a time of day.
+        has_flag: A further column says where the value is missing.
+        without: Columns of `features` that it would give and that the user dropped.
+    """
+
+    name: str
+    kind: str
+    values: tuple[str, ...] = ()
+    is_wide: bool = False
+    day_first: bool | None = None
+    is_aware: bool = False
+    has_clock: bool = False
+    has_flag: bool = False
+    without: tuple[str, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the columns of `features` that it gives."""
+        return tuple(name for name in self.all_outputs if name not in self.without)
+
+    @property
+    def all_outputs(self) -> tuple[str, ...]:
+        """The same with those that the user dropped."""
+        made: tuple[str, ...] = (self.name,)
+        if self.kind == "one-hot":
+            made = tuple(f"{self.name}={value}" for value in self.values)
+        elif self.kind == "date":
+            parts = ("days", "month", "weekday", "seconds")[: 4 if self.has_clock else 3]
+            made = tuple(f"{self.name}_{part}" for part in parts)
+        return (*made, f"{self.name}_missing") if self.has_flag else made
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, for the manifest and for checkpoints."""
+        return {**asdict(self), "values": list(self.values), "without": list(self.without)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Column:
+        """Return the column that `to_json` wrote."""
+        return cls(**{**data, "values": tuple(data["values"]), "without": tuple(data["without"])})
+
+
+class Unusable(NamedTuple):
+    """A column that cannot be packed as it is.
+
+    Attributes:
+        name: The column.
+        what: What it holds.
+        option: What to type about it.
+    """
+
+    name: str
+    what: str
+    option: str
+
+
+# -- telling the kind --------------------------------------------------------------------------------------------------
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Tell whether a type is text, also where it is stored as a dictionary."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
+
+
+def plain(column: Any) -> Any:
+    """Return the column without dictionary, as one array; text as plain strings."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if is_text(column.type) and column.type != pa.string():
+        column = column.cast(pa.string())
+    if isinstance(column, pa.ChunkedArray):
+        column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    return column
+
+
+def trimmed(column: Any) -> Any:
+    """Return text without spaces around it, and null where the value is missing."""
+    text = pc.utf8_trim_whitespace(column)
+    return pc.if_else(pc.is_in(text, value_set=pa.array(NULLS)), pa.scalar(None, pa.string()), text)
+
+
+def as_text(column: Any) -> Any:
+    """Return any column as trimmed text with nulls: numbers and booleans as they are written."""
+    column = plain(column)
+    return trimmed(column if is_text(column.type) else column.cast(pa.string()))
+
+
+def find_kind(name: str, sample: Any, decimal: str, asked: str | None) -> Column | Unusable:
+    """Decide what a column becomes, from a sample of its rows.
+
+    Args:
+        name: Of the column.
+        sample: Arrow column.
+        decimal: The decimal sign of text cells.
+        asked: The user's word, one of `KINDS`; None decides by the values.
+    """
+    refused = _refuse_type(name, sample.type)
+    if refused is not None:
+        return refused
+    column = plain(sample)
+    if asked in ("category", "one-hot", "codes"):
+        return Column(name, asked)
+    if asked == "bool":
+        return Column(name, "bool")
+    if asked in ("number", "float64"):
+        return _number_column(name, column, decimal, asked == "float64")
+    if asked is not None:
+        return _date_column(name, column, asked)
+    if pa.types.is_boolean(column.type):
+        return Column(name, "bool")
+    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
+        return _date_column(name, column, "date")
+    if not is_text(column.type):
+        return _number_column(name, column, decimal, False)
+    return _find_text_kind(name, column, decimal)
+
+
+def _refuse_type(name: str, kind: pa.DataType) -> Unusable | None:
+    types = pa.types
+    inner = kind.value_type if types.is_dictionary(kind) else kind
+    known = (
+        types.is_integer(inner)
+        or types.is_floating(inner)
+        or types.is_boolean(inner)
+        or types.is_decimal(inner)
+        or types.is_temporal(inner)
+        or is_text(inner)
+    )
+    if types.is_null(inner):
+        return Unusable(name, "holds no value at all", "drop")
+    if not known or types.is_interval(inner):
+        return Unusable(name, f"holds {inner}, which is no number, text, date or boolean", "drop")
+    return None
+
+
+def _find_text_kind(name: str, column: Any, decimal: str) -> Column | Unusable:
+    filled = trimmed(column).drop_null()
+    if not len(filled):
+        return Unusable(name, "holds no value in the rows that were looked at", "drop")
+    try:
+        filled.cast(pa.float64())  # the usual case: plain numbers all through
+        return _number_column(name, column, decimal, False)
+    except pa.ArrowInvalid:
+        counted = filled.value_counts()
+    texts: list[str] = counted.field("values").to_pylist()
+    counts = counted.field("counts").to_numpy(zero_copy_only=False)
+    total = len(filled)
+    numeric = np.array([parse_number(text, decimal) is not None for text in texts])
+    num_numbers = int(counts[numeric].sum())
+    if num_numbers >= _NUMBER_SHARE * total:
+        return _number_column(name, column, decimal, False)
+    if num_numbers and len(texts) > ONE_HOT_VALUES:
+        words = [text for text, is_number in zip(texts, numeric, strict=True) if not is_number]
+        if 2 * num_numbers > total:
+            shown = f"{words[0][:_SHOWN_TEXT]!r} in {total - num_numbers:,} of {total:,} rows"
+            return Unusable(name, f"holds numbers, and texts such as {shown}", "drop")
+    lowered = {text.lower() for text in texts}
+    if any(lowered <= set(words) for words in _WORDS):
+        return Column(name, "bool")
+    dated = sum(_is_date(text) for text in texts[:200])
+    if 2 * dated > len(texts[:200]):
+        return _date_column(name, column, "date")
+    return judge_texts(name, len(texts), total, texts[0])
+
+
+def judge_texts(name: str, num_values: int, num_rows: int, example: str) -> Column | Unusable:
+    """Decide between one-hot and codes by the number of different texts."""
+    differs = num_rows >= 10 and num_values > 0.9 * num_rows
+    if num_values <= ONE_HOT_VALUES and not differs:
+        return Column(name, "one-hot")
+    if num_values <= CODE_VALUES and not differs and 2 * num_values <= num_rows:
+        return Column(name, "codes")
+    shown = f"{example[:_SHOWN_TEXT]!r}"
+    return Unusable(
+        name,
+        f"holds text that is different in {num_values:,} of {num_rows:,} rows, such as {shown}",
+        "drop",
+    )
+
+
+def _with_days(texts: Any) -> Any:
+    """Return texts in which "1949-01" is the first of that month."""
+    return pc.replace_substring_regex(texts, _YEAR_MONTH, r"\1-01")
+
+
+def _is_date(text: str) -> bool:
+    match = match_time(f"{text}-01" if re.fullmatch(_YEAR_MONTH, text) else text)
+    return match is not None and "epoch" not in match.re.groupindex and not text.isdecimal()
+
+
+def _number_column(name: str, column: Any, decimal: str, is_wide: bool) -> Column | Unusable:
+    values, bad = numbers(column, name, decimal)
+    too_long = len(bad) if pa.types.is_integer(column.type) else 0
+    if is_text(column.type):
+        too_long = (
+            pc.sum(pc.match_substring_regex(trimmed(column), "^[+-]?[0-9]{16,}$")).as_py() or 0
+        )
+    values = values[np.isfinite(values)]
+    if 2 * too_long > len(column):
+        return Unusable(
+            name, "holds whole numbers above 2**53, which no float holds exactly", "drop"
+        )
+    return Column(name, "number", is_wide=is_wide or needs_float64(values))
+
+
+def needs_float64(values: Array) -> bool:
+    """Tell whether float32 would lose values: whole numbers that it does not have, or many that become one.
+
+    Args:
+        values: Finite. Those from 2**53 on are left to the quality gate: float64 does not count them either.
+    """
+    values = values[np.abs(values) < 1 << 53]
+    if not len(values):
+        return False
+    narrow = values.astype(np.float32)
+    if bool((values == np.rint(values)).all()):
+        return bool((narrow != values).any())
+    different = len(np.unique(values))
+    return bool(different >= 10 and len(np.unique(narrow)) < 0.99 * different)
+
+
+def _date_column(name: str, column: Any, asked: str) -> Column | Unusable:
+    made = Column(name, "seconds" if asked == "seconds" else "date", is_wide=asked == "seconds")
+    if not is_text(column.type):
+        if pa.types.is_timestamp(column.type):
+            made = replace(made, is_aware=column.type.tz is not None)
+        elif not pa.types.is_date(column.type):
+            column = column.cast(
+                pa.string()
+            )  # whole numbers: seconds, ms, µs or ns by their digits
+    if is_text(column.type):
+        texts = _with_days(trimmed(column).drop_null()).to_pylist()
+        matches = [match for match in map(match_time, texts) if match is not None]
+        if not matches:
+            return Unusable(name, f"was said to hold dates, but holds {texts[:1]}", "drop")
+        made = replace(made, is_aware=2 * sum(map(has_offset, matches)) > len(matches))
+        slashed = [match for match in matches if is_slashed(match)]
+        if slashed:
+            if asked in ("day-first", "month-first"):
+                made = replace(made, day_first=asked == "day-first")
+            else:
+                left = any(int(match["left"]) > 12 for match in slashed)
+                right = any(int(match["right"]) > 12 for match in slashed)
+                if left == right:
+                    shown = f"{slashed[0][0].strip()!r}"
+                    how = "in both orders" if left else "that read day-first and month-first"
+                    return Unusable(name, f"holds dates {how}, such as {shown}", "date")
+                made = replace(made, day_first=left)
+    ns, good = _times(column, made)
+    clock = ns[good] % DAY_NS
+    is_wide = made.is_wide or bool((clock % SECOND_NS).any())
+    return replace(made, has_clock=bool(clock.any()), is_wide=is_wide)
+
+
+# -- the numbers -------------------------------------------------------------------------------------------------------
+
+
+def numbers(
+    column: Any, name: str, decimal: str, faults: MutableMapping[int, Fault] | None = None
+) -> tuple[Array, Array]:
+    """Return a column as float64, NaN where it is missing or no number; and the rows that are no number."""
+    column = plain(column)
+    kind = column.type
+    column = trimmed(column) if is_text(kind) else column
+    nothing = np.zeros(0, np.int64)
+    try:
+        if pa.types.is_boolean(kind):
+            column = column.cast(pa.uint8())
+        elif pa.types.is_temporal(kind):
+            whole = column.cast(pa.int64() if kind.bit_width == 64 else pa.int32()).cast(
+                pa.float64()
+            )
+            unit = _UNITS[kind.unit] if hasattr(kind, "unit") else DAY_NS
+            return np.asarray(whole.to_numpy(zero_copy_only=False)) * (unit / SECOND_NS), nothing
+        cells = column
+        if is_text(kind) and decimal == ",":
+            # A point may group digits: such cells are read one by one.
+            cells = pc.replace_substring(pc.replace_substring(column, ".", "x"), ",", ".")
+        return np.asarray(cells.cast(pa.float64()).to_numpy(zero_copy_only=False)), nothing
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return _numbers_one_by_one(column, name, decimal, faults)
+
+
+def _numbers_one_by_one(
+    column: Any, name: str, decimal: str, faults: MutableMapping[int, Fault] | None
+) -> tuple[Array, Array]:
+    values = np.full(len(column), np.nan)
+    bad = []
+    for row, cell in enumerate(column.to_pylist()):
+        if cell is None:
+            continue
+        if isinstance(cell, str):
+            number = parse_number(cell, decimal)
+        else:
+            number = float(cell) if not isinstance(cell, int) or abs(cell) <= 1 << 53 else None
+        if number is not None:
+            values[row] = number
+            continue
+        bad.append(row)
+        if faults is not None:
+            why = "a whole number above 2**53" if isinstance(cell, int) else "not a number"
+            reason = f"column {name!r} holds {str(cell)[:_SHOWN_TEXT]!r}, {why}"
+            faults.setdefault(row, Fault(name, reason, f"column {name!r}: {why}"))
+    return values, np.asarray(bad, np.int64)
+
+
+def _times(column: Any, made: Column) -> tuple[Array, Array]:
+    """Return nanoseconds since 1970, and where they are known."""
+    column = plain(column)
+    kind = column.type
+    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        known = column.is_valid().to_numpy(zero_copy_only=False)
+        # By way of whole numbers: Python's datetime has no nanoseconds.
+        whole = column.cast(pa.int64() if kind.bit_width == 64 else pa.int32())
+        counts = pc.fill_null(whole, 0).to_numpy(zero_copy_only=False).astype(np.int64)
+        unit = (
+            DAY_NS
+            if kind == pa.date32()
+            else 1_000_000
+            if kind == pa.date64()
+            else _UNITS[kind.unit]
+        )
+        limit = np.iinfo(np.int64).max // unit
+        return np.where(np.abs(counts) <= limit, counts, 0) * unit, known & (
+            np.abs(counts) <= limit
+        )
+    texts = trimmed(column if is_text(kind) else column.cast(pa.string()))
+    filled = pc.fill_null(_with_days(texts), "")
+    filled = filled.combine_chunks() if isinstance(filled, pa.ChunkedArray) else filled
+    return parse_times(filled, made.day_first, made.is_aware)
+
+
+class Encoded(NamedTuple):
+    """The numbers of one column.
+
+    Attributes:
+        values: `(rows, outputs)` float64, NaN where the value is missing.
+        unseen: Rows with a text that the training rows did not have.
+    """
+
+    values: Array
+    unseen: Array
+
+
+def encode(column: Any, made: Column, decimal: str, faults: MutableMapping[int, Fault]) -> Encoded:
+    """Return the numbers of a column; rows that cannot be read are put into `faults`."""
+    nothing = np.zeros(0, np.int64)
+    if made.kind == "number":
+        values, _ = numbers(column, made.name, decimal, faults)
+        encoded = Encoded(values[:, None], nothing)
+    elif made.kind == "bool":
+        encoded = Encoded(_booleans(column, made.name, faults)[:, None], nothing)
+    elif made.kind in ("one-hot", "codes"):
+        encoded = _encode_texts(column, made)
+    else:
+        encoded = Encoded(_encode_times(column, made, faults), nothing)
+    if made.has_flag:
+        missing = np.isnan(encoded.values).any(axis=1, keepdims=True)
+        encoded = encoded._replace(values=np.hstack([encoded.values, missing]))
+    if made.without:
+        kept = [name not in made.without for name in made.all_outputs]
+        encoded = encoded._replace(values=encoded.values[:, kept])
+    return encoded
+
+
+def _booleans(column: Any, name: str, faults: MutableMapping[int, Fault]) -> Array:
+    column = plain(column)
+    if not is_text(column.type):
+        return np.asarray(column.cast(pa.float64()).to_numpy(zero_copy_only=False))
+    texts = pc.utf8_lower(trimmed(column))
+    words = {
+        word: number for pairs in (*_WORDS, {"1": 1, "0": 0}) for word, number in pairs.items()
+    }
+    places = pc.index_in(texts, value_set=pa.array(list(words)))
+    found = pc.fill_null(places, -1).to_numpy(zero_copy_only=False)
+    values = np.where(found >= 0, np.array([*words.values(), np.nan], np.float64)[found], np.nan)
+    known = texts.is_valid().to_numpy(zero_copy_only=False)
+    for row in np.flatnonzero(known & (found < 0)).tolist():
+        reason = f"column {name!r} holds {str(texts[row])[:_SHOWN_TEXT]!r}, not true or false"
+        faults.setdefault(row, Fault(name, reason, f"column {name!r}: not true or false"))
+    return values
+
+
+def _encode_texts(column: Any, made: Column) -> Encoded:
+    texts = as_text(column)
+    places = pc.fill_null(pc.index_in(texts, value_set=pa.array(made.values, pa.string())), -1)
+    found = places.to_numpy(zero_copy_only=False)
+    known = texts.is_valid().to_numpy(zero_copy_only=False)
+    unseen = np.flatnonzero(known & (found < 0))
+    if made.kind == "codes":
+        return Encoded((found + 1.0)[:, None], unseen)
+    return Encoded((found[:, None] == np.arange(len(made.values))).astype(np.float64), unseen)
+
+
+def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault]) -> Array:
+    ns, good = _times(column, made)
+    column = plain(column)
+    texts = trimmed(column) if is_text(column.type) else column
+    known = texts.is_valid().to_numpy(zero_copy_only=False)
+    for row in np.flatnonzero(known & ~good).tolist():
+        reason = f"column {made.name!r} holds {str(texts[row])[:_SHOWN_TEXT]!r}, not a date as in the other rows"
+        faults.setdefault(
+            row, Fault(made.name, reason, f"column {made.name!r}: not a date as in the other rows")
+        )
+    if made.kind == "seconds":
+        parts = [ns / SECOND_NS]
+    else:
+        days = ns // DAY_NS
+        months = days.astype("M8[D]").astype("M8[M]").astype(np.int64)
+        parts = [days, months % 12 + 1, (days + 3) % 7]
+        parts += [(ns % DAY_NS) / SECOND_NS] if made.has_clock else []
+    values = np.stack([np.asarray(part, np.float64) for part in parts], axis=1)
+    values[~(good & known)] = np.nan
+    return values
+
+
+def parse_dtypes(texts: Sequence[str]) -> dict[str, str]:
+    """Read "NAME=KIND" as typed after `--dtype`.
+
+    Raises:
+        InputError: There is no such kind, or a name is missing.
+    """
+    kinds: dict[str, str] = {}
+    for text in texts:
+        name, equals, kind = text.rpartition("=")
+        if not equals or not name.strip() or kind.strip() not in KINDS:
+            raise InputError(
+                f"--dtype is {text!r}.",
+                f"NAME=KIND, with a kind of {', '.join(KINDS)}",
+                "--dtype NAME=category",
+            )
+        kinds[name.strip()] = kind.strip()
+    return kinds

@@ -1,0 +1,404 @@
+"""How a text table is written: compression, encoding, separator, decimal sign, header.
+
+Enters: the first 256 KiB of a file, and what the user said about it. Leaves: a `Layout` with the reason for every
+choice, or one error that names all that cannot be told. Costs: milliseconds per file.
+
+Nothing is guessed where two readings are equally likely: the first line of "Country,2019,2020" may be a header or a
+row, and the user is asked.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from stoker.display import command, quoted
+from stoker.errors import InputError, SourceError
+from stoker.units import format_bytes, format_count
+
+HEAD_BYTES = 256 << 10
+NULLS = ("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "-", "?")
+SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|", "whitespace": " "}
+_SHOWN = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar", " ": "runs of spaces"}
+_HEAD_ROWS = 2000
+_MAX_PREAMBLE = 100
+_PLAIN = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+(?:[eE][+-]?[0-9]+)?")
+_GROUPED = {  # digits in groups of three, by the decimal sign that then remains
+    ".": re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?"),
+    ",": re.compile(r"[+-]?[0-9]{1,3}(?:\.[0-9]{3})+(?:,[0-9]*)?"),
+}
+_MAGIC = {
+    b"PAR1": "parquet",
+    b"ARROW1": "arrow",
+    b"PK\x03\x04": "zip",
+    b"\x89HDF": "hdf5",
+    b"\xd0\xcf\x11\xe0": "xls",
+    b"SQLite": "sqlite",
+}
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bz2",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What the user says about text files; None leaves it to be found.
+
+    Attributes:
+        sep: Separator, or one of the words "tab", "comma", "semicolon", "bar", "whitespace".
+        decimal: "." or ",".
+        encoding: Name of a Python codec.
+        header: Whether the first line names the columns.
+    """
+
+    sep: str | None = None
+    decimal: str | None = None
+    encoding: str | None = None
+    header: bool | None = None
+
+    def __post_init__(self) -> None:
+        sep = SEPARATORS.get(self.sep or "", self.sep)
+        sep = "\t" if sep == "\\t" else sep
+        if sep is not None and (len(sep) != 1 or sep in "\"'\r\n" or ord(sep) > 127):
+            raise InputError(
+                f"--sep is {self.sep!r}.",
+                f"one character, or {', '.join(SEPARATORS)}",
+                "--sep semicolon",
+            )
+        object.__setattr__(self, "sep", sep)
+        if self.decimal not in (None, ".", ","):
+            raise InputError(f"--decimal is {self.decimal!r}.", "a point or a comma", "--decimal ,")
+        if self.encoding is not None:
+            try:
+                codecs.lookup(self.encoding)
+            except LookupError:
+                raise InputError(
+                    f"--encoding is {self.encoding!r}.",
+                    "the name of a text encoding",
+                    "--encoding cp1252",
+                ) from None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options as the manifest records them."""
+        return {
+            "sep": self.sep,
+            "decimal": self.decimal,
+            "encoding": self.encoding,
+            "header": self.header,
+        }
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one text table is written.
+
+    Attributes:
+        sep: Between cells; a space stands for runs of spaces and tabs.
+        decimal: "." or ",".
+        encoding: Name of the codec.
+        skip: Lines before the first row, the header among them.
+        preamble: Lines above the header, or above the first row where there is no header.
+        names: Of the columns, without spaces around them; "c0", "c1" ... where there is no header.
+        has_header: Whether the names stand in the file.
+        said: What was found out, in words for the user.
+    """
+
+    sep: str
+    decimal: str
+    encoding: str
+    skip: int
+    preamble: int
+    names: tuple[str, ...]
+    has_header: bool
+    said: str
+
+
+def file_kind(path: Path) -> str:
+    """Return what the first bytes of a file say: "text", "parquet", "arrow", or what cannot be read."""
+    with path.open("rb") as stream:
+        start = stream.read(8)
+    return next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), "text")
+
+
+def compression_of(path: Path) -> str | None:
+    """Return how a file is compressed, by its first bytes, whatever its name."""
+    with path.open("rb") as stream:
+        start = stream.read(4)
+    return next((name for magic, name in _COMPRESSED.items() if start.startswith(magic)), None)
+
+
+def refuse_kind(path: Path, kind: str) -> SourceError | None:
+    """Return the error for a file that is no table that stoker reads; None where it is one."""
+    what = {
+        "zip": "a zip archive or an Excel workbook",
+        "xls": "an Excel workbook",
+        "hdf5": "an HDF5 file",
+        "sqlite": "an SQLite database",
+    }.get(kind)
+    if what is None:
+        return None
+    fix = {
+        "zip": f"{command('unzip', path)}; a workbook: save it as CSV",
+        "xls": "save it as CSV",
+        "hdf5": command("stoker", "pack", "arrays", path, "OUT"),
+        "sqlite": "sqlite3 -csv -header FILE 'SELECT * FROM NAME' > rows.csv",
+    }[kind]
+    return SourceError(f"{path} is {what}.", "CSV, Parquet or Feather", fix)
+
+
+def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) -> Layout:
+    """Find how a text table is written.
+
+    Args:
+        head: Its first bytes, decompressed.
+        path: For messages.
+        asked: Has the last word.
+        is_whole: Whether `head` is the whole file.
+
+    Raises:
+        SourceError: It is empty, is not text, or can be read in two ways.
+    """
+    encoding, text = _decode(head, path, asked.encoding, is_whole)
+    lines = text.splitlines(keepends=True)
+    is_endless = not is_whole and len(lines) < 2
+    if not is_whole and len(lines) > 1:
+        lines = lines[:-1]  # the last one is cut
+    if not any(line.strip() for line in lines):
+        raise SourceError(
+            f"{path} is empty: it cannot be read as a table.",
+            "rows of cells",
+            command("head", path),
+        )
+    if is_endless:
+        raise SourceError(
+            f"{path} cannot be read as a table: its first line is longer than {format_bytes(len(head))}.",
+            "rows of cells",
+            command("file", path),
+        )
+    hint = re.fullmatch(r"\ufeff?sep=(.)", lines[0].strip())
+    sep = asked.sep or (hint[1] if hint else _find_separator(lines))
+    shift = 1 if hint else 0
+    rows = [(number + shift, cells) for number, cells in _split(lines[shift:], sep)]
+    if not rows:
+        raise SourceError(f"{path} holds no rows.", "rows of cells", command("head", path))
+    width = _usual_width([cells for _, cells in rows])
+    start = next(i for i, (_, cells) in enumerate(rows) if len(cells) == width)
+    first_line, first = rows[start]
+    body = [cells for _, cells in rows[start + 1 :] if len(cells) == width]
+    before = rows[start - 1][1] if start else []
+    if len(before) == width - 1 and width > 2 and asked.header is not False and _names_only(before):
+        # R and pandas leave the name of the first column, the row's own name, out.
+        first_line, first, body = rows[start - 1][0], ["", *before], [first, *body]
+        asked = replace(asked, header=True)
+    # A quoted cell may span lines: a row ends at its line number, and begins after the row before.
+    preamble = first_line - 1 - sum(cell.count("\n") for cell in first)
+    decimal = asked.decimal or _find_decimal([first, *body], sep)
+    has_header = _find_header(first, body, decimal, path, asked.header)
+    names = (
+        tuple(re.sub(r"\s*\n\s*", " ", cell.strip()) for cell in first)
+        if has_header
+        else tuple(f"c{i}" for i in range(width))
+    )
+    said = [f"separator {_SHOWN.get(sep, repr(sep))}"] if width > 1 else ["one column"]
+    said += ["decimal comma"] if decimal == "," else []
+    said += [f"encoding {encoding}"] if encoding != "utf-8" else []
+    said += [] if has_header else [f"no header, so columns are named c0 to c{width - 1}"]
+    said += [f"{format_count(preamble, 'line')} above the table ignored"] if preamble else []
+    skip = first_line if has_header else preamble
+    return Layout(sep, decimal, encoding, skip, preamble, names, has_header, ", ".join(said))
+
+
+def _names_only(cells: Sequence[str]) -> bool:
+    filled = [cell.strip() for cell in cells]
+    return all(filled) and len(set(filled)) == len(filled) and not any(map(_is_number, filled))
+
+
+def _decode(head: bytes, path: Path, asked: str | None, is_whole: bool) -> tuple[str, str]:
+    found = asked
+    if found is None:
+        if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            found = "utf-16"
+        elif b"\x00" in head:
+            raise SourceError(
+                f"{path} holds zero bytes: it is not text that can be read as a table.",
+                "CSV, Parquet or Feather",
+                command("file", path),
+            )
+        else:
+            found = "utf-8"
+    try:
+        decoder = codecs.getincrementaldecoder(found)()
+        text = decoder.decode(head, final=is_whole)
+    except (UnicodeDecodeError, UnicodeError) as error:
+        if asked is not None:
+            raise SourceError(
+                f"{path} is not {asked}: {error}.",
+                "the encoding it was written in",
+                "--encoding cp1252",
+            ) from error
+        # Western exports without a mark. cp1252 leaves five bytes undefined, which latin-1 does not.
+        found = "cp1252" if not re.search(rb"[\x81\x8d\x8f\x90\x9d]", head) else "latin-1"
+        text = head.decode(found)
+    return found, text.removeprefix("\ufeff")
+
+
+def squeeze(line: str) -> list[str]:
+    """Return the cells of a line whose separator is a run of spaces; quotes keep spaces inside."""
+    return [cell.strip('"') for cell in re.findall(r'"[^"]*"|\S+', line)]
+
+
+def _split(lines: Sequence[str], sep: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the cells of each row that is not blank, and the number of the line it ends in."""
+    if sep == " ":
+        numbered = ((number, squeeze(line)) for number, line in enumerate(lines, 1))
+    else:
+        reader = csv.reader(io.StringIO("".join(lines), newline=""), delimiter=sep)
+        numbered = ((reader.line_num, cells) for cells in _read_all(reader))
+    for seen, (number, cells) in enumerate(numbered):
+        if seen >= _HEAD_ROWS:
+            return
+        if cells and (len(cells) > 1 or cells[0].strip()):
+            yield number, cells
+
+
+def _read_all(reader: Any) -> Iterator[list[str]]:
+    try:
+        yield from reader
+    except csv.Error:  # a cell of more than 128 kB, in a file that is not meant to have such cells
+        return
+
+
+def _usual_width(rows: Sequence[Sequence[str]]) -> int:
+    return Counter(map(len, rows)).most_common(1)[0][0]
+
+
+def _find_separator(lines: Sequence[str]) -> str:
+    """Return the separator that gives most rows the same number of clean cells."""
+    best, score = ",", 0.0
+    for sep in (",", ";", "\t", "|", " "):
+        rows = [cells for _, cells in _split(lines, sep)]
+        width = _usual_width(rows) if rows else 0
+        if width < 2:
+            continue
+        alike = [cells for cells in rows if len(cells) == width]
+        cells = [cell.strip() for row in alike[:200] for cell in row]
+        # A cell with another separator inside is a sign of the wrong one, unless it is a decimal comma.
+        clean = sum(not re.search(r"[,;\t|]", cell) or _is_number(cell) for cell in cells) / len(
+            cells
+        )
+        found = clean * len(alike) / len(rows)
+        if sep == " ":  # prose has spaces too
+            found *= sum(map(_is_number, cells)) / len(cells) * 0.9
+        if found > score + 1e-9:
+            best, score = sep, found
+    return best
+
+
+def _is_number(cell: str) -> bool:
+    return bool(_PLAIN.fullmatch(cell) or _COMMA.fullmatch(cell))
+
+
+def _find_decimal(rows: Sequence[Sequence[str]], sep: str) -> str:
+    cells = [cell.strip() for row in rows for cell in row]
+    points = sum("." in cell and bool(_PLAIN.fullmatch(cell)) for cell in cells)
+    commas = [cell for cell in cells if _COMMA.fullmatch(cell)]
+    if any(_GROUPED[","].fullmatch(cell) and "," in cell for cell in cells):
+        return ","  # 1.234,56
+    if not commas or any(_GROUPED["."].fullmatch(cell) and "." in cell for cell in cells):
+        return "."  # 1,234.56
+    grouped = all(_GROUPED["."].fullmatch(cell) for cell in commas)
+    # "1,234" is a thousand in a file split by commas, and 1.234 where commas are free for decimals.
+    return "." if points or (grouped and sep == ",") else ","
+
+
+def parse_number(text: str, decimal: str) -> float | None:
+    """Return the number in a cell, with or without groups of three digits; None where it holds none."""
+    text = text.strip()
+    if _GROUPED[decimal].fullmatch(text):
+        text = text.replace("," if decimal == "." else ".", "")
+    if decimal == ",":
+        if "." in text:
+            return None
+        text = text.replace(",", ".")
+    if not _PLAIN.fullmatch(text):
+        return _INFINITE.get(text.lower())
+    return float(text)
+
+
+_INFINITE = {
+    "inf": float("inf"), "+inf": float("inf"), "infinity": float("inf"), "+infinity": float("inf"),
+    "-inf": float("-inf"), "-infinity": float("-inf"),
+}  # fmt: skip
+
+
+def _find_header(
+    first: Sequence[str],
+    body: Sequence[Sequence[str]],
+    decimal: str,
+    path: Path,
+    asked: bool | None,
+) -> bool:
+    """Tell whether the first row names the columns.
+
+    Text above a column of numbers is a header; a number there is a row. Where only text columns can tell, a text
+    that the column repeats is a row, and a table of nothing but text has a header.
+    """
+    if asked is not None:
+        return asked
+    cells = [cell.strip() for cell in first]
+    for_header = for_row = 0
+    is_numeric, repeats = [], False
+    for place, cell in enumerate(cells):
+        column = [row[place].strip() for row in body]
+        filled = [text for text in column if text not in NULLS]
+        numeric = (
+            bool(filled)
+            and sum(parse_number(t, decimal) is not None for t in filled) > len(filled) / 2
+        )
+        is_numeric.append(numeric)
+        if numeric and cell not in NULLS:
+            is_row = parse_number(cell, decimal) is not None
+            for_row, for_header = for_row + is_row, for_header + (not is_row)
+        elif not numeric and cell not in NULLS:
+            repeats = repeats or cell in filled
+    if for_header:
+        return True
+    years = _counts_up([cell for cell, numeric in zip(cells, is_numeric, strict=True) if numeric])
+    if for_row and not repeats and (years or not all(is_numeric)) and len(cells) > 1 and body:
+        raise SourceError(
+            f"{path}: the first line, {', '.join(cells)[:80]!r}, may be a header or a row.",
+            "a first line that is clearly one of them, or your word",
+            "--header, or --no-header",
+        )
+    if not body:
+        return not any(parse_number(cell, decimal) is not None for cell in cells)
+    return not for_row and not repeats
+
+
+def _counts_up(cells: Sequence[str]) -> bool:
+    """Tell whether numbers go up by one, as years and running numbers in a header do."""
+    if len(cells) < 3 or not all(cell.isdecimal() and len(cell) < 10 for cell in cells):
+        return False
+    numbers = [int(cell) for cell in cells]
+    return all(b - a == 1 for a, b in pairwise(numbers))
+
+
+def header_advice(names: Sequence[str], wanted: str) -> str:
+    """Return the closest name that exists, as it is typed."""
+    import difflib
+
+    lowered = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(wanted.strip().lower(), lowered, 1, 0.6)
+    return quoted(lowered[close[0]]) if close else ""

@@ -1,0 +1,345 @@
+"""Tables as a stream of Arrow batches: text with its layout, Parquet, Feather; files, folders, globs.
+
+Enters: paths as the user typed them. Leaves: `TableFile`s with their column names and notes, and record batches: text
+files as columns of text, the others as they are typed. Costs: one streaming read; memory for one block.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stoker.display import command, look_in, quoted
+from stoker.errors import Refusal, RefusalList, SourceError, require_file
+from stoker.sources.tables.layout import (
+    HEAD_BYTES,
+    Layout,
+    TextOptions,
+    compression_of,
+    file_kind,
+    find_layout,
+    refuse_kind,
+)
+from stoker.units import format_bytes
+
+CSV_BLOCK_BYTES = 8 << 20
+SUFFIXES = (
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".data",
+    ".dat",
+    ".tab",
+    ".parquet",
+    ".pq",
+    ".feather",
+    ".arrow",
+    ".ipc",
+)
+_PACKED = (".gz", ".bz2", ".zst", ".lz4")
+_TABLE_FORMATS = "CSV or other text with separators, Parquet, or Feather"
+_PARTITION = re.compile(r"([^=/]+)=([^/]*)")
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """One file of a table.
+
+    Attributes:
+        path: As the user knows it.
+        kind: "text", "parquet" or "arrow".
+        names: Column names as they are packed: without spaces around them.
+        layout: Of a text file; None for the others.
+        partitions: Columns that the names of folders give ("year=2020").
+        num_rows: Where the file says it; None for text.
+    """
+
+    path: Path
+    kind: str
+    names: tuple[str, ...]
+    layout: Layout | None = None
+    partitions: Mapping[str, str] = field(default_factory=dict)
+    num_rows: int | None = None
+
+    @property
+    def decimal(self) -> str:
+        """The decimal sign of text cells."""
+        return self.layout.decimal if self.layout else "."
+
+
+def is_table(path: Path) -> bool:
+    """Tell by its name whether a file may be a table."""
+    name = path.name.lower()
+    for packed in _PACKED:
+        name = name.removesuffix(packed)
+    return name.endswith(SUFFIXES)
+
+
+def find_files(
+    paths: Sequence[str | Path],
+) -> tuple[list[tuple[Path, dict[str, str]]], dict[str, int]]:
+    """Return the files that are meant, with the columns that folder names give, and what was passed over.
+
+    A folder stands for the tables in it and in its subfolders, a pattern such as "day*.csv" for what it matches.
+
+    Raises:
+        SourceError: Nothing is there, or nothing of what is there is a table.
+    """
+    found: list[tuple[Path, dict[str, str]]] = []
+    ignored: dict[str, int] = {}
+    for given in paths:
+        path = Path(given)
+        if path.is_dir():
+            inside = sorted(each for each in path.rglob("*") if each.is_file())
+            tables = []
+            for each in inside:
+                parts = each.relative_to(path).parts
+                if any(part.startswith((".", "_")) for part in parts):
+                    _count(
+                        ignored, "hidden or system file (its name begins with a dot or underscore)"
+                    )
+                elif not is_table(each):
+                    _count(ignored, f"file with the ending {each.suffix!r}")
+                else:
+                    pairs = (_PARTITION.fullmatch(part) for part in parts[:-1])
+                    tables.append((each, {pair[1]: pair[2] for pair in pairs if pair}))
+            if not tables:
+                raise SourceError(
+                    f"{path} holds {len(inside):,} files, and none of them is a table.",
+                    f"files that end in {', '.join(SUFFIXES)}",
+                    look_in(path),
+                )
+            found += tables
+        elif not path.exists() and re.search(r"[*?\[]", str(given)):
+            matched = sorted(Path(each) for each in glob.glob(str(given), recursive=True))  # noqa: PTH207  absolute patterns too
+            matched = [each for each in matched if each.is_file()]
+            if not matched:
+                raise SourceError(
+                    f"no file matches {str(given)!r}.",
+                    "a pattern that matches files",
+                    look_in(path.parent),
+                )
+            found += [(each, {}) for each in matched]
+        else:
+            found.append((require_file(given, "table"), {}))
+    return found, ignored
+
+
+def _count(ignored: dict[str, int], reason: str) -> None:
+    ignored[reason] = ignored.get(reason, 0) + 1
+
+
+def open_table(
+    path: Path, asked: TextOptions, partitions: Mapping[str, str] | None = None
+) -> TableFile:
+    """Look at a file: its kind, its columns, and how it is written.
+
+    Raises:
+        SourceError: It is no table, or it can be read in two ways.
+    """
+    from pyarrow import feather, parquet
+
+    partitions = dict(partitions or {})
+    kind = file_kind(path)
+    wrong = refuse_kind(path, kind)
+    if wrong is not None:
+        raise wrong
+    layout, num_rows = None, None
+    with readable(path):
+        if kind == "parquet":
+            with parquet.ParquetFile(path) as file:
+                raw, num_rows = list(file.schema_arrow.names), file.metadata.num_rows
+        elif kind == "arrow":
+            table = feather.read_table(path, memory_map=True)
+            raw, num_rows = table.column_names, table.num_rows
+        else:
+            with _stream(path) as stream:
+                head = stream.read(HEAD_BYTES)
+                is_whole = not stream.read(1)
+            layout = find_layout(head, path, asked, is_whole=is_whole)
+            raw = list(layout.names)
+    names = [name.strip() for name in raw]
+    names = [name or f"unnamed_{place}" for place, name in enumerate(names)]
+    names += [name for name in partitions if name not in names]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise SourceError(
+            f"{path} has two columns called {', '.join(map(repr, twice))}.",
+            "different names",
+            "rename one of them",
+        )
+    return TableFile(path, kind, tuple(names), layout, partitions, num_rows)
+
+
+def batches(file: TableFile, refused: RefusalList) -> Iterator[Any]:
+    """Yield the rows as record batches whose columns have the names of `file.names`."""
+    import pyarrow as pa
+    from pyarrow import feather, parquet
+
+    with readable(file.path):
+        if file.kind == "parquet":
+            # Page checksums are optional in Parquet: they are compared where the writer made them.
+            with parquet.ParquetFile(file.path, page_checksum_verification=True) as opened:
+                stream: Iterator[Any] = opened.iter_batches()
+                yield from (_renamed(batch, file) for batch in stream)
+        elif file.kind == "arrow":
+            table = feather.read_table(file.path, memory_map=True)
+            yield from (_renamed(batch, file) for batch in table.to_batches(max_chunksize=1 << 16))
+        else:
+            assert file.layout is not None
+            with _stream(file.path) as opened:
+                source = opened if file.layout.sep != " " else pa.PythonFile(_Squeezed(opened), "r")
+                for batch in _open_csv(source, refused, file):
+                    yield _renamed(batch, file)
+
+
+def _renamed(batch: Any, file: TableFile) -> Any:
+    import pyarrow as pa
+
+    arrays = list(batch.columns)
+    for name in file.names[len(arrays) :]:
+        text = file.partitions[name]
+        arrays.append(pa.array([text] * batch.num_rows, pa.string()))
+    return pa.RecordBatch.from_arrays(arrays, names=list(file.names))
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn what Arrow says about a file into an error of ours that names it."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except pa.ArrowInvalid as error:
+        if "straddling" in str(error):
+            raise SourceError(
+                f"{path} has a line, or a quoted cell, of more than {format_bytes(CSV_BLOCK_BYTES)}.",
+                _TABLE_FORMATS,
+                "look for a quotation mark that is not closed",
+            ) from error
+        if "invalid UTF8" in str(error):
+            raise SourceError(
+                f"{path} begins as UTF-8 and holds other bytes further on.",
+                "one encoding",
+                "--encoding cp1252",
+            ) from error
+        raise _unreadable(path, error) from error
+    except UnicodeError as error:
+        raise SourceError(
+            f"{path} is not in the encoding that was given or found: {error}.",
+            "the encoding it was written in",
+            "--encoding latin-1",
+        ) from error
+    except (pa.ArrowException, OSError, EOFError) as error:
+        if isinstance(error, SourceError):
+            raise
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: BaseException) -> SourceError:
+    return SourceError(
+        f"{path} cannot be read as a table: {error}.", _TABLE_FORMATS, command("file", path)
+    )
+
+
+def _open_csv(stream: Any, refused: RefusalList, file: TableFile) -> Any:
+    """Open a CSV stream: every column as text, and lines of the wrong length set aside."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    layout = file.layout
+    assert layout is not None
+    num_refused = 0
+
+    def refuse(row: Any) -> str:
+        nonlocal num_refused
+        num_refused += 1
+        if num_refused > RefusalList.MOST and 2 * num_refused > row.number:
+            return "error"  # noise, not a table; Arrow needs 0.1 ms for every line of it
+        given = f"{row.actual_columns} cells instead of {row.expected_columns}"
+        kind = f"lines without {row.expected_columns} cells"
+        refused.append(Refusal(str(file.path), row.number, given, kind=kind))
+        return "skip"
+
+    names = list(layout.names)
+    keys = [str(place) for place in range(len(names))]
+    return csv.open_csv(
+        stream,
+        read_options=csv.ReadOptions(
+            block_size=CSV_BLOCK_BYTES,
+            use_threads=False,
+            skip_rows=layout.skip,
+            column_names=keys,
+            encoding="utf8" if layout.encoding == "utf-8" else layout.encoding,
+        ),
+        parse_options=csv.ParseOptions(
+            delimiter="\t" if layout.sep == " " else layout.sep,
+            invalid_row_handler=refuse,
+            newlines_in_values=True,
+        ),
+        # Everything as text: a column's type is not what its first rows suggest.
+        convert_options=csv.ConvertOptions(
+            column_types={key: pa.string() for key in keys}, strings_can_be_null=False
+        ),
+    )
+
+
+def _stream(path: Path) -> Any:
+    import pyarrow as pa
+
+    return pa.input_stream(str(path), compression=compression_of(path))
+
+
+class _Squeezed(io.RawIOBase):
+    """A byte stream in which runs of spaces and tabs outside quotes are one tab, and none stand at the ends of lines.
+
+    Args:
+        stream: Text whose bytes below 128 are ASCII.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._rest = b""
+        self._ready = b""
+
+    def readable(self) -> bool:
+        """Whether it can be read: always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` with what is ready."""
+        while not self._ready:
+            block = self._stream.read(1 << 20)
+            data = self._rest + block
+            cut = len(data) if not block else data.rfind(b"\n") + 1
+            self._rest, data = data[cut:], data[:cut]
+            if not block and not data:
+                return 0
+            self._ready = b"".join(map(_squeeze_line, data.splitlines(keepends=True)))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+
+def _squeeze_line(line: bytes) -> bytes:
+    if b'"' not in line:
+        return b"\t".join(line.split()) + b"\n"
+    return b"\t".join(re.findall(rb'"[^"]*"|\S+', line)) + b"\n"
+
+
+def shown_names(names: Sequence[str], most: int = 40) -> str:
+    """Return column names for a message, the first ones of many."""
+    shown = ", ".join(names[:most])
+    return f"{shown}, ... {len(names)} in all" if len(names) > most else shown
+
+
+def typed(option: str, names: Sequence[str]) -> str:
+    """Return an option once for each name, as it is typed."""
+    return " ".join(f"{option} {quoted(name)}" for name in names)

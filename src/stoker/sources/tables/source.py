@@ -1,0 +1,447 @@
+"""`stoker pack table`: rows of CSV, Parquet and Feather files as one table of numbers and its target.
+
+Enters: text files in any layout, Parquet or Feather files with the same columns; folders and patterns of them. Leaves:
+`features` (rows, columns) float32, or float64 where a column needs it, with the names of its columns; `targets` where a
+target column is named, as class numbers when it is text or a few whole numbers; `split` when shares are given. What
+every column became is in the manifest (`attributes["table"]`), and `stoker predict` does the same to new rows. Costs: a
+streaming read and as much scratch space as the files; one part of rows in memory per worker.
+
+Missing numbers become NaN and are left to the quality gate, which names them, unless `missing` says otherwise. A row
+with a cell that cannot be read is refused with its place; a column that cannot be used is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from stoker import bounds
+from stoker.display import quoted
+from stoker.errors import InputError, Refusal, RefusalList, SourceError
+from stoker.ownership import always, writing
+from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
+from stoker.sources.tables.columns import (
+    KINDS,
+    Column,
+    Fault,
+    as_text,
+    encode,
+    needs_float64,
+    numbers,
+)
+from stoker.sources.tables.layout import TextOptions, parse_number
+from stoker.sources.tables.reading import TableFile, batches, find_files, open_table
+from stoker.sources.tables.survey import Survey, Target, choose_columns, class_name
+from stoker.store.fields import Array, Dense, FieldData
+from stoker.store.rewrite import keep_samples
+from stoker.units import format_count
+
+_PART_ROWS = 200_000
+_PART_BYTES = 512 << 20
+"""Of text: wide rows make a part shorter, so that it fits the memory and Arrow's 2 GiB of text in a column."""
+MISSING = ("stop", "flag", "drop", "keep")
+"""What may happen to missing numbers: the gate refuses them; a further column marks them; their rows are left out."""
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """Rows of tables.
+
+    Attributes:
+        paths: Files, folders or patterns ("day*.csv"), one after the other.
+        target: Column to predict; None for a table without one.
+        drop: Columns to leave out.
+        split: Shares of train, validation and test, by row order in blocks; empty for no split.
+        part_rows: Rows per part, and so per shard.
+        keep: Only these columns (and the target); empty for all.
+        dtypes: Column to kind, where the values do not say it; see `columns.KINDS`.
+        missing: What happens to missing numbers; see `MISSING`. "keep" is "stop" for a store that repairs them.
+        text: How text files are written, where that shall not be found out.
+    """
+
+    paths: tuple[Path | str, ...]
+    target: str | None = None
+    drop: tuple[str, ...] = ()
+    split: tuple[float, ...] = ()
+    part_rows: int = _PART_ROWS
+    keep: tuple[str, ...] = ()
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    missing: str = "stop"
+    text: TextOptions = field(default_factory=TextOptions)
+
+    kind: ClassVar[str] = "table"
+    version: ClassVar[int] = 3
+    row_limit_seconds: ClassVar[float | None] = None
+
+    def __post_init__(self) -> None:
+        if self.split and (
+            len(self.split) != 3 or abs(sum(self.split) - 1) > 1e-6 or min(self.split) < 0
+        ):
+            raise InputError(
+                f"the split shares are {self.split}.",
+                "three shares that add up to 1",
+                "split=(0.8, 0.1, 0.1), or --split 0.8,0.1,0.1",
+            )
+        if self.missing not in MISSING:
+            raise InputError(f"missing is {self.missing!r}.", ", ".join(MISSING), "missing='flag'")
+        wrong = [kind for kind in self.dtypes.values() if kind not in KINDS]
+        if wrong:
+            raise InputError(
+                f"a dtype is {wrong[0]!r}.", ", ".join(KINDS), "dtypes={'NAME': 'category'}"
+            )
+        if self.target is not None:
+            object.__setattr__(self, "target", self.target.strip())
+
+    def files(self) -> Sequence[Path]:
+        """Every table file, also those of folders and patterns."""
+        return [path for path, _ in find_files(self.paths)[0]] if self.paths else []
+
+    def options(self) -> Mapping[str, Json]:
+        """Everything that changes the store."""
+        return {
+            "target": self.target,
+            "drop": list(self.drop),
+            "split": list(self.split),
+            "part_rows": self.part_rows,
+            "keep": list(self.keep),
+            "dtypes": dict(self.dtypes),
+            "missing": self.missing,
+            "text": self.text.to_json(),
+        }
+
+    def prepare(self, scratch: Path) -> Preparation:
+        """Read the files once as a stream, leaving Arrow pieces in `scratch` for `build`.
+
+        A CSV cannot be entered in the middle (a quoted cell may hold line breaks), so cutting it is
+        one pass; turning text into numbers, the slow half, is left to the workers.
+        """
+        if not self.paths:
+            raise SourceError(
+                "no table files were given.",
+                "CSV or Parquet files",
+                "stoker pack table FILE.csv OUT",
+            )
+        paths, ignored = find_files(self.paths)
+        files = [open_table(path, self.text, partitions) for path, partitions in paths]
+        names = choose_columns(
+            files[0].names, self.target, self.drop, self.keep, self.dtypes, files[0].path
+        )
+        _check_alike(files, [*names, *([self.target] if self.target else [])])
+        survey = Survey(
+            names, self.target, self.dtypes, self.keep, self.missing, self.drop, files[0].names
+        )
+        pieces: list[_Piece] = []
+        refused = RefusalList()
+        for file in files:
+            for table in self._parts_of(file, refused):
+                survey.look(table, file.path, file.decimal)
+                before = pieces[-1] if pieces else None
+                in_file = (
+                    before.row + before.count if before and before.path == str(file.path) else 0
+                )
+                first = before.first + before.count if before else 0
+                name = f"table-{len(pieces):05d}.arrow"
+                bounds.require_disk(scratch, table.nbytes, f"rows of {file.path}")
+                _write_piece(scratch / name, table)
+                pieces.append(
+                    _Piece(str(file.path), name, in_file, first, table.num_rows, file.decimal)
+                )
+        if not pieces:
+            raise SourceError(
+                f"{files[0].path} holds no rows.",
+                "a header and at least one row",
+                "name other files",
+            )
+        total = sum(piece.count for piece in pieces)
+        cuts = tuple(round(total * share) for share in np.cumsum(self.split))[:2]
+        columns, target = survey.finish(
+            cuts[0] if cuts else None,
+            [piece.first for piece in pieces] + [total],
+            lambda number: _read_piece(scratch / pieces[number].file),
+        )
+        plan = _Plan(tuple(columns), target, cuts)
+        parts = [
+            Part(
+                number,
+                f"{piece.path} rows {piece.row}-{piece.row + piece.count}",
+                piece.count,
+                (piece, plan),
+                piece.path,
+                piece.row,
+            )
+            for number, piece in enumerate(pieces)
+        ]
+        size = total * (len(plan.outputs) * plan.dtype.itemsize + 12) + (1 << 20)
+        lines = sum(file.layout.preamble for file in files if file.layout)
+        about = {"lines above the table": lines} if lines else {}
+        notes = [*_said(files, ignored), *survey.notes]
+        found = total + sum(refusal.count for refusal in refused) + lines
+        return Preparation(parts, size, refused, notes, found, about, "rows")
+
+    def build(self, part: Part, context: PartContext) -> PartData:
+        """Turn one piece into numbers; rows with cells that cannot be read are refused."""
+        piece, plan = part.payload
+        table = _read_piece(context.scratch / piece.file)
+        faults: dict[int, Fault] = {}
+        features, unseen = make_features(
+            table, plan.columns, plan.dtype, piece.decimal, faults, piece.path
+        )
+        fields: dict[str, FieldData] = {"features": Dense(features, plan.outputs)}
+        if plan.target is not None:
+            fields["targets"] = Dense(_targets(table, plan.target, piece.decimal, faults))
+        if plan.cuts:
+            rows = np.arange(piece.first, piece.first + table.num_rows)
+            fields["split"] = Dense(np.searchsorted(plan.cuts, rows, side="right").astype(np.uint8))
+        _check_columns(faults, table, piece.path)
+        reasons = {row: Refusal(piece.path, piece.row + row, fault.reason, "row", kind=fault.kind)
+                   for row, fault in faults.items()}  # fmt: skip
+        if self.missing == "drop":
+            for row, name in _first_missing(features, plan.outputs):
+                reason = f"no value in column {name!r}"
+                reasons.setdefault(
+                    row,
+                    Refusal(piece.path, piece.row + row, reason, "row", kind=reason, is_asked=True),
+                )
+        keep = np.ones(table.num_rows, dtype=bool)
+        keep[list(reasons)] = False
+        extra = {"unseen": {name: len(rows) for name, rows in unseen.items()}}
+        if part.index == 0:
+            extra["table"] = self._recorded(plan)
+        return PartData(
+            keep_samples(fields, keep), [reasons[row] for row in sorted(reasons)], extra
+        )
+
+    def _recorded(self, plan: _Plan) -> dict[str, Json]:
+        return {
+            "columns": [column.to_json() for column in plan.columns],
+            "dtype": plan.dtype.str,
+            "target": plan.target.name if plan.target else None,
+            "classes": list(plan.target.classes) if plan.target else [],
+            "text": self.text.to_json(),
+        }
+
+    def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
+        """Record what the columns became, and the class names in the order of their numbers."""
+        table = dict(extras[0]["table"]) if extras else {}
+        unseen: dict[str, int] = {}
+        for extra in extras:
+            for name, count in extra["unseen"].items():
+                unseen[name] = unseen.get(name, 0) + count
+        if unseen:
+            table["unseen"] = unseen
+        found: dict[str, Json] = {"table": table}
+        return (
+            {**found, "classes": table["classes"], "target": self.target} if self.target else found
+        )
+
+    def _parts_of(self, file: TableFile, refused: RefusalList) -> Iterator[Any]:
+        """Yield tables of exactly `part_rows` rows, the last one shorter, and those that grow too large."""
+        import pyarrow as pa
+
+        waiting: list[Any] = []
+        rows = 0
+        for batch in batches(file, refused):
+            waiting.append(batch)
+            rows += batch.num_rows
+            while rows >= self.part_rows:
+                table = pa.Table.from_batches(waiting)
+                yield table.slice(0, self.part_rows).combine_chunks()
+                waiting = table.slice(self.part_rows).to_batches()
+                rows -= self.part_rows
+            if rows and sum(each.nbytes for each in waiting) >= _PART_BYTES:
+                yield pa.Table.from_batches(waiting).combine_chunks()
+                waiting, rows = [], 0
+        if rows:
+            yield pa.Table.from_batches(waiting).combine_chunks()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of one file, as they wait in the scratch folder.
+
+    Attributes:
+        path: The user's file.
+        file: The Arrow file's name.
+        row: First row within the user's file.
+        first: First row within the whole table.
+        count: Rows.
+        decimal: The decimal sign of text cells.
+    """
+
+    path: str
+    file: str
+    row: int
+    first: int
+    count: int
+    decimal: str
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What becomes of every row: columns, target, and the borders of the split."""
+
+    columns: tuple[Column, ...]
+    target: Target | None
+    cuts: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype("<f8" if any(column.is_wide for column in self.columns) else "<f4")
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(name for column in self.columns for name in column.outputs)
+
+
+def make_features(
+    table: Any,
+    columns: Sequence[Column],
+    dtype: np.dtype[Any],
+    decimal: str,
+    faults: dict[int, Fault],
+    path: str,
+) -> tuple[Array, dict[str, Array]]:
+    """Return the numbers of a table's rows, `(rows, outputs)`; for packing and, the same way, for prediction.
+
+    Args:
+        table: Arrow table with these columns, in any order.
+        columns: What each becomes.
+        dtype: Of the result.
+        decimal: The decimal sign of text cells.
+        faults: Gets the rows that cannot be read, with the reason.
+        path: For errors.
+
+    Returns:
+        The numbers, and per column the rows with a text that the training rows did not have.
+
+    Raises:
+        SourceError: A column needs float64, which the first rows did not show.
+    """
+    made = np.empty((table.num_rows, sum(len(column.outputs) for column in columns)), dtype)
+    unseen: dict[str, Array] = {}
+    place = 0
+    for column in columns:
+        encoded = encode(table.column(column.name), column, decimal, faults)
+        values = encoded.values
+        if column.kind == "number" and not column.is_wide and dtype == np.float32:
+            _check_narrow(values[:, 0], column.name, path)
+        with np.errstate(over="ignore"):  # a 1e300 becomes inf, which the gate names
+            made[:, place : place + values.shape[1]] = values
+        place += values.shape[1]
+        if len(encoded.unseen):
+            unseen[column.name] = encoded.unseen
+    return made, unseen
+
+
+def _check_narrow(values: Array, name: str, path: str) -> None:
+    """Raise where float32 would turn whole numbers into others: the rows that were looked at had none."""
+    finite = values[np.isfinite(values)]
+    large = finite[np.abs(finite) > 1 << 24]
+    if len(large) and (finite == np.rint(finite)).all() and needs_float64(large):
+        raise SourceError(
+            f"{path}: column {name!r} holds whole numbers such as {large[0]:.0f}, which float32 turns into others.",
+            "float64 for such a column",
+            f"--dtype {quoted(name + '=float64')}",
+        )
+
+
+def _targets(table: Any, target: Target, decimal: str, faults: dict[int, Fault]) -> Array:
+    column = table.column(target.name)
+    missing = Fault(
+        target.name, f"no value in the target column {target.name!r}", "no value in the target"
+    )
+    if not target.classes:
+        values, _ = numbers(column, target.name, decimal, faults)
+        for row in np.flatnonzero(np.isnan(values)).tolist():
+            faults.setdefault(row, missing)
+        return values.astype(np.float64 if target.is_wide else np.float32)
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    texts = as_text(column)
+    texts = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
+    if all(parse_number(name, ".") is not None for name in target.classes):
+        encoded = texts.dictionary_encode()
+        known = {text: parse_number(text, decimal) for text in encoded.dictionary.to_pylist()}
+        names = [None if value is None else class_name(value) for value in known.values()]
+        texts = pa.array(names, pa.string()).take(encoded.indices)
+    places = pc.fill_null(pc.index_in(texts, value_set=pa.array(target.classes, pa.string())), -1)
+    found: Array = places.to_numpy(zero_copy_only=False).astype(np.int64)
+    for row in np.flatnonzero(found < 0).tolist():
+        faults.setdefault(row, missing)
+    return found
+
+
+def _first_missing(features: Array, names: Sequence[str]) -> Iterator[tuple[int, str]]:
+    blank = np.isnan(features)
+    for row in np.flatnonzero(blank.any(axis=1)).tolist():
+        yield row, names[int(blank[row].argmax())]
+
+
+def _check_alike(files: Sequence[TableFile], needed: Sequence[str]) -> None:
+    """Raise where a file lacks a column of the first one; the order of columns may differ."""
+    wrong = []
+    for file in files[1:]:
+        lacks = [name for name in needed if name not in file.names]
+        more = [name for name in file.names if name not in files[0].names]
+        if lacks or more:
+            said = [f"lacks {', '.join(map(repr, lacks[:5]))}"] if lacks else []
+            said += [f"has {', '.join(map(repr, more[:5]))}"] if more else []
+            wrong.append(f"{file.path} {' and '.join(said)}")
+    if wrong:
+        raise SourceError(
+            f"{format_count(len(wrong), 'file')} have other columns than {files[0].path}:",
+            "the same columns in every file",
+            "pack them apart",
+            wrong[:10],
+        )
+
+
+def _said(files: Sequence[TableFile], ignored: Mapping[str, int]) -> list[str]:
+    """Return how the files were read, once for those that are alike, and what was passed over."""
+    said: dict[str, list[Path]] = {}
+    for file in files:
+        if file.layout is not None:
+            said.setdefault(file.layout.said, []).append(file.path)
+    lines = []
+    for words, paths in said.items():
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        if words != "separator comma":
+            lines.append(f"{paths[0]}{more}: {words}")
+    return [*lines, *(f"ignored {count:,}: {reason}" for reason, count in ignored.items())]
+
+
+def _check_columns(faults: Mapping[int, Fault], table: Any, path: str) -> None:
+    """A column that is mostly wrong is a mistake in the command, not thousands of bad rows."""
+    if len(faults) < 2 or 2 * len(faults) < table.num_rows:
+        return
+    for name in table.column_names:
+        about = [fault for fault in faults.values() if fault.column == name]
+        if 2 * len(about) >= table.num_rows:
+            raise SourceError(
+                f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows.",
+                "a column of one kind",
+                f"--drop {quoted(name)}, or --dtype {quoted(name + '=category')}",
+            )
+
+
+def _write_piece(path: Path, table: Any) -> None:
+    import pyarrow as pa
+
+    with (
+        writing(path, always) as temporary,
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
+        writer.write_table(table)
+
+
+def _read_piece(path: Path) -> Any:
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as mapped:
+        return pa.ipc.open_file(mapped).read_all()

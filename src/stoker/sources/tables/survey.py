@@ -1,0 +1,422 @@
+"""One look at all rows of a table: what its columns become, and what is wrong with them, in one message.
+
+Enters: the pieces of a table as they are read. Leaves: the `Column`s with the texts of the training rows, the classes
+of the target, notes for the user; or one error that names every column that cannot be packed. Costs: a sample of 8,192
+rows is read closely; of the others only text columns and long whole numbers are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from stoker.display import quoted
+from stoker.errors import SourceError
+from stoker.sources.tables.columns import (
+    CODE_VALUES,
+    FEW_CLASSES,
+    MOST_CLASSES,
+    ONE_HOT_VALUES,
+    Column,
+    Unusable,
+    as_text,
+    find_kind,
+    is_text,
+    judge_texts,
+    needs_float64,
+    numbers,
+    plain,
+    trimmed,
+)
+from stoker.sources.tables.layout import header_advice, parse_number
+from stoker.sources.tables.reading import shown_names
+from stoker.units import format_count
+
+_SAMPLE_ROWS = 8192
+_LONG_DIGITS = 8  # of 2**24, the first whole number that float32 cannot tell from its neighbour
+_LISTED = 6
+
+
+@dataclass(frozen=True)
+class Target:
+    """The column to be predicted.
+
+    Attributes:
+        name: In the files.
+        classes: Their names, in the order of their numbers; () where numbers are predicted.
+        is_wide: Numbers that need float64.
+    """
+
+    name: str
+    classes: tuple[str, ...] = ()
+    is_wide: bool = False
+
+
+def choose_columns(
+    names: Sequence[str],
+    target: str | None,
+    drop: Sequence[str],
+    keep: Sequence[str],
+    dtypes: Mapping[str, str],
+    path: Any,
+) -> list[str]:
+    """Return the columns that features are made of; spaces around a name that was typed do not count.
+
+    Raises:
+        SourceError: A name is not there, with the closest one that is; or nothing is left.
+    """
+    given = [("--target", target)] if target else []
+    given += [("--drop", name) for name in drop] + [("--keep", name) for name in keep]
+    given += [("--dtype", name) for name in dtypes]
+    missing = [
+        (option, name)
+        for option, name in given
+        if name.strip() not in names and not (option == "--drop" and is_part(name.strip(), names))
+    ]
+    if missing:
+        close = [(option, header_advice(names, name), name) for option, name in missing]
+        typed = [
+            f"{option} {known}{'=' + dtypes[name] if option == '--dtype' else ''}"
+            for option, known, name in close
+            if known
+        ]
+        raise SourceError(
+            f"{path} has no column {', '.join(repr(name) for _, name in missing)}.",
+            shown_names(names),
+            " ".join(typed) or "a name of this list",
+        )
+    dropped, kept = {name.strip() for name in drop}, {name.strip() for name in keep}
+    chosen = [
+        name
+        for name in names
+        if name != (target or "").strip() and name not in dropped and (not kept or name in kept)
+    ]
+    if not chosen:
+        raise SourceError(
+            f"{path} has no feature columns left.", "at least one", "drop fewer columns"
+        )
+    return chosen
+
+
+def is_part(name: str, names: Sequence[str]) -> bool:
+    """Tell whether a name may be a column that another one becomes: "Sex=male", "When_month"."""
+    before = (name.partition("=")[0], name.rpartition("_")[0])
+    return any(text in names for text in before if text != name)
+
+
+class Survey:
+    """Collects what must be known of all rows before any of them is turned into numbers.
+
+    Args:
+        columns: Names of the feature columns.
+        target: Name of the column to predict; None for none.
+        dtypes: The user's word on kinds.
+        keep: Columns that the user named: not left out on suspicion.
+        missing: What happens to missing numbers: "stop", "flag", "drop" or "keep".
+        drop: What the user dropped: columns of the files, or columns of `features` that they become.
+        all_names: The columns of the files.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        target: str | None,
+        dtypes: Mapping[str, str],
+        keep: Sequence[str],
+        missing: str,
+        drop: Sequence[str] = (),
+        all_names: Sequence[str] = (),
+    ) -> None:
+        self._names, self._target, self._dtypes = list(columns), target, dtypes
+        self._drop, self._all_names = drop, all_names
+        self._keep, self._missing = {name.strip() for name in keep}, missing
+        self._columns: dict[str, Column] = {}
+        self._whole: set[str] = set()
+        self._texts: dict[str, list[set[str]]] = {}
+        self._target_texts: set[str] | None = set()
+        self._target_decimal, self._target_is_wide = ".", False
+        self.notes: list[str] = []
+
+    def look(self, table: Any, path: Any, decimal: str) -> None:
+        """Look at one piece of rows; the first one decides the kinds."""
+        if not self._columns:
+            self._decide(table, path, decimal)
+        for name, column in self._columns.items():
+            if column.kind in ("category", "one-hot", "codes"):
+                self._texts.setdefault(name, []).append(
+                    _different(table.column(name), CODE_VALUES + 1)
+                )
+            elif name in self._whole and not column.is_wide and _is_long(table.column(name)):
+                values, _ = numbers(table.column(name), name, decimal)
+                if needs_float64(values[np.isfinite(values)]):
+                    self._columns[name] = replace(column, is_wide=True)
+            if (
+                self._missing == "flag"
+                and column.kind in ("number", "bool", "date", "seconds")
+                and not column.has_flag
+            ):
+                self._columns[name] = replace(
+                    self._columns[name], has_flag=_has_missing(table.column(name))
+                )
+        if self._target and self._target_texts is not None:
+            self._target_texts |= _different(table.column(self._target), MOST_CLASSES + 1)
+            if len(self._target_texts) > MOST_CLASSES:
+                self._target_texts = None
+
+    def _decide(self, table: Any, path: Any, decimal: str) -> None:
+        rows = np.unique(
+            np.linspace(0, table.num_rows - 1, min(table.num_rows, _SAMPLE_ROWS)).astype(np.int64)
+        )
+        sample = table.take(rows) if len(rows) < table.num_rows else table
+        problems: list[Unusable] = []
+        blank: dict[str, int] = {}
+        for name in self._names:
+            found = find_kind(name, sample.column(name), decimal, self._dtypes.get(name))
+            if isinstance(found, Unusable):
+                problems.append(found)
+                continue
+            if self._is_index(name, sample.column(name), rows):
+                self.notes.append(
+                    f"column {name!r} only counts the rows and is left out (--keep would take it)"
+                )
+                continue
+            self._columns[name] = found
+            if found.kind == "number":
+                values, _ = numbers(sample.column(name), name, decimal)
+                finite = values[np.isfinite(values)]
+                if len(finite) and (finite == np.rint(finite)).all():
+                    self._whole.add(name)
+            if found.kind in ("number", "bool", "date", "seconds") and self._missing == "stop":
+                count = len(rows) - _num_known(sample.column(name))
+                blank |= {name: count} if count else {}
+        if self._target:
+            problems += self._judge_target(sample.column(self._target), decimal)
+        if problems:
+            raise _problem_error(path, problems, blank, len(rows), table.num_rows)
+        if not self._columns:
+            raise SourceError(
+                f"{path} has no feature columns left.", "at least one", "drop fewer columns"
+            )
+        for name, column in self._columns.items():
+            if name in self._whole and _counts_rows(sample.column(name), name, decimal, rows):
+                self.notes.append(
+                    f"column {name!r} counts the rows: if it is a number of the row, --drop {quoted(name)}"
+                )
+            elif column.kind == "number" and column.is_wide:
+                self.notes.append(
+                    f"column {name!r} needs float64: float32 would lose some of its values"
+                )
+
+    def _judge_target(self, column: Any, decimal: str) -> list[Unusable]:
+        assert self._target is not None
+        self._target_decimal = decimal
+        asked = self._dtypes.get(self._target)
+        found = find_kind(self._target, column, decimal, asked)
+        if isinstance(found, Column):
+            self._target_is_wide = found.is_wide
+            if found.kind in ("date", "seconds"):
+                return [Unusable(found.name, "is the target and holds dates", "drop")]
+            return []
+        # Text that is different in most rows makes no classes, unless the user says so.
+        if is_text(column.type) and asked is not None:
+            return []
+        return [Unusable(found.name, f"is the target and {found.what}", "drop")]
+
+    def _is_index(self, name: str, column: Any, rows: Any) -> bool:
+        """Tell an index that a library has saved: no name of its own, and numbers that count the rows."""
+        lowered = name.lower()
+        unnamed = lowered in ("index", "level_0") or lowered.replace(":", "_").replace(
+            " ", ""
+        ).startswith("unnamed_")
+        return unnamed and name not in self._keep and _counts_rows(column, name, ".", rows)
+
+    def finish(
+        self, cut: int | None, firsts: Sequence[int], reread: Any
+    ) -> tuple[list[Column], Target | None]:
+        """Return the columns with the texts of the training rows, and the target.
+
+        Args:
+            cut: First row after the training rows; None where all rows are for training.
+            firsts: First row of every piece, and the number of all rows.
+            reread: Gives the table of a piece by its number; asked for the one that the cut goes through.
+        """
+        made, problems = [], []
+        for name, column in self._columns.items():
+            if column.kind not in ("category", "one-hot", "codes"):
+                made.append(column)
+                continue
+            sets = []
+            for number, texts in enumerate(self._texts[name]):
+                if cut is None or firsts[number + 1] <= cut:
+                    sets.append(texts)
+                elif firsts[number] < cut:
+                    sets.append(
+                        _different(
+                            reread(number).column(name).slice(0, cut - firsts[number]),
+                            CODE_VALUES + 1,
+                        )
+                    )
+            values = tuple(sorted(set().union(*sets)))
+            total = firsts[-1] if cut is None else cut
+            kind = self._dtypes.get(name)
+            if kind in ("one-hot", "codes") or (
+                kind == "category" and len(values) > ONE_HOT_VALUES
+            ):
+                judged: Column | Unusable = Column(name, kind if kind != "category" else "codes")
+            elif kind == "category":
+                judged = Column(name, "one-hot")
+            else:
+                judged = judge_texts(name, len(values), total, values[0] if values else "")
+            if len(values) > CODE_VALUES:
+                judged = Unusable(name, f"holds more than {CODE_VALUES:,} different texts", "drop")
+            if isinstance(judged, Unusable):
+                problems.append(judged)
+            else:
+                made.append(replace(judged, values=values))
+        if problems:
+            raise _problem_error("the table", problems, {}, firsts[-1], firsts[-1])
+        parts = [name.strip() for name in self._drop if name.strip() not in self._all_names]
+        made = [
+            replace(each, without=tuple(name for name in parts if name in each.all_outputs))
+            for each in made
+        ]
+        lost = [name for name in parts if not any(name in each.without for each in made)]
+        if lost or not any(each.outputs for each in made):
+            raise SourceError(
+                f"there is no column {', '.join(map(repr, lost))} to drop."
+                if lost
+                else "no feature columns are left.",
+                shown_names([name for each in made for name in each.all_outputs]),
+                "a name of this list",
+            )
+        target = self._finish_target(firsts[-1])
+        self.notes += describe(made, target)
+        return made, target
+
+    def _finish_target(self, num_rows: int) -> Target | None:
+        if self._target is None:
+            return None
+        asked = self._dtypes.get(self._target)
+        if asked in ("number", "float64") or self._target_texts is None:
+            return Target(self._target, (), asked == "float64" or self._target_is_wide)
+        values = {text: parse_number(text, self._target_decimal) for text in self._target_texts}
+        known = np.array(sorted({value for value in values.values() if value is not None}))
+        if len(known) and None not in values.values():
+            is_whole = bool(np.isfinite(known).all() and (known == np.rint(known)).all())
+            few = 2 <= len(known) <= FEW_CLASSES and 2 * len(known) <= num_rows
+            if asked is None and not (is_whole and few):
+                return Target(self._target, (), needs_float64(known[np.isfinite(known)]))
+            return Target(self._target, tuple(map(class_name, known.tolist())))
+        return Target(self._target, tuple(sorted(values)))
+
+
+def class_name(value: float) -> str:
+    """Return the name of a class that is a number: whole numbers without a point."""
+    return str(int(value)) if np.isfinite(value) and value == np.rint(value) else repr(float(value))
+
+
+def describe(columns: Sequence[Column], target: Target | None) -> list[str]:
+    """Return in words what the columns and the target become."""
+    lines = []
+    for kind, words in (
+        ("bool", "true or false, as 1 and 0"),
+        ("one-hot", "text, a column of 0 and 1 for each value"),
+        ("codes", "text, as a code for each value"),
+        ("date", "dates, as days since 1970, month, weekday and second of the day"),
+        ("seconds", "dates, as seconds since 1970"),
+    ):
+        names = [column.name for column in columns if column.kind == kind]
+        if names:
+            lines.append(f"{shown_names(names, _LISTED)}: {words}")
+    if any(column.is_wide for column in columns):
+        lines.append("features are stored as float64, twice the size of float32")
+    if target is not None and target.classes:
+        shown = ", ".join(target.classes[:_LISTED]) + (
+            ", ..." if len(target.classes) > _LISTED else ""
+        )
+        lines.append(
+            f"target {target.name!r}: {len(target.classes)} classes ({shown}); "
+            f"--dtype {quoted(target.name + '=number')} would predict numbers"
+            if all(parse_number(name, ".") is not None for name in target.classes)
+            else f"target {target.name!r}: {len(target.classes)} classes ({shown})"
+        )
+    elif target is not None:
+        lines.append(
+            f"target {target.name!r}: numbers; --dtype {quoted(target.name + '=category')} would make classes"
+        )
+    return lines
+
+
+def _problem_error(
+    path: Any,
+    problems: Sequence[Unusable],
+    blank: Mapping[str, int],
+    num_looked: int,
+    num_rows: int,
+) -> SourceError:
+    details = [f"{problem.name!r} {problem.what}" for problem in problems]
+    about = "" if num_looked == num_rows else f" of the {num_looked:,} rows that were looked at"
+    details += [
+        f"{name!r} has no value in {count:,}{about or ' rows'}" for name, count in blank.items()
+    ]
+    options = {
+        "drop": "--drop {0}",
+        "date": "--dtype {0}=day-first (or month-first)",
+        "number": "--dtype {0}=number",
+    }
+    typed = [options[problem.option].format(quoted(problem.name)) for problem in problems]
+    typed += ["--missing median"] if blank else []
+    count = format_count(len(problems) + len(blank), "column")
+    return SourceError(
+        f"{path}: {count} cannot be packed as they are:"
+        if len(details) > 1
+        else f"{path}: a column cannot be packed:",
+        "numbers, true and false, dates, texts that repeat; a value in every row, or --missing",
+        " ".join(typed),
+        details,
+    )
+
+
+def _different(column: Any, most: int) -> set[str]:
+    """Return the different texts of a column, at most `most` of them."""
+    column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if is_text(column.type) and not pa.types.is_dictionary(column.type):
+        column = column.unique()  # before trimming, which costs more for each row
+    texts = as_text(column).unique().drop_null()
+    return set(texts.slice(0, most).to_pylist())
+
+
+def _num_known(column: Any) -> int:
+    column = plain(column)
+    if is_text(column.type):
+        column = trimmed(column)
+    if pa.types.is_floating(column.type):
+        return int(np.isfinite(column.cast(pa.float64()).to_numpy(zero_copy_only=False)).sum())
+    return len(column) - column.null_count
+
+
+def _has_missing(column: Any) -> bool:
+    return _num_known(column) < len(column)
+
+
+def _is_long(column: Any) -> bool:
+    column = plain(column)
+    if is_text(column.type):
+        longest = pc.max(pc.binary_length(column)).as_py()
+        return longest is not None and longest >= _LONG_DIGITS
+    return not pa.types.is_integer(column.type) or column.type.bit_width > 16
+
+
+def _counts_rows(column: Any, name: str, decimal: str, rows: Any) -> bool:
+    """Tell whether a column is the number of its row, from 0 or from 1."""
+    if len(rows) < 10:
+        return False
+    values, bad = numbers(column, name, decimal)
+    return (
+        not len(bad) and bool((values - values[0] == rows - rows[0]).all()) and values[0] in (0, 1)
+    )
