@@ -47,6 +47,14 @@ def test_the_content_tells_the_format_and_gzip_changes_nothing(tmp_path, form):
     assert plain == zipped
 
 
+def test_keys_that_count_peaks_are_the_writers_own(tmp_path):
+    _, (record,), (batch, *_) = converted(
+        tmp_path, MGF.replace("CHARGE", "NUM_PEAKS=9\nMS=1\nCHARGE").encode()
+    )
+    assert "num_peaks" not in record.meta
+    assert len(batch.mz) == 3
+
+
 def test_every_record_says_where_it_stood(tmp_path):
     _, records, _ = converted(tmp_path, (MGF + MGF).encode())
     assert [record.meta["source_line"] for record in records] == ["2", "17"]
@@ -152,6 +160,8 @@ def test_healing_adds_at_most_one_line(text):
         ({"instrument_type": "LC-ESI-QTOF", "ms_level": "1"}, "MS1"),
         ({"instrument_type": "LC-ESI-QTOF", "ms_level": "MS2"}, "MS/MS"),
         ({"ms_level": "3"}, "MS/MS"),
+        ({"ms_level": "1"}, "MS1"),
+        ({"ms_level": "MS1", "instrument_type": "GC-EI-TOF"}, "EI"),
     ],
 )
 def test_kinds_of_spectra(meta, kind):

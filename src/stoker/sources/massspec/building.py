@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 SPLIT_NAMES = ("train", "val", "test")
 LINE_IN_RECORD = "line in a record"
 NO_PEAKS = "no peaks"
+NO_STRUCTURE = "no structure"
+_FIXES = {NO_PEAKS: "--without-spectra", NO_STRUCTURE: "--structures none"}
 _SMALLEST = np.float16(2.0**-24)
 
 
@@ -147,7 +149,7 @@ class Building:
                 continue
             reason, detail = outcome
             self.reasons[reason] += 1
-            fix = "--without-spectra" if reason == NO_PEAKS else ""
+            fix = _FIXES.get(reason, "")
             # A record of another format says where it stood.
             file = record.meta.get("source_file", str(self.source.msp))
             line = int(record.meta.get("source_line", record.line))
@@ -176,7 +178,7 @@ class Building:
         if given is None and self.source.structures != "mol":
             given, where = own_structure(record.meta), "the record's own structure"
         if given is None:
-            return "no structure", _no_structure(self.source)
+            return NO_STRUCTURE, _no_structure(self.source)
         context.guard(row)
         mol = read_structure(given[0], given[1])
         if isinstance(mol, Refusal):

@@ -36,9 +36,9 @@ _EI_ADDUCTS = {"", "[M]+", "[M]+.", "[M]+*", "M+", "M+.", "[M]"}
 def spectrum_kind(meta: Mapping[str, str]) -> SpectrumKind:
     """Return what kind of spectrum a record is.
 
-    In this order: a level of 2 or more is MS/MS; an instrument or ionisation of electron impact is EI; a soft
-    ionisation is MS/MS, or MS1 where the level is 1; an adduct, a collision energy or a precursor m/z is MS/MS. A
-    record without any of these signs is EI, as in the libraries of NIST.
+    In this order: a level of 2 or more is MS/MS; an instrument or ionisation of electron impact is EI; a level of 1 is
+    MS1; a soft ionisation, an adduct, a collision energy or a precursor m/z is MS/MS. A record without any of these
+    signs is EI, as in the libraries of NIST.
     """
     adduct = meta.get("precursor_type") or meta.get("adduct", "")
     signs = adduct not in _EI_ADDUCTS or "collision_energy" in meta or "precursor_mz" in meta
@@ -62,9 +62,9 @@ def _kind(
     about = f"{instrument_type} {ionization} {instrument}".upper()
     if _EI.search(about):
         return "EI"
-    if signs or _SOFT.search(about):
-        return "MS1" if level == 1 else "MS/MS"
-    return "EI"
+    if level == 1:
+        return "MS1"
+    return "MS/MS" if signs or _SOFT.search(about) else "EI"
 
 
 def _level(text: str) -> int | None:

@@ -29,7 +29,7 @@ from stoker.errors import Refusal, RefusalList, SourceError, require_file
 from stoker.ownership import always, writing
 from stoker.sources.massspec.mzml import MzmlSpectrum, read_spectra
 from stoker.sources.msp import Record, SpectrumBatch, read_msp, write_msp
-from stoker.sources.msp.keys import fold_header, is_field_key
+from stoker.sources.msp.keys import SYNONYM, fold_header, is_field_key, spell
 
 SpectrumFormat = Literal["msp", "mgf", "massbank", "sdf", "mzml"]
 SDF_RECORD = "sdf_record"
@@ -230,7 +230,8 @@ class _Draft:
 
     def add(self, key: str, value: str) -> None:
         value = " ".join(value.split())
-        if value and is_field_key(key.encode()):
+        # A count of peaks is the writer's own, and a key that is none could not be read back.
+        if value and is_field_key(key.encode()) and spell(key).kind <= SYNONYM:
             self.fields.append(f"{key}: {value}")
 
     def add_peak(self, text: str) -> None:
@@ -269,7 +270,11 @@ class _Batcher:
         assert folded is not None
         meta, synonyms = folded
         # Names of keys that a comment or an item made up may not be readable again.
-        meta = {key: value for key, value in meta.items() if is_field_key(key.encode())}
+        meta = {
+            key: value
+            for key, value in meta.items()
+            if is_field_key(key.encode()) and spell(key).kind < SYNONYM
+        }
         meta |= {"source_file": str(self._path), "source_line": str(draft.line), **draft.extra}
         self._records.append(Record(draft.line, meta, synonyms))
         self._mz += draft.mz

@@ -34,6 +34,14 @@ _TERMS = {
     "MS:1000045": "collision_energy",
 }
 _MODES = {"MS:1000130": "positive", "MS:1000129": "negative"}
+_SOURCES = {
+    "MS:1000389": "EI",
+    "MS:1000071": "CI",
+    "MS:1000073": "ESI",
+    "MS:1000398": "ESI",
+    "MS:1000070": "APCI",
+    "MS:1000075": "MALDI",
+}
 # Of these the unit is worth keeping.
 _WITH_UNIT = ("retention_time",)
 
@@ -70,6 +78,7 @@ def read_spectra(path: Path) -> Iterator[MzmlSpectrum]:
     """
     groups: dict[str, Terms] = {}
     parent: ElementTree.Element | None = None
+    ionization = ""
     for event, element in ElementTree.iterparse(path, events=("start", "end")):
         tag = element.tag.rpartition("}")[2]
         if event == "start":
@@ -79,9 +88,15 @@ def read_spectra(path: Path) -> Iterator[MzmlSpectrum]:
         if tag == "referenceableParamGroup":
             groups[element.get("id", "")] = _own_terms(element, {})
         elif tag == "spectrum":
-            yield _spectrum(element, groups)
+            made = _spectrum(element, groups)
+            if ionization:
+                made.meta["ionization"] = ionization
+            yield made
             if parent is not None:
                 parent.clear()  # or every spectrum stays in memory
+        elif tag == "instrumentConfiguration":
+            named = [term for each in element.iter() for term in _own_terms(each, groups)]
+            ionization = next((_SOURCES[term] for term in named if term in _SOURCES), ionization)
         elif tag == "chromatogram":
             element.clear()
 
