@@ -200,7 +200,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 WORDS = [
-    ["inspect", f"{NAME}/none"], ["inspect", f"{NAME}.csv", "--target", "none"], ["inspect", f"{NAME}.h5"],
+    ["inspect", f"{NAME}/none"], ["inspect", f"{NAME}.csv", "--rows", "4"], ["inspect", f"{NAME}.h5"],
     ["verify", f"{NAME}/none"], ["plan", f"{NAME}/none"], ["pack", "table", f"{NAME}.csv", "out"],
     ["pack", "table", f"{NAME}/none", "out"], ["pack", "table", NAME, "out"], ["pack", "table", "nan.csv", "out"],
     ["pack", "table", f"{NAME}.csv"], ["pack", "arrays", "two.npz", "out", "--names", "a"],

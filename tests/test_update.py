@@ -41,6 +41,7 @@ def store(tmp_path_factory):
     return write_linear(tmp_path_factory.mktemp("rows"))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("most", [15, 9, 5, 1])

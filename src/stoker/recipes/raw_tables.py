@@ -205,7 +205,7 @@ class _Rows:
             reasons[row] = f"{lost} in {', '.join(names)}"
         for row, fault in faults.items():
             reasons[row] = fault.reason
-        answered = ~bad.any(axis=1)
+        answered: Array = np.logical_not(bad.any(axis=1))
         answered[list(faults)] = False
         self._num_unanswered += int((~answered).sum())
         features[~answered] = 0
