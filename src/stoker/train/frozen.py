@@ -121,8 +121,9 @@ class HostNumbers:
         self._num_asked = 0
 
     def _look(self, name: str, container: Any, deeper: bool = True) -> None:
-        keys = range(min(len(container), 100)) if isinstance(container, list) else list(container)
-        for key in keys:
+        # A vocabulary is no setting: of a large container only the length counts.
+        keys = range(len(container)) if isinstance(container, list) else list(container)
+        for key in keys if len(keys) <= _MOST_COMPARED else ():
             if key not in _MODULE_TABLES:
                 self._take(f"{name}.{key}", container, key, deeper)
 
