@@ -213,6 +213,14 @@ def test_what_cannot_be_converted_is_refused(given, told):
         Compose.from_torchvision(given)
 
 
+def test_the_ready_made_classes_make_a_plain_compose():
+    from stoker import GPUAugmentation
+
+    made = GPUAugmentation.from_torchvision(listed(FLIP), seed=4)
+    assert type(made) is Compose
+    assert made.state_dict()["seed"] == 4
+
+
 # -- the package itself ------------------------------------------------------------------------------
 
 

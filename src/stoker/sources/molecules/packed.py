@@ -47,7 +47,7 @@ ECFP_RADIUS = 2
 ECFP_SIZE = 4096
 
 Mol = Any  # rdkit.Chem.Mol; RDKit is an extra, so its types cannot be named here
-StructureForm = Literal["mol", "smiles"]
+StructureForm = Literal["mol", "smiles", "inchi"]
 
 
 class BitField(NamedTuple):
@@ -168,6 +168,8 @@ class _Toolkit(NamedTuple):
     base: Any
     count_fingerprint: Callable[[Mol], Any]
     exact_mass: Callable[[Mol], float]
+    average_mass: Callable[[Mol], float]
+    formula: Callable[[Mol], str]
 
 
 @cache
@@ -178,7 +180,14 @@ def _toolkit() -> _Toolkit:
     except ImportError as error:
         raise _missing() from error
     generator = rdFingerprintGenerator.GetMorganGenerator(radius=ECFP_RADIUS, fpSize=ECFP_SIZE)
-    return _Toolkit(Chem, rdBase, generator.GetCountFingerprint, rdMolDescriptors.CalcExactMolWt)
+    return _Toolkit(
+        Chem,
+        rdBase,
+        generator.GetCountFingerprint,
+        rdMolDescriptors.CalcExactMolWt,
+        rdMolDescriptors._CalcMolWt,
+        rdMolDescriptors.CalcMolFormula,
+    )
 
 
 def require_rdkit() -> None:
@@ -210,8 +219,8 @@ def read_structure(
     Python: run it in a process that somebody watches. Not thread-safe while it explains a failure.
 
     Args:
-        text: A V2000/V3000 MOL block, or a SMILES.
-        form: Which of the two.
+        text: A V2000/V3000 MOL block, a SMILES, or an InChI.
+        form: Which of them.
         file: Where it came from, for the refusal.
         line: Line there, for the refusal.
 
@@ -241,6 +250,8 @@ def _parse(chem: Any, text: str, form: StructureForm) -> Mol | None:
     if form == "smiles":
         # RDKit reads "" as an empty molecule, and takes what follows a space as a name.
         return chem.MolFromSmiles(text.strip()) if text.strip() else None
+    if form == "inchi":
+        return chem.MolFromInchi(text.strip()) if text.strip() else None
     # Strict: lax parsing turns an unknown element into a dummy atom without a word, and NIST's
     # blank fields and CRLF are read either way.
     return chem.MolFromMolBlock(text, strictParsing=True)
@@ -383,6 +394,21 @@ def _expand(words: Array, fields: tuple[BitField, ...], width: int) -> Array:
             block[:, 0] = values
         column += field.columns
     return features
+
+
+def exact_mass(mol: Mol) -> float:
+    """Return the monoisotopic mass in dalton."""
+    return _toolkit().exact_mass(mol)
+
+
+def average_mass(mol: Mol) -> float:
+    """Return the average mass in dalton."""
+    return _toolkit().average_mass(mol)
+
+
+def molecular_formula(mol: Mol) -> str:
+    """Return the formula in Hill order, with the charge."""
+    return _toolkit().formula(mol)
 
 
 def compound_key(mol: Mol) -> str:
