@@ -18,20 +18,13 @@ from stoker.cli.pack import (
     Header,
     Keep,
     Missing,
-<<<<<<< HEAD
-    Rows,
-=======
     Range,
->>>>>>> pictures
+    Rows,
     Separator,
     table_source,
 )
 from stoker.cli.terminal import make_console, print_json
-<<<<<<< HEAD
-from stoker.display import command
-=======
-from stoker.display import printable
->>>>>>> pictures
+from stoker.display import command, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,9 +71,6 @@ def inspect(
     decimal: Decimal = None,
     encoding: Encoding = None,
     header: Header = None,
-<<<<<<< HEAD
-    as_json: JsonOption = False,
-=======
     masks: Annotated[
         Path | None,
         typer.Option(
@@ -110,10 +100,7 @@ def inspect(
         Path | None,
         typer.Option("--mol-dir", help="Structures of a spectrum library.", show_default=False),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
->>>>>>> pictures
+    as_json: JsonOption = False,
 ) -> None:
     """Check every value of a file or store; exit code 3 if the quality gate would refuse the data."""
     from stoker.address import shown
@@ -129,18 +116,14 @@ def inspect(
     )
     raw = _raw_source(path, masks, mask_suffix, mask_map, labels, size, value_range, mol_dir)
     with Bar(quiet=as_json) as bar:
-<<<<<<< HEAD
-        inspection, facts = _look(path, source, chosen, bar)
-=======
         if raw is not None:
             inspection, facts, samples = _look_at_source(raw, bar)
         else:
-            inspection, facts, samples = _look(path, source, bar)
+            inspection, facts, samples = _look(path, source, chosen, bar)
     if samples is not None:
         from stoker.packing.samples import sample_facts
 
         facts |= sample_facts(samples)
->>>>>>> pictures
     if html is not None:
         from stoker.ownership import write_text
         from stoker.packing.samples import samples_section
@@ -169,11 +152,6 @@ def inspect(
         raise typer.Exit(EXIT_REFUSED)
 
 
-<<<<<<< HEAD
-def _look(
-    path: Path, source: TableSource, chosen: Selection, bar: Progress
-) -> tuple[Inspection, dict[str, str]]:
-=======
 def _raw_source(
     path: Path,
     masks: Path | None,
@@ -267,9 +245,8 @@ def _look_at_source(
 
 
 def _look(
-    path: Path, source: TableSource, bar: Progress
+    path: Path, source: TableSource, chosen: Selection, bar: Progress
 ) -> tuple[Inspection, dict[str, str], Samples | None]:
->>>>>>> pictures
     """Inspect a store in place, or a raw file part by part as `pack` would read it."""
     from stoker.errors import InputError
     from stoker.sources.tables.reading import is_table
@@ -277,7 +254,6 @@ def _look(
     from stoker.store.plain import Selection
     from stoker.units import format_bytes, format_count
 
-<<<<<<< HEAD
     is_array = bool({suffix.lower() for suffix in path.suffixes} & _ARRAYS)
     is_file = path.is_file() and (is_array or is_table(path))
     is_folder = path.is_dir() and not (path / MANIFEST_NAME).exists()
@@ -289,20 +265,9 @@ def _look(
                 command("stoker", "inspect", path),
             )
         return _look_at_file(path, source, chosen, not is_array, bar)
-=======
-    is_array = {suffix.lower() for suffix in path.suffixes} & _ARRAYS
-    if path.is_file() and (is_array or is_table(path)):
-        return _look_at_file(path, source, not is_array, bar)
-    if (
-        path.is_dir()
-        and not (path / MANIFEST_NAME).exists()
-        and any(map(is_table, path.rglob("*")))
-    ):
-        return _look_at_file(path, source, True, bar)
     from stoker.address import as_url
     from stoker.packing.samples import samples_of
     from stoker.sources.contract import Account
->>>>>>> pictures
     from stoker.store.inspection import inspect_store
     from stoker.store.reader import open_store
 
@@ -331,13 +296,8 @@ def _look(
 
 
 def _look_at_file(
-<<<<<<< HEAD
     path: Path, source: TableSource, chosen: Selection, is_table: bool, bar: Progress
-) -> tuple[Inspection, dict[str, str]]:
-=======
-    path: Path, source: TableSource, is_table: bool, bar: Progress
 ) -> tuple[Inspection, dict[str, str], Samples | None]:
->>>>>>> pictures
     from stoker.errors import RefusalList, count_refused
     from stoker.ownership import temporary_folder
     from stoker.packing.samples import Samples
@@ -348,23 +308,15 @@ def _look_at_file(
     from stoker.units import format_bytes, format_count
 
     refused = RefusalList()
-<<<<<<< HEAD
+    samples = Samples()
     total = 0
     notes: list[str] = []
-=======
-    samples = Samples()
-    total, notes = 0, []
->>>>>>> pictures
 
     def array_parts(scratch: Path) -> Iterator[ShardData]:
         nonlocal total
         bar.start("inspecting", None, "rows")
-<<<<<<< HEAD
         for num_rows, fields in ArraysSource((path,), chosen=chosen).blocks(scratch):
-=======
-        for num_rows, fields in ArraysSource((path,)).blocks(scratch):
             samples.take(fields)
->>>>>>> pictures
             yield fields
             total += num_rows
             bar.advance(num_rows)
