@@ -147,7 +147,7 @@ def _of_statement(node: ast.AST):
         yield node, "break", "continue"
     elif isinstance(node, ast.Continue):
         yield node, "continue", "break"
-    elif isinstance(node, ast.If | ast.While) and node.test.lineno == node.test.end_lineno:
+    elif isinstance(node, ast.If | ast.While) and ast.unparse(node.test) != "TYPE_CHECKING":
         yield node.test, "condition", f"not ({ast.unparse(node.test)})"
 
 
