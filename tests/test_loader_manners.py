@@ -206,6 +206,16 @@ def test_unpacking_a_batch_says_what_to_type_and_dicts_work():
     assert b is batch["y"]
 
 
+def test_a_compiled_function_may_loop_over_a_batch():
+    def total(batch):
+        return sum(batch[name].float().sum() for name in batch)
+
+    with loader_of({"x": X, "y": Y}) as loader:
+        batch = next(iter(loader))
+    compiled = torch.compile(total, backend="eager", fullgraph=True)
+    assert compiled(batch) == total(batch)
+
+
 def test_as_tuple_loads_and_yields_these_fields_only():
     data = {"x": X, "y": Y, "z": X, "mz": [np.arange(i) for i in range(N)]}
     with loader_of(data, as_tuple=("y", "x")) as loader:

@@ -182,7 +182,7 @@ def test_a_fix_names_no_path_as_it_is():
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / f"{NAME}.csv").write_text(
-        '"a","' + NAME.replace('"', '""') + '"\n' + "1,inf\n" * 40
+        '"a","' + NAME.replace('"', '""') + '"\n' + "".join(f"{n},x{n}\n" for n in range(40))
     )
     (tmp_path / "nan.csv").write_text('"a","' + NAME.replace('"', '""') + '"\n1,nan\n2,3\n4,\n' * 1)
     (tmp_path / NAME).mkdir()

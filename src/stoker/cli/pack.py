@@ -669,6 +669,16 @@ def print_result(result: PackResult) -> None:
     if result.manifest.num_refused:
         refused = format_count(result.manifest.num_refused, "piece")
         console.print(f"{refused} of input refused; see {result.path / REFUSED_NAME}")
+    if not result.reused:
+        from stoker.packing.samples import sample_facts, samples_of
+
+        with open_store(result.path) as store:
+            for what, value in sample_facts(samples_of(store)).items():
+                console.print(printable(f"{what}: {value}"))
+        page = result.path.with_name(f"{result.path.name}.html")
+        console.print(
+            f"see the samples: {command('stoker', 'inspect', result.path, '--html', page)}"
+        )
     if result.inspection is not None:
         for line in result.inspection.lines()[:10]:
             console.print(f"  {line}")

@@ -59,6 +59,8 @@ class Batch(dict[str, torch.Tensor]):
 
         `for x, y in loader` would assign field names. The caller's bytecode tells unpacking from a loop.
         """
+        if torch.compiler.is_compiling():  # frames cannot be traced
+            return super().__iter__()
         caller = sys._getframe(1)
         if caller.f_code.co_code[caller.f_lasti] in _UNPACKING:
             names = tuple(self.keys())

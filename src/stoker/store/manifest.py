@@ -283,7 +283,7 @@ def _item_bytes(dtype: str) -> int | None:
 
 
 def _check_shard(manifest: Manifest, shard: ShardInfo, name: str) -> None:
-    """Hold what a shard claims to have against the size of its file."""
+    """Check the entry of one shard: its name, offsets and counts against each other and its size."""
     if Path(shard.file).name != shard.file:
         raise CorruptError(
             f"{name}: shard {shard.file!r} is not a file name.", "a name beside the manifest", ""

@@ -117,7 +117,7 @@ def _open_folder(path: Path, threads: int | None) -> Store:
             if (now == folder and _manifest_stamp(now) == before) or attempt == _TRIES - 1:
                 raise
             continue
-        # One that is missing or damaged is told when it is read.
+        # A shard that is missing or damaged raises when it is read.
         for shard in store.shards[:_HELD_SHARDS]:
             shard.hold()
         if _manifest_stamp(folder) == before:
@@ -127,7 +127,7 @@ def _open_folder(path: Path, threads: int | None) -> Store:
 
 
 def _manifest_stamp(folder: Path) -> tuple[int, int, int] | None:
-    """Return which file the manifest is now; another one stands there after an exchange."""
+    """Return the identity of the manifest's file, which changes when the store is exchanged."""
     try:
         found = (folder / MANIFEST_NAME).stat()
     except OSError:
@@ -190,7 +190,7 @@ def _datasets(fields: Mapping[str, FieldInfo]) -> dict[str, tuple[str, list[int]
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `Store.verify` found. `problems` is empty for a sound store."""
+    """Result of `Store.verify`. `problems` is empty for a sound store."""
 
     num_bytes: int
     num_blocks: int
@@ -272,7 +272,7 @@ class Store:
             shard.close()
 
     def left_aside(self, name: str) -> str | None:
-        """Return why a dataset that the file has is no field; None of others."""
+        """Return why a dataset of the file is not a field; None if it is one, or is not there."""
         return self._aside.get(name)
 
     def check_unchanged(self) -> None:

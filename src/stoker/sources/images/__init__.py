@@ -5,7 +5,15 @@ labels and lists of splits; `decoding` turns a file into 8-bit pixels by a state
 colours into classes; `source` and `segmentation` have the two sources.
 """
 
+from stoker.sources.images.listing import find_pairs, holds_pictures
 from stoker.sources.images.segmentation import SegmentationSource
 from stoker.sources.images.source import ImagesSource, parse_range, parse_size
 
-__all__ = ["ImagesSource", "SegmentationSource", "parse_range", "parse_size"]
+__all__ = [
+    "ImagesSource",
+    "SegmentationSource",
+    "find_pairs",
+    "holds_pictures",
+    "parse_range",
+    "parse_size",
+]

@@ -93,6 +93,24 @@ def list_pictures(root: Path) -> Listing:
     return Listing(root, sorted(pictures), sorted(folders), +ignored)
 
 
+def holds_pictures(root: Path) -> bool:
+    """Return whether a folder holds pictures, at any depth."""
+    return root.is_dir() and any(
+        _why_ignored(name) == "" for _, _, files in os.walk(root) for name in files
+    )
+
+
+def find_pairs(root: Path) -> tuple[Path, Path | None]:
+    """Return the folders of images and masks below `root`, where their names say it; else `root` and None."""
+    if root.is_dir():
+        named = {child.name.lower(): child for child in sorted(root.iterdir()) if child.is_dir()}
+        images = next((named[name] for name in ("images", "image", "imgs") if name in named), None)
+        masks = next((named[name] for name in ("masks", "mask", "labels") if name in named), None)
+        if images is not None and masks is not None and holds_pictures(masks):
+            return images, masks
+    return root, None
+
+
 def is_system(name: str) -> bool:
     """Return whether a name belongs to the system or an editor, not to the data."""
     return name.startswith(".") or name.lower() in _SYSTEM

@@ -6,6 +6,7 @@ measured under; `structures` finds and checks the molecule of a record; `buildin
 """
 
 from stoker.sources.massspec.building import SPLIT_NAMES, assign_splits, group_of
+from stoker.sources.massspec.formats import holds_spectra
 from stoker.sources.massspec.source import MassSpecSource
 
-__all__ = ["SPLIT_NAMES", "MassSpecSource", "assign_splits", "group_of"]
+__all__ = ["SPLIT_NAMES", "MassSpecSource", "assign_splits", "group_of", "holds_spectra"]

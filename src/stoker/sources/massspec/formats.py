@@ -114,6 +114,18 @@ def as_msp(path: Path, scratch: Path) -> Converted:
     return _convert([(plain, path, form)], path, scratch)
 
 
+def holds_spectra(path: Path) -> bool:
+    """Return whether a file, or the first files of a folder, are spectra by their names or their content."""
+    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    for file in files[:20]:
+        ending = (Path(file.stem) if file.suffix.lower() == ".gz" else file).suffix.lower()
+        if ending in _ENDINGS - {".txt"}:
+            return True
+        if ending == ".txt" and format_of(file) != "msp":
+            return True
+    return False
+
+
 def format_of(path: Path, named: Path | None = None) -> SpectrumFormat:
     """Tell the format of an uncompressed file by its first 64 KiB, and by its ending where these are empty."""
     with path.open("rb") as file:

@@ -396,6 +396,48 @@ def _expand(words: Array, fields: tuple[BitField, ...], width: int) -> Array:
     return features
 
 
+_BOND_NAMES = ("SINGLE", "DOUBLE", "TRIPLE", "AROMATIC")
+
+
+def draw_molecule(atoms: Array, bonds: Array, width: int = 210, height: int = 150) -> str:
+    """Return a drawing of packed words as SVG; empty where RDKit is absent or cannot draw them.
+
+    An element without its own class is drawn as `*`: that is all the words know.
+    """
+    if importlib.util.find_spec("rdkit") is None or not len(atoms):
+        return ""
+    chem = _toolkit().chem
+    from rdkit.Chem import rdDepictor
+    from rdkit.Chem.Draw import rdMolDraw2D
+
+    mol = chem.RWMol()
+    for word in np.asarray(atoms, dtype=np.uint32).tolist():
+        name = ELEMENTS[min(word & 15, len(ELEMENTS) - 1)]
+        atom = chem.Atom("*" if name == "other" else name)
+        charge = (word >> 7 & 7) - 3
+        atom.SetFormalCharge(charge if charge <= 3 else 0)
+        atom.SetIsAromatic(bool(word >> 19 & 1))
+        atom.SetNoImplicit(True)
+        atom.SetNumExplicitHs(min(word >> 13 & 7, 5))
+        mol.AddAtom(atom)
+    try:
+        with _toolkit().base.BlockLogs():
+            for word in np.asarray(bonds, dtype=np.uint32).tolist():
+                kind = getattr(chem.BondType, _BOND_NAMES[word >> 28 & 3])
+                mol.AddBond(word & 0x3FFF, word >> 14 & 0x3FFF, kind)
+            mol.UpdatePropertyCache(strict=False)
+            chem.FastFindRings(mol)
+            rdDepictor.Compute2DCoords(mol)
+            drawer = rdMolDraw2D.MolDraw2DSVG(width, height)
+            drawer.drawOptions().prepareMolsBeforeDrawing = False
+            drawer.DrawMolecule(mol)
+            drawer.FinishDrawing()
+    except (RuntimeError, ValueError):  # RDKit's violated invariants
+        return ""
+    text = drawer.GetDrawingText()
+    return str(text[max(0, text.find("<svg")) :])
+
+
 def exact_mass(mol: Mol) -> float:
     """Return the monoisotopic mass in dalton."""
     return _toolkit().exact_mass(mol)

@@ -105,7 +105,7 @@ def find_files(
                         ignored, "hidden or system file (its name begins with a dot or underscore)"
                     )
                 elif not is_table(each):
-                    _count(ignored, f"file with the ending {each.suffix!r}")
+                    _count(ignored, f"ends in {each.suffix!r}, which is no table")
                 else:
                     pairs = (_PARTITION.fullmatch(part) for part in parts[:-1])
                     tables.append((each, {pair[1]: pair[2] for pair in pairs if pair}))
