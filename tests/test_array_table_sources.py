@@ -136,9 +136,6 @@ def test_tables_round_trip_in_any_format_and_part_size(
 
 def test_the_real_flow_table_stops_at_the_gate_and_passes_when_repaired(shared_data, tmp_path):
     path = shared_data / "tabular" / "cicids2017_sample.csv"
-    with pytest.raises(SourceError, match="'Label' holds 'DoS'") as caught:
-        pack(TableSource((path,)), tmp_path / "s", ONE)
-    assert "--target Label" in caught.value.fix
     with pytest.raises(QualityError, match=r"10 of 6,311 values are infinite"):
         pack(TableSource((path,), "Label"), tmp_path / "s", ONE)
     options = PackOptions(jobs=1, repairs=("clip", "fill:median"))
@@ -153,8 +150,8 @@ def test_bad_cells_and_bad_lines_are_refused_with_their_place(tmp_path):
     rows[3] = "3,six"
     rows[7] = "7,14,21"
     (tmp_path / "t.csv").write_text("a,b\n" + "\n".join(rows) + "\n")
-    source = TableSource((tmp_path / "t.csv",), part_rows=4)
-    with pytest.raises(QualityError, match="2 pieces of input refused"):
+    source = TableSource((tmp_path / "t.csv",), part_rows=8)
+    with pytest.raises(QualityError, match="3 cells instead of 2"):
         pack(source, tmp_path / "s", ONE)
     result = pack(source, tmp_path / "s", PackOptions(jobs=1, on_bad="quarantine", bad_budget="5"))
     reasons = {(refusal.unit, refusal.line, refusal.reason) for refusal in result.refused}

@@ -77,6 +77,8 @@ CASES = [
          says=["its header names no open, high, low, close; it has Datum, Schluss, Erster, Hoch, Tief", "--time-column Datum --columns open=NAME"]),
     Case("the same with `--time-column` and `--columns`", "packed as told", lines("Datum,Schluss,Erster,Hoch,Tief\n", lambda n, o, h, l, c: f"{day(n)},{c},{o},{h},{l}"),
          options=[*SMALL, "--time-column", "Datum", "--columns", "open=Erster,high=Hoch,low=Tief,close=Schluss"], account=(60, 55, 0, 5)),
+    Case("CryptoDataDownload: a URL above the header, `Unix`, `Date`, `Symbol`", "the line is ignored and counted", "https://www.CryptoDataDownload.com\n" + lines("Unix,Date,Symbol,Open,High,Low,Close,Volume BTC,Volume USD\n", lambda n, o, h, l, c: f"{int((START + timedelta(days=n)).timestamp())},{day(n)} 12-AM,BTC/USD,{o},{h},{l},{c},1,{n}"),
+         says=["ignored 1: lines above the header"], account=(60, 55, 0, 5)),
     Case("no header", "taken as time, open, high, low, close, volume; it is said", plain(""), says=["no header; columns taken as time, open, high, low, close, volume"], account=(60, 55, 0, 5)),
     Case("yfinance: `Adj Close`", "left out: it is adjusted by what came later", says=["column 'Adj Close' is left out: it is adjusted"], write=lines("Date,Open,High,Low,Close,Adj Close,Volume\n", lambda n, o, h, l, c: f"{day(n)},{o},{h},{l},{c},{c / 2},{n}"), account=(60, 55, 0, 5)),
     Case("yfinance: three header lines", "joined", lines("Price,Close,High,Low,Open,Volume\nTicker,AAPL,AAPL,AAPL,AAPL,AAPL\nDate,,,,,\n", lambda n, o, h, l, c: f"{day(n)},{c},{h},{l},{o},{n}"), account=(60, 55, 0, 5), says=["ignored 3: header lines"]),

@@ -104,7 +104,9 @@ class ArraysSource:
             for number, start in enumerate(starts)
         ]
         notes += [f"array {old!r} is stored as field {new!r}" for old, new in renamed.items()]
-        return Preparation(parts, num_rows * row_bytes + (1 << 20), notes=notes)
+        return Preparation(
+            parts, num_rows * row_bytes + (1 << 20), notes=notes, found=num_rows, unit="rows"
+        )
 
     def blocks(self, scratch: Path) -> Iterator[tuple[int, dict[str, FieldData]]]:
         """Yield (rows, fields) from first to last, at most 32 MB or one row at a time.

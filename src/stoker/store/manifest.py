@@ -122,6 +122,9 @@ class Manifest(_Frozen):
     repairs: dict[str, list[dict[str, Any]]] = {}
     quality: dict[str, Any] = {}
     num_refused: int = 0
+    counts: dict[str, Any] = Field(
+        default={}, description="found = packed + refused + ignored, the last two by reason."
+    )
     _checksum: str = PrivateAttr("")
 
     def to_text(self) -> str:

@@ -412,9 +412,8 @@ def _time_cells(
         both = (names.index("date"), names.index("time"))
         if reads(*both):
             return both, False
-    order = [*TIME_NAMES]
     found = sorted(
-        (order.index(name), cell) for cell, name in enumerate(names) if name in TIME_NAMES
+        (TIME_NAMES.index(name), cell) for cell, name in enumerate(names) if name in TIME_NAMES
     )
     # An index saved by pandas has no name, and stands first.
     cells = [cell for _, cell in found] or ([0] if names and names[0] == "" else [])

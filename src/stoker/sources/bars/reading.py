@@ -37,6 +37,7 @@ from stoker.sources.times import EARLIEST_NS, LATEST_NS, SECOND_NS, parse_times,
 from stoker.store.fields import Array
 
 _HEADER, _BLANK, OTHER_SYMBOLS = "header lines", "blank lines", "lines of other symbols"
+_ABOVE = "lines above the header"
 _NUMBER = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
@@ -208,7 +209,9 @@ def _parse_lines(
             if number < len(lines) or line:  # behind the last newline there is no line
                 parsed.ignore(OTHER_SYMBOLS if line.strip(" \t") else _BLANK)
             continue
-        if isinstance(found, str):
+        if isinstance(found, str) and number < dialect.header_first:
+            parsed.ignore(_ABOVE)
+        elif isinstance(found, str):
             parsed.faults[number] = found
         elif number < dialect.header_line:
             parsed.faults[number] = "a bar above the header"

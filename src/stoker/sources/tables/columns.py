@@ -495,6 +495,7 @@ def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault])
         faults.setdefault(
             row, Fault(made.name, reason, f"column {made.name!r}: not a date as in the other rows")
         )
+    parts: list[Array]
     if made.kind == "seconds":
         parts = [ns / SECOND_NS]
     else:
