@@ -29,7 +29,6 @@ NULLS = ("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "-", "?")
 SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|", "whitespace": " "}
 _SHOWN = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar", " ": "runs of spaces"}
 _HEAD_ROWS = 2000
-_MAX_PREAMBLE = 100
 _PLAIN = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+(?:[eE][+-]?[0-9]+)?")
 _GROUPED = {  # digits in groups of three, by the decimal sign that then remains
