@@ -262,3 +262,10 @@ def test_columns_of_parquet_that_are_dropped_are_not_decoded(tmp_path):
     with open_store(tmp_path / "s") as store:
         assert store.fields["features"].columns == ["a", "b"]
         assert store.read_rows("features", 0, 2).tolist() == [[1.5, 3.5], [2.5, 4.5]]
+
+
+def test_a_repair_names_a_column_as_the_file_writes_it(tmp_path):
+    (tmp_path / "t.csv").write_text("x, Flow Bytes/s\n1.5,2.5\n2.5,\n3.5,4.5\n")
+    options = PackOptions(jobs=1, repairs=("fill:0@ Flow Bytes/s",))
+    result = pack(TableSource((tmp_path / "t.csv",)), tmp_path / "s", options)
+    assert result.manifest.repairs["features"][0]["columns"] == ["Flow Bytes/s"]
