@@ -298,7 +298,8 @@ def _look_at_file(
 
     refused = RefusalList()
     samples = Samples()
-    total, notes = 0, []
+    total = 0
+    notes: list[str] = []
 
     def array_parts(scratch: Path) -> Iterator[ShardData]:
         nonlocal total

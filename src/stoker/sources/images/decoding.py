@@ -279,7 +279,7 @@ def _scaled(
     image: Any, kind: str, path: Path, value_range: tuple[float, float] | None
 ) -> tuple[Any, tuple[float, float]]:
     """Bring deep values to 0 to 255 by the stated rule."""
-    values = np.asarray(image).astype(np.float64 if kind == "32-bit" else np.float32)
+    values: Array = np.asarray(image).astype(np.float64 if kind == "32-bit" else np.float32)
     low, high = float(values.min()), float(values.max())
     if not np.isfinite(low) or not np.isfinite(high):
         raise PictureError(

@@ -234,9 +234,11 @@ class MassSpecSource:
         """
         if self.spectra != "auto":
             return _BY_OPTION[self.spectra]
-        counts = sum((np.bincount(survey.kinds, minlength=len(KINDS)) for survey in surveys), 0)
-        found = [number for number in range(len(KINDS)) if np.any(counts) and counts[number]]
-        if found and max(counts) >= _NEARLY_ALL * sum(counts):
+        counts = np.zeros(len(KINDS), dtype=np.int64)
+        for survey in surveys:
+            counts += np.bincount(survey.kinds, minlength=len(KINDS))
+        found = np.flatnonzero(counts).tolist()
+        if found and counts.max() >= _NEARLY_ALL * counts.sum():
             return (KINDS[int(np.argmax(counts))],)
         if len(found) > 1:
             listed = ", ".join(f"{counts[number]:,} {KINDS[number]}" for number in found)
@@ -285,7 +287,9 @@ class MassSpecSource:
             ignored.update(extra["ignored_records"])
             splits.update(extra["splits"])
             kinds.update(extra["spectrum_kinds"])
-        before = next((extra["before"] for extra in extras if extra["before"]), {})
+        before: Mapping[str, Json] = next(
+            (extra["before"] for extra in extras if extra["before"]), {}
+        )
         return {
             "accounts": _accounts(counts, refused, ignored, before),
             "spectrum_kinds": dict(kinds),
