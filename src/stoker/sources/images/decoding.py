@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from stoker import bounds
+from stoker.display import command
 from stoker.errors import MissingExtraError, SourceError
 from stoker.store.fields import Array
 
@@ -302,7 +303,7 @@ def _no_range(path: Path, kind: str, low: float, high: float) -> PictureError:
     return PictureError(
         f"holds {kind} values from {low:g} to {high:g}.",
         f"{allowed}, or --range LOW,HIGH",
-        f"--range {min(0.0, low):g},{max(high, low + 1):g}",
+        command("--range", f"{min(0.0, low):g},{max(high, low + 1):g}"),
         path=path,
         kind=f"{kind} values without --range",
     )

@@ -42,6 +42,7 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
+from stoker.display import command
 from stoker.errors import InputError, Refusal, RefusalList, SourceError
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.sources.massspec.building import LINE_IN_RECORD, SPLIT_NAMES, Building, Payload
@@ -247,7 +248,7 @@ class MassSpecSource:
                 for name, (kind, *_) in _BY_OPTION.items()
                 if name != "all" and KINDS.index(kind) in found
             ]
-            ways = [f"--spectra {name}" for name in [*options, "all"]]
+            ways = [command("--spectra", name) for name in [*options, "all"]]
             raise SourceError(
                 f"{self.msp} mixes kinds of spectra: {listed}.",
                 "one kind, or all of them with the field spectrum_kind",
