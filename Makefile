@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 DOCS_STAMP := $(VENV)/.installed-docs
-TESTS := $(BIN)/pytest -q -n 2 --dist worksteal -m "not whole_gpu"
+# Three workers for two cores: while one waits for a server or a signal, another computes.
+TESTS := $(BIN)/pytest -q -n 3 --dist worksteal -m "not whole_gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: run test test-gpu lint types check campaign bench docs clean help
+.PHONY: run test test-gpu lint types check campaign mutate bench docs clean help
 
 run: $(STAMP) ## the main job: `stoker demo`, on data it makes itself
 	$(BIN)/stoker demo
@@ -32,6 +33,9 @@ test-gpu: $(STAMP) ## what needs a CUDA device; tests that measure its memory on
 
 campaign: $(STAMP) ## fuzz, fault injection, planted bottlenecks, all combinations: half an hour, quiet machine
 	$(BIN)/pytest -q -m "slow or random" --hypothesis-profile campaign
+
+mutate: $(STAMP) ## change twenty random lines of loader, store and train: how many do the tests notice?
+	$(BIN)/python tests/campaign/mutate.py --count 20 --seed 1
 
 bench: $(BENCH_STAMP) ## the benchmarks, with their peers; JSON lands in benchmarks/results/
 	for script in $$(grep -l '^if __name__' benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script || exit 1; done

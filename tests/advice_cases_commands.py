@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from advice_typing import Case
 from stoker.config.tree import key_schemas
 
@@ -53,6 +55,46 @@ def _wrong_values() -> list[Case]:
     return cases
 
 
+def _tables() -> list[Case]:
+    """Return tables of which each is refused, with what `pack table` says about it."""
+    made = {
+        "semi.csv": "a;b\n" + "1,5;2\n3,5;4\n",
+        "years.csv": "country,2019,2020\nA,1,2\nB,3,4\nA,5,6\n",
+        "people.csv": "name,age\n" + "".join(f"p{n},{n or ''}\n" for n in range(20)),
+        "mixed.csv": "a,b\n" + "1,2\n" * 9000 + "1,x\n" * 9000,
+    }
+    table = ["pack", "table"]
+    cases = [
+        Case([*table, "semi.csv", "made", "--sep", "xx"]),
+        Case([*table, "semi.csv", "made", "--decimal", "x"]),
+        Case([*table, "table.csv", "made", "--encoding", "x"]),
+        Case([*table, "years.csv", "made"]),
+        Case([*table, "people.csv", "made"]),
+        Case([*table, "table.csv", "made", "--drop", "B", "--target", "Label"]),
+        Case([*table, "table.csv", "made", "--drop", "zzz"]),
+        Case([*table, "table.csv", "made", "--dtype", "x"], fill={"NAME=category": "a=codes"}),
+        Case([*table, "none/none*.csv", "made"]),
+        Case([*table, "empty", "made"]),
+        Case([*table, "nothing.csv", "made"], "open('nothing.csv', 'w')"),
+        Case([*table, "sep.csv", "made"], "open('sep.csv', 'w').write('sep=;' + chr(10))"),
+        Case([*table, "zero.csv", "made"], "open('zero.csv', 'wb').write(bytes(99))"),
+        Case([*table, "endless.csv", "made"], "open('endless.csv', 'w').write('a' * 300_000)"),
+        Case([*table, "cut.parquet", "made"], "open('cut.parquet', 'wb').write(b'PAR1xxxxPAR1')"),
+        Case([*table, "book.xlsx", "made"], "import zipfile; zipfile.ZipFile('book.xlsx', 'w').writestr('a', 'b')"),
+        Case([*table, "late.csv", "made"], "open('late.csv', 'wb').write(b'a,b' + b'\\n1,2' * 90_000 + b'\\n1,\\xe9\\n')", then="not a number"),
+        Case([*table, "e.csv", "made", "--encoding", "utf-8"], "open('e.csv', 'wb').write(b'a,b\\n1,\\xe9\\n2,x\\n')"),
+        Case([*table, "u.csv", "made", "--encoding", "ascii"], "open('u.csv', 'wb').write(b'a,b' + b'\\n1,2' * 90_000 + b'\\n1,\\xe9\\n')", then="not a number"),
+        Case([*table, "mixed.csv", "made"], "open('mixed.csv', 'w').write('a,b' + chr(10) + ('1,2' + chr(10)) * 200_000 + ('1,x' + chr(10)) * 200_000)", then="differ"),
+        Case([*table, "wide.csv", "made"], "open('wide.csv', 'w').write('a,b' + chr(10) + ('1,9000000.5' + chr(10)) * 200_000 + ('1,16777217' + chr(10)) * 200_000)"),
+    ]  # fmt: skip
+    setup = {
+        name: f"open({name!r}, 'w').write({text!r})"
+        for name, text in made.items()
+        if len(text) < 1000
+    }
+    return [replace(case, setup=case.setup or setup.get(case.wrong[2], "")) for case in cases]
+
+
 COMMANDS: dict[str, list[Case]] = {
     "augment": [
         Case(["augment", "preview", "none/none", "x.png"]),
@@ -71,6 +113,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["augment", "preview", "pictures/cat", "pictures/cat/x.png"], at="pictures/cat/x.png"),
     ],
     "cli": [
+        Case(["inspect", "table.csv", "--rows", "4"]),
+        Case(["pack", "table", "table.csv", "made", "--missing", "x"]),
         Case([*PREVIEW, "--size", "1x1"]),
         Case([*PREVIEW, "--preset", "none"]),
         Case([*PREVIEW, "--rows", "0"]),
@@ -88,6 +132,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["export", "run/best.pt", "q.onnx", "--store", "store", "--split", "val"]),
         Case(["config", "migrate", "config.yaml", "none/new.yaml"]),
         Case(["monitor", "--interval", "0", "--once"]),
+        Case(["monitor", "none/none", "--once"]),
         Case(["inspect", "table.csv", "--html", "empty"]),
         Case(["inspect", "table.csv", "--html", "none/none/x.html"]),
         Case(["inspect", "table.csv", "--html", "table.csv"]),
@@ -126,8 +171,9 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["plan", "store", "--gpu-memory", "16GB"], "write_store(Path('store'), [{'a': Dense(np.zeros((0, 3), 'f4'))}])", fill={"STORE": "plain-store"}),
     ],
     "sources": [
-        Case(["pack", "table", "text.csv", "made"]),
         Case(["pack", "arrays", "two.npz", "made", "--names", "a"]),
+        Case(["pack", "arrays", "two.npz", "a.npy", "made", "--rows", "4"]),
+        Case(["inspect", "uneven.npz"], "np.savez('uneven.npz', a=np.eye(9)[:, :3], b=np.ones(4))"),
         Case(["pack", "bars", "bars.csv", "made", "--windows", "M5=8"], "import shutil; shutil.copy('bars/EURUSD_M5.csv', 'bars.csv')", at="bars.csv"),
         Case([*BARS, "--horizon", "0"]),
         Case([*BARS[:-1], "x"], fill={"M5=288,H1=96": "M5=28,H1=9"}),
@@ -196,7 +242,20 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "bars", "empty", "made", "--windows", "H1=8"]),
         Case(["pack", "massspec", "--msp", "library.msp", "made", "--mol-dir", "table.csv"]),
         Case(["pack", "massspec", "--msp", "long.msp", "made"], "open('long.msp', 'w').write('Name: ' + 'x' * (17 << 20))"),
+        *_tables(),
+        Case([*BARS[:-2], "--windows", "M5=8,H1=4", "--columns", "x"], then="header"),
+        Case([*BARS, "--stamp", "x"]),
+        Case([*BARS, "--decimal", "x"]),
+        Case([*BARS, "--drop", "x"]),
+        Case(["pack", "bars", "bars/EURUSD_M5.csv", "made", "--windows", "M5=8"],
+             "p = Path('bars/EURUSD_M5.csv'); p.write_text(p.read_text().replace('time,open,high,low,close', 'Zeit,Erster,Hoch,Tief,Schluss', 1))",
+             fill={"open=NAME,high=NAME,low=NAME,close=NAME": "open=Erster,high=Hoch,low=Tief,close=Schluss"}),
+        Case(["pack", "bars", "q_D1.csv", "made", "--windows", "D1=4", "--horizon", "1"],
+             "open('q_D1.csv', 'w').write(''.join(f'\"{2000 + n // 28 // 12}-{n // 28 % 12 + 1:02d}-{n % 28 + 1:02d}\",\"110,250\",\"110,500\",\"110,125\",\"110,375\"' + chr(10) for n in range(60)))"),
+        Case(["pack", "bars", "bars", "made", "--windows", "M5=8", "--split-at", "2020-09-10,2020-09-20", "--horizon", "2"],
+             "p = Path('bars/EURUSD_M5.csv'); t = p.read_text(); Path('bars/GBPUSD_M5.csv').write_text(t[:-3] + 'x' + chr(10))"),
     ],
+    "train": [Case(["predict", "run/best.pt", "store", "x.xls"], at="x.xls")],
     "recipes": [
         Case(["train", "--config", "config.yaml", "--store", "store", *ON_CPU]),
         Case(["train", "--set", "recipe.name=tabular", *ON_CPU]),
@@ -222,6 +281,9 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["predict", "run/best.pt", "other", "x.parquet", "--split", "val"],
              "f = class_table(40, 3); write_store(Path('other'), [f])"),
         Case(["predict", "none/x.safetensors", "store", "x.parquet"]),
+        Case(["predict", "run/best.pt", "repaired", "x.csv"], "v = np.random.default_rng(0).normal(size=(40, 7)).astype('f4'); np.save('features.npy', v); import subprocess, sys; "
+             "from stoker.packing import pack, PackOptions; from stoker.sources.arrays import ArraysSource; pack(ArraysSource((Path('features.npy'),)), 'repaired', PackOptions(jobs=1, repairs=('robust',)))",
+             fill={"OUT.csv": "y.csv"}, then="was not trained on a store of"),
         Case(["predict", "x.safetensors", "store", "x.parquet"], "open('x.safetensors', 'wb').write(b'x' * 99)"),
         Case(["export", "run/best.pt", "q.pt", "--int8", "--split", "x"]),
         Case(["export", "run/best.pt", "q.pt", "--int8", "--batch", "0"]),
@@ -279,7 +341,7 @@ COMMANDS: dict[str, list[Case]] = {
     "runs": [
         Case(["report", "none/none"]),
         Case(["report", "empty"]),
-        Case(["monitor", "none/none", "--once"]),
+        Case(["monitor", "table.csv", "--once"]),
         Case(["report", "told", "--png", "table.csv"]),
     ],
     "monitor.py": [

@@ -27,7 +27,7 @@ def namespace() -> dict[str, Any]:
     }  # fmt: skip
 
 
-IMAGES = "from stoker import GPUAugmentation, MinimalGPUAugmentation, StrongGPUAugmentation; from stoker.augment import *; from stoker.augment.ops import *; import stoker.augment as A; images = torch.zeros(2, 3, 8, 8)"
+IMAGES = "from stoker import GPUAugmentation, MinimalGPUAugmentation, StrongGPUAugmentation; from stoker.augment import *; from stoker.augment.ops import *; import stoker.augment as A; from types import SimpleNamespace; function = function_for_masks = lambda values, u: values; images = torch.zeros(2, 3, 8, 8)"
 PICTURES = (
     IMAGES
     + "; compose = Compose([RandomHorizontalFlip()]); params = compose.draw(2, (8, 8), 3, images.device); other = compose.draw(2, (9, 9), 3, images.device); "
@@ -53,10 +53,28 @@ TIMES = {
     "groups = np.array([b'caf\\xe9', b'a'])": "split_by_group(groups)",
 }
 
+MEMORY = (
+    "from torch.utils.data import DataLoader, TensorDataset; from stoker.loader.splits import split_randomly; x = torch.rand(9, 2); "
+    "y, z = np.arange(9), np.arange(3); dataloader = DataLoader(TensorDataset(x)); "
+    "split = split_randomly(9); samples = np.asarray(split); from stoker import mix; data = {'x': x, 'y': y}; shares = {'store': 1}; "
+    "weights = np.arange(9) - 1.0; long = {'v': [np.zeros(100 if n % 8 == 0 else 1) for n in range(400)]}; "
+    "[write_store(Path(name), [{'v': Dense(np.arange(4))}]).close() for name in ('one', 'two') if not Path(name).exists()]"
+)
+SAMPLES = (
+    "from stoker import PackOptions; from stoker.sources.samples import as_array, collect; from torch.utils.data import DataLoader; "
+    "x, y, z = np.arange(9), np.arange(9), np.arange(3); dataloader = DataLoader([1, 2]); late = [{'x': np.zeros(4 if i == 102 else 3)} for i in range(200)]"
+)
+GROUPED = "from stoker.store.reader import open_store; import h5py; f = h5py.File('grouped.h5', 'w'); f['train/x'] = np.arange(9); f.close()"
 MIDDLE = (
     "; walk = Loader('forex-store', 8, 'cpu', order='lanes', lanes=plan_store_lanes(store, 8)); steps = iter(walk); next(steps); "
     "saved = walk.state_dict(); steps.close(); walk.close()"
 )
+CAPTURING = """
+import stoker
+model = torch.nn.Linear(7, 2); optimizer = torch.optim.AdamW(model.parameters())
+batch = torch.ones(4, 7); step = lambda batch: model(batch['features'] if isinstance(batch, dict) else batch).sum()
+f = class_table(40); write_store(Path('rows'), [f]).close(); numbers = loader = Loader('rows', 8, 'cpu')
+"""
 TRAINING = """
 from stoker.train.settings import TrainSettings, read_config; from stoker import Trainer; from stoker.train.checkpoint import Checkpoints, load_checkpoint
 from stoker.train.accumulation import *; from stoker.train.checks import *; from stoker.train.oom import MemoryLevel; from stoker.train.step import check_loss
@@ -104,6 +122,11 @@ STORE = (
     "time = np.array([1.0, 2.0]); whole = np.array([[1, 2, 3]]); table = np.zeros((5, 3), 'f4'); columns = ['a', 'b', 'c']; "
     "limits = limits_of(TableStats.scan(table[:, :2], columns[:2])); "
 )
+UNEVEN = (
+    STORE
+    + "import h5py; h = h5py.File('uneven.h5', 'w'); h['x'] = np.zeros((9, 3)); h['y'] = np.zeros(9); h['bins'] = np.zeros(4); "
+    "h['deep/z'] = np.zeros(9); h.close()"
+)
 REMOTE = "open_store(f'file://{here}/store').read_rows('features', 0, 2)"
 SOURCES = (
     "from stoker.sources.msp.library import read_msp, split_msp; from stoker.sources.massspec import MassSpecSource; "
@@ -136,6 +159,7 @@ PYTHON: dict[str, list[Case]] = {
         "Compose([RandomHorizontalFlip()], ignore_index='x')",
         "Compose([RandomHorizontalFlip()])(images[0])",
         "Compose(RandomHorizontalFlip())",
+        "Compose([RandomHorizontalFlip()]).batches(images, rows=torch.arange(2), batch_size=3)",
         "GaussianBlur(2)",
         "Normalize((0.5,), (0,))",
         "ToDtype(torch.int8)",
@@ -158,6 +182,17 @@ PYTHON: dict[str, list[Case]] = {
         "ProgressiveAugmentation({1: make_preset('minimal')})",
         "ProgressiveAugmentation({0: make_preset('minimal'), -1: make_preset('minimal')})",
         "ProgressiveAugmentation({0: 3})",
+        "RandomCrop(4, padding=1, padding_mode='x')",
+        "Compose([RandomCrop(8, padding=8, padding_mode='reflect')])(images)",
+        "Function(function, phase='x')",
+        "Function(3)",
+        "RandAugment(num_ops=0)",
+        "RandAugment(magnitude=99)",
+        "RandAugment(num_magnitude_bins=0)",
+        "RandAugment(num_magnitude_bins=0.5)",
+        "RandAugment(num_ops=0.5)",
+        "RandAugment(magnitude=0.5)",
+        "TrivialAugment(num_magnitude_bins=0)",
     )
     + _refused(
         PICTURES,
@@ -192,6 +227,36 @@ PYTHON: dict[str, list[Case]] = {
             at="compose(images / 0); compose.check()",
         ),
         Case("MixUp(0.2, 10)(images, targets)", PICTURES + "targets = [0, 1]"),
+        Case(
+            "compose(images)",
+            PICTURES + "compose = Compose([AlternatingFlip()]); indices = torch.arange(2)",
+        ),
+        Case(
+            "compose(images, ids=indices)",
+            PICTURES + "compose = Compose([AlternatingFlip()]); indices = [0, 1]",
+            at="indices",
+        ),
+        Case("compose(images)", PICTURES + "images = torch.zeros(2, 32, 32, 3)", at="images"),
+        Case(
+            "Compose.from_torchvision(3)",
+            PICTURES
+            + "v2 = SimpleNamespace(Compose=list, RandomHorizontalFlip=type('RandomHorizontalFlip', (), {'p': 0.5}))",
+        ),
+        Case(
+            "Compose.from_torchvision([3])",
+            PICTURES
+            + "v2 = SimpleNamespace(Compose=list, RandomHorizontalFlip=type('RandomHorizontalFlip', (), {'p': 0.5}))",
+        ),
+        Case(
+            "Compose([Function(function, phase='geometry')])(images, masks)",
+            PICTURES + "masks = torch.zeros(2, 8, 8).long()",
+            into="Compose",
+        ),
+        Case(
+            "A.guard.check_loss(torch.nn.CrossEntropyLoss(), Compose([RandomRotation(9)]))",
+            PICTURES + "import stoker.augment.guard",
+            at="torch.nn.CrossEntropyLoss()",
+        ),
         Case("MixUp(0.2, num_classes=2)(images, labels)", PICTURES, into="MixUp"),
     ]
     + _refused(
@@ -282,16 +347,59 @@ PYTHON: dict[str, list[Case]] = {
         Case("split_randomly(-1)", SERIES, at="-1"),
         *(Case(wrong, SERIES + "; " + setup) for setup, wrong in TIMES.items()),
     ]
-    + _refused("mask = samples = np.arange(300) < 40", "Loader('store', 16, samples=mask)")
+    + _refused(
+        MEMORY,
+        "Loader('store', 16, sampler=3)",
+        "Loader((x, y), 4, group='x')",
+        "Loader({'x': x, 'y': y}, 4, as_tuple=('X', 'y'))",
+        "Loader({'x': x, 'y': y}, 4, as_tuple='x')",
+        "Loader({'x': x, 'z': z}, 4)",
+        "Loader(dataloader, 64)",
+        "Loader(3, 64)",
+        "Loader((x, y), 4, samples=split)",
+        "Loader((x, y), 4, samples=samples)",
+        "Loader({'x': x, 'y': y}, 4, fields=['X'])",
+        "a, b = next(iter(Loader({'x': x, 'y': y}, 4, 'cpu')))",
+    )
+    + _refused(
+        MEMORY,
+        "Loader(data, 4, weights=weights)",
+        "Loader(data, 4, weights=np.ones(3))",
+        "Loader(data, 4, weights=np.zeros(9))",
+        "Loader(data, 4, weights=np.ones(9), balance='y')",
+        "Loader(data, 4, balance='Y')",
+        "Loader(data, 4, balance='x')",
+        "Loader(data, 4, weights=np.ones(9), order='time')",
+        "Loader(data, 4, epoch_samples=-1)",
+        "Loader(long, 32, 'cpu', weights=np.ones(400), data_bytes=11_000)",
+        "Loader(mix(shares, per_batch=True), 16, 'cpu', chunk_bytes=2_000)",
+        "mix({'store': -1})",
+        "Loader(mix({'one': 1, 'two': 1}), 1, samples=[0])",
+    )
+    + [
+        Case("Loader('store', 16, sampels=None)", at="sampels=None"),
+        Case("Loader('store', 16, qqq=None)"),
+        Case("Loader({'x': x}, 1)", "x = np.float32(3)"),
+        Case("Loader(iter([1]), 16)", "dataset = [1, 2]", at="Loader(iter([1]), 16)"),
+        Case(
+            "batch['X']",
+            MEMORY + "; batch = next(iter(Loader({'x': x}, 4, 'cpu')))",
+            at="batch['X']",
+        ),
+    ]
+    + _refused("mask = samples = np.arange(200) < 40", "Loader('store', 16, samples=mask)")
     + _refused("samples = np.array([0, 0] * 20 + [1])", "Loader('store', 1, samples=samples)")
     + _refused(
         "import os; os.environ.update(RANK='0', WORLD_SIZE='1')", "Loader('store', 16, rank=5)"
     ),
     "train": _refused(
+        CAPTURING,
+        "stoker.capture(3, model=model, optimizer=optimizer)",
+        "stoker.capture(step, 'x', model=model, optimizer=optimizer)",
+        "stoker.capture(step, model=model, optimizer=optimizer)(next(numbers.index_batches()))",
+    )
+    + _refused(
         TRAINING,
-        "TrainSettings(precision='x')",
-        "TrainSettings(clip_norm=-1)",
-        "TrainSettings(accumulation_steps=0)",
         "Checkpoints('c', keep_last=0)",
         "Accumulation(nominal=0)",
         "window.add(4)",
@@ -352,7 +460,11 @@ PYTHON: dict[str, list[Case]] = {
         "make_plan(facts, gpu_memory_bytes=10**9, ram_bytes=10**10, batch_size=16, data_bytes=1)",
         "store_facts(open_store('store').manifest, fields=['x'])",
     ),
-    "store": _refused(
+    "store": [
+        Case("open_store('grouped.h5', group='Train')", GROUPED),
+        Case("open_store('store', group='train')", GROUPED),
+    ]
+    + _refused(
         STORE,
         "store.read_rows('x', 0, 1)",
         "store.read_rows('features', 0, 2, out=np.empty(3))",
@@ -364,6 +476,12 @@ PYTHON: dict[str, list[Case]] = {
     )
     + [
         Case("checked_values(words)", STORE, fill={"values": "words"}),
+        Case("open_store('uneven.h5')", UNEVEN),
+        Case("open_store('uneven.h5', rows=5)", UNEVEN),
+        Case("open_store('uneven.h5', fields=['xx'])", UNEVEN),
+        Case("open_store('uneven.h5', fields=['x', 'bins'])", UNEVEN),
+        Case("open_store('uneven.h5', group='deeq')", UNEVEN),
+        Case("open_store('store', rows=5)", UNEVEN),
         Case(
             "fit_repairs([parse_repair('clip')], whole, columns)", STORE, fill={"values": "whole"}
         ),
@@ -384,11 +502,34 @@ PYTHON: dict[str, list[Case]] = {
             env={"STOKER_CACHE": "cache"},
         ),
     ],
-    "sources": _refused(
+    "packing": _refused(
+        SAMPLES,
+        "stoker.pack_from([{'x': np.arange(3)}], 'made', ragged='x')",
+        "stoker.pack_from(iter([1, 2]), 'made', options=PackOptions(cluster='tcp://x'))",
+    ),
+    "sources": [
+        Case("collect([{'a/b': 1}])", SAMPLES, at="{'a/b': 1}"),
+        Case("collect([{'x': 1}, {'x': 1.5}])", SAMPLES + "; x = 2", at="1.5"),
+        *(
+            Case("as_array(value, 'x')", SAMPLES + "; value = " + value)
+            for value in ("torch.zeros(2).bfloat16()", "torch.eye(3).to_sparse()", "[None]")
+        ),
+    ]
+    + _refused(
+        SAMPLES,
+        "stoker.pack_from(late, 'made')",
+        "stoker.pack_from([{'x': x}], 'made', ragged=['X'])",
+        "stoker.pack_from(dataloader, 'made')",
+        "stoker.pack_from(3, 'made')",
+        "stoker.pack_from({'x': x, 'z': z}, 'made')",
+    )
+    + _refused(
         SOURCES,
         "ArraysSource(()).prepare(Path('made'))",
         "TableSource(()).prepare(Path('made'))",
         "TableSource((path,), split=(1, 2))",
+        "TableSource((path,), missing='x')",
+        "TableSource((path,), dtypes={'a': 'x'})",
         "BarsSource(('bars',), windows=(('M5', 8),), ratios=(1, 2, 3))",
         "MassSpecSource(path, train_ratio=2)",
         "list(read_msp('cut.msp.gz'))",
@@ -520,6 +661,16 @@ PYTHON: dict[str, list[Case]] = {
     ],
     "config": [
         Case("parse_config('data: 3')", "from stoker.config import parse_config", at="data: 3"),
+        *(
+            Case(wrong, "from stoker import TrainSettings")
+            for wrong in (
+                "TrainSettings(precision='x')",
+                "TrainSettings(clip_norm=-1)",
+                "TrainSettings(accumulation_steps=0)",
+                "TrainSettings(nothing_like_it=3)",
+            )
+        ),
+        Case("TrainSettings(epoch=3)", "from stoker import TrainSettings", at="epoch=3"),
     ],
     "doctor": [
         Case(

@@ -40,7 +40,6 @@ def make_folder(folder: Path) -> None:
     rows = "\n".join(f"{one:.3f},{two:.3f},{one > 0:d}" for one, two in rng.normal(size=(60, 2)))
     (folder / "table.csv").write_text(f"a,b,label\n{rows}\n")
     (folder / "dirty.csv").write_text("a,b\n" + "1,2\n3,4\n" * 20 + "5,\n")
-    (folder / "text.csv").write_text("a,b\n" + "1,x\n2,y\n3,z\n" * 9)
     np.save(folder / "a.npy", rng.normal(size=(40, 3)).astype("f4"))
     np.save(folder / "b.npy", rng.integers(0, 2, 40))
     np.savez(folder / "two.npz", one=np.ones((4, 2), "f4"), two=np.ones(4, "f4"))

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import stoker
+from source_trees import parsed as tree_of
 
 PACKAGE = Path(stoker.__file__).parent
 PROGRAMS = [
@@ -79,7 +80,7 @@ def all_sites() -> tuple[Site, ...]:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         file = str(path.relative_to(PACKAGE))
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path.read_text())
         named = {
             node.targets[0].id: node.value
             for node in tree.body

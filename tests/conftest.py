@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import kept_commands
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several workers share the cores: threads of torch's that wait for each other cost more than they
     # give, also in the processes that tests start.
@@ -28,12 +30,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile(
     "house",
     deadline=None,
-    max_examples=30,
+    max_examples=20,
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
 )
 settings.register_profile("campaign", settings.get_profile("house"), max_examples=400)
 settings.load_profile("house")
+kept_commands.keep()
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -92,10 +95,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="a campaign: run `make campaign`"))
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Keep megabytes out of the names of tests: they travel between the processes many times."""
+    is_long = isinstance(val, str | bytes) and len(val) > 200
+    return f"{argname} of {len(val)}" if is_long else None
+
+
 def pytest_collection_finish() -> None:
     """Keep what is imported out of the collector's way: tests collect hundreds of times, 0.2 s each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def seen(tmp_path_factory):
+    """What the doctor's probe saw of every script of `doctor_scripts.py`, which run once."""
+    from doctor_scripts import watched
+
+    return watched(tmp_path_factory.mktemp("watched"))
 
 
 @pytest.fixture

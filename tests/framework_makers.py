@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+import warm_stoker
 from stoker.loader.loader import Loader
 from training_makers import make_model
 
@@ -71,10 +70,9 @@ def run_ranks(framework, path, folder):
     """Run `framework_ranks.py` in a process of its own, which starts two; return what each has seen."""
     script = Path(__file__).with_name("framework_ranks.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
-    done = subprocess.run(
-        [sys.executable, str(script), framework, str(path), str(folder)],
-        capture_output=True, text=True, timeout=110, env=environment, check=False,
-    )  # fmt: skip
+    done = warm_stoker.shared().run(
+        [framework, path, folder], environment=environment, script=script
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 

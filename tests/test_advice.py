@@ -38,6 +38,7 @@ LONG = (
     "stoker.doctor.ablation.examine",
     "stoker.demo.story._make_plan",
     "stoker.recipes.export.onnx_file._trace",
+    "stoker.cli.config._print_settings",
 )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import stoker
+from source_trees import parsed
 
 PACKAGE = Path(stoker.__file__).parent
 LAYERS = [
@@ -52,7 +53,7 @@ def room(path: Path) -> str:
 
 def imported_rooms(path: Path) -> set[str]:
     rooms = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
@@ -85,9 +86,7 @@ def test_no_file_is_too_long_and_none_is_a_drawer():
 
 
 def test_every_module_opens_by_saying_what_it_does():
-    assert not [
-        path for path in module_files() if not ast.get_docstring(ast.parse(path.read_text()))
-    ]
+    assert not [path for path in module_files() if not ast.get_docstring(parsed(path.read_text()))]
 
 
 def test_architecture_page_names_every_room():
@@ -124,11 +123,14 @@ def test_the_public_names_are_pinned():
         "Store",
         "TrainSettings",
         "Trainer",
+        "capture",
         "find_max_batch_size",
         "load_config",
         "make_plan",
+        "mix",
         "open_store",
         "pack",
+        "pack_from",
         "prefetch",
         "probe",
         "select_samples",

@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -28,7 +28,6 @@ ONE = PackOptions(jobs=1)
     dtype=st.sampled_from(["f4", ">f4", "i8", "u1", "f2"]),
     kind=st.sampled_from(["npy", "npz", "h5"]),
 )
-@settings(max_examples=30)
 def test_arrays_of_any_kind_and_part_size_round_trip(
     rows, width, part_bytes, dtype, kind, tmp_path_factory
 ):
@@ -94,7 +93,6 @@ def test_pickled_arrays_are_never_loaded(tmp_path):
     part_rows=st.integers(1, 60),
     kind=st.sampled_from(["csv", "csv.gz", "parquet"]),
 )
-@settings(max_examples=30)
 def test_tables_round_trip_in_any_format_and_part_size(
     data, rows, part_rows, kind, tmp_path_factory
 ):
@@ -138,9 +136,6 @@ def test_tables_round_trip_in_any_format_and_part_size(
 
 def test_the_real_flow_table_stops_at_the_gate_and_passes_when_repaired(shared_data, tmp_path):
     path = shared_data / "tabular" / "cicids2017_sample.csv"
-    with pytest.raises(SourceError, match="'Label' holds 'DoS'") as caught:
-        pack(TableSource((path,)), tmp_path / "s", ONE)
-    assert "--target Label" in caught.value.fix
     with pytest.raises(QualityError, match=r"10 of 6,311 values are infinite"):
         pack(TableSource((path,), "Label"), tmp_path / "s", ONE)
     options = PackOptions(jobs=1, repairs=("clip", "fill:median"))

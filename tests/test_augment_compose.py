@@ -28,6 +28,7 @@ from stoker.augment import (
     philox,
     reference,
 )
+from stoker.augment.position import Position
 from stoker.errors import InputError
 
 gpu = pytest.mark.gpu
@@ -382,7 +383,7 @@ def test_what_cannot_be_used_is_said_in_three_parts(call, words):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_compose_works_on_both_sides_of_inference_mode(built, first):
     philox._constants.cache_clear()
-    draw._constant.cache_clear()
+    draw.constant.cache_clear()
     reference._per_channel.cache_clear()
     images, masks, rows = pictures().float() / 255, labels(), torch.arange(6)
     expected = Compose(every_op(), seed=3)
@@ -405,17 +406,17 @@ def test_a_compose_works_on_both_sides_of_inference_mode(built, first):
 
 
 def test_nothing_that_is_kept_belongs_to_inference_mode():
-    for cached in (philox._constants, draw._constant, reference._per_channel):
+    for cached in (philox._constants, draw.constant, reference._per_channel):
         cached.cache_clear()
     with torch.inference_mode():
         compose = Compose(every_op())
         compose(pictures().float() / 255)
         kept = [
             compose._position.on(torch.device("cpu")),
-            *(tape for _, tape in compose._plans.values()),
+            *(plan.tape for plan in compose._plans.values()),
             *(flag.bits for flag in compose._flags.values()),
             *philox._constants(torch.device("cpu")),
-            draw._constant((1.0,), torch.device("cpu")),
+            draw.constant((1.0,), torch.device("cpu")),
             reference._per_channel((0.5,), torch.device("cpu"), torch.float32),
         ]
     assert not any(tensor.is_inference() for tensor in kept)
@@ -423,7 +424,7 @@ def test_nothing_that_is_kept_belongs_to_inference_mode():
 
 def test_counters_are_kept_per_device_and_the_last_one_is_the_state():
     # Plain tensors stand for the counters of two GPUs: a captured graph goes on counting in them.
-    position = philox.Position(7, stream=2)
+    position = Position(7, stream=2)
     here, there = torch.device("cpu"), torch.device("cuda:7")
     first, second = position.on(here), philox.make_counter(0)
     position._counters[there] = second
@@ -486,8 +487,8 @@ def test_the_order_is_checked_at_construction():
 
 
 def test_what_is_printed_can_be_read():
-    text = repr(Compose([RandomHorizontalFlip(0.25), RandomCrop(4)]))
-    assert text == "Compose([RandomHorizontalFlip(p=0.25), RandomCrop(size=(4, 4), padding=0)])"
+    text = repr(Compose([RandomHorizontalFlip(0.25), Resize(4)]))
+    assert text == "Compose([RandomHorizontalFlip(p=0.25), Resize(size=(4, 4))])"
 
 
 @gpu

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from docs_build.pictures import SIZE, draw_scene, write_pictures
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from typer.testing import CliRunner
@@ -126,7 +126,6 @@ def test_bad_images_and_masks_are_named(street, tmp_path):
 
 
 @given(st.integers(1, 9000), st.integers(1, 9000))
-@settings(max_examples=60)
 def test_shown_images_fit_and_keep_their_shape(height, width):
     shown = shown_size((height, width))
     assert 1 <= max(shown) <= 384

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.augment import philox, reference
@@ -126,7 +126,6 @@ def test_geometry_is_the_slow_loop(size, ops):
     width=st.integers(1, 9),
     entries=st.lists(st.floats(-30, 30, width=32), min_size=6, max_size=6),
 )
-@settings(max_examples=60)
 def test_any_matrix_is_the_slow_loop_for_images_and_labels(height, width, entries):
     images = noise(1, 1, height, width)
     labels = torch.arange(height * width).view(1, height, width)

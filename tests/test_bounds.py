@@ -22,7 +22,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -259,7 +259,6 @@ def test_headers_that_are_damaged_are_named(tmp_path):
         unique=True,
     )
 )
-@settings(max_examples=40)
 def test_every_key_of_an_archive_becomes_a_field_or_is_refused_by_name(keys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("k")
     with zipfile.ZipFile(folder / "a.npz", "w") as archive:

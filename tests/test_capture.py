@@ -10,7 +10,8 @@ from torch import nn
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.batches import Work
-from stoker.train.capture import CHECKED_REPLAYS, WARM_UP_STEPS, CapturedStep
+from stoker.train.capture import CapturedStep
+from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS
 from stoker.train.replay_check import difference
 from stoker.train.step import Step
 from stoker.train.trainer import Trainer
@@ -179,7 +180,7 @@ def test_capture_that_is_on_ends_where_the_step_cannot_be_captured(path, monkeyp
         ([float("nan")], [1.0], False),
     ],
 )
-def test_only_what_differs_is_adifference(one, other, is_alike):
+def test_only_what_differs_is_a_difference(one, other, is_alike):
     away = difference([torch.tensor(one)], [torch.tensor(other)])
     assert (away <= 1.0) is is_alike
 

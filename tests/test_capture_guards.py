@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import random
 import threading
@@ -14,12 +15,12 @@ from torch import nn
 
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
-from stoker.train import capture as capturing
+from stoker.train import graph as capturing
 from stoker.train.batches import Work
-from stoker.train.capture import CHECKED_REPLAYS, WARM_UP_STEPS, CapturedStep, _alike
+from stoker.train.capture import CapturedStep, step_state
 from stoker.train.frozen import FrozenGroups, has_drawn, is_equal, quiet_host_rng
+from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS, alike
 from stoker.train.replay_check import difference
-from stoker.train.step import state_tensors
 from stoker.train.trainer import Trainer
 from test_capture import forgetful  # noqa: F401  a fixture
 from training_makers import DEVICES, make_model, write_dirty, write_rows
@@ -154,11 +155,11 @@ def test_values_without_one_answer_are_a_misfit():
     assert is_equal(1, 1.0)
     assert not is_equal(np.arange(3), np.arange(3))
     batch = (torch.ones(2), {"names": np.array(["a", "b"])})
-    assert not _alike(batch, (torch.ones(2), {"names": np.array(["a", "b"])}))
-    assert _alike((torch.ones(2), "a"), (torch.zeros(2), "a"))
+    assert not alike(batch, (torch.ones(2), {"names": np.array(["a", "b"])}))
+    assert alike((torch.ones(2), "a"), (torch.zeros(2), "a"))
 
 
-def test_a_list_that_is_longer_is_adifference():
+def test_a_list_that_is_longer_is_a_difference():
     one = torch.ones(2)
     assert difference([one, one], [one]) == math.inf
     assert difference([one], [one, one]) == math.inf
@@ -192,7 +193,7 @@ def record_on_paper(graph, pool, stream, capture_error_mode):
     """Run what is recorded, and undo it: a recording computes nothing."""
     graph.record()
     step = PaperGraph.recording.step
-    tensors = list(state_tensors(step.parts))
+    tensors = list(step_state(step.parts).tensors())
     before, num_skipped = [tensor.detach().clone() for tensor in tensors], step.num_skipped
     yield
     with torch.no_grad():
@@ -271,7 +272,7 @@ def test_a_scheduler_that_changes_more_than_the_rate_ends_capture(path, device, 
     history = trainer.fit()
     assert not trainer._captured.active
     assert trainer._captured.reason == f"eager: {reason}"
-    assert f"step eager: {reason}" in history.notes
+    assert history.fallback.text.startswith(f"step eager: {reason}")
     expected = make_run(path, device, "off", scheduler=one_cycle, kind=kind).fit()
     assert history.losses == pytest.approx(expected.losses, rel=1e-3)
     with pytest.raises(InputError, match=f"capture is 'on', but {reason}"):
@@ -361,11 +362,11 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net, self.late, self.num_calls = make_model(), nn.Linear(6, 1), 0
+        self.net, self.late, self.calls = make_model(), nn.Linear(6, 1), itertools.count(1)
 
     def forward(self, x):
-        self.num_calls += 1
-        return self.net(x) + self.late(x) if self.num_calls == WARM_UP_STEPS + 2 else self.net(x)
+        is_late = next(self.calls) == WARM_UP_STEPS + 2
+        return self.net(x) + self.late(x) if is_late else self.net(x)
 
 
 def test_a_parameter_with_its_first_state_ends_capture_not_the_run(path, device):
@@ -384,7 +385,7 @@ def test_a_snapshot_puts_back_states_weights_and_the_count(path, device):
     captured = trainer._captured
     step, optimizer = trainer._step, trainer.optimizer
     before = [p.detach().clone() for p in trainer.model.parameters()]
-    keep = capturing._Snapshot(captured)
+    keep = captured._make_snapshot()
     batch = torch.ones(20, 6, device=device), torch.ones(20, 1, device=device)
     captured._run_eagerly(Work(*batch, 20))
     step._skipped += 1

@@ -22,9 +22,10 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+import warm_stoker
 from stoker.errors import CorruptError, InputError, StoreError
 from stoker.ownership import MARK_NAME
 from stoker.train import checkpoint_file
@@ -94,7 +95,6 @@ states = st.dictionaries(
 )
 
 
-@settings(max_examples=60)
 @given(state=states)
 def test_any_allowed_state_comes_back_bit_for_bit(tmp_path_factory, state):
     kept = Checkpoints(tmp_path_factory.mktemp("c"))
@@ -265,7 +265,6 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     ]  # fmt: skip
 
 
-@settings(max_examples=25)
 @given(
     losses=st.lists(
         st.none() | st.sampled_from([math.nan, math.inf, -math.inf, 0.0, 1.0, 2.0]),
@@ -469,8 +468,11 @@ def test_the_kernel_refusing_a_write_inside_torchs_writer_is_survived(tmp_path):
         "except StoreError as error:\n sys.exit(0 if 'too large' in str(error) else str(error))\n"
         "sys.exit('saved')\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=200)
-    assert {path.name for path in tmp_path.iterdir()} == {MARK_NAME, "step-000000001.pt"}
+    script, folder = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(code)
+    done = warm_stoker.shared().run([folder], script=script)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in folder.iterdir()} == {MARK_NAME, "step-000000001.pt"}
 
 
 def test_a_folder_that_is_a_file_is_a_clear_error(tmp_path):

@@ -180,40 +180,24 @@ def test_our_own_faults_end_with_1_and_a_hint(arrays, tmp_path):
         "def broken(*a, **k):\n    raise RuntimeError('planted')\n"
         "reader.open_store = broken\nsys.argv = ['stoker', 'verify', 'x']\nmain.run()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=ENV, check=False
-    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = warm_stoker.shared().run([], environment=ENV, script=script)
     assert done.returncode == 1
     assert "RuntimeError: planted" in done.stderr
     assert "STOKER_TRACEBACK=1" in done.stderr
     assert "Traceback" not in done.stderr
-    told = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**ENV, "STOKER_TRACEBACK": "1"},
-        check=False,
-    )
+    told = warm_stoker.shared().run([], environment={**ENV, "STOKER_TRACEBACK": "1"}, script=script)
     assert "Traceback" in told.stderr
 
 
 def test_an_interrupt_ends_with_130(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "stoker",
-        "demo",
-        "--folder",
-        str(tmp_path / "d"),
-        "--weeks",
-        "400",
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENV)
-    assert process.stderr is not None
+    words = ["demo", "--folder", tmp_path / "d", "--weeks", "400"]
+    process = warm_stoker.Started(words, environment=ENV)
     assert "making 400 weeks" in process.stderr.readline()
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    _, rest = process.communicate(timeout=200)
+    _, rest = process.communicate()
     assert process.returncode == 130
     assert "interrupted" in rest
     assert "Traceback" not in rest

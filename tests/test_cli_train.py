@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -28,10 +29,6 @@ recipe:
 training: {epochs: 2, batch_size: 16, lr: 0.003}
 run: {dir: run}
 """
-
-
-def command(*args: object) -> list[str]:
-    return [sys.executable, "-m", "stoker", *map(str, args)]
 
 
 def stoker(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -122,13 +119,9 @@ def test_quantize_is_an_old_spelling(trained, tmp_path, monkeypatch, capsys):
     assert [before[key] for key in same] == [after[key] for key in same]
 
 
-def start(folder: Path, *args: object, env: dict[str, str] = ENV) -> subprocess.Popen[str]:
+def start(folder: Path, *args: object) -> warm_stoker.Started:
     words = ["train", "--config", "c.yaml", "--device", "cpu", *args]
-    process = subprocess.Popen(
-        command(*words), cwd=folder, env=env, text=True, stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stderr is not None
+    process = warm_stoker.Started(words, folder, ENV)
     for line in process.stderr:
         if re.match(r"epoch +2/", line):
             break
@@ -143,7 +136,7 @@ def test_a_signal_saves_and_a_resumed_run_ends(trained, number, code, words):
     run = f"run-{number}"
     process = start(trained, "--run-dir", run, "--set", "training.epochs=100000")
     process.send_signal(number)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate()
     assert process.returncode == code, err
     assert words in out + err
     assert re.search(rf"stoker train --config c.yaml --run-dir {run} .*--resume", out + err)
@@ -209,18 +202,28 @@ def test_bad_input_ends_with_2_and_three_parts(trained, args, words, monkeypatch
 
 
 def test_a_bar_with_rate_loss_wait_and_time_left_on_a_terminal_only(trained):
-    script = (
-        "import os, pty, sys\n"
-        f"args = {command('train', '--config', 'c.yaml', '--device', 'cpu', '--run-dir', 'tty')!r}\n"
-        "sys.exit(os.waitstatus_to_exitcode(pty.spawn(args + ['--set', 'training.epochs=3',"
-        " '--set', 'training.batch_size=1', '--set', 'training.read_every=1'])))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=trained, capture_output=True, text=True, timeout=100,
-        env={**ENV, "TERM": "xterm-256color", "NO_COLOR": "1"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:]
-    bar = re.findall(r"epoch \d+/3 .*?samples.*", done.stdout)
+    ours, terminal = pty.openpty()
+    words = ["train", "--config", "c.yaml", "--device", "cpu", "--run-dir", "tty"]
+    words += [
+        "--set",
+        "training.epochs=3",
+        "--set",
+        "training.batch_size=1",
+        "--set",
+        "training.read_every=1",
+    ]
+    environment = {**ENV, "TERM": "xterm-256color", "NO_COLOR": "1"}
+    process = warm_stoker.Started(words, trained, environment, tty=os.ttyname(terminal))
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # what a terminal says at its end
+        while data := os.read(ours, 1 << 16):
+            shown += data
+    os.close(ours)
+    said = shown.decode(errors="replace")
+    assert process.wait() == 0, said[-2000:]
+    process.close()
+    bar = re.findall(r"epoch \d+/3 .*?samples.*", said)
     assert any(re.search(r"[\d,]+/s", line) for line in bar)
     assert any("left" in line for line in bar)
     assert any(re.search(r"loss [\d.e-]+  waited \d+%", line) for line in bar)

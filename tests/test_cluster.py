@@ -138,6 +138,7 @@ def test_quarantine_on_a_cluster_too(address, tmp_path):
     assert tree(tmp_path / "here") == tree(tmp_path / "there")
 
 
+@pytest.mark.slow
 def test_rows_that_kill_are_found_out_as_in_a_local_pack(address, numbers, tmp_path):
     trouble = ((2, "hang"), (1002, "crash"), (2002, "die-once"))
     source = NumbersSource(numbers, trouble=trouble, row_limit_seconds=0.7)
@@ -202,6 +203,7 @@ def test_a_worker_killed_in_the_middle_loses_nothing(address, numbers, tmp_path)
     assert tree(tmp_path / "here") == tree(tmp_path / "there")
 
 
+@pytest.mark.slow
 def test_a_part_whose_workers_keep_dying_ends_the_pack_with_its_name(numbers, tmp_path):
     source = TracedSource(numbers, parts=2, trouble=((1002, "slow"),))
     with (

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.compat.basics import (
@@ -332,7 +332,6 @@ def test_compose_applies_in_sequence_to_images_of_a_dataset():
     workers=st.integers(1, 4),
     factor=st.integers(1, 4),
 )
-@settings(max_examples=25)
 def test_parallel_keeps_the_order_and_gives_ceil_n_over_b(n, batch, workers, factor):
     loader = ParallelDataLoader(numbers(n), batch, workers, factor)
     batches = list(loader)

@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import stoker.compat.chunk_loader as door
@@ -73,7 +73,6 @@ def rows_of(batches):
     drop_last=st.booleans(),
     shuffle=st.booleans(),
 )
-@settings(max_examples=60)
 def test_batches_are_the_h5py_slices_whatever_the_chunk(
     path, arrays, device, batch_size, chunk, drop_last, shuffle
 ):
@@ -254,7 +253,8 @@ def test_bug_f_batches_are_no_views_of_a_chunk(path, arrays, device):
         held = list(loader)
         assert loader.device_bytes == ring <= gib(50) * 1024**3
         slots = [
-            values.untyped_storage().data_ptr() for values in loader._loader._data.ring.tensors.values()
+            values.untyped_storage().data_ptr()
+            for values in loader._loader._data.ring.tensors.values()
         ]
         for number, (features, _) in enumerate(held):
             assert features.untyped_storage().data_ptr() not in slots

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import stoker
@@ -23,91 +22,40 @@ from stoker.config import (
     parse_config,
     resolve,
 )
-from stoker.config.load import describe_allowed
-from stoker.config.resolve import QUESTIONS
+from stoker.config.names import LAYOUTS, LAZY, RAM
+from stoker.config.options import describe_allowed
+from stoker.config.resolve import PLACES
 from stoker.config.rewrite import rewrite_config
 from stoker.config.tree import default_of, key_schemas
 from stoker.errors import ConfigError
 from stoker.units import GIB
 
 CONFIGS = Path(stoker.__file__).parent / "configs"
-RAM = "data.memory_efficient_mode.ram_32gb_mode"
 AUGMENT_ON = {"training.use_gpu_augmentation": True}
 WORKERS = {"data.num_workers": 3}
 
-# Every leaf, the fields of Settings it changes, and what else must be written for that. What a job then
-# does is in test_config_effects.py.
-EFFECTS: dict[str, tuple[set[str], dict[str, object]]] = {
-    "gpu_optimization.use_chunk_loader": ({"use_chunk_loader"}, {}),
-    "gpu_optimization.chunk_size_gb": ({"chunk_bytes"}, {}),
-    "gpu_optimization.batch_size": ({"batch_size"}, {}),
-    "gpu_optimization.num_workers": (
-        {"num_workers", "prefetch_factor", "persistent_workers"},
-        {},
-    ),
-    "gpu_optimization.prefetch_factor": ({"prefetch_factor"}, WORKERS),
-    "gpu_optimization.persistent_workers": ({"persistent_workers"}, WORKERS),
-    "gpu_optimization.pin_memory": ({"pin_memory"}, {}),
-    "gpu_optimization.drop_last": ({"drop_last"}, {}),
-    "gpu_optimization.use_amp": ({"use_amp", "precision"}, {}),
-    "gpu_optimization.gradient_accumulation_steps": ({"accumulation_steps"}, {}),
-    "gpu_optimization.empty_cache_every_n_epochs": ({"empty_cache_every_n_epochs"}, {}),
-    "gpu_optimization.log_gpu_stats_every_n_batches": ({"log_gpu_stats_every_n_batches"}, {}),
-    "data.batch_size": ({"batch_size"}, {}),
-    "data.num_workers": ({"num_workers", "prefetch_factor", "persistent_workers"}, {}),
-    "data.prefetch_factor": ({"prefetch_factor"}, WORKERS),
-    "data.persistent_workers": ({"persistent_workers"}, WORKERS),
-    "data.pin_memory": ({"pin_memory"}, {}),
-    "data.drop_last": ({"drop_last"}, {}),
-    "data.memory_efficient_mode.enabled": ({"lazy_loading"}, {}),
-    "data.memory_efficient_mode.use_lazy_loading": ({"lazy_loading"}, {}),
-    "data.memory_efficient_mode.lazy_cache_dir": ({"lazy_cache_dir"}, {}),
-    "data.memory_efficient_mode.precompute_graphs": ({"precompute_graphs"}, {}),
-    f"{RAM}.max_training_samples": ({"max_training_samples"}, {}),
-    f"{RAM}.gradient_accumulation": ({"accumulation_steps"}, {}),
-    f"{RAM}.empty_cache_frequency": ({"empty_cache_every_n_batches"}, {}),
-    "training.batch_size": ({"batch_size"}, {}),
-    "training.num_workers": ({"num_workers", "prefetch_factor", "persistent_workers"}, {}),
-    "training.gradient_accumulation_steps": ({"accumulation_steps"}, {}),
-    "training.use_amp": ({"use_amp", "precision"}, {}),
-    "training.use_gpu_augmentation": ({"augmentation"}, {}),
-    "training.epochs": ({"epochs"}, {}),
-    "training.precision": ({"use_amp", "precision"}, {}),
-    "training.capture": ({"capture"}, {}),
-    "training.compile": ({"compile"}, {}),
-    "training.clip_norm": ({"clip_norm"}, {}),
-    "training.nonfinite": ({"nonfinite"}, {}),
-    "training.seed": ({"seed"}, {}),
-    "training.read_every": ({"read_every"}, {}),
-    "training.keep_last": ({"keep_last"}, {}),
-    "training.checkpoint_every_epochs": ({"checkpoint_every_epochs"}, {}),
-    "training.checkpoint_every_steps": ({"checkpoint_every_steps"}, {}),
-    "training.tensorboard": ({"tensorboard"}, {}),
-    "training.activation_checkpointing": ({"activation_checkpointing"}, {}),
-    "training.survive_oom": ({"survive_oom"}, {}),
-    "training.parallel": ({"parallel"}, {}),
-    "training.stall_seconds": ({"stall_seconds"}, {}),
-    "training.lr": ({"learning_rate"}, {}),
-    "training.learning_rate": ({"learning_rate"}, {}),
-    "training.init_gain": ({"init_gain"}, {}),
-    "training.output_bound": ({"output_bound"}, {}),
-    "training.output_bound_mode": ({"output_bound_mode"}, {"training.output_bound": 1.0}),
-    "training.student_distill.batch_size": ({"batch_size"}, {}),
-    "training.student_distill.num_workers": (
-        {"num_workers", "prefetch_factor", "persistent_workers"},
-        {},
-    ),
-    "training.student_distill.gradient_accumulation_steps": ({"accumulation_steps"}, {}),
-    "gpu_augmentation.horizontal_flip_prob": ({"augmentation.horizontal_flip_prob"}, AUGMENT_ON),
-    "gpu_augmentation.rotation_degrees": ({"augmentation.rotation_degrees"}, AUGMENT_ON),
-    "gpu_augmentation.brightness": ({"augmentation.brightness"}, AUGMENT_ON),
-    "gpu_augmentation.contrast": ({"augmentation.contrast"}, AUGMENT_ON),
-    "gpu_augmentation.saturation": ({"augmentation.saturation"}, AUGMENT_ON),
-    "recipe.name": ({"recipe"}, {}),
-    "recipe.store": ({"store"}, {}),
-    "recipe.options": ({"recipe_options"}, {"recipe.name": "forex"}),
-    "run.dir": ({"run_dir"}, {}),
+_NUM_WORKERS = {"data.num_workers", "data.prefetch_factor", "data.persistent_workers"}
+_AMP = {"training.use_amp", "training.precision"}
+# What must be written as well for a key to be heard.
+CONTEXT: dict[str, dict[str, object]] = {
+    "training.output_bound_mode": {"training.output_bound": 1.0},
+    "recipe.options": {"recipe.name": "forex"},
+    **{key: AUGMENT_ON for key in key_schemas() if key.startswith("gpu_augmentation.")},
+    **{
+        key: WORKERS
+        for key in key_schemas()
+        if key.endswith(("prefetch_factor", "persistent_workers"))
+    },
 }
+
+
+def moved_by(key: str) -> set[str]:
+    """Return the keys of Settings that another value of a key changes: itself, and what follows from it."""
+    home = LAYOUTS.get(key, key)
+    for group, first in ((_NUM_WORKERS, "data.num_workers"), (_AMP, "")):
+        if home in group and first in ("", home):
+            return group
+    return {home}
 
 
 def nested(flat: dict[str, object]) -> str:
@@ -157,10 +105,7 @@ def another_value(leaf: dict) -> object:
 
 def changed(before, after) -> set[str]:
     old, new = before.values(), after.values()
-    if ("augmentation" in old) != ("augmentation" in new):
-        names = {name for name in old | new if not name.startswith("augmentation")}
-        return {"augmentation"} | {name for name in names if old[name] != new[name]}
-    return {name for name in old if old[name] != new[name]}
+    return {key for key in old.keys() & new.keys() if old[key] != new[key]}
 
 
 def problems_of(text: str, overrides=()) -> list[str]:
@@ -172,23 +117,25 @@ def problems_of(text: str, overrides=()) -> list[str]:
 # --- every key -----------------------------------------------------------------------------
 
 
-def test_effects_cover_every_leaf_of_the_schema():
-    assert set(EFFECTS) == set(LEAVES) == set(key_schemas())
+def test_the_schema_has_every_place_of_every_key():
+    assert (
+        set(LEAVES) == set(key_schemas()) == {place for all_ in PLACES.values() for place in all_}
+    )
 
 
-@pytest.mark.parametrize("key", EFFECTS)
-def test_every_key_answers_its_question(key):
-    fields, context = EFFECTS[key]
+@pytest.mark.parametrize("key", key_schemas())
+def test_every_key_is_heard(key):
+    keys, context = moved_by(key), CONTEXT.get(key, {})
     before = resolve(parse_config(nested(context)))
     toggled = parse_config(nested(context | {key: another_value(LEAVES[key])}))
     after = resolve(toggled)
-    assert changed(before, after) == fields
-    for field in fields - {"augmentation"}:
-        assert key in after.reasons[field] or after.reasons[field].startswith("default")
-    assert any(after.reasons[f].startswith(key) for f in fields & set(after.reasons))
+    assert changed(before, after) == keys
+    for each in keys:
+        assert key in after.reasons[each] or after.reasons[each].startswith("default")
+    assert any(after.reasons[each].startswith(key) for each in keys)
 
 
-@pytest.mark.parametrize("key", EFFECTS)
+@pytest.mark.parametrize("key", key_schemas())
 def test_every_key_has_words_a_unit_or_kind_and_a_default(key):
     leaf = LEAVES[key]
     assert leaf["description"].endswith(".")
@@ -198,12 +145,6 @@ def test_every_key_has_words_a_unit_or_kind_and_a_default(key):
     assert kinds <= {"integer", "number", "boolean", "string", "null"} | (
         {"object"} if key == "recipe.options" else set()
     )
-
-
-def test_keys_of_one_question_share_one_default():
-    for keys in QUESTIONS.values():
-        defaults = {repr(default_of(key)) for names in keys for key in names.split("|")}
-        assert len(defaults) == 1, keys
 
 
 def test_documented_names_are_there():
@@ -229,16 +170,20 @@ def test_documented_names_are_there():
 
 # --- precedence ----------------------------------------------------------------------------
 
-RANKED = {question: keys for question, keys in QUESTIONS.items() if len(keys) > 1}
+RANKED = {
+    home: [key for key in places if key not in ("training.learning_rate", f"{LAZY}.enabled")]
+    for home, places in PLACES.items()
+    if len(places) > 1 and home != "training.lr"
+}
 
 
 def test_order_of_sections_is_the_documented_one():
-    order = ["training.student_distill", "training", RAM, "data", "gpu_optimization"]
+    order = ["training.student_distill", "training", RAM, LAZY, "data", "gpu_optimization"]
     for keys in RANKED.values():
         ranks = [order.index(key.rpartition(".")[0]) for key in keys]
         assert ranks == sorted(ranks)
-    assert len(QUESTIONS["batch_size"]) == 4
-    assert len(QUESTIONS["accumulation_steps"]) == 4
+    assert len(PLACES["training.batch_size"]) == 4
+    assert len(PLACES["training.gradient_accumulation_steps"]) == 4
 
 
 @pytest.mark.parametrize("question", RANKED)
@@ -246,12 +191,10 @@ def test_more_specific_wins_and_the_loser_is_noted(question):
     keys = RANKED[question]
     for i, winner in enumerate(keys[:-1]):
         loser = keys[i + 1]
-        base = {} if "workers" in question and question != "persistent_workers" else dict(WORKERS)
+        base = {} if question == "data.num_workers" else dict(WORKERS)
         value, other = another_value(LEAVES[winner]), default_of(loser)
         if value is False and other is None:
             other = True
-        if question == "num_workers":
-            base = {}
         settled = resolve(parse_config(nested(base | {winner: value, loser: other}), "f.yaml"))
         assert settled.values()[question] == value
         assert settled.reasons[question].startswith(f"{winner} (f.yaml:")
@@ -264,16 +207,16 @@ def test_more_specific_wins_and_the_loser_is_noted(question):
 
 def test_equal_values_at_two_ranks_make_no_note():
     settled = resolve(parse_config("training: {batch_size: 7}\ndata: {batch_size: 7}"))
-    assert settled.batch_size == 7
+    assert settled.training.batch_size == 7
     assert settled.notes == ()
 
 
 def test_unwritten_keys_say_nothing():
     # data.batch_size has a default of its own; only gpu_optimization speaks.
     settled = resolve(parse_config("gpu_optimization: {batch_size: 9}\ndata: {num_workers: 1}"))
-    assert settled.batch_size == 9
-    assert settled.is_default("drop_last")
-    assert not settled.is_default("batch_size")
+    assert settled.training.batch_size == 9
+    assert settled.is_default("data.drop_last")
+    assert not settled.is_default("training.batch_size")
 
 
 def test_two_names_at_one_rank_must_agree():
@@ -290,15 +233,15 @@ def test_two_names_at_one_rank_must_agree():
 def test_set_beats_a_more_specific_key_of_the_file():
     text = "training: {batch_size: 64}"
     settled = resolve(parse_config(text, "f.yaml", ["gpu_optimization.batch_size=16"]))
-    assert settled.batch_size == 16
-    assert settled.reasons["batch_size"] == "gpu_optimization.batch_size (--set)"
+    assert settled.training.batch_size == 16
+    assert settled.reasons["training.batch_size"] == "gpu_optimization.batch_size (--set)"
     assert "training.batch_size: 64 (f.yaml:1:12) is not used" in settled.notes[0]
     assert "command line" in settled.notes[0]
 
 
 def test_set_replaces_the_same_key():
     settled = resolve(parse_config("data: {batch_size: 64}", "f.yaml", ["data.batch_size=16"]))
-    assert settled.batch_size == 16
+    assert settled.training.batch_size == 16
     assert settled.notes == ()
 
 
@@ -308,8 +251,8 @@ data: {memory_efficient_mode: {ram_32gb_mode: {gradient_accumulation: 4}}}
 training: {student_distill: {gradient_accumulation_steps: 2}, batch_size: 8}
 """
     settled = resolve(parse_config(text))
-    assert settled.accumulation_steps == 2
-    assert settled.samples_per_update == 16
+    assert settled.training.gradient_accumulation_steps == 2
+    assert settled.training.samples_per_update == 16
     assert f"{RAM}.gradient_accumulation: 4" in settled.notes[0]
 
 
@@ -341,22 +284,27 @@ def test_disabled_memory_mode_takes_its_keys_back():
         "data: {memory_efficient_mode: {enabled: false, ram_32gb_mode: {gradient_accumulation: 3}}}"
     )
     settled = resolve(parse_config(off))
-    assert settled.accumulation_steps == 1
-    assert settled.lazy_loading is False
-    assert "enabled" in settled.reasons["lazy_loading"]
+    assert settled.training.gradient_accumulation_steps == 1
+    assert settled.data.use_lazy_loading is False
+    assert "enabled" in settled.reasons["data.use_lazy_loading"]
 
 
 def test_chunk_size_means_gib():
-    assert resolve(parse_config("gpu_optimization: {chunk_size_gb: 12.0}")).chunk_bytes == 12 * GIB
-    assert resolve(parse_config("gpu_optimization: {chunk_size_gb: 0.5}")).chunk_bytes == GIB // 2
+    assert (
+        resolve(parse_config("gpu_optimization: {chunk_size_gb: 12.0}")).data.chunk_bytes
+        == 12 * GIB
+    )
+    assert (
+        resolve(parse_config("gpu_optimization: {chunk_size_gb: 0.5}")).data.chunk_bytes == GIB // 2
+    )
 
 
 def test_workers_decide_what_null_means():
     without, with_two = resolve(Config()), resolve(parse_config("data: {num_workers: 2}"))
-    assert (without.prefetch_factor, without.persistent_workers) == (None, False)
-    assert (with_two.prefetch_factor, with_two.persistent_workers) == (2, True)
+    assert (without.data.prefetch_factor, without.data.persistent_workers) == (None, False)
+    assert (with_two.data.prefetch_factor, with_two.data.persistent_workers) == (2, True)
     torch_says = parse_config("data: {num_workers: 2, persistent_workers: false}")
-    assert resolve(torch_says).persistent_workers is False
+    assert resolve(torch_says).data.persistent_workers is False
 
 
 # --- precision and capture -----------------------------------------------------------------
@@ -378,7 +326,7 @@ def test_workers_decide_what_null_means():
 )
 def test_precision_and_use_amp_say_one_thing(text, precision, use_amp):
     settled = resolve(parse_config(text))
-    assert (settled.precision, settled.use_amp) == (precision, use_amp)
+    assert (settled.training.precision, settled.training.use_amp) == (precision, use_amp)
     assert settled.notes == ()
 
 
@@ -410,8 +358,8 @@ def test_precision_against_use_amp_is_an_error_with_both_lines(amp, precision, a
 )
 def test_what_is_typed_decides_between_precision_and_use_amp(text, override, precision, loser):
     settled = resolve(parse_config(f"training: {{{text}}}", "f.yaml", [override]))
-    assert settled.precision == precision
-    assert settled.use_amp == (precision not in ("fp32", "tf32"))
+    assert settled.training.precision == precision
+    assert settled.training.use_amp == (precision not in ("fp32", "tf32"))
     (note,) = settled.notes
     assert note.startswith(f"training.{loser}: ")
     assert "typed on the command line" in note
@@ -429,8 +377,11 @@ def test_what_is_typed_decides_between_precision_and_use_amp(text, override, pre
     ],
 )
 def test_capture_takes_the_words_that_yaml_reads_as_booleans(written, capture):
-    assert resolve(parse_config(f"training: {{capture: {written}}}")).capture == capture
-    assert resolve(parse_config("", overrides=[f"training.capture={written}"])).capture == capture
+    assert resolve(parse_config(f"training: {{capture: {written}}}")).training.capture == capture
+    assert (
+        resolve(parse_config("", overrides=[f"training.capture={written}"])).training.capture
+        == capture
+    )
 
 
 def test_capture_suggests_its_words():
@@ -451,12 +402,12 @@ recipe:
 """
     config = parse_config(text, "f.yaml", ["recipe.options.layers=3", "recipe.options.d_model=32"])
     settled = resolve(config)
-    assert settled.recipe_options == {
+    assert settled.recipe.options == {
         "d_model": 32, "ratios": [0.7, 0.2, 0.1], "embargo": None, "layers": 3,
     }  # fmt: skip
-    assert settled.reasons["recipe_options.ratios"] == "recipe.options.ratios (f.yaml:5:5)"
-    assert settled.reasons["recipe_options.d_model"] == "recipe.options.d_model (--set)"
-    assert config.written()["recipe.options"] == settled.recipe_options
+    assert settled.reasons["recipe.options.ratios"] == "recipe.options.ratios (f.yaml:5:5)"
+    assert settled.reasons["recipe.options.d_model"] == "recipe.options.d_model (--set)"
+    assert config.written()["recipe.options"] == settled.recipe.options
     assert parse_config(dump_config(config)) == config
     assert parse_config(describe_tree(config)).written() == config.written()
     json.dumps(settled.to_json())
@@ -465,7 +416,7 @@ recipe:
 
 def test_options_without_a_recipe_have_no_effect():
     settled = resolve(parse_config("recipe: {options: {d_model: 64}}", "f.yaml"))
-    assert settled.recipe_options == {}
+    assert settled.recipe.options == {}
     assert "recipe.options" in settled.notes[0]
     assert "recipe.name is null" in settled.notes[0]
 
@@ -546,7 +497,7 @@ training: {student_distill: {<<: [*a], num_workers: 1}, <<: [*a, *b]}
 def test_files(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_bytes(b"\xef\xbb\xbfdata: {batch_size: 3}\r\n")
-    assert resolve(load_config(file)).batch_size == 3
+    assert resolve(load_config(file)).training.batch_size == 3
     assert load_config(file).place_of("data").column == 1
     file.write_bytes(b"\xef\xbb\xbf# only a comment")
     assert load_config(file) == Config()
@@ -572,14 +523,14 @@ def test_files(tmp_path):
 
 def test_a_config_cannot_be_changed_and_travels():
     config = parse_config("data: {batch_size: 3}")
-    with pytest.raises(ValueError, match="frozen"):
-        config.data.batch_size = 4
+    with pytest.raises(AttributeError, match="cannot assign"):
+        config.tree = {}
     twin = pickle.loads(pickle.dumps(config))
     assert twin == config
     assert twin.place_of("data.batch_size") == config.place_of("data.batch_size")
     settled = resolve(config)
     assert pickle.loads(pickle.dumps(settled)) == settled
-    assert replace(settled, batch_size=5).batch_size == 5
+    assert settled.changed({"training.batch_size": 5}).training.batch_size == 5
     json.dumps(settled.to_json())
 
 
@@ -598,17 +549,21 @@ def test_a_number_with_an_exponent_is_a_number_everywhere(word):
         parse_config("recipe: {name: forex}", overrides=[f"recipe.options.{name}={value}" for name, value in
             (("a", word), ("b", f"[{word}]"), ("c", f"'{word}'"))]),
     ):  # fmt: skip
-        assert config.recipe.options == {"a": float(word), "b": [float(word)], "c": word}
+        assert config.written()["recipe.options"] == {
+            "a": float(word),
+            "b": [float(word)],
+            "c": word,
+        }
         assert parse_config(dump_config(config)) == config
         assert parse_config(describe_tree(config)) == config
     changed = rewrite_config(text, {"recipe.options.a": word, "recipe.options.c": float(word)})
-    assert parse_config(changed).recipe.options["a"] == word
-    assert parse_config(changed).recipe.options["c"] == float(word)
+    assert parse_config(changed).written()["recipe.options"]["a"] == word
+    assert parse_config(changed).written()["recipe.options"]["c"] == float(word)
 
 
 def test_a_learning_rate_with_an_exponent_needs_no_point():
-    assert resolve(parse_config("training: {lr: 8e-4}")).learning_rate == 8e-4
-    assert resolve(parse_config("", overrides=["training.lr=1E-3"])).learning_rate == 1e-3
+    assert resolve(parse_config("training: {lr: 8e-4}")).training.lr == 8e-4
+    assert resolve(parse_config("", overrides=["training.lr=1E-3"])).training.lr == 1e-3
 
 
 # --- writing -------------------------------------------------------------------------------
@@ -639,7 +594,6 @@ def legal(leaf: dict) -> st.SearchStrategy:
 configs = st.fixed_dictionaries({}, optional={key: legal(leaf) for key, leaf in LEAVES.items()})
 
 
-@settings(max_examples=60, deadline=None)
 @example({"data.memory_efficient_mode.lazy_cache_dir": "\n"})
 @example({"data.memory_efficient_mode.lazy_cache_dir": "a\x85b\u2028"})
 @example({"data.memory_efficient_mode.lazy_cache_dir": "a: b # c" * 40})
@@ -665,11 +619,10 @@ def test_describe_tree_lists_every_key_and_says_nothing():
     text = describe_tree(Config())
     assert parse_config(text).written() == {}
     everything = text.replace("# ", "").splitlines()
-    for key in LEAVES:
+    for key in PLACES:
         assert any(line.strip().startswith(key.rpartition(".")[2] + ":") for line in everything)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.one_of(
         st.text(max_size=60),

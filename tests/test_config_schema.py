@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.config import (
@@ -17,9 +17,8 @@ from stoker.config import (
     load_config,
     resolve,
 )
-from stoker.config.reference import render_reference
+from stoker.config.load import render_reference
 from stoker.config.yaml_lines import read_yaml
-from stoker.units import GIB
 from test_config import CONFIGS, LEAVES, SCHEMA, nested
 
 
@@ -65,7 +64,6 @@ ANY_SCALAR = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(LEAVES)), ANY_SCALAR)
 def test_schema_and_types_agree_on_every_leaf(key, value):
     tree = yaml.safe_load(nested({key: value}))
@@ -95,50 +93,56 @@ def test_shipped_schema_is_in_step():
 
 PRESETS: dict[str, dict[str, object]] = {
     "segmentation_best": {
-        "recipe": "segmentation", "batch_size": 32, "use_amp": True,
-        "augmentation.horizontal_flip_prob": 0.5, "augmentation.rotation_degrees": 15.0,
-        "augmentation.brightness": 0.2, "augmentation.contrast": 0.2,
+        "recipe.name": "segmentation", "training.batch_size": 32, "training.use_amp": True,
+        "gpu_augmentation.horizontal_flip_prob": 0.5, "gpu_augmentation.rotation_degrees": 15.0,
+        "gpu_augmentation.brightness": 0.2, "gpu_augmentation.contrast": 0.2,
     },
     "segmentation_low_memory": {
-        "recipe": "segmentation", "batch_size": 16, "use_amp": True,
-        "augmentation.horizontal_flip_prob": 0.5, "recipe_options": {"augmentation": "minimal"},
+        "recipe.name": "segmentation", "training.batch_size": 16, "training.use_amp": True,
+        "gpu_augmentation.horizontal_flip_prob": 0.5, "recipe.options": {"augmentation": "minimal"},
     },
     "segmentation_debug": {
-        "recipe": "segmentation", "batch_size": 8, "use_amp": False, "augmentation": None,
-        "capture": "off",
+        "recipe.name": "segmentation", "training.batch_size": 8, "training.use_amp": False,
+        "training.use_gpu_augmentation": False,
+        "training.capture": "off",
     },
     "forex_16gb": {
-        "recipe": "forex", "use_chunk_loader": True, "chunk_bytes": 12 * GIB, "batch_size": 128,
-        "use_amp": True, "accumulation_steps": 1, "drop_last": False, "empty_cache_every_n_epochs": 1,
-        "log_gpu_stats_every_n_batches": 100,
+        "recipe.name": "forex", "data.use_chunk_loader": True, "data.chunk_size_gb": 12.0,
+        "training.batch_size": 128,
+        "training.use_amp": True, "training.gradient_accumulation_steps": 1, "data.drop_last": False,
+        "training.empty_cache_every_n_epochs": 1,
+        "training.log_gpu_stats_every_n_batches": 100,
     },
     "massspec_32gb": {
-        "recipe": "massspec", "batch_size": 32, "accumulation_steps": 2, "max_training_samples": None,
-        "empty_cache_every_n_batches": 50,
+        "recipe.name": "massspec", "training.batch_size": 32, "training.gradient_accumulation_steps": 2,
+        "data.max_training_samples": None,
+        "training.empty_cache_every_n_batches": 50,
     },
     "tabular_large_batch": {
-        "recipe": "tabular", "batch_size": 1024, "accumulation_steps": 1, "init_gain": 0.5,
-        "output_bound": 10.0, "learning_rate": 1e-4,
+        "recipe.name": "tabular", "training.batch_size": 1024, "training.gradient_accumulation_steps": 1,
+        "training.init_gain": 0.5,
+        "training.output_bound": 10.0, "training.lr": 1e-4,
     },
     "forex": {
-        "recipe": "forex", "store": "stores/forex", "run_dir": "runs/forex", "batch_size": 128,
-        "epochs": 20, "learning_rate": 1e-3, "precision": "auto", "capture": "auto",
-        "clip_norm": 1.0, "checkpoint_every_steps": 1000,
+        "recipe.name": "forex", "recipe.store": "stores/forex", "run.dir": "runs/forex",
+        "training.batch_size": 128,
+        "training.epochs": 20, "training.lr": 1e-3, "training.precision": "auto", "training.capture": "auto",
+        "training.clip_norm": 1.0, "training.checkpoint_every_steps": 1000,
     },
     "massspec": {
-        "recipe": "massspec", "store": "stores/massspec", "run_dir": "runs/massspec",
-        "batch_size": 100, "epochs": 30, "learning_rate": 1e-3,
+        "recipe.name": "massspec", "recipe.store": "stores/massspec", "run.dir": "runs/massspec",
+        "training.batch_size": 100, "training.epochs": 30, "training.lr": 1e-3,
     },
     "segmentation": {
-        "recipe": "segmentation", "store": "stores/segmentation", "run_dir": "runs/segmentation",
-        "batch_size": 32, "epochs": 100, "learning_rate": 8e-4,
-        "augmentation.horizontal_flip_prob": 0.5, "augmentation.rotation_degrees": 15.0,
-        "augmentation.brightness": 0.2, "augmentation.contrast": 0.2,
+        "recipe.name": "segmentation", "recipe.store": "stores/segmentation", "run.dir": "runs/segmentation",
+        "training.batch_size": 32, "training.epochs": 100, "training.lr": 8e-4,
+        "gpu_augmentation.horizontal_flip_prob": 0.5, "gpu_augmentation.rotation_degrees": 15.0,
+        "gpu_augmentation.brightness": 0.2, "gpu_augmentation.contrast": 0.2,
     },
     "tabular": {
-        "recipe": "tabular", "store": "stores/tabular", "run_dir": "runs/tabular",
-        "batch_size": 1024, "epochs": 20, "learning_rate": 1e-4, "init_gain": 0.5,
-        "output_bound": 10.0,
+        "recipe.name": "tabular", "recipe.store": "stores/tabular", "run.dir": "runs/tabular",
+        "training.batch_size": 1024, "training.epochs": 20, "training.lr": 1e-4, "training.init_gain": 0.5,
+        "training.output_bound": 10.0,
     },
 }  # fmt: skip
 
@@ -164,7 +168,7 @@ def test_shipped_configs_give_options_that_the_recipe_takes(name):
     from stoker.recipes.catalogue import choose_recipe
 
     chosen = choose_recipe(resolve(load_config(name)))
-    assert chosen.recipe.name == PRESETS[name]["recipe"]
+    assert chosen.recipe.name == PRESETS[name]["recipe.name"]
     assert chosen.noted_settings.notes == ()
 
 

@@ -7,9 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import psutil
@@ -17,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from doctor_runs import run_warm
+from doctor_scripts import LIGHT, OPTIONAL, script
 from stoker.doctor import attach
 from stoker.doctor.attach import Attached, end, probe_variables, run_script
 from stoker.doctor.measurements import MachineFacts
@@ -26,33 +24,6 @@ from stoker.doctor.probe.recorder import Fetch, Row
 from stoker.doctor.transcript import Process, read_folder
 from stoker.doctor.transcript_measures import measure
 from stoker.errors import InputError
-
-HEAD = """
-import os, sys, time, torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-torch.set_num_threads(1)
-data = TensorDataset(torch.randn(256, 8), torch.randn(256, 1))
-model = nn.Linear(8, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-def update(x, y):
-    loss = nn.functional.mse_loss(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss
-
-def rounds(loader):
-    while True:
-        yield from loader
-"""
-
-
-def script(folder, name, body, head=HEAD):
-    path = folder / f"{name}.py"
-    path.write_text(head + textwrap.dedent(body))
-    return path
 
 
 def attached(path, **options) -> Attached:
@@ -166,6 +137,7 @@ def test_it_stops_after_so_many_steps_and_tries_other_arguments(tmp_path):
             for x, y in rounds(loader):
                 update(x, y)
         """,
+        LIGHT,
     )
     pid_file = tmp_path / "pid"
     before = {one.pid for one in psutil.Process().children(recursive=True)}
@@ -200,6 +172,7 @@ def test_a_script_that_hangs_is_ended_and_the_place_is_named(tmp_path):
         while True:
             time.sleep(1000)
         """,
+        LIGHT,
     )
     line = path.read_text().splitlines().index("    time.sleep(1000)") + 1
     # A crowded machine may need the longer time to import torch.
@@ -224,6 +197,7 @@ def test_a_doctor_that_is_terminated_ends_the_script_too(tmp_path):
         for x, y in rounds(DataLoader(data, batch_size=8)):
             update(x, y)
         """,
+        LIGHT,
     )
     told = tmp_path / "pid"
     command = [sys.executable, "-m", "stoker", "doctor", "--", sys.executable, path, told]
@@ -253,7 +227,7 @@ def test_what_was_seen_survives_a_kill(tmp_path):
             time.sleep(1.6)  # a kill loses the last second
             os.kill(os.getpid(), 9)
     """
-    came = attached(script(tmp_path, "killed", body))
+    came = attached(script(tmp_path, "killed", body, LIGHT))
     assert came.exit_code == -signal.SIGKILL
     assert came.measurements.steps > 40
     assert came.measurements.samples_per_step == 8
@@ -283,148 +257,6 @@ def test_ending_a_family_reaches_grandchildren(tmp_path):
 
 
 # -- what it sees, from one warm process -----------------------------------------------------------
-
-SEEN = {
-    "accumulation": """
-        for number, (x, y) in zip(range(160), rounds(DataLoader(data, batch_size=8))):
-            loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            if number % 4 == 3:
-                optimizer.step()
-                optimizer.zero_grad()
-    """,
-    "two_optimizers": """
-        other = nn.Linear(8, 1)
-        second = torch.optim.Adam(other.parameters())
-        for _, (x, y) in zip(range(40), rounds(DataLoader(data, batch_size=8))):
-            update(x, y)
-            other(x).sum().backward()
-            second.step()
-    """,
-    "no_loader": """
-        for number in range(40):
-            update(*data[number : number + 16])
-    """,
-    "inference": """
-        with torch.no_grad():
-            for _, (x, y) in zip(range(40), rounds(DataLoader(data, batch_size=32))):
-                model(x)
-                time.sleep(0.002)
-    """,
-    "no_optimizer": """
-        for _, (x, y) in zip(range(40), rounds(DataLoader(data, batch_size=32))):
-            model(x).sum().backward()
-    """,
-    "validation": """
-        train, held_out = DataLoader(data, batch_size=8), DataLoader(data, batch_size=64)
-        for epoch in range(4):
-            for x, y in train:
-                update(x, y)
-            for x, y in held_out:
-                time.sleep(0.3)
-                model(x)
-    """,
-    "new_loader_every_epoch": """
-        for epoch in range(4):
-            for x, y in DataLoader(data, batch_size=16):
-                update(x, y)
-    """,
-    "own_profiler": """
-        with torch.profiler.profile(schedule=torch.profiler.schedule(wait=7, warmup=1, active=2)) as p:
-            for _, (x, y) in zip(range(40), rounds(DataLoader(data, batch_size=8))):
-                update(x, y)
-                p.step()
-        assert len(p.key_averages())
-    """,
-    "forks_and_children": """
-        import subprocess
-        for number, (x, y) in enumerate(rounds(DataLoader(data, batch_size=8))):
-            update(x, y)
-            if number == 20:
-                if os.fork() == 0:
-                    os._exit(0)
-                os.wait()
-                subprocess.run([sys.executable, "-c", "pass"], check=True)
-            if number == 40:
-                break
-    """,
-    "losses_that_are_not": """
-        for number, (x, y) in zip(range(40), rounds(DataLoader(data, batch_size=8))):
-            (update(x, y) * float("nan")).item()
-    """,
-    "iterable": """
-        class Stream(torch.utils.data.IterableDataset):
-            def __iter__(self):
-                for number in range(10_000):
-                    time.sleep(0.001)
-                    yield torch.full((8,), float(number)), torch.zeros(1)
-        for _, (x, y) in zip(range(40), DataLoader(Stream(), batch_size=4, num_workers=1)):
-            update(x, y)
-    """,
-    "compiled": """
-        graphs = []
-        compiled = torch.compile(model, backend=lambda g, _: graphs.append(g) or g.forward, fullgraph=True)
-        for _, (x, y) in zip(range(40), rounds(DataLoader(data, batch_size=8))):
-            loss = nn.functional.mse_loss(compiled(x.to(torch.float32)), y)
-            loss.backward()
-            optimizer.step()
-            float(loss)
-        assert len(graphs) == 1, graphs
-    """,
-    "crash": """
-        for number, (x, y) in enumerate(rounds(DataLoader(data, batch_size=8))):
-            update(x, y)
-            if number == 40:
-                sys.stderr = open(os.devnull, "w")
-                raise RuntimeError("no")
-    """,
-    "accelerate": """
-        from accelerate import Accelerator
-        accelerator = Accelerator(cpu=True)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=8))
-        for epoch in range(2):
-            for x, y in loader:
-                loss = nn.functional.mse_loss(model(x), y)
-                optimizer.zero_grad()
-                accelerator.backward(loss)
-                optimizer.step()
-    """,
-    "lightning": """
-        import lightning as L
-
-        class Module(L.LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.layer = nn.Linear(8, 1)
-
-            def training_step(self, batch, index):
-                return nn.functional.mse_loss(self.layer(batch[0]), batch[1])
-
-            def configure_optimizers(self):
-                return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-        trainer = L.Trainer(
-            max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )
-        trainer.fit(Module(), DataLoader(data, batch_size=8))
-    """,
-}
-OPTIONAL = {name for name in ("accelerate", "lightning") if find_spec(name) is None}
-
-
-def watched(folder, bodies, *crashing):
-    """Run scripts from one warm process, and return what the probe saw of each, with their `paths`."""
-    paths = {name: script(folder, f"a_{name}", body) for name, body in bodies.items()}
-    words = {name: str(path.with_suffix("")) for name, path in paths.items()}
-    came = run_warm(words.values(), 0, folder / "seen", {words[name] for name in crashing})
-    return SimpleNamespace(**{name: came[word] for name, word in words.items()}, paths=paths)
-
-
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    bodies = {name: body for name, body in SEEN.items() if name not in OPTIONAL}
-    return watched(tmp_path_factory.mktemp("scripts"), bodies, "crash")
 
 
 def test_nothing_of_the_probe_failed_in_any_of_them(seen):
@@ -504,7 +336,7 @@ def test_a_script_of_nine_steps_ends_well(tmp_path):
             sys.exit()
     os.wait()
     """
-    path = script(tmp_path, "short", body)
+    path = script(tmp_path, "short", body, LIGHT)
     done = talk([sys.executable, str(path)], env=probe_variables(os.environ, tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [one.state["num_steps"] for one in read_folder(tmp_path)] == [8]

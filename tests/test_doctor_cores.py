@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from doctor_scripts import script
 from stoker.doctor.measurements import MachineFacts
 from stoker.doctor.probe import clocks, recorder
 from stoker.doctor.probe.recorder import Fetch
 from stoker.doctor.rules import diagnose
 from stoker.doctor.transcript import Clock, Process
 from stoker.doctor.transcript_measures import measure
-from test_doctor_attach import attached, row, script, state
+from test_doctor_attach import attached, row, state
 from test_doctor_endings import loader
 from test_doctor_rules import job
 
@@ -179,6 +180,7 @@ for batch in DataLoader(Costly(), 8, num_workers=4):
 """
 
 
+@pytest.mark.slow
 def test_more_workers_than_cores_are_found_to_cost_the_step(tmp_path):
     came = attached(script(tmp_path, "crowded", CROWDED, head=""))
     seen = came.measurements

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from doctor_scripts import LIGHT, script
 from stoker.doctor import scripts
 from stoker.doctor.attach import Attached, _lives, describe_ending, run_script
 from stoker.doctor.findings import HEALTHY, Consultation, Finding, Gain, Outcome, Patch
@@ -27,7 +28,7 @@ from stoker.doctor.transcript import Process
 from stoker.doctor.transcript_measures import measure
 from stoker.measure.readings import Spread
 from test_cli_doctor import call
-from test_doctor_attach import attached, row, script, state, watched
+from test_doctor_attach import attached, row, state
 
 # -- other loaders, and what comes after the last step ---------------------------------------------
 
@@ -91,35 +92,6 @@ def test_steps_that_are_all_counted_leave_nothing_to_say(rows):
     found = judged(rows, running=[0.001, 0, 0])
     assert not [note for note in found.measurements.notes if "since the first step" in note]
     assert found.verdict == HEALTHY
-
-
-SEEN = {
-    "validating": """
-        class Slow(TensorDataset):
-            def __getitem__(self, index):
-                time.sleep(0.004)
-                return super().__getitem__(index)
-        train = DataLoader(data, batch_size=8)
-        held_out = DataLoader(Slow(*data.tensors), batch_size=64)
-        for epoch in range(2):
-            for x, y in train:
-                update(x, y)
-            for x, y in held_out:
-                model(x)
-    """,
-    "reading": """
-        values = torch.ones(128)
-        for number, (x, y) in zip(range(30), rounds(DataLoader(data, batch_size=8))):
-            update(x, y)
-            for value in values:
-                value.item()
-    """,
-}
-
-
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    return watched(tmp_path_factory.mktemp("scripts"), SEEN)
 
 
 def test_a_script_that_mostly_validates_is_told_so(seen):
@@ -186,10 +158,10 @@ def test_a_script_that_hangs_before_its_first_step_is_located(tmp_path):
     for x, y in DataLoader(Stuck(*data.tensors), batch_size=8):
         update(x, y)
     """
-    path = script(tmp_path, "stuck", body)
+    path = script(tmp_path, "stuck", body, LIGHT)
     line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "1000" in text)
     # A crowded machine may need the longer time to import torch.
-    for seconds in (4, 25, 90):
+    for seconds in (6, 25, 90):
         came = attached(path, seconds=seconds)
         assert came.stopped == "seconds"
         (note,) = came.measurements.notes

@@ -164,9 +164,14 @@ def test_a_larger_batch_takes_over_from_accumulation():
     job = JobConfig(text, "c.yaml")
     changes = batch_proposal(job, 64).changes
     after = job.with_changes(changes).settings
-    assert (after.batch_size, after.accumulation_steps) == (64, 2)
+    assert (after.training.batch_size, after.training.gradient_accumulation_steps) == (64, 2)
     assert after.samples_per_update == job.settings.samples_per_update
-    assert job.with_changes(batch_proposal(job, 512).changes).settings.accumulation_steps == 1
+    assert (
+        job.with_changes(
+            batch_proposal(job, 512).changes
+        ).settings.training.gradient_accumulation_steps
+        == 1
+    )
 
 
 def with_alternative(name, rate, **more):
@@ -229,9 +234,9 @@ def test_what_is_typed_is_worked_into_the_config(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("# mine\ntraining:\n  batch_size: 16 # small\nrecipe: {name: tabular}\n")
     job = JobConfig.read(path, ["training.lr=0.5", "recipe.options.hidden=[4, 5]"], "a store")
-    assert job.settings.learning_rate == 0.5
-    assert job.settings.recipe_options == {"hidden": [4, 5]}
-    assert job.settings.store == "a store"
+    assert job.settings.training.lr == 0.5
+    assert job.settings.recipe.options == {"hidden": [4, 5]}
+    assert job.settings.recipe.store == "a store"
     assert "# mine" in job.text
     assert "batch_size: 16 # small" in job.text
     assert job.file == str(path)

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import test_quality_page
@@ -144,7 +144,6 @@ class TestPage:
             assert len(text) < 100_000
             text.encode("utf-8")
 
-    @settings(max_examples=20)
     @given(st.text(alphabet=st.characters(exclude_categories=()), min_size=1, max_size=40))
     def test_any_word_gives_a_sound_page(self, word):
         # One lane and one line whatever the word is: newlines in a patch make lines of their own.

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from stoker.config.tree import key_schemas
 from stoker.doctor.cases import rule_name
-from stoker.doctor.findings import Finding, Gain, Patch
+from stoker.doctor.findings import Consultation, Finding, Gain, Outcome, Patch
 from stoker.doctor.gains import Pace, gain, is_starved, pace_of, suggested_workers
 from stoker.doctor.measurements import (
     Ablation,
@@ -35,7 +35,7 @@ from stoker.doctor.measurements import (
     RankFacts,
     TimelineSpan,
 )
-from stoker.doctor.rules import FINDING_NAMES, RULES, diagnose
+from stoker.doctor.rules import FINDING_NAMES, RULES, diagnose, why_unjudged
 from stoker.errors import CorruptError, StoreError
 from stoker.measure.readings import Spread
 
@@ -96,6 +96,12 @@ ROWS = Hdf5Facts("f.h5:/rows", (1000, 512), None, None, 1e6, 1e6, 0.028, 64, "tr
 
 
 SICK = {
+    "slow-between-steps": job(
+        0.030,
+        0.0,
+        between_seconds=0.020,
+        between=(HostCall("train.py:8", "between", 0.0, 0.019),),
+    ),
     "no-workers": job(0.030, 0.020, workers=0),
     "starved-by-loader": job(0.030, 0.025, load=0.030, busy=(0.95,)),
     "decode-bound": job(
@@ -187,6 +193,10 @@ def test_there_is_a_sick_job_for_every_finding():
 @pytest.mark.parametrize("name", SICK)
 def test_each_finding_is_found_first(name):
     found = diagnose(SICK[name])
+    # More workers on idle cores come before the cause that makes loading slow.
+    found = [
+        one for one in found if one.name == name or "num_workers" not in one.patch.loader_arguments
+    ]
     assert found
     assert found[0].name == name
     top = found[0]
@@ -236,6 +246,104 @@ def test_what_ends_the_run_comes_first_and_then_the_larger_gain():
 def test_a_named_cause_replaces_the_generic_one():
     names = [finding.name for finding in diagnose(SICK["disk-bound"])]
     assert "starved-by-loader" not in names
+    transforms = LoaderWork(transform=0.028, read=0.002)
+    busy = job(0.030, 0.025, load=0.030, work=transforms, machine=MachineFacts(cores=2))
+    assert [finding.name for finding in diagnose(busy)] == ["augment-on-cpu"]
+
+
+def test_more_workers_are_offered_first_where_cores_are_idle():
+    # One worker on a machine with sixteen cores, as many scripts are written.
+    transforms = LoaderWork(transform=0.028, read=0.002)
+    idle = job(0.030, 0.025, load=0.030, work=transforms, machine=MachineFacts(cores=16))
+    first, second = diagnose(idle)
+    assert first.name == "starved-by-loader"
+    assert first.patch.loader_arguments["num_workers"] > 1
+    assert second.name == "augment-on-cpu"
+
+
+def test_gains_of_several_findings_are_said_to_overlap():
+    idle = job(0.030, 0.025, load=0.030, work=LoaderWork(transform=0.028, read=0.002))
+    found = Consultation(idle, tuple(diagnose(idle)))
+    assert len(found.findings) == 2
+    assert "not to be multiplied" in found.overlap
+    assert found.to_json()["overlap"] == found.overlap
+    assert Consultation(idle, found.findings[:1]).overlap == ""
+
+
+@pytest.mark.parametrize(
+    ("after", "told"), [(100.0, "21% below"), (127.0, ""), (200.0, "57% above")]
+)
+def test_a_prediction_that_missed_says_by_how_much(after, told):
+    finding = Finding("no-workers", "t", (), "r", Gain(1.2, 1.27, 1.4))
+    outcome = Outcome(finding, "num_workers=4", 100.0, after)
+    assert (told in outcome.miss) if told else not outcome.miss
+    assert outcome.to_json()["miss"] == outcome.miss
+    assert Outcome(finding, "", 100.0, None).miss == ""
+
+
+# -- what cannot be judged ---------------------------------------------------------------------------
+
+
+def test_a_step_that_waits_without_a_remedy_is_not_called_healthy():
+    # 90 % waiting for a slow __getitem__, on two cores that other programs keep busy.
+    waiting = job(
+        0.050,
+        0.045,
+        workers=0,
+        machine=MachineFacts(cores=2),
+        loader={"queued_share": 0.75},
+        main=1.9,
+    )
+    findings = diagnose(waiting)
+    if findings:  # a remedy is offered: right too
+        assert findings[0].name == "no-workers"
+        return
+    told = why_unjudged(waiting, findings)
+    assert "waits for data 90% of the time, and other work keeps the cores busy" in told
+    assert Consultation(waiting, (), unjudged=told).verdict.startswith("cannot judge: ")
+
+
+def test_only_a_job_without_findings_is_unjudged():
+    unclear = job(0.010, 0.0, unjudged=("no nn.Module was seen to work",))
+    assert why_unjudged(unclear, ()) == "no nn.Module was seen to work"
+    assert why_unjudged(unclear, diagnose(SICK["no-workers"])) == ""
+    assert why_unjudged(job(0.010, 0.0), ()) == ""
+
+
+# -- an open HDF5 file -------------------------------------------------------------------------------
+
+
+def test_workers_are_not_tried_for_a_dataset_with_an_open_hdf5_file():
+    plain = (
+        replace(ROWS, name="img.h5:/images"),
+        replace(ROWS, name="img.h5:/labels", shape=(1000,)),
+    )
+    held = job(0.030, 0.020, workers=0, hdf5=plain, loader={"open_hdf5": ("file", "img.h5")})
+    (finding,) = diagnose(held)
+    assert finding.name == "no-workers"
+    assert not finding.patch.loader_arguments
+    assert "img.h5 open in self.file" in finding.remedy
+    assert finding.patch.replacement == "stoker.Loader('img.h5', 64, as_tuple=('images', 'labels'))"
+    in_order = job(
+        0.030,
+        0.020,
+        workers=0,
+        hdf5=plain[:1],
+        loader={"open_hdf5": ("f", "img.h5"), "in_order": True},
+    )
+    (finding,) = diagnose(in_order)
+    assert (
+        finding.patch.replacement
+        == "stoker.Loader('img.h5', 64, as_tuple=('images',), order='sequential')"
+    )
+    other = job(
+        0.030,
+        0.020,
+        workers=0,
+        hdf5=(plain[0], replace(ROWS, name="other.h5:/labels")),
+        loader={"open_hdf5": ("f", "img.h5")},
+    )
+    assert diagnose(other)[0].patch.replacement == "", "two files are not one store"
 
 
 def test_workers_that_are_fast_enough_are_not_blamed():
@@ -296,7 +404,7 @@ def test_a_stoker_job_that_starves_gets_config_keys():
     )
     (finding,) = diagnose(waiting)
     assert finding.name == "starved-by-loader"
-    assert finding.patch.config["gpu_optimization.use_chunk_loader"] is True
+    assert finding.patch.config["data.use_chunk_loader"] is True
     assert not finding.patch.loader_arguments
 
 

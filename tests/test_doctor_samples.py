@@ -9,49 +9,8 @@ import pytest
 from stoker.doctor.measurements import LoaderWork, OperatorFacts
 from stoker.doctor.probe import operators
 from stoker.doctor.rules import diagnose
-from test_doctor_attach import event, watched
+from test_doctor_attach import event
 from test_doctor_rules import at, job
-
-SEEN = {
-    "slow": """
-        class Slow(torch.utils.data.Dataset):
-            def __len__(self):
-                return 160
-
-            def __getitem__(self, index):
-                time.sleep(0.08 if index % 4 == 0 else 0.001)
-                return torch.zeros(8), torch.zeros(1)
-
-        for x, y in DataLoader(Slow(), batch_size=4):
-            update(x, y)
-    """,
-    "whole": """
-        class Whole(torch.utils.data.Dataset):
-            def __len__(self):
-                return 160
-
-            def __getitems__(self, indices):
-                assert type(indices) is list, type(indices)
-                return [(torch.zeros(8), torch.zeros(1)) for _ in indices]
-
-        class Tuples(TensorDataset):
-            def __getitem__(self, index):
-                assert type(index) is int, type(index)
-                return super().__getitem__(index)
-
-        for x, y in DataLoader(Whole(), batch_size=4):
-            update(x, y)
-        tuples = [(n, n + 1) for n in range(40)]
-        data = Tuples(torch.zeros(64, 8), torch.zeros(64, 1))
-        for x, y in DataLoader(data, batch_sampler=tuples):
-            update(x, y)
-    """,
-}
-
-
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    return watched(tmp_path_factory.mktemp("scripts"), SEEN)
 
 
 def test_samples_are_timed_without_the_first_and_without_what_a_fetch_costs(seen):

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from stoker.errors import InputError
@@ -108,7 +108,6 @@ def histories(draw: st.DrawFn, modes=("sequential", "shuffled", "time"), **fixed
 
 
 @given(histories())
-@settings(max_examples=150)
 def test_nothing_is_lost_or_repeated_however_often_the_ranks_change(stages):
     seen = np.concatenate([stage.positions() for stage in stages])
     order, last = stages[-1].order, stages[-1].epochs[0]
@@ -124,7 +123,6 @@ def test_nothing_is_lost_or_repeated_however_often_the_ranks_change(stages):
 
 
 @given(histories())
-@settings(max_examples=100)
 def test_all_ranks_take_equal_steps_that_go_on_counting_and_none_is_empty(stages):
     step = 0
     for stage in stages:
@@ -141,7 +139,6 @@ def test_all_ranks_take_equal_steps_that_go_on_counting_and_none_is_empty(stages
 
 
 @given(histories())
-@settings(max_examples=60)
 def test_every_rank_knows_what_all_take_in_a_step_of_a_rest(stages):
     for stage in stages:
         for together in zip(*stage.batches, strict=True):
@@ -150,7 +147,6 @@ def test_every_rank_knows_what_all_take_in_a_step_of_a_rest(stages):
 
 
 @given(histories(modes=("sequential", "time")))
-@settings(max_examples=60)
 def test_time_order_stays_ascending_on_every_rank_in_blocks(stages):
     for stage in stages:
         blocks = [np.concatenate([b.positions for b in rank]) for rank in stage.batches if rank]
@@ -161,7 +157,6 @@ def test_time_order_stays_ascending_on_every_rank_in_blocks(stages):
 
 
 @given(histories(modes=("shuffled",), drop_last=False), st.data())
-@settings(max_examples=60)
 def test_a_resident_shuffle_goes_on_as_one_process_would_take_it(stages, data):
     """Where no stage has chunks, all ranks of all stages together walk through one permutation."""
     orders = [replace(stage.order, chunks=None) for stage in stages]
@@ -178,7 +173,6 @@ def test_a_resident_shuffle_goes_on_as_one_process_would_take_it(stages, data):
 
 
 @given(histories(), st.data())
-@settings(max_examples=60)
 def test_a_rest_begins_anywhere_names_its_chunks_and_repeats(stages, data):
     stage = data.draw(st.sampled_from(stages))
     rank = data.draw(st.integers(0, stage.order.world_size - 1))
@@ -212,7 +206,6 @@ def test_a_rest_begins_anywhere_names_its_chunks_and_repeats(stages, data):
 
 
 @given(histories(modes=("shuffled",), chunked=True))
-@settings(max_examples=100)
 def test_ranks_of_a_rest_read_parts_of_their_chunks_that_do_not_overlap(stages):
     for stage in stages:
         visits = [visit for epoch in stage.epochs for visit in epoch.visits()]
@@ -224,7 +217,6 @@ def test_ranks_of_a_rest_read_parts_of_their_chunks_that_do_not_overlap(stages):
 
 
 @given(histories(modes=("shuffled",), chunked=True))
-@settings(max_examples=60)
 def test_chunks_of_a_rest_come_in_the_order_of_the_epoch(stages):
     for stage in stages:
         alone = replace(stage.order, world_size=1, batch_size=2, drop_last=False)
@@ -256,7 +248,6 @@ def test_the_rest_of_a_chunk_is_shuffled_and_not_as_before():
     st.booleans(),
     st.data(),
 )
-@settings(max_examples=100)
 def test_lanes_go_on_where_they_were_on_any_number_of_ranks(tiles, lanes, steps, drop_last, data):
     lanes = min(lanes, tiles)
     plan = plan_lanes(np.arange(1, tiles + 1), 1, None, lanes)
@@ -308,7 +299,6 @@ def test_another_number_of_lanes_waits_for_the_next_epoch():
 
 
 @given(histories(), st.data())
-@settings(max_examples=40)
 def test_every_rank_goes_on_from_the_state_of_any_rank(stages, data):
     """Also within a rest: the same ranks again take just the batches they would have taken."""
     stage = stages[-1]
@@ -507,7 +497,6 @@ def make_loader(store, kind: str, rank: int, ranks: int, batch: int, **options) 
     sizes=st.lists(st.tuples(st.integers(1, 4), st.integers(2, 12)), min_size=2, max_size=3),
     shares=st.lists(st.floats(0, 0.99), min_size=2, max_size=2),
 )
-@settings(max_examples=30)
 def test_loaders_of_other_ranks_give_the_right_values_once_each(store, kind, order, sizes, shares):
     options = {"fields": ["features", "targets"]} if kind == "straight chunked" else {}
     state, seen = None, []

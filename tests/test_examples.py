@@ -14,6 +14,7 @@ from warm_stoker import shared
 FOLDER = Path(__file__).parent.parent / "examples"
 SAYS = {
     "accelerate_loader.py": r"14 updates, last loss 0\.\d+; from the saved state 15 batches are left",
+    "captured_loop.py": r"loss 0\.\d+; (eager: there are no CUDA graphs on the CPU|captured)",
     "huggingface_trainer.py": r"40 updates; resumed, the weights are the same: True",
     "keep_your_dataloader.py": r"epoch 1: 20 batches on (cpu|cuda:0), last loss \d",
     "lightning_loader.py": r"doctor: a step takes .*\n(.*\n)*120 updates; Done: 3 epochs\. Last loss 0\.\d",

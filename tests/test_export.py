@@ -8,11 +8,9 @@ import re
 from pathlib import Path
 
 import numpy as np
-import onnx_ir
-import onnxruntime
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -55,8 +53,11 @@ def made(tmp_path_factory):
 
     def get(kind):
         if kind not in known:
-            store = make_store(kind, folder / f"{kind}-store")
-            chosen = choose_recipe(settings_for(kind, store.path, folder / kind))
+            base = kind.removesuffix("-all")
+            # A second timeframe doubles the trace, which takes ten seconds: campaign/test_export_long.py
+            fewer = ['recipe.options.timeframes=["M5"]'] if kind == "forex" else []
+            store = make_store(base, folder / f"{kind}-store")
+            chosen = choose_recipe(settings_for(base, store.path, folder / kind, *fewer))
             job = chosen.make_job(store, 0)
             facts = describe_job(chosen.recipe, job, store)
             if kind == "tabular":
@@ -84,9 +85,11 @@ def exported(made, tmp_path_factory):
     def get(kind):
         if kind not in known:
             store, trained = made(kind)
-            fixed = (
-                Sizes(image=store.fields["images"].shape[1:]) if kind == "segmentation" else None
-            )
+            fixed = None
+            if (
+                kind == "segmentation"
+            ):  # free sizes take twice as long: campaign/test_export_long.py
+                fixed = Sizes(batch=3, image=store.fields["images"].shape[1:])
             path = folder / f"{kind}.onnx"
             known[kind] = export_trained(trained, path, fixed)
         return known[kind]
@@ -95,6 +98,8 @@ def exported(made, tmp_path_factory):
 
 
 def open_session(path):
+    import onnxruntime
+
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
 
@@ -121,7 +126,7 @@ def test_onnxruntime_says_what_stoker_predict_says(kind, made, exported):
 def compare_predictions(kind, made, exported):
     store, trained = made(kind)
     session = open_session(exported(kind).path)
-    for num in (1, 3, 17):
+    for num in (3,) if kind == "segmentation" else (1, 3, 17):
         raw = batch_of(store, trained, num)
         ready = batch_of(store, trained, num, as_augments(trained.made.augment))
         if kind == "tabular":
@@ -150,7 +155,7 @@ def compare_predictions(kind, made, exported):
 def test_windows_may_have_any_length(made, exported):
     graph, session = deploy(made("forex")[1], Sizes()), open_session(exported("forex").path)
     for bars in (1, 50):
-        values = graph.draw({"batch": 2, "bars_M5": bars, "bars_H1": bars + 1})
+        values = graph.draw({"batch": 2, "bars_M5": bars})
         names = [port.name for port in graph.ports]
         feed = {name: value.numpy() for name, value in zip(names, values, strict=True)}
         for found, wanted in zip(session.run(None, feed), graph(*values), strict=True):
@@ -190,7 +195,6 @@ def test_repairs_can_be_left_to_the_caller(made):
 wide = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
-@settings(max_examples=60)
 @given(st.lists(st.lists(wide, min_size=7, max_size=7), min_size=1, max_size=4))
 def test_repairs_of_tensors_are_those_of_the_store(rows):
     values = np.array(rows, "f4")
@@ -216,18 +220,20 @@ def test_names_of_inputs_and_outputs_never_meet(made):
 
 
 def test_a_graph_that_differs_is_not_written(made, exported, tmp_path, monkeypatch):
-    model = onnx_ir.load(exported("series").path)
+    import onnx_ir
+
+    model = onnx_ir.load(exported("tabular").path)
     monkeypatch.setattr(export_onnx, "_trace", lambda graph, opset: model)
     monkeypatch.setattr(export_onnx, "_difference", lambda found, wanted: 0.2)
     older = f"older, {SIGNATURE}"
     (tmp_path / "old.onnx").write_text(older)
     with pytest.raises(RuntimeError, match=r"differs from torch by 0\.2"):
-        export_trained(made("series")[1], tmp_path / "old.onnx")
+        export_trained(made("tabular")[1], tmp_path / "old.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["old.onnx"]
     assert (tmp_path / "old.onnx").read_text() == older
     (tmp_path / "old.onnx").write_text("mine")
     with pytest.raises(InputError, match="stoker did not write it"):
-        export_trained(made("series")[1], tmp_path / "old.onnx")
+        export_trained(made("tabular")[1], tmp_path / "old.onnx")
 
 
 def test_a_difference_is_seen():
@@ -309,7 +315,6 @@ def test_anybody_can_read_the_weights_and_their_metadata(made, tmp_path):
     assert json.loads(header["facts"])["num_features"] == 7
 
 
-@settings(max_examples=40)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_changed_bit_is_never_believed(place, bit, made, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
@@ -392,5 +397,6 @@ def test_the_examples_of_the_page_run(made, exported, tmp_path, monkeypatch):
     assert state["recipe"] == "tabular"
     assert state["num_weights"] == 7 * 16 + 16 + 16 * 3 + 3
     for kind in EXPORTED:
-        for name in (*exported(kind).outputs, *exported(kind).inputs):
+        graph = deploy(made(kind)[1], Sizes())
+        for name in (*graph.outputs, *(port.name for port in graph.ports)):
             assert f"`{name}`" in page or kind in ("forex", "series"), name

@@ -129,9 +129,9 @@ def test_first_batches_are_left_out_without_being_loaded(accelerator, rows, skip
     loader = adapt(makes(rows)(device="cpu"))
     made, assemble = [], Loader.assemble
 
-    def counting(self, *args):
+    def counting(self, *args, **named):
         made.append(1)
-        return assemble(self, *args)
+        return assemble(self, *args, **named)
 
     rest = accelerator.skip_first_batches(loader, skip)
     rest.batch_sampler.batch_sampler.set_epoch(1)  # as the Hugging Face Trainer does

@@ -6,7 +6,7 @@ import importlib
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from framework_makers import makes, taken
@@ -44,7 +44,6 @@ def test_an_iteration_that_was_left_ends_its_epoch(adapted, rows):
     assert [taken(batch) for batch in adapted] == epoch_order(rows, 1)
 
 
-@settings(max_examples=25)
 @given(
     moves=st.lists(
         st.one_of(

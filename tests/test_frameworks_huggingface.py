@@ -210,6 +210,7 @@ def test_last_batches_that_could_not_be_gathered_are_refused(rows, tmp_path, mon
     trainer.close_loaders()
 
 
+@pytest.mark.slow  # its loader is Accelerate's, whose two processes run in every `make test`
 def test_two_processes_are_one_with_twice_the_batch(rows, tmp_path):
     ranks = run_ranks("huggingface", rows, tmp_path)
     wanted, weights = plain_losses(rows, batch=2 * BATCH, drop_last=True, momentum=0.0)

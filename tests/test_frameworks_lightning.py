@@ -6,77 +6,52 @@ import json
 import threading
 import time
 from functools import partial
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from framework_makers import BATCH, RATE, docs_code, flat, makes, plain_losses, run_ranks, step_loss
+from framework_makers import BATCH, RATE, docs_code, flat, makes, plain_losses, run_ranks
 from stoker.errors import InputError
 from stoker.loader.batch import Batch
 from stoker.loader.loader import Loader
 from stoker.loader.prefetch import prefetch
 from stoker.report import read_run_log
-from training_makers import make_model, out_of_memory, write_linear, write_rows
+from training_makers import out_of_memory, write_linear, write_rows
 
-pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
-from lightning.pytorch.utilities.exceptions import MisconfigurationException  # noqa: E402
-
-from stoker.frameworks import lightning as frameworks  # noqa: E402
+# Filled in by `_lightning`.
+pl: Any = None
+frameworks: Any = None
+MisconfigurationException: Any = None
+Net: Any = None
+Judged: Any = None
+Dice: Any = None
+Breaking: Any = None
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
     # Lightning's own, about DataLoaders and torch's pytrees.
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning"),
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _lightning():
+    """Import it when the first test runs: six seconds that every collection would pay."""
+    import lightning_makers
+
+    names = ("pl", "frameworks", "MisconfigurationException", "Net", "Judged", "Dice", "Breaking")
+    globals().update({name: getattr(lightning_makers, name) for name in names})
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("rows"))
-
-
-class Net(pl.LightningModule):
-    def __init__(self, dropout=0.0, most=None, where="forward"):
-        super().__init__()
-        self.body = make_model(dropout)
-        self.register_buffer("calls", torch.zeros(()))
-        self.losses, self.batches, self.rates = [], [], []
-        self.most, self.where = most, where
-
-    def training_step(self, batch, batch_idx):
-        self.calls += 1
-        features, targets = (
-            (batch["features"], batch["targets"]) if isinstance(batch, dict) else batch
-        )
-        loss = step_loss(self.body, features, targets)
-        if self.most is not None and len(features) > self.most:
-            if self.where == "forward":
-                raise out_of_memory()
-            loss.register_hook(lambda gradient: (_ for _ in ()).throw(out_of_memory()))
-        self.log("train_loss", loss.detach(), batch_size=len(features))
-        return loss
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.losses.append(outputs["loss"].item() * self.trainer.accumulate_grad_batches)
-        self.batches.append(batch)
-        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=RATE, momentum=0.9)
-
-
-class Judged(Net):
-    def __init__(self):
-        super().__init__()
-        self.steps = []
-
-    def validation_step(self, batch, batch_idx):
-        loss = step_loss(self.body, batch["features"], batch["targets"])
-        self.log("val_loss", loss, batch_size=len(batch["features"]))
-        self.steps.append(batch.step)
 
 
 def trainer(**options):
@@ -200,39 +175,6 @@ def test_a_resumed_run_is_the_unbroken_one(rows, tmp_path, every):
     torch.testing.assert_close(flat(resumed.body), flat(whole.body))
 
 
-class Dice(pl.Callback):
-    """Saves at a step, with the state of torch's generator, which Lightning does not keep."""
-
-    def __init__(self, path, at=None):
-        self.path, self.at, self.rng = path, at, None
-
-    def state_dict(self):
-        return {"rng": torch.get_rng_state()}
-
-    def load_state_dict(self, state):
-        self.rng = state["rng"]
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if self.rng is not None:
-            torch.set_rng_state(self.rng)
-            self.rng = None
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.global_step == self.at:
-            trainer.save_checkpoint(self.path)
-
-
-class Breaking(pl.Callback):
-    """A power cut at a step."""
-
-    def __init__(self, at):
-        self.at = at
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_step == self.at:
-            raise ZeroDivisionError
-
-
 def test_prefetch_around_a_data_loader_can_be_checkpointed(tmp_path):
     """It has no state of its own, and must not look as if it had."""
     data = DataLoader(TensorDataset(torch.randn(40, 6), torch.randn(40, 1)), batch_size=10)
@@ -328,7 +270,7 @@ def test_telemetry_is_a_run_that_report_and_monitor_read(rows, tmp_path):
     assert run.state == "done"
     assert [epoch.num_samples for epoch in run.epochs] == [203, 203]
     assert run.config["framework"].startswith("lightning 2.")
-    assert (run.config["lr"], run.config["epochs"]) == (RATE, 2)
+    assert (run.config["training.lr"], run.config["training.epochs"]) == (RATE, 2)
     assert run.plan["tier"] == "resident"
     first = sum(model.losses[:4]) / 4
     assert run.losses[0] == (3, pytest.approx(first, rel=1e-5))
@@ -446,9 +388,9 @@ def test_the_doctor_sees_a_stoker_loader_by_its_waits(rows, monkeypatch):
     assert seen.steps > 20
     assert healthy.losses == pytest.approx(plain_losses(rows, epochs=3)[0], rel=1e-5)
 
-    def slowly(self, *args):
+    def slowly(self, *args, **named):
         time.sleep(0.004)
-        return original(self, *args)
+        return original(self, *args, **named)
 
     original = Loader.assemble
     monkeypatch.setattr(Loader, "assemble", slowly)

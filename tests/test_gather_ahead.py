@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.loader import gather
@@ -59,7 +59,6 @@ def gathers(monkeypatch):
     ahead=st.sampled_from([0, 1 << 10, 1 << 14, gather.AHEAD_BYTES]),
     skipped=st.integers(0, 9),
 )
-@settings(max_examples=40, deadline=None)
 def test_iterating_gives_what_assembling_gives(
     store, device, batch_size, chunk_rows, ahead, skipped
 ):
@@ -86,10 +85,12 @@ def test_iterating_gives_what_assembling_gives(
 def test_a_launch_serves_many_batches(store, device, gathers):
     with shuffled(store, device, 16, drop_last=True) as loader:
         assert len(list(loader)) == 25
-    assert gathers.count(("large", 16)) == 25  # 640 kB: one by one
+    if device == "cpu":
+        assert gathers.count(("large", 16)) == 25  # 640 kB: one by one
     small = [count for name, count in gathers if name == "features"]
     assert sum(small) == 400
-    assert len(small) == 3  # the blocks of 2, 16 and the other 7 batches
+    # The blocks of 2, 16 and the other 7 batches; on a GPU the large field goes with them, 12 batches at once.
+    assert len(small) == (3 if device == "cpu" else 4)
 
 
 @on_each_device
@@ -101,7 +102,7 @@ def test_every_tensor_begins_where_kernels_want_it(store, device, batch_size):
                 assert values.data_ptr() % 16 == 0
                 assert values.is_contiguous()
                 held = values.untyped_storage().nbytes()
-                assert held <= max(gather.AHEAD_BYTES, values.nbytes)
+                assert held <= max(gather.RESIDENT_AHEAD_BYTES, values.nbytes)
 
 
 @on_each_device

@@ -496,7 +496,7 @@ def test_plans_and_orders_that_do_not_know_their_samples_are_held_to_the_number(
         ([-1, 3], "sample -1 was asked of", "from 0 to 19"),
         ([3, 3], "sample 3 was asked for after 3", "rising, without repeats"),
         (np.array([3, 2], np.uint8), "sample 2 was asked for after 3", "rising, without repeats"),
-        (np.ones(20, bool), "samples are bool (20,)", "1-D whole numbers"),
+        (np.ones(19, bool), "samples are bool (19,)", "1-D whole numbers"),
         ([[1, 2]], "samples are int64 (1, 2)", "1-D whole numbers"),
         ([], "no samples were asked for", "1 or more"),
     ],

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import CorruptError, InputError, StokerError, StoreError
@@ -68,7 +68,6 @@ def check_batch(store, batch) -> None:
     world=st.integers(1, 3),
     subset=st.booleans(),
 )
-@settings(max_examples=40)
 def test_every_sample_once_per_epoch_with_the_right_values(
     store, device, batch_size, chunk_rows, order, seed, world, subset
 ):
@@ -105,7 +104,6 @@ def test_every_sample_once_per_epoch_with_the_right_values(
     order=st.sampled_from(["sequential", "shuffled"]),
     share=st.floats(0, 1),
 )
-@settings(max_examples=25)
 def test_a_resumed_epoch_is_the_unbroken_one(store, device, batch_size, chunked, order, share):
     def make() -> Loader:
         return Loader(
@@ -461,7 +459,11 @@ def test_a_closed_loader_leaves_nothing_to_the_garbage_collector(store):
             loader = Loader(store, 10, "cpu", order=order, chunk_bytes=3000)
             list(loader)
             uploads = [weakref.ref(upload) for upload in loader._data.uploader._recent]
-            parts = [weakref.ref(loader._data.ring), weakref.ref(loader._data.uploader), weakref.ref(loader)]
+            parts = [
+                weakref.ref(loader._data.ring),
+                weakref.ref(loader._data.uploader),
+                weakref.ref(loader),
+            ]
             assert uploads
             loader.close()
             del loader

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
+import warm_stoker
 from stoker.compat.chunk_loader import ChunkDataLoader
 from stoker.errors import InputError
 from stoker.loader.background import JANITOR, Background
@@ -217,10 +216,10 @@ for batch in loader:
 """
 
 
-def test_an_error_ends_the_process_without_reading_what_was_asked_for_ahead(path):
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS, str(path)], capture_output=True, text=True, check=False
-    )
+def test_an_error_ends_the_process_without_reading_what_was_asked_for_ahead(path, tmp_path):
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    done = warm_stoker.shared().run([path], script=script)
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1] == "ValueError: in the first batch"
     at_exit = int(done.stdout)

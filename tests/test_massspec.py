@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("rdkit.Chem", reason="the extra 'chem' is not installed")
@@ -133,7 +133,6 @@ def test_building_twice_gives_the_same_bytes(tmp_path, pack):
 
 
 @given(st.integers(1, 60), st.sets(st.integers(0, 29)), st.sets(st.integers(0, 29)))
-@settings(max_examples=20)
 def test_records_are_samples_or_refusals_whatever_the_parts(
     tmp_path_factory, per_part, unstructured, peakless
 ):
@@ -258,7 +257,6 @@ def test_spectra_are_whole_sorted_and_relative_to_the_base_peak(tmp_path, pack):
 
 
 @given(st.lists(st.floats(1, 1e6), min_size=1, max_size=40))
-@settings(max_examples=20)
 def test_intensities_keep_eleven_bits(tmp_path_factory, values):
     folder = tmp_path_factory.mktemp("precision")
     peaks = [(float(10 + number), value) for number, value in enumerate(values)]
@@ -348,7 +346,6 @@ def test_sdf_records_answer_to_id_cas_and_title(tmp_path):
     ),
     st.sampled_from([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED]),
 )
-@settings(max_examples=30)
 def test_zip_members_read_by_position_equal_zipfile(tmp_path_factory, members, method):
     path = tmp_path_factory.mktemp("zip") / "mols.zip"
     members = list({name.casefold(): (name, body) for name, body in members}.values())

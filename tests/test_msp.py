@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import InputError, SourceError
@@ -463,7 +463,6 @@ def render(spectrum: dict[str, Any], dialect: str) -> str:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@settings(max_examples=30)
 @given(library=st.lists(spectra(), min_size=1, max_size=3), end=st.sampled_from(["\n", "\r\n"]))
 def test_made_up_libraries_come_back_from_every_dialect(folder, dialect, end, library):
     text = "\n".join(render(spectrum, dialect) for spectrum in library)

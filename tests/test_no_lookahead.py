@@ -168,14 +168,12 @@ def check_truncation(history, samples, place, ends_of=window_ends):
     return differing(inputs_at(history, moment, ends_of), inputs_at(past, moment, ends_of))
 
 
-@settings(max_examples=40)
 @given(histories(), st.floats(0, 1), st.integers(0, 99))
 def test_1_the_future_cannot_change_an_input(history, share, seed):
     samples = samples_of(history)
     assert check_perturbation(history, samples, some(samples, share), seed) == []
 
 
-@settings(max_examples=40)
 @given(histories())
 def test_2_every_bar_has_closed_and_every_label_is_ahead(history):
     samples = samples_of(history)
@@ -183,14 +181,12 @@ def test_2_every_bar_has_closed_and_every_label_is_ahead(history):
     assert check_times(history, samples) == []
 
 
-@settings(max_examples=40)
 @given(histories(), st.floats(0, 1))
 def test_3_history_cut_at_the_decision_gives_the_same_bits(history, share):
     samples = samples_of(history)
     assert check_truncation(history, samples, some(samples, share)) == []
 
 
-@settings(max_examples=25)
 @given(histories(), st.floats(0.1, 0.9))
 def test_3_cutting_history_leaves_the_samples_before_it_as_they_were(history, share):
     """Which decisions become samples is itself free of the future, labels aside."""
@@ -284,7 +280,6 @@ def test_3_inference_from_a_cut_history_replays_the_stored_windows(
         assert apply_scaler(live[name], scaler).tobytes() == window_of(data, name, sample).tobytes()
 
 
-@settings(max_examples=60)
 @given(histories(), st.one_of(st.none(), st.integers(0, 12)))
 def test_5_no_training_label_reaches_a_later_split(history, embargo):
     samples = samples_of(history)

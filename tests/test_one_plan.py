@@ -63,7 +63,7 @@ def planned(plan: Plan, num_samples: int) -> tuple[object, ...]:
     return plan.tier, len(chunks), plan.data_bytes
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     share=st.floats(0.01, 1.3),
     batch=st.integers(1, 64),
@@ -104,7 +104,7 @@ def test_loader_and_chunk_loader_report_and_allocate_what_the_plan_says(
         assert len(theirs.slot_ranges) == planned(ours.plan, 2000)[1]
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_bytes=st.integers(200, 60_000),
     batch=st.integers(1, 32),
@@ -140,13 +140,15 @@ def test_train_its_log_and_its_loader_have_one_plan(tmp_path):
         num_samples = len(run.job.samples["train"])
         whole_bytes = whole.device_bytes
         whole.close()
-        told = replace(made, chunk_bytes=whole_bytes // 2, use_chunk_loader=True)
+        data = replace(made.data, chunk_size_gb=whole_bytes // 2 / GIB, use_chunk_loader=True)
+        told = replace(made, data=data)
         with run.with_settings(told).make_train_loader() as loader:
             assert loader.tier == "chunked"
             assert layout(loader) == planned(loader.plan, num_samples)
             assert loader.device_bytes <= whole_bytes // 2
             expected = loader.plan
-    run_recipe(replace(told, epochs=1), device="cpu")
+    once = replace(told, training=replace(told.training, epochs=1))
+    run_recipe(once, device="cpu")
     lines = [json.loads(line) for line in (tmp_path / "run" / "run.jsonl").read_text().splitlines()]
     logged = next(line["values"] for line in lines if line["event"] == "plan")
     names = ("tier", "chunk_rows", "num_slots", "slot_bytes")

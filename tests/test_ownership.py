@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import stoker
 from packing_makers import NumbersSource
+from source_trees import parsed
 from stoker import ownership
 from stoker.cli.main import app
 from stoker.errors import InputError, StoreError
@@ -43,11 +44,11 @@ def offences(code: str) -> list[str]:
     found = []
     ours = {
         alias.asname or alias.name
-        for node in ast.walk(ast.parse(code))
+        for node in ast.walk(parsed(code))
         if isinstance(node, ast.ImportFrom) and node.module == "stoker.ownership"
         for alias in node.names
     }
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(parsed(code)):
         if not isinstance(node, ast.Call):
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -194,7 +195,6 @@ def test_outputs_through_links_devices_and_folders(tmp_path):
             ownership.write_text(special, "x")
 
 
-@settings(max_examples=40, deadline=None)
 @given(name=st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1))
 def test_temporary_names_are_known_by_their_form_and_nothing_else_is(name):
     target = Path("folder") / name

@@ -8,7 +8,7 @@ import shutil
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import CorruptError, StoreError
@@ -24,7 +24,7 @@ LAYOUTS = {
     "fletcher32": {"chunks": True, "fletcher32": True, "compression": "gzip"},
     "scaleoffset": {"chunks": True, "scaleoffset": 0},
 }
-POSITIONAL = {"contiguous", "chunked", "gzip", "shuffle-gzip", "shuffle"}
+POSITIONAL = {"contiguous", "chunked", "gzip", "shuffle-gzip", "shuffle", "fletcher32"}
 
 
 @given(
@@ -35,7 +35,6 @@ POSITIONAL = {"contiguous", "chunked", "gzip", "shuffle-gzip", "shuffle"}
     seed=st.integers(0, 99),
     libver=st.sampled_from(["earliest", "latest"]),
 )
-@settings(max_examples=150)
 def test_every_layout_reads_as_h5py_reads_it(
     layout, shape, chunk, dtype, seed, libver, tmp_path_factory
 ):

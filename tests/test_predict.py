@@ -29,10 +29,9 @@ from stoker.recipes.run import run_recipe
 from stoker.sources.tables import TableSource
 from stoker.store.fields import Dense
 from stoker.train.checkpoint import Checkpoints
-from stoker.train.int8_weights import pack_int8, unpack_int8
 from stoker.train.precision import choose_precision
 from stoker.train.predict import Predicted, evaluate, write_predictions
-from stoker.train.quantize import quantize_dynamic
+from stoker.train.quantize import pack_int8, quantize_dynamic, unpack_int8
 from store_makers import write_store
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import InputError
@@ -258,7 +258,6 @@ class TestLayout:
 
 
 class TestJudge:
-    @settings(max_examples=30)
     @given(st.integers(0, 2**32 - 1), st.sampled_from(["float32", "float64", "float16"]))
     def test_nothing_is_wrong_with_normal_data(self, seed, dtype):
         values = clean(500, 5, "float64", seed) * 3 + 1

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker import page
@@ -105,7 +105,6 @@ class TestPage:
         assert len(text) < 40_000
         text.encode("utf-8")
 
-    @settings(max_examples=25)
     @given(st.text(alphabet=st.characters(exclude_categories=()), max_size=40))
     def test_any_name_gives_a_sound_page(self, name):
         text = render({name: table_with([name, name + "2"])}, name, {name: name})

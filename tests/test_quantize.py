@@ -13,7 +13,14 @@ from torch import nn
 
 from stoker.errors import InputError, MissingExtraError
 from stoker.train import quantize
-from stoker.train.quantize import Latency, QuantizeReport, choose_api, quantize_dynamic
+from stoker.train.quantize import (
+    Latency,
+    QuantizeReport,
+    choose_api,
+    pack_int8,
+    quantize_dynamic,
+    unpack_int8,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -180,10 +187,12 @@ BOTH, AO, TORCHAO = (
     ("kinds", "installed", "asked", "api", "words"),
     [
         (LSTM, BOTH, None, "torch.ao", "only one that converts recurrent"),
-        (LINEAR, BOTH, None, "torchao", "successor"),
-        (LINEAR, AO, None, "torch.ao", "not installed"),
-        (LSTM, TORCHAO, None, "torchao", "recurrent layers stay"),
-        (LINEAR, BOTH, "torch.ao", "torch.ao", "asked for"),
+        (LINEAR, BOTH, None, "torch.ao", "faster than torchao"),
+        (LINEAR, AO, None, "torch.ao", "faster than torchao"),
+        (LSTM, TORCHAO, None, "weights", "no torch.ao"),
+        (LINEAR, frozenset(), None, "weights", "no torch.ao"),
+        (LINEAR, BOTH, "torchao", "torchao", "asked for"),
+        (LINEAR, frozenset(), "weights", "weights", "asked for"),
     ],
 )
 def test_the_api_is_chosen_with_its_reason(kinds, installed, asked, api, words):
@@ -193,34 +202,33 @@ def test_the_api_is_chosen_with_its_reason(kinds, installed, asked, api, words):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "installed", "asked"),
-    [
-        (LSTM, frozenset(), None),
-        (LINEAR, frozenset(), None),
-        (frozenset({nn.GRU}), TORCHAO, None),
-        (LINEAR, AO, "torchao"),
-    ],
+    ("installed", "asked", "fix"), [(AO, "torchao", "[quant]'"), (TORCHAO, "torch.ao", "weights")]
 )
-def test_where_none_works_the_error_has_three_parts(kinds, installed, asked):
+def test_where_the_one_asked_for_is_not_here_the_error_has_three_parts(installed, asked, fix):
     with pytest.raises(MissingExtraError) as caught:
-        choose_api(kinds, installed, asked)
-    assert "needs" in caught.value.given
-    assert "Linear" in caught.value.allowed
-    assert "[quant]'" in caught.value.fix
+        choose_api(LINEAR, installed, asked)
+    assert f"int8 by {asked}" in caught.value.given
+    assert "weights" in caught.value.allowed
+    assert fix in caught.value.fix
 
 
-def test_a_torch_without_torch_ao_is_told_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.ao.quantization", None)
-    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(MissingExtraError, match=r"neither torch\.ao nor torchao"):
-        quantize_dynamic(Forecaster())
-
-
-def test_a_machine_without_a_working_engine_is_told_so(monkeypatch):
-    monkeypatch.setattr(quantize, "_working_engine", lambda *_: None)
-    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(MissingExtraError, match="neither"):
-        quantize_dynamic(nn.Linear(2, 2))
+@pytest.mark.parametrize("gone", ["package", "engine"])
+def test_a_torch_without_torch_ao_makes_the_file_as_small(gone, monkeypatch):
+    """What torch has announced: the weights are rounded as torch.ao rounds them, and arithmetic is float."""
+    model = Forecaster()
+    _, by_ao = quantize_dynamic(model, samples(), num_runs=1)
+    if gone == "package":
+        monkeypatch.setitem(sys.modules, "torch.ao.quantization", None)
+    else:
+        monkeypatch.setattr(quantize, "_working_engine", lambda *_: None)
+    small, report = quantize_dynamic(model, samples(), num_runs=1)
+    assert report.api == "weights"
+    assert report.modules == by_ao.modules
+    assert report.bytes_after < 0.35 * report.bytes_before
+    assert 0 < report.relative_difference < 0.05
+    assert type(small.lstm) is nn.LSTM
+    state = unpack_int8(pack_int8(model.state_dict(), report.modules))
+    assert all(torch.equal(value, state[name]) for name, value in small.state_dict().items())
 
 
 def test_an_engine_that_does_not_run_is_replaced_and_said(monkeypatch):
@@ -257,7 +265,7 @@ def test_torchao_converts_linear_only(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
     monkeypatch.setitem(sys.modules, "torchao.quantization", fake)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    _, report = quantize_dynamic(model, [torch.randn(3, 4)], num_runs=1)
+    _, report = quantize_dynamic(model, [torch.randn(3, 4)], api="torchao", num_runs=1)
     assert report.api == "torchao"
     assert calls == [("int8", ["0", "2"])]
     assert report.largest_difference > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -35,7 +35,6 @@ def on(device, array: np.ndarray) -> torch.Tensor:
     whole=st.booleans(),
     rounding=st.sampled_from(["nearest", "floor"]),
 )
-@settings(max_examples=60)
 def test_binning_equals_the_reference(device, lengths, seed, whole, rounding):
     rng = np.random.default_rng(seed)
     offsets = offsets_of(np.array(lengths))

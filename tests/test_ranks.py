@@ -20,6 +20,7 @@ import torch
 from torch.distributed import TCPStore
 from typer.testing import CliRunner
 
+import warm_stoker
 from rank_scenarios import GLOBAL_BATCH, SCENARIOS
 from run_makers import make_store
 from stoker.cli.main import app
@@ -42,17 +43,16 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def start(folder: Path, world_size: int, *names: str) -> list[subprocess.Popen]:
+def start(folder: Path, world_size: int, *names: str) -> list[warm_stoker.Started]:
     port = free_port()
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     return [
-        subprocess.Popen(
-            [sys.executable, str(TESTS / "rank_scenarios.py"), str(folder), *names],
-            env=os.environ | common | {
+        warm_stoker.Started(
+            [folder, *names], script=TESTS / "rank_scenarios.py",
+            environment=os.environ | common | {
                 "RANK": str(rank), "WORLD_SIZE": str(world_size),
                 "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size),
             },
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(world_size)
     ]  # fmt: skip
@@ -61,7 +61,7 @@ def start(folder: Path, world_size: int, *names: str) -> list[subprocess.Popen]:
 def run(folder: Path, world_size: int, *names: str) -> list[dict]:
     """Return what each rank found, scenario by scenario."""
     ranks = start(folder, world_size, *names)
-    told = [rank.communicate(timeout=240)[0] for rank in ranks]
+    told = ["\n".join(rank.communicate(timeout=240)) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(told)
     return [pickle.loads((folder / f"rank-{rank}.pkl").read_bytes()) for rank in range(world_size)]
 
@@ -552,7 +552,7 @@ training: {{epochs: 400, batch_size: 48, precision: fp32, checkpoint_every_steps
 """
 
 
-def children_of(process: subprocess.Popen) -> list[psutil.Process]:
+def children_of(process: warm_stoker.Started) -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process(process.pid).children(recursive=True)
@@ -561,31 +561,41 @@ def children_of(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def test_a_killed_rank_is_named_the_run_starts_again_and_goes_on(folder, tmp_path):
-    """Three processes: one is killed, the others end and say so, all start again where the run was saved."""
+    """Two processes: one is killed, the other ends and says so, both start again where the run was saved."""
     config = tmp_path / "c.yaml"
     config.write_text(CONFIG.format(store=folder / "tabular"))
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    command = [sys.executable, "-m", "stoker", "train", "--config", str(config), "--run-dir", str(run_dir),
-               "--gpus", "3", "--device", "cpu", "--max-restarts", "2"]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
-        try:
-            wait_for(lambda: list(run_dir.glob("step-*.pt")), 120)
-            victim = children_of(process)[1]
-            victim.send_signal(signal.SIGKILL)
-            wait_for(lambda: "resumed at epoch" in log.read_text(), 120)
-            wait_for(lambda: log.read_text().count("recipe tabular on cpu") == 2, 30)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, log.read_text()
-        finally:
-            process.kill()
+    words = [
+        "train",
+        "--config",
+        config,
+        "--run-dir",
+        run_dir,
+        "--gpus",
+        "2",
+        "--device",
+        "cpu",
+        "--max-restarts",
+        "2",
+    ]
+    log.touch()
+    process = warm_stoker.Started(words, environment=os.environ | {"OMP_NUM_THREADS": "1"}, log=log)
+    try:
+        wait_for(lambda: list(run_dir.glob("step-*.pt")), 120)
+        victim = children_of(process)[1]
+        victim.send_signal(signal.SIGKILL)
+        wait_for(lambda: "resumed at epoch" in log.read_text(), 120)
+        wait_for(lambda: log.read_text().count("recipe tabular on cpu") == 2, 30)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
+    finally:
+        process.close()
     told = log.read_text()
     assert "was ended by SIGKILL: starting again from the latest checkpoint (1 of 2)" in told
     assert f"process {victim.pid}, " in told, told
     assert "which cannot go on alone." in told
     assert "terminated: saved in" in told
-    assert "--device cpu --gpus 3 --resume" in told
+    assert "--device cpu --gpus 2 --resume" in told
     assert "Traceback" not in told
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
@@ -202,7 +202,6 @@ def loss_by_hand(logits, masks, ce_weight, dice_weight):
 
 @pytest.mark.parametrize("device", DEVICES)
 @given(seed=st.integers(0, 99), ignored=st.sampled_from([0.0, 0.3, 1.0]), batch=st.integers(1, 3))
-@settings(max_examples=25)
 def test_cross_entropy_and_dice_equal_a_loop(device, seed, ignored, batch):
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(batch, 4, 5, 3)) * 3
@@ -260,7 +259,6 @@ def judge_by_hand(predicted, true, num_classes):
 
 @pytest.mark.parametrize("device", DEVICES)
 @given(seed=st.integers(0, 99), num_classes=st.integers(2, 6))
-@settings(max_examples=25)
 def test_miou_and_accuracy_equal_a_count_by_hand(device, seed, num_classes):
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(5, num_classes, 4, 3)).astype("f4")

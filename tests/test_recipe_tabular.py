@@ -307,11 +307,17 @@ def test_classes_keep_their_own_numbers(tmp_path):
         torch.testing.assert_close(read["probability"].sum(dim=1), torch.ones(20))
 
 
-def test_floats_that_look_like_classes_are_pointed_out_and_can_be_classes(tmp_path):
+def test_floats_that_are_a_few_whole_numbers_are_classes(tmp_path):
     table = class_table(300)
     floats = Dense(table["targets"].values.astype("f4"))
     with write_store(tmp_path / "floats", [{**table, "targets": floats}]) as store:
-        assert any("task='classification'" in note for note in make_job(store).notes)
+        job = make_job(store)
+        assert job.model.is_classifier
+        assert any(
+            "the targets are 3 different whole numbers (task='regression'" in note
+            for note in job.notes
+        )
+        assert not make_job(store, task="regression").model.is_classifier
         job = make_job(store, task="classification")
         assert job.model.is_classifier
         assert "classification into 3 classes: it was asked for" in job.notes

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import stoker
+from source_trees import parsed
 from stoker.errors import InputError
 from stoker.recipes.registry import find_recipe, ready_recipes
 
@@ -27,7 +28,7 @@ NAMES = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, ready_recipes()))})(?!
 
 def names_in(text: str) -> list[str]:
     """Recipe names in the code of a module: texts, imports, names; not prose of docstrings."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     prose = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -86,7 +87,7 @@ def test_ours_meet_the_protocol(name):
     recipe = find_recipe(name)
     assert recipe.name == name
     assert recipe.pack_command.startswith("stoker pack ")
-    assert {each.setting for each in recipe.defaults} >= {"learning_rate", "epochs"}
+    assert {each.setting for each in recipe.defaults} >= {"training.lr", "training.epochs"}
     assert all(each.reason for each in recipe.defaults)
 
 
@@ -150,7 +151,7 @@ def test_a_class_of_the_working_folder_is_found(here):
         ("jobs:Whol", ["has no class 'Whol'", "jobs:Whole", "Try: jobs:Whole"]),
         ("jobs:value", ["has no class 'value'"]),
         ("jobs:Half", ["has no Options, describe, rebuild", "inherits", "docs/extending.md"]),
-        ("jobs:Strange", ["name learning", "learning_rate"]),
+        ("jobs:Strange", ["name learning", "training.lr"]),
         ("jobs:NoDataclass", ["Options of the recipe", "a frozen dataclass"]),
         ("jobs:Asking", ["cannot be made", "without arguments"]),
         ("needy:Whole", ["needy imports 'librosa_is_not_here'", "pip install librosa_is_not_here"]),

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import test_quality_page
@@ -76,7 +76,7 @@ class TestReading:
             value for _, value in run.track("run", "reserved_bytes")
         )
         assert 0 < run.throttle_shares["power cap"] < 0.5
-        assert run.config["batch_size"] == 128
+        assert run.config["training.batch_size"] == 128
         assert run.findings[0]["name"] == "sync-every-step"
         assert run.problems == ()
         assert read_run(pair[0] / LOG_NAME).folder == pair[0]
@@ -113,7 +113,6 @@ class TestReading:
         assert f"Nothing in {LOG_NAME} can be read" in text
         assert "Nothing is written yet." not in text
 
-    @settings(max_examples=25)
     @given(share=st.floats(0, 1), which=st.sampled_from([LOG_NAME, TELEMETRY_NAME]))
     def test_logs_cut_anywhere_give_a_page(self, pair, tmp_path_factory, share, which):
         folder = tmp_path_factory.mktemp("cut")
@@ -339,7 +338,6 @@ class TestPage:
         Strict(run_page(runs[:1]))
         return text, Strict(text)
 
-    @settings(max_examples=60)
     @given(
         st.lists(
             st.tuples(
@@ -404,7 +402,6 @@ class TestCharts:
         if peaks and known:
             assert max(kept) == max(known)
 
-    @settings(max_examples=60)
     @given(
         st.lists(st.tuples(st.floats(0, 1e6), st.none() | st.floats()), max_size=30),
         st.booleans(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -302,7 +301,8 @@ def test_every_training_setting_reaches_the_trainer():
     text = """
 training: {epochs: 3, precision: bf16, gradient_accumulation_steps: 2, clip_norm: null, capture: off,
   compile: true, nonfinite: skip, read_every: 7, seed: 9, keep_last: 5, checkpoint_every_epochs: 4,
-  checkpoint_every_steps: 11, survive_oom: false, activation_checkpointing: true, tensorboard: true}
+  checkpoint_every_steps: 11, max_steps: 99, patience: 3, min_delta: 0.1,
+  survive_oom: false, activation_checkpointing: true, tensorboard: true}
 gpu_optimization: {empty_cache_every_n_epochs: 2, log_gpu_stats_every_n_batches: 6}
 data: {memory_efficient_mode: {ram_32gb_mode: {empty_cache_frequency: 8}}}
 """
@@ -406,9 +406,9 @@ def test_keys_without_effect_are_noted():
 def test_a_config_without_a_rate_has_the_recipes(name, rate):
     settings = choose_recipe(resolve(parse_config(f"recipe: {{name: {name}}}"))).settings
     assert settings.learning_rate == rate
-    assert settings.is_default("learning_rate")
-    assert settings.reasons["learning_rate"].startswith("the recipe's default, ")
-    again = choose_recipe(replace(settings, batch_size=7)).settings
+    assert settings.is_default("training.lr")
+    assert settings.reasons["training.lr"].startswith("the recipe's default, ")
+    again = choose_recipe(settings.changed({"training.batch_size": 7})).settings
     assert again.batch_size == 7, "what a tuner has changed is not filled in again"
 
 

@@ -270,15 +270,11 @@ def test_an_uncaught_error_of_a_protocol_does_not_repeat_the_password(tmp_path):
         "s3://anna:HüKr0k@bucket/x", "ftp://anna:HüKr0k@127.0.0.1:1/x", "nothing://anna:HüKr0k@host/x",
         "simplecache::http://anna:HüKr0k@127.0.0.1:1/x",
     ):  # fmt: skip
-        program = f"from stoker import open_store\nopen_store({address!r})"
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            check=False,
-        )
-        said = done.stderr.replace(program, "")
+        script = tmp_path / "script.py"
+        script.write_text(f"from stoker import open_store\nopen_store({address!r})")
+        done = warm_stoker.shared().run([], tmp_path, script=script)
+        assert "in open_store" in done.stderr
+        said = done.stderr.replace(script.read_text().splitlines()[1], "")
         assert done.returncode == 1
         assert_hidden(said)
 

@@ -6,7 +6,7 @@ import contextlib
 import re
 import shlex
 import tomllib
-from dataclasses import fields, replace
+from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -16,14 +16,14 @@ import pytest
 from molecule_makers import mol_block, msp_record
 from stoker.cli.main import app
 from stoker.config import (
-    AugmentationSettings,
+    AugmentOptions,
     find_config,
     load_config,
     parse_config,
     resolve,
     shipped_configs,
 )
-from stoker.config.shipped import FOLDER
+from stoker.config.load import FOLDER
 from stoker.errors import StokerError
 from stoker.recipes.catalogue import choose_recipe
 from stoker.recipes.registry import ready_recipes
@@ -88,16 +88,16 @@ def test_each_can_be_trained_as_shipped_after_the_pack_command_in_its_head(
     pack, train, *_ = head_commands(name)
     assert train == f"stoker train --config {name}"
     settings = resolve(load_config(name))
-    assert f" {settings.store}" in pack
-    pack_once(pack, Path(settings.store))
-    tiny = ["training.epochs=1", "data.memory_efficient_mode.ram_32gb_mode.max_training_samples=16"]
-    tiny += [f"recipe.options.{text}" for text in SMALL[settings.recipe]]
+    assert f" {settings.recipe.store}" in pack
+    pack_once(pack, Path(settings.recipe.store))
+    tiny = ["training.epochs=1", "data.max_training_samples=16"]
+    tiny += [f"recipe.options.{text}" for text in SMALL[settings.recipe.name]]
     options = [word for text in tiny for word in ("--set", text)]
     app([*shlex.split(train)[1:], "--device", "cpu", *options], standalone_mode=False)
     said = capsys.readouterr()
     assert "no effect" not in said.err
-    assert f"{settings.recipe}: best checkpoint against chance" in said.out
-    assert list(Path(settings.run_dir).glob("*.pt"))
+    assert f"{settings.recipe.name}: best checkpoint against chance" in said.out
+    assert list(Path(settings.run.dir).glob("*.pt"))
 
 
 def taken_in(text: str) -> str:
@@ -119,9 +119,10 @@ def test_init_writes_a_complete_config_that_trains_as_it_is(
     # The defaults are true: written out, they come to the same settings and options.
     plain = choose_recipe(resolve(parse_config(text)))
     whole = choose_recipe(resolve(parse_config(taken_in(text))))
-    drawn = [] if recipe != "segmentation" else [item.name for item in fields(AugmentationSettings)]
+    drawn = [] if recipe != "segmentation" else [item.name for item in fields(AugmentOptions)]
     one, other = plain.settings, whole.settings
-    assert replace(other, recipe_options={}, augmentation=None) == replace(one, recipe_options={})
+    bare = {"recipe.options": {}, "training.use_gpu_augmentation": False}
+    assert other.changed(bare) == one.changed(bare)
     for name, value in plain.plain.items():
         assert name in drawn or whole.plain[name] == value
     # Every option is there, or the key that says it.
@@ -136,7 +137,7 @@ def test_init_writes_a_complete_config_that_trains_as_it_is(
         pack_once(head_commands(small)[0], source)
     Path("stores").mkdir()
     Path("stores", recipe).symlink_to(source)
-    tiny = ["training.epochs=1", "data.memory_efficient_mode.ram_32gb_mode.max_training_samples=16"]
+    tiny = ["training.epochs=1", "data.max_training_samples=16"]
     tiny += [f"recipe.options.{text}" for text in SMALL[small]]
     options = [word for text in tiny for word in ("--set", text)]
     app(["train", "--config", "my.yaml", "--device", "cpu", *options], standalone_mode=False)

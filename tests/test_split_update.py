@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -120,7 +120,6 @@ def test_a_small_model_fills_one_launch():
     assert len(split_tensors([torch.empty(size, device="meta") for size in mlp])) <= 110
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(0, 3_000_000), min_size=1, max_size=40),
     st.sampled_from([(1, 110), (4, 36)]),

@@ -14,7 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import CorruptError, InputError, StokerError, StoreError, StoreVersionError
@@ -37,7 +37,6 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @given(data=shard_data())
-@settings(max_examples=60)
 def test_pack_then_read_gives_the_same_values(data, tmp_path_factory):
     store = write_store(tmp_path_factory.mktemp("s"), [data])
     with store:
@@ -55,7 +54,6 @@ def test_pack_then_read_gives_the_same_values(data, tmp_path_factory):
 
 
 @given(data=shard_data(), seed=st.integers(0, 9))
-@settings(max_examples=30)
 def test_a_loaded_shard_is_the_one_that_was_written_and_can_be_thinned(
     data, seed, tmp_path_factory
 ):
@@ -81,7 +79,6 @@ def test_a_loaded_shard_is_the_one_that_was_written_and_can_be_thinned(
     picks=st.lists(st.integers(0, 10**6), max_size=20),
     cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
-@settings(max_examples=60)
 def test_reads_across_shards_equal_one_array(sizes, picks, cut, tmp_path_factory):
     rng = np.random.default_rng(0)
     shards = [simple_shard(rng, size) for size in sizes]

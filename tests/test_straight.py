@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import CorruptError
@@ -32,7 +32,6 @@ def as_lists(batches):
     return [{name: value.tolist() for name, value in batch.items()} for batch in batches]
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     batch=st.integers(1, 9),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import InputError, SourceError
@@ -300,7 +300,6 @@ def test_scaler_of_other_columns_is_refused():
         apply_scaler(np.ones((3, 5)), scaler)
 
 
-@settings(max_examples=30)
 @given(st.integers(2, 400), st.integers(1, 399))
 def test_features_do_not_depend_on_the_length_of_the_array(num, cut):
     """Vector units must not round a row differently because of where the array ends."""

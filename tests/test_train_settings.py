@@ -7,16 +7,16 @@ from dataclasses import fields
 import pytest
 import torch
 
-from stoker.config import Config, Settings, load_config, parse_config, resolve
+from stoker.config import Config, TrainOptions, load_config, parse_config, resolve
 from stoker.config.names import SYNONYMS
-from stoker.config.resolve import QUESTIONS
+from stoker.config.resolve import PLACES
 from stoker.config.tree import key_schemas
 from stoker.errors import ConfigError, InputError
 from stoker.train.settings import TrainSettings, read_config
 from stoker.train.trainer import Trainer
 from test_config import LEAVES, another_value, nested, problems_of
 
-SHARED = {entry.name for entry in fields(TrainSettings)} & {item.name for item in fields(Settings)}
+SHARED = [f"training.{entry.name}" for entry in fields(TrainOptions)]
 
 
 def make_trainer(config, rate=0.1):
@@ -26,10 +26,11 @@ def make_trainer(config, rate=0.1):
     return Trainer(model, batches, None, torch.nn.MSELoss(), optimizer, None, config, "cpu")
 
 
-@pytest.mark.parametrize("question", sorted(SHARED))
-def test_every_name_of_a_config_file_means_the_same_in_a_mapping(question):
+@pytest.mark.parametrize("home", SHARED)
+def test_every_name_of_a_config_file_means_the_same_in_a_mapping(home):
     """The value that a file gives the trainer is the one that a mapping with the file's name gives."""
-    for key in [key for names in QUESTIONS[question] for key in names.split("|")]:
+    question = home.rpartition(".")[2]
+    for key in PLACES[home]:
         value = another_value(LEAVES[key])
         from_file, _ = read_config(resolve(parse_config(nested({key: value}))))
         from_mapping, notes = read_config({key.rpartition(".")[2]: value})
@@ -44,9 +45,9 @@ def test_a_yaml_file_reaches_a_trainer_with_ones_own_model(tmp_path):
         "training: {use_amp: false, gradient_accumulation_steps: 4, epochs: 3, lr: 8e-4, clip_norm: 2}\n"
     )
     settings = resolve(load_config(file))
-    trainer = make_trainer(settings, settings.learning_rate)
+    trainer = make_trainer(settings, settings.training.lr)
     assert trainer.settings == TrainSettings(
-        epochs=3, precision="fp32", accumulation_steps=4, clip_norm=2, seed=0,
+        epochs=3, precision="fp32", gradient_accumulation_steps=4, clip_norm=2, seed=0,
         log_gpu_stats_every_n_batches=100,
     )  # fmt: skip
     assert len(trainer.fit().epochs) == 3
@@ -63,7 +64,7 @@ def test_a_mapping_with_the_names_of_a_section():
         "capture": False,
     }
     trainer = make_trainer(section)
-    assert trainer.settings.accumulation_steps == 4
+    assert trainer.settings.gradient_accumulation_steps == 4
     assert (trainer.settings.precision, trainer.settings.capture) == ("auto", "off")
     assert any(note.startswith("batch_size: not the Trainer's") for note in trainer.history.notes)
     assert TrainSettings.of({"accumulation_steps": 4}) == TrainSettings(accumulation_steps=4)
@@ -85,7 +86,7 @@ def test_use_amp_and_precision_are_settled_as_in_a_file(use_amp, precision, come
             resolve(Config.model_validate({"training": given}))
         return
     assert TrainSettings.of(given).precision == comes_to
-    assert resolve(Config.model_validate({"training": given})).precision == comes_to
+    assert resolve(Config.model_validate({"training": given})).training.precision == comes_to
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_use_amp_and_precision_are_settled_as_in_a_file(use_amp, precision, come
         ({"store": "x"}, ["no training setting 'store'"]),
         ({3: 4}, ["no training setting 3"]),
         (["epochs"], ["of the type list"]),
-        ("my.yaml", ["of the type str", "resolve(load_config('my.yaml'))"]),
+        ("my.yaml", ["of the type str", "Trainer.from_config('my.yaml'"]),
     ],
 )
 def test_what_a_trainer_cannot_take_is_named(config, words):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -17,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import warm_stoker
 from stoker.augment import GPUAugmentation
 from stoker.errors import CorruptError, InputError, StokerError
 from stoker.loader.loader import Loader
@@ -133,11 +132,11 @@ print(history.ended)
 """
 
 
-def start(path, run):
+def start(path, run, folder):
+    script = folder / "train.py"
     code = SCRIPT.format(tests=str(Path(__file__).parent), path=str(path), run=str(run))
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], stdout=subprocess.PIPE
-    )
+    script.write_text(textwrap.dedent(code))
+    return warm_stoker.Started([], script=script, warned=["error"])
 
 
 def wait_for_checkpoints(run, count=2, seconds=60):
@@ -149,7 +148,7 @@ def wait_for_checkpoints(run, count=2, seconds=60):
 
 def test_kill_9_and_resume_gives_the_same_losses(path, tmp_path):
     run = tmp_path / "run"
-    process = start(path, run)
+    process = start(path, run, tmp_path)
     wait_for_checkpoints(run)
     process.kill()
     process.communicate()
@@ -169,12 +168,12 @@ def test_kill_9_and_resume_gives_the_same_losses(path, tmp_path):
 
 def test_sigterm_saves_and_ends_well(path, tmp_path):
     run = tmp_path / "run"
-    process = start(path, run)
+    process = start(path, run, tmp_path)
     wait_for_checkpoints(run)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0
-    assert output.decode().strip() == "terminated"
+    assert output.strip() == "terminated"
 
 
 def test_ctrl_c_saves_what_was_done(path, tmp_path):
@@ -195,7 +194,7 @@ def test_a_checkpoint_of_another_config_is_refused_with_the_difference(path, tmp
 
 
 def test_two_processes_cannot_share_a_run(path, tmp_path):
-    process = start(path, tmp_path / "run")
+    process = start(path, tmp_path / "run", tmp_path)
     wait_for_checkpoints(tmp_path / "run")
     try:
         with pytest.raises(StokerError, match=f"process {process.pid}"):

@@ -267,7 +267,7 @@ def test_each_of_them_is_free(path, tmp_path, name):
 def test_what_changes_the_weights_may_not(path, tmp_path):
     make(path, run_dir=tmp_path / "run", epochs=1).fit()
     with pytest.raises(
-        InputError, match=r"settings\.accumulation_steps: 1 in the checkpoint, 2 now"
+        InputError, match=r"settings\.gradient_accumulation_steps: 1 in the checkpoint, 2 now"
     ) as caught:
         make(path, run_dir=tmp_path / "run", accumulation_steps=2, nonfinite="skip").fit(
             resume=True
@@ -336,9 +336,9 @@ def test_a_mistyped_monitor_is_refused_after_the_first_validation_and_can_be_cor
         ("compile", "no", "True or False"),
         ("maximise", 1, "True or False"),
         ("survive_oom", None, "True or False"),
-        ("monitor", 3, "a name"),
+        ("monitor", 3, "text"),
         ("seed", 1.5, "a whole number, 0 or more, or None"),
-        ("keep_last", 0, "a whole number, 1 or more"),
+        ("keep_last", 0, "a whole number from 1 to 10,000"),
     ],
 )
 def test_a_setting_of_the_wrong_kind_is_named(name, value, allowed):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from stoker.cli.main import app
+from stoker.loader.loader import Loader
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/training.md").read_text(encoding="utf-8")
@@ -26,12 +27,20 @@ def test_the_examples_run(tmp_path, monkeypatch):
         with h5py.File(f"{name}.h5", "w") as file:
             file["features"], file["targets"] = features, features[:, :1]
     make_store("tabular", tmp_path / "rows").close()
-    own, recipe = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    own, epochs, recipe, captured = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     state: dict = {}
     exec(compile(own, "docs/training.md", "exec"), state)
     losses = [report.metrics["loss"] for report in state["history"].epochs]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
+    for name in ("train", "val"):  # the loaders of the first example are closed
+        data = Loader(f"{name}.h5", 64, order="shuffled")
+        getattr(state["trainer"], f"_{name}").loader = data
+    exec(compile(epochs, "docs/training.md", "exec"), state)
+    assert state["report"].epoch == 4
+    assert state["metrics"]["loss"] < losses[0]
+    exec(compile(captured, "docs/training.md", "exec"), state)
+    assert state["step"].reason.startswith(("eager: there are no CUDA graphs", "captured"))
     recipe = recipe.replace('"run.dir=', '"training.epochs=1", "run.dir=')
     exec(compile(recipe, "docs/training.md", "exec"), state)
     assert state["run"].best.exists()

@@ -394,14 +394,14 @@ def test_a_job_is_tuned_by_running_it(table, one_thread):
     assert tuned.before.shape == UpdateShape(16, 4)
     assert tuned.final.shape in [point.shape for point in tuned.curve]
     # Small batches of a small model cost the same each: half of them are nearly twice as fast.
-    assert tuned.changes["batch_size"] > 16
+    assert tuned.changes["training.batch_size"] > 16
     assert tuned.final.shape.samples_per_update == 64
     assert tuned.gain > 1.2
     assert tuned.final.peak_bytes < tuned.final.cap_bytes
     assert "as before: the learning rate stays 0.003" in tuned.notes[0]
     assert sizes == sorted(sizes)
-    assert tuned.left_alone["capture"] == "there are no CUDA graphs on the CPU"
-    assert "threads" in tuned.left_alone["num_workers"]
+    assert tuned.left_alone["training.capture"] == "there are no CUDA graphs on the CPU"
+    assert "threads" in tuned.left_alone["data.num_workers"]
     assert not (table / "run").exists()  # nothing is written
     json.dumps(tuned.to_json())
 
@@ -416,7 +416,7 @@ def test_a_larger_update_is_taken_only_when_asked_for(table, monkeypatch):
     assert "Batches of 64 run at 2.20 times this rate" in kept.notes[1]
     assert "--grow-update" in kept.notes[1]
     grown = tune_job(settings, device="cpu", grow_update=True)
-    assert grown.changes == {"batch_size": 64}
+    assert grown.changes == {"training.batch_size": 64}
     assert "lr_rule" in grown.notes[0]
     plain = settings_for("tabular", table / "store", table / "run", "recipe.options.lr_rule=none")
     said = tune_job(plain, device="cpu", grow_update=True).notes[0]
@@ -430,7 +430,9 @@ def made_up(
     """Return a `measure` of made-up rates: by batch size, and better for small chunks."""
 
     def measure(self, settings, effort=None):
-        shape = UpdateShape(settings.batch_size, settings.accumulation_steps)
+        shape = UpdateShape(
+            settings.training.batch_size, settings.training.gradient_accumulation_steps
+        )
         limit = cap if effort is None else (final_cap or cap)
         about = {"shape": shape, "cap_bytes": cap, "tier": tier, "device_data_bytes": 256 << 20}
         if shape.batch_size > limit:
@@ -461,7 +463,7 @@ def test_where_nothing_that_was_tried_lasts_smaller_sizes_are(table, monkeypatch
     monkeypatch.setattr(JobBench, "measure", made_up(rates, cap=64, final_cap=3))
     tuned = tune_job(settings_for("tabular", table / "store", table / "run"), device="cpu")
     assert tuned.final.shape == UpdateShape(2, 8)
-    assert tuned.changes == {"batch_size": 2, "accumulation_steps": 8}
+    assert tuned.changes == {"training.batch_size": 2, "training.gradient_accumulation_steps": 8}
 
 
 def test_options_are_kept_only_where_they_pay(table, monkeypatch):
@@ -475,7 +477,7 @@ def test_options_are_kept_only_where_they_pay(table, monkeypatch):
         ("128.0 MiB", False),
         ("512.0 MiB", False),
     ]
-    assert tuned.changes == {"chunk_bytes": int(0.062 * (1 << 30))}
+    assert tuned.changes == {"data.chunk_size_gb": 0.062}
     assert tuned.gain == pytest.approx(2.0)
 
 
@@ -503,8 +505,8 @@ def test_out_of_memory_is_an_outcome_and_other_errors_are_not(table, one_thread,
         run.job.model.register_forward_pre_hook(
             fail_above(40, torch.OutOfMemoryError("CUDA out of memory"))
         )
-        assert bench.measure(replace(settings, batch_size=32)).fits
-        done = bench.measure(replace(settings, batch_size=64))
+        assert bench.measure(settings.changed({"training.batch_size": 32})).fits
+        done = bench.measure(settings.changed({"training.batch_size": 64}))
         assert (done.fits, done.rate, done.reason) == (False, None, "out of memory")
         run.job.model.register_forward_pre_hook(fail_above(10, RuntimeError("shapes differ")))
         with pytest.raises(RuntimeError, match="shapes differ"):
@@ -543,7 +545,7 @@ def test_chunks_are_tried_on_a_real_job(tmp_path, one_thread):
         tuned_at = JobBench(run, QUICK).measure(settings)
     assert tuned_at.tier == "chunked"
     tuned = tune_job(settings, device="cpu", effort=QUICK)
-    assert {tried.option for tried in tuned.options} == {"chunk_bytes"}
+    assert {tried.option for tried in tuned.options} == {"data.chunk_size_gb"}
     assert all(tried.measured.rate > 0 for tried in tuned.options)
     tried_bytes = {tried.value for tried in tuned.options}
     chunk = tuned.changes.get("chunk_bytes")
@@ -557,8 +559,8 @@ def test_lanes_keep_their_batch(tmp_path, one_thread):
     )
     tuned = tune_job(settings, device="cpu", effort=QUICK)
     assert len(tuned.curve) == 1
-    assert "lane" in tuned.left_alone["batch_size"]
-    assert "batch_size" not in tuned.changes
+    assert "lane" in tuned.left_alone["training.batch_size"]
+    assert "training.batch_size" not in tuned.changes
 
 
 # -- loaders of others -----------------------------------------------------------------------------
@@ -647,7 +649,9 @@ def test_all_ranks_take_what_fits_everywhere_and_add_their_rates(tmp_path):
 def test_on_a_gpu_capture_is_tried_and_memory_is_what_torch_reserved(table):
     settings = settings_for("tabular", table / "store", table / "run")
     tuned = tune_job(settings, device="cuda", effort=QUICK)
-    assert [tried.option for tried in tuned.options] == ["capture"] or "capture" in tuned.left_alone
+    assert [tried.option for tried in tuned.options] == [
+        "training.capture"
+    ] or "training.capture" in tuned.left_alone
     total = torch.cuda.get_device_properties(0).total_memory
     assert 0 < tuned.final.peak_bytes <= tuned.final.cap_bytes < total
 
@@ -668,10 +672,10 @@ def test_on_a_gpu_a_batch_that_does_not_fit_is_an_outcome_and_is_let_go(tmp_path
     try:
         with open_run(settings, device="cuda") as run:
             bench = JobBench(run, QUICK)
-            assert bench.measure(replace(settings, batch_size=64)).fits
+            assert bench.measure(settings.changed({"training.batch_size": 64})).fits
             held = torch.cuda.memory_allocated()
-            assert not bench.measure(replace(settings, batch_size=32_768)).fits
-            assert bench.measure(replace(settings, batch_size=64)).fits
+            assert not bench.measure(settings.changed({"training.batch_size": 32_768})).fits
+            assert bench.measure(settings.changed({"training.batch_size": 64})).fits
             gc.collect()
             assert torch.cuda.memory_allocated() <= held + (8 << 20)
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,8 +67,11 @@ def test_the_command_writes_a_config_that_says_what_was_measured(
     assert "# kept: a comment" in text
     assert "#   batch 16 x 2: 100 samples/s" in text
     before, after = (resolve(load_config(name)) for name in ("c.yaml", "tuned.yaml"))
-    assert (after.batch_size, after.accumulation_steps) == (32, 1)
-    assert replace(after, batch_size=16, accumulation_steps=2) == before
+    assert (after.training.batch_size, after.training.gradient_accumulation_steps) == (32, 1)
+    assert (
+        after.changed({"training.batch_size": 16, "training.gradient_accumulation_steps": 2})
+        == before
+    )
     page = Path("t.html").read_text()
     assert "chart-rate" in page
     assert "Peak memory" in page

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -123,7 +123,6 @@ def test_where_chunks_cannot_give_way_the_batch_does(store, monkeypatch):
     assert trainer._update.level.pass_size == 8
 
 
-@settings(max_examples=40)
 @given(
     batch=st.integers(1, 30),
     chunk=st.integers(10, 60),

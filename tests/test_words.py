@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import stoker
+from source_trees import parsed
 
 PACKAGE = Path(stoker.__file__).parent
 RETIRED = re.compile(
@@ -55,6 +56,6 @@ def test_no_module_has_a_retired_name():
 
 @pytest.mark.parametrize("name", WITH_CONTRACT)
 def test_code_with_threads_opens_with_its_contract(name):
-    text = ast.get_docstring(ast.parse((PACKAGE / name).read_text(encoding="utf-8"))) or ""
+    text = ast.get_docstring(parsed((PACKAGE / name).read_text(encoding="utf-8"))) or ""
     assert re.search(r"\b(?:[Cc]ontract|Threads)\b", text)
     assert re.search(r"(?i)\b(?:success|failure|error)\b", text)

@@ -150,9 +150,9 @@ def inject(monkeypatch, where, check):
     if where == "assembly":
         assemble = Loader.assemble
 
-        def guarded(self, *args):
+        def guarded(self, *args, **named):
             check()
-            return assemble(self, *args)
+            return assemble(self, *args, **named)
 
         monkeypatch.setattr(Loader, "assemble", guarded)
         return

@@ -8,7 +8,7 @@ from torch import nn
 
 from stoker.compat.max_batch import find_max_batch_size
 from stoker.measure.search import Outcome, choose, climb
-from stoker.tune.ranks import agree
+from stoker.tune.trial import agree
 
 
 class Limited(nn.Module):

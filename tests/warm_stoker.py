@@ -2,28 +2,34 @@
 
 A start of Python with torch, and the first training step of a process, cost three to five seconds; a fork
 costs a tenth of one. A command here has its own process, streams, folder and environment, and ends as it
-would by itself: its exit functions run. Tests about the process (signals, closed streams, terminals, what
-is imported) start one of their own.
+would by itself: its exit functions run. `Started` is one that its test sends signals to, or gives a terminal.
+Tests about the process (closed streams, what is imported, how Python ends) start one of their own.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import json
 import os
 import runpy
+import select
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
+import termios
+import threading
 import traceback
 import warnings
 from pathlib import Path
 
 FIRST_USE = (
     "h5py", "pyarrow.csv", "pyarrow.parquet", "torch._dynamo", "torch.onnx", "torch.utils.data",
-    "stoker.cli.pack", "stoker.cli.train", "stoker.recipes.run", "stoker.report",
+    "rich.console", "rich.progress", "rich.table", "typer.rich_utils", "pydantic.type_adapter",
+    "stoker.recipes.run", "stoker.report", "stoker.store.inspection", "stoker.store.quality_page",
 )  # fmt: skip
 
 
@@ -31,24 +37,34 @@ def serve() -> None:
     """Run the commands that come as lines of JSON, and answer each with its exit code."""
     import gc
     import importlib
+    import pkgutil
 
     import torch
+    import typer
 
     import stoker.cli.main
 
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in FIRST_USE:
+        verbs = [found.name for found in pkgutil.iter_modules(stoker.cli.__path__, "stoker.cli.")]
+        for name in (*FIRST_USE, *verbs):
             importlib.import_module(name)
         torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    whole = typer.main.get_command(stoker.cli.main.app)  # a fork may change its copy
+    typer.main.get_command = lambda app: whole
     gc.collect()
     gc.freeze()  # a fork that collects would copy all pages
     for line in sys.stdin:
+        asked = json.loads(line)
+        if asked["beside"]:
+            _run_beside(asked, stoker.cli.main.run)
+            continue
         pipes = os.pipe(), os.pipe()
         pid = os.fork()
         if not pid:
-            _run(json.loads(line), stoker.cli.main.run, [end for _, end in pipes])
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            _run(asked, stoker.cli.main.run, [nothing, *(end for _, end in pipes)])
         for _, end in pipes:
             os.close(end)
         texts = _read([end for end, _ in pipes])
@@ -72,13 +88,45 @@ def _read(ends: list[int]) -> list[str]:
     return [text.decode(errors="surrogateescape") for text in found.values()]
 
 
-def _run(asked: dict, main, ends: list[int]) -> None:
+def _run_beside(asked: dict, main) -> None:
+    """Run a command that its test talks to: a keeper between us waits for its end and reports it."""
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return
+    if os.fork():
+        os._exit(0)  # so that the keeper is nobody's child
+    os.setsid()
+    tty = asked["beside"].get("tty")
+    names = [tty] * 3 if tty else [os.devnull, asked["beside"]["out"], asked["beside"]["err"]]
+    flags = (
+        [os.O_RDWR | os.O_NOCTTY] * 3
+        if tty
+        else [os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT | os.O_APPEND] * 2]
+    )
+    streams = [os.open(name, flag) for name, flag in zip(names, flags, strict=True)]
+    status = os.open(asked["beside"]["status"], os.O_WRONLY)
+    pid = os.fork()
+    if not pid:
+        os.close(status)
+        if tty:  # the keeper would go with its terminal
+            os.setsid()
+            fcntl.ioctl(streams[0], termios.TIOCSCTTY, 0)
+        _run(asked, main, streams)
+    for stream in streams:
+        os.close(stream)
+    os.write(status, f"{pid}\n".encode())
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.write(status, f"{code}\n".encode())
+    os._exit(0)
+
+
+def _run(asked: dict, main, streams: list[int]) -> None:
     """Be the command that is asked for; end the process."""
     import resource
-    import threading
     import time
 
-    for number, stream in enumerate([os.open(os.devnull, os.O_RDONLY), *ends]):
+    for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(asked["folder"])
@@ -121,6 +169,91 @@ def _run(asked: dict, main, ends: list[int]) -> None:
         os._exit(code)
 
 
+def _asked(words, folder, environment, script) -> dict:
+    asked = {"words": words, "folder": str(folder or Path.cwd()), "script": str(script)}
+    asked |= {"limit": 0, "blocked": [], "warnings": [], "beside": None}
+    return asked | {"environment": dict(os.environ if environment is None else environment)}
+
+
+class Started:
+    """A command that runs while its test goes on, with what a `Popen` has: signals reach it by its number.
+
+    Its output comes as text. With a `tty`, the name of a terminal, that is all three streams; with a `log`, a file,
+    both outputs go there: there are none to read here then.
+    """
+
+    def __init__(self, words, folder=None, environment=None, script="", tty="", warned=(), log=""):
+        self._folder = tempfile.TemporaryDirectory(prefix="stoker-warm-")
+        self.returncode: int | None = None
+        paths = {name: str(Path(self._folder.name, name)) for name in ("out", "err", "status")}
+        for path in paths.values():
+            os.mkfifo(path)
+        # Open for writing too, so that it has no end before the keeper has opened it.
+        self._status = open(os.open(paths["status"], os.O_RDWR), "rb", buffering=0)  # noqa: SIM115, PTH123
+        elsewhere = tty or log
+        self.stdout, self.stderr = (
+            (None, None) if elsewhere else map(_reader, (paths["out"], paths["err"]))
+        )
+        if log:
+            paths |= {"out": str(log), "err": str(log)}
+        beside = {**paths, "tty": str(tty)}
+        server = shared()
+        asked = _asked([*map(str, words)], folder, environment, script)
+        server.ask({**asked, "warnings": [*warned], "beside": beside})
+        self.pid = int(self._status.readline())
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        return self.wait(0) if self.returncode is None else self.returncode
+
+    def wait(self, timeout: float = 200) -> int | None:
+        """Return the exit code, or None where it has not ended by then."""
+        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+            self.returncode = int(self._status.readline())
+        return self.returncode
+
+    def communicate(self, timeout: float = 200) -> tuple[str, str]:
+        """Read both streams to their ends; TimeoutError where the command has not ended by then."""
+        said: list[str] = ["", ""]
+
+        def read(number: int, stream) -> None:
+            said[number] = stream.read()
+
+        streams = enumerate((self.stdout, self.stderr))
+        readers = [threading.Thread(target=read, args=pair, daemon=True) for pair in streams]
+        for reader in readers:
+            reader.start()
+        if self.wait(timeout) is None:
+            self.kill()
+            raise TimeoutError(f"process {self.pid} is still there after {timeout} s")
+        for reader in readers:
+            reader.join(10)
+        self.close()
+        return said[0], said[1]
+
+    def close(self) -> None:
+        """End the command where it runs, and give its pipes back."""
+        self.kill()
+        self.wait()
+        for stream in (self._status, self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        self._folder.cleanup()
+
+
+def _reader(path: str):
+    """Open a pipe before anybody writes to it."""
+    end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(end, True)
+    return open(end, encoding="utf-8", errors="surrogateescape")  # noqa: PTH123
+
+
 class Server:
     """The process whose forks are the commands."""
 
@@ -156,17 +289,19 @@ class Server:
             warned: What `python -W` would get.
         """
         words = [*map(str, words)]
-        asked = {"words": words, "folder": str(folder or Path.cwd()), "limit": limit}
-        asked["environment"] = dict(os.environ if environment is None else environment)
-        asked |= {"blocked": [*blocked], "script": str(script), "warnings": [*warned]}
+        asked = _asked(words, folder, environment, script)
+        asked |= {"limit": limit, "blocked": [*blocked], "warnings": [*warned]}
         try:
-            self._process.stdin.write(json.dumps(asked) + "\n")
-            self._process.stdin.flush()
+            self.ask(asked)
             code, out, err = json.loads(self._process.stdout.readline())
         except BaseException:
             self._process.kill()  # what it would answer next belongs to this command
             raise
         return subprocess.CompletedProcess(words, code, out, err)
+
+    def ask(self, asked: dict) -> None:
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
 
     def lives(self) -> bool:
         return self._process.poll() is None

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from stoker.errors import (
         StoreError as StoreError,
     )
+    from stoker.loader.drawing import mix as mix
     from stoker.loader.loader import Loader as Loader
     from stoker.loader.prefetch import prefetch as prefetch
     from stoker.loader.splits import select_samples as select_samples
@@ -61,10 +62,12 @@ if TYPE_CHECKING:
     from stoker.machine import probe as probe
     from stoker.packing import PackOptions as PackOptions
     from stoker.packing import pack as pack
+    from stoker.packing import pack_from as pack_from
     from stoker.plan import Plan as Plan
     from stoker.plan import make_plan as make_plan
     from stoker.store.reader import Store as Store
     from stoker.store.reader import open_store as open_store
+    from stoker.train.capture_function import capture as capture
     from stoker.train.memory import (
         log_gpu_stats as log_gpu_stats,
     )
@@ -83,6 +86,7 @@ _HOMES = {
     "LazyMassSpecDataset": "stoker.compat.massspec",
     "Loader": "stoker.loader.loader",
     "NISTDataLoader": "stoker.compat.massspec",
+    "mix": "stoker.loader.drawing",
     "prefetch": "stoker.loader.prefetch",
     "Plan": "stoker.plan",
     "make_plan": "stoker.plan",
@@ -98,11 +102,13 @@ _HOMES = {
     "StokerError": "stoker.errors",
     "Store": "stoker.store.reader",
     "StoreError": "stoker.errors",
+    "capture": "stoker.train.capture_function",
     "config_schema": "stoker.config",
     "find_max_batch_size": "stoker.compat.max_batch",
     "load_config": "stoker.config",
     "open_store": "stoker.store.reader",
     "pack": "stoker.packing",
+    "pack_from": "stoker.packing",
     "probe": "stoker.machine",
     "Trainer": "stoker.train.trainer",
     "TrainSettings": "stoker.train.settings",
@@ -117,11 +123,14 @@ __all__ = [
     "Store",
     "TrainSettings",
     "Trainer",
+    "capture",
     "find_max_batch_size",
     "load_config",
     "make_plan",
+    "mix",
     "open_store",
     "pack",
+    "pack_from",
     "prefetch",
     "probe",
     "select_samples",

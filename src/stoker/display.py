@@ -7,6 +7,7 @@ microseconds.
 
 from __future__ import annotations
 
+import difflib
 import html
 import os
 import re
@@ -95,6 +96,13 @@ def _bytes_of(letter: str) -> bytes:
 def command(*words: object) -> str:
     """Return a command to type, each word quoted."""
     return " ".join(map(quoted, words))
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Return the known name that was probably meant, for advice; upper and lower case are alike."""
+    folded = {each.casefold(): each for each in known}
+    near = difflib.get_close_matches(str(name).casefold(), folded, n=1)
+    return folded[near[0]] if near else None
 
 
 def look_in(folder: Path, *options: str) -> str:

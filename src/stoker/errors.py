@@ -68,6 +68,14 @@ class ConfigError(InputError):
     """A config file with an unknown key, a wrong type or a clash."""
 
 
+class FieldNameError(InputError, KeyError):
+    """A field that a batch does not have."""
+
+    def __str__(self) -> str:
+        """Return the message; `KeyError` would print it as one quoted line."""
+        return str(self.args[0])
+
+
 class DoesNotFitError(InputError):
     """No plan fits into the memory that was given; smaller batches or more memory for data would."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,11 +21,12 @@ import psutil
 from stoker.display import quoted
 from stoker.errors import InputError, StokerError, unwritable
 from stoker.runs.follow import RunFollower, RunNow
-from stoker.runs.targets import judge_gpu
-from stoker.runs.telemetry import GpuReading, Meter, ProcessReading
+from stoker.runs.telemetry import GpuReading, Meter, ProcessReading, judge_gpu
 from stoker.units import MB, MIB, local_time
 
 LEAST_INTERVAL_SECONDS = 0.1
+NUM_KEPT = 60
+"""Looks that `Monitor.history` keeps."""
 ONCE_SECONDS = 0.2
 """Between the two looks behind a single snapshot: rates need two."""
 
@@ -77,18 +79,22 @@ class Snapshot:
 class Monitor:
     """Looks at GPUs, host and run. Use as a context manager; one thread.
 
+    Attributes:
+        history: Of the last minute or so, one number per look: `busy N` in percent per GPU, `samples/s`.
+
     Args:
-        run_dir: Folder of a run; its log may come later.
+        run_dir: Folder of a run; it may come later.
         nvml: Module with pynvml's functions; None imports pynvml.
 
     Raises:
-        InputError: There is no such folder.
+        InputError: `run_dir` is a file.
     """
 
     def __init__(self, run_dir: str | Path | None = None, nvml: Any = None) -> None:
         self._run = None if run_dir is None else RunFollower(run_dir)
         self._meter = Meter(pid=0, nvml=nvml)
         self._has_looked = False
+        self.history: dict[str, deque[float | None]] = defaultdict(lambda: deque(maxlen=NUM_KEPT))
 
     def __enter__(self) -> Self:
         self._meter.__enter__()
@@ -101,9 +107,14 @@ class Monitor:
         """Return how things are now."""
         run = None if self._run is None else self._run.look()
         self._meter.pid = (run.pid if run is not None else None) or 0
+        gpus = self._meter.read_gpus()
+        for gpu in gpus:
+            self.history[f"busy {gpu.index}"].append(gpu.utilization_percent)
+        if run is not None:
+            self.history["samples/s"].append(run.samples_per_second)
         return Snapshot(
             time.time(),
-            self._meter.read_gpus(),
+            gpus,
             self._read_host(),
             self._meter.read_process(),
             run,
@@ -130,7 +141,7 @@ class Monitor:
             stop.wait(due - time.monotonic())
 
     def look_once(self) -> Snapshot:
-        """Return one snapshot whose rates are known: two looks, a fifth of a second apart."""
+        """Return one snapshot with rates, from two looks a fifth of a second apart."""
         self.look()
         time.sleep(ONCE_SECONDS)
         return self.look()
@@ -214,7 +225,7 @@ class CsvLog:
 
 
 def _row(snapshot: Snapshot, gpu: GpuReading | None) -> list[Any]:
-    """Return one row; csv writes what is unknown as an empty cell."""
+    """Return one row; unknown values become empty cells."""
     when = local_time(snapshot.time)
     values: dict[str, Any] = {
         "timestamp": f"{when:%Y/%m/%d %H:%M:%S}.{when.microsecond // 1000:03d}"

@@ -36,7 +36,7 @@ from stoker.strict_json import json_text, parse_json
 
 
 class Progress(Protocol):
-    """Somebody who wants to know how far a long job is. Used as a context manager."""
+    """Receives the progress of a long job. Used as a context manager."""
 
     def start(self, label: str, total: int | None, unit: str) -> None:
         """Begin a stage of `total` `unit`s (None when unknown)."""
@@ -49,16 +49,12 @@ class Progress(Protocol):
 
 
 class Silent:
-    """A `Progress` that keeps quiet: the default everywhere below the command line."""
+    """A `Progress` that shows nothing: the default everywhere below the command line."""
 
-    def start(self, label: str, total: int | None, unit: str) -> None:
-        """Ignore."""
+    def start(self, *given: Any, **named: Any) -> None:
+        """Ignore a report; `advance` and `say` do the same."""
 
-    def advance(self, count: int = 1) -> None:
-        """Ignore."""
-
-    def say(self, line: str) -> None:
-        """Ignore."""
+    advance = say = start
 
     def __enter__(self) -> Self:
         return self
@@ -71,13 +67,13 @@ class Silent:
 
 
 class ScalarWriter(Protocol):
-    """What TensorBoard's SummaryWriter offers, and all that the run log needs of it."""
+    """The part of TensorBoard's SummaryWriter that the run log uses."""
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """Take one point of one curve."""
 
     def flush(self) -> None:
-        """Write what was taken."""
+        """Write pending scalars."""
 
     def close(self) -> None:
         """Flush and end."""
@@ -91,7 +87,7 @@ class LogLine:
         time: Seconds since 1970, as the writer's clock said.
         event: What happened: "epoch", "read", "oom", ...
         step: Optimizer updates done; None where it does not apply.
-        epoch: Likewise.
+        epoch: From 0; None where it does not apply.
         values: Plain values by name.
     """
 
@@ -103,7 +99,7 @@ class LogLine:
 
 
 class Topic(StrEnum):
-    """What a note is about. Code decides by it; the words of a note are for people only."""
+    """The subject of a note. Code decides by it; the text of a note is for people only."""
 
     PRECISION = "precision"
     OPTIMIZER = "optimizer"
@@ -115,6 +111,7 @@ class Topic(StrEnum):
     MEMORY = "memory"
     LOSS = "loss"
     RESUMED = "resumed"
+    STOPPED = "stopped"
     OTHER = "other"
 
 
@@ -147,6 +144,8 @@ class Note:
 
 _BEGINNING = b'{"time": '
 """The first bytes of every event."""
+LOG_NAME = "run.jsonl"
+"""The log of a run, in its folder."""
 
 
 class RunLog:
@@ -368,7 +367,7 @@ def _begins_with_an_event(file: int) -> bool:
 
 
 def _cut_torn_end(file: int) -> int:
-    """Cut off what follows the last whole line; return how many bytes that were."""
+    """Truncate the file after its last whole line; return the number of bytes removed."""
     size = os.fstat(file).st_size
     reach, tail = 1 << 16, b""
     while tail.count(b"\n") < 2 and len(tail) < size:
@@ -388,7 +387,7 @@ _SPELLED = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return what JSON can hold, and everybody may read: a log holds no password."""
+    """Return values for JSON, with passwords masked: others may read a log."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

@@ -5,9 +5,10 @@
 Enters: a checkout and a seed. Leaves: a JSON file with one entry per changed line: what it was, what it became, and
 which test failed. The file is written after every line, and the same command goes on where it was stopped.
 
-Every slot has a copy of the checkout in a folder of its own. The tests that import the changed module run first,
-then those of its room, then all others, each until the first failure. A failure counts when the same test fails
-again by itself with the change and passes without it; a test that does not is noted as unreliable and left out.
+Every slot has a copy of the checkout in a folder of its own. For every change the tests that import the changed
+module run first, then those that name its room, each until the first failure; at the end all other tests run for
+the changes that are left. A failure counts when the same test fails again by itself with the change and passes
+without it; a test that does not is noted as unreliable and left out.
 
 Lines whose change no test can notice, because nothing that the package promises depends on it, are named in
 `EQUIVALENT` with the reason; they are listed and not counted.
@@ -158,7 +159,7 @@ def draw(root: Path, count: int, seed: int, rooms: tuple[str, ...] = ROOMS) -> l
         for path in sorted((package / room).rglob("*.py")):
             found = mutants_of(path, path.relative_to(package).as_posix())
             lines += [found[number] for number in sorted(found)]
-    chance = random.Random(seed)  # noqa: S311
+    chance = random.Random(seed)
     chance.shuffle(lines)
     drawn = (chance.choice(changes) for changes in lines)
     sound = (mutant for mutant in drawn if is_sound(package / mutant.file, mutant))
@@ -168,25 +169,38 @@ def draw(root: Path, count: int, seed: int, rooms: tuple[str, ...] = ROOMS) -> l
 # -- which tests, in which order -------------------------------------------------------------------
 
 
-def stages(tests: Path, file: str) -> list[list[str]]:
-    """Return the test files in the order in which they run for a change of `file`."""
+def stages(tests: Path, file: str) -> tuple[list[str], list[str], list[str]]:
+    """Return the test files for a change of `file`: that import it, that name its room, all others."""
     room, module = file.partition("/")[0], file.removesuffix(".py").replace("/", ".")
-    module = module.removesuffix(".__init__")
-    names: list[list[str]] = [[], [], []]
+    module = f"stoker.{module.removesuffix('.__init__')}"
+    package, _, last = module.rpartition(".")
+    direct = re.compile(rf"{re.escape(module)}\b|from {re.escape(package)} import [^\n]*\b{last}\b")
+    near = re.compile(rf"\bstoker\.{room}\b|from stoker import [^\n]*\b{room}\b")
+    found: tuple[list[str], list[str], list[str]] = ([], [], [])
     for path in sorted(tests.rglob("test_*.py")):
+        if path.parent.name == "campaign":
+            continue
         text = path.read_text("utf-8")
-        package, _, last = f"stoker.{module}".rpartition(".")
-        direct = re.search(rf"{re.escape(f'stoker.{module}')}\b", text) or re.search(
-            rf"from {re.escape(package)} import .*\b{last}\b", text
-        )
-        near = re.search(rf"\bstoker\.{room}\b|from stoker import .*\b{room}\b", text)
         named = path.stem.removeprefix("test_") in (Path(file).stem, room)
-        number = 0 if direct or named else 1 if near else 2
-        names[number].append(path.relative_to(tests.parent).as_posix())
-    return [stage for stage in names if stage]
+        number = 0 if named or direct.search(text) else 1 if near.search(text) else 2
+        found[number].append(path.relative_to(tests.parent).as_posix())
+    return found
 
 
 # -- running ---------------------------------------------------------------------------------------
+
+
+PLUGIN = """
+import os
+
+def note(report):
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(os.environ["STOKER_MUTATE_REPORT"], "a") as file:
+            file.write(report.nodeid + "\\n")
+
+pytest_runtest_logreport = pytest_collectreport = note
+"""
+"""For pytest: writes the names of what failed, whole, as its own summary does not."""
 
 
 class Slot:
@@ -197,38 +211,52 @@ class Slot:
         self.folder = Path(tempfile.mkdtemp(prefix="stoker-mutate-")) / "checkout"
         ignore = shutil.ignore_patterns(*LEFT_BEHIND)
         shutil.copytree(root, self.folder, ignore=ignore, symlinks=True)
-        others = [Path(one).absolute() for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-        paths = [self.folder / "src", *(one for one in others if one != (root / "src").absolute())]
+        others = [
+            Path(one).absolute()
+            for one in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            if one
+        ]
+        (self.folder.parent / "stoker_mutate_plugin.py").write_text(PLUGIN)
+        self.report = self.folder.parent / "failed"
+        kept = (one for one in others if one != (root / "src").absolute())
+        paths = [self.folder / "src", *kept, self.folder.parent]
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "OMP_NUM_THREADS": "1",
+            "STOKER_MUTATE_REPORT": str(self.report),
         }
 
     def pytest(self, *words: str, alone: bool = False) -> tuple[int, list[str]]:
         """Run tests; return pytest's exit code (124: out of time) and what failed."""
-        report = self.folder.parent / "report.xml"
-        report.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60"]
-        command += ["-m", "not whole_gpu", "--tb=no", "-W", "ignore::pytest.PytestConfigWarning"]
+        self.report.unlink(missing_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "stoker_mutate_plugin",
+        ]
+        command += ["--timeout=60", "-m", "not whole_gpu", "--tb=no"]
         if not alone and self.processes > 1 and importlib.util.find_spec("xdist"):
             command += ["-n", str(self.processes), "--dist", "worksteal"]
         process = subprocess.Popen(
-            [*command, "-rfE", *words], cwd=self.folder, env=self.environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            [*command, *words], cwd=self.folder, env=self.environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
-            said, _ = process.communicate(timeout=self.seconds)
-            code = process.returncode
+            code = process.wait(timeout=self.seconds)
         except subprocess.TimeoutExpired:
-            said, code = "", 124
+            code = 124
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
-            if code == 124:
-                process.communicate()
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", said, re.MULTILINE)
-        return code, failed
+                os.killpg(process.pid, 9)  # and what its tests have left behind
+            process.wait()
+        failed = self.report.read_text("utf-8").splitlines() if self.report.exists() else []
+        return code, list(dict.fromkeys(failed))
 
     @contextlib.contextmanager
     def changed(self, mutant: Mutant):
@@ -253,36 +281,39 @@ class Slot:
     def close(self) -> None:
         shutil.rmtree(self.folder.parent, ignore_errors=True)
 
-    def examine(self, mutant: Mutant, unreliable: set[str]) -> dict:
-        """Return how a change was met: `caught` with the test, `survived`, or `undecided`."""
+    def examine(self, mutant: Mutant, number: int, unreliable: set[str]) -> dict:
+        """Run one stage; return how the change was met: `caught` by a test, `passed`, or `undecided`."""
         began = time.monotonic()
 
         def met(status: str, **facts: object) -> dict:
+            seconds = round(time.monotonic() - began, 1)
             return {
                 **asdict(mutant),
                 "name": mutant.name,
                 "status": status,
+                "stage": number,
                 **facts,
-                "seconds": round(time.monotonic() - began, 1),
+                "seconds": seconds,
             }
 
         left_out: list[str] = []
+        files = stages(self.folder / "tests", mutant.file)[number]
         with self.changed(mutant):
-            for number, files in enumerate(stages(self.folder / "tests", mutant.file), 1):
-                while True:
-                    skipped = [f"--deselect={name}" for name in {*unreliable, *left_out}]
-                    code, failed = self.pytest("-x", *skipped, *files)
-                    if code in (0, 5):  # all passed, or none was there
-                        break
-                    if code == 124:
-                        return met("undecided", stage=number, reason=f"{self.seconds:.0f} s were not enough")
-                    if not failed:  # the run itself broke: conftest or collection cannot work with this change
-                        return met("caught", stage=number, by=f"pytest ended with {code}")
-                    doubted = self._doubted(mutant, failed[0])
-                    if not doubted:
-                        return met("caught", stage=number, by=failed[0], unreliable=left_out)
-                    left_out.append(failed[0])
-        return met("survived", unreliable=left_out)
+            while files:
+                skipped = [f"--deselect={name}" for name in {*unreliable, *left_out}]
+                code, failed = self.pytest("-x", *skipped, *files)
+                if code in (0, 5):  # all passed, or none was there
+                    break
+                if code == 124:
+                    return met("undecided", reason=f"{self.seconds:.0f} s were not enough")
+                if not failed:  # nothing can be collected with this change
+                    return met("caught", by=f"pytest ended with {code}")
+                if failed[0] in left_out:
+                    return met("undecided", reason=f"{failed[0]} cannot be left out")
+                if not self._doubted(mutant, failed[0]):
+                    return met("caught", by=failed[0], unreliable=left_out)
+                left_out.append(failed[0])
+        return met("passed", unreliable=left_out)
 
     def _doubted(self, mutant: Mutant, test: str) -> bool:
         """Say whether a test fails for another reason than the change; called with the change made."""
@@ -323,40 +354,63 @@ class Results:
 
 
 def run(root: Path, results: Results, mutants: list[Mutant], options: argparse.Namespace) -> None:
-    """Examine what has no answer yet, in as many slots as asked for."""
+    """Examine what has no answer yet: the near tests of all changes, then the others for those that are left."""
     done = results.facts["mutants"]
-    waiting = [number for number in range(len(mutants)) if str(number) not in done]
-    for number in [number for number in waiting if mutants[number].name in EQUIVALENT]:
-        mutant = mutants[number]
-        reason = EQUIVALENT[mutant.name]
-        results.add(number, {**asdict(mutant), "name": mutant.name, "status": "equivalent", "reason": reason})
-        waiting.remove(number)
-    if not waiting:
-        return
+    for number, mutant in enumerate(mutants):
+        if str(number) not in done and mutant.name in EQUIVALENT:
+            facts = {"status": "equivalent", "reason": EQUIVALENT[mutant.name]}
+            results.add(number, {**asdict(mutant), "name": mutant.name, **facts})
     if results.facts["unreliable_before"] is None:
-        results.facts["unreliable_before"] = _failing_now(root, options)
+        results.facts["unreliable_before"] = [] if options.trust else _failing_now(root, options)
         results.save()
+    for stage in range(3):
+        waiting = [
+            number
+            for number in range(len(mutants))
+            if str(number) not in done
+            or (done[str(number)]["status"], done[str(number)].get("stage"))
+            == ("passed", stage - 1)
+        ]
+        if waiting:
+            _run_stage(root, results, mutants, options, stage, waiting)
+    for number in range(len(mutants)):
+        if done[str(number)]["status"] == "passed":
+            results.add(number, {**done[str(number)], "status": "survived"})
+
+
+def _run_stage(
+    root: Path,
+    results: Results,
+    mutants: list[Mutant],
+    options: argparse.Namespace,
+    stage: int,
+    waiting: list[int],
+) -> None:
+    num_slots = min(options.slots, len(waiting))
+    processes = max(options.processes, options.slots * options.processes // num_slots)
     unreliable = set(results.facts["unreliable_before"])
     lock = threading.Lock()
 
     def work() -> None:
-        slot = Slot(root, options.processes, options.seconds)
+        slot = Slot(root, processes, options.seconds)
         try:
             while True:
                 with lock:
                     if not waiting:
                         return
                     number = waiting.pop(0)
-                entry = slot.examine(mutants[number], unreliable)
+                entry = slot.examine(mutants[number], stage, unreliable)
                 results.add(number, entry)
-                print(f"{entry['status']:10} {entry['seconds']:6.0f} s  {entry['name']}", flush=True)
+                print(
+                    f"{entry['status']:10} {entry['seconds']:6.0f} s  {entry['name']}", flush=True
+                )
                 if entry.get("by"):
                     print(f"{'':10} {entry['by']}", flush=True)
         finally:
             slot.close()
 
-    with ThreadPoolExecutor(options.slots) as slots:
-        for job in [slots.submit(work) for _ in range(min(options.slots, len(waiting)))]:
+    with ThreadPoolExecutor(num_slots) as slots:
+        for job in [slots.submit(work) for _ in range(num_slots)]:
             job.result()
 
 
@@ -377,11 +431,16 @@ def _failing_now(root: Path, options: argparse.Namespace) -> list[str]:
 
 def summary(entries: list[dict]) -> str:
     """Return the count per room, and every change that no test noticed by name."""
-    lines = [f"{'room':10} {'lines':>6} {'caught':>7} {'survived':>9} {'equivalent':>11} {'undecided':>10}"]
+    lines = [
+        f"{'room':10} {'lines':>6} {'caught':>7} {'survived':>9} {'equivalent':>11} {'undecided':>10}"
+    ]
     rooms = [*sorted({entry["file"].partition("/")[0] for entry in entries}), ""]
     for room in rooms:
         own = [one for one in entries if not room or one["file"].startswith(f"{room}/")]
-        count = {word: sum(one["status"] == word for one in own) for word in ("caught", "survived", "equivalent", "undecided")}
+        count = {
+            word: sum(one["status"] == word for one in own)
+            for word in ("caught", "survived", "equivalent", "undecided")
+        }
         numbers = f"{count['caught']:7} {count['survived']:9} {count['equivalent']:11} {count['undecided']:10}"
         lines.append(f"{room or 'all':10} {len(own):6} {numbers}")
     for entry in entries:
@@ -393,15 +452,24 @@ def summary(entries: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Change random lines and count what the tests notice.")
-    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[2], help="the checkout")
+    parser = argparse.ArgumentParser(
+        description="Change random lines and count what the tests notice."
+    )
+    parser.add_argument(
+        "--root", type=Path, default=Path(__file__).resolve().parents[2], help="the checkout"
+    )
     parser.add_argument("--count", type=int, default=20, help="lines to change")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rooms", default=",".join(ROOMS), help="folders of src/stoker")
-    parser.add_argument("--slots", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="changes at a time")
+    parser.add_argument(
+        "--slots", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="changes at a time"
+    )
     parser.add_argument("--processes", type=int, default=2, help="pytest workers of a slot")
     parser.add_argument("--seconds", type=float, default=600, help="limit of one run of pytest")
     parser.add_argument("--out", type=Path, default=Path("mutation.json"))
+    parser.add_argument(
+        "--trust", action="store_true", help="take it that all tests pass without a change"
+    )
     parser.add_argument("--list", action="store_true", help="show the changes and run nothing")
     options = parser.parse_args()
     root = options.root.resolve()

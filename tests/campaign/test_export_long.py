@@ -1,4 +1,4 @@
-"""Exports that take long to trace: images of any size, graphs of molecules."""
+"""Exports that take long to trace: images of any size, graphs of molecules, several timeframes."""
 
 from __future__ import annotations
 
@@ -28,5 +28,6 @@ def test_an_image_may_have_any_size(made, tmp_path):
         assert (mask == wanted[0].numpy()).mean() > 0.99  # a tie may fall either way
 
 
-def test_onnxruntime_says_what_the_teacher_says(made, exported):
-    compare_predictions("massspec-teacher", made, exported)
+@pytest.mark.parametrize("kind", ["massspec-teacher", "forex-all"])
+def test_onnxruntime_says_what_stoker_predict_says(kind, made, exported):
+    compare_predictions(kind, made, exported)

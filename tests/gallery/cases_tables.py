@@ -172,7 +172,7 @@ CASES = [
     Case("a line with too many or too few cells", "refused, with the line", rows("a,b", lambda n: f"{n}.5,{n * n}" + (",7" if n == 6 else "")),
          ["--on-bad", "quarantine", "--bad-budget", "5%"], account=(20, 19, 1, 0), says=["refused 1: lines without 2 cells"]),
     Case("a folder of day files", "joined in the order of their names; other files counted and said", day_files, name="days",
-         says=["ignored 1: file with the ending '.md'", "ignored 1: hidden or system file"], account=(6, 6, 0, 0), fields={"features": [[0, 2.5], [0, 3.5], [1, 2.5]]}),
+         says=["ignored 1: ends in '.md', which is no table", "ignored 1: hidden or system file"], account=(6, 6, 0, 0), fields={"features": [[0, 2.5], [0, 3.5], [1, 2.5]]}),
     Case("a folder with `year=2020/` inside (Hive)", "the folder's name becomes a column", partitions, name="data", columns=["a", "year"], fields={"features": [[1.5, 2020]]}),
     Case("Parquet: booleans, dates, times, durations, decimals, dictionaries", "numbers", parquet({
         "b": ([True, False, True],), "d": ([1, 2, 3], "date32"), "t": ([1_000_000, 2, 3], "time64[us]"), "u": ([1000, 2, 3], "duration[ms]"),

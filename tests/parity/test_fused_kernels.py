@@ -19,6 +19,7 @@ from stoker.augment import fused, guard, philox
 from stoker.augment.compose import Compose
 from stoker.augment.definition import Program
 from stoker.augment.geometry import (
+    AlternatingFlip,
     RandomAffine,
     RandomCrop,
     RandomHorizontalFlip,
@@ -40,10 +41,13 @@ from stoker.augment.ops import (
     make_program,
 )
 from stoker.augment.reference import TorchBackend
+from stoker.augment.stages import Function
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+# Costs seconds in the interpreter and shows there what cheaper cases show: left to `make campaign`.
+repeats = [pytest.mark.slow] if INTERPRETED else []
 
 # One step for a whole small image: the interpreter pays per operation, not per pixel. On a GPU
 # what `choose_config` says.
@@ -199,6 +203,25 @@ def test_an_empty_tape_changes_nothing_but_the_step():
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("batch", [1, 40])
+def test_uniforms_of_stages_and_flips_by_id_are_bit_equal(batch):
+    keep = Function(lambda images, _u: images)
+    tape = encode_tape([AlternatingFlip(), RandomHorizontalFlip(), keep, keep], (8, 9))
+    ids = torch.arange(batch) * 5_000_000_011
+    for epoch in (0, 1):
+        made = []
+        for backend, device in ((TorchBackend(), "cpu"), (fused.FusedBackend(), DEVICE)):
+            staged = torch.zeros(batch, 2, 8, device=device)
+            counter = philox.make_counter(7, epoch, 3, 2).to(device)
+            table = backend.draw(tape.to(device), counter, batch, ids=ids.to(device), staged=staged)
+            made.append((table.cpu(), staged.cpu(), counter.tolist()))
+        (table, staged, counter), (other, other_staged, other_counter) = made
+        assert torch.equal(table, other)
+        assert torch.equal(staged, other_staged)
+        assert counter == other_counter == [7, epoch, 4, 2]
+        assert len(set(staged.flatten().tolist())) > 15 * batch
+
+
 def test_quarter_turns_are_drawn_exactly():
     ops = [RandomRotation((90.0, 90.0))]
     actual, _ = drawn_twice(ops, (15, 15), philox.make_counter(4), 3)
@@ -278,7 +301,7 @@ def test_geometry(ops):
         assert torch.equal(result, expected)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8 if INTERPRETED else 30)
 @given(
     height=st.integers(1, 12),
     width=st.integers(1, 12),
@@ -303,7 +326,12 @@ def test_every_pixel_is_written_once_for_any_tiles(
 
 @pytest.mark.parametrize(
     "config",
-    [fused.Config(8, 16, 8, 16), fused.Config(16, 32, 8, 16, 1), fused.Config(16, 16, 4, 8), None],
+    [
+        fused.Config(8, 16, 8, 16),
+        fused.Config(16, 32, 8, 16, 1),
+        pytest.param(fused.Config(16, 16, 4, 8), marks=repeats),
+        None,
+    ],
 )
 def test_tiles_inside_at_the_edge_and_beyond_give_the_same_bits(config):
     # 33 x 29 in tiles of 8 x 16: some lie inside, some leave the image, some hang over the result.
@@ -335,9 +363,8 @@ COLOUR = {
 @pytest.mark.parametrize("turn", [False, True])
 def test_colour(name, turn):
     ops = [RandomRotation(25), *COLOUR[name]] if turn else COLOUR[name]
-    program, table = drawn(ops, (15, 12), 3, 4)
-    assert len(set(map(tuple, table[:, 6:].tolist()))) > 1
-    agree(make_images((4, 3, 15, 12)), table, program)
+    program, table = drawn(ops, (15, 12), 3, 2)
+    agree(make_images((2, 3, 15, 12)), table, program)
 
 
 @pytest.mark.parametrize("name", ["contrast", "jitter", "small blur"])
@@ -358,7 +385,7 @@ def test_untouched_samples_keep_every_bit(name):
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("config", [WHOLE, fused.Config(16, 16, 8, 16)])
+@pytest.mark.parametrize("config", [WHOLE, fused.Config(16, 32, 16, 32)])
 def test_contrasts_mean_is_right_to_1e_6_and_the_same_each_time(channels, config):
     size = (31, 27)
     program, table = drawn([RandomContrast((0.5, 0.5))], size, channels, 2)
@@ -395,6 +422,16 @@ def test_masks(dtype, ignore, channel):
     _, labels = run_fused(images, masks, None, table, program)
     assert bool((labels == ignore).any())
     agree(images, table, program, masks)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("size", [(9, 13), (16, 16)])
+def test_reflected_padding(size, dtype):
+    ops = [RandomHorizontalFlip(), RandomVerticalFlip(), RandomCrop(size, 5, "reflect")]
+    for extra in ([], [RandomContrast(0.4), RandomSaturation(0.3)]):
+        program, table = drawn([*ops, *extra], size, 3, 7)
+        assert program.reflect
+        agree(make_images((7, 3, *size), dtype), table, program, make_masks((7, *size)))
 
 
 @pytest.mark.parametrize("geometry", [False, True])
@@ -454,7 +491,7 @@ def test_rows_that_exist_set_no_fault(dtype):
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("blur", [0, 3, 7])
+@pytest.mark.parametrize("blur", [0, 3, pytest.param(7, marks=repeats)])
 @pytest.mark.parametrize("entering", [torch.channels_last, torch.contiguous_format])
 def test_channels_last_in_and_out(blur, entering):
     blurs = [GaussianBlur(blur, (0.5, 1.5), p=0.7)] if blur else []
@@ -502,12 +539,11 @@ def test_everything_at_once():
 def test_a_batch_larger_than_the_grid(monkeypatch):
     monkeypatch.setattr(fused, "MAX_SAMPLES", 2)
     program, table = drawn([RandomRotation(15), RandomContrast(0.4)], (6, 7), 3, 5)
-    agree(make_images((5, 3, 6, 7)), table, program, make_masks((5, 6, 7)))
     rows = torch.tensor([2, 2, 0, 1, 0])
     agree(make_images((3, 3, 6, 7)), table, program, make_masks((3, 6, 7)), rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.uint8, pytest.param(torch.float32, marks=repeats)])
 def test_compose_gives_the_same_with_either_backend(dtype):
     ops = [RandomRotation(15), ColorJitter(0.2, 0.2), IMAGENET]
     images = make_images((2, 3, 9, 11), dtype).to(DEVICE)

@@ -3,8 +3,9 @@
 Enters: batches of images, masks, boxes, keypoints. Leaves: the same, augmented, on the same device.
 Files: `definition.py`, `geometry.py`, `ops.py` define the ops; `philox.py` and `draw.py` draw the
 parameters of each sample; `reference.py` applies them with torch, `fused.py` with one Triton kernel;
-`compose.py` puts both together; `mixing.py` has MixUp and CutMix; `presets.py` ready lists of ops;
-`schedule.py` stages over epochs; `guard.py` the checks of what enters.
+`compose.py` puts both together; `position.py` keeps the position in the run; `stages.py` and `policies.py` are
+functions of your own, RandAugment and TrivialAugment; `conversion.py` reads torchvision's transforms; `mixing.py`
+has MixUp and CutMix; `presets.py` ready lists of ops; `schedule.py` stages over epochs; `guard.py` checks input.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from stoker.augment.compose import Compose, Params
 from stoker.augment.definition import Transform
 from stoker.augment.geometry import (
+    AlternatingFlip,
     CenterCrop,
     RandomAffine,
     RandomCrop,
@@ -35,19 +37,24 @@ from stoker.augment.ops import (
     RandomSaturation,
     ToDtype,
 )
+from stoker.augment.policies import RandAugment, TrivialAugment
 from stoker.augment.presets import make_preset
 from stoker.augment.schedule import ProgressiveAugmentation
+from stoker.augment.stages import Function
 
 __all__ = [
+    "AlternatingFlip",
     "CenterCrop",
     "ColorJitter",
     "Compose",
     "CutMix",
+    "Function",
     "GaussianBlur",
     "MixUp",
     "Normalize",
     "Params",
     "ProgressiveAugmentation",
+    "RandAugment",
     "RandomAffine",
     "RandomBrightness",
     "RandomContrast",
@@ -62,6 +69,7 @@ __all__ = [
     "Resize",
     "ToDtype",
     "Transform",
+    "TrivialAugment",
     "make_preset",
 ]
 

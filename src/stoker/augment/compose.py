@@ -1,27 +1,30 @@
 """`Compose`: a checked list of augmentations, drawn and applied to batches on their device.
 
-Enters: ops in the order of the phases; then batches of images, with masks, boxes and keypoints if
-there are any. Leaves: augmented tensors on the same device; nothing is ever moved. Costs: one draw
-(tiny) and one pass over memory on a GPU with Triton, plain torch elsewhere; `backend_reason` says
-which of the two and why. The first call for a size builds the tape; later calls build nothing and
-never wait for the device, so they can be captured in a CUDA graph after one warm-up call.
+Enters: ops in the order of the phases; then batches of images, with masks, boxes and keypoints if there are any.
+Leaves: augmented tensors on the same device; nothing is moved. Costs: one small draw and one pass over memory on a
+GPU with Triton, plain torch elsewhere; `backend_reason` tells which and why. Each stage (your own function,
+RandAugment) splits the pass in two. The first call for a size builds the tape; later calls build nothing and do not
+wait for the device, so they can be captured in a CUDA graph after one warm-up call.
 
-What is drawn is a function of (seed, stream, epoch, step) and the row in the batch. The step counts
-calls; `seek` sets it; `state_dict` holds it.
+Draws are a function of (seed, stream, epoch, step) and the row in the batch. The step counts calls; `seek` sets it;
+`state_dict` holds it. `position.py` tells how that holds in DataLoader workers and threads.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self, overload
 
 import torch
 
-from stoker.augment import guard, philox
-from stoker.augment.definition import Op, Program, Size, check_size
-from stoker.augment.ops import check_order, encode_tape, make_program
+from stoker.augment import guard
+from stoker.augment.definition import Op, Opcode, Phase, Program, Size, check_size
+from stoker.augment.ops import check_order, encode_tape, make_program, split_program
+from stoker.augment.position import Position, check_state
 from stoker.augment.reference import TorchBackend, move_boxes, move_keypoints
+from stoker.augment.stages import Stage
 from stoker.errors import InputError
 
 Tensor = torch.Tensor
@@ -29,12 +32,21 @@ BACKENDS = ("auto", "torch", "fused")
 
 
 class Backend(Protocol):
-    """Two of these exist: `reference.TorchBackend` and `fused.FusedBackend`."""
+    """Draws and applies: `reference.TorchBackend` and `fused.FusedBackend`."""
 
     name: str
 
-    def draw(self, tape: Tensor, counter: Tensor, batch: int) -> Tensor:
-        """Return the table `(batch, 16)` and advance the counter's step on the device."""
+    def draw(
+        self,
+        tape: Tensor,
+        counter: Tensor,
+        batch: int,
+        num_batches: int = 1,
+        *,
+        ids: Tensor | None = None,
+        staged: Tensor | None = None,
+    ) -> Tensor:
+        """Return the table `(num_batches * batch, 16)` and advance the counter's step on the device."""
 
     def apply(
         self,
@@ -50,15 +62,29 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Params:
-    """What was drawn for one batch, to be applied to its images, masks, boxes and keypoints.
+    """The parameters of one batch, to be applied to its images, masks, boxes and keypoints.
 
     Attributes:
         table: float32 `(batch, 16)` on the device; the columns are in `stoker.augment.draw`.
         program: The work it was drawn for.
+        parts: Programs and stages, in the order in which they are applied; empty if the program is all.
+        staged: Uniforms of the stages, float32 `(batch, rows, 8)`; None without stages.
     """
 
     table: Tensor
     program: Program
+    parts: tuple[Program | Stage, ...] = ()
+    staged: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything about one size of images that is the same for every batch."""
+
+    program: Program
+    tape: Tensor
+    parts: tuple[Program | Stage, ...]
+    num_staged: int
 
 
 class Compose:
@@ -66,21 +92,25 @@ class Compose:
 
     Args:
         ops: Geometry, colour, blur, erasing, `Normalize`, `ToDtype`, in this order.
-        seed: 64 bits; another seed, other draws.
-        stream: 0 to 65535; ranks that share a seed each take their own. Below 16384, the streams
-            of `MixUp`, `CutMix` and of ops used alone are never met.
+        seed: Up to 64 bits; different seeds give different draws.
+        stream: 0 to 65535; ranks that share a seed each take their own. Streams below 16384 never coincide with
+            those of `MixUp`, `CutMix` and of ops used alone.
         ignore_index: Written in masks where no input pixel is.
-        backend: "auto" takes the fused kernel where it can run, "torch" or "fused" insists.
+        backend: "auto" takes the fused kernel where it can run; "torch" and "fused" require one.
 
-    Not thread safe; one object per thread and device.
+    Threads may share an object: no two draws are the same, but which thread gets which depends on timing. For
+    reproducible threads give each one a Compose with a `stream` of its own. In DataLoader workers the seed is combined
+    with torch's seed of the worker, so that draws differ by worker and by epoch and follow `torch.manual_seed`.
 
     Attributes:
         ops: The checked ops.
-        backend_reason: Which backend works and why; "" before the first call.
-        generation: Changes when the ops change, so that a captured graph knows it is out of date.
+        backend_reason: The backend, why it was chosen, and what stages cost; "" before the first call.
+        conversion: What `from_torchvision` made of each transform; empty for other objects.
+        generation: Changes when the ops change, so that a captured graph can be found out of date.
     """
 
     generation: int = 0
+    conversion: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -101,11 +131,46 @@ class Compose:
         self.ignore_index = ignore_index
         self.backend = backend
         self.backend_reason = ""
-        self._position = philox.Position(seed, stream)
-        self._plans: dict[tuple[Size, int, torch.device], tuple[Program, Tensor]] = {}
+        self._position = Position(seed, stream)
+        self._stages = [op for op in self.ops if isinstance(op, Stage) and not op.idle()]
+        self.needs_ids = any(op.opcode == Opcode.FLIP_BY_ID for op in self.ops)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._plans: dict[tuple[Size, int, torch.device], _Plan] = {}
         self._backends: dict[tuple[object, ...], tuple[Backend, str]] = {}
-        self._flags: dict[torch.device, guard.FaultFlag] = {}
+        self._flags: dict[tuple[torch.device, int], guard.FaultFlag] = {}
         self._rows_seen: set[torch.device] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans, kernels and flags belong to this process and its device; a copy builds its own.
+        own = ("_plans", "_backends", "_flags", "_rows_seen")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    @classmethod
+    def from_torchvision(cls, transforms: Any, **options: Any) -> Self:
+        """Build a Compose from a `torchvision.transforms.v2.Compose` (or v1, or a list of transforms).
+
+        `compose.conversion` lists what became of each transform: part of the fused pass, a stage between fused parts,
+        torchvision's own code called image by image, or dropped because nothing is left to do; with what differs.
+
+        Args:
+            transforms: The transforms; images enter as batches of tensors, so those that load or wrap are dropped.
+            **options: Keywords of `Compose`: seed, stream, ignore_index, backend.
+
+        Raises:
+            InputError: A transform cannot be kept where it stands.
+        """
+        from stoker.augment.conversion import convert
+
+        ops, conversion = convert(transforms)
+        made = cls(ops, **options)
+        made.conversion = conversion
+        return made
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}([{', '.join(map(repr, self.ops))}])"
@@ -114,16 +179,31 @@ class Compose:
 
     @overload
     def __call__(
-        self, images: Tensor, masks: None = None, *, rows: Tensor | None = None
+        self,
+        images: Tensor,
+        masks: None = None,
+        *,
+        rows: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor: ...
 
     @overload
     def __call__(
-        self, images: Tensor, masks: Tensor, *, rows: Tensor | None = None
+        self,
+        images: Tensor,
+        masks: Tensor,
+        *,
+        rows: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def __call__(
-        self, images: Tensor, masks: Tensor | None = None, *, rows: Tensor | None = None
+        self,
+        images: Tensor,
+        masks: Tensor | None = None,
+        *,
+        rows: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Draw for a batch, apply, and count one step.
 
@@ -131,31 +211,69 @@ class Compose:
             images: `(N, C, H, W)`: uint8, or float in [0, 1]; any strides.
             masks: `(N, H, W)` or `(N, 1, H, W)` of an integer dtype.
             rows: int64 `(B,)`: take these images (and masks) out of N; all by default.
+            ids: int64 `(B,)`: the number of each image in the data set, for `AlternatingFlip`; `rows` by default.
 
         Returns:
             Images in [0, 1] (normalised where there is a `Normalize`), float32 without `ToDtype`;
             with masks, the pair.
 
         Raises:
-            InputError: Images or masks that cannot be used, or that an earlier call was given
-                (values are looked at on the device and reported without waiting).
+            InputError: Images or masks cannot be used, in this call or an earlier one (values are checked on the
+                device and reported without waiting).
         """
         batch = self._check(images, masks, rows)
-        params = self.draw(batch, images.shape[-2:], images.shape[1], images.device)
+        ids = rows if ids is None else ids
+        params = self.draw(batch, images.shape[-2:], images.shape[1], images.device, ids=ids)
+        return self._apply(images, params, masks, rows)
+
+    def batches(
+        self,
+        images: Tensor,
+        masks: Tensor | None = None,
+        *,
+        rows: Tensor,
+        batch_size: int,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Do for consecutive batches what a call for each would do, with the same draws, at the cost of one.
+
+        Args:
+            images: As for a call.
+            masks: As for a call.
+            rows: Rows of all batches, one batch after the other.
+            batch_size: Rows of each batch.
+        """
+        num_rows = self._check(images, masks, rows)
+        if batch_size < 1 or num_rows % batch_size:
+            raise InputError(
+                f"{num_rows} rows in batches of {batch_size}.",
+                "whole batches",
+                f"batch_size={num_rows}",
+            )
+        shape, num_batches = images.shape, num_rows // batch_size
+        params = self.draw(batch_size, shape[-2:], shape[1], images.device, num_batches, ids=rows)
         return self._apply(images, params, masks, rows)
 
     def draw(
-        self, batch: int, size: Sequence[int], channels: int, device: torch.device | str
+        self,
+        batch: int,
+        size: Sequence[int],
+        channels: int,
+        device: torch.device | str,
+        num_batches: int = 1,
+        *,
+        ids: Tensor | None = None,
     ) -> Params:
-        """Draw the parameters of one batch and count one step; nothing is applied.
+        """Draw the parameters of consecutive batches and count a step for each; nothing is applied.
 
         Args:
-            batch: Number of samples.
+            batch: Number of samples of a batch.
             size: (height, width) of the images that will enter.
-            channels: Of these images.
-            device: Where they are.
+            channels: Number of their channels.
+            device: Their device.
+            num_batches: Number of batches.
+            ids: As for a call, of all batches.
         """
-        for number in (batch, channels):
+        for number in (batch, channels, num_batches):
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise InputError(
                     f"{batch!r} images of {channels!r} channels.",
@@ -165,9 +283,17 @@ class Compose:
         known = isinstance(device, torch.device) and device in self._position
         place = torch.device(device) if known else _placed(device)
         sides = tuple(size) if isinstance(size, Sequence) else size
-        program, tape = self._plan(check_size("size", sides), channels, place)
-        backend = self._pick(place, torch.uint8, program)
-        return Params(backend.draw(tape, self._position.on(place), batch), program)
+        plan = self._plan(check_size("size", sides), channels, place)
+        backend = self._pick(place, torch.uint8, plan.program)
+        staged = None
+        if plan.num_staged:
+            shape = (batch * num_batches, plan.num_staged, 8)
+            staged = torch.empty(shape, dtype=torch.float32, device=place)
+        with self._position.take_lock():
+            ids = self._check_ids(ids, batch * num_batches, place) if self.needs_ids else None
+            counter = self._position.on(place)
+            table = backend.draw(plan.tape, counter, batch, num_batches, ids=ids, staged=staged)
+        return Params(table, plan.program, plan.parts, staged)
 
     def apply(
         self,
@@ -176,10 +302,10 @@ class Compose:
         masks: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Any:
-        """Apply drawn parameters; draw them first where none are given.
+        """Apply drawn parameters; draw them first if none are given.
 
         Args:
-            images: `(N, C, H, W)`, or one image `(C, H, W)`, which is returned as one.
+            images: `(N, C, H, W)`, or one image `(C, H, W)`; the result has the same number of dimensions.
             params: From `draw`, for this batch, size and device.
             masks: As for a call; `(H, W)` beside one image.
             rows: As for a call.
@@ -194,10 +320,12 @@ class Compose:
                     "rows with images (batch, channels, height, width)",
                     "leave rows out, or images.unsqueeze(0)",
                 )
-            return self._apply_one(images, params, masks)
+            masks = masks.unsqueeze(0) if isinstance(masks, Tensor) else masks
+            made = self.apply(images.unsqueeze(0), params, masks)
+            return made[0] if isinstance(made, Tensor) else (made[0][0], made[1][0])
         batch = self._check(images, masks, rows)
         if params is None:
-            params = self.draw(batch, images.shape[-2:], images.shape[1], images.device)
+            params = self.draw(batch, images.shape[-2:], images.shape[1], images.device, ids=rows)
         _check_params(params)
         guard.check_fits(images, batch, params.program, params.table)
         return self._apply(images, params, masks, rows)
@@ -212,7 +340,7 @@ class Compose:
         Returns:
             Boxes around the moved corners, cut at the border, and bool `(B, N)`: something is left.
         """
-        _check_params(params)
+        self._check_points_follow(params, "boxes")
         checked = guard.check_points(boxes, 4, params.table, "boxes")
         return move_boxes(checked, params.table, params.program)
 
@@ -226,20 +354,20 @@ class Compose:
         Returns:
             Moved keypoints, and bool `(B, N)`: inside the result.
         """
-        _check_params(params)
+        self._check_points_follow(params, "keypoints")
         checked = guard.check_points(keypoints, 2, params.table, "keypoints")
         return move_keypoints(checked, params.table, params.program)
 
     def check(self) -> None:
-        """Wait for the device and raise what it found in the images so far.
+        """Wait for the device and raise the faults that it found in the images so far.
 
-        Replays of a captured graph are looked at here only: call it once per epoch.
+        Faults in replays of a captured graph are raised here only: call it once per epoch.
         """
-        for flag in self._flags.values():
+        for flag in list(self._flags.values()):
             flag.wait()
 
     def validation(self) -> Compose:
-        """Return what validation images go through: nothing random, the same sizes and values."""
+        """Return the part for validation images: nothing random, the same sizes and values."""
         fixed = [op.settled() for op in self.ops]
         return Compose(
             [op for op in fixed if op is not None],
@@ -251,19 +379,19 @@ class Compose:
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Make the next draw that of (epoch, step); in place, so captured graphs follow."""
-        self._position.write(self._position.read() | {"epoch": epoch, "step": step})
+        self._position.move(epoch, step)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: its draws are the same whatever came before."""
+        """Begin an epoch. Its draws do not depend on earlier calls."""
         self.seek(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return seed, epoch, step and stream on the device drawn on last; waits for it."""
+        """Return seed, epoch, step and stream; waits for the device that was drawn on last."""
         return self._position.read()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state_dict` was taken."""
-        self._position.write(philox.check_state(state))
+        """Continue where `state_dict` was taken."""
+        self._position.write(check_state(state))
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -271,21 +399,59 @@ class Compose:
         self, images: Tensor, params: Params, masks: Tensor | None, rows: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         device = images.device
-        watched = images.is_floating_point() or rows is not None
-        flag = self._flag(device) if watched else None
-        result, moved = self._pick(device, images.dtype, params.program).apply(
-            images, masks, rows, params.table, params.program, None if flag is None else flag.bits
-        )
+        flag = None
+        if images.is_floating_point() or rows is not None:
+            key = (device, threading.get_ident())
+            flag = self._flags.get(key)
+            if flag is None:
+                flag = self._flags[key] = guard.FaultFlag(device)
+        faults = None if flag is None else flag.bits
+        if params.staged is None:
+            result, moved = self._pick(device, images.dtype, params.program).apply(
+                images, masks, rows, params.table, params.program, faults
+            )
+        else:
+            result, moved = self._apply_parts(images, params, masks, rows, faults)
         if flag is not None and not _capturing(device):
             flag.look()
         return result if moved is None else (result, moved)
 
-    def _apply_one(self, image: Tensor, params: Params | None, mask: Tensor | None) -> Any:
-        masks = mask.unsqueeze(0) if isinstance(mask, Tensor) else mask
-        made = self.apply(image.unsqueeze(0), params, masks)
-        return made[0] if isinstance(made, Tensor) else (made[0][0], made[1][0])
+    def _apply_parts(
+        self,
+        images: Tensor,
+        params: Params,
+        masks: Tensor | None,
+        rows: Tensor | None,
+        faults: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Apply programs and stages in turn; masks move with geometry only."""
+        assert params.staged is not None
+        wide = torch.float64 if images.dtype == torch.float64 else torch.float32
+        last, first_row = len(params.parts) - 1, 0
 
-    def _plan(self, size: Size, channels: int, device: torch.device) -> tuple[Program, Tensor]:
+        def apply(
+            values: Tensor, labels: Tensor | None, table: Tensor, program: Program
+        ) -> tuple[Tensor, Tensor | None]:
+            backend = self._pick(values.device, values.dtype, program)
+            return backend.apply(values, labels, None, table, program, None)
+
+        for number, part in enumerate(params.parts):
+            if isinstance(part, Stage):
+                drawn = params.staged[:, first_row : first_row + part.num_rows]
+                first_row += part.num_rows
+                images, masks = part.run(images, masks, drawn, self.ignore_index, apply)
+                continue
+            if number < last and part.out_dtype != wide:
+                part = replace(part, out_dtype=wide)
+            if number == 0:
+                backend = self._pick(images.device, images.dtype, part)
+                images, masks = backend.apply(images, masks, rows, params.table, part, faults)
+            else:
+                images, moved = apply(images, masks if part.geometry else None, params.table, part)
+                masks = moved if part.geometry else masks
+        return images, masks
+
+    def _plan(self, size: Size, channels: int, device: torch.device) -> _Plan:
         key = (size, channels, device)
         if key not in self._plans:
             if _capturing(device):
@@ -295,21 +461,62 @@ class Compose:
                     "augment one batch of this size before torch.cuda.graph(...)",
                 )
             program = make_program(self.ops, size, channels, self.ignore_index)
-            with torch.inference_mode(False):  # kept for calls outside of it too
-                self._plans[key] = program, encode_tape(self.ops, size).to(device)
+            parts = split_program(self.ops, size, channels, self.ignore_index)
+            with torch.inference_mode(
+                False
+            ):  # the cache also serves calls outside of inference mode
+                tape = encode_tape(self.ops, size).to(device)
+            num_staged = sum(op.num_rows for op in self.ops if isinstance(op, Stage))
+            self._plans[key] = _Plan(program, tape, parts, num_staged if self._stages else 0)
         return self._plans[key]
 
     def _pick(self, device: torch.device, dtype: torch.dtype, program: Program) -> Backend:
         key = (device, dtype, program.out_dtype)
         if key not in self._backends:
-            self._backends[key] = choose_backend(self.backend, device, dtype, program)
+            backend, reason = choose_backend(self.backend, device, dtype, program)
+            if self._stages:
+                names = ", ".join(getattr(op, "name", type(op).__name__) for op in self._stages)
+                reason += f"; {names} in torch between fused parts: another read and write of the batch each"
+            self._backends[key] = backend, reason
         backend, self.backend_reason = self._backends[key]
         return backend
 
-    def _flag(self, device: torch.device) -> guard.FaultFlag:
-        if device not in self._flags:
-            self._flags[device] = guard.FaultFlag(device)
-        return self._flags[device]
+    def _check_ids(self, ids: Tensor | None, batch: int, device: torch.device) -> Tensor:
+        if self._position.in_worker():
+            raise InputError(
+                "AlternatingFlip in a DataLoader worker, which does not know the epoch.",
+                "AlternatingFlip on batches in the training loop, or RandomHorizontalFlip in workers",
+                "RandomHorizontalFlip()",
+            )
+        if ids is None:
+            raise InputError(
+                "AlternatingFlip without the numbers of the images.",
+                "ids, or rows of a tensor that stays from epoch to epoch",
+                "compose(images, ids=indices)",
+            )
+        if not isinstance(ids, Tensor) or ids.shape != (batch,) or ids.dtype != torch.int64:
+            given = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
+            raise InputError(
+                f"ids are {given}.", f"an int64 tensor ({batch},)", "torch.as_tensor(indices)"
+            )
+        if ids.device != device:
+            raise InputError(
+                f"ids on {ids.device} and images on {device}.",
+                "one device; nothing is moved in silence",
+                f"ids.to({str(device)!r})",
+            )
+        return ids.contiguous()
+
+    def _check_points_follow(self, params: object, what: str) -> None:
+        """Raise if points cannot be moved as the images are."""
+        _check_params(params)
+        for op in self._stages:
+            if op.phase == Phase.GEOMETRY or op.moves:
+                raise InputError(
+                    f"{what} with {op!r}, whose geometry is no matrix of the Compose.",
+                    f"{what} with the geometry ops of stoker.augment",
+                    f"a Compose without it for images that have {what}",
+                )
 
     def _check(self, images: Tensor, masks: Tensor | None, rows: Tensor | None) -> int:
         """Return the number of samples that leave, or raise before anything is drawn."""

@@ -18,6 +18,8 @@ that enters the op.
     BLUR          a0 sigma range u1
     ERASE         a0 width, a1 height, a2 area range u1, a4 log(h / w) range u2, a6 width * height;
                   left u3, top u4
+    FLIP_BY_ID    a0 width - 1; flips by the image's id and the epoch, whatever the gate
+    STAGE         a0 index of the stage's uniforms; draws u0 .. u7 and changes no parameter
 
 `draw.py` turns a row into parameters. `Normalize` and `ToDtype` draw nothing and have no row: they are
 part of the program only.
@@ -62,6 +64,8 @@ class Opcode(IntEnum):
     COLOUR = 6
     BLUR = 7
     ERASE = 8
+    FLIP_BY_ID = 9
+    STAGE = 10
 
 
 class Phase(IntEnum):
@@ -101,6 +105,8 @@ class Program:
         ignore_index: Written in masks where no input pixel is.
         whole_pixels: True if geometry is flips and crops only, so that nothing is interpolated. A
             backend may ignore this: it is then slower, and its result is the same.
+        reflect: Places outside of the image read the pixel that is reflected at the border, in masks
+            too. Only together with `whole_pixels`.
     """
 
     in_size: Size
@@ -120,6 +126,7 @@ class Program:
     channels_last: bool
     ignore_index: int
     whole_pixels: bool = False
+    reflect: bool = False
 
 
 # -- checks --------------------------------------------------------------------------------------
@@ -200,6 +207,11 @@ class Op:
     opcode: ClassVar[Opcode | None] = None
     is_fixed: ClassVar[bool] = False
 
+    @property
+    def reads_outside(self) -> bool:
+        """Whether the result can have pixels from outside of the image, which masks mark with the ignore index."""
+        return False
+
     def __post_init__(self) -> None:
         if hasattr(self, "p"):
             name = type(self).__name__
@@ -231,11 +243,12 @@ class Op:
         """Return the op to use for validation, which is never random; None to leave it out."""
         return self if self.is_fixed else None
 
-    def row(self, size: Size, /) -> list[float]:
-        """Return the 16 numbers of this op on the tape."""
-        assert self.opcode is not None
+    def rows(self, size: Size, /) -> list[list[float]]:
+        """Return the rows of this op on the tape, 16 numbers each; none for an op that draws nothing."""
+        if self.opcode is None:
+            return []
         values = [float(self.opcode), self.gate, *self.numbers(size)]
-        return values + [0.0] * (TAPE_WIDTH - len(values))
+        return [values + [0.0] * (TAPE_WIDTH - len(values))]
 
     @cached_property
     def _alone(self) -> Compose:

@@ -19,13 +19,14 @@ draws the same numbers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stoker.augment.definition import TABLE_WIDTH, Opcode
-from stoker.augment.philox import advance, uniforms
+from stoker.augment.philox import EPOCH, SEED, advance, philox, uniforms
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE, SIGMA, ERASE_X0 = 6, 7, 8, 9, 10, 11
 SNAP = 1e-6
@@ -37,42 +38,87 @@ Row = Sequence[float]
 _HOST_ROWS = WeakTensorKeyDictionary()
 
 
-def draw_table(tape: torch.Tensor, counter: torch.Tensor, batch: int) -> torch.Tensor:
-    """Draw the parameters of a batch and advance the counter by one step.
+def draw_table(
+    tape: torch.Tensor,
+    counter: torch.Tensor,
+    batch: int,
+    num_batches: int = 1,
+    *,
+    ids: torch.Tensor | None = None,
+    staged: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Draw the parameters of consecutive batches and advance the counter by one step for each.
 
     Args:
         tape: float32 `(num_ops, 16)`.
         counter: int64 `[seed, epoch, step, stream]`; changed in place.
-        batch: Number of samples.
+        batch: Number of samples of one batch.
+        num_batches: Number of batches.
+        ids: int64, the number of each image of all batches, for ops that know images from epoch to epoch.
+        staged: float32 `(num_batches * batch, rows, 8)`; receives the uniforms of stages.
 
     Returns:
-        float32 `(batch, 16)` on the counter's device.
+        float32 `(num_batches * batch, 16)` on the counter's device.
     """
     rows = _HOST_ROWS.get(tape)
     if rows is None:
         rows = _HOST_ROWS[tape] = tape.tolist()
-    table = untouched(batch, counter.device)
+    table = untouched(batch * num_batches, counter.device)
     if rows:
-        fill_table(table, rows, uniforms(counter, batch, len(rows)))
-    advance(counter)
+        drawn = uniforms(counter, batch, len(rows), num_batches)
+        flips = {
+            index: flipped_by_id(counter, ids, index)
+            for index, row in enumerate(rows)
+            if row[0] == Opcode.FLIP_BY_ID and ids is not None
+        }
+        fill_table(table, rows, drawn, flips, staged)
+    advance(counter, num_batches)
     return table
 
 
 def untouched(batch: int, device: torch.device) -> torch.Tensor:
     """Return the table that changes nothing."""
-    return _constant(_UNTOUCHED, device).expand(batch, TABLE_WIDTH).clone()
+    return constant(_UNTOUCHED, device).expand(batch, TABLE_WIDTH).clone()
 
 
-def fill_table(table: torch.Tensor, rows: Sequence[Row], drawn: torch.Tensor) -> None:
-    """Write the parameters of the tape's `rows` with the uniforms `drawn` `(batch, num_ops, 8)`."""
+def flipped_by_id(counter: torch.Tensor, ids: torch.Tensor, index: int) -> torch.Tensor:
+    """Return bool `(batch,)`: the images that the op at `index` of the tape flips in this epoch.
+
+    The uniform depends on the seed and the id alone, not on the stream: a sample may change its rank.
+    """
+    zero = torch.zeros_like(ids)
+    words = philox(
+        counter[SEED], torch.stack([ids, ids >> 32]), torch.stack([zero + 2 * index, zero])
+    )
+    in_even_epochs = (words[..., 0] >> 8).to(torch.float32) * 2.0**-24 < 0.5
+    return in_even_epochs ^ (counter[EPOCH] % 2 == 1)
+
+
+def fill_table(
+    table: torch.Tensor,
+    rows: Sequence[Row],
+    drawn: torch.Tensor,
+    flips: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    staged: torch.Tensor | None = None,
+) -> None:
+    """Write the parameters of the tape's `rows`.
+
+    Args:
+        table: The table to fill.
+        rows: The tape.
+        drawn: Uniforms `(batch, num_ops, 8)`.
+        flips: By row of FLIP_BY_ID, which samples it flips.
+        staged: Receives the uniforms of stages.
+    """
     matrix: torch.Tensor | None = None
     for index, row in enumerate(rows):
         u = drawn[:, index].unbind(1)
         code, gate, numbers = Opcode(int(row[0])), u[0] < row[1], row[2:]
+        gate = flips.get(index, gate)
         if code in _GEOMETRY:
             step = _matrix(_GEOMETRY[code](numbers, u, gate), u[0])
             if code not in _UNGATED:
-                same = _constant(_IDENTITY, table.device).view(2, 3)
+                same = constant(_IDENTITY, table.device).view(2, 3)
                 step = torch.where(gate[:, None, None], step, same)
             matrix = step if matrix is None else _then(matrix, step)
         elif code == Opcode.COLOUR:
@@ -83,8 +129,11 @@ def fill_table(table: torch.Tensor, rows: Sequence[Row], drawn: torch.Tensor) ->
             table[:, HUE] += _within(numbers, 6, u[4]) * gate
         elif code == Opcode.BLUR:
             table[:, SIGMA] = _within(numbers, 0, u[1]) * gate
+        elif code == Opcode.STAGE:
+            if staged is not None:
+                staged[:, int(numbers[0])] = drawn[:, index]
         else:
-            table[:, ERASE_X0 : ERASE_X0 + 4] = _draw_erase(numbers, u) * gate[:, None]
+            table[:, ERASE_X0 : ERASE_X0 + 4] = draw_erase(numbers, u) * gate[:, None]
     if matrix is not None:
         table[:, :6] = matrix.reshape(-1, 6)
 
@@ -134,6 +183,7 @@ def _crop(a: Row, u: Uniforms, _gate: torch.Tensor) -> Entries:
 
 _GEOMETRY: dict[Opcode, Callable[[Row, Uniforms, torch.Tensor], Entries]] = {
     Opcode.FLIP_H: lambda a, _u, _gate: (-1.0, 0.0, a[0], 0.0, 1.0, 0.0),
+    Opcode.FLIP_BY_ID: lambda a, _u, _gate: (-1.0, 0.0, a[0], 0.0, 1.0, 0.0),
     Opcode.FLIP_V: lambda a, _u, _gate: (1.0, 0.0, 0.0, 0.0, -1.0, a[0]),
     Opcode.AFFINE: _affine,
     Opcode.RESIZED_CROP: _resized_crop,
@@ -147,13 +197,13 @@ def _matrix(entries: Entries, like: torch.Tensor) -> torch.Tensor:
     """Return `(batch, 2, 3)`, or one `(2, 3)` for all, from six entries."""
     numbers = tuple(entry for entry in entries if isinstance(entry, float))
     if len(numbers) == 6:
-        return _constant(numbers, like.device).view(2, 3)
+        return constant(numbers, like.device).view(2, 3)
     full = [e if isinstance(e, torch.Tensor) else torch.full_like(like, e) for e in entries]
     return torch.stack(full, dim=1).view(-1, 2, 3)
 
 
 @functools.lru_cache(maxsize=256)
-def _constant(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
+def constant(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """Return float32 numbers on the device; cached, because a capture forbids copies from the host."""
     with torch.inference_mode(False):  # the cache also serves calls outside of inference mode
         return torch.tensor(numbers, dtype=torch.float32, device=device)
@@ -196,7 +246,8 @@ def _stretch(
     return 0.0, start + (side - 1.0) * 0.5
 
 
-def _draw_erase(a: Row, u: Uniforms) -> torch.Tensor:
+def draw_erase(a: Row, u: Uniforms) -> torch.Tensor:
+    """Return the rectangle x0 y0 x1 y1 of each sample from `u1` to `u4`: float `(batch, 4)`."""
     pixels = _within(a, 2, u[1]) * a[6]
     shape = torch.exp(_within(a, 4, u[2]))
     h, w = _side(pixels * shape, a[1]), _side(pixels / shape, a[0])

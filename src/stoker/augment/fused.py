@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stoker.augment.definition import TABLE_WIDTH, Program
+from stoker.augment.philox import advance
 from stoker.errors import InputError
 
 Tensor = torch.Tensor
@@ -224,20 +225,36 @@ class FusedBackend:
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._draws: dict[tuple[Any, ...], _Launch] = {}
 
-    def draw(self, tape: Tensor, counter: Tensor, batch: int) -> Tensor:
-        """Return the table `(batch, 16)` and advance the counter's step, in one launch."""
-        table = torch.empty((batch, TABLE_WIDTH), dtype=torch.float32, device=counter.device)
-        key = (batch, tape.shape[0], counter.device)
+    def draw(
+        self,
+        tape: Tensor,
+        counter: Tensor,
+        batch: int,
+        num_batches: int = 1,
+        *,
+        ids: Tensor | None = None,
+        staged: Tensor | None = None,
+    ) -> Tensor:
+        """Return the table `(num_batches * batch, 16)` and advance the counter's step.
+
+        One launch for one batch, two for any number of them.
+        """
+        shape = (batch * num_batches, TABLE_WIDTH)
+        table = torch.empty(shape, dtype=torch.float32, device=counter.device)
+        num_staged = 0 if staged is None else staged.shape[1]
+        key = (batch, num_batches, tape.shape[0], counter.device, ids is None, num_staged)
         launch = self._draws.get(key)
         if launch is None:
             from stoker.augment.fused_draw import draw
 
             lanes = min(max(_power(batch), 32), 256)
-            fixed = (batch, tape.shape[0], lanes)
-            launch = _Launch(draw, (1, 1, 1), fixed, max(1, lanes // 32))
+            fixed = (batch, tape.shape[0], num_staged, lanes, num_batches == 1)
+            launch = _Launch(draw, (num_batches, 1, 1), fixed, max(1, lanes // 32))
             _keep(self._draws, key, launch)
         with _on(counter.device):
-            launch(tape, counter, table)
+            launch(tape, counter, ids, staged, table)
+            if num_batches > 1:
+                advance(counter, num_batches)
         return table
 
     def apply(
@@ -314,6 +331,7 @@ class FusedBackend:
         scale = 1.0 / 255.0 if images.dtype == torch.uint8 else None
         choices = (
             *(program.channels, program.geometry, program.whole_pixels or not program.geometry),
+            program.reflect,
             *(scale, program.brightness),
         )
         wide = _is_wide(images, masks, result)

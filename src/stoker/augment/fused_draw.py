@@ -10,7 +10,7 @@ the table but for the last bits of sine, cosine and exponential. `numbers` point
 
 # Triton's language is typed by Triton: annotations other than constexpr have no meaning in it.
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0912, PLR0915, SIM102
 
 import triton
 import triton.language as tl
@@ -24,6 +24,8 @@ CROP = tl.constexpr(5.0)
 COLOUR = tl.constexpr(6.0)
 BLUR = tl.constexpr(7.0)
 ERASE = tl.constexpr(8.0)
+FLIP_BY_ID = tl.constexpr(9.0)
+STAGE = tl.constexpr(10.0)
 
 
 @triton.jit
@@ -60,7 +62,7 @@ def _snap(number):
 
 @triton.jit
 def _affine(numbers, u1, u2, u3, u4, u5, u6):
-    """Undo, in turn: the shift, the rotation and the scale, the shear along y, that along x."""
+    """Invert, in turn: the shift, the rotation and the scale, the shear along y, the shear along x."""
     angle = _within(numbers, 2, u1)
     cosine, sine = _snap(tl.cos(angle)), _snap(tl.sin(angle))
     cx, cy = tl.load(numbers), tl.load(numbers + 1)
@@ -88,7 +90,7 @@ def _stretch(side, start, out_side):
 
 @triton.jit
 def _resized_crop(numbers, gate, u1, u2, u3, u4):
-    """Corners of the drawn rectangle on the corners of the result; a shut gate takes it whole."""
+    """Map the corners of the drawn rectangle to those of the result; not applied, take the whole image."""
     width, height = tl.load(numbers), tl.load(numbers + 1)
     proportion = tl.load(numbers + 8)
     area = _within(numbers, 4, u1)
@@ -121,16 +123,36 @@ def _within(numbers, at: tl.constexpr, u):
     return u * tl.load(numbers + at + 1) + tl.load(numbers + at)
 
 
-@triton.jit(do_not_specialize=["batch", "num_ops"])
-def draw(tape, counter, table, batch, num_ops, LANES: tl.constexpr):
-    """Draw the table of a batch and count one step. Grid: one program; a lane is a sample.
+@triton.jit
+def _flipped_by_id(seed, name, op, epoch):
+    """Return which images are flipped in this epoch: by the seed and the id alone."""
+    same = (name * 0).to(tl.uint32)
+    word, _, _, _ = tl.philox(
+        seed, name.to(tl.uint32), same + 2 * op, (name >> 32).to(tl.uint32), same
+    )
+    return (_unit(word) < 0.5) != (epoch % 2 == 1)
 
-    One program, because the counter is read by all and then written: two could not agree on when.
+
+@triton.jit(do_not_specialize=["batch", "num_ops", "num_staged"])
+def draw(
+    tape, counter, ids, staged, table, batch, num_ops, num_staged,
+    LANES: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Draw the table of each batch. Grid: one program for each batch; a lane is a sample.
+
+    With `COUNT` there is one program, which also counts its step: the counter is read by all programs and then
+    written, so two of them would race. `ids` and `staged` may be None: the numbers of the images, and
+    `(num_batches * batch, num_staged, 8)` for the uniforms of stages.
     """
     seed = tl.load(counter)
     epoch = tl.load(counter + 1).to(tl.uint32)
     step = tl.load(counter + 2)
-    count = step.to(tl.uint32)
+    count = (step + tl.program_id(0)).to(tl.uint32)
+    table += tl.program_id(0) * batch * 16
+    if ids is not None:
+        ids += tl.program_id(0) * batch
+    if staged is not None:
+        staged += tl.program_id(0) * batch * num_staged * 8
     stream = tl.load(counter + 3).to(tl.uint32) << 16
     for first in range(0, batch, LANES):
         sample = first + tl.arange(0, LANES)
@@ -145,13 +167,28 @@ def draw(tape, counter, table, batch, num_ops, LANES: tl.constexpr):
             numbers = tape + op * 16 + 2
             block = stream + 2 * op
             u0, u1, u2, u3 = _uniforms(seed, lanes, block, count, epoch)
-            u4, u5, u6, _ = _uniforms(seed, lanes, block + 1, count, epoch)
+            u4, u5, u6, u7 = _uniforms(seed, lanes, block + 1, count, epoch)
             chance = tl.load(tape + op * 16 + 1)
             gate = u0 < chance
             n00, n01, n02, n10, n11, n12 = one, zero, zero, zero, one, zero
-            # Crops change the size, so there is no "left as it was" to fall back to.
+            # Crops change the size, so a sample cannot be left unchanged.
             moved = u0 < tl.where((code == RESIZED_CROP) | (code == CROP), 1.0, chance)
-            if code == FLIP_H:
+            if ids is not None:
+                if code == FLIP_BY_ID:
+                    name = tl.load(ids + sample, mask=sample < batch, other=0)
+                    moved = _flipped_by_id(seed, name, op, epoch)
+            if staged is not None:
+                if code == STAGE:
+                    q = staged + (sample * num_staged + tl.load(numbers).to(tl.int32)) * 8
+                    tl.store(q, u0, mask=sample < batch)
+                    tl.store(q + 1, u1, mask=sample < batch)
+                    tl.store(q + 2, u2, mask=sample < batch)
+                    tl.store(q + 3, u3, mask=sample < batch)
+                    tl.store(q + 4, u4, mask=sample < batch)
+                    tl.store(q + 5, u5, mask=sample < batch)
+                    tl.store(q + 6, u6, mask=sample < batch)
+                    tl.store(q + 7, u7, mask=sample < batch)
+            if (code == FLIP_H) | (code == FLIP_BY_ID):
                 n00, n02 = -one, zero + tl.load(numbers)
             elif code == FLIP_V:
                 n11, n12 = -one, zero + tl.load(numbers)
@@ -176,7 +213,7 @@ def draw(tape, counter, table, batch, num_ops, LANES: tl.constexpr):
             n00, n01 = tl.where(moved, n00, 1.0), tl.where(moved, n01, 0.0)
             n10, n11 = tl.where(moved, n10, 0.0), tl.where(moved, n11, 1.0)
             n02, n12 = tl.where(moved, n02, 0.0), tl.where(moved, n12, 0.0)
-            # The input is at so far(this op(output)).
+            # The matrix so far, applied after this op's: it maps output to input.
             m02 = (m00 * n02 + m01 * n12) + m02
             m12 = (m10 * n02 + m11 * n12) + m12
             m00, m01 = m00 * n00 + m01 * n10, m00 * n01 + m01 * n11
@@ -199,6 +236,7 @@ def draw(tape, counter, table, batch, num_ops, LANES: tl.constexpr):
         tl.store(p + 13, x1, mask=keep)
         tl.store(p + 14, y1, mask=keep)
         tl.store(p + 15, zero, mask=keep)
-    # Every warp reads the counter for itself; none may do so after it was written.
-    tl.debug_barrier()
-    tl.store(counter + 2, step + 1)
+    if COUNT:
+        # Every warp reads the counter itself, and must do so before it is written.
+        tl.debug_barrier()
+        tl.store(counter + 2, step + 1)

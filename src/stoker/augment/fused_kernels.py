@@ -220,6 +220,13 @@ def _source(rows, sample, num_images):
 
 
 @triton.jit
+def _mirror(index, size):
+    """Reflect an index about the first and the last pixel, without repeating them."""
+    index = tl.abs(index)
+    return (size - 1) - tl.abs((size - 1) - index)
+
+
+@triton.jit
 def _offset(y, x, stride_y, stride_x, WIDE: tl.constexpr):
     if WIDE:
         y = y.to(tl.int64)
@@ -230,12 +237,16 @@ def _offset(y, x, stride_y, stride_x, WIDE: tl.constexpr):
 @triton.jit
 def _sample(
     image, sx, sy, y, x, keep, mode, in_h, in_w, across, down, right, high, low,
-    C: tl.constexpr, GEOMETRY: tl.constexpr, CHECK: tl.constexpr, WIDE: tl.constexpr,
+    C: tl.constexpr, GEOMETRY: tl.constexpr, REFLECT: tl.constexpr, CHECK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Read a block of one channel (C = 1) or of three, `across` apart, as they are stored."""
     if GEOMETRY:
         x0 = tl.floor(sx).to(tl.int32)
         y0 = tl.floor(sy).to(tl.int32)
+        if REFLECT:  # whole pixels only: there is one tap, and sx and sy are not used again
+            x0, y0 = _mirror(x0, in_w), _mirror(y0, in_h)
+            sx, sy = x0.to(tl.float32), y0.to(tl.float32)
         # Back from int32 instead of a second floor: the same number, from a faster unit.
         fx = sx - x0.to(tl.float32)
         fy = sy - y0.to(tl.float32)
@@ -417,7 +428,8 @@ def _emit(
 @triton.jit
 def _label(
     mask, mask_out, sx, sy, y, x, keep, in_h, in_w, out_w, down, right, ignore,
-    GEOMETRY: tl.constexpr, GATHER: tl.constexpr, WIDE: tl.constexpr, HINT: tl.constexpr,
+    GEOMETRY: tl.constexpr, REFLECT: tl.constexpr, GATHER: tl.constexpr, WIDE: tl.constexpr,
+    HINT: tl.constexpr,
 ):  # fmt: skip
     """Copy the nearest label of a block of pixels; `ignore` where there is none.
 
@@ -428,6 +440,8 @@ def _label(
     if GEOMETRY:
         from_x = tl.floor(sx + 0.5).to(tl.int32)
         from_y = tl.floor(sy + 0.5).to(tl.int32)
+        if REFLECT:
+            from_x, from_y = _mirror(from_x, in_w), _mirror(from_y, in_h)
         inside = (from_x >= 0) & (from_x < in_w) & (from_y >= 0) & (from_y < in_h)
     elif GATHER:
         inside = keep & (y < in_h)
@@ -455,8 +469,8 @@ PLAIN = [
 def sum_gray(
     image, rows, table, partials,
     num_images, in_h, in_w, out_h, out_w, image_n, image_c, image_y, image_x,
-    C: tl.constexpr, GEOMETRY: tl.constexpr, WHOLE: tl.constexpr, SCALE: tl.constexpr,
-    BRIGHTNESS: tl.constexpr, WIDE: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_X: tl.constexpr,
+    C: tl.constexpr, GEOMETRY: tl.constexpr, WHOLE: tl.constexpr, REFLECT: tl.constexpr,
+    SCALE: tl.constexpr, BRIGHTNESS: tl.constexpr, WIDE: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_X: tl.constexpr,
     STEP_Y: tl.constexpr, STEP_X: tl.constexpr,
 ):  # fmt: skip
     """Sum the warped and brightened gray of every tile, for contrast's mean.
@@ -488,7 +502,7 @@ def sum_gray(
             sx, sy = _locate(matrix, tl.minimum(x, out_w - 1), tl.minimum(y, out_h - 1))
             r, g, b, _, _ = _sample(
                 image, sx, sy, y, x, keep, mode, in_h, in_w, image_c, image_y, image_x,
-                unseen, unseen, C, GEOMETRY, False, WIDE,
+                unseen, unseen, C, GEOMETRY, REFLECT, False, WIDE,
             )  # fmt: skip
             r, g, b = _colour(
                 r, g, b, unit, factors, 0.0, C, SCALE, rows is not None, BRIGHTNESS,
@@ -508,8 +522,8 @@ def augment(
     image, out, spare, mask, mask_out, rows, table, partials, faults,
     num_images, in_h, in_w, out_h, out_w, plane, image_n, image_c, image_y, image_x,
     out_n, out_c, out_y, out_x, mask_n, mask_y, mask_x, ignore, num_partials,
-    C: tl.constexpr, GEOMETRY: tl.constexpr, WHOLE: tl.constexpr, SCALE: tl.constexpr,
-    BRIGHTNESS: tl.constexpr, CONTRAST: tl.constexpr, SATURATION: tl.constexpr, HUE: tl.constexpr,
+    C: tl.constexpr, GEOMETRY: tl.constexpr, WHOLE: tl.constexpr, REFLECT: tl.constexpr,
+    SCALE: tl.constexpr, BRIGHTNESS: tl.constexpr, CONTRAST: tl.constexpr, SATURATION: tl.constexpr, HUE: tl.constexpr,
     BLUR: tl.constexpr, ERASE: tl.constexpr, ERASE_VALUE: tl.constexpr, NORM: tl.constexpr,
     CHECK: tl.constexpr, WATCH: tl.constexpr, WIDE: tl.constexpr, PARTIALS: tl.constexpr,
     HINT: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_X: tl.constexpr, STEP_Y: tl.constexpr,
@@ -559,7 +573,8 @@ def augment(
         if mask is not None:
             _label(
                 mask + source * mask_n, mask_out + sample * plane, sx, sy, y, x, keep, mask_h,
-                in_w, out_w, mask_y, mask_x, ignore, GEOMETRY, rows is not None, WIDE, HINT,
+                in_w, out_w, mask_y, mask_x, ignore, GEOMETRY, REFLECT, rows is not None, WIDE,
+                HINT,
             )  # fmt: skip
         erased = _erased(rectangle, y, x)
         p = out + sample * out_n + _offset(y, x, out_y, out_x, WIDE)
@@ -570,7 +585,7 @@ def augment(
         for c in tl.static_range(0, C, GROUP):
             r, g, b, high, low = _sample(
                 channel, sx, sy, y, x, keep, mode, in_h, in_w, image_c, image_y, image_x,
-                high, low, GROUP, GEOMETRY, CHECK, WIDE,
+                high, low, GROUP, GEOMETRY, REFLECT, CHECK, WIDE,
             )  # fmt: skip
             r, g, b = _colour(
                 r, g, b, unit, factors, mean, GROUP, SCALE, rows is not None, BRIGHTNESS,
@@ -588,13 +603,6 @@ def augment(
                 _emit(p, aside, b, sigma, keep, erased, 2, BLUR, ERASE, ERASE_VALUE, NORM, HINT)
     if CHECK:
         _report(faults, high, low)
-
-
-@triton.jit
-def _mirror(index, size):
-    """Reflect an index about the first and the last pixel, without repeating them."""
-    index = tl.abs(index)
-    return (size - 1) - tl.abs((size - 1) - index)
 
 
 @triton.jit

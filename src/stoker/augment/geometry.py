@@ -27,6 +27,8 @@ from stoker.augment.definition import (
 )
 from stoker.errors import InputError
 
+PADDING_MODES = ("constant", "reflect")
+
 
 @dataclass(frozen=True)
 class RandomHorizontalFlip(Op):
@@ -36,6 +38,25 @@ class RandomHorizontalFlip(Op):
     opcode = Opcode.FLIP_H
 
     p: float = 0.5
+
+    def numbers(self, size: Size, /) -> list[float]:
+        """Return the index of the last column."""
+        return [size[1] - 1]
+
+
+@dataclass(frozen=True)
+class AlternatingFlip(Op):
+    """Mirror every image left to right in every second epoch; exact.
+
+    Half of the images, chosen by the seed, are mirrored in even epochs and the others in odd ones: two epochs
+    show each image both ways, where a random flip shows half of them the same way twice.
+
+    Images must be known from epoch to epoch: `compose(images, ids=ids)`, or `rows` of a tensor that stays. A
+    `Loader` with resident data does that by itself. The epoch is that of `set_epoch`.
+    """
+
+    phase = Phase.GEOMETRY
+    opcode = Opcode.FLIP_BY_ID
 
     def numbers(self, size: Size, /) -> list[float]:
         """Return the index of the last column."""
@@ -80,6 +101,11 @@ class RandomRotation(Op):
         """Return centre and angle; the tape counts clockwise."""
         turn = span(cast(Range, self.degrees), -RADIANS)
         return [*centre_of(size), *turn, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+    @property
+    def reads_outside(self) -> bool:
+        """Whether corners come from outside of the image."""
+        return not self.idle()
 
     def idle(self) -> bool:
         """Return whether every angle is 0."""
@@ -136,6 +162,11 @@ class RandomAffine(Op):
             -lean_y,
             2 * lean_y,
         ]
+
+    @property
+    def reads_outside(self) -> bool:
+        """Whether corners come from outside of the image."""
+        return not self.idle()
 
     def idle(self) -> bool:
         """Return whether every matrix is the identity."""
@@ -229,11 +260,13 @@ class Resize(Op):
 
 @dataclass(frozen=True)
 class RandomCrop(Op):
-    """Cut `size` at a random place of the zero-padded image; exact.
+    """Cut `size` at a random place of the padded image; exact.
 
     Args:
         size: Side, or (height, width), of the result.
-        padding: Pixels added on every side first: 0 in images, the ignore index in masks.
+        padding: Pixels added on every side first.
+        padding_mode: "constant" adds 0, in masks the ignore index; "reflect" adds the image reflected at its
+            border, in masks too. "reflect" goes with flips and no other geometry.
     """
 
     phase = Phase.GEOMETRY
@@ -241,17 +274,30 @@ class RandomCrop(Op):
 
     size: int | Size
     padding: int = 0
+    padding_mode: str = "constant"
 
     def __post_init__(self) -> None:
         if not isinstance(self.padding, int) or isinstance(self.padding, bool) or self.padding < 0:
             raise InputError(
                 f"padding is {self.padding!r}.", "a whole number >= 0", "RandomCrop(32, padding=4)"
             )
+        if self.padding_mode not in PADDING_MODES:
+            raise InputError(
+                f"padding_mode is {self.padding_mode!r}.",
+                ", ".join(PADDING_MODES),
+                'RandomCrop(32, padding=4, padding_mode="reflect")',
+            )
         self._keep(size=check_size("size", self.size))
 
     def out_size(self, size: Size, /) -> Size:
         """Return the size that was asked for, if the padded image is that large."""
         wanted = cast(Size, self.size)
+        if self.reflects and self.padding >= min(size):
+            raise InputError(
+                f"a reflected padding of {self.padding} on an image of {size[0]}x{size[1]}.",
+                f"at most {min(size) - 1}",
+                f'RandomCrop({wanted}, padding={min(size) - 1}, padding_mode="reflect")',
+            )
         padded = (size[0] + 2 * self.padding, size[1] + 2 * self.padding)
         if wanted[0] > padded[0] or wanted[1] > padded[1]:
             lack = max(wanted[0] - size[0], wanted[1] - size[1])
@@ -268,14 +314,24 @@ class RandomCrop(Op):
         free = [size[1] + 2 * self.padding - width + 1, size[0] + 2 * self.padding - height + 1]
         return [-self.padding, -self.padding, *free]
 
+    @property
+    def reads_outside(self) -> bool:
+        """Whether the padding is not part of the image."""
+        return self.padding > 0 and not self.reflects
+
+    @property
+    def reflects(self) -> bool:
+        """Whether pixels from outside of the image are reflected ones."""
+        return self.padding > 0 and self.padding_mode == "reflect"
+
     def settled(self) -> Op:
         """Return the crop of the same size from the middle."""
-        return CenterCrop(self.size, self.padding)
+        return CenterCrop(self.size, self.padding, self.padding_mode)
 
 
 @dataclass(frozen=True)
 class CenterCrop(RandomCrop):
-    """Cut `size` from the middle of the zero-padded image; not random."""
+    """Cut `size` from the middle of the padded image; not random."""
 
     is_fixed = True
 

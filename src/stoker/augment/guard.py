@@ -124,6 +124,12 @@ def check_images(images: object) -> Tensor:
             "(batch, channels, height, width)",
             "images.unsqueeze(0) for one image, images.permute(0, 3, 1, 2) for NHWC arrays",
         )
+    if images.shape[-1] in (1, 3, 4) and min(images.shape[1:3]) > 16:
+        raise InputError(
+            f"images of shape {tuple(images.shape)}: channels last (HWC).",
+            "(batch, channels, height, width)",
+            "images.permute(0, 3, 1, 2)",
+        )
     if images.dtype not in IMAGE_DTYPES:
         raise InputError(
             f"images of dtype {images.dtype}.",
@@ -179,6 +185,33 @@ def check_masks(masks: object, images: Tensor, ignore_index: int) -> Tensor:
             f"ignore_index={-1 if limits.min < 0 else 255}, or masks.long()",
         )
     return masks
+
+
+def check_loss(criterion: object, augmentation: object) -> None:
+    """Raise if a loss rejects the value that an augmentation writes in masks where no input pixel is.
+
+    Args:
+        criterion: The loss; only torch's cross entropy and NLL are known to reject values.
+        augmentation: A `Compose`, or a schedule of several.
+    """
+    loss = torch.nn.CrossEntropyLoss, torch.nn.NLLLoss
+    functions = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
+    if isinstance(criterion, loss):
+        ignored, name = criterion.ignore_index, type(criterion).__name__
+    elif criterion in functions:
+        ignored, name = -100, "CrossEntropyLoss"
+    else:
+        return
+    for stage in getattr(augmentation, "stages", {0: augmentation}).values():
+        written = getattr(stage, "ignore_index", ignored)
+        moving = [op for op in getattr(stage, "ops", ()) if op.reads_outside]
+        if moving and written != ignored:
+            raise InputError(
+                f"{type(moving[0]).__name__} writes {written} in masks where no input pixel is, "
+                f"and the loss ignores {ignored} only.",
+                "one ignore_index for both",
+                f"torch.nn.{name}(ignore_index={written})",
+            )
 
 
 def check_rows(rows: object, images: Tensor, look: bool) -> Tensor:

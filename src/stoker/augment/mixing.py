@@ -12,11 +12,14 @@ on the host; the random numbers come from a counter, as those of `Compose` do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
 from stoker.augment import philox
 from stoker.augment.definition import check_number
+from stoker.augment.position import Position, check_state
 from stoker.errors import InputError
 
 Tensor = torch.Tensor
@@ -42,17 +45,25 @@ class _Mixer:
         if not isinstance(stream, int) or not 0 <= stream < _MOST_STREAMS:
             raise InputError(f"stream is {stream!r}.", f"0 to {_MOST_STREAMS - 1}", "stream=0")
         self.num_classes = num_classes
-        self._position = philox.Position(seed, self._first_stream + stream)
+        self._position = Position(seed, self._first_stream + stream)
         self._quantiles: dict[torch.device, Tensor] = {}
         self._looked = False
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Make the next draw that of (epoch, step); in place, so captured graphs follow."""
-        self._position.write(self._position.read() | {"epoch": epoch, "step": step})
+        self._position.move(epoch, step)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch. Its draws do not depend on earlier calls."""
         self.seek(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return seed, epoch, step and stream on the device drawn on last; waits for it."""
+        return self._position.read()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._position.write(check_state(state))
 
     def _draw(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the share `(batch,)` each sample keeps (1 where it is not mixed), and uniforms."""
@@ -62,9 +73,11 @@ class _Mixer:
             ):  # the cache also serves calls outside of inference mode
                 quantiles = torch.from_numpy(beta_quantiles(self.alpha)).float()
                 self._quantiles[device] = quantiles.to(device)
-        quantiles, counter = self._quantiles[device], self._position.on(device)
-        drawn = philox.uniforms(counter, batch, 1)[:, 0]
-        philox.advance(counter)
+        quantiles = self._quantiles[device]
+        with self._position.take_lock():
+            counter = self._position.on(device)
+            drawn = philox.uniforms(counter, batch, 1)[:, 0]
+            philox.advance(counter)
         place = drawn[:, 1] * (TABLE_POINTS - 1)
         low = place.floor()
         index = low.to(torch.int64)

@@ -29,9 +29,12 @@ from stoker.augment.definition import (
     check_range,
     span,
 )
+from stoker.augment.geometry import RandomCrop
+from stoker.augment.stages import Stage
 from stoker.errors import InputError
 
-WHOLE_PIXELS = {Opcode.FLIP_H, Opcode.FLIP_V, Opcode.CROP}
+FLIPS = {Opcode.FLIP_H, Opcode.FLIP_V, Opcode.FLIP_BY_ID}
+WHOLE_PIXELS = {*FLIPS, Opcode.CROP}
 COLOUR_ORDER = ("brightness", "contrast", "saturation", "hue")
 MOST_FACTOR = 1e6  # a larger factor only makes every pixel 0 or 1, and infinity times 0 is NaN
 LEAST_STD = 1e-12  # its inverse is finite in every dtype that we compute in
@@ -272,10 +275,15 @@ def _channel_values(name: str, value: Any) -> tuple[float, ...]:
 
 def encode_tape(ops: Sequence[Op], size: Size) -> torch.Tensor:
     """Return the tape of `ops` for images of `size` (height, width): float32, on the CPU."""
-    rows = []
+    rows: list[list[float]] = []
+    num_stage_rows = 0
     for op in ops:
-        if op.opcode is not None:
-            rows.append(op.row(size))
+        made = op.rows(size)
+        if isinstance(op, Stage):
+            for row in made:
+                row[2] = float(num_stage_rows)
+                num_stage_rows += 1
+        rows += made
         size = op.out_size(size)
     return torch.tensor(rows, dtype=torch.float32).reshape(-1, TAPE_WIDTH)
 
@@ -324,7 +332,31 @@ def make_program(ops: Sequence[Op], size: Size, channels: int, ignore_index: int
         channels_last=dtype.channels_last,
         ignore_index=ignore_index,
         whole_pixels=bool(moves) and set(moves) <= WHOLE_PIXELS,
+        reflect=any(isinstance(op, RandomCrop) and op.reflects for op in busy),
     )
+
+
+def split_program(
+    ops: Sequence[Op], size: Size, channels: int, ignore_index: int
+) -> tuple[Program | Stage, ...]:
+    """Return the parts that are applied one after the other: programs, and the stages between them.
+
+    All parts share one table: each kind of parameter belongs to one program.
+    """
+    parts: list[Program | Stage] = []
+    group: list[Op] = []
+    for op in [*ops, None]:
+        if op is not None and not isinstance(op, Stage):
+            group.append(op)
+            continue
+        # The first program makes float values and takes rows, so it is there even if it has no op.
+        if group or not parts:
+            program = make_program(group, size, channels, ignore_index)
+            parts.append(program)
+            group, size = [], program.out_size
+        if op is not None and not op.idle():
+            parts.append(op)
+    return tuple(parts)
 
 
 def check_order(ops: Sequence[Any]) -> tuple[Op, ...]:
@@ -347,10 +379,15 @@ def check_order(ops: Sequence[Any]) -> tuple[Op, ...]:
                 "Compose([RandomHorizontalFlip(), Normalize(0.5, 0.5)])",
             )
     for before, after in itertools.pairwise(ops):
-        if _place(after) < _place(before):
+        if after.phase < before.phase:
             raise _misplaced(before, after, ops)
+    own = [op for op in ops if not isinstance(op, Stage)]
+    for before, after in itertools.pairwise(own):
+        if place(after) < place(before):
+            raise _misplaced(before, after, ops)
+    _check_geometry([op for op in ops if op.phase == Phase.GEOMETRY])
     seen: set[object] = set()
-    for op in ops:
+    for op in own:
         kinds = op.kinds if isinstance(op, _Colour) else (op.phase,)
         if op.phase != Phase.GEOMETRY and seen & set(kinds):
             raise InputError(
@@ -362,7 +399,27 @@ def check_order(ops: Sequence[Any]) -> tuple[Op, ...]:
     return tuple(ops)
 
 
-def _place(op: Op) -> tuple[int, int]:
+def _check_geometry(moves: Sequence[Op]) -> None:
+    """Raise for geometry that one matrix and one rule for the border cannot describe."""
+    runs = [is_stage for is_stage, _ in itertools.groupby(isinstance(op, Stage) for op in moves)]
+    if runs.count(False) > 1:
+        stage = next(op for op in moves if isinstance(op, Stage))
+        raise InputError(
+            f"{stage!r} stands between other geometry, which is one matrix.",
+            "functions before or after all other geometry",
+            "two Compose objects, one after the other",
+        )
+    reflecting = [op for op in moves if isinstance(op, RandomCrop) and op.reflects]
+    others = [op for op in moves if op.opcode not in FLIPS and op not in reflecting]
+    if reflecting and (others or len(reflecting) > 1):
+        raise InputError(
+            f"{reflecting[0]!r} beside {(others or reflecting)[-1]!r}.",
+            "reflected padding with flips and no other geometry",
+            "a Compose for this crop, and a second one for the rest",
+        )
+
+
+def place(op: Op) -> tuple[int, int]:
     """Return the sort key of an op: its phase and, inside colour, the fixed order."""
     return op.phase, COLOUR_ORDER.index(op.kinds[0]) if isinstance(op, _Colour) else 0
 
@@ -376,7 +433,7 @@ def _misplaced(before: Op, after: Op, ops: Sequence[Op]) -> InputError:
         why = "after Normalize the 0 around the image is the mean colour, not black"
     elif before.phase == after.phase == Phase.COLOUR:
         why = "colour is always applied as brightness, contrast, saturation, hue"
-    right = ", ".join(map(repr, sorted(ops, key=_place)))
+    right = ", ".join(map(repr, sorted(ops, key=place)))
     return InputError(
         f"{second} stands after {first}: {why}.",
         "geometry, colour, blur, erasing, Normalize, ToDtype, in this order",

@@ -11,8 +11,9 @@ the same picture on every machine.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class Sample:
     """One image to show.
 
     Attributes:
-        name: File name, or row in the store.
+        name: File name, with its class folder if there is one, or row in the store.
         image: (H, W, 3).
         mask: (H, W), or None.
     """
@@ -54,7 +55,7 @@ def read_samples(
     """Return the first `count` images, all of one size.
 
     Args:
-        path: Folder, image file, or packed store.
+        path: Folder of images or of class folders, image file, or packed store.
         masks: Folder of masks with the same names, or one mask for one image; None for none. A
             store brings its own.
         count: At most this many.
@@ -73,7 +74,13 @@ def read_samples(
     partners = _mask_files(files, masks)
     first = _decode(files[0], "RGB")
     wanted = size or shown_size((first.height, first.width))
-    return [_from_files(file, partners.get(file), wanted) for file in files]
+    root = path if path.is_dir() else path.parent
+    return [
+        replace(
+            _from_files(file, partners.get(file), wanted), name=file.relative_to(root).as_posix()
+        )
+        for file in files
+    ]
 
 
 def is_store(path: Path) -> bool:
@@ -87,7 +94,7 @@ def shown_size(size: tuple[int, int]) -> tuple[int, int]:
     return max(1, round(size[0] * factor)), max(1, round(size[1] * factor))
 
 
-def _image_files(path: Path) -> list[Path]:
+def _image_files(path: Path, *, by_class: bool = True) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -96,16 +103,27 @@ def _image_files(path: Path) -> list[Path]:
             "a folder of images, an image, a store",
             look_in(path.parent),
         )
-    files = sorted(
-        each for each in path.iterdir() if each.suffix.lower() in ENDINGS and each.is_file()
-    )
+    files = _images_in(path)
+    if not files and by_class:
+        # Class folders, as `stoker pack images` takes them: the first image of each class, then the second, ...
+        classes = [_images_in(each) for each in sorted(path.iterdir()) if each.is_dir()]
+        rounds = itertools.zip_longest(*classes)
+        files = [file for one_each in rounds for file in one_each if file is not None]
     if not files:
         raise SourceError(
-            f"{path} holds no images.",
-            f"files ending in {', '.join(sorted(ENDINGS))}",
+            f"{path} holds no images, and no class folders of images.",
+            f"files ending in {', '.join(sorted(ENDINGS))}, or folder/<class>/<image>",
             command("ls", path),
         )
     return files
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(
+        each
+        for each in folder.iterdir()
+        if each.suffix.lower() in ENDINGS and each.is_file() and not each.name.startswith(".")
+    )
 
 
 def _mask_files(files: Sequence[Path], masks: Path | None) -> dict[Path, Path]:
@@ -120,7 +138,7 @@ def _mask_files(files: Sequence[Path], masks: Path | None) -> dict[Path, Path]:
                 f"--masks {quoted(masks.parent)}",
             )
         return {files[0]: masks}
-    there = {each.stem: each for each in _image_files(masks)}
+    there = {each.stem: each for each in _image_files(masks, by_class=False)}
     missing = [file for file in files if file.stem not in there]
     if missing:
         raise InputError(

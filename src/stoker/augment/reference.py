@@ -43,9 +43,18 @@ class TorchBackend:
 
     name = "torch"
 
-    def draw(self, tape: Tensor, counter: Tensor, batch: int) -> Tensor:
-        """Return the table `(batch, 16)` and advance the counter's step."""
-        return draw_table(tape, counter, batch)
+    def draw(
+        self,
+        tape: Tensor,
+        counter: Tensor,
+        batch: int,
+        num_batches: int = 1,
+        *,
+        ids: Tensor | None = None,
+        staged: Tensor | None = None,
+    ) -> Tensor:
+        """Return the table `(num_batches * batch, 16)` and advance the counter's step."""
+        return draw_table(tape, counter, batch, num_batches, ids=ids, staged=staged)
 
     def apply(
         self,
@@ -128,6 +137,7 @@ class _Cut:
     def __init__(self, table: Tensor, program: Program) -> None:
         self._places = table[:, [0, 2, 4, 5]].tolist()
         self._ignore_index = program.ignore_index
+        self._reflect = program.reflect
 
     def images(self, source: Tensor, target: Tensor) -> None:
         self._cut(source, target, 0)
@@ -137,6 +147,11 @@ class _Cut:
 
     def _cut(self, source: Tensor, target: Tensor, fill: int) -> None:
         for sample, (across, left, down, top) in enumerate(self._places):
+            if self._reflect:
+                from_x = _reflected(across, left, source.shape[-1], target.shape[-1])
+                from_y = _reflected(down, top, source.shape[-2], target.shape[-2])
+                target[sample] = source[sample].index_select(-2, from_y).index_select(-1, from_x)
+                continue
             columns, x = _overlap(across, left, source.shape[-1], target.shape[-1])
             lines, y = _overlap(down, top, source.shape[-2], target.shape[-2])
             piece = source[sample, ..., lines, columns]
@@ -144,6 +159,16 @@ class _Cut:
             if piece.shape[-2:] != target.shape[-2:]:
                 target[sample] = fill
             target[sample, ..., y, x] = piece.flip(mirrored) if mirrored else piece
+
+
+def _mirrored(places: Tensor, side: int) -> Tensor:
+    """Reflect places about the first and the last pixel, without repeating them."""
+    return (side - 1) - ((side - 1) - places.abs()).abs()
+
+
+def _reflected(sign: float, offset: float, side: int, out_side: int) -> Tensor:
+    """Return the pixels of one axis that are read, s = sign * x + offset, reflected at the border."""
+    return _mirrored(torch.arange(out_side) * int(sign) + int(offset), side)
 
 
 def _overlap(sign: float, offset: float, side: int, out_side: int) -> tuple[slice, slice]:
@@ -175,6 +200,13 @@ class _Warp:
             (row[:, 0, None, None] * x + row[:, 1, None, None] * y).add_(row[:, 2, None, None])
             for row in rows
         )
+        if program.reflect:  # places are whole pixels, which the scale keeps exact
+            self._sx, self._sy = (
+                _mirrored(places * (frame / 2), side) * (2.0 / frame)
+                for places, frame, side in zip(
+                    (self._sx, self._sy), self._frame[::-1], program.in_size[::-1], strict=True
+                )
+            )
 
     def images(self, source: Tensor, target: Tensor) -> None:
         """Write the values between four taps each; taps outside the image are 0."""
@@ -220,7 +252,8 @@ def _paint(values: Tensor, table: Tensor, program: Program) -> None:
     if program.blur_kernel:
         _blur(values, sigma, program.blur_kernel)
     if program.erase:
-        values.masked_fill_(_erased(table, program.out_size), program.erase_value)
+        rectangle = inside_rectangle(table[:, ERASE_X0 : ERASE_X0 + 4], program.out_size)
+        values.masked_fill_(rectangle, program.erase_value)
     if program.mean is not None and program.std is not None:
         values.sub_(_per_channel(program.mean, values.device, values.dtype))
         inverse = tuple(1.0 / std for std in program.std)
@@ -293,11 +326,11 @@ def _weigh(padded: Tensor, weights: Tensor, axis: int, target: Tensor) -> None:
         target.addcmul_(padded.narrow(axis, tap, length), weights[tap])
 
 
-def _erased(table: Tensor, size: Size) -> Tensor:
-    """Return bool `(n, 1, height, width)`: the drawn rectangles."""
-    x0, y0, x1, y1 = (table[:, ERASE_X0 + k].view(-1, 1, 1, 1) for k in range(4))
-    x = torch.arange(size[1], device=table.device)
-    y = torch.arange(size[0], device=table.device).view(-1, 1)
+def inside_rectangle(corners: Tensor, size: Size) -> Tensor:
+    """Return bool `(n, 1, height, width)`: the pixels in rectangles x0 y0 x1 y1, `(n, 4)`."""
+    x0, y0, x1, y1 = (corners[:, k].view(-1, 1, 1, 1) for k in range(4))
+    x = torch.arange(size[1], device=corners.device)
+    y = torch.arange(size[0], device=corners.device).view(-1, 1)
     return ((x >= x0) & (x < x1)) & ((y >= y0) & (y < y1))
 
 

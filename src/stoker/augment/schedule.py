@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from stoker.augment.compose import Compose, Params
-from stoker.augment.philox import check_state, make_counter
+from stoker.augment.philox import check_counter
+from stoker.augment.position import check_state
 from stoker.errors import InputError
 
 Tensor = torch.Tensor
@@ -57,25 +58,37 @@ class ProgressiveAugmentation:
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Make the next draw that of (epoch, step), and select the stage of that epoch."""
-        make_counter(0, epoch, step)  # raises before the stage is looked for
+        check_counter(0, epoch, step)  # raises before the stage is looked for
         due = self.stages[max(start for start in self.stages if start <= epoch)]
         due.seek(epoch, step)
         self.generation += due is not self.current
         self.current, self._epoch = due, epoch
 
     def __call__(
-        self, images: Tensor, masks: Tensor | None = None, *, rows: Tensor | None = None
+        self,
+        images: Tensor,
+        masks: Tensor | None = None,
+        *,
+        rows: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Any:
         """Augment a batch with the current stage; see `Compose`."""
         if masks is None:
-            return self.current(images, rows=rows)
-        return self.current(images, masks, rows=rows)
+            return self.current(images, rows=rows, ids=ids)
+        return self.current(images, masks, rows=rows, ids=ids)
 
     def draw(
-        self, batch: int, size: Sequence[int], channels: int, device: torch.device | str
+        self,
+        batch: int,
+        size: Sequence[int],
+        channels: int,
+        device: torch.device | str,
+        num_batches: int = 1,
+        *,
+        ids: Tensor | None = None,
     ) -> Params:
         """Draw with the current stage; see `Compose.draw`."""
-        return self.current.draw(batch, size, channels, device)
+        return self.current.draw(batch, size, channels, device, num_batches, ids=ids)
 
     def apply(
         self,
@@ -103,6 +116,11 @@ class ProgressiveAugmentation:
     def validation(self) -> Compose:
         """Return the non-random part of the current stage, for validation images."""
         return self.current.validation()
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether a stage has to know images from epoch to epoch."""
+        return any(stage.needs_ids for stage in self.stages.values())
 
     @property
     def backend_reason(self) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.options import JsonOption
 from stoker.cli.renamed import PASS_ON, augment_pictures
 from stoker.cli.terminal import echo, print_json
 
@@ -55,9 +56,7 @@ def preview(
     ignore_index: Annotated[
         int, typer.Option("--ignore-index", help="Class of pixels to ignore; fills corners.")
     ] = 255,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Write a grid: every image, its draws, and the masks that follow them."""
     from stoker.augment.preview import check_output, make_preview, read_samples, write_png

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from stoker.cli.options import JsonOption
 from stoker.cli.renamed import PASS_ON, bench_augment
 from stoker.cli.terminal import echo, print_json
 
@@ -41,9 +42,7 @@ def memory(
     samples: Annotated[
         int, typer.Option("--samples", help="Samples to measure with, the library's first.")
     ] = 1000,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Measure what mass spectra take in RAM, lazy and precomputed, and project it to 300,000."""
     from stoker.cli.progress import Bar

@@ -13,6 +13,7 @@ import typer
 
 from stoker.address import MARK, masked
 from stoker.cli.migrate import migrate
+from stoker.cli.options import JsonOption, SetOption, require_output
 from stoker.cli.terminal import echo, echo_lines, make_console, print_commands, print_json
 from stoker.display import command, secret_hint
 
@@ -22,22 +23,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Write, check, show and migrate config files.")
 
 FileArgument = Annotated[Path, typer.Argument(help="The YAML file.")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Replace one key, such as training.batch_size=64; repeatable.",
-    ),
-]
-StoreOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--store", help="Store folder, HDF5 file or URL, instead of the config's recipe.store.",
-        show_default=False,
-    ),
-]  # fmt: skip
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 @app.command()
@@ -53,7 +38,7 @@ def check(file: FileArgument, overrides: SetOption = None, as_json: JsonOption =
         _print_json({"ok": False, "problems": [_problem_row(problem) for problem in problems]})
         raise typer.Exit(as_error(problems).exit_code)
     settings = resolve(config)
-    if settings.recipe is not None:
+    if settings.recipe.name is not None:
         # Costs the import of torch, and finds what would otherwise end a run at its start.
         from stoker.recipes.catalogue import choose_recipe
 
@@ -90,16 +75,16 @@ def show(
 
 def _recipe_defaults(config: Config) -> dict[str, object]:
     """Return the defaults that the config's recipe has of its own, by every key that asks for them."""
-    if config.recipe.name is None:
+    name = config.written().get("recipe.name")
+    if name is None:
         return {}
-    from stoker.config.resolve import QUESTIONS
+    from stoker.config.resolve import PLACES, as_key
     from stoker.recipes.registry import find_recipe
 
     return {
-        key: each.value
-        for each in find_recipe(config.recipe.name).defaults
-        for names in QUESTIONS[each.setting]
-        for key in names.split("|")
+        place: each.value
+        for each in find_recipe(name).defaults
+        for place in PLACES[as_key(each.setting)]
     }
 
 
@@ -115,7 +100,6 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Let OUT replace a file.")] = False,
 ) -> None:
     """Write a complete, commented config for RECIPE, which trains as it stands once its store is packed."""
-    from stoker.cli.outputs import require_output
     from stoker.ownership import always, write_text
     from stoker.recipes.template import render_config
 
@@ -142,7 +126,6 @@ def schema() -> None:
 
 
 def _print_json(document: object) -> None:
-
     print_json(document, indent=2)
 
 
@@ -164,20 +147,16 @@ def _print_settings(settings: Settings) -> None:
 
     console = make_console(width=200)
     table = Table("setting", "value", "from", box=None, pad_edge=False)
-    for name, value in settings.values().items():
-        table.add_row(name, _show(name, value), settings.reasons[name])
+    for key, value in settings.values().items():
+        table.add_row(key, _show(key, value), settings.reasons[key])
     console.print(table)
     for note in settings.notes:
         console.print(f"note: {note}")
 
 
-def _show(name: str, value: object) -> str:
-    from stoker.units import GIB
-
+def _show(key: str, value: object) -> str:
     if value is None:
-        return {"augmentation": "off", "chunk_bytes": "the plan's choice"}.get(name, "none")
-    if name == "chunk_bytes" and isinstance(value, int):
-        return f"{value:,} ({value / GIB:g} GiB)"
+        return "the plan's choice" if key == "data.chunk_size_gb" else "none"
     if isinstance(value, dict):
         return ", ".join(f"{key} {below}" for key, below in value.items()) or "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

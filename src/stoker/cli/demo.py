@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.options import JsonOption
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command
 
@@ -23,9 +24,7 @@ def demo(
     weeks: Annotated[
         int, typer.Option("--weeks", min=4, max=520, help="Weeks of one-minute bars to make.")
     ] = 9,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Try it all on made-up bars: pack, plan, train with and without stoker, doctor, tune, report."""
     import time
@@ -79,7 +78,6 @@ def _facts(result: DemoResult, seconds: float) -> dict[str, object]:
 
 
 def _print(result: DemoResult, folder: Path, seconds: float) -> None:
-
     from stoker.cli.pack import print_result
     from stoker.demo.story import DOCTOR_PAGE
     from stoker.units import format_seconds
@@ -108,84 +106,56 @@ def _print(result: DemoResult, folder: Path, seconds: float) -> None:
 
 
 def _print_reading(console: Console, result: DemoResult) -> None:
-    from rich.table import Table
-
+    from stoker.cli.tables import make_table
     from stoker.units import format_bytes, format_count, format_rate, format_seconds
 
-    table = Table(
-        title="one epoch of windows, batch 128, from the page cache", title_justify="left"
-    )
-    for name in ("", "materialised windows", "stoker series", "ratio"):
-        table.add_column(name, justify="left" if not name else "right")
     old, new = result.materialised, result.series
-    table.add_row(
-        "stored", format_bytes(old.stored_bytes), format_bytes(new.stored_bytes),
-        f"{old.stored_bytes / new.stored_bytes:.0f} x smaller",
-    )  # fmt: skip
-    table.add_row(
-        "read",
-        format_seconds(old.seconds),
-        format_seconds(new.seconds),
-        f"{old.seconds / new.seconds:.1f} x faster",
-    )
-    table.add_row(
-        "window bytes",
-        format_rate(old.window_bytes, old.seconds),
-        format_rate(new.window_bytes, new.seconds),
-        "",
-    )
-    table.add_row(
-        "samples/s",
-        format_count(int(old.num_samples / old.seconds)),
-        format_count(int(new.num_samples / new.seconds)),
-        "",
-    )
-    console.print(table)
+    both, smaller = (old, new), old.stored_bytes / new.stored_bytes
+    rows = [
+        ("stored", *(format_bytes(one.stored_bytes) for one in both), f"{smaller:.0f} x smaller"),
+        ("read", *(format_seconds(one.seconds) for one in both), f"{old.seconds / new.seconds:.1f} x faster"),
+        ("window bytes", *(format_rate(one.window_bytes, one.seconds) for one in both), ""),
+        ("samples/s", *(format_count(int(one.num_samples / one.seconds)) for one in both), ""),
+    ]  # fmt: skip
+    heads = ("", "materialised windows", "stoker series", "ratio")
+    console.print(make_table("one epoch of windows, batch 128, from the page cache", heads, rows))
 
 
 def _print_training(console: Console, result: DemoResult) -> None:
-    from rich.table import Table
-
+    from stoker.cli.tables import make_table
     from stoker.demo.training import TRAINED
 
     old, new = result.naive, result.trained
-    table = Table(
-        title=f"training a small forex model ({', '.join(TRAINED)}) on the CPU: same weights, "
-        f"{old.num_samples:,} samples, batches; fastest of {len(old.seconds)} epochs, in turn",
-        title_justify="left",
+    title = (
+        f"training a small forex model ({', '.join(TRAINED)}) on the CPU: same weights, "
+        f"{old.num_samples:,} samples, batches; fastest of {len(old.seconds)} epochs, in turn"
     )
-    for name in ("", "h5py, DataLoader, loop", "stoker", "ratio"):
-        table.add_column(name, justify="left" if not name else "right")
-    table.add_row(
-        "samples/s",
-        f"{old.samples_per_second:,.0f}",
-        f"{new.samples_per_second:,.0f}",
-        f"{new.samples_per_second / old.samples_per_second:.1f} x faster",
-    )
-    table.add_row("waited for batches", f"{old.wait_share:.0%}", f"{new.wait_share:.0%}", "")
-    table.add_row("loss at the end", f"{old.losses[-1]:.5f}", f"{new.losses[-1]:.5f}", "")
-    console.print(table)
+    rates = old.samples_per_second, new.samples_per_second
+    rows = [
+        ("samples/s", *(f"{rate:,.0f}" for rate in rates), f"{rates[1] / rates[0]:.1f} x faster"),
+        ("waited for batches", f"{old.wait_share:.0%}", f"{new.wait_share:.0%}", ""),
+        ("loss at the end", f"{old.losses[-1]:.5f}", f"{new.losses[-1]:.5f}", ""),
+    ]
+    console.print(make_table(title, ("", "h5py, DataLoader, loop", "stoker", "ratio"), rows))
     console.print("What is left of stoker's time is the model's own work on this CPU.")
 
 
 def _print_examined(console: Console, result: DemoResult) -> None:
     """Print the doctor's findings, and what it predicted against what stoker gave."""
-    from rich.table import Table
-
+    from stoker.cli.tables import make_table
     from stoker.demo.story import OURS, USUAL
 
     examined = result.examined
     for name, consultation in ((USUAL, examined.usual), (OURS, examined.ours)):
         console.print(f"doctor on {name}, run as it is: {consultation.verdict}")
-    table = Table(title="what the doctor saw and predicted", title_justify="left")
-    for head in ("", "samples/s", "waited for batches"):
-        table.add_column(head, justify="left" if not head else "right")
     share = examined.usual.measurements.wait_share
-    wait = "" if share is None else f"{share:.0%}"
-    table.add_row(USUAL, _whole(examined.rate(examined.usual)), wait)
-    table.add_row("predicted, if batches cost nothing", _whole(examined.predicted), "")
-    table.add_row(f"{OURS}, measured", _whole(examined.rate(examined.ours)), "")
-    console.print(table)
+    rows = [
+        (USUAL, _whole(examined.rate(examined.usual)), "" if share is None else f"{share:.0%}"),
+        ("predicted, if batches cost nothing", _whole(examined.predicted), ""),
+        (f"{OURS}, measured", _whole(examined.rate(examined.ours)), ""),
+    ]
+    heads = ("", "samples/s", "waited for batches")
+    console.print(make_table("what the doctor saw and predicted", heads, rows))
 
 
 def _whole(value: float | None) -> str:
@@ -193,19 +163,15 @@ def _whole(value: float | None) -> str:
 
 
 def _print_tuned(console: Console, result: DemoResult) -> None:
-    from rich.table import Table
+    from stoker.cli.tables import make_table
 
     tuned = result.tuned
-    table = Table(
-        title=f"tune: the same job by its config, {result.run.notes[0]}", title_justify="left"
-    )
-    for name in ("batch", "samples/s", "spread"):
-        table.add_column(name, justify="right")
-    for point in tuned.curve:
-        rate = "n/a" if point.rate is None else f"{point.rate:,.0f}"
-        spread = "" if point.spread is None else f"{point.spread:.0%}"
-        table.add_row(str(point.shape.batch_size), rate, spread)
-    console.print(table)
+    rows = [
+        (str(point.shape.batch_size), _whole(point.rate), "" if point.spread is None else f"{point.spread:.0%}")
+        for point in tuned.curve
+    ]  # fmt: skip
+    title = f"tune: the same job by its config, {result.run.notes[0]}"
+    console.print(make_table(title, ("batch", "samples/s", "spread"), rows, left=()))
     changes = ", ".join(f"{name} {value}" for name, value in tuned.changes.items())
     gain = "" if tuned.gain is None else f", {tuned.gain:.2f} x the config's rate"
     console.print(f"taken: {changes or 'the config as it is'}{gain}")

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.config import SetOption, StoreOption
+from stoker.cli.options import DeviceOption, SetOption, StoreOption, require_output
 from stoker.cli.terminal import make_console, print_json, styled
-from stoker.cli.train import DeviceOption
 from stoker.errors import EXIT_INTERRUPTED
 from stoker.strict_json import json_text
 
@@ -99,7 +98,6 @@ def doctor(
 
     Give a config of stoker's own, or any command behind two dashes: it runs unmodified.
     """
-    from stoker.cli.outputs import require_output
     from stoker.cli.trace import require_trace
     from stoker.errors import InputError
 
@@ -182,7 +180,7 @@ def _examine_job(
     if as_json:
         print_json(document)
         return
-    console = _console(stderr=False)
+    console = make_console(stderr=False)
     _print(console, found)
     if trace is not None and recorded is not None:
         console.line()
@@ -213,7 +211,7 @@ def _examine_script(
     from stoker.ownership import always, never, write_text
 
     attached, found = consult_script(command, steps=steps, seconds=seconds)
-    console = _console(stderr=True)
+    console = make_console(stderr=True)
     code = _ENDED_BY.get(attached.stopped, attached.exit_code or 0)
     text = suggest_patch(found.findings) if apply is not None else ""
     if apply is not None and text:
@@ -238,7 +236,8 @@ def _examine_script(
         _print_outcome(console, found.outcome, apply)
     elif apply is not None:
         console.line()
-        _print_plain(console, f"not measured again: {_why_not(text, code)}")
+        why = f"the script ended with {code}" if code else "the remedies are edits of the script"
+        _print_plain(console, f"not measured again: {why if text else 'there is nothing to apply'}")
     # A shell names the signal that ended a process by 128 and its number.
     return code if code >= 0 else 128 - code
 
@@ -255,19 +254,7 @@ def _stdin_is_used_up() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
-def _why_not(text: str, code: int) -> str:
-    if not text:
-        return "there is nothing to apply"
-    if code:
-        return f"the script ended with {code}"
-    return "the remedies are edits of the script"
-
-
 # -- printing --------------------------------------------------------------------------------------
-
-
-def _console(stderr: bool) -> Console:
-    return make_console(stderr=stderr)
 
 
 def _print_plain(console: Console, line: str) -> None:
@@ -294,6 +281,9 @@ def _print(console: Console, found: Consultation) -> None:
         _print_finding(console, finding, number)
     if not found.findings:
         _print_plain(console, found.verdict)
+    if found.overlap:
+        console.line()
+        _print_plain(console, found.overlap)
     # A job's notes are the choices of its run, which `stoker train` prints.
     for note in found.measurements.notes if found.measurements.kind == "script" else ():
         _print_plain(console, f"note: {note}")
@@ -372,6 +362,6 @@ def _print_outcome(console: Console, outcome: Outcome, written: Path) -> None:
     console.line()
     _print_plain(console, f"applied {outcome.finding.name}: {outcome.change}")
     _print_plain(console, f"samples/s before {before}, predicted {said}, after {after}{ratio}")
-    if outcome.failure:
-        _print_plain(console, outcome.failure)
+    for line in filter(None, (outcome.failure, outcome.miss)):
+        _print_plain(console, line)
     _print_plain(console, f"written: {written}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.options import JsonOption
 from stoker.cli.predict import CheckpointArgument
 from stoker.cli.terminal import echo, make_console, print_json
 from stoker.display import command, quoted
@@ -20,8 +21,6 @@ from stoker.display import command, quoted
 if TYPE_CHECKING:
     from stoker.recipes.export.trained import Exported
     from stoker.train.quantize import QuantizeReport
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
 
 def export(
@@ -81,6 +80,7 @@ def export(
     """Write a trained model as an ONNX graph, as safetensors weights, or in int8 for a CPU."""
     import dataclasses
 
+    from stoker.errors import InputError
     from stoker.recipes.export.ports import Sizes
     from stoker.recipes.export.trained import export_trained
     from stoker.recipes.inference import load_trained
@@ -99,26 +99,19 @@ def export(
         [name for name, value in of_graphs.items() if value is not None],
         [name for name, value in {"--store": store, "--split": split}.items() if value is not None],
     )
-    sizes = Sizes(
-        batch=_parse_batch(batch),
-        image=None if size is None else parse_size(size),
-    )
+    if batch != "dynamic" and not batch.isdecimal():
+        raise InputError(f"--batch is {batch!r}.", "dynamic, or 1 or more", "--batch dynamic")
+    count = None if batch == "dynamic" else int(batch)
+    sizes = Sizes(batch=count, image=None if size is None else parse_size(size))
     if int8:
-        _export_int8(
-            checkpoint,
-            out,
-            store,
-            split or "test",
-            64 if sizes.batch is None else sizes.batch,
-            as_json,
-        )
+        num_samples = 64 if count is None else count
+        _export_int8(checkpoint, out, store, split or "test", num_samples, as_json)
         return
     made = export_trained(load_trained(checkpoint), out, sizes, opset=opset, repairs=repairs)
     if as_json:
-        facts = {**dataclasses.asdict(made), "path": str(made.path)}
-        print_json(facts)
-        return
-    _print(made)
+        print_json({**dataclasses.asdict(made), "path": str(made.path)})
+    else:
+        _print(made)
 
 
 def quantize(
@@ -175,16 +168,6 @@ def _check_options(
         )
 
 
-def _parse_batch(text: str) -> int | None:
-    from stoker.errors import InputError
-
-    if text == "dynamic":
-        return None
-    if not text.isdecimal():
-        raise InputError(f"--batch is {text!r}.", "dynamic, or 1 or more", "--batch dynamic")
-    return int(text)
-
-
 def _print(made: Exported) -> None:
     from stoker.units import format_bytes
 
@@ -223,12 +206,9 @@ def _export_int8(
     place = store or find_training_store(checkpoint)
     report, metric = quantize_trained(trained, out, place, split=split, batch_size=batch_size)
     if as_json:
-        facts = {
-            "out": str(out),
-            "store": None if place is None else shown(place),
-            "metric": metric,
-        }
-        print_json({**facts, **report.to_json(), "size_bytes": out.stat().st_size})
+        where = {"out": str(out), "store": None if place is None else shown(place)}
+        size = {"size_bytes": out.stat().st_size}
+        print_json({**where, "metric": metric, **report.to_json(), **size})
         return
     _print_int8(report, metric)
     if place is None:

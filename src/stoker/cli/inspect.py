@@ -7,20 +7,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.options import JsonOption, require_output
 from stoker.cli.pack import (
     Decimal,
     Drop,
     Dtype,
     Encoding,
+    Fields,
+    Group,
     Header,
     Keep,
     Missing,
     Range,
+    Rows,
     Separator,
     table_source,
 )
 from stoker.cli.terminal import make_console, print_json
-from stoker.display import printable
+from stoker.display import command, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from stoker.sources.tables import TableSource
     from stoker.store.fields import ShardData
     from stoker.store.inspection import Inspection
+    from stoker.store.plain import Selection
 
 _ARRAYS = {".npy", ".npz"}
 _LISTED = 20
@@ -55,6 +60,9 @@ def inspect(
     target: Annotated[
         str | None, typer.Option("--target", help="Target column of a table, to look for leaks.")
     ] = None,
+    fields: Fields = None,
+    group: Group = None,
+    rows: Rows = None,
     drop: Drop = None,
     keep: Keep = None,
     dtype: Dtype = None,
@@ -92,16 +100,15 @@ def inspect(
         Path | None,
         typer.Option("--mol-dir", help="Structures of a spectrum library.", show_default=False),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check every value of a file or store; exit code 3 if the quality gate would refuse the data."""
     from stoker.address import shown
-    from stoker.cli.outputs import require_output
     from stoker.cli.progress import Bar
     from stoker.errors import EXIT_REFUSED
+    from stoker.store.plain import Selection
 
+    chosen = Selection(group, tuple(fields.split(",")) if fields else (), rows)
     require_output(html, "--html", [path])
     name = shown(path)
     source = table_source(
@@ -112,7 +119,7 @@ def inspect(
         if raw is not None:
             inspection, facts, samples = _look_at_source(raw, bar)
         else:
-            inspection, facts, samples = _look(path, source, bar)
+            inspection, facts, samples = _look(path, source, chosen, bar)
     if samples is not None:
         from stoker.packing.samples import sample_facts
 
@@ -238,29 +245,33 @@ def _look_at_source(
 
 
 def _look(
-    path: Path, source: TableSource, bar: Progress
+    path: Path, source: TableSource, chosen: Selection, bar: Progress
 ) -> tuple[Inspection, dict[str, str], Samples | None]:
     """Inspect a store in place, or a raw file part by part as `pack` would read it."""
+    from stoker.errors import InputError
     from stoker.sources.tables.reading import is_table
     from stoker.store.manifest import MANIFEST_NAME
+    from stoker.store.plain import Selection
     from stoker.units import format_bytes, format_count
 
-    is_array = {suffix.lower() for suffix in path.suffixes} & _ARRAYS
-    if path.is_file() and (is_array or is_table(path)):
-        return _look_at_file(path, source, not is_array, bar)
-    if (
-        path.is_dir()
-        and not (path / MANIFEST_NAME).exists()
-        and any(map(is_table, path.rglob("*")))
-    ):
-        return _look_at_file(path, source, True, bar)
+    is_array = bool({suffix.lower() for suffix in path.suffixes} & _ARRAYS)
+    is_file = path.is_file() and (is_array or is_table(path))
+    is_folder = path.is_dir() and not (path / MANIFEST_NAME).exists()
+    if is_file or (is_folder and any(map(is_table, path.rglob("*")))):
+        if not is_array and chosen != Selection():
+            raise InputError(
+                f"--fields, --group or --rows with the table {path}.",
+                "these options with an HDF5 or .npz file",
+                command("stoker", "inspect", path),
+            )
+        return _look_at_file(path, source, chosen, not is_array, bar)
     from stoker.address import as_url
     from stoker.packing.samples import samples_of
     from stoker.sources.contract import Account
     from stoker.store.inspection import inspect_store
     from stoker.store.reader import open_store
 
-    with open_store(path) as store:
+    with open_store(path, **vars(chosen)) as store:
         inspection = inspect_store(store, bar)
         facts = {
             "samples": format_count(store.num_samples),
@@ -285,7 +296,7 @@ def _look(
 
 
 def _look_at_file(
-    path: Path, source: TableSource, is_table: bool, bar: Progress
+    path: Path, source: TableSource, chosen: Selection, is_table: bool, bar: Progress
 ) -> tuple[Inspection, dict[str, str], Samples | None]:
     from stoker.errors import RefusalList, count_refused
     from stoker.ownership import temporary_folder
@@ -304,7 +315,7 @@ def _look_at_file(
     def array_parts(scratch: Path) -> Iterator[ShardData]:
         nonlocal total
         bar.start("inspecting", None, "rows")
-        for num_rows, fields in ArraysSource((path,)).blocks(scratch):
+        for num_rows, fields in ArraysSource((path,), chosen=chosen).blocks(scratch):
             samples.take(fields)
             yield fields
             total += num_rows
@@ -338,7 +349,6 @@ def _look_at_file(
 
 
 def _print(name: str, inspection: Inspection, facts: dict[str, str], html: Path | None) -> None:
-
     console = make_console(soft_wrap=True)
     console.print(name, style="bold")
     for what, value in facts.items():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.options import JsonOption
 from stoker.cli.terminal import make_console, print_json
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def machine(
     path: Annotated[Path, typer.Argument(help="File or folder whose disk to describe.")] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: JsonOption = False,
     measure_disk: Annotated[
         bool, typer.Option("--measure-disk", help="Read from the disk for up to a second.")
     ] = False,

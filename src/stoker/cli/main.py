@@ -94,7 +94,7 @@ app.command("tune", rich_help_panel=_TRAINING)(tune.tune)
 app.command("predict", rich_help_panel=_TRAINING)(predict.predict)
 app.command("export", rich_help_panel=_TRAINING)(export.export)
 app.add_typer(config.app, name="config", rich_help_panel=_TRAINING)
-# What stands behind the first word of a script's command belongs to the script, dashes or not.
+# Options behind a script's name belong to the script.
 app.command(
     "doctor", context_settings={"allow_interspersed_args": False}, rich_help_panel=_LOOKING
 )(doctor.doctor)
@@ -144,7 +144,7 @@ def _raise_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
 
 
 def _end_well() -> None:
-    """See to it that nothing of this command outlives it: children, temporary files."""
+    """End child processes and remove temporary files with this command."""
     lifetime.is_command = True
     lifetime.end_forked_children_with_this_process()
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -179,7 +179,7 @@ def run() -> NoReturn:
         code = EXIT_INTERRUPTED
     except SystemExit:
         # Without its standalone mode typer ends by itself in one case only: the reader of our
-        # output went away. That is not an error, and nobody is left to tell.
+        # output went away. That is not an error, and nobody is left to read one.
         code = EXIT_DONE
     except Exception as error:  # noqa: BLE001  the last line of defence: report, do not crash
         code = _usage(error)
@@ -247,7 +247,7 @@ def _promise_json(context: object, option: object, value: bool) -> bool:  # noqa
 
 
 def _flush_output() -> None:
-    """Write what is held back; a full disk behind `>` is an error like any other."""
+    """Flush stdout; a full disk behind `>` is an error like any other."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # its reader went away
@@ -258,7 +258,7 @@ def _flush_output() -> None:
 
 
 def _drop_output() -> None:
-    """Let what cannot be written go, so that Python does not try again at its end."""
+    """Discard pending output, so that Python does not try to write it again at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
@@ -271,7 +271,7 @@ def _typed() -> list[str]:
 
 
 def _known(error: Exception) -> StokerError | None:
-    """Return what to say about an error that the machine or the input has caused; None for our own."""
+    """Return the message for an error caused by the machine or the input; None for a fault of ours."""
     for found in with_causes(error):
         known: StokerError | None = None
         if isinstance(found, StokerError):
@@ -319,13 +319,13 @@ def _complain(message: str) -> None:
 
 
 def _other_rank() -> str:
-    """Return who speaks, where it is not the first of several processes."""
+    """Return a prefix that names this rank; "" for the first."""
     rank = os.environ.get("RANK", "0")
     return "" if rank == "0" else f"rank {rank}: "
 
 
 def _show_traceback(error: Exception) -> None:
-    """Print where an error comes from, for those who asked for it."""
+    """Print the traceback if STOKER_TRACEBACK asks for it."""
     if os.environ.get("STOKER_TRACEBACK"):
         import traceback
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.address import masked
+from stoker.cli.options import JsonOption
 from stoker.cli.terminal import echo, print_json
 from stoker.display import quoted
 
@@ -33,25 +34,12 @@ def migrate(
             show_default="the one that OLD names",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write an older config in today's layout; every key is taken over or listed."""
     from stoker.compat.migrate.convert import migrate_file
-
-    _refuse_to_overwrite(new)
-    made = migrate_file(old, recipe, _why_refused)
-    _check(made.text, str(new))
-    _write(new, made.text)
-    if as_json:
-        _print_json(made, new)
-    else:
-        _print(made, old, new)
-
-
-def _refuse_to_overwrite(new: Path) -> None:
-    from stoker.errors import InputError
+    from stoker.config import parse_config, resolve
+    from stoker.errors import InputError, unwritable
     from stoker.ownership import free_name
 
     if new.exists():
@@ -60,6 +48,23 @@ def _refuse_to_overwrite(new: Path) -> None:
             "a file that is not there yet",
             f"{quoted(free_name(new))}, or move it away",
         )
+    made = migrate_file(old, recipe, _why_refused)
+    settings = resolve(parse_config(made.text, str(new)))
+    if settings.recipe.name is not None:
+        from stoker.recipes.catalogue import choose_recipe
+
+        choose_recipe(settings)
+    try:
+        with new.open("x", encoding="utf-8") as file:
+            if masked(made.text) != made.text:  # a password: for its owner's eyes only
+                new.chmod(0o600)
+            file.write(made.text)
+    except OSError as error:
+        raise unwritable(new, error) from error
+    if as_json:
+        _print_json(made, new)
+    else:
+        _print(made, old, new)
 
 
 def _why_refused(recipe: str, option: str, value: Any) -> str | None:
@@ -72,29 +77,6 @@ def _why_refused(recipe: str, option: str, value: Any) -> str | None:
     except InputError as error:
         return f"{error.given.rstrip('.')}; allowed: {error.allowed}"
     return None
-
-
-def _check(text: str, file: str) -> None:
-    """Raise what `stoker config check` would say about the new file."""
-    from stoker.config import parse_config, resolve
-
-    settings = resolve(parse_config(text, file))
-    if settings.recipe is not None:
-        from stoker.recipes.catalogue import choose_recipe
-
-        choose_recipe(settings)
-
-
-def _write(new: Path, text: str) -> None:
-    from stoker.errors import unwritable
-
-    try:
-        with new.open("x", encoding="utf-8") as file:
-            if masked(text) != text:  # a password: for its owner's eyes only
-                new.chmod(0o600)
-            file.write(text)
-    except OSError as error:
-        raise unwritable(new, error) from error
 
 
 def _print_json(made: Migration, new: Path) -> None:

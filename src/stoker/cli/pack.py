@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from stoker.cli.options import JsonOption
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command, printable
 
@@ -54,7 +55,6 @@ Repair = Annotated[
         help="Repair of the features: clip, robust, asinh, fill, min-denominator:...; repeatable.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Separator = Annotated[
     str | None,
     typer.Option(
@@ -103,6 +103,20 @@ Missing = Annotated[
     ),
 ]
 Out = Annotated[Path, typer.Argument(help="Folder of the store.", show_default=False)]
+Fields = Annotated[
+    str | None,
+    typer.Option(
+        "--fields", help="Arrays of an HDF5 or .npz file, by commas.", show_default="all that fit"
+    ),
+]
+Group = Annotated[
+    str | None,
+    typer.Option("--group", help="Group of an HDF5 or .npz file that holds the arrays."),
+]
+Rows = Annotated[
+    int | None,
+    typer.Option("--rows", min=0, help="Only arrays with this many rows, of an HDF5 or .npz file."),
+]
 
 
 @app.command()
@@ -113,19 +127,24 @@ def arrays(
     names: Annotated[
         str | None, typer.Option("--names", help="Field names, by commas, in the files' order.")
     ] = None,
+    fields: Fields = None,
+    group: Group = None,
+    rows: Rows = None,
     jobs: Jobs = 0,
     cluster: Cluster = None,
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
     repair: Repair = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack numpy or HDF5 arrays of equal length, each as one field."""
     from stoker.sources.arrays import ArraysSource
+    from stoker.store.plain import Selection
 
     paths, out = _split_out(files)
-    source = ArraysSource(paths, tuple(names.split(",")) if names else ())
+    chosen = Selection(group, tuple(fields.split(",")) if fields else (), rows)
+    source = ArraysSource(paths, tuple(names.split(",")) if names else (), chosen=chosen)
     _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget, repair), as_json)
 
 
@@ -155,7 +174,7 @@ def table(
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
     repair: Repair = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack rows of tables: numbers, texts, dates and booleans as one table of numbers."""
     paths, out = _split_out(files)
@@ -257,7 +276,7 @@ def images(
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack class folders of images as uint8, decoded and resized once."""
     from stoker.sources.images import ImagesSource, parse_range, parse_size
@@ -331,7 +350,7 @@ def segmentation(
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack images and their masks as uint8, resized once (masks by nearest)."""
     from stoker.sources.images import SegmentationSource, parse_range, parse_size
@@ -430,7 +449,7 @@ def bars(
     force_recreate: Force = False,
     on_bad: OnBad = "stop",
     bad_budget: Budget = "1%",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack bars of several timeframes: each bar once, each sample a few end indices, no look-ahead."""
     from stoker.sources.bars import BarsSource, Naming, parse_windows
@@ -513,7 +532,7 @@ def massspec(
     force_recreate: Force = False,
     on_bad: OnBad = "quarantine",
     bad_budget: Budget = "10%",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Pack a spectrum library and its molecules: spectra, graphs, fingerprints, groups."""
     from stoker.sources.massspec import MassSpecSource

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.options import JsonOption
 from stoker.cli.terminal import make_console, print_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from stoker.machine import Machine
     from stoker.plan import ModelCost, Plan
 
@@ -70,9 +69,7 @@ def plan(
     table: Annotated[
         bool, typer.Option("--table", help="Print the documents' table and counts, computed.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Show what would be kept on the GPU and in RAM, and why; or print the published table."""
     from stoker.errors import InputError
@@ -187,28 +184,18 @@ def _gpu_memory(given: str | None, machine: Machine) -> tuple[int | None, str]:
     return first.memory_free_bytes, f"GPU: free now on GPU {first.index}, {first.name or 'unnamed'}"
 
 
-def _console() -> Console:
-
-    return make_console(width=160)
-
-
 def _print_plan(name: str, made: Plan, origins: list[str]) -> None:
-    from rich.table import Table
-
+    from stoker.cli.tables import make_table
     from stoker.units import format_bytes
 
-    console = _console()
-    table = Table(title=f"{name}: {made.tier}, batch size {made.batch_size}", title_justify="left")
-    table.add_column("where")
-    table.add_column("what")
-    table.add_column("bytes", justify="right")
-    table.add_column("reason", overflow="fold")
+    console = make_console(width=160)
+    title = f"{name}: {made.tier}, batch size {made.batch_size}"
+    table = make_table(title, ("where", "what", "bytes", "reason"), left=(0, 1, 3))
     caps = {"gpu": made.gpu_memory_bytes, "ram": made.ram_bytes}
     for where, total in made.totals.items():
         lines = [line for line in made.lines if line.where == where]
         for line in lines:
-            size = format_bytes(line.num_bytes)
-            table.add_row(where, line.what, size, line.reason)
+            table.add_row(where, line.what, format_bytes(line.num_bytes), line.reason)
         if lines:
             free = f"of {format_bytes(caps[where])} free"
             table.add_row(where, "total", format_bytes(total), free, style="bold", end_section=True)
@@ -218,15 +205,13 @@ def _print_plan(name: str, made: Plan, origins: list[str]) -> None:
 
 
 def _print_table() -> None:
-    from rich.table import Table
-
+    from stoker.cli.tables import make_table
     from stoker.compat.published import describe_cards, published_cards, published_counts
     from stoker.units import GIB
 
-    console = _console()
-    cards = Table(title="GPU memory, data and batch size", title_justify="left")
-    for name in ("GPU memory", "data, 75 %", "data, 60 %", "batch size"):
-        cards.add_column(name, justify="right")
+    console = make_console(width=160)
+    heads = ("GPU memory", "data, 75 %", "data, 60 %", "batch size")
+    cards = make_table("GPU memory, data and batch size", heads, left=())
     for row in published_cards():
         sizes = (row.gpu_memory_bytes, row.data_bytes, row.fallback_bytes)
         cards.add_row(
@@ -234,13 +219,9 @@ def _print_table() -> None:
         )  # fmt: skip
     console.print(cards)
     console.print(describe_cards())
-    counts = Table(title="samples that fit", title_justify="left")
-    counts.add_column("sample")
-    for name in ("bytes", "in", "samples"):
-        counts.add_column(name, justify="right")
-    counts.add_column("remark", overflow="fold")
-    for count in published_counts():
-        counts.add_row(
-            count.what, f"{count.sample_bytes:,.0f}", count.budget, f"{count.num_samples:,}", count.remark
-        )  # fmt: skip
-    console.print(counts)
+    rows = [
+        (each.what, f"{each.sample_bytes:,.0f}", each.budget, f"{each.num_samples:,}", each.remark)
+        for each in published_counts()
+    ]
+    names = ("sample", "bytes", "in", "samples", "remark")
+    console.print(make_table("samples that fit", names, rows, left=(0, 4)))

@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
+from stoker.cli.options import DeviceOption, JsonOption
 from stoker.cli.pack import Decimal, Encoding, Header, Separator
 from stoker.cli.terminal import echo, print_json
-from stoker.cli.train import DeviceOption
 
 CheckpointArgument = Annotated[
     Path,
@@ -51,9 +51,7 @@ def predict(
         int, typer.Option("--batch-size", min=1, help="Samples per forward pass.")
     ] = 256,
     device: DeviceOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write the model's prediction for every sample, or every row of a raw table, to a CSV or Parquet file."""
     from stoker.cli.progress import Bar

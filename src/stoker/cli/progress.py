@@ -33,7 +33,7 @@ class Bar:
             self._bars.stop()
 
     def start(self, label: str, total: int | None, unit: str) -> None:
-        """Begin a stage; the bar of the stage before it goes."""
+        """Begin a stage; its bar replaces that of the stage before."""
         if self._bars is not None:
             if self._task is not None:
                 self._bars.remove_task(self._task)

@@ -7,16 +7,12 @@ asked for; on stdout the page's path, or one JSON document. Costs under a second
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from stoker.cli.options import JsonOption
 from stoker.cli.terminal import echo, print_json
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from stoker.runs.record import RunRecord
 
 PAGE_NAME = "report.html"
 
@@ -34,20 +30,30 @@ def report(
         Path | None,
         typer.Option("--png", help="Also draw every chart as a PNG file into this folder.", show_default=False),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document with the figures and the paths.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Write an HTML page about a run: speed, waits, memory, GPU, loss, plan, events, config, machine."""
+    from stoker.errors import unwritable
+    from stoker.ownership import write_text
+    from stoker.runs.comparison import compare
+    from stoker.runs.figures import all_charts
     from stoker.runs.reading import read_run
     from stoker.runs.run_page import run_page, verdict, with_unique_names
 
     records = with_unique_names([read_run(path) for path in runs])
     target = out or (records[0].folder / PAGE_NAME if len(records) == 1 else Path(PAGE_NAME))
-    _write(target, run_page(records))
-    plots = _draw(records, png) if png is not None else []
+    try:
+        write_text(target, run_page(records))
+    except OSError as error:
+        raise unwritable(target, error, "the page") from error
+    plots: list[Path] = []
+    if png is not None:
+        from stoker.runs.plots import write_plots
+
+        plots = write_plots(all_charts(records), png)
     if as_json:
-        _print_json(records, target, plots)
+        paths = {"page": str(target), "plots": [str(path) for path in plots]}
+        print_json({**paths, "runs": compare(records)}, indent=2)
         return
     echo(verdict(records))
     for record in records:
@@ -56,32 +62,3 @@ def report(
     if plots:
         echo(f"{len(plots)} plots in {png}")
     echo(f"page: {target}")
-
-
-def _write(target: Path, text: str) -> None:
-    from stoker.errors import unwritable
-    from stoker.ownership import write_text
-
-    try:
-        write_text(target, text)
-    except OSError as error:
-        raise unwritable(target, error, "the page") from error
-
-
-def _draw(records: Sequence[RunRecord], folder: Path) -> list[Path]:
-    from stoker.runs.figures import all_charts
-    from stoker.runs.plots import write_plots
-
-    return write_plots(all_charts(records), folder)
-
-
-def _print_json(records: Sequence[RunRecord], target: Path, plots: list[Path]) -> None:
-
-    from stoker.runs.comparison import compare
-
-    document = {
-        "page": str(target),
-        "plots": [str(path) for path in plots],
-        "runs": compare(records),
-    }
-    print_json(document, indent=2)

@@ -1,4 +1,4 @@
-"""What reaches a terminal: text as it is, and nothing else.
+"""Everything that is printed goes through here: plain text without control characters.
 
 Enters: lines and tables that hold names from files, and messages of servers. Leaves: the same without control
 characters, without rich's markup, and without passwords, on stdout or stderr; JSON for `--json`. Costs the import
@@ -57,7 +57,7 @@ json_is_promised = False
 
 
 def print_json(document: Any, indent: int | None = None) -> None:
-    """Print a JSON document, without the passwords of URLs; JSON escapes what a terminal would obey."""
+    """Print a JSON document, with passwords in URLs masked; JSON escapes control characters."""
     global json_is_promised  # noqa: PLW0603  one per process, as stdout is one
     json_is_promised = False
     with _named(STDOUT):
@@ -89,7 +89,7 @@ def _console_kind() -> Any:
     from rich.console import Console
 
     class Plain(Console):
-        """Neither markup, emoji codes nor colours of its own; strings lose what a terminal would obey."""
+        """A rich console without markup, emoji codes or highlighting; control characters are escaped."""
 
         def __init__(self, **options: Any) -> None:
             super().__init__(markup=False, emoji=False, highlight=False, **options)
@@ -100,7 +100,7 @@ def _console_kind() -> Any:
                 super().print(*lines, **options)
 
         def render_str(self, text: str, **options: Any) -> Text:
-            """Make the text of a string, which is what rich does with every line, cell and title."""
+            """Convert a string to text, as rich does for every line, cell and title."""
             return super().render_str(printable(text), **options)
 
     return Plain

@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.config import SetOption, StoreOption
-from stoker.cli.outputs import require_output
+from stoker.cli.options import (
+    ConfigOption,
+    DeviceOption,
+    JsonOption,
+    SetOption,
+    StoreOption,
+    require_output,
+)
 from stoker.cli.terminal import make_console, print_json
-from stoker.cli.train import DeviceOption
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,17 +64,13 @@ def trace_facts(trace: Trace, out: Path, top: int = TOP) -> dict[str, Any]:
 
 def print_trace(console: Console, trace: Trace, out: Path, top: int = TOP) -> None:
     """Print the costliest operations, the device's kernels, and where the trace is."""
-    from rich.table import Table
-
+    from stoker.cli.tables import make_table
     from stoker.doctor.cases import milliseconds
 
     on_gpu = trace.kernels is not None
     total = sum(item.device_seconds if on_gpu else item.cpu_seconds for item in trace.operations)
-    table = Table(
-        title=f"{trace.num_steps} steps, own time of each operation", title_justify="left"
-    )
-    for head in ("operation", "calls", "CPU", *(["device"] if on_gpu else []), "share"):
-        table.add_column(head, justify="left" if head == "operation" else "right")
+    heads = ("operation", "calls", "CPU", *(["device"] if on_gpu else []), "share")
+    table = make_table(f"{trace.num_steps} steps, own time of each operation", heads)
     for item in trace.operations[:top]:
         device = [milliseconds(item.device_seconds)] if on_gpu else []
         own = item.device_seconds if on_gpu else item.cpu_seconds
@@ -87,10 +88,7 @@ def print_trace(console: Console, trace: Trace, out: Path, top: int = TOP) -> No
 
 
 def profile(
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", help="The YAML file of the job, or the name of a shipped one.", show_default=False),
-    ] = None,
+    config: ConfigOption = None,
     out: Annotated[
         Path, typer.Option("--out", help="The chrome trace; .json.gz is compressed.")
     ] = Path("trace.json"),
@@ -101,9 +99,7 @@ def profile(
     warmup: Annotated[int, typer.Option("--warmup", help="Steps under the profiler that are not kept.")] = 3,
     active: Annotated[int, typer.Option("--active", help="Steps that are recorded.")] = 5,
     top: Annotated[int, typer.Option("--top", min=1, help="Operations in the table.")] = TOP,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Old spelling of `stoker doctor --trace`, which finds out more of the same job."""
     from stoker.errors import InputError

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.config import SetOption, StoreOption
+from stoker.cli.options import ConfigOption, DeviceOption, JsonOption, SetOption, StoreOption
 from stoker.cli.terminal import echo, make_console, print_commands, print_json
 from stoker.display import command, secret_hint
 
@@ -29,17 +29,9 @@ if TYPE_CHECKING:
 
 _MOST_EPOCHS = 20
 
-DeviceOption = Annotated[
-    str | None,
-    typer.Option("--device", help="cuda, cuda:1 or cpu; by default the GPU, if any.", show_default=False),
-]  # fmt: skip
-
 
 def train(
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", help="The YAML file of the job, or the name of a shipped one.", show_default=False),
-    ] = None,
+    config: ConfigOption = None,
     overrides: SetOption = None,
     store: StoreOption = None,
     run_dir: Annotated[
@@ -79,13 +71,11 @@ def train(
             "--max-restarts", help="With --gpus: go on so often after a process was lost.", min=0
         ),
     ] = 3,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Train a ready job, evaluate its best checkpoint, and compare it with chance."""
     from stoker.cli.progress import Bar
-    from stoker.recipes.run import run_recipe
+    from stoker.recipes import run as runs
 
     settings = _settle(config, overrides or [], store, run_dir)
     if msp is not None or mol_dir is not None:
@@ -101,7 +91,7 @@ def train(
     is_other_rank = os.environ.get("RANK", "0") != "0"
     with Bar(quiet=as_json or is_other_rank) as bar:
         try:
-            run = run_recipe(settings, resume=resume, device=device, progress=bar)
+            run = runs.run_recipe(settings, resume=resume, device=device, progress=bar)
         except KeyboardInterrupt:
             if not is_other_rank:
                 again = command(*words, "--resume")
@@ -110,7 +100,7 @@ def train(
     if is_other_rank:
         return
     if as_json:
-        _print_json(run)
+        print_json(runs.as_json(run))
     else:
         _print(run, settings, command(*words, "--resume"))
 
@@ -125,7 +115,7 @@ def _train_in_processes(
     resume: bool,
     as_json: bool,
 ) -> None:
-    """Start the same command in several processes, after what can be checked has been."""
+    """Check the command, then start it in several processes."""
     import torch
 
     from stoker.errors import InputError
@@ -164,9 +154,9 @@ def _settle(
     )
     settings = resolve(read)
     if store is not None:
-        settings = settings.told("store", as_url(store) or str(store), "--store")
+        settings = settings.told("recipe.store", as_url(store) or str(store), "--store")
     if run_dir is not None:
-        settings = settings.told("run_dir", str(run_dir), "--run-dir")
+        settings = settings.told("run.dir", str(run_dir), "--run-dir")
     return settings
 
 
@@ -180,15 +170,15 @@ def _pack_first(settings: Settings, msp: Path | None, mol_dir: Path | None, *, q
 
     recipe = choose_recipe(settings).recipe
     source = recipe.make_source(msp=msp, mol_dir=mol_dir)
-    if source is None or settings.store is None:
+    if source is None or settings.recipe.store is None:
         raise InputError(
-            f"--msp or --mol-dir was given; the recipe is {recipe.name}, the store {settings.store}.",
+            f"--msp or --mol-dir was given; the recipe is {recipe.name}, the store {settings.recipe.store}.",
             "a recipe of mass spectra, with a store to pack into",
             f"leave {'--msp' if msp else '--mol-dir'} out" if source is None else "--store STORE",
         )
     options = PackOptions(on_bad="quarantine", bad_budget="10%")
     with Bar(quiet=quiet) as bar:
-        result = pack(source, settings.store, options, bar)
+        result = pack(source, settings.recipe.store, options, bar)
     if not quiet:
         print_result(result)
 
@@ -213,13 +203,6 @@ def _typed(
     return words
 
 
-def _print_json(run: RecipeRun) -> None:
-
-    from stoker.recipes.run import as_json
-
-    print_json(as_json(run))
-
-
 def _print(run: RecipeRun, settings: Settings, again: str) -> None:
     console = make_console(width=200)
     if run.epochs:
@@ -229,11 +212,13 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
         print_commands(console, [again])
         return
     _print_metrics(console, run)
+    if run.fallback is not None:
+        console.print(run.fallback.text, soft_wrap=True, markup=False)
     console.print(f"checkpoints and log: {run.run_dir}")
     if run.best is not None:
         best = run.run_dir / "best.pt"
         console.print(f"best: {run.best.name} by {run.monitor[0]}, also named {best}. Next:")
-        store = Path(settings.store or "STORE")
+        store = Path(settings.recipe.store or "STORE")
         predict = command(
             "stoker", "predict", best, store, "predictions.parquet", "--split", "test"
         )
@@ -242,15 +227,13 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
 
 
 def _print_epochs(console: Console, run: RecipeRun) -> None:
-    from rich.table import Table
+    from stoker.cli.tables import make_table
 
     shown = run.epochs[-_MOST_EPOCHS:]
     cut = f", the last {len(shown)} of {len(run.epochs)}" if len(shown) < len(run.epochs) else ""
-    table = Table(title=f"epochs{cut}", title_justify="left")
     names = list(shown[-1].metrics)[:6]
-    heads = [f"val {name}" for name in names]
-    for head in ("epoch", "train loss", *heads, "samples/s", "waited"):
-        table.add_column(head, justify="right")
+    heads = ("epoch", "train loss", *(f"val {name}" for name in names), "samples/s", "waited")
+    table = make_table(f"epochs{cut}", heads, left=())
     for report in shown:
         values = [f"{report.metrics[name]:.4g}" for name in names]
         rate = f"{report.samples_per_second:,.0f}"
@@ -261,11 +244,10 @@ def _print_epochs(console: Console, run: RecipeRun) -> None:
 
 
 def _print_metrics(console: Console, run: RecipeRun) -> None:
-    from rich.table import Table
+    from stoker.cli.tables import make_table
 
-    table = Table(title=f"{run.recipe}: best checkpoint against chance", title_justify="left")
-    for head in ("metric", "chance (val)", "val", "test"):
-        table.add_column(head, justify="left" if head == "metric" else "right")
+    title = f"{run.recipe}: best checkpoint against chance"
+    table = make_table(title, ("metric", "chance (val)", "val", "test"))
     for name in dict.fromkeys([*run.test, *run.val, *run.baseline]):
         values = [part.get(name) for part in (run.baseline, run.val, run.test)]
         mark = " *" if name == run.monitor[0] else ""

@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.config import SetOption, StoreOption
+from stoker.cli.options import (
+    ConfigOption,
+    DeviceOption,
+    JsonOption,
+    SetOption,
+    StoreOption,
+    require_output,
+)
 from stoker.cli.terminal import make_console, print_commands, print_json
-from stoker.cli.train import DeviceOption
 from stoker.display import command
 
 if TYPE_CHECKING:
@@ -27,10 +33,7 @@ if TYPE_CHECKING:
 
 
 def tune(
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", help="The YAML file of the job, or the name of a shipped one.", show_default=False),
-    ] = None,
+    config: ConfigOption = None,
     overrides: SetOption = None,
     store: StoreOption = None,
     device: DeviceOption = None,
@@ -53,12 +56,9 @@ def tune(
         Path | None,
         typer.Option("--html", help="Write a page with the curve.", show_default=False),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Find the batch size, accumulation, capture and chunk size that train fastest and fit in memory."""
-    from stoker.cli.outputs import require_output
     from stoker.errors import InputError
 
     if config is None:
@@ -72,8 +72,8 @@ def tune(
 
     from stoker.cli.progress import Bar
     from stoker.doctor.job_config import JobConfig
+    from stoker.train.ranks import Ranks
     from stoker.tune.job import tune_job
-    from stoker.tune.ranks import is_first
     from stoker.tune.trial import Effort
 
     job = JobConfig.read(config, overrides or (), store)
@@ -82,7 +82,7 @@ def tune(
         tuned = tune_job(
             job.settings, device=device, effort=effort, grow_update=grow_update, progress=bar
         )
-    if not is_first():
+    if not Ranks.current().is_first:
         return
     changes = _as_keys(job, tuned)
     if out is not None:
@@ -97,21 +97,17 @@ def tune(
         keys = {"keys": changes, "out": None if out is None else str(out)}
         print_json(tuned.to_json() | keys)
     else:
-        _print(tuned, _next(config, overrides or [], store, out, changes), out, html)
+        words = _job_words(config, overrides or [], store, changes) if out is None else [out]
+        _print(tuned, _next(words, job.settings, device), out, html)
 
 
 def _as_keys(job: JobConfig, tuned: Tuned) -> dict[str, Any]:
-    """Return the changes by the keys that decide them in this config."""
-    from stoker.units import GIB
-
-    return {
-        job.key_of(name): round(value / GIB, 3) if name == "chunk_bytes" else value
-        for name, value in tuned.changes.items()
-    }
+    """Return the changes by the places that decide them in this config."""
+    return {job.key_of(key): value for key, value in tuned.changes.items()}
 
 
 def _notes(config: Path, tuned: Tuned) -> list[str]:
-    """Return what was measured, as comments for the tuned config."""
+    """Return the measurements as comments for the tuned config."""
     from stoker.tune.job import describe
     from stoker.tune.tuned_page import verdict
 
@@ -124,22 +120,27 @@ def _notes(config: Path, tuned: Tuned) -> list[str]:
     ]
 
 
-def _next(
-    config: Path,
-    overrides: list[str],
-    store: Path | None,
-    out: Path | None,
-    changes: Mapping[str, Any],
-) -> str:
-    """Return the command that trains with the result."""
-    if out is not None:
-        return command("stoker", "train", "--config", out)
-    words: list[str | Path] = ["stoker", "train", "--config", config]
+def _job_words(
+    config: Path, overrides: list[str], store: Path | None, changes: Mapping[str, Any]
+) -> list[str | Path]:
+    """Return the config and the options for the tuned settings where no file was written."""
+    words: list[str | Path] = [config]
     words += [] if store is None else ["--store", store]
     kept = [text for text in overrides if text.partition("=")[0].strip() not in changes]
     for text in [*kept, *(f"{key}={value}" for key, value in changes.items())]:
         words += ["--set", text]
-    return command(*words)
+    return words
+
+
+def _next(words: Sequence[str | Path], settings: Settings, device: str | None) -> str:
+    """Return the command that trains with the result, in a folder where no run has begun."""
+    from stoker.recipes.run import fresh_folder, run_folder
+
+    folder = run_folder(settings)
+    fresh = fresh_folder(folder)
+    more: list[str | Path] = ["--run-dir", fresh] if fresh != folder else []
+    more += ["--device", device] if device is not None else []
+    return command("stoker", "train", "--config", *words, *more)
 
 
 # -- printing --------------------------------------------------------------------------------------
@@ -150,8 +151,8 @@ def _facts(settings: Settings, tuned: Tuned) -> dict[str, str]:
         return "n/a" if done.rate is None else f"{done.rate:,.0f} samples/s"
 
     return {
-        "Recipe": settings.recipe or "n/a",
-        "Store": settings.store or "n/a",
+        "Recipe": settings.recipe.name or "n/a",
+        "Store": settings.recipe.store or "n/a",
         "Configured": rate(tuned.before),
         "Tuned, run longer": rate(tuned.final),
         "Data": tuned.final.tier,
@@ -186,12 +187,9 @@ def _print(tuned: Tuned, next_command: str, out: Path | None, html: Path | None)
 
 
 def _table(title: str, header: Sequence[str], rows: list[tuple[str, ...]], num_left: int) -> Any:
-    from rich.table import Table
+    from stoker.cli.tables import make_table
 
-    table = Table(title=title, title_justify="left")
-    for number, name in enumerate(header):
-        is_text = number < num_left or number == len(header) - 1
-        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
+    table = make_table(title, header, left=(*range(num_left), len(header) - 1))
     for row in rows:
         table.add_row(*row, style="bold" if "taken" in row[-1] else None)
     return table

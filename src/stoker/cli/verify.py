@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
+from stoker.cli.options import JsonOption, StoreArgument
 from stoker.cli.terminal import echo, print_json
-
-StoreArgument = Annotated[
-    Path, typer.Argument(help="Store folder, HDF5 file or URL.", show_default=False)
-]
 
 
 def verify(
     store: StoreArgument,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check every byte of a store against its checksums; exit code 2 if anything is wrong."""
     import time

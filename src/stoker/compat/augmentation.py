@@ -1,6 +1,6 @@
 """The documented augmentation classes (S3), each a preset of `stoker.augment.presets` under its own name.
 
-Enters: the keyword arguments of the documents, or `AugmentationSettings`. Leaves: a `Compose`, called as
+Enters: the keyword arguments of the documents, or `AugmentOptions`. Leaves: a `Compose`, called as
 `aug(images)` or `aug(images, masks)`. Costs what a `Compose` costs; nothing here works on pixels.
 
 Unlike in the documents' own code: masks are labels and stay so (integer in, the same dtype out, the ignore index
@@ -24,7 +24,7 @@ from stoker.augment.presets import (
     strong_ops,
 )
 from stoker.augment.schedule import ProgressiveAugmentation
-from stoker.config.resolve import AugmentationSettings
+from stoker.config import AugmentOptions
 
 __all__ = [
     "GPUAugmentation",
@@ -104,7 +104,7 @@ class StrongGPUAugmentation(Compose):
 
 
 def augmentation_from_settings(
-    settings: AugmentationSettings | None, **options: Any
+    settings: AugmentOptions | None, **options: Any
 ) -> GPUAugmentation | None:
     """Build what the config's section `gpu_augmentation` says.
 

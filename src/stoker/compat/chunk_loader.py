@@ -138,16 +138,25 @@ class ChunkDataLoader:
         if not self._resumed and self._taken_epoch != loader.epoch:
             loader.set_epoch(loader.epoch)
         self._resumed = False
-        for batch in loader:
+        for batch in loader.remaining_batches():
             if batch.step + 1 == loader.num_batches:
                 self._taken_epoch = loader.epoch
-            yield batch["features"], batch["targets"]
+            yield self.present(batch)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def stoker_loader(self) -> Loader:
+        """The `Loader` inside. A `Trainer` trains from it, with this loader's batches and order."""
+        return self._loader
+
+    def present(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a batch of the loader inside as `(features, targets)`."""
+        return batch["features"], batch["targets"]
 
     @property
     def epoch(self) -> int:

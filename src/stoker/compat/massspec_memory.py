@@ -403,7 +403,7 @@ def _training(store: str, kind: Kind) -> dict[str, Any]:
         "cpu",
         unpack=_unpack,
     )
-    trainer.fit()
+    trainer.fit(quiet=True)
     return {
         "peak_bytes": peak_rss_bytes(),
         "num_weights": sum(weight.numel() for weight in model.parameters()),

@@ -26,9 +26,9 @@ from stoker.train.batches import map_tensors
 from stoker.train.generators import capture_rng, restore_rng
 from stoker.train.oom import forget_frames, is_oom
 from stoker.train.precision import choose_precision
+from stoker.train.ranks import Ranks
 from stoker.train.settings import Precision
 from stoker.train.step import as_float32
-from stoker.tune.ranks import fits_everywhere, is_first
 
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -78,7 +78,7 @@ def find_max_batch_size(
     trials.make_loss = make_loss or default_loss
     trials.optimizer = optimizer
     with _as_it_was(model, place, optimizer):
-        best = largest_fitting(max_batch, lambda size: fits_everywhere(trials.fits(size)))
+        best = largest_fitting(max_batch, lambda size: Ranks.current().all_of(trials.fits(size)))
         trials.gauge.release()
     if not best:
         raise InputError(
@@ -87,7 +87,7 @@ def find_max_batch_size(
             "a model whose training step fits",
             "precision='bf16', an optimizer with less state, a smaller model, or a larger device",
         )
-    if is_first():
+    if Ranks.current().is_first:
         say(f"Max batch size: {best}")
     return best
 

@@ -1,26 +1,41 @@
-"""Config files: what a user may write, how it is read, and what it comes to.
+"""Config files: the options that may be written, how a file is read, and the settings it results in.
 
 Files, in the order of reading:
 
-- `tree.py`       the keys: names, types, ranges, units, defaults, JSON Schema
+- `options.py`    the options of every room: names, types, ranges, units, defaults, meaning
+- `names.py`      other names of them, in one table
+- `tree.py`       the sections and keys of a file, made from these two; JSON Schema
 - `yaml_lines.py` YAML with the line of every key; `Place` and `Problem`
-- `shipped.py`    the files that come with stoker, by name
 - `load.py`       file + `--set` -> `Config`, or all problems at once; `Config` -> YAML
-- `resolve.py`    `Config` -> `Settings`: one value per question, with its reason
+- `resolve.py`    `Config` -> `Settings`: the options filled, each with its reason
 """
 
-from stoker.config.load import check_config, describe_tree, dump_config, load_config, parse_config
-from stoker.config.resolve import AugmentationSettings, Settings, resolve
-from stoker.config.shipped import find_config, shipped_configs
+from stoker.config.load import (
+    check_config,
+    describe_tree,
+    dump_config,
+    find_config,
+    load_config,
+    parse_config,
+    shipped_configs,
+)
+from stoker.config.options import AugmentOptions, JobOptions, LoadingOptions, TrainOptions
+from stoker.config.resolve import Settings, resolve
 from stoker.config.tree import Config, config_schema
 from stoker.config.yaml_lines import Place, Problem
 
+AugmentationSettings = AugmentOptions  # its former name
+
 __all__ = [
+    "AugmentOptions",
     "AugmentationSettings",
     "Config",
+    "JobOptions",
+    "LoadingOptions",
     "Place",
     "Problem",
     "Settings",
+    "TrainOptions",
     "check_config",
     "config_schema",
     "describe_tree",

@@ -1,8 +1,8 @@
 """Reading and writing config files, with every problem named at its line.
 
-Enters: a path or a text, and `--set` overrides. Leaves: a `Config` that knows where each key
-was written, or one `ConfigError` with all problems: `file:line:column key: given; allowed;
-try`. Costs a few milliseconds for a file of a hundred lines.
+Enters: a path, the name of a file that comes with stoker, or a text; `--set` overrides. Leaves: a `Config`
+that knows where each key was written, or one `ConfigError` with all problems: `file:line:column key: given;
+allowed; try`. Costs a few milliseconds for a file of a hundred lines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from stoker.config.names import SYNONYMS
-from stoker.config.resolve import as_error, find_clashes
-from stoker.config.shipped import find_config, shipped_configs
-from stoker.config.tree import Config, key_schemas, open_leaves, sections
+from stoker.config.options import describe_allowed
+from stoker.config.resolve import PLACES, as_error, find_clashes
+from stoker.config.tree import Config, home_of, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import Document, Dumper, Place, Problem, decode, read_yaml
 from stoker.display import look_in, quoted
 from stoker.errors import ConfigError
@@ -31,7 +32,34 @@ from stoker.strict_json import exact_text
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _RANGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:-|–|\.\.|to)\s*(\d+(?:\.\d+)?)\s*")
 _MOST_SHOWN = 80
+FOLDER = Path(__file__).resolve().parent.parent / "configs"
+"""The files that come with stoker."""
+_OLD_NAMES = {
+    "s0_chunk_loader": "forex_16gb",
+    "s1_massspec": "massspec_32gb",
+    "s4_tabular": "tabular_large_batch",
+}
 _KINDS = {bool: "a yes/no value", int: "a whole number", float: "a number", str: "text"}
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Return the files that come with stoker, by name."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def find_config(typed: str | Path) -> Path:
+    """Return the file that is meant: one that exists, or a shipped one by its name.
+
+    `forex` is a shipped file, and so is `configs/forex.yaml`, the former path of these files. A file of the
+    user's own with such a name comes first.
+    """
+    path = Path(typed)
+    if path.is_file():
+        return path
+    is_name = path.suffix == "" and len(path.parts) == 1
+    is_old_place = path.suffix == ".yaml" and path.parts[:-1] in ((), ("configs",))
+    shipped = FOLDER / f"{_OLD_NAMES.get(path.stem, path.stem)}.yaml"
+    return shipped if (is_name or is_old_place) and shipped.is_file() else path
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -82,7 +110,7 @@ def check_config(
 
 def dump_config(config: Config) -> str:
     """Return YAML of what was written, defaults left out; reading it gives an equal config."""
-    return "".join(f"{line}\n" for line in _yaml_lines(config.model_dump(exclude_unset=True)))
+    return "".join(f"{line}\n" for line in _yaml_lines(config.tree))
 
 
 def _yaml_lines(tree: Mapping[str, Any], pad: str = "") -> Iterator[str]:
@@ -97,7 +125,7 @@ def _yaml_lines(tree: Mapping[str, Any], pad: str = "") -> Iterator[str]:
 
 
 def describe_tree(config: Config, defaults: Mapping[str, Any] | None = None) -> str:
-    """Return YAML with every key: written ones as they are, the others as comments.
+    """Return YAML with every key: written ones as they are, the others as comments at their usual place.
 
     Args:
         config: What was written.
@@ -108,6 +136,8 @@ def describe_tree(config: Config, defaults: Mapping[str, Any] | None = None) -> 
     written = config.written()
     seen: set[str] = set()
     for key, schema in key_schemas().items():
+        if key not in written and home_of(key) != key:
+            continue
         *above, name = key.split(".")
         for depth in range(len(above)):
             section = ".".join(above[: depth + 1])
@@ -119,6 +149,32 @@ def describe_tree(config: Config, defaults: Mapping[str, Any] | None = None) -> 
         value = _yaml_word(written.get(key, own.get(key, schema["default"])))
         lines.append(f"{pad}## {schema['description']} Allowed: {describe_allowed(schema)}.")
         lines.append(f"{pad}{mark}{name}: {value}")
+    return "\n".join(lines) + "\n"
+
+
+def render_reference() -> str:
+    """Return the tables of docs/config.md in Markdown: one per section, a row per key."""
+    lines: list[str] = []
+    for section, model in sections().items():
+        keys = [key for key in PLACES if key.rpartition(".")[0] == section]
+        if not keys:
+            continue
+        lines += ["", f"### `{section}`", "", (model.__doc__ or "").strip(), ""]
+        lines += [
+            "| key | allowed | default | unit | meaning | also written as |",
+            "|---|---|---|---|---|---|",
+        ]
+        for key in keys:
+            schema = key_schemas()[key]
+            cells = (
+                f"`{key}`",
+                describe_allowed(schema),
+                f"`{_yaml_word(schema['default'])}`",
+                str(schema.get("unit", "")),
+                schema["description"],
+                ", ".join(f"`{place}`" for place in PLACES[key] if place != key),
+            )
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -137,7 +193,7 @@ def _yaml_word(value: Any) -> str:
 
 
 def _in_brackets(value: Any) -> str:
-    # Between brackets a comma ends a word, so text always stands in quotes there.
+    # Between brackets a comma ends a word, so text is always quoted.
     if isinstance(value, str):
         return yaml.safe_dump(value, default_style='"', width=sys.maxsize).rstrip("\n")
     return _yaml_word(value)
@@ -159,17 +215,12 @@ def _check(
     for path in bad:
         _remove(values, path)
     places = {".".join(path): place for path, place in document.places.items()}
-    config = Config.model_validate(values).placed(places)
-    unread = frozenset(".".join(path) for path in [*bad, *document.unreadable])
-    problems += find_clashes(config, _leaves_under(unread))
+    config = replace(Config.model_validate(values), places=places)
+    unread = {".".join(path) for path in [*bad, *document.unreadable]}
+    below = (leaf for leaf in key_schemas() for key in unread if f"{leaf}.".startswith(f"{key}."))
+    problems += find_clashes(config, frozenset(below))
     problems.sort(key=lambda item: (item.place.line or 1 << 30, item.place.column or 0))
     return (None if problems else config), problems
-
-
-def _leaves_under(keys: Iterable[str]) -> frozenset[str]:
-    return frozenset(
-        leaf for leaf in key_schemas() for key in keys if f"{leaf}.".startswith(f"{key}.")
-    )
 
 
 def _without_empty_sections(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -332,39 +383,6 @@ def _suggest_name(path: tuple[str, ...], name: str, section: str) -> str:
     leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
     near = difflib.get_close_matches(path[-1], leaves, n=1, cutoff=0.75)
     return leaves[near[0]] if near else "delete it"
-
-
-def describe_allowed(schema: Mapping[str, Any], *, bounds: bool = False) -> str:
-    """Return what a leaf accepts, in words: "a whole number from 0 to 1024, or null".
-
-    Args:
-        schema: Of the leaf.
-        bounds: Name the largest value also where it only guards against overflow.
-    """
-    if "anyOf" in schema:
-        words = [describe_allowed(option, bounds=bounds) for option in schema["anyOf"]]
-        return ", or ".join(words)
-    if "enum" in schema:
-        return " or ".join(str(choice) for choice in schema["enum"])
-    kinds = {"boolean": "true or false", "string": "text", "null": "null"}
-    kinds["object"] = "a section of names and values"
-    kind = schema["type"]
-    if kind in kinds:
-        return kinds[kind]
-    noun = "a whole number" if kind == "integer" else "a number"
-    if "exclusiveMinimum" in schema:
-        noun += f" above {schema['exclusiveMinimum']:g}"
-    # A bound that only guards against overflow would confuse whoever is below it.
-    bounded = bounds or schema["maximum"] < 1_000_000
-    if "exclusiveMinimum" in schema:
-        return f"{noun}, up to {_grouped(schema['maximum'])}" if bounded else noun
-    if bounded:
-        return f"{noun} from {schema['minimum']} to {_grouped(schema['maximum'])}"
-    return f"{noun}, {schema['minimum']} or more"
-
-
-def _grouped(number: float) -> str:
-    return f"{number:,}" if number < 1e15 else f"{number:g}"
 
 
 def _describe_value(value: Any) -> str:

@@ -1,103 +1,65 @@
-"""From what the file says to what the code does: one value per question, with its reason.
+"""Resolve a config to settings: one value per key, with its reason.
 
-Enters: a `Config`. Leaves: frozen `Settings`; every value names the key and line it comes
-from, and every written key that lost, or that a job does not read, is a note. Costs microseconds; pure.
+Enters: a `Config`. Leaves: frozen `Settings`: the models of `options.py`, filled. Every value names the key and
+line it comes from, and every written key that lost, or that a job does not read, is a note. Costs
+microseconds; pure.
 
-Who wins when several keys answer the same question (docs/config.md has the why):
-`--set` before the file; then the most specific section:
-training.student_distill > training > data.memory_efficient_mode.ram_32gb_mode > data >
-gpu_optimization > default. Two names at one rank that disagree are an error.
+Precedence when several sections write the same key (docs/config.md says why): `--set` before the file, then the
+most specific section, by `names.SECTION_RANKS`. Two names in one section that disagree are an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
-from stoker.config.tree import Config, Precision, default_of
+from stoker.config.names import FORMER, LAYOUTS, LAZY, SECTION_RANKS
+from stoker.config.options import (
+    AugmentOptions,
+    JobOptions,
+    LoadingOptions,
+    RecipeOptions,
+    RunOptions,
+)
+from stoker.config.tree import ROOMS, Config, default_of
 from stoker.config.yaml_lines import Place, Problem
 from stoker.errors import ConfigError
 from stoker.strict_json import exact_text
-from stoker.units import GIB
 
-DISTILL, TRAIN, DATA, GPU = "training.student_distill", "training", "data", "gpu_optimization"
-LAZY = "data.memory_efficient_mode"
-RAM = "data.memory_efficient_mode.ram_32gb_mode"
 AUGMENT = "gpu_augmentation"
 OPTIONS = "recipe.options"
 
-_FULL = ("fp32", "tf32")
 
-# One row per question: the field of Settings, then its keys, most specific first. Names that
-# share a rank share a string, split by "|". The default is that of the last key.
-QUESTIONS: Mapping[str, tuple[str, ...]] = {
-    "batch_size": tuple(f"{section}.batch_size" for section in (DISTILL, TRAIN, DATA, GPU)),
-    "num_workers": tuple(f"{section}.num_workers" for section in (DISTILL, TRAIN, DATA, GPU)),
-    "accumulation_steps": (
-        f"{DISTILL}.gradient_accumulation_steps",
-        f"{TRAIN}.gradient_accumulation_steps",
-        f"{RAM}.gradient_accumulation",
-        f"{GPU}.gradient_accumulation_steps",
-    ),
-    "prefetch_factor": (f"{DATA}.prefetch_factor", f"{GPU}.prefetch_factor"),
-    "persistent_workers": (f"{DATA}.persistent_workers", f"{GPU}.persistent_workers"),
-    "pin_memory": (f"{DATA}.pin_memory", f"{GPU}.pin_memory"),
-    "drop_last": (f"{DATA}.drop_last", f"{GPU}.drop_last"),
-    "use_chunk_loader": (f"{GPU}.use_chunk_loader",),
-    "chunk_bytes": (f"{GPU}.chunk_size_gb",),
-    "use_amp": (f"{TRAIN}.use_amp", f"{GPU}.use_amp"),
-    **{
-        name: (f"{TRAIN}.{name}",)
-        for name in (
-            "epochs",
-            "precision",
-            "capture",
-            "compile",
-            "clip_norm",
-            "nonfinite",
-            "seed",
-            "read_every",
-            "keep_last",
-            "checkpoint_every_epochs",
-            "checkpoint_every_steps",
-            "tensorboard",
-            "activation_checkpointing",
-            "survive_oom",
-            "parallel",
-            "stall_seconds",
+def _rank(key: str) -> int:
+    section = key.rpartition(".")[0]
+    return SECTION_RANKS.index(section) if section in SECTION_RANKS else 0
+
+
+PLACES: Mapping[str, tuple[str, ...]] = {
+    home: tuple(
+        sorted(
+            (home, *(other for other, meant in LAYOUTS.items() if meant == home)),
+            key=_rank,
         )
-    },
-    "learning_rate": (f"{TRAIN}.lr|{TRAIN}.learning_rate",),
-    "init_gain": (f"{TRAIN}.init_gain",),
-    "output_bound": (f"{TRAIN}.output_bound",),
-    "output_bound_mode": (f"{TRAIN}.output_bound_mode",),
-    "augmentation": (f"{TRAIN}.use_gpu_augmentation",),
-    "memory_efficient": (f"{LAZY}.enabled",),
-    "lazy_loading": (f"{LAZY}.use_lazy_loading",),
-    "lazy_cache_dir": (f"{LAZY}.lazy_cache_dir",),
-    "precompute_graphs": (f"{LAZY}.precompute_graphs",),
-    "max_training_samples": (f"{RAM}.max_training_samples",),
-    "empty_cache_every_n_batches": (f"{RAM}.empty_cache_frequency",),
-    "empty_cache_every_n_epochs": (f"{GPU}.empty_cache_every_n_epochs",),
-    "log_gpu_stats_every_n_batches": (f"{GPU}.log_gpu_stats_every_n_batches",),
-    "recipe": ("recipe.name",),
-    "store": ("recipe.store",),
-    "recipe_options": (OPTIONS,),
-    "run_dir": ("run.dir",),
+    )
+    for section, model in ROOMS.items()
+    for home in (f"{section}.{entry.name}" for entry in fields(model))
 }
+"""Every key of the models, and where a file may write it, the most specific place first."""
 
-
-# What `stoker train` does not read, whatever the recipe, and why. Programs of the user's own may read it.
+_SWITCH = f"{LAZY}.enabled"
+_FULL = ("fp32", "tf32")
+# Keys that `stoker train` never reads, and why. A user's own program may read them.
 _STORE_IS_READ = "the packed store is read when samples are needed, and needs no cache of its own"
 UNREAD: Mapping[str, str] = {
-    "num_workers": "the store is read by threads of the training process, as many as the machine allows",
-    "prefetch_factor": "there are no worker processes: the loader fills its own slots ahead",
-    "persistent_workers": "there are no worker processes",
-    "pin_memory": "batches always go through pinned memory on their way to a GPU",
-    "lazy_loading": _STORE_IS_READ,
-    "lazy_cache_dir": _STORE_IS_READ,
-    "precompute_graphs": "graphs are packed into the store and expanded on the device",
+    "data.num_workers": "the store is read by threads of the training process, as many as the machine allows",
+    "data.prefetch_factor": "there are no worker processes: the loader fills its own slots ahead",
+    "data.persistent_workers": "there are no worker processes",
+    "data.pin_memory": "batches always go through pinned memory on their way to a GPU",
+    "data.use_lazy_loading": _STORE_IS_READ,
+    "data.lazy_cache_dir": _STORE_IS_READ,
+    "data.precompute_graphs": "graphs are packed into the store and expanded on the device",
 }
 
 
@@ -116,7 +78,7 @@ class Origin:
     default: str = "default"
 
     def __str__(self) -> str:
-        """Format as `key (file:line:column)`, or say whose default it is."""
+        """Format as `key (file:line:column)`, or name the default that was used."""
         if not self.key:
             return self.default
         return f"{self.key} ({self.place})" if self.place else self.key
@@ -126,165 +88,107 @@ RECIPE_DEFAULT = "the recipe's default"
 
 
 @dataclass(frozen=True)
-class AugmentationSettings:
-    """What is drawn per sample on the GPU; the meaning of each is in `tree.GpuAugmentation`."""
-
-    horizontal_flip_prob: float
-    rotation_degrees: float
-    brightness: float
-    contrast: float
-    saturation: float
-
-
-@dataclass(frozen=True)
 class Settings:
-    """One value per question. What the code reads; a user writes a config instead.
+    """The options of all sections with their values. `settings.training.lr` is the key `training.lr`.
 
     Attributes:
-        batch_size: Samples per step, over all ranks together.
-        num_workers: Loading processes; 0 means the training process loads.
-        accumulation_steps: Batches per optimizer update.
-        prefetch_factor: Batches ahead per worker; None exactly when there are no workers.
-        persistent_workers: Keep workers between epochs.
-        pin_memory: Stage through pinned memory where there is a GPU.
-        drop_last: Drop a short last batch.
-        use_chunk_loader: Load chunks to the device and cut batches there.
-        chunk_bytes: Bytes of one chunk; None leaves it to the plan, or no chunks are used.
-        use_amp: Automatic mixed precision; always what `precision` comes to.
-        precision: Number format of the step; "auto" is decided where the model is known.
-        capture: Replay the step as one CUDA graph.
-        compile: Compile the model first.
-        epochs: Passes over the training samples.
-        clip_norm: Largest norm of the gradients; None does not clip.
-        nonfinite: What to do about a loss that is not finite.
-        seed: Of everything random.
-        read_every: Steps between two reads of losses.
-        keep_last: Checkpoints kept besides the best.
-        checkpoint_every_epochs: 0 is never.
-        checkpoint_every_steps: 0 is never.
-        tensorboard: Write scalars for TensorBoard.
-        activation_checkpointing: Recompute activations in the backward pass.
-        survive_oom: Repeat the update with less memory when the device runs out of it.
-        parallel: With several ranks, the whole model on each or a part of it.
-        stall_seconds: With several ranks, how long none may move.
-        learning_rate: Of the optimizer.
-        init_gain: Xavier gain, or None for the model's own initialisation.
-        output_bound: Outputs stay within plus or minus this; None is unbounded.
-        output_bound_mode: "soft" (tanh) or "clamp".
-        augmentation: What to draw, or None for no augmentation on the GPU.
-        lazy_loading: Read samples from the cache on disk instead of holding them in RAM.
-        lazy_cache_dir: Folder of that cache.
-        precompute_graphs: Build molecule graphs into the cache.
-        max_training_samples: Train on so many, drawn by the seed; None is all.
-        empty_cache_every_n_batches: 0 is never.
-        empty_cache_every_n_epochs: 0 is never.
-        log_gpu_stats_every_n_batches: 0 is never.
-        recipe: Name of a ready job, or `package.module:Class`; None when the config is for something else.
-        store: What it trains on; None leaves it to the command line.
-        recipe_options: As written; the recipe checks them.
-        run_dir: Folder of the run; None is runs/ and the recipe's name.
-        origins: Per field, per "augmentation.<name>" and per "recipe_options.<name>", where its value
-            comes from.
+        recipe: Which job, on which data.
+        data: Loading. `prefetch_factor` is None exactly when there are no workers.
+        training: The training step and the job around it. `use_amp` is always what `precision` comes to.
+        gpu_augmentation: What to draw, if `training.use_gpu_augmentation` is on; see `augmentation`.
+        run: Where a run keeps its files.
+        origins: Per key, and per "recipe.options.<name>", where its value comes from.
         notes: Written keys that have no effect, and why.
     """
 
-    batch_size: int
-    num_workers: int
-    accumulation_steps: int
-    prefetch_factor: int | None
-    persistent_workers: bool
-    pin_memory: bool
-    drop_last: bool
-    use_chunk_loader: bool
-    chunk_bytes: int | None
-    use_amp: bool
-    precision: Precision
-    capture: Literal["auto", "on", "off"]
-    compile: bool
-    epochs: int
-    clip_norm: float | None
-    nonfinite: Literal["stop", "skip", "rollback"]
-    seed: int
-    read_every: int
-    keep_last: int
-    checkpoint_every_epochs: int
-    checkpoint_every_steps: int
-    tensorboard: bool
-    activation_checkpointing: bool
-    survive_oom: bool
-    parallel: Literal["ddp", "fsdp"]
-    stall_seconds: int
-    learning_rate: float
-    init_gain: float | None
-    output_bound: float | None
-    output_bound_mode: Literal["soft", "clamp"]
-    augmentation: AugmentationSettings | None
-    lazy_loading: bool
-    lazy_cache_dir: str
-    precompute_graphs: bool
-    max_training_samples: int | None
-    empty_cache_every_n_batches: int
-    empty_cache_every_n_epochs: int
-    log_gpu_stats_every_n_batches: int
-    recipe: str | None
-    store: str | None
-    recipe_options: Mapping[str, Any] = field(hash=False)
-    run_dir: str | None
+    recipe: RecipeOptions
+    data: LoadingOptions
+    training: JobOptions
+    gpu_augmentation: AugmentOptions
+    run: RunOptions
     origins: Mapping[str, Origin] = field(compare=False, repr=False)
     notes: tuple[str, ...] = field(compare=False)
 
     @property
-    def samples_per_update(self) -> int:
-        """Samples behind one optimizer update, over all ranks together."""
-        return self.batch_size * self.accumulation_steps
+    def augmentation(self) -> AugmentOptions | None:
+        """What to draw per sample, or None for no augmentation on the GPU."""
+        return self.gpu_augmentation if self.training.use_gpu_augmentation else None
 
     @property
     def reasons(self) -> dict[str, str]:
         """The origins in words."""
-        return {name: str(origin) for name, origin in self.origins.items()}
+        return {key: str(origin) for key, origin in self.origins.items()}
 
-    def is_default(self, name: str) -> bool:
-        """Whether nobody wrote this; a plan or a tuner may then choose a better value."""
-        return not self.origins[name].key
+    def is_default(self, key: str) -> bool:
+        """Whether this key was not written; a plan or a tuner may then choose a better value."""
+        return not self.origins[as_key(key)].key
 
-    def told(self, name: str, value: Any, option: str) -> Settings:
-        """Return settings in which an option of the command line, such as `--store`, says one value."""
-        return replace(self, **{name: value}, origins={**self.origins, name: Origin(option)})
+    def get(self, key: str) -> Any:
+        """Return the value of a dotted key."""
+        section, _, name = as_key(key).partition(".")
+        return getattr(getattr(self, section), name)
+
+    def changed(self, changes: Mapping[str, Any]) -> Settings:
+        """Return settings in which some dotted keys have other values, checked as in a file."""
+        made = self
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            made = replace(made, **{section: replace(getattr(made, section), **{name: value})})
+        return made
+
+    def told(self, key: str, value: Any, option: str) -> Settings:
+        """Return settings with one key set by an option of the command line, such as `--store`."""
+        return replace(self.changed({key: value}), origins={**self.origins, key: Origin(option)})
 
     def with_recipe_defaults(self, defaults: Mapping[str, tuple[Any, str]]) -> Settings:
-        """Return settings in which a recipe's defaults stand where nobody wrote anything.
+        """Return settings with a recipe's defaults for the keys that were not written.
 
         Args:
-            defaults: Field to value and reason. A field that has a recipe's default already keeps its
+            defaults: Dotted key to value and reason. A key that has a recipe's default already keeps its
                 value: a tuner may have changed it since.
         """
-        free = {name: each for name, each in defaults.items() if self.origins[name] == Origin()}
-        values: dict[str, Any] = {name: value for name, (value, _) in free.items()}
+        free = {key: each for key, each in defaults.items() if self.origins[key] == Origin()}
+        made = self.changed({key: value for key, (value, _) in free.items()})
         origins = {
-            name: Origin(default=f"{RECIPE_DEFAULT}, {why}") for name, (_, why) in free.items()
+            key: Origin(default=f"{RECIPE_DEFAULT}, {why}") for key, (_, why) in free.items()
         }
-        return replace(self, **values, origins={**self.origins, **origins})
+        return replace(made, origins={**self.origins, **origins})
 
     def values(self) -> dict[str, Any]:
-        """Return every value by the names used in `reasons`, augmentation flattened."""
-        flat = {name: getattr(self, name) for name in _VALUE_FIELDS}
-        if self.augmentation is not None:
-            del flat["augmentation"]
-            flat |= {f"augmentation.{k}": v for k, v in asdict(self.augmentation).items()}
-        return flat
+        """Return every value by its dotted key; those of augmentation only where it is on."""
+        is_off = self.augmentation is None
+        return {
+            key: self.get(key)
+            for key in PLACES
+            if not (is_off and key.partition(".")[0] == AUGMENT)
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON document: settings with reasons, and the notes."""
+        reasons = self.reasons
         rows = {
-            name: {"value": value, "reason": self.reasons[name]}
-            for name, value in self.values().items()
+            key: {"value": value, "reason": reasons[key]} for key, value in self.values().items()
         }
         return {"settings": rows, "notes": list(self.notes)}
 
+    if not TYPE_CHECKING:
 
-_VALUE_FIELDS = tuple(
-    item.name for item in fields(Settings) if item.name not in ("origins", "notes")
-)
+        def __getattr__(self, name: str) -> Any:
+            """Return a value by a name that it had before settings had sections."""
+            key = as_key(name)
+            if key == name:
+                raise AttributeError(f"'Settings' object has no attribute {name!r}")
+            return self.get(key)
+
+
+_FLAT_NAMES = {key.rpartition(".")[2]: key for key in PLACES if key not in ("run.dir", OPTIONS)}
+_FLAT_NAMES |= {"chunk_bytes": "data.chunk_bytes", **FORMER}
+_FLAT_NAMES["samples_per_update"] = "training.samples_per_update"
+
+
+def as_key(name: str) -> str:
+    """Return the dotted key of a name: of a key without its section, or of a former name."""
+    return _FLAT_NAMES.get(name, name)
 
 
 @dataclass
@@ -308,28 +212,27 @@ class _Answers:
         place = self.config.place_of(key)
         return f"{key}: {exact_text(self.written[key])}" + (f" ({place})" if place else "")
 
-    def answer(self, question: str, keys: tuple[str, ...]) -> None:
-        """Settle one question: --set before the file, then the first rank that was written."""
+    def answer(self, home: str, places: tuple[str, ...]) -> None:
+        """Settle one key: --set before the file, then the most specific place that was written."""
         told = [
-            (not _is_override(self.config.place_of(key)), rank, key)
-            for rank, names in enumerate(keys)
-            for key in names.split("|")
+            (not _is_override(self.config.place_of(key)), _rank(key), key)
+            for key in places
             if key in self.written
         ]
         told.sort(key=lambda item: item[:2])
         if not told:
-            self.values[question] = default_of(keys[-1].split("|")[0])
-            self.origins[question] = Origin()
+            self.values[home] = default_of(home)
+            self.origins[home] = Origin()
             return
-        winner = self.winners[question] = told[0][2]
-        self.values[question] = self.written[winner]
-        self.origins[question] = Origin(winner, self.config.place_of(winner))
+        winner = self.winners[home] = told[0][2]
+        self.values[home] = self.written[winner]
+        self.origins[home] = Origin(winner, self.config.place_of(winner))
         for typed_later, rank, key in told[1:]:
             if self.written[key] == self.written[winner]:
                 continue
             if (typed_later, rank) == told[0][:2]:
                 given = f"{exact_text(self.written[key])} disagrees with {self.say(winner)}"
-                self.clash((question,), key, given, "one name or the same value", f"delete {key}")
+                self.clash((home,), key, given, "one name or the same value", f"delete {key}")
             else:
                 why = "typed on the command line" if typed_later != told[0][0] else "more specific"
                 self.lose(key, f"{self.say(winner)} is {why}")
@@ -344,16 +247,15 @@ class _Answers:
         self.unused[key] = why
         self.notes.append(f"{self.say(key)} has no effect: {why}.")
 
-    def ignore(self, prefix: str, why: str) -> None:
-        """Take back every written key under `prefix`, with a note each."""
-        for key in [key for key in self.written if key.startswith(prefix)]:
-            self.idle(key, why)
-            del self.written[key]
+    def take_back(self, key: str, why: str) -> None:
+        """Note that a written key changes nothing, and treat it as not written."""
+        self.idle(key, why)
+        del self.written[key]
 
     def clash(
         self, about: tuple[str, ...], key: str, given: str, allowed: str, fix: str, loser: str = ""
     ) -> None:
-        """Record that written keys cannot stand together; `about` names the questions."""
+        """Record that written keys contradict each other; `about` names the keys."""
         place = self.config.place_of(key) or Place("config")
         self.clashes.append((frozenset(about), Problem(place, key, given, allowed, fix, loser)))
 
@@ -364,15 +266,10 @@ def _is_override(place: Place | None) -> bool:
 
 def _answer_all(config: Config) -> _Answers:
     answers = _Answers(config, config.written())
-    switch = f"{LAZY}.enabled"
-    if not answers.written.get(switch, default_of(switch)):
-        said = answers.say(switch)
-        del answers.written[switch]
-        answers.ignore(f"{LAZY}.", said)
-        answers.written[switch] = False
-    for question, keys in QUESTIONS.items():
-        answers.answer(question, keys)
-    _settle_memory(answers)
+    _settle_switch(answers)
+    for home, places in PLACES.items():
+        answers.answer(home, places)
+    _settle_chunks(answers)
     _settle_workers(answers)
     _settle_augmentation(answers)
     _settle_precision(answers)
@@ -382,102 +279,108 @@ def _answer_all(config: Config) -> _Answers:
     return answers
 
 
-def _settle_memory(answers: _Answers) -> None:
-    values, origins = answers.values, answers.origins
-    if not values.pop("memory_efficient"):
-        values["lazy_loading"], origins["lazy_loading"] = False, origins["memory_efficient"]
-    del origins["memory_efficient"]
-    if values["chunk_bytes"] is not None:
-        # Memory is binary here, whatever the key is called.
-        values["chunk_bytes"] = int(values["chunk_bytes"] * GIB)
-    if not values["use_chunk_loader"] and "chunk_bytes" in answers.winners:
-        answers.ignore(f"{GPU}.chunk_size_gb", answers.say(f"{GPU}.use_chunk_loader"))
-        values["chunk_bytes"], origins["chunk_bytes"] = None, origins["use_chunk_loader"]
-    if values["output_bound"] is None and "output_bound_mode" in answers.winners:
-        answers.idle(f"{TRAIN}.output_bound_mode", f"{TRAIN}.output_bound is null")
+def _settle_switch(answers: _Answers) -> None:
+    """Apply the switch of the memory section: `false` disables its keys, `true` changes nothing."""
+    is_on = answers.written.get(_SWITCH)
+    if is_on:
+        del answers.written[_SWITCH]
+        answers.unused[_SWITCH] = "the keys beside it count without it"
+    elif is_on is False:
+        said = answers.say(_SWITCH)
+        for key in [
+            key for key in answers.written if key.startswith(f"{LAZY}.") and key != _SWITCH
+        ]:
+            answers.take_back(key, said)
+
+
+def _settle_chunks(answers: _Answers) -> None:
+    values, size, switch = answers.values, "data.chunk_size_gb", "data.use_chunk_loader"
+    if not values[switch] and size in answers.winners:
+        why = answers.say(answers.winners[switch])
+        for key in PLACES[size]:
+            if key in answers.written and key not in answers.unused:
+                answers.take_back(key, why)
+        values[size], answers.origins[size] = None, answers.origins[switch]
+    if values["training.output_bound"] is None and "training.output_bound_mode" in answers.winners:
+        answers.idle("training.output_bound_mode", "training.output_bound is null")
 
 
 def _settle_workers(answers: _Answers) -> None:
     values, origins = answers.values, answers.origins
-    workers = values["num_workers"]
-    for question, with_workers, without in (
-        ("prefetch_factor", 2, None),
-        ("persistent_workers", True, False),
+    workers = values["data.num_workers"]
+    for home, with_workers, without in (
+        ("data.prefetch_factor", 2, None),
+        ("data.persistent_workers", True, False),
     ):
-        if values[question] is None:
-            values[question] = with_workers if workers else without
-            if question not in answers.winners:
+        if values[home] is None:
+            values[home] = with_workers if workers else without
+            if home not in answers.winners:
                 how = "with" if workers else "without"
-                origins[question] = Origin(default=f"default {how} workers")
-        elif values[question] and not workers:
+                origins[home] = Origin(default=f"default {how} workers")
+        elif values[home] and not workers:
             # torch's DataLoader raises ValueError here, far from the file.
-            key = answers.winners[question]
-            says = f"{exact_text(values[question])} needs workers, and num_workers is 0"
-            says += f" by {origins['num_workers']}"
-            allowed = f"{question} with num_workers of 1 or more"
-            fix = f"{DATA}.num_workers: 4, or delete {key}"
-            answers.clash((question, "num_workers"), key, says, allowed, fix)
+            key = answers.winners[home]
+            says = f"{exact_text(values[home])} needs workers, and num_workers is 0"
+            says += f" by {origins['data.num_workers']}"
+            allowed = f"{home.rpartition('.')[2]} with num_workers of 1 or more"
+            fix = f"data.num_workers: 4, or delete {key}"
+            answers.clash((home, "data.num_workers"), key, says, allowed, fix)
 
 
 def _settle_augmentation(answers: _Answers) -> None:
-    if not answers.values["augmentation"]:
-        answers.ignore(f"{AUGMENT}.", f"{TRAIN}.use_gpu_augmentation is false")
-        answers.values["augmentation"] = None
+    if answers.values["training.use_gpu_augmentation"]:
         return
-    names = [item.name for item in fields(AugmentationSettings)]
-    for name in names:
-        answers.answer(f"augmentation.{name}", (f"{AUGMENT}.{name}",))
-    drawn = {name: answers.values.pop(f"augmentation.{name}") for name in names}
-    answers.values["augmentation"] = AugmentationSettings(**drawn)
+    for home in [home for home in answers.winners if home.partition(".")[0] == AUGMENT]:
+        answers.take_back(home, "training.use_gpu_augmentation is false")
+        answers.values[home], answers.origins[home] = default_of(home), Origin()
 
 
 def _settle_precision(answers: _Answers) -> None:
     """Make one answer of `precision` and `use_amp`: 16 bits, or not, must mean the same in both."""
     values, origins = answers.values, answers.origins
-    values["capture"] = {True: "on", False: "off"}.get(values["capture"], values["capture"])
-    amp, precision = answers.winners.get("use_amp"), answers.winners.get("precision")
-    full = values["precision"] in _FULL
-    if amp is not None and values["use_amp"] == full:
+    about = as_amp, as_format = "training.use_amp", "training.precision"
+    amp, precision = answers.winners.get(as_amp), answers.winners.get(as_format)
+    full = values[as_format] in _FULL
+    if amp is not None and values[as_amp] == full:
         typed = [_is_override(answers.config.place_of(key)) for key in (amp, precision) if key]
-        if precision is None or (values["precision"] == "auto" and typed[0] == typed[1]):
-            # Nobody named a format: use_amp alone says whether it may be one of 16 bits.
-            values["precision"], origins["precision"] = "fp32", origins["use_amp"]
+        if precision is None or (values[as_format] == "auto" and typed[0] == typed[1]):
+            # No format was named: use_amp alone decides whether 16 bits may be used.
+            values[as_format], origins[as_format] = "fp32", origins[as_amp]
         elif typed[0] == typed[1]:
-            given = f"{exact_text(values['precision'])} disagrees with {answers.say(amp)}"
+            given = f"{exact_text(values[as_format])} disagrees with {answers.say(amp)}"
             allowed = "fp32 or tf32" if full is False else "auto, fp16 or bf16"
-            about = ("precision", "use_amp")
             answers.clash(about, precision, given, f"{allowed} beside it", f"delete {amp}", amp)
         else:
             winner, loser = (amp, precision) if typed[0] else (precision, amp)
             answers.lose(loser, f"{answers.say(winner)} is typed on the command line")
             if typed[0]:
-                values["precision"] = "auto" if values["use_amp"] else "fp32"
-                origins["precision"] = origins["use_amp"]
-    uses_amp = values["precision"] not in _FULL
-    if uses_amp != values["use_amp"]:
-        values["use_amp"], origins["use_amp"] = uses_amp, origins["precision"]
+                values[as_format] = "auto" if values[as_amp] else "fp32"
+                origins[as_format] = origins[as_amp]
+    uses_amp = values[as_format] not in _FULL
+    if uses_amp != values[as_amp]:
+        values[as_amp], origins[as_amp] = uses_amp, origins[as_format]
 
 
 def _settle_recipe(answers: _Answers) -> None:
     values, origins = answers.values, answers.origins
-    if values["recipe"] is None and "recipe_options" in answers.winners:
-        answers.ignore(OPTIONS, "recipe.name is null")
-        values["recipe_options"], origins["recipe_options"] = {}, origins["recipe"]
-    values["recipe_options"] = dict(values["recipe_options"])
-    for name in values["recipe_options"]:
+    if values["recipe.name"] is None and OPTIONS in answers.winners:
+        answers.take_back(OPTIONS, "recipe.name is null")
+        values[OPTIONS], origins[OPTIONS] = {}, origins["recipe.name"]
+    values[OPTIONS] = dict(values[OPTIONS])
+    for name in values[OPTIONS]:
         key = f"{OPTIONS}.{name}"
         place = answers.config.place_of(key) or answers.config.place_of(OPTIONS)
-        origins[f"recipe_options.{name}"] = Origin(key, place)
+        origins[key] = Origin(key, place)
 
 
 def _note_unread(answers: _Answers) -> None:
     """Note the keys that no job reads, one note per reason."""
-    if answers.values["recipe"] is None:
+    if answers.values["recipe.name"] is None:
         return
     said: dict[str, list[str]] = {}
-    for question, why in UNREAD.items():
-        key = answers.winners.get(question)
-        if key in answers.written:
+    for home, why in UNREAD.items():
+        key = answers.winners.get(home)
+        if key in answers.written and key != _SWITCH:
             said.setdefault(why, []).append(answers.say(key))
     for why, keys in said.items():
         verb = "have" if len(keys) > 1 else "has"
@@ -486,29 +389,30 @@ def _note_unread(answers: _Answers) -> None:
 
 def _check_batches(answers: _Answers) -> None:
     values = answers.values
-    samples, batch = values["max_training_samples"], values["batch_size"]
-    # A recipe may have another default; its loader then refuses what leaves no batch.
-    is_known = "batch_size" in answers.winners or values["recipe"] is None
-    if is_known and values["drop_last"] and samples is not None and samples < batch:
-        key = answers.winners["max_training_samples"]
+    about = most, size, drops = (
+        "data.max_training_samples",
+        "training.batch_size",
+        "data.drop_last",
+    )
+    samples, batch = values[most], values[size]
+    # A recipe may have another default batch size; its loader then refuses a split without a batch.
+    is_known = size in answers.winners or values["recipe.name"] is None
+    if is_known and values[drops] and samples is not None and samples < batch:
+        key = answers.winners[most]
         given = f"{samples} samples are less than one batch of {batch}"
-        given += f" by {answers.origins['batch_size']}, and drop_last drops it: nothing is left"
-        about = ("max_training_samples", "batch_size", "drop_last")
+        given += f" by {answers.origins[size]}, and drop_last drops it: nothing is left"
         answers.clash(about, key, given, f"{batch} samples or more", f"{key}: {batch}")
 
 
 def describe_choices(settings: Settings) -> list[str]:
     """Return lines on the settings that shape a training, each with where its value comes from."""
     names = {
-        "learning rate": "learning_rate",
-        "batch size": "batch_size",
-        "epochs": "epochs",
-        "precision": "precision",
+        "learning rate": "training.lr",
+        "batch size": "training.batch_size",
+        "epochs": "training.epochs",
+        "precision": "training.precision",
     }
-    return [
-        f"{words} {getattr(settings, name)}: {settings.origins[name]}"
-        for words, name in names.items()
-    ]
+    return [f"{words} {settings.get(key)}: {settings.origins[key]}" for words, key in names.items()]
 
 
 def find_clashes(config: Config, unreadable: frozenset[str] = frozenset()) -> list[Problem]:
@@ -520,21 +424,17 @@ def find_clashes(config: Config, unreadable: frozenset[str] = frozenset()) -> li
             that one of them might have settled is not reported.
     """
     answers = _answer_all(config)
-    unknown = {
-        question
-        for question, keys in QUESTIONS.items()
-        if unreadable & _might_win(keys, answers.winners.get(question))
-    }
+    unknown = set()
+    for home, places in PLACES.items():
+        winner = answers.winners.get(home)
+        above = places[: places.index(winner)] if winner else places
+        if unreadable.intersection(above):
+            unknown.add(home)
     return [problem for about, problem in answers.clashes if not about & unknown]
 
 
-def _might_win(keys: tuple[str, ...], winner: str | None) -> set[str]:
-    ordered = [key for names in keys for key in names.split("|")]
-    return set(ordered[: ordered.index(winner)] if winner else ordered)
-
-
 def resolve(config: Config) -> Settings:
-    """Return one value per question, with the reason of each.
+    """Return the settings of a config, with the reason of each value.
 
     Raises:
         ConfigError: When written keys cannot stand together; names them and their lines.
@@ -542,7 +442,13 @@ def resolve(config: Config) -> Settings:
     answers = _answer_all(config)
     if answers.clashes:
         raise as_error([problem for _, problem in answers.clashes])
-    return Settings(**answers.values, origins=answers.origins, notes=tuple(answers.notes))
+    rooms = {
+        section: model(
+            **{entry.name: answers.values[f"{section}.{entry.name}"] for entry in fields(model)}
+        )
+        for section, model in ROOMS.items()
+    }
+    return Settings(**rooms, origins=answers.origins, notes=tuple(answers.notes))
 
 
 def as_error(problems: list[Problem]) -> ConfigError:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from stoker.config.load import _in_brackets, _yaml_word, dump_config, parse_config
-from stoker.config.resolve import QUESTIONS
+from stoker.config.resolve import PLACES
 from stoker.config.tree import Config
 from stoker.config.yaml_lines import Loader
 from stoker.display import printable
@@ -52,15 +52,13 @@ def rewrite_config(
     return _with_notes(edited, notes)
 
 
-def find_key(config: Config, question: str) -> str:
-    """Return the key that decides a question of `Settings`, or the usual one when none is written.
+def find_key(config: Config, key: str) -> str:
+    """Return the place that decides a key in a config: where it is written, else its usual one.
 
-    A value written anywhere less specific would have no effect.
+    A value written at a less specific place would have no effect.
     """
-    ranks = [key for names in QUESTIONS[question] for key in names.split("|")]
     written = config.written()
-    usual = next((key for key in ranks if key.startswith("training.") and key.count(".") == 1), "")
-    return next((key for key in ranks if key in written), usual or ranks[0])
+    return next((place for place in PLACES.get(key, ()) if place in written), key)
 
 
 def _says(text: str, wanted: Config) -> bool:
@@ -78,7 +76,7 @@ def _with_notes(text: str, notes: Sequence[str]) -> str:
 
 
 class _Spot(NamedTuple):
-    """The deepest mapping of a text that is on the way to a key, and what of the key is missing."""
+    """The deepest mapping on the path to a key, and the part of the path that is missing."""
 
     mapping: yaml.MappingNode
     missing: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Strict YAML that remembers where every key stands.
+"""Strict YAML that records the line of every key.
 
 Enters: the text of one file. Leaves: plain dicts and scalars, the place of every key, and
 every problem found on the way. Costs about 1 ms per 100 lines (PyYAML in Python).
@@ -102,7 +102,7 @@ class Problem:
 
 @dataclass
 class Document:
-    """What was read: values, the place of every key by its path, and the problems.
+    """The values of a text, the place of every key by its path, and the problems.
 
     `unreadable` holds the paths whose value a problem has left empty; `repeats` those problems that are
     about a key written twice.
@@ -121,7 +121,7 @@ def decode(raw: bytes, file: str) -> str | Problem:
         given = f"the file has {len(raw):,} bytes"
         return Problem(Place(file), "", given, f"up to {MAX_TEXT_BYTES:,} bytes", "a config file")
     try:
-        # Windows editors put a byte order mark first; it is no part of the first key.
+        # Windows editors write a byte order mark first; it does not belong to the first key.
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1

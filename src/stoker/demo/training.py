@@ -19,6 +19,7 @@ from stoker.demo.reading import BATCH_SIZE
 from stoker.loader.loader import Loader
 from stoker.recipes.contract import Job
 from stoker.recipes.forex.recipe import ForexRecipe
+from stoker.report import Silent
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 from stoker.train.trainer import EpochReport, Trainer
@@ -96,7 +97,7 @@ def train_both_ways(store: Store, path: Path, seed: int) -> tuple[Training, Trai
         windows = _Windows(file)
         trainer = Trainer(
             ours.job.model, ours.loader, None, ours.job.criterion, ours.optimizer, None,
-            {"precision": "fp32"}, "cpu", unpack=ours.job.unpack,
+            {"precision": "fp32"}, "cpu", unpack=ours.job.unpack, progress=Silent(),
         )  # fmt: skip
         plain, reports = [], []
         for _ in range(_ROUNDS):

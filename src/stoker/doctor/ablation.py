@@ -121,11 +121,11 @@ def _measure_parts(run: Run, patience: Patience, number: int) -> _Round:
     busy, wall = time.process_time() - busy, time.perf_counter() - wall
     trouble = together.trouble
     if trouble is not None:
-        calm = run.with_settings(replace(run.settings, nonfinite="skip"))
+        calm = run.with_settings(run.settings.changed({"training.nonfinite": "skip"}))
         together = time_together(calm, patience)
     loader = time_loader(run, patience, together.history.is_captured)
     step = time_step(run, patience, captured=together.history.is_captured)
-    held = memory.facts(run.settings.accumulation_steps)
+    held = memory.facts(run.settings.training.gradient_accumulation_steps)
     return _Round(together, loader, step, trouble, busy / max(wall, 1e-9), held)
 
 
@@ -145,7 +145,7 @@ def examine(run: Run, patience: Patience, subject: str) -> Measurements:
     Raises:
         InputError: The job cannot be measured: no batch, no memory.
     """
-    batches = run.settings.accumulation_steps
+    batches = run.settings.training.gradient_accumulation_steps
     counts = _allocator_counts(run.device)
     began = time.perf_counter()
     rounds = [_measure_parts(run, patience, 1)]
@@ -197,7 +197,7 @@ def examine(run: Run, patience: Patience, subject: str) -> Measurements:
             captured_step_seconds=step.seconds if step.history.is_captured else None,
             together_rate=together.rate(),
         ),
-        precision=choose_precision(run.settings.precision, run.device, run.job.model).name,
+        precision=choose_precision(run.settings.training.precision, run.device, run.job.model).name,
         captured=together.history.is_captured if run.device.type == "cuda" else None,
         timeline=draw_timeline(together),
         notes=tuple(notes),
@@ -263,7 +263,7 @@ def _loader_facts(
             blocked_share=share.blocked_share,
             main_cpu_share=_mean([each.busy_cores for each in rounds]),
             steps_per_epoch=len(loader),
-            batches_per_step=float(run.settings.accumulation_steps),
+            batches_per_step=float(run.settings.training.gradient_accumulation_steps),
             batch_bytes=sum(tensor.nbytes for tensor in batch.values()),
             where=run.store.name,
             tier=loader.tier,
@@ -282,9 +282,10 @@ def _allocator_counts(device: torch.device) -> tuple[int, int]:
 def _allocator_facts(run: Run, before: tuple[int, int], batches: int) -> AllocatorFacts:
     settings: Settings = run.settings
     calls = []
-    if settings.empty_cache_every_n_batches:
-        where = settings.reasons["empty_cache_every_n_batches"]
-        per_step = settings.accumulation_steps / settings.empty_cache_every_n_batches
+    training = settings.training
+    if training.empty_cache_every_n_batches:
+        where = settings.reasons["training.empty_cache_every_n_batches"]
+        per_step = training.gradient_accumulation_steps / training.empty_cache_every_n_batches
         if run.device.type == "cuda":
             torch.cuda.synchronize(run.device)
         # The call itself; asking the driver for the memory again costs more on top.

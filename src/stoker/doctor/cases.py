@@ -183,3 +183,21 @@ def cpu_words(loader: LoaderFacts) -> str:
 def at(where: str | None) -> str:
     """Return " at file:line", or nothing."""
     return f" at {where}" if where else ""
+
+
+def loader_instead(case: Case, loader: LoaderFacts) -> str:
+    """Return a call of stoker's Loader that reads the same HDF5 file; "" if that cannot be told.
+
+    The datasets must be in one file and have one row per sample.
+    """
+    read = [data.name.rpartition(":") for data in case.measured.hdf5]
+    files = {file for file, _, _ in read}
+    lengths = {data.shape[0] for data in case.measured.hdf5 if data.shape}
+    names = sorted({name.strip("/") for _, _, name in read})
+    flat = all("/" not in name for name in names)
+    if loader.kind != "torch" or len(files) != 1 or len(lengths) != 1 or not flat:
+        return ""
+    fields = ", ".join(repr(name) for name in names)
+    taken = f"as_tuple=({fields},)" if len(names) == 1 else f"as_tuple=({fields})"
+    order = ", order='sequential'" if loader.in_order else ""
+    return f"stoker.Loader({files.pop()!r}, {loader.batch_size or 32}, {taken}{order})"

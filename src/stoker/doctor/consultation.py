@@ -59,27 +59,27 @@ def propose(job: JobConfig, measured: Measurements) -> list[Proposal]:
 
 
 def _captured(job: JobConfig, measured: Measurements) -> Proposal | None:
-    if measured.machine.device != "cuda" or job.settings.capture != "off":
+    if measured.machine.device != "cuda" or job.settings.training.capture != "off":
         return None
     return Proposal(
         "launch-bound",
-        {job.key_of("capture"): "auto"},
-        f"the step is launched kernel by kernel: {job.settings.reasons['capture']}",
+        {job.key_of("training.capture"): "auto"},
+        f"the step is launched kernel by kernel: {job.settings.reasons['training.capture']}",
     )
 
 
 def _half_precision(job: JobConfig, measured: Measurements) -> Proposal | None:
-    full = job.settings.precision in ("fp32", "tf32")
+    full = job.settings.training.precision in ("fp32", "tf32")
     if measured.machine.device != "cuda" or not full:
         return None
-    changes: dict[str, Any] = {job.key_of("precision"): "auto"}
-    amp = job.key_of("use_amp")
+    changes: dict[str, Any] = {job.key_of("training.precision"): "auto"}
+    amp = job.key_of("training.use_amp")
     if job.config.written().get(amp) is False:
         changes[amp] = True
     return Proposal(
         "full-precision",
         changes,
-        f"the step computes in {measured.precision}: {job.settings.reasons['precision']}",
+        f"the step computes in {measured.precision}: {job.settings.reasons['training.precision']}",
     )
 
 
@@ -87,36 +87,38 @@ def _unhindered_data(job: JobConfig, measured: Measurements) -> Proposal | None:
     settings = job.settings
     tier = measured.loader.tier if measured.loader else None
     changes: dict[str, Any] = {}
-    if not settings.use_chunk_loader and measured.machine.device == "cuda":
-        changes[job.key_of("use_chunk_loader")] = True
-    elif settings.chunk_bytes is not None and tier == "chunked":
-        changes[job.key_of("chunk_bytes")] = None
+    if not settings.data.use_chunk_loader and measured.machine.device == "cuda":
+        changes[job.key_of("data.use_chunk_loader")] = True
+    elif settings.data.chunk_bytes is not None and tier == "chunked":
+        changes[job.key_of("data.chunk_size_gb")] = None
     if not changes:
         return None
-    told = "use_chunk_loader" if not settings.use_chunk_loader else "chunk_bytes"
-    return Proposal("starved-by-loader", changes, f"the data is {tier}: {settings.reasons[told]}")
+    told = "chunk_size_gb" if settings.data.use_chunk_loader else "use_chunk_loader"
+    return Proposal(
+        "starved-by-loader", changes, f"the data is {tier}: {settings.reasons[f'data.{told}']}"
+    )
 
 
 def _cache_kept(job: JobConfig, measured: Measurements) -> Proposal | None:
-    every = job.settings.empty_cache_every_n_batches
+    every = job.settings.training.empty_cache_every_n_batches
     if measured.machine.device != "cuda" or not 0 < every <= _RARELY:
         return None
     return Proposal(
         "empty-cache-each-step",
-        {job.key_of("empty_cache_every_n_batches"): 0},
+        {job.key_of("training.empty_cache_every_n_batches"): 0},
         f"the cache is emptied every {every} batches: "
-        f"{job.settings.reasons['empty_cache_every_n_batches']}",
+        f"{job.settings.reasons['training.empty_cache_every_n_batches']}",
     )
 
 
 def _losses_in_blocks(job: JobConfig, measured: Measurements) -> Proposal | None:
-    every = job.settings.read_every
+    every = job.settings.training.read_every
     if measured.machine.device != "cuda" or every >= _RARELY:
         return None
     return Proposal(
         "sync-every-step",
-        {job.key_of("read_every"): 50},
-        f"losses are read every {every} steps: {job.settings.reasons['read_every']}",
+        {job.key_of("training.read_every"): 50},
+        f"losses are read every {every} steps: {job.settings.reasons['training.read_every']}",
     )
 
 
@@ -158,16 +160,16 @@ def find_knee(
 def batch_proposal(job: JobConfig, size: int) -> Proposal:
     """Return the change to a larger batch, with fewer accumulation steps if there are any."""
     settings = job.settings
-    factor = size // settings.batch_size
-    changes: dict[str, Any] = {job.key_of("batch_size"): size}
-    if settings.accumulation_steps > 1:
-        fewer = max(1, settings.accumulation_steps // factor)
-        changes[job.key_of("accumulation_steps")] = fewer
+    factor = size // settings.training.batch_size
+    changes: dict[str, Any] = {job.key_of("training.batch_size"): size}
+    if settings.training.gradient_accumulation_steps > 1:
+        fewer = max(1, settings.training.gradient_accumulation_steps // factor)
+        changes[job.key_of("training.gradient_accumulation_steps")] = fewer
     return Proposal(
         "batch-too-small",
         changes,
-        f"a batch of {settings.batch_size:,} leaves the device with little to do: "
-        f"{settings.reasons['batch_size']}",
+        f"a batch of {settings.training.batch_size:,} leaves the device with little to do: "
+        f"{settings.reasons['training.batch_size']}",
     )
 
 
@@ -224,7 +226,7 @@ def _larger_batches(
         return [], None
     num_samples = len(run.job.samples["train"])
 
-    per_sample = ablation.step_seconds.median / settings.batch_size
+    per_sample = ablation.step_seconds.median / settings.training.batch_size
     num_steps = patience.warm_up + LEAST_LAPS
 
     gauge = Gauge(run.device)
@@ -234,7 +236,7 @@ def _larger_batches(
         if gauge.expect(size) or per_sample * size * num_steps > _LONG_SECONDS:
             return None
         run.told.say(f"the step alone, batches of {size:,}")
-        larger = replace(settings, batch_size=size, survive_oom=False)
+        larger = settings.changed({"training.batch_size": size, "training.survive_oom": False})
         try:
             took = time_step(run.with_settings(larger), patience).seconds
         except RuntimeError as error:
@@ -248,7 +250,7 @@ def _larger_batches(
     # At least two updates per epoch.
     most = num_samples // 2
     # The faster quartile of the steps: the least disturbed by other work on the machine.
-    return find_knee(settings.batch_size, ablation.step_seconds.low, most, measure)
+    return find_knee(settings.training.batch_size, ablation.step_seconds.low, most, measure)
 
 
 def _try(run: Run, job: JobConfig, proposal: Proposal, patience: Patience) -> Alternative:
@@ -257,7 +259,9 @@ def _try(run: Run, job: JobConfig, proposal: Proposal, patience: Patience) -> Al
     failure, rate = "", None
     try:
         settings = job.with_changes(proposal.changes).settings
-        changed = run.with_settings(replace(settings, survive_oom=False, nonfinite="skip"))
+        changed = run.with_settings(
+            settings.changed({"training.survive_oom": False, "training.nonfinite": "skip"})
+        )
         rate = time_together(changed, patience).rate()
     except (ConfigError, InputError) as error:
         failure = error.given

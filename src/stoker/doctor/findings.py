@@ -41,6 +41,8 @@ class Patch:
         config: Keys of a stoker config with their new values, for stoker's own jobs.
         loader_arguments: Arguments of torch's DataLoader with their new values, for scripts; these can be
             tried without editing the script (see `attach.run_script`).
+        replacement: Code that may stand in the place of the call at `where`, in a script that imports stoker; "" if
+            there is none.
         where: file:line of the script that is to be edited.
         script: Suggested code or edit, a few lines; "" if there is none.
     """
@@ -49,6 +51,7 @@ class Patch:
     loader_arguments: Mapping[str, Any] = field(default_factory=dict)
     where: str | None = None
     script: str = ""
+    replacement: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,10 +155,26 @@ class Outcome:
         gain = self.finding.gain
         return self.before * gain.low, self.before * gain.likely, self.before * gain.high
 
+    @property
+    def miss(self) -> str:
+        """How far the measured rate is from the predicted range, in words; "" within it or if unknown."""
+        predicted = self.predicted
+        if predicted is None or self.after is None or self.failure:
+            return ""
+        low, likely, high = predicted
+        if low <= self.after <= high:
+            return ""
+        side = "below" if self.after < low else "above"
+        return (
+            f"the prediction missed: {abs(self.after / likely - 1):.0%} {side} the likely rate; other work on the "
+            "machine, or a second cause behind this one"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
         return {
             "finding": self.finding.name,
+            "miss": self.miss,
             "change": self.change,
             "before": self.before,
             "predicted": self.predicted,
@@ -173,11 +192,13 @@ class Consultation:
         measurements: Everything that was measured.
         findings: Largest gain first; empty for a healthy job.
         outcome: The result of `--apply`, if it ran.
+        unjudged: Why a job without findings cannot be called healthy; "" if it can.
     """
 
     measurements: Measurements
     findings: tuple[Finding, ...]
     outcome: Outcome | None = None
+    unjudged: str = ""
 
     @property
     def verdict(self) -> str:
@@ -185,6 +206,8 @@ class Consultation:
         if not self.findings:
             if not self.measurements.steps:
                 return "no training step was seen, so there is nothing to judge"
+            if self.unjudged:
+                return f"cannot judge: {self.unjudged}"
             elsewhere = self.measurements.elsewhere_share or 0.0
             if elsewhere > _MOST_ELSEWHERE:
                 return (
@@ -197,11 +220,23 @@ class Consultation:
             return f"{first.name}: {first.title}"
         return f"{first.name}: {first.title}; the remedy would bring ×\u00a0{first.gain.likely:.2f}"
 
+    @property
+    def overlap(self) -> str:
+        """What to say of gains that cannot be multiplied; "" if fewer than two findings have one."""
+        if sum(finding.gain.likely > 1.0 for finding in self.findings) < 2:
+            return ""
+        return (
+            "these gains overlap: each is that of its remedy alone, and they are not to be multiplied; "
+            "measure again after the first"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values: what `stoker report` and other programs read."""
         document = {
             "verdict": self.verdict,
             "samples_per_second": self.measurements.samples_per_second,
+            "unjudged": self.unjudged,
+            "overlap": self.overlap,
             "findings": [finding.to_json() for finding in self.findings],
             "outcome": None if self.outcome is None else self.outcome.to_json(),
             "measurements": self.measurements.to_json(),

@@ -116,7 +116,9 @@ def _findings(consultation: Consultation, of_job: bool) -> Html:
             )
         )
     header = ("finding", "predicted gain", "evidence", "remedy")
-    return page.table(header, rows, key="findings-table", labels=(0, 1), wide=(2, 3))
+    table = page.table(header, rows, key="findings-table", labels=(0, 1), wide=(2, 3))
+    overlap = [page.paragraph(f"{consultation.overlap}.")] if consultation.overlap else []
+    return page.join([table, *overlap])
 
 
 def _gain(finding: Finding) -> Html:
@@ -133,9 +135,10 @@ def _remedy(finding: Finding, of_job: bool) -> Html:
     changes = describe_changes(finding.patch.config)
     if of_job and changes and changes not in finding.remedy:
         parts.append(_lines(changes.split(", ")))
-    if not of_job and finding.patch.script:
+    script = [*finding.patch.script.splitlines(), *filter(None, [finding.patch.replacement])]
+    if not of_job and script:
         where = [f"{finding.patch.where}:"] if finding.patch.where else []
-        parts.append(_lines([*where, *finding.patch.script.splitlines()]))
+        parts.append(_lines([*where, *script]))
     parts.append(page.paragraph(finding.docs, quiet=True))
     return page.join(parts)
 
@@ -166,7 +169,7 @@ def _outcome(outcome: Outcome) -> Html:
         "After, samples/s": _rate(outcome.after),
         "Measured gain": "n/a" if outcome.ratio is None else f"× {outcome.ratio:.2f}",
     }
-    failed = [_prose(f"{outcome.failure}.")] if outcome.failure else []
+    failed = [_prose(f"{line}.") for line in (outcome.failure, outcome.miss) if line]
     return page.join([page.paragraph(page.code(outcome.change)), page.facts(facts), *failed])
 
 

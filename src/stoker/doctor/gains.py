@@ -235,6 +235,8 @@ def _known_parts(measured: Measurements) -> list[Part]:
     parts = []
     if measured.wait_seconds is not None:
         parts.append(Part("waiting for data", measured.wait_seconds.median, "wait"))
+    if measured.between_seconds is not None:
+        parts.append(Part("between the model's calls", measured.between_seconds, "load"))
     loader = measured.loader
     if loader is not None and loader.kind == "stoker":
         batches = loader.batches_per_step

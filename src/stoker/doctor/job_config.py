@@ -14,8 +14,8 @@ from typing import Any
 
 from stoker.address import as_url, masked
 from stoker.config import Config, Settings, find_config, load_config, parse_config, resolve
-from stoker.config.resolve import QUESTIONS
 from stoker.config.rewrite import find_key, rewrite_config
+from stoker.config.tree import home_of
 from stoker.ownership import always, never, write_text
 
 _OPTIONS = "recipe.options"
@@ -63,22 +63,13 @@ class JobConfig:
         """The resolved settings."""
         return resolve(self.config)
 
-    def key_of(self, question: str) -> str:
-        """Return the key of this config that decides a field of `Settings`."""
-        return find_key(self.config, question)
+    def key_of(self, key: str) -> str:
+        """Return the place that decides a key here."""
+        return find_key(self.config, home_of(key))
 
     def deciding(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the changes under the keys that decide in this config: others would have no effect."""
-        questions = {
-            key: question
-            for question, ranks in QUESTIONS.items()
-            for names in ranks
-            for key in names.split("|")
-        }
-        return {
-            self.key_of(questions[key]) if key in questions else key: value
-            for key, value in changes.items()
-        }
+        """Return the changes under the keys that decide here: others would be overruled."""
+        return {self.key_of(key): value for key, value in changes.items()}
 
     def with_changes(self, changes: Mapping[str, Any], notes: Sequence[str] = ()) -> JobConfig:
         """Return the config with some dotted keys at other values; `notes` go on top as comments.

@@ -112,6 +112,9 @@ class LoaderFacts:
         busiest_line: file:line of the user's code in which most of the loading time was sampled.
         busiest_share: Share of the loading time on that line.
         tier: Tier of a stoker plan: "resident", "chunked" or "streamed".
+        open_hdf5: Attribute and file name of an HDF5 file that the dataset holds open, which forked workers would
+            share; empty if there is none.
+        in_order: Whether samples come in the order of the dataset.
     """
 
     kind: Literal["torch", "stoker"] = "torch"
@@ -141,6 +144,8 @@ class LoaderFacts:
     busiest_line: str | None = None
     busiest_share: float | None = None
     tier: str | None = None
+    open_hdf5: tuple[str, ...] = ()
+    in_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -400,6 +405,9 @@ class Measurements:
         allocator: The device's allocator.
         memory: Growth of memory.
         host_calls: `gc.collect` and `torch.save` by line.
+        between: Lines outside of the model, its backward pass and the optimizer at which the training thread was
+            sampled, costliest first; time that is measured otherwise (a DataLoader, copies, syncs) is not in it.
+        between_seconds: Their time per step, all lines together; None if it was not sampled.
         hdf5: Datasets read through h5py, costliest first.
         ranks: Ranks of a data-parallel job; empty for one process.
         bad_values: Values that are not finite.
@@ -409,6 +417,7 @@ class Measurements:
         elsewhere_share: Share of the time since the first step that went to other DataLoaders or came after the
             last step; it is in no other figure.
         timeline: A few steps, for drawing.
+        unjudged: Why the steps cannot be judged, in words; empty if they can.
         notes: What could not be measured, and why.
     """
 
@@ -431,6 +440,8 @@ class Measurements:
     allocator: AllocatorFacts = field(default_factory=AllocatorFacts)
     memory: MemoryFacts = field(default_factory=MemoryFacts)
     host_calls: tuple[HostCall, ...] = ()
+    between: tuple[HostCall, ...] = ()
+    between_seconds: float | None = None
     hdf5: tuple[Hdf5Facts, ...] = ()
     ranks: tuple[RankFacts, ...] = ()
     bad_values: tuple[BadValues, ...] = ()
@@ -439,6 +450,7 @@ class Measurements:
     captured: bool | None = None
     elsewhere_share: float | None = None
     timeline: tuple[TimelineSpan, ...] = ()
+    unjudged: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

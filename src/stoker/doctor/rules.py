@@ -7,8 +7,10 @@ not depend on other rules.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stoker.doctor import rules_loading, rules_run, rules_step, rules_workers
-from stoker.doctor.cases import Case, Rule, rule_name
+from stoker.doctor.cases import Case, Rule, blocked_share, busy_cores, rule_name
 from stoker.doctor.findings import Finding
 from stoker.doctor.measurements import Measurements
 
@@ -18,6 +20,9 @@ RULES: tuple[Rule, ...] = (
     *rules_step.RULES,
     *rules_run.RULES,
 )
+_IDLE_CORES = 2.0
+"""Cores that are idle before more workers are offered first."""
+_MUCH_WAITING, _MUCH_QUEUEING = 0.3, 0.1
 FINDING_NAMES = (
     *(rule_name(rule) for rule in RULES),
     "full-precision",  # no rule gives it: it is found only by trying it (consultation.py)
@@ -27,12 +32,48 @@ FINDING_NAMES = (
 def diagnose(measurements: Measurements) -> list[Finding]:
     """Return the findings; an empty list if there is nothing to fix.
 
-    Findings that end the run come first, then the larger gain. The generic starved-by-loader is left out if
-    another rule names the cause.
+    Findings that end the run come first, then more workers if cores are idle, then the larger gain. The generic
+    starved-by-loader is left out if another rule names the cause and no core is idle.
     """
     case = Case.of(measurements)
     found = [finding for rule in RULES if (finding := rule(case)) is not None]
     names = {finding.name for finding in found}
-    if names & rules_loading.NAMED_CAUSES:
+    first = _one_word_remedy(case)
+    if names & rules_loading.NAMED_CAUSES and first != "starved-by-loader":
         found = [finding for finding in found if finding.name != "starved-by-loader"]
-    return sorted(found, key=lambda finding: (not finding.ends_the_run, -finding.gain.likely))
+    return sorted(
+        found,
+        key=lambda finding: (not finding.ends_the_run, finding.name != first, -finding.gain.likely),
+    )
+
+
+def _one_word_remedy(case: Case) -> str:
+    """Return the finding to offer first because more workers, one argument, have idle cores to run on; else ""."""
+    loader = case.measured.loader
+    if loader is None or loader.kind != "torch" or loader.open_hdf5 or loader.is_stream:
+        return ""
+    busy = busy_cores(loader)
+    if blocked_share(loader) >= 0.5:
+        return ""  # the disk may not answer more of them at once
+    if busy is None or case.cores - busy < _IDLE_CORES:
+        return ""
+    return "starved-by-loader" if loader.workers else "no-workers"
+
+
+def why_unjudged(measurements: Measurements, findings: Sequence[Finding]) -> str:
+    """Return why a job without findings is not called healthy; "" if it is, or if there are findings."""
+    if findings or not measurements.steps:
+        return ""
+    if measurements.unjudged:
+        return "; ".join(measurements.unjudged)
+    share = measurements.wait_share or 0.0
+    if share > _MUCH_WAITING:
+        queued = measurements.loader.queued_share if measurements.loader else None
+        busy = (queued or 0.0) > _MUCH_QUEUEING
+        why = (
+            "other work keeps the cores busy"
+            if busy
+            else "no remedy is predicted to help by itself"
+        )
+        return f"the step waits for data {share:.0%} of the time, and {why}; measure again on a quiet machine"
+    return ""

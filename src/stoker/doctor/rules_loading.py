@@ -16,16 +16,14 @@ from stoker.doctor.cases import (
     busiest_line,
     busy_cores,
     cpu_words,
+    loader_instead,
     milliseconds,
     share_of_work,
     work_line,
     worthwhile,
 )
 from stoker.doctor.findings import Finding, Gain
-from stoker.doctor.gains import (
-    Pace,
-    gain,
-)
+from stoker.doctor.gains import Pace, gain, gain_of_steps, suggested_workers
 from stoker.doctor.measurements import Hdf5Facts, LoaderFacts
 from stoker.units import MB, format_bytes, format_count
 
@@ -33,6 +31,8 @@ _CAUTIOUS, _LIKELY = 0.30, 0.05
 """Shares of a removed cost that remain: cautious and likely estimates."""
 _DOMINANT = 0.4
 """A part of loading is called the cause if it is at least this share."""
+_NOTABLE_BETWEEN = 0.2
+"""Share of a step spent between the model's calls from which it is a finding."""
 _PLAIN_READ_BYTES_PER_SECOND = 1.0e9
 """Rate of reading decoded samples from a file in memory or on a local disk."""
 _HDF5_READ_SECONDS = 80e-6
@@ -129,7 +129,7 @@ def disk_bound(case: Case) -> Finding | None:
             "read instead of one per sample.",
             _without(loader, pace, blocked, _ready_seconds(loader)),
             where=loader.dataset_where,
-            config={"gpu_optimization.use_chunk_loader": True} if loader.kind == "stoker" else {},
+            config={"data.use_chunk_loader": True} if loader.kind == "stoker" else {},
         )
     )
 
@@ -216,8 +216,9 @@ def hdf5_compressed(case: Case) -> Finding | None:
             "Store the dataset uncompressed and contiguous (`stoker pack`), or with a fast codec in chunks of "
             "one batch.",
             _without(loader, pace, _hdf5_share(loader, data), plain),
-            where=data.where,
-            script="file.create_dataset(name, data=values)  # no compression=",
+            where=loader.where,
+            script="# where the file is written:\nfile.create_dataset(name, data=values)  # no compression=",
+            replacement=loader_instead(case, loader),
         )
     )
 
@@ -250,13 +251,50 @@ def hdf5_chunks(case: Case) -> Finding | None:
             ],
             "Write the dataset contiguous, or in chunks of whole rows as they are read (`stoker pack` does).",
             _without(loader, pace, _hdf5_share(loader, data), fitting),
-            where=data.where,
-            script=f"file.create_dataset(name, data=values, chunks={(1, *data.shape[1:])})",
+            where=loader.where,
+            script="# where the file is written:\n"
+            f"file.create_dataset(name, data=values, chunks={(1, *data.shape[1:])})",
+            replacement=loader_instead(case, loader),
+        )
+    )
+
+
+def slow_between_steps(case: Case) -> Finding | None:
+    """Code between the model's calls, such as a hand-made `get_batch`, takes a notable part of the step."""
+    between, pace = case.measured.between_seconds, case.pace
+    if between is None or pace is None or case.share_of_step(between) < _NOTABLE_BETWEEN:
+        return None
+    step = pace.step
+    rest = max(step - between, 1e-9)
+    workers = suggested_workers(between, rest, case.cores, 0.0)
+    lines = [
+        f"{line.where}: {milliseconds(line.seconds_per_step)} per step "
+        f"({case.share_of_step(line.seconds_per_step):.0%})"
+        for line in case.measured.between[:3]
+    ]
+    return worthwhile(
+        case.finding(
+            "slow-between-steps",
+            "the step waits for code between the model's calls",
+            [
+                (
+                    f"of a step of {milliseconds(step)}, {milliseconds(between)} ({case.share_of_step(between):.0%}) "
+                    "is spent outside of the model, its backward pass and the optimizer"
+                ),
+                *lines,
+            ],
+            "Do this work while the model computes: for loading, iterate over stoker.prefetch(batches), or move it "
+            f"into a Dataset and use a DataLoader with num_workers={workers}; for logging, do it every 50 steps.",
+            # In one background thread it still takes its time; in workers it is divided.
+            gain_of_steps(step, max(rest, between), max(rest, between / workers), rest),
+            where=case.measured.between[0].where if case.measured.between else None,
+            script="for batch in stoker.prefetch(batches):  # a generator that yields what is made here now",
         )
     )
 
 
 RULES: tuple[Rule, ...] = (
+    slow_between_steps,
     decode_bound,
     disk_bound,
     augment_on_cpu,

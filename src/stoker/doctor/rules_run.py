@@ -45,7 +45,7 @@ def empty_cache_each_step(case: Case) -> Finding | None:
         ),
         where=calls[0].where,
         script="# remove torch.cuda.empty_cache()",
-        config={"data.memory_efficient_mode.ram_32gb_mode.empty_cache_frequency": 0},
+        config={"training.empty_cache_every_n_batches": 0},
     )
 
 

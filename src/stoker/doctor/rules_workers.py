@@ -13,6 +13,7 @@ from stoker.doctor.cases import (
     busiest_line,
     busy_cores,
     cpu_words,
+    loader_instead,
     milliseconds,
     work_line,
     worthwhile,
@@ -59,11 +60,19 @@ def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gai
 
 
 def _sharing(loader: LoaderFacts) -> str:
-    """Return a warning for an IterableDataset that every worker would read whole; "" if it is shared already."""
+    """Return a warning for a dataset that more workers would read wrongly: an open file, a stream; else ""."""
+    if loader.open_hdf5 and not loader.workers:
+        name, file = loader.open_hdf5
+        return (
+            f" Its dataset holds {file} open in self.{name}, and forked workers would share that handle and read wrong "
+            "data: open the file in each worker, at the first __getitem__, or read it with stoker's Loader."
+        )
     return _SHARE_OUT if loader.is_stream and loader.workers < 2 else ""
 
 
 def _worker_patch(case: Case, loader: LoaderFacts, workers: int) -> dict[str, object]:
+    if loader.open_hdf5:
+        return {"where": loader.where, "replacement": loader_instead(case, loader)}
     if _sharing(loader):
         return {"where": loader.where}  # more workers alone would repeat samples
     arguments: dict[str, object] = {"num_workers": workers, "persistent_workers": True}
@@ -202,7 +211,7 @@ def _starved_stoker(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | No
             "Let the plan keep the data on the device: turn the chunk loader on and leave it the room it "
             "asks for (`stoker plan` says how much)."
         )
-        config = {"gpu_optimization.use_chunk_loader": True, "gpu_optimization.chunk_size_gb": None}
+        config = {"data.use_chunk_loader": True, "data.chunk_size_gb": None}
     half = max(pace.compute, pace.load / 2)
     return worthwhile(
         case.finding(

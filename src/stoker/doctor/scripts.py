@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.doctor.attach import Attached, describe_ending, run_script
 from stoker.doctor.findings import Consultation, Finding, Outcome
-from stoker.doctor.rules import diagnose
+from stoker.doctor.rules import diagnose, why_unjudged
 from stoker.units import format_count
 
 _CONTEXT = 2
@@ -30,7 +31,10 @@ def consult_script(
     """Run a script with the probe, and diagnose the measurements."""
     attached = run_script(command, steps=steps, seconds=seconds)
     measured = attached.measurements
-    return attached, Consultation(measured, tuple(diagnose(measured)))
+    findings = diagnose(measured)
+    return attached, Consultation(
+        measured, tuple(findings), unjudged=why_unjudged(measured, findings)
+    )
 
 
 def treat_script(
@@ -76,16 +80,22 @@ def suggest_patch(findings: Sequence[Finding]) -> str:
     return "\n".join(
         _suggest(finding)
         for finding in findings
-        if finding.patch.script or finding.patch.loader_arguments
+        if finding.patch.script or finding.patch.loader_arguments or finding.patch.replacement
     )
 
 
 def _suggest(finding: Finding) -> str:
     patch = finding.patch
     lines = [f"# {finding.name}: {finding.remedy}"]
-    diff = edit_call(patch.where, patch.loader_arguments) if patch.loader_arguments else None
+    diff = None
+    if patch.loader_arguments:
+        diff = edit_call(patch.where, patch.loader_arguments)
+    elif patch.replacement:
+        diff = replace_call(patch.where, patch.replacement)
     if diff is not None:
         return "\n".join([*lines, diff])
+    if patch.replacement:
+        lines.append(f"#   {patch.replacement}")
     if patch.where:
         lines.append(f"# at {patch.where}")
     lines += [f"#   {line}" for line in patch.script.splitlines()]
@@ -102,6 +112,43 @@ def edit_call(where: str | None, arguments: Mapping[str, Any]) -> str | None:
     Returns:
         None when the file cannot be read or no call stands there.
     """
+    found = _call_at(where)
+    if found is None or len(found[2].args) > _POSITIONAL:
+        return None
+    file, source, call = found
+    return _diff(file, source, _with_arguments(source, call, arguments))
+
+
+def replace_call(where: str | None, code: str) -> str | None:
+    """Return a unified diff that puts `code`, which uses the name stoker, in the place of the call at `where`.
+
+    Returns:
+        None when the file cannot be read or no call stands there.
+    """
+    found = _call_at(where)
+    if found is None:
+        return None
+    file, source, call = found
+    start = _offset(source, call.lineno, call.col_offset)
+    end = _offset(source, call.end_lineno or call.lineno, call.end_col_offset or call.col_offset)
+    edited = source[:start] + code + source[end:]
+    tree = ast.parse(source)
+    known = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    if "stoker" not in known and imports:
+        line = imports[-1].end_lineno or imports[-1].lineno
+        lines = edited.splitlines(keepends=True)
+        edited = "".join([*lines[:line], "import stoker\n", *lines[line:]])
+    return _diff(file, source, edited)
+
+
+def _call_at(where: str | None) -> tuple[str, str, ast.Call] | None:
+    """Return file, source and the call at file:line; None when there is none."""
     file, _, line = (where or "").rpartition(":")
     if not file or not line.isdigit():
         return None
@@ -111,9 +158,11 @@ def edit_call(where: str | None, arguments: Mapping[str, Any]) -> str | None:
     except (OSError, ValueError, SyntaxError):
         return None
     call = _find_call(calls, int(line))
-    if call is None or len(call.args) > _POSITIONAL:
-        return None
-    edited = _with_arguments(source, call, arguments)
+    return None if call is None else (file, source, call)
+
+
+def _diff(file: str, source: str, edited: str) -> str | None:
+    """Return a unified diff with paths for `git apply`; None if the edited source does not parse."""
     try:
         ast.parse(edited)
     except (ValueError, SyntaxError):  # for example a last argument in parentheses of its own
@@ -142,13 +191,14 @@ class _Edit(NamedTuple):
     text: str
 
 
-def _with_arguments(source: str, call: ast.Call, arguments: Mapping[str, Any]) -> str:
+def _offset(source: str, line: int, offset: int) -> int:
+    """Return the place of a line and a column, which ast counts in bytes, in characters of the whole text."""
     lines = source.splitlines(keepends=True)
+    return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:offset].decode())
 
-    def place(line: int, offset: int) -> int:
-        whole = lines[line - 1].encode()[:offset].decode()  # ast counts bytes
-        return sum(map(len, lines[: line - 1])) + len(whole)
 
+def _with_arguments(source: str, call: ast.Call, arguments: Mapping[str, Any]) -> str:
+    place = functools.partial(_offset, source)
     known = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     edits = []
     for name, value in arguments.items():

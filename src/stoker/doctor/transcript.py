@@ -311,6 +311,8 @@ def read_loader(
         where=facts["where"],
         dataset_where=facts["dataset_where"],
         collate_where=facts["collate_where"],
+        open_hdf5=tuple(facts.get("open_hdf5") or ()),
+        in_order=facts.get("in_order", False),
         busiest_line=seen[0],
         busiest_share=seen[1] / looks if seen[0] else None,
     )

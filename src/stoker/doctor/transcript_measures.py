@@ -46,6 +46,8 @@ from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread
 
 _NOTABLE_SHARE = 0.1
 _NOTABLE_QUEUEING = 0.2
+_FEW_LOOKS = 20
+"""Samples of the training thread below which shares of a step are not told."""
 
 
 def measure(
@@ -72,6 +74,7 @@ def measure(
     rhythm = rhythm_of(rows, facts["workers"] if facts else 0)
     step = rhythm.spread(clock.seconds)
     wait = rhythm.spread(clock.wait) if facts else None
+    between, between_seconds, unjudged = _between(state, step, wait)
     # Syncs are too many to read the scheduler's clock at each: assume that they queue like the rest of the step.
     on_core = statistics.median(map(running, rows)) if rows else 1.0
     usual_sync = _usual_sync(state, rows, per_step * on_core)
@@ -116,6 +119,8 @@ def measure(
         allocator=_allocator(state, sites, per_step),
         memory=_memory(main.rows),
         host_calls=_calls(sites, "host", per_step),
+        between=between,
+        between_seconds=between_seconds,
         hdf5=read_hdf5(main, processes, loader_number),
         ranks=_ranks(processes),
         bad_values=tuple(
@@ -126,8 +131,38 @@ def measure(
         captured=True if state["kind"] == "replay" else None,
         elsewhere_share=elsewhere.share,
         timeline=_timeline(main, processes, loader_number),
+        unjudged=tuple(unjudged),
         notes=tuple(said),
     )
+
+
+def _between(
+    state: Mapping[str, Any], step: Spread | None, wait: Spread | None
+) -> tuple[tuple[HostCall, ...], float | None, list[str]]:
+    """Return lines between model calls, their seconds per step, and why they cannot be judged.
+
+    The training thread was sampled while no DataLoader was working, so samples are shares of the rest of the step.
+    """
+    doing = state.get("training", {})
+    looks = sum(doing.values())
+    if step is None or state["kind"] == "batch":
+        return (), None, []
+    if looks < _FEW_LOOKS:
+        few = f"the training thread was sampled {looks} times only: let it run for more steps"
+        return (), None, [] if state["loaders"] else [few]
+    seconds = max(0.0, step.median - (wait.median if wait else 0.0)) / looks
+    lines = tuple(
+        HostCall(where, "between", 0.0, count * seconds)
+        for where, count in sorted(state["between"].items(), key=lambda item: -item[1])[:20]
+    )
+    between, data = doing.get("between", 0), doing.get("data", 0)
+    if doing.get("model") or state["kind"] == "replay" or state["loaders"]:
+        return lines, (between + data) * seconds, []
+    # Without a module the forward pass looks like any other code of the script; only loading is known by its names.
+    if data >= _NOTABLE_QUEUEING * looks:
+        return lines, data * seconds, []
+    told = "no nn.Module was seen to work, so the forward pass cannot be told from loading"
+    return lines, None, [f"{told}; most of the time went to {lines[0].where}" if lines else told]
 
 
 def _why_no_step(processes: Sequence[Process], ending: str) -> str:
@@ -192,7 +227,9 @@ def _notes(
             "behind them, and counts as waiting for data"
         )
     if not state["loaders"]:
-        notes.append("no DataLoader was used: waiting for data was not measured")
+        notes.append(
+            "no DataLoader was used: time between the model's calls was measured by sampling the training thread"
+        )
     if "skipped" in state["profile"]:
         notes.append(f"operators and kernels were not measured: {state['profile']['skipped']}")
     if state["stands"]:

@@ -137,7 +137,7 @@ class AdaptedLoader:
             self._go_to(self._next_epoch, 0)
         self._is_placed = False
         self._next_epoch = self.loader.epoch + 1
-        for batch in self.loader:
+        for batch in self.loader.remaining_batches():
             self._taken += 1
             yield self._handed_on(batch)
 

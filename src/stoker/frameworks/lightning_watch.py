@@ -23,11 +23,11 @@ from stoker.errors import InputError, MissingExtraError
 from stoker.frameworks.adapted import AdaptedLoader, check_share, count_samples
 from stoker.loader.loader import Loader
 from stoker.machine import probe
-from stoker.report import Note, RunEnd, RunLog, Topic
-from stoker.runs.reading import LOG_NAME
+from stoker.report import LOG_NAME, Note, RunEnd, RunLog, Topic
 from stoker.runs.telemetry import RunCounters, TelemetryLog
 from stoker.train.history import EpochReport
 from stoker.train.losses import LossBook, StepLoss
+from stoker.train.memory import gpu_uuid
 from stoker.train.run_folder import RunLock
 
 try:
@@ -217,10 +217,7 @@ class TelemetryCallback(pl.Callback):
             self._log.write("config", {"settings": self._described(trainer), "reasons": {}})
             self._log.write("machine", probe(self.run_dir).to_json())
             self._clock = stack.enter_context(WaitClock(trainer))
-            uuid = None
-            if self._device.type == "cuda":
-                uuid = f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
-            log = TelemetryLog(self.run_dir, self.count, gpu_uuid=uuid)
+            log = TelemetryLog(self.run_dir, self.count, gpu_uuid=gpu_uuid(self._device))
             self._telemetry = stack.enter_context(log)
             self._stack = stack.pop_all()
 

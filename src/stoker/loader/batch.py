@@ -6,7 +6,9 @@ callers that assemble batches themselves, for example in a CUDA graph. Costs: no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dis
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -14,9 +16,12 @@ from typing import cast
 import numpy as np
 import torch
 
-from stoker.display import table_html
+from stoker.display import nearest, table_html
+from stoker.errors import FieldNameError, InputError
 from stoker.loader.order import PlannedBatch
 from stoker.store.fields import Array
+
+_UNPACKING = {dis.opmap["UNPACK_SEQUENCE"], dis.opmap["UNPACK_EX"]}
 
 
 class Batch(dict[str, torch.Tensor]):
@@ -39,6 +44,29 @@ class Batch(dict[str, torch.Tensor]):
     valid: torch.Tensor | None = None
     _samples: Array = np.empty(0, np.int64)
     _num_together: int | None = None
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        near = nearest(name, self)
+        raise FieldNameError(
+            f"the batch has no field {name!r}.",
+            ", ".join(self),
+            f"batch[{near or next(iter(self), '')!r}]",
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names, as a dict does; raises where a batch is unpacked into variables.
+
+        `for x, y in loader` would assign field names. The caller's bytecode tells unpacking from a loop.
+        """
+        caller = sys._getframe(1)
+        if caller.f_code.co_code[caller.f_lasti] in _UNPACKING:
+            names = tuple(self.keys())
+            raise InputError(
+                f"a batch of {', '.join(names)} was unpacked into variables, which would get these names.",
+                "a batch by names, or a loader that gives tuples",
+                f"Loader(..., as_tuple={names})",
+            )
+        return super().__iter__()
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name} {_describe(tensor)}" for name, tensor in self.items())

@@ -12,17 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, partial
+from typing import Any, Literal, cast
 
 import numpy as np
 import xxhash
 
+from stoker.display import nearest
 from stoker.errors import InputError
 from stoker.plan.facts import FieldFacts, StoreFacts, even_chunks, store_facts
 from stoker.store.arrays import StoredArray
-from stoker.store.fields import Array
+from stoker.store.fields import Array, SplitCodes
 from stoker.store.reader import Store
+from stoker.store.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,28 @@ def column_facts(store: Store, columns: Sequence[Column], num_samples: int) -> S
     return replace(estimated, fields=tuple(exact(column, facts) for column, facts in pairs))
 
 
-def check_samples(samples: Array | None, store: Store) -> Array:
-    """Return the samples as rising int64; all of the store's when None."""
+def check_samples(samples: Array | str | None, store: Store) -> Array:
+    """Return the samples as rising int64; all of the store's when None.
+
+    Args:
+        samples: Sample numbers, one bool per sample, or the name of a split.
+        store: That they are samples of.
+    """
     if samples is None:
         return np.arange(store.num_samples, dtype=np.int64)
+    if isinstance(samples, str):
+        from stoker.loader.splits import select_samples  # the sources come with it: 0.2 s
+
+        samples = select_samples(store, cast(Any, samples))  # other names are refused there
+    if isinstance(samples, SplitCodes) and samples.dtype != bool:
+        raise InputError(
+            f"samples is a split of {len(samples):,} samples: 0 train, 1 val, 2 test, 3 purged.",
+            "the samples of one of its parts: split.train, split.val or split.test",
+            "samples=split.train",
+        )
     samples = np.asarray(samples)
+    if samples.dtype == bool and samples.shape == (store.num_samples,):
+        samples = np.flatnonzero(samples)
     if not samples.size:
         raise InputError("no samples were asked for.", "1 or more", "look at what chose them")
     if samples.ndim != 1 or samples.dtype.kind not in "iu":
@@ -143,6 +162,12 @@ def check_samples(samples: Array | None, store: Store) -> Array:
         )
     samples = samples.astype(np.int64)
     falls = np.flatnonzero(np.diff(samples) <= 0)
+    if len(falls) and len(samples) == store.num_samples and samples.max() <= 3:
+        raise InputError(
+            f"samples are {len(samples):,} numbers from 0 to {samples.max()}: a split, one number per sample.",
+            allowed,
+            "samples=stoker.loader.splits.samples_of(samples, 'train')",
+        )
     if len(falls):
         before, after = samples[falls[0] : falls[0] + 2]
         raise InputError(
@@ -166,10 +191,11 @@ def make_columns(store: Store, fields: Sequence[str] | None, samples: Array) -> 
         raise InputError(f"fields is {fields!r}.", "a list of names", f"fields=[{fields!r}]")
     unknown = [name for name in fields if name not in store.fields]
     if unknown or not fields:
+        near = nearest(unknown[0], store.fields) if unknown else None
         raise InputError(
             f"fields {unknown or 'none'} were asked of {store.name}.{left_aside(store, unknown)}",
             ", ".join(store.fields),
-            f"fields={[*store.fields][:1]}",
+            f"fields={[near] if near else [*store.fields][:1]}",
         )
     columns = []
     for name in fields:
@@ -180,6 +206,15 @@ def make_columns(store: Store, fields: Sequence[str] | None, samples: Array) -> 
         else:
             columns.append((_ragged if info.kind == "ragged" else _series)(store, name, samples))
     return columns
+
+
+def batch_names(columns: Sequence[Column]) -> list[str]:
+    """Return the names of the tensors in a batch of these columns."""
+    names: list[str] = []
+    for column in columns:
+        names += [values.name for values in column.values]
+        names += [f"{column.field}/offsets"] if column.kind == "ragged" else []
+    return names
 
 
 def left_aside(store: Store, names: Sequence[str]) -> str:
@@ -193,10 +228,14 @@ def _values(store: Store, dataset: str, name: str, shape: Sequence[int], dtype: 
     for shard in store.shards:
         rows = store.manifest.shards[len(pieces)].rows[dataset]
         # Opened when it is first read: a loader may need few of a store's shards.
-        pieces.append((base, base + rows, lambda shard=shard: shard.arrays[dataset]))
+        pieces.append((base, base + rows, partial(_open_array, shard, dataset)))
         base += rows
     native = np.dtype(dtype).newbyteorder("=")
     return Values(name, base, tuple(shape), native, pieces)
+
+
+def _open_array(shard: Shard, dataset: str) -> StoredArray:
+    return shard.arrays[dataset]
 
 
 def _ragged(store: Store, name: str, samples: Array) -> Column:

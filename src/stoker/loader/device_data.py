@@ -50,6 +50,7 @@ class DeviceData:
         device: Where the ring is.
         plan: Its staging is used where the ring is on a GPU.
         loads_ahead: Whether the next epoch's first chunks are loaded before this one has ended.
+        least_rows: Rows of each column that a slot holds at least; for batches of scattered samples.
 
     Attributes:
         ring: Its tensors hold the chunks.
@@ -67,11 +68,12 @@ class DeviceData:
         plan: Plan,
         *,
         loads_ahead: bool,
+        least_rows: Sequence[int] = (),
     ) -> None:
         self.device = device
         self.is_resident = chunks is None
         whole = ((0, num_samples),)
-        self.ring = ScatteredRing(columns, chunks or whole, num_slots, device)
+        self.ring = ScatteredRing(columns, chunks or whole, num_slots, device, least_rows)
         self.ring_number = 0
         self._store = store
         self._plan = plan

@@ -51,8 +51,9 @@ class ElasticEpoch(BlockEpoch):
 
     def __init__(self, order: Order, epoch: int, left: PositionSet, first_step: int) -> None:
         self._left = left
-        edges = left.count_below(order.edges)
+        edges = left.count_below(order.edges_in(epoch))
         super().__init__(order, epoch, first_step, share_remaining(order, len(left)), edges)
+        self.has_small_chunks = True
 
     def _at(self, low: int, high: int) -> Array:
         return self._left.slice(low, high)
@@ -155,7 +156,7 @@ def hand_over(begun: EpochOrder, order: Order, step: int) -> EpochOrder:
         return DealtEpoch(order, epoch, begun.deck, begin, step, remaining)
     left = begun.untaken(step)
     if order.is_dealt:
-        deck = Deck(len(left), order.seed, epoch, step, left)
+        deck = Deck(order, epoch, step, left)
         return DealtEpoch(order, epoch, deck, 0, step, share_remaining(order, len(left)))
     return ElasticEpoch(order, epoch, left, step)
 
@@ -195,7 +196,7 @@ def find_resume_point(order: Order, state: Mapping[str, Any]) -> ResumePoint:
         if state.get(name) != own:
             raise InputError(
                 f"the state has {name} {state.get(name)!r}, this loader has {own!r}.",
-                "the state of a loader with the same samples, order, seed and drop_last",
+                "the state of a loader with the same samples, order, weights, seed and drop_last",
                 "make the loader as it was when the state was saved",
             )
     last = Cut.from_json(state)
@@ -243,6 +244,7 @@ def _data_of(order: Order) -> dict[str, Any]:
         "seed": order.seed,
         "drop_last": order.drop_last,
         "samples": order.samples_digest,
+        "weights": None if order.draws is None else order.draws.digest,
     }
 
 

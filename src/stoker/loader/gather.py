@@ -7,7 +7,8 @@ Everything is queued on the current stream; the host never waits for the device.
 for ragged values whose exact total is given. A batch can therefore be assembled inside a CUDA graph.
 
 A gather costs the host 20 to 50 µs whatever its size, and a training step of small kernels waits for the host. So
-consecutive batches share the gathers of their small fields (labels, weights, flags): `GatheredAhead`. Large fields
+consecutive batches share the gathers of their small fields (labels, weights, flags): `GatheredAhead`. Drawing and
+applying an augmentation costs it about 100 µs, so small images share those too: `AugmentedAhead`. Large fields
 gain little: gathering four batches at once saved no more than splitting them cost.
 """
 
@@ -25,11 +26,12 @@ from stoker.loader.columns import Column
 from stoker.loader.staging import restore_sign
 from stoker.loader.straight import Recycled
 
-AHEAD_BYTES = 2 << 20
-"""Most bytes gathered ahead. Small, because a tensor that the user keeps keeps its neighbours' memory too."""
+AHEAD_BYTES, RESIDENT_AHEAD_BYTES = 2 << 20, 64 << 20
+"""Most bytes gathered ahead; the second from data that is resident on a GPU, where memory is not short, and at most
+half of what the data takes. A tensor that the user keeps keeps its neighbours' memory too."""
 
-_LEAST_BATCHES, _MOST_BATCHES = 32, 64
-"""A field is small if `_LEAST_BATCHES` batches of it fit. Splitting more than `_MOST_BATCHES` delays the host."""
+_LEAST_BATCHES, _MOST_BATCHES = {"cpu": 32, "cuda": 8}, 64
+"""A field is small if so many batches of it fit. Splitting more than `_MOST_BATCHES` delays the host."""
 
 _ALIGNMENT = 16
 """Bytes. Kernels use wide loads only at aligned addresses, and a compiled model copies unaligned inputs."""
@@ -134,9 +136,11 @@ class GatheredAhead:
     the batch is gathered anew. Thread safe: a race costs one more gather.
     """
 
-    def __init__(self, fields: Sequence[FieldGather]) -> None:
+    def __init__(self, fields: Sequence[FieldGather], room_bytes: int) -> None:
         self._fields = fields
+        self._room_bytes = room_bytes
         device = fields[0].values.device if fields else torch.device("cpu")
+        self._least = _LEAST_BATCHES.get(device.type, 32)
         self._gpu = device.index if device.type == "cuda" else None
         self._chosen: dict[int, tuple[Sequence[FieldGather], int]] = {}
         self._made = _NOTHING
@@ -179,10 +183,11 @@ class GatheredAhead:
         small, total = [], 0
         for field in self._fields:
             num_bytes = size * field.values[:1].nbytes
-            if 0 < num_bytes * _LEAST_BATCHES <= AHEAD_BYTES and num_bytes % _ALIGNMENT == 0:
+            is_small = 0 < num_bytes * self._least <= self._room_bytes
+            if is_small and num_bytes % _ALIGNMENT == 0:
                 small.append(field)
                 total += num_bytes
-        most = min(AHEAD_BYTES // max(1, total), _MOST_BATCHES)
+        most = min(self._room_bytes // max(1, total), _MOST_BATCHES)
         self._chosen[size] = chosen = (small, most) if most > 1 else ([], 1)
         return chosen
 
@@ -203,6 +208,77 @@ class Augments(Protocol):
         """Make the next draw that of (epoch, step)."""
 
 
+class AugmentedAhead:
+    """Augmented images (and masks) of the next batches of an iteration: one draw, one pass for all of them.
+
+    Draws are those of a call for each batch. The augmentation counts a step for each batch when it is made, not
+    when it is handed out; so its position is set again when batches that were made are not used. Views of one
+    allocation, as in `GatheredAhead`. One consumer thread.
+    """
+
+    def __init__(self, augment: Augments, images: Sequence[FieldGather], room_bytes: int) -> None:
+        self._augment = augment
+        self._batches = getattr(augment, "batches", None)
+        self._images = images
+        device = images[0].values.device
+        self._gpu = device.index if device.type == "cuda" else None
+        self._room_bytes = room_bytes
+        self._most: dict[int, int] = {}
+        self._made = _NOTHING
+        self._at: tuple[int, int] | None = None
+
+    def seek(self, epoch: int, step: int) -> None:
+        """Make the next batch that of (epoch, step)."""
+        self._augment.seek(epoch, step)
+        self._made, self._at = _NOTHING, (epoch, step)
+
+    def pop(self, rows: IndexBatch) -> Sequence[torch.Tensor]:
+        """Return the augmented images of the next batch, then its masks if there are any."""
+        table, number, step = rows.table, rows.number, rows.planned.step
+        stream = 0 if self._gpu is None else torch._C._cuda_getCurrentRawStream(self._gpu)
+        where = stream, torch.is_inference_mode_enabled()
+        made = self._made
+        if table is made.table and number in made.parts and made.where == where:
+            return tuple(made.parts.pop(number).values())
+        size = table.sizes[number]
+        most = self._most.get(size, 1)
+        if made.parts:  # some that were made are not used, and would be made twice again and again
+            most = 1
+        self._made = _NOTHING
+        if self._at is not None and self._at[1] != step:
+            self._augment.seek(self._at[0], step)
+        others = (at for at in range(number, len(table.sizes)) if table.sizes[at] != size)
+        end = min(number + most, next(others, len(table.sizes)))
+        values = (gather.values for gather in self._images)
+        row = self._images[0].row
+        if end - number == 1 or self._batches is None:
+            taken = self._augment(*values, rows=rows[row])
+            taken = (taken,) if isinstance(taken, torch.Tensor) else taken
+            self._most.setdefault(size, self._choose(taken))
+            self._count(step + 1)
+            return tuple(taken)
+        taken = self._batches(*values, rows=table.rows_of(number, end)[row], batch_size=size)
+        taken = (taken,) if isinstance(taken, torch.Tensor) else taken
+        parts: dict[int, dict[str, torch.Tensor]] = {at: {} for at in range(number, end)}
+        for gather, tensor in zip(self._images, taken, strict=True):
+            for at, part in enumerate(torch.unsafe_split(tensor, size), number):
+                parts[at][gather.name] = part
+        self._made = _Made(table, end, where, parts)
+        self._count(step + end - number)
+        return tuple(parts.pop(number).values())
+
+    def _count(self, step: int) -> None:
+        if self._at is not None:
+            self._at = self._at[0], step
+
+    def _choose(self, batch: Sequence[torch.Tensor]) -> int:
+        """Return how many batches like this one are made at once."""
+        num_bytes = sum(tensor.nbytes for tensor in batch)
+        if self._batches is None or any(tensor.nbytes % _ALIGNMENT for tensor in batch):
+            return 1
+        return max(1, min(self._room_bytes // max(1, num_bytes), _MOST_BATCHES))
+
+
 class Assembler:
     """Builds batches from one tensor per dataset.
 
@@ -210,6 +286,7 @@ class Assembler:
         columns: What a batch holds.
         tensors: Values on the device by dataset.
         augment: Applied to `images` and `masks`.
+        is_resident: Whether the tensors hold all data.
     """
 
     def __init__(
@@ -217,6 +294,7 @@ class Assembler:
         columns: Sequence[Column],
         tensors: Mapping[str, torch.Tensor],
         augment: Augments | None,
+        is_resident: bool = False,
     ) -> None:
         self._tensors = tensors
         self._augment = augment
@@ -225,21 +303,35 @@ class Assembler:
         self._images = [] if augment is None else _find_images(self._gathers)
         drawn = {gather.name for gather in self._images}
         self._others = [gather for gather in self._gathers if gather.name not in drawn]
-        self._ahead = GatheredAhead(self._others)
+        room = AHEAD_BYTES
+        if is_resident and any(tensor.is_cuda for tensor in tensors.values()):
+            half = sum(tensor.nbytes for tensor in tensors.values()) // 2
+            room = max(room, min(RESIDENT_AHEAD_BYTES, half))
+        self._ahead = GatheredAhead(self._others, room)
+        self._augmented = None if augment is None else AugmentedAhead(augment, self._images, room)
+
+    def seek(self, epoch: int, step: int) -> None:
+        """Make the augmentation's next draw that of (epoch, step)."""
+        if self._augmented is not None:
+            self._augmented.seek(epoch, step)
 
     def close(self) -> None:
         """Drop the references to the values, so that their memory can be freed."""
         self._gathers, self._others, self._images, self._tensors = [], [], [], {}
-        self._ahead = GatheredAhead([])
+        self._ahead, self._augmented = GatheredAhead([], 0), None
         self._memory.close()
 
-    def assemble(self, rows: Rows, totals: Mapping[str, int] | None) -> Batch:
+    def assemble(
+        self, rows: Rows, totals: Mapping[str, int] | None, *, in_turn: bool = False
+    ) -> Batch:
         """Return a batch. Images are augmented while they are read, without a copy between.
 
         Args:
             rows: Indices, one row per field. Of an `IndexBatch` the small fields may have been gathered with
                 those of earlier batches.
             totals: Exact number of values of each ragged field; None pads them to a static shape.
+            in_turn: Whether this is an `IndexBatch` and all batches of the iteration are asked for in turn. Only
+                then may images be augmented ahead: a captured step draws by itself in between.
         """
         ready: Mapping[str, torch.Tensor] = {}
         if isinstance(rows, IndexBatch):
@@ -250,7 +342,9 @@ class Assembler:
             batch[gather.name] = gather(rows) if taken is None else taken
         for column, row in self._ragged:
             self._gather_ragged(batch, column, rows[row], rows[row + 1], totals)
-        if self._augment is not None:
+        if self._augmented is not None and in_turn and isinstance(rows, IndexBatch):
+            self._name(batch, self._augmented.pop(rows))
+        elif self._augment is not None:
             values = (gather.values for gather in self._images)
             self._name(batch, self._augment(*values, rows=rows[self._images[0].row]))
         return batch
@@ -319,6 +413,16 @@ def _plan_gathers(
             )
         row += 1
     return gathers, ragged
+
+
+def check_ids(augment: Augments | None, tier: str) -> None:
+    """Raise if an augmentation has to know images from epoch to epoch, and rows do not tell."""
+    if getattr(augment, "needs_ids", False) and tier != "resident":
+        raise InputError(
+            f"AlternatingFlip with data that is {tier}: rows change their images from chunk to chunk.",
+            "AlternatingFlip with resident data",
+            "RandomHorizontalFlip()",
+        )
 
 
 def _find_images(gathers: Sequence[FieldGather]) -> list[FieldGather]:

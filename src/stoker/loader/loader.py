@@ -13,24 +13,34 @@ a batch (`ring.py`, `staging.py`). `close` ends all threads. One iteration at a 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 
 from stoker.display import table_html
 from stoker.errors import InputError
+from stoker.loader.arguments import check_keywords, check_names, open_data, tell_once
 from stoker.loader.background import JANITOR
 from stoker.loader.batch import Batch, IndexBatch
-from stoker.loader.columns import check_samples, column_facts, digest_samples, make_columns
+from stoker.loader.columns import (
+    batch_names,
+    check_samples,
+    column_facts,
+    digest_samples,
+    make_columns,
+)
 from stoker.loader.device_data import DeviceData
+from stoker.loader.drawing import Mixture, Weights, choose_draws
 from stoker.loader.elastic import ElasticEpoch, ResumePoint
-from stoker.loader.gather import Assembler, Augments
+from stoker.loader.gather import Assembler, Augments, check_ids
 from stoker.loader.lanes import LanePlan
-from stoker.loader.order import Mode, Order, PlannedBatch
+from stoker.loader.order import Mode, Order, PlannedBatch, pick_mode
 from stoker.loader.prefetch import prefetch
 from stoker.loader.progress import Progress
 from stoker.loader.ring import superseded
@@ -40,7 +50,7 @@ from stoker.loader.straight import BLOCK_BYTES, StraightReader, can_read_straigh
 from stoker.plan import Plan, Tier, make_plan
 from stoker.plan.facts import even_chunks
 from stoker.store.fields import Array
-from stoker.store.reader import Store, open_store
+from stoker.store.reader import Store
 from stoker.units import format_bytes, whole_number
 
 _T = TypeVar("_T")
@@ -52,14 +62,20 @@ class Loader:
     One iteration is for one CUDA stream: that which is current when a batch is asked for.
 
     Args:
-        store: An open store, a store folder or a plain HDF5 file.
+        store: An open store, a store folder or a plain HDF5 file; several stores as `mix` joins them. Or data in
+            memory: a dict of arrays or tensors, a tuple of them or one alone (batches come in the same form), or a
+            Dataset, which is read once.
         batch_size: Samples per batch and rank.
         device: Where batches are wanted; the first GPU by default, else the CPU.
-        order: "sequential", "shuffled", "time" or "lanes".
+        order: "sequential" (by default), "shuffled", "time" or "lanes".
+        shuffle: True is the same as order="shuffled".
         seed: Of the shuffle; the order is a function of (seed, epoch).
         plan: From `make_plan`; made from the free memory when None.
         fields: Fields to load; all but text by default.
-        samples: Samples to load, rising; all by default. `select_samples` gives those of a split.
+        samples: Samples to load, rising; all by default. A mask, or the name of a split that the store has
+            ("train", "val", "test"), is taken too; `split_randomly(...).train` gives those of one made here.
+        as_tuple: Yield these fields as a tuple, for `for x, y in loader`; by default a `Batch` by names.
+        group: Of a plain HDF5 file: the group that holds the arrays, such as "train".
         drop_last: Leave out the epoch's last, short batch.
         rank: This process's number.
         world_size: Number of processes.
@@ -67,9 +83,15 @@ class Loader:
         chunk_bytes: Size of one chunk instead, `num_slots` of which are on the device.
         num_slots: Chunks on the device at once, with `chunk_bytes`.
         lanes: From `plan_lanes`, for `order="lanes"`.
+        weights: One number of 0 or more per sample, or a function of the epoch that returns them: samples come as
+            often as their weights say. See `stoker.loader.drawing`.
+        balance: A field of classes: each class comes equally often.
+        epoch_samples: Samples of an epoch; as many as there are by default.
         augment: Applied to `images` (and `masks`, where they are loaded) while they are gathered, without
             a copy between. It draws from (its seed, epoch, batch), so a resumed epoch continues with the
             same draws. For validation: `augmentation.validation()`.
+        **others: Arguments of torch's DataLoader. Those that are needless here are accepted with a note
+            (`num_workers`, `pin_memory`, ...); others are refused with what to type.
 
     Attributes:
         on_iteration: Called with the iterator over batches, or indices, of every iteration; what it returns
@@ -83,15 +105,18 @@ class Loader:
 
     def __init__(
         self,
-        store: Store | str | Path,
+        store: Any,
         batch_size: int,
         device: str | torch.device | None = None,
         *,
-        order: Mode = "sequential",
+        order: Mode | None = None,
+        shuffle: bool | None = None,
         seed: int = 0,
         plan: Plan | None = None,
         fields: Sequence[str] | None = None,
-        samples: Array | None = None,
+        samples: Array | str | None = None,
+        as_tuple: Sequence[str] | None = None,
+        group: str | None = None,
         drop_last: bool = False,
         rank: int = 0,
         world_size: int = 1,
@@ -99,15 +124,15 @@ class Loader:
         chunk_bytes: int | None = None,
         num_slots: int = 3,
         lanes: LanePlan | None = None,
+        weights: Weights | None = None,
+        balance: str | None = None,
+        epoch_samples: int | None = None,
         augment: Augments | None = None,
+        **others: Any,
     ) -> None:
-        self._options = {
-            "order": order, "seed": seed, "fields": fields, "samples": samples, "lanes": lanes,
-            "drop_last": drop_last, "rank": rank, "world_size": world_size, "augment": augment,
-        }  # fmt: skip
         self._closed = False
-        self._owns_store = not isinstance(store, Store)
-        self.store = store if isinstance(store, Store) else open_store(store)
+        check_keywords(others, _KEYWORDS)
+        self.store, form, self._owns_store, self._mixture = open_data(store, group)
         self.device = pick_device(device)
         batch_size, seed, rank, world_size, num_slots = (
             whole_number(name, value)
@@ -121,7 +146,20 @@ class Loader:
         )
         self.batch_size = batch_size
         self.samples = check_samples(samples, self.store)
-        self.columns = make_columns(self.store, fields, self.samples)
+        draws = choose_draws(
+            self.store, self.samples, weights, balance, epoch_samples, self._mixture
+        )
+        order = pick_mode(order, shuffle, is_drawn=draws is not None)
+        self.as_tuple = form if as_tuple is None else check_names(as_tuple)
+        self.columns = make_columns(self.store, self._fields_to_load(fields), self.samples)
+        if as_tuple is not None:
+            check_names(as_tuple, batch_names(self.columns))
+        self._options = {
+            "order": order, "seed": seed, "fields": [column.field for column in self.columns], "lanes": lanes,
+            "samples": None if samples is None else self.samples, "drop_last": drop_last,
+            "rank": rank, "world_size": world_size, "augment": augment,
+            "weights": weights, "balance": balance, "epoch_samples": epoch_samples,
+        }  # fmt: skip
         self.plan = self._take_plan(plan, batch_size, data_bytes, chunk_bytes, num_slots)
         # Streamed batches are assembled in host memory by the same code, then copied to the device.
         local = self.plan.host or self.plan
@@ -129,9 +167,26 @@ class Loader:
         home = torch.device("cpu") if streamed else self.device
         chunks, reason = self._choose_chunks(local, lanes)
         self.tier: Tier = "streamed" if streamed else "resident" if chunks is None else "chunked"
+        check_ids(augment, self.tier)
         count, digest = len(self.samples), digest_samples(self.samples)
+        if draws is not None and draws.per_batch and chunks is not None:
+            raise InputError(
+                f"the shares of several stores in every batch need resident data; {reason}.",
+                "stores that fit, or shares that hold over an epoch",
+                "mix(shares, per_batch=False)",
+            )
         self._order = Order(
-            count, batch_size, order, seed, rank, world_size, bool(drop_last), chunks, lanes, digest
+            count,
+            batch_size,
+            order,
+            seed,
+            rank,
+            world_size,
+            bool(drop_last),
+            chunks,
+            lanes,
+            digest,
+            draws,
         )
         self._progress = Progress(self._order)
         self.reason = f"{reason}; {self._order.reason}"
@@ -149,11 +204,12 @@ class Loader:
             home,
             self.plan,
             loads_ahead=not is_straight,
+            least_rows=self._check_slots(slots, local) if chunks is not None and draws else (),
         )
         block_bytes = min(BLOCK_BYTES, self._data.ring.num_bytes // (2 * slots))
         self._straight = StraightReader(self.columns, block_bytes) if is_straight else None
         self.augment = augment
-        self._assembler = Assembler(self.columns, self._data.ring.tensors, augment)
+        self._assembler = self._make_assembler()
         self._turn: object = None
 
     # -- what it is ------------------------------------------------------------------------
@@ -216,7 +272,8 @@ class Loader:
         """
         self._check_open()
         options = self._options | {"plan": self.plan}
-        return _reopened, (self.store, self.batch_size, self.device, options, self.state_dict())
+        made_of = self._mixture or self.store, self.batch_size, self.device, options
+        return _reopened, (*made_of, self.as_tuple, self.state_dict())
 
     def __enter__(self) -> Self:
         return self
@@ -248,6 +305,21 @@ class Loader:
             raise InputError(
                 "the loader is closed.", "an open loader", "make a new Loader over the same store"
             )
+
+    def _fields_to_load(self, fields: Sequence[str] | None) -> Sequence[str] | None:
+        """Return the fields to load: those that `as_tuple` names, unless others were asked for."""
+        if fields is None and not isinstance(self.as_tuple, tuple):
+            if self.store.notes:
+                tell_once(f"{self.store.name}: {'; '.join(self.store.notes)}")
+            return None
+        if fields is not None or not isinstance(self.as_tuple, tuple):
+            return fields
+        # Values beside a field ("M5/gap", "mz/offsets") come with it.
+        known = self.store.fields
+        named = [name if name in known else name.rpartition("/")[0] for name in self.as_tuple]
+        if not all(name in known for name in named):
+            check_names(self.as_tuple, list(known))
+        return list(dict.fromkeys(named))
 
     def _take_plan(
         self,
@@ -308,11 +380,21 @@ class Loader:
 
     # -- iteration -------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the remaining batches of the current epoch; the next iteration begins the next epoch.
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of an epoch: `Batch`es, or tuples of the fields in `as_tuple`.
 
-        A loader has one position, so a new iteration ends the one before it.
+        After a `break` the next iteration begins the next epoch. After `load_state_dict`, or `set_epoch` with a
+        batch, it continues there. A loader has one position, so a new iteration ends the one before it.
         """
+        if self.as_tuple is None:
+            return self._walk(self._batches, is_new=True)
+        pick = itemgetter(*([self.as_tuple] if isinstance(self.as_tuple, str) else self.as_tuple))
+        if isinstance(self.as_tuple, str) or len(self.as_tuple) > 1:
+            return self._walk(lambda: map(pick, self._batches()), is_new=True)
+        return self._walk(lambda: ((pick(batch),) for batch in self._batches()), is_new=True)
+
+    def remaining_batches(self) -> Iterator[Batch]:
+        """Yield the remaining `Batch`es of the current epoch, also after a `break`; moves the position."""
         return self._walk(self._batches)
 
     def index_batches(self) -> Iterator[IndexBatch]:
@@ -322,18 +404,18 @@ class Loader:
         """
         return self._walk(lambda: self._data.indices(self._progress))
 
-    def _walk(self, begin: Callable[[], Iterable[_T]]) -> Iterator[_T]:
+    def _walk(self, begin: Callable[[], Iterable[_T]], *, is_new: bool = False) -> Iterator[_T]:
         """Yield what `begin` returns, and move the position with every item.
 
-        Raises if a newer iteration has begun. A batch that could not be built does not move the position: a
-        new iteration begins with it.
+        Raises if a newer iteration has begun. A batch that could not be built does not move the position. With
+        `is_new` an epoch that was left in the middle is not continued.
         """
         self._check_open()
         progress = self._progress
         if self._data.settle_after_fork():
             progress.forget_epochs()
-        if progress.is_over:
-            # The iteration before took the last batch without asking for another.
+        if progress.is_over or (is_new and progress.is_begun):
+            # The iteration before took the last batch without asking for another, or was left early.
             progress.begin_next_epoch()
         self._seek_augment()
         self._turn = turn = object()
@@ -367,7 +449,7 @@ class Loader:
     def _batches(self) -> Iterable[Batch]:
         if self.tier == "streamed" or self._reads_straight:
             return self._host_batches()
-        return map(self.assemble, self._data.indices(self._progress))
+        return map(partial(self.assemble, in_turn=True), self._data.indices(self._progress))
 
     @property
     def _reads_straight(self) -> bool:
@@ -403,7 +485,11 @@ class Loader:
     # -- assembling ------------------------------------------------------------------------
 
     def assemble(
-        self, indices: torch.Tensor | IndexBatch, totals: Mapping[str, int] | None = None
+        self,
+        indices: torch.Tensor | IndexBatch,
+        totals: Mapping[str, int] | None = None,
+        *,
+        in_turn: bool = False,
     ) -> Batch:
         """Build a batch on the device. No host synchronisation: safe to capture in a CUDA graph.
 
@@ -413,12 +499,15 @@ class Loader:
                 that knows its samples, also after `shrink`.
             totals: Number of values per ragged field. Without it the shapes are static: ragged
                 values are padded with zeros to the most that any batch can have.
+            in_turn: Whether every batch of the iteration is asked for in turn, and none is drawn elsewhere in
+                between; then small images are augmented for several batches at once.
         """
         self._check_open()
         if isinstance(indices, IndexBatch):
             if indices.ring_number != self._data.ring_number:
                 indices = self._data.renewed(indices, self._progress)
-            return self._finish(self._assembler.assemble(indices, indices.totals), indices.planned)
+            batch = self._assembler.assemble(indices, indices.totals, in_turn=in_turn)
+            return self._finish(batch, indices.planned)
         if indices.dim() == 1:
             if self.tier != "resident":
                 raise InputError(
@@ -454,25 +543,55 @@ class Loader:
         self._replace_ring(num_slots, self._rows_for_scattered(num_slots))
         return before - self._data.ring.num_bytes
 
+    def _check_slots(self, num_slots: int, plan: Plan) -> list[int]:
+        """Return the rows that a slot needs where samples are drawn, or refuse a plan whose slots are smaller."""
+        rows = self._rows_for_scattered(num_slots)
+        needed = sum(n * column.row_bytes for n, column in zip(rows, self.columns, strict=True))
+        room = max(plan.slot_bytes, plan.data_budget_bytes // num_slots)
+        if needed > room:
+            raise InputError(
+                f"a batch of drawn samples may lie in many chunks, and needs {num_slots} slots of "
+                f"{format_bytes(needed)}; the plan has {format_bytes(room)} for each.",
+                "slots that hold a batch together",
+                f"data_bytes={num_slots * needed}, or a smaller batch_size",
+            )
+        return rows
+
     def _rows_for_scattered(self, num_slots: int) -> list[int]:
+        """Return how many rows of each column a slot must hold, so that the slots together hold any batch."""
+        if self._order.draws is not None:
+            # Any samples may meet in a batch of an epoch to come: the longest ones, at worst.
+            each = min(-(-self.batch_size // num_slots), len(self.samples))
+            return [
+                each * column.lengths
+                if isinstance(column.lengths, int)
+                else int(np.partition(column.lengths, -each)[-each:].sum())
+                for column in self.columns
+            ]
         progress = self._progress
         return rows_for_scattered(progress.current, progress.batch, self.columns, num_slots)
 
     def _replace_ring(self, num_slots: int, least_rows: Sequence[int]) -> None:
         self._assembler.close()  # it refers to the old ring's memory
         self._data.replace_ring(num_slots, least_rows)
-        self._assembler = Assembler(self.columns, self._data.ring.tensors, self.augment)
+        self._assembler = self._make_assembler()
+        self._seek_augment()  # images that were augmented ahead are lost
+
+    def _make_assembler(self) -> Assembler:
+        tensors, is_resident = self._data.ring.tensors, self.tier == "resident"
+        return Assembler(self.columns, tensors, self.augment, is_resident)
 
     def use_augmentation(self, augment: Augments | None) -> None:
         """Augment from the next batch on; None stops it."""
         self._check_open()
-        self._assembler = Assembler(self.columns, self._data.ring.tensors, augment)
+        check_ids(augment, self.tier)
         self.augment = augment
+        self._assembler = self._make_assembler()
         self._seek_augment()
 
     def _seek_augment(self) -> None:
         if self.augment is not None:
-            self.augment.seek(self.epoch, self._progress.batch)
+            self._assembler.seek(self.epoch, self._progress.batch)
 
     # -- position --------------------------------------------------------------------------
 
@@ -524,15 +643,24 @@ class Loader:
         return point.words
 
 
+_KEYWORDS = tuple(
+    name
+    for name, each in inspect.signature(Loader.__init__).parameters.items()
+    if each.kind is not each.VAR_KEYWORD and name != "self"
+)
+
+
 def _reopened(
-    store: Store,
+    store: Store | Mixture,
     batch_size: int,
     device: torch.device,
     options: Mapping[str, Any],
+    as_tuple: tuple[str, ...] | str | None,
     state: Mapping[str, Any],
 ) -> Loader:
     """Return a loader with the position that another process has pickled."""
     loader = Loader(store, batch_size, device, **options)
+    loader.as_tuple = as_tuple
     loader.load_state_dict(state)
     return loader
 

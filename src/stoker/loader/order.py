@@ -42,6 +42,7 @@ import numpy as np
 import xxhash
 
 from stoker.errors import InputError
+from stoker.loader.drawing import Draws
 from stoker.loader.lanes import LanePlan
 from stoker.loader.positions import PositionSet
 from stoker.plan.facts import most_chunks_per_batch
@@ -107,6 +108,8 @@ class Order:
             rank's lanes at these steps, so its edge breaks no lane.
         lanes: From `plan_lanes`, for "lanes" only.
         samples_digest: Of the samples that the positions stand for; states of others are refused.
+        draws: Which samples an epoch holds, some of them several times, for "shuffled" only; None is all, once.
+            Batches then share out the numbers of the draws; see `drawing.py`.
 
     Raises:
         InputError: The values do not fit together; the message says which, and what to type.
@@ -122,18 +125,21 @@ class Order:
     chunks: tuple[tuple[int, int], ...] | None = None
     lanes: LanePlan | None = None
     samples_digest: str = ""
+    draws: Draws | None = None
 
     def __post_init__(self) -> None:
         _check_numbers(self)
         if self.mode == "lanes" or self.lanes is not None:
             _check_lanes(self)
+        if self.draws is not None:
+            assert self.mode == "shuffled", "a Loader draws for order='shuffled' only"
         _check_steps(self)
         if self.chunks is not None:
             _check_chunks(self.chunks, *self._chunked)
 
     def __len__(self) -> int:
         """Batches of every epoch, the same on all ranks."""
-        return self.count_steps(self._num_offered)
+        return self.count_steps(self.num_offered)
 
     def count_steps(self, num_samples: int) -> int:
         """Return how many steps all ranks together need for this many samples."""
@@ -145,13 +151,20 @@ class Order:
     def num_used(self) -> int:
         """Samples of an epoch over all ranks; fewer than `num_samples` with `drop_last` or lanes."""
         full = len(self) * self.batch_size * self.world_size
-        return full if self.drop_last else self._num_offered
+        return full if self.drop_last else self.num_offered
 
     @property
     def reason(self) -> str:
         """The order in words."""
         if self.lanes is not None:
             return self.lanes.reason
+        if self.draws is not None:
+            where = (
+                ""
+                if self.chunks is None
+                else f", from {len(self.chunks):,} chunks one after the other"
+            )
+            return f"{self.draws.reason}: {self.draws.num_draws:,} of {self.num_samples:,} samples{where}"
         if self.mode == "time":
             return "time order: samples as they stand, nothing is shuffled"
         if self.mode == "sequential":
@@ -191,11 +204,20 @@ class Order:
         """
         whole = self.epoch(epoch)
         left, unused = whole.untaken(step), whole.untaken(len(self))
-        return np.setdiff1d(left.positions(), unused.positions(), assume_unique=True)
+        return whole._drawn(np.setdiff1d(left.positions(), unused.positions(), assume_unique=True))
 
     @property
-    def _num_offered(self) -> int:
+    def num_offered(self) -> int:
+        """Samples that an epoch has to offer: all, the draws, or those in lanes."""
+        if self.draws is not None:
+            return self.draws.num_draws
         return self.num_samples if self.lanes is None else len(self.lanes.positions)
+
+    def edges_in(self, epoch: int) -> Array:
+        """Return the edges of the chunks in the list that an epoch shares out: positions, or draws."""
+        if self.draws is None:
+            return self.edges
+        return np.searchsorted(self.draws.positions(self.seed, epoch), self.edges)
 
     @property
     def _chunked(self) -> tuple[int, str]:
@@ -223,6 +245,9 @@ class Share(NamedTuple):
 class EpochOrder(ABC):
     """The batches of one rank in one epoch, or in the remaining part of one. Thread safe.
 
+    With `Order.draws` the numbers of the draws are what is shuffled, cut into chunks and shared by ranks, and
+    `_drawn` turns them into positions at the very end.
+
     Attributes:
         order: Of the ranks that share the epoch.
         epoch: Number of the epoch.
@@ -230,7 +255,10 @@ class EpochOrder(ABC):
         num_batches: One past the number of the last batch, the same on all ranks.
         num_offered: Samples available from `first_step` on, to all ranks together.
         num_used: How many of them are in batches.
+        has_small_chunks: Whether a batch may touch more chunks than there are slots.
     """
+
+    has_small_chunks = False
 
     def __init__(
         self, order: Order, epoch: int, first_step: int = 0, rest: Share | None = None
@@ -238,9 +266,17 @@ class EpochOrder(ABC):
         self.order = order
         self.epoch = epoch
         self.first_step = first_step
-        whole = Share(len(order), order._num_offered, order.num_used)
+        whole = Share(len(order), order.num_offered, order.num_used)
         self._num_steps, self.num_offered, self.num_used = rest or whole
         self.num_batches = first_step + self._num_steps
+
+    def _drawn(self, numbers: Array) -> Array:
+        """Return the positions of draws; without draws the numbers are positions."""
+        draws = self.order.draws
+        if draws is None:
+            return numbers
+        taken: Array = draws.positions(self.order.seed, self.epoch)[numbers]
+        return taken
 
     def batches(self, start: int | None = None) -> Iterator[PlannedBatch]:
         """Iterate from batch `start` on, without going through the ones before it."""
@@ -273,7 +309,7 @@ class EpochOrder(ABC):
 
     @abstractmethod
     def untaken(self, step: int) -> PositionSet:
-        """Return the samples that no rank has before batch `step`, including those that `drop_last` leaves out.
+        """Return what no rank has before batch `step`, including what `drop_last` leaves out: positions, or draws.
 
         The same on every rank. Costs a permutation of one chunk per rank, or the one of all samples.
         """
@@ -300,13 +336,22 @@ class EpochOrder(ABC):
         return step
 
 
-def pick_mode(order: str | None, shuffle: bool | None) -> Mode:
+def pick_mode(order: str | None, shuffle: bool | None, is_drawn: bool = False) -> Mode:
     """Return the mode for an `order`, a `shuffle` flag, or both where they agree.
 
     Args:
         order: One of `MODES`; None leaves it to `shuffle`.
         shuffle: True asks for "shuffled"; None has no opinion.
+        is_drawn: Whether samples are drawn by weight, which is always shuffled.
     """
+    if is_drawn and (order not in (None, "shuffled") or shuffle is False):
+        raise InputError(
+            f"samples are drawn by weight, with {'shuffle=False' if order is None else f'order={order!r}'}.",
+            "order='shuffled' for weights, balance, epoch_samples or several stores",
+            "order='shuffled', shuffle=True",
+        )
+    if is_drawn:
+        return "shuffled"
     if order is not None and order not in MODES:
         raise InputError(f"the order is {order!r}.", ", ".join(MODES), "order='shuffled'")
     if order is None:
@@ -325,8 +370,7 @@ def pick_mode(order: str | None, shuffle: bool | None) -> Mode:
 
 
 def _check_numbers(order: Order) -> None:
-    if order.mode not in MODES:
-        raise InputError(f"the order is {order.mode!r}.", ", ".join(MODES), "order='shuffled'")
+    pick_mode(order.mode, None)
     if order.batch_size < 1:
         raise InputError(f"batch_size is {order.batch_size}.", "1 or more", "batch_size=128")
     if order.seed < 0:
@@ -374,7 +418,7 @@ def _check_lanes(order: Order) -> None:
 
 def _check_steps(order: Order) -> None:
     """Check that every rank has a sample in every step."""
-    offered, step_samples = order._num_offered, order.batch_size * order.world_size
+    offered, step_samples = order.num_offered, order.batch_size * order.world_size
     if not len(order):
         raise InputError(
             f"drop_last with {offered} samples leaves no batch of {order.batch_size} on "

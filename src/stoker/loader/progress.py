@@ -20,13 +20,14 @@ class Progress:
         order: What all epochs depend on.
         epoch: The current epoch.
         batch: Its next batch.
-        is_over: Whether iterating has taken the epoch's last batch.
+        is_begun: Whether iterating has taken a batch since the position was set.
+        is_over: Whether that was the epoch's last batch.
     """
 
     def __init__(self, order: Order) -> None:
         self.order = order
         self.epoch = self.batch = 0
-        self.is_over = False
+        self.is_begun = self.is_over = False
         self._epochs: dict[int, EpochOrder] = {}
         self._begun: EpochOrder | None = None  # an epoch that other ranks began
         self._cuts: tuple[Cut, ...] = ()
@@ -54,18 +55,20 @@ class Progress:
     def advance(self, num_batches: int) -> None:
         """Count a batch that was taken, of an epoch of `num_batches`."""
         self.batch += 1
-        self.is_over = self.batch == num_batches
+        self.is_begun, self.is_over = True, self.batch == num_batches
 
     def begin_next_epoch(self) -> None:
         """Go to the first batch of the next epoch."""
         ended = self.epoch, self._begun if self.current is self._begun else None
+        is_whole = self.batch == self.current.num_batches
         self.go_to(ResumePoint(self.epoch + 1, 0))
-        self._ended = ended
+        self._ended = ended if is_whole else None
 
     def go_to(self, point: ResumePoint) -> None:
         """Continue at a position."""
         self._begun, self._cuts, self._ended = point.begun, point.cuts, None
-        self.epoch, self.batch, self.is_over = point.epoch, point.batch, False
+        self.epoch, self.batch = point.epoch, point.batch
+        self.is_begun = self.is_over = False
 
     def digest(self) -> str:
         """Return the digest of the current epoch's batches so far; see `Loader.order_digest`."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stoker.loader.columns import Column
-from stoker.loader.elastic import ElasticEpoch
+from stoker.loader.epochs import BlockEpoch
 from stoker.loader.order import EpochOrder, PlannedBatch, Visit
 from stoker.loader.ring import Ring
 from stoker.loader.staging import Copy, Upload, Uploader
@@ -93,7 +93,7 @@ class ScatteredRing(Ring):
 def plan_loads(epoch: EpochOrder, start: int, ring: ScatteredRing) -> Loads:
     """Return the visits for the batches from `start` on."""
     visits, wide = epoch.visits(start), _wide_steps(epoch, start, ring.num_slots)
-    if not isinstance(epoch, ElasticEpoch) or not wide:
+    if not isinstance(epoch, BlockEpoch) or not wide:
         return Loads(list(visits), {visit.chunk: number for number, visit in enumerate(visits)})
     loads, by_chunk = Loads(), {visit.chunk: visit for visit in visits}
     low = start
@@ -127,8 +127,8 @@ def rows_for_scattered(
 
 
 def _wide_steps(epoch: EpochOrder, start: int, num_slots: int) -> list[int]:
-    """Return the steps whose batches touch more chunks than there are slots; none in a whole epoch."""
-    if not isinstance(epoch, ElasticEpoch):
+    """Return the steps whose batches touch more chunks than there are slots; none in an ordinary epoch."""
+    if not isinstance(epoch, BlockEpoch) or not epoch.has_small_chunks:
         return []
     steps: list[int] = (np.flatnonzero(epoch.num_chunks_of(start) > num_slots) + start).tolist()
     return steps

@@ -1,8 +1,8 @@
 """Which samples are for training, validation and test: from the store, or made here for stores without a split.
 
-Enters: a store, or one key per sample (its group, its time, nothing). Leaves: sorted sample numbers,
-or one uint8 per sample: 0 train, 1 val, 2 test, 3 purged, as stores keep it. Costs: a read of one
-byte per sample; a hash, a sort or a permutation. No torch.
+Enters: a store, or one key per sample (its group, its time, nothing). Leaves: sorted sample numbers, or one uint8
+per sample: 0 train, 1 val, 2 test, 3 purged, as stores keep it; `.train`, `.val` and `.test` of it are sample numbers.
+Costs: a read of one byte per sample; a hash, a sort or a permutation. No torch.
 
 Choose by what could leak from training to test. Use `split_by_group` if several samples describe the same thing
 (a compound, a patient): it keeps them together. Use `split_by_time` if labels look ahead in time: it purges the
@@ -18,7 +18,7 @@ import numpy as np
 
 from stoker.errors import InputError
 from stoker.sources.massspec import SPLIT_NAMES, assign_splits, group_of
-from stoker.store.fields import Array
+from stoker.store.fields import Array, SplitCodes
 from stoker.store.reader import Store
 from stoker.units import whole_number
 
@@ -26,7 +26,7 @@ SplitName = Literal["train", "val", "test"]
 Ratios = tuple[float, float, float]
 DEFAULT_RATIOS: Ratios = (0.8, 0.1, 0.1)
 
-_MAKE_ONE = "samples_of(split_randomly(store.num_samples), 'train')"
+_MAKE_ONE = "split_randomly(store.num_samples).train"
 _LARGEST_SEED = 2**64 - 1  # of the hash of groups
 _LARGEST_IN_FLOAT = 2**53  # beyond it float64 leaves whole numbers out
 
@@ -80,7 +80,7 @@ def samples_of(assignment: Array, split: SplitName | None = None) -> Array:
     return np.flatnonzero(assignment == SPLIT_NAMES.index(split))
 
 
-def split_by_group(groups: Array, ratios: Ratios = DEFAULT_RATIOS, seed: int = 42) -> Array:
+def split_by_group(groups: Array, ratios: Ratios = DEFAULT_RATIOS, seed: int = 42) -> SplitCodes:
     """Return a split per sample in which every group is in one split only.
 
     The hash of a group decides. So the ratios hold on average, and new data does not move old samples.
@@ -104,7 +104,7 @@ def split_by_group(groups: Array, ratios: Ratios = DEFAULT_RATIOS, seed: int = 4
     split = assign_splits(groups, train, val, seed)
     # A hash above train + val is test by rounding, even if test has no share.
     last_share = max(number for number, share in enumerate(ratios) if share > 0)
-    return np.minimum(split, last_share).astype(np.uint8)
+    return np.minimum(split, last_share).astype(np.uint8).view(SplitCodes)
 
 
 def split_by_time(
@@ -112,7 +112,7 @@ def split_by_time(
     label_time: Array,
     ratios: Ratios = (0.70, 0.15, 0.15),
     embargo: int = 0,
-) -> Array:
+) -> SplitCodes:
     """Return a split per sample in time order: train before val before test, 3 where purged.
 
     A sample is purged when its label ends after the last decision of its split, or when it decides
@@ -154,10 +154,11 @@ def split_by_time(
         ends={},
         dropped={},
     )
-    return timeframes.assign_splits(samples, np.unique(decisions), borders, embargo)
+    codes = timeframes.assign_splits(samples, np.unique(decisions), borders, embargo)
+    return codes.view(SplitCodes)
 
 
-def split_randomly(num_samples: int, ratios: Ratios = DEFAULT_RATIOS, seed: int = 42) -> Array:
+def split_randomly(num_samples: int, ratios: Ratios = DEFAULT_RATIOS, seed: int = 42) -> SplitCodes:
     """Return a split per sample with exactly the shares asked for, rounded to whole samples.
 
     Args:
@@ -171,7 +172,7 @@ def split_randomly(num_samples: int, ratios: Ratios = DEFAULT_RATIOS, seed: int 
         raise InputError(f"{num_samples} samples.", "0 or more", "store.num_samples")
     borders = np.rint(np.cumsum(shares)[:2] * num_samples)
     in_order = np.searchsorted(borders, np.arange(num_samples), side="right").astype(np.uint8)
-    return np.random.default_rng(seed).permutation(in_order)
+    return np.random.default_rng(seed).permutation(in_order).view(SplitCodes)
 
 
 def draw_samples(samples: Array, most: int, seed: int, strata: Array | None = None) -> Array:

@@ -1,4 +1,4 @@
-"""What this machine has and what this process may use of it.
+"""Cores, memory, disk and GPUs of this machine, and the part of them this process may use.
 
 Enters: /proc, /sys and the cgroup files under a root folder, the disk behind a path, and NVML.
 Leaves: one frozen `Machine`; whatever cannot be read is None, with a line in its notes.
@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is, and what this process may use. None: could not be read.
+    """The machine, and the limits of this process. None: could not be read.
 
     Attributes:
         cores_total: Logical cores that are online.

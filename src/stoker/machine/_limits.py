@@ -137,7 +137,7 @@ class Cgroups:
                 continue
             limits.append(limit)
             if used is not None:
-                # File pages nobody touched lately are given up before anything is killed.
+                # The kernel reclaims file pages that were not used lately before it kills a process.
                 cached = find_text(folder / "memory.stat", r"^(?:total_)?inactive_file (\d+)$")
                 left.append(max(0, limit - used + min(int(cached or 0), used)))
         return min(limits, default=None), min(left, default=None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -109,9 +109,11 @@ def time_step(run: Run, patience: Patience, *, captured: bool = True) -> Timed:
     """
     watch = Stopwatch(patience, run.device)
     held = HeldLoader(hold_batch(run), watch, patience.most)
-    # One batch over and over may diverge: that says nothing about the job.
-    capture = run.settings.capture if captured else "off"
-    calm = run.with_settings(replace(run.settings, nonfinite="skip", capture=capture))
+    # Training on one batch repeatedly may diverge, which is no fault of the job.
+    capture = run.settings.training.capture if captured else "off"
+    calm = run.with_settings(
+        run.settings.changed({"training.nonfinite": "skip", "training.capture": capture})
+    )
     history, _ = train_over(calm, held, watch, patience.most)
     made = Timed(tuple(watch.laps()), history)
     let_go(run.device)
@@ -119,7 +121,7 @@ def time_step(run: Run, patience: Patience, *, captured: bool = True) -> Timed:
 
 
 def time_loader(run: Run, patience: Patience, captured: bool) -> Timed:
-    """Take batches with nobody training, as the step would ask for them."""
+    """Take batches at the pace of the step, without training."""
     with run.make_train_loader() as loader:
         if run.drawn_augmentation is not None:
             loader.use_augmentation(run.drawn_augmentation)
@@ -127,7 +129,9 @@ def time_loader(run: Run, patience: Patience, captured: bool) -> Timed:
         loader.on_iteration = watch.timed
         while not watch.is_enough():
             batches: Any = (
-                loader.index_batches() if captured and loader.tier != "streamed" else loader
+                loader.index_batches()
+                if captured and loader.tier != "streamed"
+                else loader.remaining_batches()
             )
             for _ in batches:
                 pass
@@ -141,7 +145,7 @@ def hold_batch(run: Run) -> Batch:
     with run.make_train_loader() as loader:
         if run.drawn_augmentation is not None:
             loader.use_augmentation(run.drawn_augmentation)
-        return next(iter(loader))
+        return next(loader.remaining_batches())
 
 
 def train_over(
@@ -158,7 +162,7 @@ def train_over(
     if isinstance(loader, Loader):
         loader.on_iteration = watch.timed
     epochs = max(1, math.ceil(most / max(1, len(loader))))
-    ready = run.with_settings(replace(run.settings, epochs=epochs))
+    ready = run.with_settings(run.settings.changed({"training.epochs": epochs}))
     trainer = ready.make_trainer(loader, None, Silent(), run_dir=None)
     trouble = None
     try:

@@ -16,7 +16,7 @@ CREEP_HOST_BYTES, CREEP_DEVICE_BYTES = 8 << 20, 1 << 20
 """Growth below this is an allocator settling; torch's own count on a device is exact."""
 _CREEP_BLOCKS = 6
 _STEADY_SHARE = 0.08
-"""Of the whole growth, what every block must have at least: an allocator that settles grows at first only."""
+"""Least share of the whole growth per block: an allocator that settles grows in the first blocks only."""
 
 
 @dataclass(frozen=True)

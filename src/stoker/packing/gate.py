@@ -28,7 +28,6 @@ from stoker.store.repairs import FittedRepair, apply_repairs, fit_repairs, parse
 from stoker.store.rewrite import (
     keep_samples,
     load_shard,
-    replace_values,
     row_values,
     samples_touching,
 )
@@ -211,7 +210,7 @@ def _repair_part(
     data = fields[name]
     assert isinstance(data, Dense)
     values = apply_repairs(data.values, fitted, columns).astype(data.values.dtype)
-    return {**fields, name: replace_values(data, values)}, ()
+    return {**fields, name: Dense(values, data.columns)}, ()
 
 
 # -- quarantine ----------------------------------------------------------------------------

@@ -28,7 +28,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class Html(str):
-    """Markup that is safe as it stands."""
+    """Markup that is already escaped."""
 
     __slots__ = ()
 
@@ -81,14 +81,14 @@ def code(text: str) -> Html:
 
 
 def instruction(text: str) -> Html:
-    """Return prose in which what is to be typed, an option and its value, is set as code."""
+    """Return prose in which options and commands are set as code."""
     text = shorten(text, 600)
     parts = re.split(r"""(--[a-z-]+ (?:'[^']*'|"[^"]*"|[^\s'"])+(?<![.,;]))""", text)
     return join(code(part) if index % 2 else part for index, part in enumerate(parts))
 
 
 def paragraph(text: str, *, quiet: bool = False) -> Html:
-    """Return a paragraph; `quiet` ones are set back."""
+    """Return a paragraph; a `quiet` one is printed in grey."""
     return Html(f"<p{' class=quiet' if quiet else ''}>{escape(text)}</p>")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 COLOURS = ("#2f6690", "#b9551b", "#2c7a4b", "#85499c", "#b0344f", "#6f6a12")
-"""Of curves on white; each can be told from the others without colour vision."""
+"""Colours of curves on white; they differ in lightness too, for colour-blind readers."""
 _DARK_COLOURS = ("#7fb2dc", "#eda067", "#7cc79a", "#c79ada", "#f08fa6", "#cbc66a")
 
 

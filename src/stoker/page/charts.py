@@ -80,7 +80,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves with one axis of values: what is drawn, not how.
+    """Curves with one axis of values, as data.
 
     Attributes:
         key: Its id, unique on the page; also the name of its file where it is one.
@@ -137,7 +137,7 @@ class _Axis:
     is_log: bool = False
 
     def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1."""
+        """Return the position of a value on the axis, from 0 to 1."""
         if self.is_log:
             low, high, value = math.log(self.low), math.log(self.high), math.log(value)
         else:
@@ -192,7 +192,7 @@ def round_ticks(low: float, high: float, most: int = 5) -> tuple[float, ...]:
         return (low, low + 1.0)
     if span <= 1e-9 * abs(low):  # a float has no room for round numbers in between
         return (low, high)
-    # Beyond what has a power of ten as a float there are no round numbers to be had.
+    # Beyond the range of powers of ten as floats there are no round numbers.
     size = 10.0 ** math.floor(math.log10(span / most)) if 1e-300 < span < 1e300 else 0.0
     if size == 0.0:
         return (low, high)

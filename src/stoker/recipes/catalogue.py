@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from stoker.config import Place, Problem, Settings
-from stoker.config.resolve import as_error
+from stoker.config.resolve import OPTIONS, as_error, as_key
 from stoker.display import command
 from stoker.errors import ConfigError, InputError
 from stoker.loader.splits import SplitName
@@ -32,7 +32,12 @@ from stoker.store.reader import Store
 
 SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 # Settings that a recipe reads only where it says so in `uses`.
-OPTIONAL = ("init_gain", "output_bound", "output_bound_mode", "augmentation")
+OPTIONAL = (
+    "training.init_gain",
+    "training.output_bound",
+    "training.output_bound_mode",
+    "training.use_gpu_augmentation",
+)
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ def choose_recipe(settings: Settings) -> Chosen:
         ConfigError: No recipe is named, there is none of that name, or an option is unknown, of a wrong
             type or out of range.
     """
-    if settings.recipe is None:
+    if settings.recipe.name is None:
         ready = ready_recipes()
         raise ConfigError(
             "the config names no recipe.",
@@ -131,13 +136,16 @@ def choose_recipe(settings: Settings) -> Chosen:
             command("stoker", "config", "init", next(iter(ready)), "my.yaml"),
         )
     try:
-        recipe = find_recipe(settings.recipe)
+        recipe = find_recipe(settings.recipe.name)
     except InputError as error:
         raise ConfigError(
-            f"{_where(settings, 'recipe')}: {error.given}", error.allowed, error.fix, error.details
+            f"{_where(settings, 'recipe.name')}: {error.given}",
+            error.allowed,
+            error.fix,
+            error.details,
         ) from error
     settings = with_defaults(settings, recipe)
-    given = dict(settings.recipe_options)
+    given = dict(settings.recipe.options)
     _refuse_unknown(settings, given, [entry.name for entry in fields(recipe.Options)])
     with blamed(recipe, "from_settings"):
         asked = recipe.from_settings(settings, given)
@@ -153,19 +161,19 @@ def choose_recipe(settings: Settings) -> Chosen:
             as_overrides(error.fix, recipe.Options),
         ) from error
     notes = tuple(_idle_keys(settings, recipe, options))
-    return Chosen(str(settings.recipe), recipe, options, settings, notes)
+    return Chosen(str(settings.recipe.name), recipe, options, settings, notes)
 
 
 def with_defaults(settings: Settings, recipe: Recipe) -> Settings:
     """Return settings with the recipe's value for each that nobody wrote."""
     return settings.with_recipe_defaults(
-        {each.setting: (each.value, each.reason) for each in recipe.defaults}
+        {as_key(each.setting): (each.value, each.reason) for each in recipe.defaults}
     )
 
 
 def _where(settings: Settings, option: str | None) -> str:
     """Return `file:line:column key`, as far as it is known."""
-    asked = (f"recipe_options.{option}", option or "", "recipe_options")
+    asked = (f"{OPTIONS}.{option}", as_key(option or ""), OPTIONS)
     origin = next((settings.origins[name] for name in asked if name in settings.origins), None)
     return "" if origin is None else f"{origin.place or ''} {origin.key}".strip()
 
@@ -179,7 +187,7 @@ def _refuse_unknown(settings: Settings, given: Mapping[str, Any], known: list[st
                 Problem(
                     Place(_where(settings, name)),
                     "",
-                    f"the recipe {settings.recipe!r} has no option {name!r}",
+                    f"the recipe {settings.recipe.name!r} has no option {name!r}",
                     ", ".join(known) or "no options",
                     f"recipe.options.{near[0]}" if near else f"delete recipe.options.{name}",
                 )
@@ -194,7 +202,8 @@ def _refuse_disagreement(
     for name, value in asked.items():
         if given.get(name, value) != value:
             reasons = settings.reasons
-            source = reasons.get(name) or reasons.get(f"augmentation.{name}", "another key")
+            keys = (as_key(name), f"gpu_augmentation.{name}")
+            source = next((reasons[key] for key in keys if key in reasons), "another key")
             raise ConfigError(
                 f"{_where(settings, name)}: {given[name]!r} disagrees with {value!r} by {source}.",
                 "one of them, or the same value",
@@ -206,12 +215,13 @@ def _idle_keys(settings: Settings, recipe: Recipe, options: Any) -> list[str]:
     """Return notes on keys that this recipe, with these options, does not read."""
     with blamed(recipe, "note_settings"):
         notes = list(recipe.note_settings(settings, options))
+    used = [as_key(name) for name in recipe.uses]
     unused = [
-        settings.reasons[name]
-        for name in OPTIONAL
-        if name not in recipe.uses
-        and not settings.is_default(name)
-        and getattr(settings, name) is not None
+        settings.reasons[key]
+        for key in OPTIONAL
+        if key not in used
+        and not settings.is_default(key)
+        and settings.get(key) not in (None, False)
     ]
     if unused:
         notes.append(f"{'; '.join(unused)}: no effect, the recipe {recipe.name} does not use it")

@@ -123,7 +123,7 @@ class Default:
     """A setting that a recipe chooses where the config says nothing.
 
     Attributes:
-        setting: A field of `Settings`: "learning_rate", "epochs", "batch_size".
+        setting: A key of the config: "training.lr", "training.epochs", "training.batch_size".
         value: Instead of the config's own default.
         reason: Printed beside it.
     """
@@ -143,7 +143,7 @@ class Recipe(Protocol):
             with `stoker.recipes.options.require`.
         pack_command: What to type to make a store for it.
         defaults: Settings that fit it better than the config's own defaults.
-        uses: Fields of `Settings` that only some recipes read, and this one does; a config that writes
+        uses: Keys of the config that only some recipes read, and this one does; a config that writes
             another one is told that it has no effect.
         transient: Options that a checkpoint does not keep: a resumed run may have another value.
         files: Options that are paths of files. A checkpoint keeps a digest of the file instead of its

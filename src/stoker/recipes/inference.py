@@ -28,13 +28,12 @@ from stoker.recipes.catalogue import SPLITS, Chosen, restore
 from stoker.recipes.contract import Job, Rebuilt
 from stoker.recipes.export.weights_file import SUFFIX, read_weights
 from stoker.recipes.registry import blamed
-from stoker.report import Progress, Silent, Topic, read_note, read_run_log
+from stoker.report import LOG_NAME, Progress, Silent, Topic, read_note, read_run_log
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
 from stoker.store.repairs import FittedRepair
 from stoker.train.checkpoint import FORMAT, Loaded, load_checkpoint
 from stoker.train.checkpoint_file import is_checkpoint, loadable, write_file
-from stoker.train.int8_weights import pack_int8, unpack_int8
 from stoker.train.precision import choose_precision
 from stoker.train.predict import (
     Repairer,
@@ -44,12 +43,11 @@ from stoker.train.predict import (
     predict,
     write_predictions,
 )
-from stoker.train.quantize import QuantizeReport, quantize_dynamic
+from stoker.train.quantize import QuantizeReport, pack_int8, quantize_dynamic, unpack_int8
 
 BATCH_SIZE = 256
-LOG_NAME = "run.jsonl"
 _TIMED_BATCHES = 4
-_RAW = "stoker predict CHECKPOINT FILE.csv OUT.csv, on the rows as they came"
+_RAW = "stoker predict CKPT FILE.csv OUT.csv (on the rows as they came)"
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
     state = loaded.state["model"]
     made.model.load_state_dict(unpack_int8(state) if "int8" in identity else state)
     if "int8" in identity:
-        small, _ = quantize_dynamic(made.model, api="torch.ao")
+        small, _ = quantize_dynamic(made.model)
         made = replace(made, model=small)
     return Trained(loaded, chosen, made)
 
@@ -348,7 +346,7 @@ def quantize_trained(
         raise InputError(f"--batch is {batch_size}.", "1 or more", "--batch 64")
     name = None
     if store_path is None:
-        _, report = quantize_dynamic(trained.model, api="torch.ao")
+        _, report = quantize_dynamic(trained.model)
     else:
         with open_store(store_path) as store:
             check_columns(store, trained.facts)
@@ -395,5 +393,5 @@ def _compare(
             found = evaluate(model, loader, job.unpack, job.criterion, job.metrics, precision, cpu)
         return found[job.monitor[0]]
 
-    _, report = quantize_dynamic(trained.model, timed, metric=metric, api="torch.ao", num_runs=5)
+    _, report = quantize_dynamic(trained.model, timed, metric=metric, num_runs=5)
     return report

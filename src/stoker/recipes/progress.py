@@ -13,10 +13,9 @@ import torch
 from stoker.loader.loader import Loader
 from stoker.report import Progress
 from stoker.runs.telemetry import RunCounters
-from stoker.train.trainer import EpochReport, History
+from stoker.train.history import History, describe_epoch
 
 _SHOW_SECONDS = 0.2
-_SHOWN_METRICS = 5
 
 
 class RunProgress:
@@ -93,14 +92,3 @@ class RunProgress:
         for report in (self.history.epochs if self.history else [])[self._num_told :]:
             self._num_told += 1
             self._told.say(describe_epoch(report, self._epochs))
-
-
-def describe_epoch(report: EpochReport, epochs: int) -> str:
-    """Return one line: losses, metrics, samples per second and wait."""
-    width = len(str(epochs))
-    shown = list(report.metrics.items())[:_SHOWN_METRICS]
-    metrics = "".join(f"  {'val loss' if n == 'loss' else n} {value:.4g}" for n, value in shown)
-    return (
-        f"epoch {report.epoch + 1:{width}}/{epochs}  loss {report.train_loss:.4g}{metrics}  "
-        f"{report.samples_per_second:,.0f} samples/s  waited {report.wait_share:.0%}"
-    )

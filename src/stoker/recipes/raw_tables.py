@@ -171,7 +171,7 @@ class _Rows:
         refused = RefusalList()
         skip = self._file.layout.skip if self._file.layout else 0
         next_row, done = 0, 0
-        for batch in batches(self._file, refused):
+        for batch in batches(self._file, refused, {column.name for column in self._columns}):
             wrong = {
                 (refusal.line or 0) - skip - 1: str(refusal.reason) for refusal in refused[done:]
             }
@@ -205,7 +205,7 @@ class _Rows:
             reasons[row] = f"{lost} in {', '.join(names)}"
         for row, fault in faults.items():
             reasons[row] = fault.reason
-        answered = ~bad.any(axis=1)
+        answered: Array = np.logical_not(bad.any(axis=1))
         answered[list(faults)] = False
         self._num_unanswered += int((~answered).sum())
         features[~answered] = 0

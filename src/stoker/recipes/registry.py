@@ -18,13 +18,13 @@ import site
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import stoker.recipes
-from stoker.config import Settings
+from stoker.config.resolve import PLACES, as_key
 from stoker.display import command
 from stoker.errors import InputError, StokerError
 
@@ -163,14 +163,13 @@ def _checked(kind: type[Any], name: str) -> Recipe:
             "a frozen dataclass; without fields where there is nothing to choose",
             _WALK,
         )
-    unnamed = {entry.name for entry in fields(Settings)}
-    strange = [each.setting for each in kind.defaults if each.setting not in unnamed]
-    strange += [each for each in kind.uses if each not in unnamed]
+    named = [*(each.setting for each in kind.defaults), *kind.uses]
+    strange = [name for name in named if as_key(name) not in PLACES]
     if strange:
         raise InputError(
             f"defaults or uses of the recipe {name!r} name {', '.join(strange)}.",
-            "fields of stoker.config.Settings",
-            "names such as learning_rate, epochs and batch_size",
+            "keys of a config",
+            "names such as training.lr, training.epochs and training.batch_size",
         )
     try:
         made: Recipe = kind()

@@ -9,8 +9,9 @@ Nothing here decides how to train: the config and the recipe do, the trainer doe
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,15 @@ from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan
 from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
 from stoker.recipes.catalogue import Chosen, choose_recipe, with_defaults
 from stoker.recipes.contract import Job
-from stoker.recipes.inference import LOG_NAME
 from stoker.recipes.options import as_overrides
 from stoker.recipes.progress import RunProgress
 from stoker.recipes.registry import blamed
-from stoker.report import Note, Progress, RunEnd, RunLog, Silent, Topic
+from stoker.report import LOG_NAME, Note, Progress, RunEnd, RunLog, Silent, Topic
 from stoker.runs.telemetry import TelemetryLog
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
 from stoker.train.checkpoint import Checkpoints, load_checkpoint
+from stoker.train.memory import gpu_uuid
 from stoker.train.parallel import load_whole_model, shard_model
 from stoker.train.precision import choose_precision
 from stoker.train.predict import evaluate
@@ -103,14 +104,14 @@ def run_recipe(
     """
     chosen = choose_recipe(settings)
     settings = chosen.settings or settings
-    with join(device, settings.stall_seconds) as (ranks, place):
+    with join(device, settings.training.stall_seconds) as (ranks, place):
         # Machines do not count restarts alike: each counts those of its own processes. Whether the run in
         # the folder is the one that was lost is rank 0's to say.
         is_again = ranks.largest(num_restarts())[0] > 0
         is_ours = ranks.is_first and _is_of_this_launch(run_folder(settings))
         resume = resume or (is_again and ranks.largest(int(is_ours))[0] == 1)
         with ranks.shared_fate():
-            if settings.store is not None and not resume:
+            if settings.recipe.store is not None and not resume:
                 _require_fresh(run_folder(settings))
         told = progress if ranks.is_first else None
         return _train_and_judge(settings, chosen, resume, place, told, ranks)
@@ -157,23 +158,23 @@ def open_run(
     """
     chosen = chosen or choose_recipe(settings)
     settings = chosen.settings or settings
-    if settings.store is None:
+    if settings.recipe.store is None:
         raise InputError(
             "the config names no store.",
             "recipe.store in the config, or --store",
             f"--store STORE  (made by `stoker pack`, see `{chosen.recipe.pack_command}`)",
         )
     place = pick_device(device)
-    with open_store(settings.store) as store:
-        torch.manual_seed(settings.seed)
+    with open_store(settings.recipe.store) as store:
+        torch.manual_seed(settings.training.seed)
         job = _make_job(chosen, store, settings)
         yield Run(settings, chosen, store, job, run_folder(settings), place, progress or Silent())
 
 
 def run_folder(settings: Settings) -> Path:
     """Return the folder of a run: as written, or runs/ and the recipe's name (of `module:Class` the class)."""
-    name = (settings.recipe or "run").rpartition(":")[2]
-    return Path(settings.run_dir or Path("runs") / name)
+    name = (settings.recipe.name or "run").rpartition(":")[2]
+    return Path(settings.run.dir or Path("runs") / name)
 
 
 def train_settings(
@@ -189,23 +190,32 @@ def _is_of_this_launch(folder: Path) -> bool:
     return latest is not None and latest.path.stat().st_mtime >= launched_at() - _CLOCK_SECONDS
 
 
+def fresh_folder(folder: Path) -> Path:
+    """Return the folder, or one beside it with a number, in which no run has begun."""
+    numbered = (Path(f"{folder}-{number}") for number in itertools.count(2))
+    return next(
+        path for path in itertools.chain((folder,), numbered) if not Checkpoints(path).list()
+    )
+
+
 def _require_fresh(folder: Path) -> None:
     """Refuse to begin where another run has begun: two runs' checkpoints must not mix."""
-    if Checkpoints(folder).list():
+    fresh = fresh_folder(folder)
+    if fresh != folder:
         raise InputError(
             f"{folder} has checkpoints of an earlier run.",
             "an empty folder, or --resume to go on",
-            f"--resume, or --run-dir {quoted(Path(f'{folder}-2'))}",
+            f"--resume, or --run-dir {quoted(fresh)}",
         )
 
 
 def _make_job(chosen: Chosen, store: Store, settings: Settings) -> Job:
     try:
-        job = chosen.make_job(store, settings.seed)
+        job = chosen.make_job(store, settings.training.seed)
     except InputError as error:
         fix = as_overrides(error.fix, type(chosen.options))
         raise type(error)(error.given, error.allowed, fix, error.details) from error
-    most, train = settings.max_training_samples, job.samples["train"]
+    most, train = settings.data.max_training_samples, job.samples["train"]
     if most is None or most >= len(train):
         return job
     if job.lanes is not None:
@@ -214,13 +224,13 @@ def _make_job(chosen: Chosen, store: Store, settings: Settings) -> Job:
             "all samples, or stateful: false",
             "delete max_training_samples",
         )
-    drawn = draw_samples(train, most, settings.seed, job.strata)
+    drawn = draw_samples(train, most, settings.training.seed, job.strata)
     how = "" if job.strata is None else ", each class with its share"
     note = f"{most:,} of {len(train):,} training samples, drawn by the seed{how}: "
     return replace(
         job,
         samples={**job.samples, "train": drawn},
-        notes=(*job.notes, note + settings.reasons["max_training_samples"]),
+        notes=(*job.notes, note + settings.reasons["data.max_training_samples"]),
     )
 
 
@@ -249,7 +259,7 @@ class Run:
     @property
     def digest(self) -> str:
         """A digest of the settings, which all ranks must share."""
-        values = asdict(self.settings)
+        values = self.settings.values()
         return xxhash.xxh3_64_hexdigest(repr(sorted(values.items(), key=str)).encode())
 
     @property
@@ -272,7 +282,7 @@ class Run:
             notes = self._notes(train)
             for note in notes:
                 self.told.say(note.text)
-            progress = RunProgress(self.told, train, settings.epochs)
+            progress = RunProgress(self.told, train, settings.training.epochs)
             trainer = self.make_trainer(train, val, progress, run_dir=self.folder)
             trainer.history.told[:0] = notes
             progress.history = trainer.history
@@ -289,21 +299,21 @@ class Run:
         """Return the run's record of its machine; rank 0 keeps it."""
         if not self.ranks.is_first:
             return None
-        return TelemetryLog(self.folder, progress.count, gpu_uuid=_gpu_uuid(self.device))
+        return TelemetryLog(self.folder, progress.count, gpu_uuid=gpu_uuid(self.device))
 
     def make_trainer(
         self, train: Any, val: Any, progress: Progress, *, run_dir: Path | None
     ) -> Trainer:
         """Return the run's trainer over these loaders; without `run_dir` it writes nothing."""
         job, settings = self.job, self.settings
-        if settings.parallel == "fsdp":
+        if settings.training.parallel == "fsdp":
             shard_model(job.model, self.ranks, self.device)
-        optimizer = job.make_optimizer(job.model.parameters(), settings.learning_rate)
-        windows = -(-len(train) // settings.accumulation_steps)
+        optimizer = job.make_optimizer(job.model.parameters(), settings.training.lr)
+        windows = -(-len(train) // settings.training.gradient_accumulation_steps)
         scheduler = (
             None
             if job.make_schedule is None
-            else job.make_schedule(optimizer, max(1, settings.epochs * windows))
+            else job.make_schedule(optimizer, max(1, settings.training.epochs * windows))
         )
         return Trainer(
             job.model,
@@ -334,7 +344,7 @@ class Run:
             made = replace(made, best=best.path, val=dict(best.metrics))
             step = best.step
         job.model.to(self.device)
-        precision = choose_precision(settings.precision, self.device, job.model)
+        precision = choose_precision(settings.training.precision, self.device, job.model)
         if len(job.samples["test"]):
             self.told.say(f"evaluating {best.path.name if best else 'the weights'} on test samples")
             with self._evaluation_loader("test") as loader:
@@ -370,21 +380,21 @@ class Run:
         """Return the loader of the training samples."""
         job, settings = self.job, self.settings
         told: dict[str, Any] = {}
-        if job.lanes is None and not settings.use_chunk_loader:
+        if job.lanes is None and not settings.data.use_chunk_loader:
             told["streamed"] = self.device.type == "cuda"
         elif job.lanes is None:
-            told["data_bytes"] = settings.chunk_bytes
+            told["data_bytes"] = settings.data.chunk_bytes
         plan = self._make_plan(job.samples["train"], GPU_SHARE, FALLBACK_SHARE, **told)
         return Loader(
             self.store,
             self.rank_batch,
             self.device,
             order=job.order,
-            seed=settings.seed,
+            seed=settings.training.seed,
             plan=plan,
             fields=job.fields,
             samples=job.samples["train"],
-            drop_last=settings.drop_last,
+            drop_last=settings.data.drop_last,
             lanes=job.lanes,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
@@ -403,7 +413,7 @@ class Run:
             lanes.num_lanes if lanes is not None else _judged_batch(self.rank_batch, ranks),
             self.device,
             order="sequential" if lanes is None else "lanes",
-            seed=self.settings.seed,
+            seed=self.settings.training.seed,
             plan=self._make_plan(samples, _JUDGED_SHARE, _JUDGED_FALLBACK),
             fields=job.fields,
             samples=samples,
@@ -450,7 +460,7 @@ class Run:
         ]
 
     def _batch_notes(self) -> list[str]:
-        have, asked = len(self.job.samples["train"]), self.settings.batch_size
+        have, asked = len(self.job.samples["train"]), self.settings.training.batch_size
         if asked <= have:
             return []
         return [
@@ -461,7 +471,7 @@ class Run:
         if not self.ranks.joined:
             return []
         each, ranks = self.rank_batch, self.ranks.world_size
-        here, whole = self.ranks.local_world_size, self.settings.batch_size
+        here, whole = self.ranks.local_world_size, self.settings.training.batch_size
         words = [f"ranks {ranks}, {here} on this machine: batches of {whole} are {each} on each"]
         if num_restarts():
             words.append(f"started again after a rank was lost, time {num_restarts()}")
@@ -469,10 +479,9 @@ class Run:
 
     def _write_setup(self, train: Loader) -> None:
         """Write what the run is made of into its log: config, plan and machine."""
-        settings = asdict(self.settings)
-        del settings["origins"]
         with RunLock(self.folder), RunLog(self.folder / LOG_NAME) as log:
-            log.write("config", {"settings": settings, "reasons": self.settings.reasons})
+            values = {**self.settings.values(), "notes": list(self.settings.notes)}
+            log.write("config", {"settings": values, "reasons": self.settings.reasons})
             log.write("plan", train.plan.to_json())
             log.write("machine", probe(self.store.path).to_json())
 
@@ -484,23 +493,23 @@ class Run:
             "options": chosen.kept,
             "facts": describe_job(chosen.recipe, self.job, self.store),
             "data": fingerprint(self.store),
-            "learning_rate": settings.learning_rate,
-            "batch_size": settings.batch_size,
-            "drop_last": settings.drop_last,
-            "max_training_samples": settings.max_training_samples,
+            "learning_rate": settings.training.lr,
+            "batch_size": settings.training.batch_size,
+            "drop_last": settings.data.drop_last,
+            "max_training_samples": settings.data.max_training_samples,
             # An older checkpoint was trained on the first samples of the file.
-            "subset": None if settings.max_training_samples is None else "drawn by the seed",
+            "subset": None if settings.data.max_training_samples is None else "drawn by the seed",
         }
 
 
 def share_batch(settings: Settings, world_size: int) -> int:
     """Return each rank's part of a batch: the config means all of it, whoever computes."""
-    if settings.batch_size % world_size == 0:
-        return settings.batch_size // world_size
-    size = settings.batch_size
+    if settings.training.batch_size % world_size == 0:
+        return settings.training.batch_size // world_size
+    size = settings.training.batch_size
     near = max(world_size, size - size % world_size)
     raise InputError(
-        f"batch_size is {size} ({settings.reasons['batch_size']}), and {world_size} ranks share it.",
+        f"batch_size is {size} ({settings.reasons['training.batch_size']}), and {world_size} ranks share it.",
         f"a multiple of {world_size}: the batch is the same on any number of ranks",
         f"--set training.batch_size={near}, or --set training.batch_size={near + world_size}",
     )
@@ -509,13 +518,6 @@ def share_batch(settings: Settings, world_size: int) -> int:
 def _judged_batch(size: int, ranks: Ranks) -> int:
     """Return the batch of an evaluation; batches of one cannot go round evenly."""
     return max(2, size) if ranks.are_several else size
-
-
-def _gpu_uuid(device: torch.device) -> str | None:
-    """Return what NVML calls a device; None for the CPU."""
-    if device.type != "cuda":
-        return None
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _draws(augmentation: Compose | None) -> bool:

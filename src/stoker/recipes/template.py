@@ -4,7 +4,7 @@ Enters: the name of a recipe. Leaves: YAML that trains as it stands once the sto
 the recipe reads, with its meaning, unit, default and what is allowed, is there as a comment. Costs the
 import of the recipe (torch).
 
-Everything comes from the models: keys from `config/tree.py`, options from the recipe's dataclass and its
+Everything comes from the models: keys from `config/options.py`, options from the recipe's dataclass and its
 docstring, defaults from the recipe.
 """
 
@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
-from stoker.config import Config, Settings, parse_config, resolve
-from stoker.config.load import _yaml_word, describe_allowed
-from stoker.config.resolve import AUGMENT, OPTIONS, QUESTIONS, UNREAD
-from stoker.config.rewrite import find_key
+from stoker.config import parse_config, resolve
+from stoker.config.load import _yaml_word
+from stoker.config.options import describe_allowed
+from stoker.config.resolve import AUGMENT, OPTIONS, PLACES, UNREAD, as_key
 from stoker.config.tree import key_schemas
 from stoker.recipes.catalogue import OPTIONAL, choose_recipe
 from stoker.recipes.contract import Recipe
@@ -40,9 +40,8 @@ def render_config(name: str) -> str:
         ConfigError: There is no such recipe.
     """
     chosen = choose_recipe(resolve(parse_config("", overrides=[f"recipe.name={_yaml_word(name)}"])))
-    assert chosen.settings is not None
     short = name.rpartition(":")[2]
-    values = _defaults(chosen.recipe, chosen.settings)
+    values = {as_key(each.setting): each.value for each in chosen.recipe.defaults}
     values |= dict(zip(_NEEDED, (name, f"stores/{short}", f"runs/{short}"), strict=True))
     values["training.use_gpu_augmentation"] = True  # of recipes that have images
     head = [
@@ -52,20 +51,8 @@ def render_config(name: str) -> str:
     return "\n".join([*head, *_lines(chosen.recipe, values)]) + "\n"
 
 
-def _defaults(recipe: Recipe, settings: Settings) -> dict[str, Any]:
-    """Return the value that each key has where nobody writes it."""
-    own = {each.setting for each in recipe.defaults}
-    schemas = key_schemas()
-    return {
-        key: getattr(settings, question) if question in own else schemas[key]["default"]
-        for question in QUESTIONS
-        for key in [find_key(Config(), question)]
-    }
-
-
 def _lines(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[str]:
-    keys = [key for key in key_schemas() if _is_read(key, recipe, values)]
-    keys.sort(key=lambda key: not key.startswith("recipe."))  # which job it is comes first
+    keys = [key for key in key_schemas() if key in PLACES and _is_read(key, recipe)]
     opened: tuple[str, ...] = ()
     for key in keys:
         *above, word = key.split(".")
@@ -85,14 +72,12 @@ def _lines(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[str]:
         yield f"{pad}{'' if key in _NEEDED else '#'}{word}: {value}"
 
 
-def _is_read(key: str, recipe: Recipe, values: Mapping[str, Any]) -> bool:
-    """Whether a key belongs into a file for a recipe: it is read, and the usual one of its question."""
-    if key.startswith(f"{AUGMENT}."):
-        return "augmentation" in recipe.uses
-    question = next((name for name in QUESTIONS if find_key(Config(), name) == key), None)
-    if question is None or question in UNREAD:
-        return False
-    return (question not in OPTIONAL or question in recipe.uses) and key in values
+def _is_read(key: str, recipe: Recipe) -> bool:
+    """Whether a key belongs into a file for a recipe: a job reads it, and this recipe does."""
+    used = {as_key(name) for name in recipe.uses}
+    if key.partition(".")[0] == AUGMENT:
+        return "training.use_gpu_augmentation" in used
+    return key not in UNREAD and (key not in OPTIONAL or key in used)
 
 
 def _option_lines(recipe: Recipe, pad: str) -> Iterator[str]:

@@ -44,7 +44,7 @@ def _energy(run: RunRecord) -> float | None:
 
 
 def _batch_size(run: RunRecord) -> float | None:
-    return as_number(run.config.get("batch_size"))
+    return as_number(run.config.get("training.batch_size"))
 
 
 def _last_loss(run: RunRecord) -> float | None:
@@ -88,6 +88,7 @@ QUANTITIES = (
     Quantity("device_bytes", "Most device memory", lambda run: run.peak_device_bytes, format_bytes),
     Quantity("gpu_busy_percent", "GPU busy, mean", _gpu_mean("utilization_percent"), _with("%"), False),
     Quantity("gpu_watts", "GPU power, mean", _gpu_mean("power_watts"), _with("W")),
+    Quantity("other_cores", "Other work, mean", lambda run: run.other_cores, _with("cores", 1), False),
     Quantity("watt_hours_per_million", "Energy, 1M samples", _energy, _with("Wh", 1)),
 )  # fmt: skip
 
@@ -99,6 +100,7 @@ def compare(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
             "run": run.name,
             "folder": str(run.folder),
             "state": run.state,
+            "is_disturbed": run.is_disturbed,
             "figures": {quantity.key: quantity.value(run) for quantity in QUANTITIES},
             "ratios": {
                 quantity.key: ratio(quantity, runs[0], run)

@@ -1,4 +1,4 @@
-"""What is drawn of one run or several: charts as values, for the page and for files.
+"""Charts of one run or several, as values for the page and for files.
 
 Enters: `RunRecord`s. Leaves: `Chart`s in groups; an empty chart says why it is empty. Costs a pass over the
 telemetry per curve; a curve has 300 points at most.
@@ -13,7 +13,7 @@ from statistics import median
 from stoker.page import format_number
 from stoker.page.charts import Chart, Line, Mark, Points, Style, thin
 from stoker.runs.record import RunRecord, as_mapping, as_number, largest
-from stoker.runs.targets import BUSY, MEMORY, TEMPERATURE
+from stoker.runs.telemetry import BUSY, MEMORY, TEMPERATURE
 from stoker.units import GB, GIB, MIB
 
 _MAX_METRICS = 6
@@ -22,7 +22,7 @@ _WIDE = 30.0
 
 
 def speed_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Return samples/s, waiting, and what the process does with the cores."""
+    """Return samples/s, share of waiting, and cores used by the process."""
     rates, waits = [], []
     for number, run in enumerate(runs):
         rate, wait = run.track("run", "samples_per_second"), run.track("run", "wait_share")

@@ -1,6 +1,6 @@
-"""A run that is going on, followed: what it does now, read from what was added to its logs.
+"""Follow a run while it trains, by reading the lines that are added to its logs.
 
-Enters: a run's folder, also one that has no log yet. Leaves: a `RunNow` at every look. Costs one `stat`
+Enters: a run's folder, also one that does not exist yet. Leaves: a `RunNow` at every look. Costs one `stat`
 per file and look, and parsing what is new; at the first look the last 256 kB of each file are read.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 from stoker.display import look_in
 from stoker.errors import InputError
-from stoker.report import LogLine, RunEnd, parse_line
-from stoker.runs.reading import LOG_NAME, is_going, lock_holder
+from stoker.report import LOG_NAME, LogLine, RunEnd, parse_line
+from stoker.runs.reading import is_going, lock_holder, read_settings
 from stoker.runs.record import as_mapping, as_number
 from stoker.runs.telemetry import TELEMETRY_NAME
 
@@ -25,7 +25,7 @@ _FIRST_BYTES, _HEAD_BYTES = 1 << 18, 1 << 16
 
 @dataclass(frozen=True)
 class RunNow:
-    """What a run does. None: not known, or not yet.
+    """The state of a run. None: unknown, or not yet known.
 
     Attributes:
         folder: Of the run.
@@ -35,6 +35,7 @@ class RunNow:
         age_seconds: Since the last line of its logs.
         epoch: The current one, from 1; the last finished one where nothing else is known.
         num_epochs: As the config says.
+        seconds_left: Until the last epoch ends, by the mean of those that have; None before the first one has.
         step: Batches trained on.
         loss: Training loss, the last one that was read; after an epoch, of the whole epoch.
         val_loss: After the last finished epoch.
@@ -51,6 +52,7 @@ class RunNow:
     age_seconds: float | None = None
     epoch: int | None = None
     num_epochs: int | None = None
+    seconds_left: float | None = None
     step: int | None = None
     loss: float | None = None
     val_loss: float | None = None
@@ -62,7 +64,7 @@ class RunNow:
 
 
 class LogTail:
-    """What was added to a log since the last look; a line that is not whole yet waits for its end.
+    """Reads the lines added to a log since the last look; an incomplete last line is kept for the next look.
 
     Args:
         path: The log; it may appear later, and may be replaced.
@@ -84,7 +86,7 @@ class LogTail:
                 if status.st_ino != self._file_id or status.st_size < self._offset:
                     self._file_id, self._rest = status.st_ino, b""
                     self._offset = max(0, status.st_size - self._first_bytes)
-                    # What the run is stands at its beginning; the torn end of this piece is no event.
+                    # The config is at the beginning of a log. This piece ends within a line, which is skipped.
                     self._rest = file.read(min(self._offset, _HEAD_BYTES)) + b"\n"
                 if status.st_size == self._offset:
                     return []
@@ -101,23 +103,20 @@ class RunFollower:
     """Looks at a run from time to time.
 
     Args:
-        folder: Of the run; it must exist, its log may come later.
+        folder: Of the run; it may come later, and so may its log.
         clock: Seconds since 1970.
 
     Raises:
-        InputError: There is no such folder.
+        InputError: It is a file.
     """
 
     def __init__(self, folder: str | Path, clock: Callable[[], float] = time.time) -> None:
         self.folder = Path(folder)
         if self.folder.name == LOG_NAME:
             self.folder = self.folder.parent
-        if not self.folder.is_dir():
-            is_file = self.folder.exists()
+        if self.folder.exists() and not self.folder.is_dir():
             raise InputError(
-                f"{str(folder)!r} is a file."
-                if is_file
-                else f"there is no folder {str(folder)!r}.",
+                f"{str(folder)!r} is a file.",
                 "the folder of a run, as `stoker train` makes it",
                 look_in(self.folder.parent),
             )
@@ -128,36 +127,56 @@ class RunFollower:
         self._last_time: float | None = None
         self._ended: str | None = None
         self._finished: int | None = None
+        self._epoch_mark: float | None = None
+        self._epoch_seconds: list[float] = []
 
     def look(self) -> RunNow:
-        """Return how the run stands."""
+        """Return the state of the run."""
         # Notes of the telemetry are about readings; the monitor takes its own.
         readings = [line for line in self._telemetry.read() if line.event != "note"]
         lines = sorted(self._log.read() + readings, key=lambda line: line.time)
         for line in lines:
             self._last_time = line.time
             self._learn(line)
-            if line.event in ("end", "config", "begin"):
+            if line.event in ("end", "config", "begin", "fit"):
                 end = RunEnd.read(line)
                 self._ended = None if end is None else str(end)
             elif line.event == "result":
                 self._ended = "done"
         holder = lock_holder(self.folder)
-        age = None if self._last_time is None else max(0.0, self._clock() - self._last_time)
+        going = is_going(holder, self._age())
         return RunNow(
             self.folder,
-            state=self._state(is_going(holder, age)),
+            state=self._state(going),
             pid=holder[0] if holder is not None and holder[2] else None,
-            age_seconds=age,
+            age_seconds=self._age(),
+            seconds_left=self._seconds_left() if going else None,
             **self._known,
         )
+
+    def _age(self) -> float | None:
+        return None if self._last_time is None else max(0.0, self._clock() - self._last_time)
+
+    def _seconds_left(self) -> float | None:
+        """Return the time of the epochs that are left, validation and checkpoints included."""
+        whole: int | None = self._known.get("num_epochs")
+        took, mark = self._epoch_seconds, self._epoch_mark
+        if whole is None or self._finished is None or not took or mark is None:
+            return None
+        # The first one has the warm-up in it, and all before it where only the end of a log was read.
+        steady = took[1:] or took
+        each = sum(steady) / len(steady)
+        return float(max(0.0, (whole - self._finished) * each - (self._clock() - mark)))
 
     def _learn(self, line: LogLine) -> None:
         told = {name: value for name, value in _told_by(line).items() if value is not None}
         if line.event == "epoch":
             self._finished = told.get("epoch")
-        elif line.event in ("config", "begin"):
-            self._finished = None
+            if self._epoch_mark is not None:
+                self._epoch_seconds.append(line.time - self._epoch_mark)
+            self._epoch_mark = line.time
+        elif line.event in ("config", "begin", "fit"):
+            self._finished, self._epoch_mark, self._epoch_seconds = None, line.time, []
         elif line.event == "telemetry" and told.get("epoch", 0) <= (self._finished or -1):
             # A reading after an epoch repeats the last batches' loss beside the whole epoch's.
             told.pop("loss", None)
@@ -172,7 +191,7 @@ class RunFollower:
 
 
 def _told_by(line: LogLine) -> Mapping[str, Any]:
-    """Return what an event says about how a run stands."""
+    """Return the values of a `RunNow` that an event changes."""
     values = line.values
     if line.event == "telemetry":
         return dict(_from_telemetry(as_mapping(values.get("run"))))
@@ -187,8 +206,10 @@ def _told_by(line: LogLine) -> Mapping[str, Any]:
         told["loss"] = as_number(values.get("train_loss"))
         told["val_loss"] = as_number(as_mapping(values.get("metrics")).get("loss"))
         return told | {"epoch": _from_one(values.get("epoch"))}
+    if line.event == "fit":
+        return {"num_epochs": _whole(values.get("epochs"))}
     if line.event == "config":
-        return {"num_epochs": _whole(as_mapping(values.get("settings")).get("epochs"))}
+        return {"num_epochs": _whole(read_settings(values).get("training.epochs"))}
     if line.event == "note" and isinstance(values.get("text"), str):
         return {"note": values["text"]}
     return {}

@@ -121,7 +121,7 @@ def _time_unit(chart: Chart) -> tuple[float, str]:
 
 
 def _plain(text: str) -> str:
-    """Return text that is drawn as it stands: matplotlib reads $ as mathematics, a first _ as 'no label'."""
+    """Escape text for matplotlib, which reads $ as mathematics and a first _ as 'no label'."""
     shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in text[:80])
     shown = shown.replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown

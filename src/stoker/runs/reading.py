@@ -20,15 +20,16 @@ from typing import Any
 
 import psutil
 
+from stoker.config.resolve import as_key
 from stoker.display import look_in
 from stoker.errors import InputError
-from stoker.report import INCIDENTS, LogLine, Note, RunEnd, parse_line, read_note
+from stoker.report import INCIDENTS, LOG_NAME, LogLine, Note, RunEnd, parse_line, read_note
 from stoker.runs.record import Epoch, Event, RunRecord, State, as_mapping, as_mappings, as_number
 from stoker.runs.telemetry import TELEMETRY_NAME
 from stoker.strict_json import parse_json
 from stoker.units import format_count, format_seconds
 
-LOG_NAME, LOCK_NAME, DOCTOR_NAME = "run.jsonl", "lock", "doctor.json"
+LOCK_NAME, DOCTOR_NAME = "lock", "doctor.json"
 
 Holder = tuple[int, str, bool | None]
 """Process, host, and whether it is alive; None where that cannot be known."""
@@ -70,8 +71,8 @@ def read_run(path: str | Path, *, now: Callable[[], float] = time.time) -> RunRe
             dict.fromkeys(n.text for _, n in _notes(session or log) if n.topic not in INCIDENTS)
         ),
         events=_events(log, readings, clock),
-        config=as_mapping(config.get("settings")),
-        reasons=as_mapping(config.get("reasons")),
+        config=read_settings(config),
+        reasons=read_settings(config, "reasons"),
         plan=_last(log, "plan"),
         machine=_last(log, "machine"),
         result=_last(session, "result"),
@@ -100,7 +101,7 @@ def run_folder_of(path: str | Path) -> Path:
 
 
 def _read_lines(path: Path, problems: list[str]) -> list[LogLine]:
-    """Return the events of a log; what is no event is counted, not refused."""
+    """Return the events of a log; lines that are not events are counted and left out."""
     try:
         raw = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
@@ -136,8 +137,8 @@ def _has_bytes(path: Path) -> bool:
 class _Clock:
     """Seconds since a run began, pauses between its processes left out.
 
-    A process begins with a `config` in the log, or a `begin` in the telemetry; what lies between it and
-    the last thing heard before is a pause.
+    A process begins with a `config` in the log, or a `begin` in the telemetry; one of somebody's own trainer,
+    which writes neither, with a `fit`. What lies between it and the last thing heard before is a pause.
     """
 
     def __init__(self, logs: Sequence[Sequence[LogLine]]) -> None:
@@ -147,8 +148,9 @@ class _Clock:
         self.num_sessions = 1 if lines else 0
         before: LogLine | None = None
         fresh = True
+        begins = {"config", "begin"} if any(line.event == "config" for line in lines) else {"fit"}
         for line in lines:
-            if line.event in ("config", "begin"):
+            if line.event in begins:
                 if not fresh and before is not None:
                     self.num_sessions += 1
                     self._starts.append(line.time)
@@ -180,9 +182,9 @@ def _notes(lines: Iterable[LogLine]) -> Iterator[tuple[LogLine, Note]]:
             yield line, note
 
 
-def _last_end(readings: Sequence[LogLine]) -> RunEnd | None:
+def _last_end(lines: Sequence[LogLine]) -> RunEnd | None:
     """Return how the last process that said so ended."""
-    return next((end for line in reversed(readings) if (end := RunEnd.read(line))), None)
+    return next((end for line in reversed(lines) if (end := RunEnd.read(line))), None)
 
 
 def _epochs(log: Sequence[LogLine], clock: _Clock) -> tuple[Epoch, ...]:
@@ -226,7 +228,7 @@ def _events(
     found = [
         Event(clock.at(line.time), note.topic.value, note.text, line.step)
         for line, note in _notes(log)
-        if note.topic in INCIDENTS
+        if note.topic in INCIDENTS or note.values.get("fallback") is True
     ]
     found += [
         Event(clock.at(line.time), "loss", line.values["message"], line.step)
@@ -234,7 +236,8 @@ def _events(
         if line.event == "nonfinite" and isinstance(line.values.get("message"), str)
     ]
     found += [Event(clock.at(line.time), "telemetry", note.text) for line, note in _notes(readings)]
-    for line in readings:
+    # The trainer writes its ending to the log, `stoker train` to the readings too.
+    for line in readings or log:
         end = RunEnd.read(line)
         if end is not None and end.ended != "done":
             found.append(Event(clock.at(line.time), "ended", str(end)))
@@ -252,7 +255,7 @@ def _findings(path: Path, problems: list[str]) -> tuple[Mapping[str, Any], ...]:
         return ()
 
 
-# -- how it stands -------------------------------------------------------------------------------
+# -- state ---------------------------------------------------------------------------------------
 
 
 def _judge(
@@ -271,7 +274,7 @@ def _judge(
         return "empty", "Nothing is written yet."
     if _is_finished(log, readings, epochs):
         return "done", f"Done: {format_count(len(epochs), 'epoch')}."
-    end = _last_end(readings)
+    end = _last_end(sorted((*log, *readings), key=lambda line: line.time))
     finished = f"{format_count(len(epochs), 'epoch')} finished"
     if end is not None and end.ended in ("terminated", "interrupted"):
         return "stopped", f"Stopped before its end ({end.ended}); {finished}. `--resume` goes on."
@@ -284,24 +287,30 @@ def _is_finished(
     log: Sequence[LogLine], readings: Sequence[LogLine], epochs: Sequence[Epoch]
 ) -> bool:
     """Whether the run came to its end; a resume that was refused afterwards does not change that."""
-    told = (line.event for line in reversed(log) if line.event in ("result", "steps", "epoch"))
-    if next(told, "") == "result":
+    telling = ("result", "fit", "steps", "epoch", "end")
+    told = next((line for line in reversed(log) if line.event in telling), None)
+    if told is not None and (told.event == "result" or RunEnd.read(told) == RunEnd("done")):
         return True
     if readings and RunEnd.read(readings[-1]) == RunEnd("done"):
         return True
-    asked = as_number(as_mapping(_last(log, "config").get("settings")).get("epochs"))
+    asked = as_number(read_settings(_last(log, "config")).get("training.epochs"))
     return bool(epochs) and asked is not None and epochs[-1].number + 1 >= asked
 
 
+def read_settings(config: Mapping[str, Any], part: str = "settings") -> dict[str, Any]:
+    """Return the settings of a log's line `config`, or their reasons, by key; older logs have former names."""
+    return {as_key(name): value for name, value in as_mapping(config.get(part)).items()}
+
+
 def is_going(holder: Holder | None, age_seconds: float | None) -> bool:
-    """Whether somebody works on a run; one on another host is believed while its log grows."""
+    """Whether a process trains the run; one on another host counts while the log grows."""
     if holder is None or holder[2] is not None:
         return holder is not None and bool(holder[2])
     return age_seconds is not None and age_seconds < _SILENT_SECONDS
 
 
 def lock_holder(folder: Path) -> Holder | None:
-    """Return (process, host, whether it is alive) of who works on a run; None when nobody does.
+    """Return (process, host, whether it is alive) of the process that trains a run, or None.
 
     Alive is None for a process on another host. Does not take the lock, not even for a moment.
     """

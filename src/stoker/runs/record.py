@@ -1,4 +1,4 @@
-"""A run as one frozen value: what it did over time, and the figures that are drawn from it.
+"""A run as one frozen value: its course over time, and the figures computed from it.
 
 Enters: what `reading.py` found in a run's folder. Leaves: a `RunRecord`; tracks over time, means, peaks.
 Costs a pass over the telemetry per track.
@@ -15,6 +15,10 @@ from typing import Any, Literal
 
 State = Literal["going", "done", "stopped", "failed", "cut short", "empty"]
 Track = list[tuple[float, float | None]]
+
+
+BUSY_SHARE = 0.2
+"""Share of a machine's cores from which on other work makes a comparison of runs unfair."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,8 @@ class RunRecord:
         telemetry: (seconds since the beginning, values) of every reading.
         notes: Choices with their reasons, of the last session.
         events: What happened, in order.
-        config: Settings of the last session, and where each came from; empty where not recorded.
-        reasons: Likewise.
+        config: Settings of the last session by key; empty where not recorded.
+        reasons: Key to the origin of its value.
         plan: As `Plan.to_json`; empty where not recorded.
         machine: As `Machine.to_json`; empty where not recorded.
         result: The best checkpoint on validation and test samples, and chance; empty before the end.
@@ -101,7 +105,7 @@ class RunRecord:
     problems: tuple[str, ...]
 
     def track(self, part: str, name: str) -> Track:
-        """Return one number of `run` or `process` over time; None where it was not known."""
+        """Return one number of `run`, `process` or `host` over time; None where it was not known."""
         return [(at, as_number(as_mapping(v.get(part)).get(name))) for at, v in self.telemetry]
 
     def gpu_track(self, index: int, name: str) -> Track:
@@ -162,6 +166,17 @@ class RunRecord:
         return mean(value for _, value in self.track("run", "wait_share"))
 
     @cached_property
+    def other_cores(self) -> float | None:
+        """Cores that other processes kept busy, on average; None where that was not recorded."""
+        return mean(value for _, value in self.track("host", "other_cores"))
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other work took so much of the machine that the run's speed is not its own."""
+        cores = largest(value for _, value in self.track("host", "num_cores"))
+        return bool(cores) and (self.other_cores or 0.0) >= BUSY_SHARE * (cores or 1.0)
+
+    @cached_property
     def epoch_seconds(self) -> float | None:
         """Mean time of an epoch, the first one left out where there are several."""
         known = [epoch.seconds for epoch in self.epochs if epoch.seconds]
@@ -169,7 +184,7 @@ class RunRecord:
 
     @cached_property
     def peak_device_bytes(self) -> float | None:
-        """Most device memory that the process held; what NVML saw where torch did not say."""
+        """Most device memory that the process held; NVML's reading where torch's is missing."""
         held = largest(value for _, value in self.track("run", "reserved_bytes"))
         if held is not None:
             return held
@@ -199,11 +214,11 @@ def as_mappings(value: Any) -> list[Mapping[str, Any]]:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of what is known; None when nothing is."""
+    """Return the mean of the known values, or None."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def largest(values: Iterable[float | None]) -> float | None:
-    """Return the greatest of what is known; None when nothing is."""
+    """Return the largest of the known values, or None."""
     return max((value for value in values if value is not None), default=None)

@@ -1,4 +1,4 @@
-"""The page of `stoker report`: one run told whole, or several side by side with their ratio.
+"""The page of `stoker report`: one run in full, or several side by side with their ratio.
 
 Enters: `RunRecord`s. Leaves: one HTML page as text, which needs no network. Costs: string work, about 60 kB
 and 30 ms per run.
@@ -16,7 +16,7 @@ from stoker.page.charts import Chart, chart_grid, line_chart
 from stoker.runs.comparison import QUANTITIES, format_rate, format_share, ratio
 from stoker.runs.figures import gpu_charts, loss_charts, memory_charts, speed_charts
 from stoker.runs.record import RunRecord, as_mapping, as_mappings, as_number
-from stoker.runs.targets import BUSY_FOOTNOTE
+from stoker.runs.telemetry import BUSY_FOOTNOTE
 from stoker.strict_json import json_text
 from stoker.units import format_bytes, format_count, format_seconds, local_time
 
@@ -29,7 +29,7 @@ _MAX_EVENTS = 300
 
 
 def run_page(runs: Sequence[RunRecord]) -> str:
-    """Return the page of one run, or of several: the first is what the others are compared with."""
+    """Return the page of one run, or of several, which are compared with the first."""
     runs = with_unique_names(runs)
     sections = [
         Section("summary", "Summary", _summary(runs)),
@@ -78,6 +78,11 @@ def verdict(runs: Sequence[RunRecord]) -> str:
     known = [(run.samples_per_second, run) for run in runs if run.samples_per_second]
     if first.samples_per_second is None or len(known) < 2:
         return f"{len(runs)} runs; there is no rate to compare."
+    disturbed = [run for run in runs if run.is_disturbed]
+    if disturbed:
+        busy = ", ".join(f"{run.other_cores:.1f} cores in {run.name}" for run in disturbed)
+        rates = ", ".join(f"{run.name} {format_rate(run.samples_per_second)}" for run in runs)
+        return f"The machine was busy with other work ({busy}): rates do not compare. Samples/s: {rates}."
     rate, best = max(known, key=lambda pair: pair[0] or 0.0)
     if best is first:
         return f"{first.name} is the fastest of {len(runs)}: {format_rate(rate)} samples/s."
@@ -128,7 +133,7 @@ def _summary(runs: Sequence[RunRecord]) -> Html:
 
 def _figures(run: RunRecord) -> Html:
     facts: dict[str, str] = {"State": page.badge(run.state, _STATE_KINDS[run.state])}
-    recipe = run.config.get("recipe")
+    recipe = run.config.get("recipe.name")
     if recipe:
         facts["Recipe"] = str(recipe)
     for quantity in QUANTITIES:
@@ -253,7 +258,7 @@ def _gpu(runs: Sequence[RunRecord]) -> Html:
 
 
 def _events(run: RunRecord, key: str) -> Html | None:
-    # That there is no GPU at all is said once, in its own section.
+    # A missing GPU is mentioned once, in the GPU section.
     events = [event for event in run.events if run.gpu_indices or event.kind != "telemetry"]
     if not events:
         return None
@@ -359,7 +364,7 @@ def _config(runs: Sequence[RunRecord]) -> Html:
 
 
 def _differences(runs: Sequence[RunRecord]) -> Html:
-    names = sorted({name for run in runs for name in run.config} - {"run_dir", "notes"})
+    names = sorted({name for run in runs for name in run.config} - {"run.dir", "notes"})
     rows = []
     for name in names:
         values = [_plain(run.config.get(name)) for run in runs]

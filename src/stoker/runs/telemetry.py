@@ -1,6 +1,6 @@
 """Telemetry of a run: readings of GPU and process, written by a thread while it trains.
 
-Enters: NVML, the process, and the run's counters (`RunCounters`). Leaves: `telemetry.jsonl` in
+Enters: NVML, the process, the machine's cores, and the run's counters (`RunCounters`). Leaves: `telemetry.jsonl` in
 the run's folder, written like the run log, with the events `begin`, `telemetry` (unknown values left out),
 `note` and `end`. Costs about 0.5 ms of a core and 0.7 kB per reading: at first every half second,
 later every five.
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import psutil
 
@@ -95,6 +95,58 @@ class GpuReading:
         return self.memory_used_bytes / self.memory_total_bytes
 
 
+# -- target ranges of a busy GPU -----------------------------------------------------------------
+
+Verdict = Literal["below", "within", "above"]
+
+BUSY_FOOTNOTE = (
+    "busy is utilization.gpu: the share of time with at least one kernel running. One small kernel is "
+    "enough, so it is not occupancy: trust samples/s."
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A range of percents or degrees.
+
+    Attributes:
+        low: The least that is aimed at; 0 when any little is fine.
+        high: The most.
+        below: What it means to be below.
+        above: What it means to be above.
+    """
+
+    low: float
+    high: float
+    below: str
+    above: str
+
+    def judge(self, value: float | None) -> Verdict | None:
+        """Return the position of a value; the ends belong to the range."""
+        if value is None:
+            return None
+        return "below" if value < self.low else "above" if value > self.high else "within"
+
+
+BUSY = Target(85, 95, "waiting for the host", "no headroom, and nothing wrong with that")
+MEMORY = Target(70, 90, "room for a larger batch or more data", "close to running out")
+TEMPERATURE = Target(0, 79, "", "may slow its clocks down")
+TARGETS: Mapping[str, Target] = {"busy": BUSY, "memory": MEMORY, "temperature": TEMPERATURE}
+
+
+def judge_gpu(gpu: GpuReading) -> dict[str, Verdict | None]:
+    """Return the verdict on each reading that has a target."""
+    share = gpu.memory_share
+    return {
+        "busy": BUSY.judge(gpu.utilization_percent),
+        "memory": MEMORY.judge(None if share is None else share * 100),
+        "temperature": TEMPERATURE.judge(gpu.temperature_celsius),
+    }
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class ProcessReading:
     """One reading of a process.
@@ -137,7 +189,7 @@ class Meter:
 
     @property
     def notes(self) -> list[str]:
-        """What could not be read, and why; each once."""
+        """Readings that failed, each with its reason once."""
         return self._reader.notes
 
     def __enter__(self) -> Self:
@@ -173,6 +225,16 @@ class Meter:
             self._process = None
             return None
         return ProcessReading(self.pid, None if first else percent / 100, resident)
+
+    def read_other_cores(self, process: ProcessReading | None) -> float | None:
+        """Return the cores that everything but the process kept busy; None at the first reading.
+
+        In a container these are the host's: who else works there slows the process down as well.
+        """
+        percent = psutil.cpu_percent()
+        if process is None or process.cpu_cores is None:
+            return None
+        return max(0.0, percent / 100 * (psutil.cpu_count() or 1) - process.cpu_cores)
 
     def _reading(self, gpu: Gpu) -> GpuReading:
         total, free = gpu.memory_total_bytes, gpu.memory_free_bytes
@@ -286,6 +348,9 @@ class TelemetryLog:
         process = meter.read_process()
         if process is not None:
             values["process"] = _compact(asdict(process))
+        values["host"] = _compact(
+            {"other_cores": meter.read_other_cores(process), "num_cores": psutil.cpu_count()}
+        )
         epoch = None
         if self._counters is not None:
             counted = self._ask()

@@ -1,7 +1,8 @@
 """`stoker pack arrays`: numpy and HDF5 arrays as they are.
 
 Enters: `.npy` (one field, named after the file), `.npz` (one field per entry) or `.h5` (one field
-per dataset), all with the same number of rows. Leaves: dense fields with the same dtypes. Costs:
+per dataset), all with the same number of rows, and a choice among them. Leaves: fields with the same dtypes,
+dense ones, and ragged ones of a sparse matrix. Costs:
 one part of about 256 MB in memory per worker; `.npy` is read through a memory map, `.npz` is
 unzipped once beside the store being made, after a look at the free disk space. `blocks` reads an `.npz` as a stream,
 without the disk.
@@ -17,9 +18,8 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -27,12 +27,13 @@ import numpy as np
 import xxhash
 
 from stoker import bounds
-from stoker.display import quoted
-from stoker.errors import SourceError, file_error, require_file
+from stoker.display import command, quoted
+from stoker.errors import SourceError, StokerError, file_error, require_file
 from stoker.ownership import always, writing
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
-from stoker.store.fields import Array, Dense, FieldData
-from stoker.store.reader import open_store
+from stoker.store.fields import Dense, FieldData, Ragged
+from stoker.store.plain import Selection, choose, group_prefix
+from stoker.store.reader import Store, open_store
 from stoker.units import format_bytes
 
 PART_BYTES = 256 << 20
@@ -41,7 +42,7 @@ _DEFLATE_RATIO = 1032
 """Deflate cannot pack more bytes into one."""
 _ROW_COPIES = 3
 """A part is held as it was read, as it is written, and by the hash of its bytes."""
-_HDF5 = {".h5", ".hdf5", ".he5", ".hdf"}
+_HDF5 = {".h5", ".hdf5", ".he5", ".hdf", ".h5ad", ".nxs", ".nc", ".mat"}
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,13 @@ class ArraysSource:
         paths: The files; several files give several fields of one store.
         names: Field names, where the files' own are not wanted: one per field, in order.
         part_bytes: Size of one part, and so of one shard.
+        chosen: Which arrays of the file; with one file only.
     """
 
     paths: tuple[Path, ...]
     names: tuple[str, ...] = ()
     part_bytes: int = PART_BYTES
+    chosen: Selection = Selection()  # noqa: RUF009
 
     kind: ClassVar[str] = "arrays"
     version: ClassVar[int] = 1
@@ -67,14 +70,18 @@ class ArraysSource:
         return self.paths
 
     def options(self) -> Mapping[str, Json]:
-        """The names, and the part size: it decides the shards."""
-        return {"names": list(self.names), "part_bytes": self.part_bytes}
+        """The names and the choice, and the part size: it decides the shards."""
+        chosen = {name: value for name, value in vars(self.chosen).items() if value}
+        if "fields" in chosen:
+            chosen["fields"] = list(self.chosen.fields)
+        return {"names": list(self.names), "part_bytes": self.part_bytes, **chosen}
 
     def prepare(self, scratch: Path) -> Preparation:
         """Check that all arrays have the same rows, and cut them into parts."""
-        with _opened(self.paths, scratch) as arrays:
+        notes: list[str] = []
+        with _opened(self, scratch, notes=notes) as arrays:
             names = self._names(arrays)
-            num_rows = _count(names, arrays)
+            num_rows = _count(self.paths[0], names, arrays)
             row_bytes = sum(array.row_bytes for array in arrays.values())
         bounds.require_memory(
             _ROW_COPIES * row_bytes,
@@ -95,7 +102,7 @@ class ArraysSource:
             )
             for number, start in enumerate(starts)
         ]
-        notes = [f"array {old!r} is stored as field {new!r}" for old, new in renamed.items()]
+        notes += [f"array {old!r} is stored as field {new!r}" for old, new in renamed.items()]
         return Preparation(
             parts, num_rows * row_bytes + (1 << 20), notes=notes, found=num_rows, unit="rows"
         )
@@ -105,9 +112,9 @@ class ArraysSource:
 
         An `.npz` is decompressed as a stream; only one in Fortran order goes through `scratch`.
         """
-        with _opened(self.paths, scratch, in_order=True) as arrays:
+        with _opened(self, scratch, in_order=True) as arrays:
             names = self._names(arrays)
-            num_rows = _count(names, arrays)
+            num_rows = _count(self.paths[0], names, arrays)
             row_bytes = sum(array.row_bytes for array in arrays.values())
             bounds.require_memory(
                 _ROW_COPIES * row_bytes,
@@ -120,18 +127,18 @@ class ArraysSource:
                 yield (
                     stop - start,
                     {
-                        name: Dense(array.read(start, stop))
+                        name: array.read(start, stop)
                         for name, array in zip(names, arrays.values(), strict=True)
                     },
                 )
 
     def build(self, part: Part, context: PartContext) -> PartData:
         """Read one range of rows of every array."""
-        with _opened(self.paths, context.scratch) as arrays:
+        with _opened(self, context.scratch) as arrays:
             names = self._names(arrays)
             stop = part.payload + part.num_samples
             fields = {
-                name: Dense(array.read(part.payload, stop))
+                name: array.read(part.payload, stop)
                 for name, array in zip(names, arrays.values(), strict=True)
             }
         return PartData(fields)
@@ -153,14 +160,17 @@ class ArraysSource:
         return list(self.names)
 
 
-def _count(names: Sequence[str], arrays: Mapping[str, _Rows]) -> int:
+def _count(path: Path, names: Sequence[str], arrays: Mapping[str, _Rows]) -> int:
     """Return the number of rows that all arrays have."""
     counts = {name: array.shape[0] for name, array in zip(names, arrays.values(), strict=True)}
     if len(set(counts.values())) > 1:
+        fix = "pack them into separate stores"
+        if path.suffix.lower() == ".npz":
+            fix = command("stoker", "inspect", path, "--rows", max(counts.values()))
         raise SourceError(
             f"the arrays have different numbers of rows: {counts}.",
             "one first dimension for all",
-            "pack them into separate stores",
+            fix,
         )
     return next(iter(counts.values()))
 
@@ -189,29 +199,47 @@ def _field_names(names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """An array that hands out ranges of rows."""
+    """An array that hands out ranges of rows.
+
+    Attributes:
+        shape: `(rows, ...)`.
+        dtype: Of a value.
+        read: Called with the first row and the one after the last.
+        ragged_bytes: Of all values, where rows have different numbers of them.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    read: Callable[[int, int], Array]
+    read: Callable[[int, int], FieldData]
+    ragged_bytes: int | None = None
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Bytes of one row; of a ragged array, on average."""
+        if self.ragged_bytes is not None:
+            return self.ragged_bytes // max(1, self.shape[0]) + 8
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 @contextmanager
 def _opened(
-    paths: Sequence[Path], scratch: Path, in_order: bool = False
+    source: ArraysSource, scratch: Path, in_order: bool = False, notes: list[str] | None = None
 ) -> Iterator[dict[str, _Rows]]:
     """Open all files; duplicate names and unusable arrays are refused.
 
     Args:
-        paths: The files.
+        source: The files and what was chosen of them.
         scratch: Where archives are unpacked.
         in_order: The rows will be read once, from the first to the last.
+        notes: Gets what a user should know about the files.
     """
+    paths = source.paths
+    if source.chosen != Selection() and len(paths) > 1:
+        raise SourceError(
+            f"--fields, --group or --rows with {len(paths)} files.",
+            "one file, of which arrays are chosen",
+            command("stoker", "inspect", paths[0]),
+        )
     if not paths:
         raise SourceError(
             "no array files were given.",
@@ -221,7 +249,8 @@ def _opened(
     arrays: dict[str, _Rows] = {}
     with ExitStack() as stack:
         for path in paths:
-            found = _open(require_file(path, "array file"), scratch, stack, in_order)
+            require_file(path, "array file")
+            found = _open(path, source.chosen, scratch, stack, in_order, notes)
             for name, rows in found.items():
                 if name in arrays:
                     raise SourceError(
@@ -241,25 +270,27 @@ def _opened(
         yield arrays
 
 
-def _open(path: Path, scratch: Path, stack: ExitStack, in_order: bool) -> dict[str, _Rows]:
+def _open(
+    path: Path,
+    chosen: Selection,
+    scratch: Path,
+    stack: ExitStack,
+    in_order: bool,
+    notes: list[str] | None,
+) -> dict[str, _Rows]:
     suffix = path.suffix.lower()
     if suffix in _HDF5:
-        store = stack.enter_context(open_store(path))
-        return {
-            name: _Rows(
-                (store.num_samples, *info.shape),
-                np.dtype(info.dtype),
-                partial(store.read_rows, name),
-            )
-            for name, info in store.fields.items()
-        }
+        store = stack.enter_context(open_store(path, **vars(chosen)))
+        if notes is not None:
+            notes.extend(store.notes)
+        return {name: _stored_rows(store, name) for name in store.fields}
     if suffix not in {".npy", ".npz"}:
         raise SourceError(f"{path} has the ending {path.suffix!r}.", ".npy, .npz, .h5 or .hdf5", "")
     try:
         if suffix == ".npy":
             return {path.stem: _map(path, path.name)}
         archive = stack.enter_context(bounds.open_zip(path))
-        members = _members(path, archive)
+        members = _selected(path, archive, _members(path, archive), chosen)
         if in_order:
             return {
                 name: _stream(archive, member, stack) or _map(_unzip(path, member, scratch), name)
@@ -267,7 +298,7 @@ def _open(path: Path, scratch: Path, stack: ExitStack, in_order: bool) -> dict[s
             }
         _check_room(path, members.values(), scratch)
         return {name: _map(_unzip(path, member, scratch), name) for name, member in members.items()}
-    except SourceError:
+    except StokerError:
         raise
     except (*_DAMAGE, OSError) as error:
         if isinstance(error, OSError) and (known := file_error(error, scratch)) is not None:
@@ -275,6 +306,42 @@ def _open(path: Path, scratch: Path, stack: ExitStack, in_order: bool) -> dict[s
         raise SourceError(
             f"{path} cannot be read as a numpy file: {error}.", "an intact .npy or .npz", ""
         ) from error
+
+
+def _stored_rows(store: Store, name: str) -> _Rows:
+    """Return a field of an HDF5 file; a sparse matrix has ragged ones."""
+    info = store.fields[name]
+    shape, dtype = (store.num_samples, *info.shape), np.dtype(info.dtype)
+    if info.kind == "dense":
+        return _Rows(shape, dtype, lambda start, stop: Dense(store.read_rows(name, start, stop)))
+    total = store.manifest.shards[0].rows[f"{name}/values"] * dtype.itemsize
+    return _Rows(
+        shape, dtype, lambda start, stop: Ragged(*store.read_ragged(name, start, stop)), total
+    )
+
+
+def _selected(
+    path: Path,
+    archive: zipfile.ZipFile,
+    members: Mapping[str, zipfile.ZipInfo],
+    chosen: Selection,
+) -> Mapping[str, zipfile.ZipInfo]:
+    """Return the members that were chosen, by their names inside the group; others are not unpacked."""
+    if chosen == Selection():
+        return members
+    headers: dict[str, _Header] = {}
+    for name, member in members.items():
+        # One that cannot be read is no candidate; when it is asked for by name, it is missing.
+        with suppress(ValueError), archive.open(member) as stream:
+            header = _read_header(stream, member.filename)
+            if header.shape and header.dtype.kind in "biuf":
+                headers[name] = header
+    lengths = {name: header.shape[0] for name, header in headers.items()}
+    prefix = "" if chosen.group is None else group_prefix(path, chosen.group, lengths)
+    inside = {name: rows for name, rows in lengths.items() if name.startswith(prefix)}
+    sizes = {name: headers[name].data_bytes for name in inside}
+    taken = choose(path, inside, sizes, chosen, prefix)
+    return {name.removeprefix(prefix): members[name] for name in taken}
 
 
 _DAMAGE = (
@@ -336,7 +403,9 @@ def _map(file: Path, name: str) -> _Rows:
     with file.open("rb") as stream:
         _check_size(_read_header(stream, name), file.stat().st_size, name)
     values = np.load(file, mmap_mode="r", allow_pickle=False)
-    return _Rows(values.shape, values.dtype, lambda start, stop: np.array(values[start:stop]))
+    return _Rows(
+        values.shape, values.dtype, lambda start, stop: Dense(np.array(values[start:stop]))
+    )
 
 
 def _check_size(header: _Header, size_bytes: int, name: str) -> None:
@@ -425,7 +494,7 @@ def _stream(archive: zipfile.ZipFile, member: zipfile.ZipInfo, stack: ExitStack)
         return None
     done = 0
 
-    def read(start: int, stop: int) -> Array:
+    def read(start: int, stop: int) -> FieldData:
         nonlocal done
         assert start == done, "a stream is read in order"
         done = stop
@@ -449,6 +518,6 @@ def _stream(archive: zipfile.ZipFile, member: zipfile.ZipInfo, stack: ExitStack)
                 "an intact .npy or .npz",
                 "",
             ) from error
-        return values
+        return Dense(values)
 
     return _Rows(header.shape, header.dtype, read)

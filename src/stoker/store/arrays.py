@@ -5,9 +5,13 @@ buffer, in native byte order, or an error with file, dataset and offset. Costs: 
 piece (6 GB/s a thread from the page cache); the first read of a block also hashes it (about
 10 GB/s), later reads do not.
 
-Contract: success means every byte asked for is in the buffer and, where checksums exist, was
-verified at least once since opening. On failure the buffer's content is undefined and an error
-names the place. All methods are thread-safe; none blocks on another but for the library path.
+Contract, for every thread:
+- success: every byte asked for is in the buffer and, where checksums exist, was verified at least once since opening.
+- failure: the error names file, dataset and place. The buffer's content is undefined. The array stays usable: a read
+  that failed on a bad block fails again, other rows can be read.
+- cancel: a read is never interrupted. A task that has begun ends; tasks that were not run leave no trace.
+  `OpenFile.close` during a read makes that read fail; `Shard.release` lets it finish first.
+All methods are thread-safe. Only datasets that go through h5py wait for each other.
 """
 
 from __future__ import annotations
@@ -202,7 +206,7 @@ class StoredArray:
         return out
 
     def read_into(self, start: int, stop: int, out: Array) -> None:
-        """Fill `out` (this dtype, C-contiguous, exactly these rows) in the calling thread."""
+        """Fill `out` (this dtype, C-contiguous, exactly these rows) in the calling thread; blocks."""
         if self.location.layout == "contiguous" and self.location.offset is not None and out.nbytes:
             # The common case without the task list: one small row costs 10 µs instead of 20.
             row_bytes = self.location.row_bytes
@@ -214,7 +218,11 @@ class StoredArray:
             task()
 
     def tasks(self, start: int, stop: int, out: Array) -> Iterator[Task]:
-        """Yield independent tasks that together fill `out`; run them in any threads."""
+        """Yield independent tasks that together fill `out`: each writes its own part, so any threads may run them.
+
+        `out` is complete when all have returned. After one has raised, the others may still run: the caller must
+        wait for them before it uses the buffer for something else.
+        """
         if out.nbytes == 0:
             return
         if self.location.layout == "library":
@@ -278,6 +286,7 @@ class StoredArray:
         total = len(self) * self.location.row_bytes
         low, high = block * self._block_bytes, min((block + 1) * self._block_bytes, total)
         whole = (begin, end) == (low, high) or self._verified[block]
+        # Two threads may verify the same block at once: both hash the same bytes, and both set the mark to 1.
         data = out if whole else memoryview(bytearray(high - low))
         at = begin if whole else low
         self.file.read(self.location.offset + at, data, self.location.dataset)
@@ -326,7 +335,11 @@ class StoredArray:
         out[tuple(into)] = values[tuple(of)]
 
     def _decoded(self, chunk: Chunk) -> Array:
-        """Return a chunk's values, remembering a few: rows are often asked for one by one."""
+        """Return a chunk's values, keeping a few: rows are often asked for one by one.
+
+        The lock is held for the look-up only. Two threads that miss the same chunk both decode it, which costs
+        less than one that waits while the other reads from a slow disk. A chunk that fails is not kept.
+        """
         with self._lock:
             if (known := self._chunks.get(chunk.origin)) is not None:
                 self._chunks.move_to_end(chunk.origin)
@@ -344,8 +357,9 @@ class StoredArray:
     # -- library ---------------------------------------------------------------------------
 
     def _read_library(self, start: int, stop: int, out: Array) -> None:
+        # h5py has one lock for the whole process; ours keeps the handle from being opened twice.
         with self._lock:
-            # A handle inherited by fork is not ours to use: open again in each process.
+            # A handle inherited by fork shares its file position and caches with the parent: open again.
             if self._library is None or self._library[0] != os.getpid():
                 self._library = (os.getpid(), open_hdf5(self.location.file))
             try:

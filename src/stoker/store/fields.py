@@ -32,6 +32,28 @@ PARTS: Mapping[str, Mapping[str, str | None]] = {
 """Kind of field to its datasets: suffix of the name, and dtype; None is the field's own."""
 
 
+class SplitCodes(np.ndarray[Any, np.dtype[Any]]):
+    """One number per sample: 0 train, 1 val, 2 test, 3 purged. A `Loader` takes the samples of one of them.
+
+    Attributes:
+        train: The sorted numbers of the samples for training.
+        val: Those for validation.
+        test: Those for the test.
+    """
+
+    @property
+    def train(self) -> Array:  # noqa: D102
+        return np.flatnonzero(np.asarray(self) == 0)
+
+    @property
+    def val(self) -> Array:  # noqa: D102
+        return np.flatnonzero(np.asarray(self) == 1)
+
+    @property
+    def test(self) -> Array:  # noqa: D102
+        return np.flatnonzero(np.asarray(self) == 2)
+
+
 def _stored(values: Array, what: str) -> Array:
     """Return `values` little-endian and C-contiguous; refuse what HDF5 cannot hold plainly."""
     values = np.asarray(values)

@@ -5,15 +5,14 @@ of chunks, or "library" with the reason. Costs: about 1.2 µs per chunk, once pe
 
 h5py serialises every call of a process behind one lock, and its default chunk shape makes one
 row of a wide array cost 47 ms; positional reads at known offsets have neither problem. What
-this file does not understand (other filters, checksums of HDF5's own, virtual or external data,
-numbers of other bits than numpy's) goes through the library, slower and right.
+this file does not understand (filters that `filters.py` cannot undo, virtual or external data, numbers of
+other bits than numpy's) goes through the library, slower and right.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,12 +27,12 @@ from stoker import bounds
 from stoker.display import command, look_in
 from stoker.errors import CorruptError, StokerError, StoreError
 from stoker.store.fields import Array
+from stoker.store.filters import can_undo, undo_filters
 from stoker.units import format_bytes
 
 _CHUNK_COPIES = 3
 """As stored, inflated, and with its bytes in order."""
 _CHUNK_ENTRY_BYTES = 400
-_SHUFFLE, _DEFLATE = h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE
 
 
 @dataclass(frozen=True)
@@ -143,6 +142,22 @@ def _repack(file: Path) -> str:
     return command("python3", "-c", code)
 
 
+def has_fill(dataset: h5py.Dataset) -> bool:
+    """Return whether the file says what values stand where nothing was written."""
+    defined = dataset.id.get_create_plist().fill_value_defined()
+    return bool(defined != h5py.h5d.FILL_VALUE_UNDEFINED)
+
+
+def is_written(dataset: h5py.Dataset) -> bool:
+    """Return whether every chunk of a dataset was written, or its one piece of bytes."""
+    if dataset.chunks is None:
+        return bool(dataset.id.get_storage_size()) or 0 in dataset.shape
+    grid = (
+        -(-length // chunk) for length, chunk in zip(dataset.shape, dataset.chunks, strict=True)
+    )
+    return bool(dataset.id.get_num_chunks() == math.prod(grid))
+
+
 def locate(file: Path, dataset: h5py.Dataset) -> Location:
     """Find out how `dataset` can be read. The h5py file may be closed afterwards."""
     plist = dataset.id.get_create_plist()
@@ -151,7 +166,8 @@ def locate(file: Path, dataset: h5py.Dataset) -> Location:
         "dataset": dataset.name.lstrip("/"),
         "shape": tuple(int(length) for length in dataset.shape),
         "dtype": dataset.dtype,
-        "fill": dataset.fillvalue,
+        # Netcdf's no-fill mode leaves it undefined, and h5py raises; what was never written is then 0.
+        "fill": dataset.fillvalue if has_fill(dataset) else 0,
     }
     if not _is_numpys(dataset):
         stored = dataset.id.get_type()
@@ -208,8 +224,7 @@ def check_bounds(location: Location, size_bytes: int) -> None:
 
 def _locate_chunked(facts: dict[str, Any], dataset: h5py.Dataset, plist: Any) -> Location:
     filters = tuple(plist.get_filter(i)[0] for i in range(plist.get_nfilters()))
-    # Decoding is written for what gzip users have: optional shuffle, then deflate.
-    if filters not in {(), (_DEFLATE,), (_SHUFFLE,), (_SHUFFLE, _DEFLATE)}:
+    if not can_undo(filters):
         names = ", ".join(
             plist.get_filter(i)[3].decode(errors="replace") for i in range(len(filters))
         )
@@ -233,48 +248,23 @@ def _locate_chunked(facts: dict[str, Any], dataset: h5py.Dataset, plist: Any) ->
 
 
 def read_chunk(location: Location, chunk: Chunk, read: Callable[[int, memoryview], None]) -> Array:
-    """Read and decode one chunk; `read(offset, buffer)` fills the buffer from the file."""
+    """Read and decode one chunk; `read(offset, buffer)` fills the buffer from the file. Thread-safe.
+
+    Raises:
+        CorruptError: With the chunk's place in the array and in the file.
+    """
     expected = math.prod(location.chunk_shape) * location.dtype.itemsize
     if chunk.size > expected + expected // 8 + 4096:  # deflate makes random bytes a little longer
         raise _bad_chunk(location, chunk, f"its table says {chunk.size} bytes, for {expected}")
     raw = bytearray(chunk.size)
     read(chunk.byte_offset, memoryview(raw))
-    return decode_chunk(location, chunk, raw)
-
-
-def decode_chunk(location: Location, chunk: Chunk, raw: bytes | bytearray | memoryview) -> Array:
-    """Undo the filters of one chunk. Releases the GIL while inflating; thread-safe."""
-    expected = math.prod(location.chunk_shape) * location.dtype.itemsize
-    for position in reversed(range(len(location.filters))):
-        if chunk.filter_mask >> position & 1:
-            continue
-        if location.filters[position] == _DEFLATE:
-            raw = _inflate(location, chunk, raw, expected)
-        else:
-            raw = _unshuffle(raw, location.dtype.itemsize)
-    if len(raw) != expected:
-        raise _bad_chunk(location, chunk, f"it decodes to {len(raw)} bytes instead of {expected}")
-    return np.frombuffer(raw, dtype=location.dtype).reshape(location.chunk_shape)
-
-
-def _inflate(
-    location: Location, chunk: Chunk, raw: bytes | bytearray | memoryview, expected: int
-) -> bytes:
-    inflater = zlib.decompressobj()
     try:
-        # One byte more than allowed tells a bomb or a wrong size from a good chunk.
-        data = inflater.decompress(raw, expected + 1)
-    except zlib.error as error:
+        data = undo_filters(
+            location.filters, chunk.filter_mask, raw, expected, location.dtype.itemsize
+        )
+    except ValueError as error:
         raise _bad_chunk(location, chunk, str(error)) from error
-    if not inflater.eof:
-        raise _bad_chunk(location, chunk, "its compressed data does not end where it should")
-    return data
-
-
-def _unshuffle(raw: bytes | bytearray | memoryview, itemsize: int) -> bytes:
-    count = len(raw) // itemsize
-    planes = np.frombuffer(raw, dtype=np.uint8, count=count * itemsize).reshape(itemsize, count)
-    return planes.T.tobytes() + bytes(raw[count * itemsize :])
+    return np.frombuffer(data, dtype=location.dtype).reshape(location.chunk_shape)
 
 
 def _bad_chunk(location: Location, chunk: Chunk, why: str) -> CorruptError:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,10 +47,10 @@ _TARGET_FIELD, _TIME_FIELD = "targets", "time"
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was seen.
+    """The result of an inspection.
 
     Attributes:
-        stats: Field name to statistics of the fields that were looked at.
+        stats: Statistics by field; labels, packed bits and text have none.
         findings: What is wrong, gravest first.
     """
 
@@ -62,15 +63,15 @@ class Inspection:
         return [finding for finding in self.findings if finding.severity == "refuse"]
 
     def limits(self, field: str) -> Limits:
-        """By which the rows of a field are set aside."""
+        """Return the limits beyond which a row of this field is refused."""
         return limits_of(self.stats[field])
 
     def lines(self, only_refused: bool = False) -> list[str]:
-        """One line per finding, for people."""
+        """Return one line per finding, for people."""
         return summarise(self.refused if only_refused else self.findings)
 
     def summary(self) -> dict[str, Any]:
-        """What the manifest records."""
+        """Return what the manifest records of it."""
         return {
             "fields": {name: {"rows": stats.num_rows} for name, stats in self.stats.items()},
             "findings": [finding.to_json() for finding in self.findings],
@@ -155,21 +156,25 @@ def _store_pieces(store: Store, wanted: Mapping[str, FieldInfo]) -> Iterator[_Pi
 def _ahead(
     pool: ThreadPoolExecutor, pieces: Iterator[_Piece], depth: int
 ) -> Iterator[tuple[_Piece, TableStats]]:
-    """Scan pieces in threads, in order, with only `depth` of them in memory."""
+    """Scan pieces in threads, and yield results in order, with at most `depth` pieces waiting in memory.
+
+    A scan that fails raises here, in its turn; scans that were submitted before it end with the pool.
+    """
     waiting = []
     for piece in pieces:
-        waiting.append((piece, pool.submit(_scan, piece)))
+        scan = partial(
+            TableStats.scan,
+            piece.values,
+            piece.columns,
+            first_row=piece.first_row,
+            field=piece.field,
+        )
+        waiting.append((piece, pool.submit(scan)))
         if len(waiting) > depth:
             first, future = waiting.pop(0)
             yield first, future.result()
     for first, future in waiting:
         yield first, future.result()
-
-
-def _scan(piece: _Piece) -> TableStats:
-    return TableStats.scan(
-        piece.values, piece.columns, first_row=piece.first_row, field=piece.field
-    )
 
 
 def _merge(stats: dict[str, TableStats], part: TableStats) -> None:
@@ -188,7 +193,7 @@ def _judge(stats: Mapping[str, TableStats]) -> list[Finding]:
 
 
 def _comparable(name: str, stats: TableStats, target: TableStats | None) -> bool:
-    """A leak is looked for where a target column stands beside rows of the same samples."""
+    """Return whether a field can be searched for label leaks: the target is one column over the same rows."""
     return (
         target is not None
         and name != _TARGET_FIELD

@@ -1,14 +1,20 @@
 """Any plain HDF5 file as a one-shard store, opened in place; nothing is converted.
 
-Enters: an `.h5` with arrays of equal first dimension (`features`, `targets`). Leaves: a
-`Manifest` of dense fields and notes on what was left aside. Costs: a walk over the file's
-directory; no data is read. What a file only claims (chunks of gigabytes, rows that were never
-written, groups without end) is refused by `stoker.bounds` before memory is taken for it.
+Enters: an `.h5` with arrays of equal first dimension (`features`, `targets`), and what the caller chose of it.
+Leaves: a `Manifest` of dense and ragged fields, the dataset behind each, and notes on what was left aside.
+Costs: a walk over the file's directory; no data is read. What a file only claims (chunks of gigabytes, rows
+that were never written, groups without end) is refused by `stoker.bounds` before memory is taken for it.
+
+Which dimension counts samples is never guessed: arrays of several lengths are refused with the candidates,
+unless one is called `features`, or one length is the longest and has 99 % of the bytes. Files of other programs,
+whose first dimension means something else, are recognised by `foreign.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +22,40 @@ import h5py
 import numpy as np
 
 from stoker import bounds
-from stoker.display import command
+from stoker.display import command, nearest
 from stoker.errors import StoreError
-from stoker.store.hdf5 import check_claims, named_damage, open_hdf5
+from stoker.store.foreign import Foreign, OwnRows, find_sparse, own_rows, recognise
+from stoker.store.hdf5 import check_claims, has_fill, is_written, named_damage, open_hdf5
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 
 _MOST_BYTES = 8
 """Of a number: torch has no longer ones."""
+_CLEAR_SHARE = 0.99
+"""Share of the bytes from which on the longest arrays are the samples, beside a few constants."""
+_MOST_NAMES = 4
+_MOST_LENGTHS = 6
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a caller chose of a file.
+
+    Attributes:
+        group: Only what is in this group, by its names there.
+        fields: Only these arrays; they must have the same number of rows.
+        rows: Only arrays with this many rows.
+    """
+
+    group: str | None = None
+    fields: tuple[str, ...] = ()
+    rows: int | None = None
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether it says which dimension counts samples."""
+        return bool(self.fields) or self.rows is not None
 
 
 class PlainFile(NamedTuple):
@@ -30,72 +63,277 @@ class PlainFile(NamedTuple):
 
     Attributes:
         manifest: What it would have.
+        paths: Dataset of a shard to the dataset of the file, where the names differ.
         aside: Datasets that are no field, by name, and why.
         notes: What else a user should know.
     """
 
     manifest: Manifest
+    paths: dict[str, str]
     aside: dict[str, str]
     notes: tuple[str, ...]
 
 
-def describe_plain_file(path: Path) -> PlainFile:
-    """Return what a plain file holds; reads no data."""
-    notes: tuple[str, ...] = ()
+def describe_plain_file(path: Path, chosen: Selection = Selection()) -> PlainFile:  # noqa: B008
+    """Return what a plain file holds; reads no data.
+
+    Args:
+        path: The file.
+        chosen: Of its datasets.
+
+    Raises:
+        StoreError: Nothing to read, or no telling which dimension counts samples; with what to type.
+    """
     with open_hdf5(path) as file, named_damage(path):
         arrays, aside = _find_arrays(file)
-        if not arrays:
-            raise StoreError(
-                f"{path} holds no numeric array.",
-                "at least one dataset of numbers, for example 'features'",
-                command("h5ls", "-r", path),
-            )
-        num_samples = _count(arrays)
+        matrices = find_sparse(file, arrays)
+        sparse = {part: each for each in matrices for part in (each.data, each.indices)}
+        by_columns = {name for name, each in sparse.items() if each.by_columns}
+        aside |= {
+            name: f"dataset {name!r} is of a matrix stored by columns (csc): left aside"
+            for name in by_columns
+        }
+        lengths = {
+            name: sparse[name].num_rows if name in sparse else shape[0]
+            for name, (shape, _) in arrays.items()
+            if name not in by_columns and name not in {each.indptr for each in matrices}
+        }
+        prefix = "" if chosen.group is None else group_prefix(path, chosen.group, lengths)
+        inside = {name: rows for name, rows in lengths.items() if name.startswith(prefix)}
+        taken = choose(
+            path,
+            inside,
+            {name: _num_bytes(*arrays[name]) for name in inside},
+            chosen,
+            prefix,
+            own := own_rows(file, arrays, matrices, prefix),
+            recognise(path, file, arrays, matrices, chosen.group),
+        )
         fields: dict[str, FieldInfo] = {}
-        for name, (shape, dtype) in arrays.items():
-            if shape[0] == num_samples:
-                fields[name] = FieldInfo(kind="dense", dtype=dtype, shape=list(shape[1:]))
+        paths: dict[str, str] = {}
+        counts: dict[str, int] = {}
+        for name in taken:
+            shape, dtype = arrays[name]
+            short = name.removeprefix(prefix)
+            parts = {short: name}
+            if name in sparse:
+                fields[short] = FieldInfo(kind="ragged", dtype=dtype, shape=[])
+                parts = {f"{short}/values": name, f"{short}/offsets": sparse[name].indptr}
             else:
-                aside[name] = f"dataset {name!r} has {shape[0]} rows, not {num_samples}: left aside"
+                fields[short] = FieldInfo(kind="dense", dtype=dtype, shape=list(shape[1:]))
+            for part, target in parts.items():
+                check_claims(path, file[target])
+                paths[part], counts[part] = target, arrays[target][0][0]
         bounds.MEMBERS.check(len(fields), str(path), command("h5ls", "-r", path), StoreError)
-        for name in fields:
-            check_claims(path, file[name])
-        stated = file.attrs.get("num_samples")
-        if stated is not None and not np.array_equal(stated, num_samples):
-            notes = (
-                f"the attribute num_samples says {stated}, but the data has {num_samples} rows",
-            )
+        num_samples = lengths[taken[0]]
+        for name, rows in inside.items():
+            if name not in taken:
+                hints = own is None and not chosen.is_explicit
+                aside[name] = _why_aside(name, rows, num_samples, prefix, chosen, hints)
+        aside = {n.removeprefix(prefix): why for n, why in aside.items() if n.startswith(prefix)}
+        notes = _notes(file, num_samples)
+        notes += [each.note() for each in matrices if each.data in taken or each.indices in taken]
+        notes += [
+            f"rows of dataset {name!r} that were never written have no fill value, and are read as 0"
+            for name in paths.values()
+            if not has_fill(file[name]) and not is_written(file[name])
+        ]
     shard = ShardInfo(
         file=path.name,
         label=path.name,
         num_samples=num_samples,
         size_bytes=path.stat().st_size,
         checksum="",
-        rows=dict.fromkeys(fields, num_samples),
+        rows=counts,
     )
     manifest = Manifest(num_samples=num_samples, fields=fields, shards=[shard])
-    return PlainFile(manifest, aside, notes)
+    return PlainFile(manifest, paths, aside, tuple(notes))
 
 
-def _find_arrays(file: h5py.File) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, str]]:
-    arrays: dict[str, tuple[tuple[int, ...], str]] = {}
+def choose(
+    path: Path,
+    lengths: Mapping[str, int],
+    sizes: Mapping[str, int],
+    chosen: Selection,
+    prefix: str = "",
+    own: OwnRows | None = None,
+    foreign: Foreign | None = None,
+) -> list[str]:
+    """Return the arrays that are fields: all with the same number of rows; pure.
+
+    Args:
+        path: For messages.
+        lengths: First dimension of every array.
+        sizes: Bytes of every array.
+        chosen: By the caller.
+        prefix: Of the group, which names of `chosen.fields` leave out.
+        own: What counts samples in a file of a known kind.
+        foreign: Set for a file that must not be opened without an explicit choice.
+
+    Raises:
+        StoreError: As for `describe_plain_file`.
+    """
+    if not lengths:
+        raise StoreError(
+            f"{path} holds no numeric array.",
+            "at least one dataset of numbers, for example 'features'",
+            command("h5ls", "-r", path),
+        )
+    by_length: dict[int, list[str]] = {}
+    for name, rows in lengths.items():
+        by_length.setdefault(rows, []).append(name)
+    if chosen.fields:
+        return _chosen_fields(path, lengths, chosen, prefix)
+    if chosen.rows is not None:
+        if chosen.rows not in by_length:
+            raise _unclear(
+                path, f"no array has {chosen.rows} rows", by_length, sizes, prefix, chosen
+            )
+        return by_length[chosen.rows]
+    if foreign is not None:
+        raise _unclear(path, foreign.why, by_length, sizes, prefix, chosen, foreign.fix)
+    if own is not None and own.num_rows in by_length:
+        same = by_length[own.num_rows]
+        return [name for name in same if name.startswith(own.prefixes)]
+    if f"{prefix}features" in lengths:
+        return by_length[lengths[f"{prefix}features"]]
+    longest = max(by_length)
+    if len(by_length) > 1:
+        share = sum(sizes[name] for name in by_length[longest]) / max(1, sum(sizes.values()))
+        if share < _CLEAR_SHARE:
+            why = "its arrays have different numbers of rows, and which counts samples is not clear"
+            raise _unclear(path, why, by_length, sizes, prefix, chosen)
+    if longest == 1:
+        raise _unclear(path, "its arrays have one row each", by_length, sizes, prefix, chosen)
+    return by_length[longest]
+
+
+def _chosen_fields(
+    path: Path, lengths: Mapping[str, int], chosen: Selection, prefix: str
+) -> list[str]:
+    known = {name.removeprefix(prefix): name for name in lengths}
+    if unknown := [name for name in chosen.fields if name not in known]:
+        near = nearest(unknown[0], known) or next(iter(known))
+        raise StoreError(
+            f"{path} has no numeric array {unknown[0]!r}.",
+            f"one of {_listed(known)}",
+            _advice(path, chosen, "fields", [near]),
+        )
+    counts = {name: lengths[known[name]] for name in chosen.fields}
+    if chosen.rows is not None:
+        counts["--rows"] = chosen.rows
+    if len(set(counts.values())) > 1:
+        first = chosen.fields[0]
+        same = [name for name in chosen.fields if counts[name] == counts[first]]
+        raise StoreError(
+            f"{path}: the chosen arrays have different numbers of rows: {counts}.",
+            "arrays with the same number of rows",
+            _advice(path, chosen, "fields", same),
+        )
+    return [known[name] for name in dict.fromkeys(chosen.fields)]
+
+
+def _unclear(
+    path: Path,
+    why: str,
+    by_length: Mapping[int, Sequence[str]],
+    sizes: Mapping[str, int],
+    prefix: str,
+    chosen: Selection,
+    fix: str = "",
+) -> StoreError:
+    """Return the error that lists the candidates, those with most bytes first."""
+    order = sorted(by_length, key=lambda rows: -sum(sizes[name] for name in by_length[rows]))
+    listed = [
+        f"{rows:,} rows: {_listed([name.removeprefix(prefix) for name in by_length[rows]])}"
+        for rows in order[:_MOST_LENGTHS]
+    ]
+    if len(order) > len(listed):
+        listed.append(f"and {len(order) - len(listed)} other lengths")
+    groups = {name.removeprefix(prefix).partition("/")[0] for name in sizes if "/" in name}
+    if not fix:
+        fix = _advice(path, chosen, "rows", order[0])
+        if len(groups) > 1 and chosen.group is None:
+            fix += f", or {_advice(path, chosen, 'group', min(groups))}"
+    return StoreError(f"{path}: {why}.", f"one first dimension; here are {'; '.join(listed)}", fix)
+
+
+def _advice(path: Path, chosen: Selection, option: str, value: object) -> str:
+    """Return a choice to type: in Python where `open_store` takes the file, and in a shell."""
+    group = () if chosen.group is None else ("--group", chosen.group)
+    listed = ",".join(value) if isinstance(value, list) else value
+    shell = command("stoker", "inspect", path, *group, f"--{option}", listed)
+    if path.suffix.lower() in (".npz", ".npy"):
+        return shell
+    return f"{option}={value!r}, or {shell}"
+
+
+def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    shown = ", ".join(list(names)[:_MOST_NAMES])
+    return f"{shown} and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else shown
+
+
+def _why_aside(
+    name: str, rows: int, num_samples: int, prefix: str, chosen: Selection, hints: bool
+) -> str:
+    short = name.removeprefix(prefix)
+    if rows == num_samples:
+        why = "was not chosen" if chosen.fields else "is not of the samples' own groups"
+        return f"dataset {short!r} {why}: left aside"
+    hint = ""
+    if hints and "/" in short:
+        hint = f" (group={(prefix + short).rpartition('/')[0]!r} loads it)"
+    return f"dataset {short!r} has {rows} rows, not {num_samples}: left aside{hint}"
+
+
+def _notes(file: h5py.File, num_samples: int) -> list[str]:
+    stated = file.attrs.get("num_samples")
+    if stated is None or np.array_equal(stated, num_samples):
+        return []
+    return [f"the attribute num_samples says {stated}, but the data has {num_samples} rows"]
+
+
+def group_prefix(path: Path, group: str, names: Mapping[str, int]) -> str:
+    """Return how the names of a group's datasets begin."""
+    prefix = group.strip("/") + "/"
+    if any(name.startswith(prefix) for name in names):
+        return prefix
+    groups = sorted({name.rpartition("/")[0] for name in names if "/" in name})
+    near = nearest(group, groups) or next(iter(groups), None)
+    raise StoreError(
+        f"{path} has no numeric array in a group {group!r}.",
+        f"one of {', '.join(groups)}" if groups else "no group=: the file has no groups",
+        _advice(path, Selection(), "group", near) if near else "leave group out",
+    )
+
+
+def _num_bytes(shape: Shape, dtype: str) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+# -- what is in the file ---------------------------------------------------------------------------
+
+
+def _find_arrays(file: h5py.File) -> tuple[dict[str, tuple[Shape, str]], dict[str, str]]:
+    """Return shape and dtype of every array of numbers, and why other datasets are none."""
+    arrays: dict[str, tuple[Shape, str]] = {}
     aside: dict[str, str] = {}
     for raw_name, identifier in _walk(file):
-        fact = _describe(raw_name, identifier)
+        try:
+            name = raw_name.decode()
+        except UnicodeDecodeError:
+            aside[repr(raw_name)] = f"dataset {raw_name!r} has a name that is not text: left aside"
+            continue
+        fact = _describe(identifier)
         if isinstance(fact, str):
-            name = _text(raw_name)
-            aside[name if isinstance(name, str) else repr(name)] = (
-                f"dataset {name!r} {fact}: left aside"
-            )
+            aside[name] = f"dataset {name!r} {fact}: left aside"
         else:
-            arrays[raw_name.decode()] = fact
+            arrays[name] = fact
     return arrays, aside
 
 
-def _describe(raw_name: bytes, identifier: Any) -> tuple[tuple[int, ...], str] | str:
+def _describe(identifier: Any) -> tuple[Shape, str] | str:
     """Return shape and dtype of an array of numbers, or why a dataset is none."""
-    if not isinstance(_text(raw_name), str):
-        return "has a name that is not text"
     node = h5py.Dataset(identifier)
     try:
         dtype = node.dtype
@@ -103,16 +341,11 @@ def _describe(raw_name: bytes, identifier: Any) -> tuple[tuple[int, ...], str] |
         return f"has a type that numpy has not ({error})"
     if node.shape is None or len(node.shape) == 0:
         return "is a single value"
+    if dtype.names is not None:
+        return f"is a table of the columns {_listed(dtype.names)} (a compound type)"
     if dtype.kind not in "biuf" or dtype.itemsize > _MOST_BYTES:
         return f"has dtype {dtype}"
     return tuple(map(int, node.shape)), dtype.str
-
-
-def _text(raw_name: bytes) -> str | bytes:
-    try:
-        return raw_name.decode()
-    except UnicodeDecodeError:
-        return raw_name
 
 
 def _walk(file: h5py.File) -> Iterator[tuple[bytes, Any]]:
@@ -154,11 +387,3 @@ def _links(group: Any, name: str) -> list[bytes]:
     bounds.OBJECTS.check(len(found), name, command("h5ls", name), StoreError)
     hard = h5py.h5l.TYPE_HARD
     return sorted(link for link in found if group.links.get_info(link).type == hard)
-
-
-def _count(arrays: dict[str, tuple[tuple[int, ...], str]]) -> int:
-    """`features` decides; without it, the length that most arrays share, the longest on a tie."""
-    if "features" in arrays:
-        return arrays["features"][0][0]
-    lengths = [shape[0] for shape, _ in arrays.values()]
-    return max(set(lengths), key=lambda length: (lengths.count(length), length))

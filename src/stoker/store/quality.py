@@ -275,17 +275,14 @@ class _Column:
         self._column = column
         self._name = stats.columns[column]
         self._is_float = np.dtype(stats.dtype).kind == "f"
+        # Repairs act on features only: a made-up target would be learned.
+        self._can_repair = stats.field == "features"
         named = self._name != str(column)  # arrays have numbers for names, and no --drop
         self._drop = (
             f"drop the column: --drop {quoted(self._name)}"
             if named
             else "leave the column out of the array"
         )
-
-    @property
-    def _can_repair(self) -> bool:
-        """As `Finding.repair`: features only."""
-        return self._stats.field == "features"
 
     def _repair(self, text: str) -> str:
         return f"--repair {quoted(f'{text}@{escape_name(self._name)}')}"
@@ -308,18 +305,16 @@ class _Column:
 
     def not_finite(self) -> list[Finding]:
         found: list[Finding] = []
-        num_nan = int(self._values.num_nan[self._column])
-        num_inf = int(self._values.num_inf[self._column])
-        if num_nan:
-            rows = self._values.rows_of("nan", self._column)
-            remedy = f"{self._repair('fill:median')}, or {self._drop}"
-            remedy = remedy if self._can_repair else _LEAVE_OUT
-            found.append(self._finding("nan", "refuse", num_nan, rows, "are NaN", remedy))
-        if num_inf:
-            rows = self._values.rows_of("inf", self._column)
-            remedy = f"{self._repair('clip')}, or {self._drop}"
-            remedy = remedy if self._can_repair else _LEAVE_OUT
-            found.append(self._finding("inf", "refuse", num_inf, rows, "are infinite", remedy))
+        cases: Sequence[tuple[FindingName, Array, str]] = (
+            ("nan", self._values.num_nan, "are NaN"),
+            ("inf", self._values.num_inf, "are infinite"),
+        )
+        for name, counts, what in cases:
+            if count := int(counts[self._column]):
+                rows = self._values.rows_of(name, self._column)
+                remedy = f"{self._repair(_REPAIRS[name])}, or {self._drop}"
+                remedy = remedy if self._can_repair else _LEAVE_OUT
+                found.append(self._finding(name, "refuse", count, rows, what, remedy))
         return found
 
     def extreme(self, dtype: np.dtype[Any]) -> list[Finding]:

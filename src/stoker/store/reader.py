@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +22,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from stoker.address import as_url
+from stoker.address import as_url, shown
 from stoker.bounds import require_memory
 from stoker.display import command, table_html
 from stoker.errors import CorruptError, InputError, StokerError, StoreError
 from stoker.store.arrays import PIECE_BYTES, StoredArray, Task, split_range
 from stoker.store.fields import PARTS, Array, offsets_of
 from stoker.store.manifest import MANIFEST_NAME, FieldInfo, Manifest, find_store, read_manifest
-from stoker.store.plain import describe_plain_file
+from stoker.store.plain import Selection, describe_plain_file
 from stoker.store.remote import Mirror, update_mirror
 from stoker.store.shard import Shard
 
@@ -41,7 +41,14 @@ _HELD_SHARDS = 64
 _TRIES = 100
 
 
-def open_store(path: str | Path, threads: int | None = None, checksum: str = "") -> Store:
+def open_store(
+    path: str | Path,
+    threads: int | None = None,
+    checksum: str = "",
+    group: str | None = None,
+    fields: Sequence[str] | None = None,
+    rows: int | None = None,
+) -> Store:
     """Open a store folder, or any plain HDF5 file with arrays of equal first dimension.
 
     While another process packs the store anew, this opens the old one or the new one, never a mixture.
@@ -51,15 +58,31 @@ def open_store(path: str | Path, threads: int | None = None, checksum: str = "")
             shards are copied into a local cache when they are first used.
         threads: Reader threads; by default one per usable core, at most 16.
         checksum: Of the manifest that must stand there; "" takes any.
+        group: Of a plain HDF5 file: only the arrays in this group, such as "train", by their names there.
+        fields: Of a plain HDF5 file: only these arrays, which must have the same number of rows.
+        rows: Of a plain HDF5 file: only arrays with this many rows.
+
+    Raises:
+        StoreError: There is no such store, or which dimension of a plain file counts samples is not clear; the
+            error lists the candidates.
     """
+    chosen = Selection(group, tuple(fields or ()), rows)
     if (url := as_url(path)) is not None:
         folder, notes = update_mirror(url)
         return assemble_store(folder, read_manifest(folder), threads, notes)
     path = Path(path)
     if path.is_file() and path.name != "store.json":
-        manifest, aside, notes = describe_plain_file(path)
-        shards = [Shard(path, None, _datasets(manifest.fields), manifest.block_bytes)]
-        return Store(path, manifest, shards, threads, notes, aside=aside)
+        manifest, paths, aside, notes = describe_plain_file(path, chosen)
+        datasets = _datasets(manifest.fields)
+        shards = [Shard(path, None, datasets, manifest.block_bytes, paths=paths)]
+        return Store(path, manifest, shards, threads, notes, aside=aside, chosen=chosen)
+    if chosen != Selection():
+        given = [f"{name}={value!r}" for name, value in vars(chosen).items() if value]
+        raise InputError(
+            f"{', '.join(given)} with {shown(path)}.",
+            "group=, fields= and rows= with a plain HDF5 file; the parts of a store are its splits",
+            f"leave {given[0].partition('=')[0]} out",
+        )
     folder = path.parent if path.name == "store.json" else path
     store = _open_folder(folder, threads)
     if checksum and store.manifest.checksum != checksum:
@@ -122,6 +145,34 @@ def assemble_store(
     return Store(folder, manifest, shards, threads, notes, name)
 
 
+def join_stores(stores: Sequence[Store]) -> Store:
+    """Return one store over the samples of several with the same fields, one behind the other.
+
+    The stores stay theirs who opened them, and must stay open.
+    """
+    first = stores[0]
+    for store in stores[1:]:
+        if store.fields != first.fields:
+            differ = sorted({*first.fields, *store.fields})
+            name = next(n for n in differ if first.fields.get(n) != store.fields.get(n))
+            raise InputError(
+                f"{store.name} and {first.name} differ in the field {name!r}.",
+                "stores with the same fields, dtypes and shapes",
+                "",
+            )
+    manifest = Manifest(
+        num_samples=sum(store.num_samples for store in stores),
+        fields=first.fields,
+        shards=[info for store in stores for info in store.manifest.shards],
+    )
+    shards = [shard for store in stores for shard in store.shards]
+    notes = [note for store in stores for note in store.notes]
+    name = " + ".join(store.name for store in stores)
+    joined = _JoinedStore(first.path, manifest, shards, first.threads, notes, name)
+    joined.stores = tuple(stores)
+    return joined
+
+
 def _datasets(fields: Mapping[str, FieldInfo]) -> dict[str, tuple[str, list[int]]]:
     """Return the datasets of a shard with the dtype and row shape each must have."""
     return {
@@ -158,8 +209,10 @@ class Store:
         notes: Iterable[str],
         name: str | None = None,
         aside: Mapping[str, str] | None = None,
+        chosen: Selection = Selection(),  # noqa: B008
     ) -> None:
         self.path = path
+        self._chosen = chosen
         self.name = name or str(path)
         self.manifest = manifest
         self.shards = shards
@@ -192,9 +245,11 @@ class Store:
         ]
         return [("samples", f"{self.num_samples:,}"), *described]
 
-    def __reduce__(self) -> tuple[Callable[..., Store], tuple[str, int, str]]:
+    def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
         checksum = "" if self.path.is_file() else self.manifest.checksum
-        return open_store, (str(self.path), self.threads, checksum)
+        chosen = self._chosen
+        given = chosen.group, chosen.fields, chosen.rows
+        return open_store, (str(self.path), self.threads, checksum, *given)
 
     def __enter__(self) -> Self:
         return self
@@ -439,7 +494,10 @@ class Store:
         return spans
 
     def _run(self, tasks: list[Task], num_bytes: int) -> None:
-        """Run read tasks; the first failure is raised after all have ended."""
+        """Run read tasks, and raise the first failure after all have ended.
+
+        All are waited for, also after a failure: the caller may free or reuse the buffer as soon as this returns.
+        """
         if len(tasks) < 2 or num_bytes < _INLINE_BYTES or self.threads == 1:
             for task in tasks:
                 task()
@@ -514,3 +572,17 @@ class Store:
                 "",
             )
         return wanted
+
+
+class _JoinedStore(Store):
+    """Pickled as the stores that it joins."""
+
+    stores: tuple[Store, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk, of all shards."""
+        return sum(store.num_bytes for store in self.stores)
+
+    def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
+        return join_stores, (self.stores,)

@@ -40,7 +40,6 @@ from stoker.ownership import (
 )
 from stoker.store.manifest import (
     MANIFEST_NAME,
-    Manifest,
     ShardInfo,
     parse_manifest,
     read_manifest,
@@ -63,7 +62,7 @@ from stoker.units import format_bytes, local_time
 _TRIES = 4
 _PAUSE_SECONDS = 0.5
 _HELD: weakref.WeakSet[Shard] = weakref.WeakSet()
-"""Shards of this process that stand for copies: what can be let go of when room is needed."""
+"""Shards of this process that read copies: they can be closed when the cache needs room."""
 _HELD_LOCK = threading.Lock()
 
 Check = Callable[[Path], None]
@@ -79,13 +78,20 @@ def update_mirror(url: str) -> tuple[Path, tuple[str, ...]]:
     remote, cache = Remote(url), Cache.here()
     home = cache.root / _label(url)
     try:
-        text = _patiently(lambda: remote.read(MANIFEST_NAME))
+        try:
+            text = remote.read(MANIFEST_NAME)
+        except (
+            UnreachableError
+        ):  # one more try: a connection that was reset says nothing about the server
+            time.sleep(_PAUSE_SECONDS)
+            text = remote.read(MANIFEST_NAME)
     except UnreachableError as error:
-        newest = _newest_version(cache, home)
-        if newest is None:
+        seen = [origin for origin in home.glob(f"*/{ORIGIN_NAME}") if cache.owns(origin.parent)]
+        if not seen:
             raise
-        seen = f"{local_time(_seen(newest)):%Y-%m-%d %H:%M}"
-        return newest, (f"offline: {error.given} The version of {seen} is used.",)
+        newest = max(seen, key=lambda origin: origin.stat().st_mtime)
+        when = f"{local_time(newest.stat().st_mtime):%Y-%m-%d %H:%M}"
+        return newest.parent, (f"offline: {error.given} The version of {when} is used.",)
     folder = home / xxhash.xxh3_64_hexdigest(text)
     if not _same_bytes(folder / MANIFEST_NAME, text) or not cache.owns(folder):
         _write_version(cache, folder, text, remote)
@@ -96,7 +102,7 @@ def update_mirror(url: str) -> tuple[Path, tuple[str, ...]]:
 
 
 def _label(url: str) -> str:
-    """A folder name that people recognise and no two URLs share."""
+    """Return a folder name that people recognise and that no two URLs share."""
     words = re.sub(r"[^A-Za-z0-9.]+", "-", Remote(url).name).strip("-.")[-60:]
     digest = (
         slow_digest(url)
@@ -113,19 +119,15 @@ def _same_bytes(path: Path, text: bytes) -> bool:
         return False
 
 
-def _newest_version(cache: Cache, home: Path) -> Path | None:
-    versions = [path.parent for path in home.glob(f"*/{ORIGIN_NAME}") if cache.owns(path.parent)]
-    return max(versions, key=_seen, default=None)
-
-
-def _seen(folder: Path) -> float:
-    return (folder / ORIGIN_NAME).stat().st_mtime
-
-
 def _write_version(cache: Cache, folder: Path, text: bytes, remote: Remote) -> None:
-    """Put a manifest that was held against its seal into its folder, whole or not at all."""
+    """Write a manifest into its folder, whole or not at all, after its seal and names were checked."""
     try:
-        _check_names(parse_manifest(text, f"{remote.name}/{MANIFEST_NAME}"), remote)
+        for shard in parse_manifest(text, f"{remote.name}/{MANIFEST_NAME}").shards:
+            # Another name could be that of one of the cache's own files.
+            if not re.fullmatch(r"\w[\w.-]*\.h5", shard.file, re.ASCII):
+                raise CorruptError(
+                    f"{remote.name}: shard {shard.file!r} has a strange name.", "shard-00000.h5", ""
+                )
     except StoreError as error:
         again = "copy or pack the remote store again"
         raise type(error)(error.given, error.allowed, again) from error
@@ -143,17 +145,8 @@ def _write_version(cache: Cache, folder: Path, text: bytes, remote: Remote) -> N
         raise _disk_error(folder, error) from error
 
 
-def _check_names(manifest: Manifest, remote: Remote) -> None:
-    """Refuse names that would meet the cache's own files."""
-    for shard in manifest.shards:
-        if not re.fullmatch(r"\w[\w.-]*\.h5", shard.file, re.ASCII):
-            raise CorruptError(
-                f"{remote.name}: shard {shard.file!r} has a strange name.", "shard-00000.h5", ""
-            )
-
-
 def _forget_empty_versions(cache: Cache, home: Path, current: Path) -> None:
-    """Remove versions whose copies have all gone; one with anything else in it stays."""
+    """Remove versions without copies; one that holds any other file stays."""
     for origin in home.glob(f"*/{ORIGIN_NAME}"):
         other = origin.parent
         if other == current or not cache.owns(other):
@@ -210,12 +203,16 @@ class Mirror:
         return cls(folder, Remote(origin["url"]), cache)
 
     def adopt(self, shard: Shard) -> None:
-        """Remember a shard that stands for a copy, to let go of it when room is needed."""
+        """Remember a shard that reads a copy, so that it can be closed when the cache needs room."""
         with _HELD_LOCK:
             _HELD.add(shard)
 
     def open_shard(self, info: ShardInfo, check: Check) -> int:
-        """Return a descriptor of a shard's copy, in use until it is closed; fetch it if need be.
+        """Return an open descriptor of a shard's copy; fetch the copy if it is not there.
+
+        The copy cannot be removed until the descriptor is closed. Of several threads or processes that want the
+        same shard, one fetches and the others wait. After a failure or a kill the bytes that came stay in the
+        `.part`, and the next call continues there.
 
         Args:
             info: The shard.
@@ -241,7 +238,7 @@ class Mirror:
         )
 
     def _fetch(self, info: ShardInfo, check: Check, part: int) -> None:
-        """Fill the claimed part, hold it against its checksums, and give it its name."""
+        """Fill the claimed part, verify its checksums, and rename it; a damaged one is fetched once more."""
         whole = self.folder / info.file
         named = part_of(whole, info.size_bytes)
         self.cache.make_room(named, info.size_bytes, _release_one)
@@ -253,7 +250,12 @@ class Mirror:
             except CorruptError as error:
                 empty_file(part)
                 if last_try:
-                    raise self._bad_copy(info, error) from error
+                    damaged = CorruptError(
+                        f"{self.remote.name}/{info.file} is damaged; it was fetched twice, and then: {error.given}",
+                        "the bytes that were packed",
+                        "copy this shard to the server again, or pack again",
+                    )
+                    raise self._unless_replaced(info, damaged) from error
                 continue
             rename_over(named, whole, always)
             return
@@ -266,13 +268,24 @@ class Mirror:
                 self._append(info, part, start)
             except AbsentError as error:
                 empty_file(part)
-                raise self._gone(info, error) from error
+                gone = StoreError(
+                    f"{error.given} The manifest there names it.",
+                    "every shard beside store.json",
+                    "copy the whole store to the server again",
+                )
+                raise self._unless_replaced(info, gone) from error
             except UnreachableError as error:
                 now = os.fstat(part).st_size
                 failures = 1 if now > max(start, most) else failures + 1
                 most = max(most, now)
                 if failures == _TRIES:
-                    raise self._interrupted(info, now, error) from error
+                    came = f"{format_bytes(now)} of {format_bytes(info.size_bytes)}"
+                    broken = UnreachableError(
+                        f"{error.given} Kept of {info.file}: {came}.",
+                        error.allowed,
+                        "the same command goes on from there",
+                    )
+                    raise self._unless_replaced(info, broken) from error
                 time.sleep(_PAUSE_SECONDS * 2**failures)
 
     def _append(self, info: ShardInfo, part: int, start: int) -> None:
@@ -289,16 +302,14 @@ class Mirror:
                     raise _disk_error(self.folder / info.file, error) from error
                 start, view = start + done, view[done:]
 
-    # -- what went wrong -------------------------------------------------------------------
-
-    def _is_current(self) -> bool:
+    def _unless_replaced(self, info: ShardInfo, error: StoreError) -> StoreError:
+        """Return the error, or another one where the remote store was packed anew since it was opened."""
         try:
             text = self.remote.read(MANIFEST_NAME)
         except StoreError:
-            return True
-        return xxhash.xxh3_64_hexdigest(text) == self.folder.name
-
-    def _changed(self, info: ShardInfo) -> StoreError:
+            return error
+        if xxhash.xxh3_64_hexdigest(text) == self.folder.name:
+            return error
         return StoreError(
             f"{self.remote.name} was replaced by another store after it was opened; "
             f"{info.file} of the one that was opened is not there any more.",
@@ -306,46 +317,9 @@ class Mirror:
             "open the store again; a training run begins anew, on the new data",
         )
 
-    def _gone(self, info: ShardInfo, error: StoreError) -> StoreError:
-        if not self._is_current():
-            return self._changed(info)
-        return StoreError(
-            f"{error.given} The manifest there names it.",
-            "every shard beside store.json",
-            "copy the whole store to the server again",
-        )
-
-    def _bad_copy(self, info: ShardInfo, error: CorruptError) -> StoreError:
-        if not self._is_current():
-            return self._changed(info)
-        return CorruptError(
-            f"{self.remote.name}/{info.file} is damaged; it was fetched twice, and then: {error.given}",
-            "the bytes that were packed",
-            "copy this shard to the server again, or pack again",
-        )
-
-    def _interrupted(self, info: ShardInfo, num_bytes: int, error: StoreError) -> StoreError:
-        if not self._is_current():
-            return self._changed(info)
-        came = f"{format_bytes(num_bytes)} of {format_bytes(info.size_bytes)}"
-        return UnreachableError(
-            f"{error.given} Kept of {info.file}: {came}.",
-            error.allowed,
-            "the same command goes on from there",
-        )
-
-
-def _patiently(read: Callable[[], bytes]) -> bytes:
-    """One more try: a connection that was reset says nothing about the server."""
-    try:
-        return read()
-    except UnreachableError:
-        time.sleep(_PAUSE_SECONDS)
-        return read()
-
 
 def _release_one() -> bool:
-    """Let go of the shard of this process that was opened longest ago; False when none is open."""
+    """Close the shard of this process that was opened longest ago; False when none is open."""
     with _HELD_LOCK:
         held = sorted(_HELD, key=lambda shard: shard.opened_at)
     return any(shard.release() for shard in held)

@@ -320,14 +320,19 @@ def _by_stream(system: Any, path: str, size: int) -> Iterator[bytes]:
 
 
 class _Ahead:
-    """Runs a producer in a thread of its own, and gives up on one that has gone silent."""
+    """Runs a producer in a thread of its own, a few pieces ahead of the consumer.
+
+    Success: the consumer gets every piece in order, then the end. Failure: an error of the producer is raised in
+    the consumer, behind the pieces that came before it; silence for `SILENCE_SECONDS` is a `TimeoutError`.
+    Cancel: after `close` the producer ends with its next piece; one that hangs inside a protocol is left behind as
+    a daemon thread, which ends with the process.
+    """
 
     def __init__(self) -> None:
         self._items: queue.Queue[bytes | BaseException | None] = queue.Queue(_MOST_PIECES)
         self._closed = threading.Event()
 
     def start(self, produce: Callable[[], Iterator[bytes]]) -> None:
-        # A daemon: a thread that hangs inside a protocol must not keep the process alive.
         threading.Thread(
             target=self._run, args=(produce,), daemon=True, name="stoker-fetch"
         ).start()

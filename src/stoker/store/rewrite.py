@@ -50,16 +50,11 @@ def keep_samples(fields: ShardData, keep: Array) -> dict[str, FieldData]:
 
 def _keep(data: FieldData, keep: Array) -> FieldData:
     if isinstance(data, Dense):
-        return replace_values(data, data.values[keep])
+        return Dense(data.values[keep], data.columns)
     if isinstance(data, Series):
         return replace(data, ends=data.ends[keep])
     lengths = np.diff(data.offsets)
     return Ragged(data.values[np.repeat(keep, lengths)], offsets_of(lengths[keep]), data.encoding)
-
-
-def replace_values(data: Dense, values: Array) -> Dense:
-    """Return the field with other values under the same column names."""
-    return Dense(values, data.columns)
 
 
 def samples_touching(data: FieldData, bad: Array) -> Array:

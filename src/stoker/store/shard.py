@@ -24,7 +24,10 @@ from stoker.store.writer import CHECKSUM_GROUP, combine_digests
 
 
 class Shard:
-    """A shard; thread-safe, lazy.
+    """A shard, opened on first use; thread-safe.
+
+    A file that cannot be opened raises on every use until it can be: no failure is remembered. `close` while another
+    thread reads makes that read fail; `release` lets it finish.
 
     Args:
         path: The HDF5 file.
@@ -33,6 +36,7 @@ class Shard:
         block_bytes: Bytes under one checksum.
         fetch: Brings the file of a remote store to `path` and returns an open descriptor of it; is
             given what a fetched file must pass.
+        paths: Of a plain file: where each dataset is, if not under its own name.
     """
 
     def __init__(
@@ -42,8 +46,10 @@ class Shard:
         datasets: Mapping[str, tuple[str, list[int]]],
         block_bytes: int,
         fetch: Callable[[Callable[[Path], None]], int] | None = None,
+        paths: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
+        self._paths = paths or {}
         self.opened_at = 0.0
         self._fetch = fetch
         self.info = info
@@ -65,10 +71,12 @@ class Shard:
         return arrays
 
     def whole(self, dataset: str) -> Array:
-        """Return a small dataset (offsets, ends) entirely, kept in memory."""
+        """Return a small dataset (offsets, ends) entirely, as int64, kept in memory."""
         if (known := self._cached.get(dataset)) is None:
             array = self.arrays[dataset]
-            known = self._cached.setdefault(dataset, array.read(0, len(array)))
+            # Offsets of a plain file may have 32 bits.
+            values = array.read(0, len(array)).astype(np.int64, copy=False)
+            known = self._cached.setdefault(dataset, values)
         return known
 
     def check(self) -> None:
@@ -155,7 +163,10 @@ class Shard:
         self.opened_at = time.monotonic()
         if self.info is None:
             with open_hdf5(self.path) as hdf5, named_damage(self.path):
-                locations = {name: locate(self.path, hdf5[name]) for name in self._datasets}
+                locations = {
+                    name: locate(self.path, hdf5[self._paths.get(name, name)])
+                    for name in self._datasets
+                }
             return {
                 name: StoredArray(file, location, None, self._block_bytes)
                 for name, location in locations.items()

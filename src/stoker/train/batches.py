@@ -15,13 +15,15 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
 from torch.utils.data.distributed import DistributedSampler
 
+from stoker.augment.guard import check_loss
 from stoker.errors import InputError
 from stoker.loader.batch import Batch, IndexBatch
 from stoker.loader.gather import Augments
@@ -33,7 +35,7 @@ from stoker.train.foreign_position import ForeignPosition
 from stoker.train.ranks import Ranks, as_ranks, check_alike
 
 Unpack = Callable[[Any], tuple[Any, Any]]
-_SHARED = ("num_samples", "order", "seed", "drop_last", "batch_size", "chunks")
+_SHARED = ("num_samples", "order", "seed", "drop_last", "batch_size", "chunks", "weights")
 _PAIRS = (("features", "targets"), ("images", "masks"), ("images", "labels"))
 
 
@@ -98,11 +100,26 @@ class Work:
         )
 
 
+class WrapsLoader(Protocol):
+    """A loader that yields a stoker loader's batches in another form, such as `ChunkDataLoader`.
+
+    It is trained from as the loader inside it is: captured, resumed, and with fewer chunks when memory is short.
+
+    Attributes:
+        stoker_loader: The loader inside.
+    """
+
+    stoker_loader: Loader
+
+    def present(self, batch: Batch) -> Any:
+        """Return a batch in the form that the wrapper yields."""
+
+
 class Feed:
     """Iterate for the `Work` of one epoch.
 
     Args:
-        loader: A stoker `Loader`, or any iterable of batches.
+        loader: A stoker `Loader`, what wraps one (`WrapsLoader`), or any iterable of batches.
         device: Where the model is.
         unpack: Batch to (inputs, targets); by default pairs, and the usual names of fields.
         augmentation: Applied to images on the device; for validation, `Augments.validation()`.
@@ -117,22 +134,52 @@ class Feed:
         augmentation: Augments | None = None,
         ranks: Ranks | None = None,
     ) -> None:
+        self.given_unpack = self.unpack = unpack or unpack_by_name
+        if isinstance(getattr(loader, "stoker_loader", None), Loader):
+            loader, self.unpack = loader.stoker_loader, _unpack_presented(loader, self.unpack)
         self.loader = loader
         self._ranks = ranks or Ranks()
         self.device = device
-        self.unpack = unpack or unpack_by_name
         self.is_stoker = isinstance(loader, Loader)
-        self.augmentation = augmentation
+        pair = loader.as_tuple if self.is_stoker else None
+        if unpack is None and isinstance(pair, tuple) and len(pair) == 2:
+            self.given_unpack = self.unpack = itemgetter(*pair)
+        self._augmentation = augmentation
+        self._unchecked_loss: Any = None
         self._position = ForeignPosition(
             loader.loader if isinstance(loader, Prefetcher) else loader
         )
         self._failed: list[Any] = []
         if self.is_stoker:
             _check_device(loader.device, device)
+            if augmentation is not None and loader.augment not in (None, augmentation):
+                raise InputError(
+                    "the loader augments its images, and the trainer was given an augmentation too.",
+                    "one of the two",
+                    "Trainer(...) without gpu_augmentation, or Loader(...) without augment",
+                )
             if augmentation is not None:
                 loader.use_augmentation(augmentation)
         elif device.type == "cuda" and not hasattr(loader, "pinned_bytes"):
             self.loader = prefetch(loader, device)
+
+    @property
+    def augmentation(self) -> Augments | None:
+        """What augments the images on the device: that of a stoker loader is the loader's own."""
+        return self.loader.augment if self.is_stoker else self._augmentation
+
+    @property
+    def augments_itself(self) -> bool:
+        """Whether it is a stoker loader with an augmentation that was not given here."""
+        return self.augmentation is not None and self.augmentation is not self._augmentation
+
+    def use_augmentation(self, augmentation: Augments | None) -> None:
+        """Augment with another one from the next batch on; None stops it."""
+        self._augmentation = augmentation
+        if self.is_stoker:
+            self.loader.use_augmentation(augmentation)
+        elif augmentation is not None:
+            augmentation.seek(self._position.epoch or 0, self._position.num_taken)
 
     def check_ranks(self) -> None:
         """Check that the ranks' training loaders share one epoch. Every rank must call it.
@@ -234,7 +281,12 @@ class Feed:
     def __iter__(self) -> Iterator[Work]:
         """Yield the remaining work of the loader's epoch."""
         yield from map(self._retry, list(self._failed))
-        for batch in self.loader if self.is_stoker else self._counted(self._foreign_batches()):
+        batches = (
+            self.loader.remaining_batches()
+            if self.is_stoker
+            else self._counted(self._foreign_batches())
+        )
+        for batch in batches:
             self._failed.append(batch)
             work = self.make_work(batch)
             self._take()
@@ -306,6 +358,9 @@ class Feed:
             return Work(inputs, targets, count, places, batch, num_together=together)
         inputs, targets = self.unpack(map_tensors(self._bring, batch))
         if self.augmentation is not None:
+            if self._unchecked_loss is not None and _are_masks(targets):
+                check_loss(self._unchecked_loss, self.augmentation)
+                self._unchecked_loss = None
             inputs, targets = _augment(self.augmentation, inputs, targets)
         count = _count_samples(inputs, targets)
         together = int(self._ranks.total(count)[0]) if self._shares_epoch else None
@@ -313,6 +368,14 @@ class Feed:
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
+
+    def expect_loss(self, criterion: Any) -> None:
+        """Check that a loss accepts what the augmentation writes in masks: now, or before the first batch of them."""
+        self._unchecked_loss = criterion
+        if self.is_stoker:
+            fields = {values.name for column in self.loader.columns for values in column.values}
+            if "masks" in fields:
+                check_loss(criterion, self.augmentation or self.loader.augment)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, its sampler and its augmentation which epoch comes next.
@@ -347,6 +410,13 @@ class Feed:
         return (
             int(self.loader.state_dict()["batch"]) if self.is_stoker else self._position.num_taken
         )
+
+
+def _unpack_presented(wrapper: WrapsLoader, unpack: Unpack) -> Unpack:
+    def unpack_presented(batch: Any) -> tuple[Any, Any]:
+        return unpack(wrapper.present(batch))
+
+    return unpack_presented
 
 
 def unpack_by_name(batch: Any) -> tuple[Any, Any]:
@@ -506,8 +576,15 @@ def _count_samples(inputs: Any, targets: Any) -> int:
     return count
 
 
+def _are_masks(targets: Any) -> bool:
+    """Return whether targets are masks: whole numbers with a height and a width."""
+    return (
+        isinstance(targets, torch.Tensor) and targets.dim() >= 3 and not targets.is_floating_point()
+    )
+
+
 def _augment(augmentation: Augments, inputs: Any, targets: Any) -> tuple[Any, Any]:
-    if isinstance(targets, torch.Tensor) and targets.dim() >= 3 and not targets.is_floating_point():
+    if _are_masks(targets):
         return tuple(augmentation(inputs, targets))
     return augmentation(inputs), targets
 

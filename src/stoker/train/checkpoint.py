@@ -46,6 +46,7 @@ from stoker.train.checkpoint_file import (
     write_file,
 )
 from stoker.train.generators import capture_rng, restore_rng
+from stoker.train.settings import present_names
 
 __all__ = [
     "BEST_NAME",
@@ -227,7 +228,7 @@ class Checkpoints:
             InputError: It was saved by another run; every differing key is shown with both values.
         """
         loaded = self.load(path, map_location)
-        changes = differences(masked_values(loaded.identity), _as_json(identity))
+        changes = differences(masked_values(present_names(loaded.identity)), _as_json(identity))
         refused = [str(change) for change in changes if change.place not in free]
         if refused:
             raise InputError(

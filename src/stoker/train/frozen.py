@@ -1,4 +1,4 @@
-"""Values that a CUDA graph freezes: the optimizer's numbers, and random numbers drawn on the host.
+"""Values that a CUDA graph freezes: numbers of the optimizer and of modules, and numbers drawn on the host.
 
 A graph repeats the numbers that the host had when it was captured. If one of them changes, a replay differs
 from the eager step.
@@ -10,9 +10,11 @@ may draw random numbers.
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
+from types import CellType, ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +24,15 @@ from stoker.train.generators import capture_host_rng
 DRAWS_ON_HOST = "the step draws random numbers on the host"
 _OTHER_GROUPS = "the optimizer was given other parameter groups, which a graph cannot follow"
 _LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
+_MOST_COMPARED = 1000
+_LENGTH = object()
+"""Key of a container's length."""
+_FOREIGN = frozenset(
+    {"torch", "builtins", "numpy", "stoker", "functools", "collections", "logging", "random"}
+)
+"""Packages whose objects and functions are not looked into."""
+_MODULE_TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
+"""What torch keeps in every module."""
 _Frozen = tuple[dict[str, Any], torch.Tensor | None, list[str], list[Any]]
 """A group, its learning rate on the device, and the names and values that are compared."""
 
@@ -35,11 +46,16 @@ class FrozenGroups:
     Args:
         optimizer: About to be captured.
         device: Where the graph will read the learning rates.
+        bring_rates: Whether to put them there. Optimizers that are not fused may not take a rate on the device.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: torch.device, bring_rates: bool = True
+    ) -> None:
         self._optimizer = optimizer
-        self._groups = [_freeze(optimizer, group, device) for group in optimizer.param_groups]
+        self._groups = [
+            _freeze(optimizer, group, device, bring_rates) for group in optimizer.param_groups
+        ]
         self._trained = self._list_trained()
 
     def find_change(self) -> str | None:
@@ -64,6 +80,129 @@ class FrozenGroups:
     def _list_trained(self) -> list[bool]:
         groups = self._optimizer.param_groups
         return [parameter.requires_grad for group in groups for parameter in group["params"]]
+
+
+class HostNumbers:
+    """Numbers, texts and flags that a step's Python code may read: a graph repeats those of its capture.
+
+    They are attributes of modules (`training`, a dropout's `p`), and variables that functions and forward passes
+    take from around them. Lists, dicts and plain objects are looked into one level deep; the length of a list or
+    dict counts too: a replay appends nothing.
+
+    Args:
+        modules: With all modules inside them.
+        functions: Other code of the step: a criterion, a step function.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], functions: Iterable[Any] = ()) -> None:
+        self._found: dict[tuple[int, Any], tuple[str, Any, Any]] = {}
+        code: dict[int, tuple[str, Any]] = {}
+        for root in modules:
+            for path, module in root.named_modules():
+                name = f"{type(root).__name__}.{path}" if path else type(root).__name__
+                self._look(name, vars(module))
+                code[id(type(module).forward)] = type(module).__name__, type(module).forward
+        for given in functions:
+            function = getattr(given, "func", given)  # of a functools.partial
+            if _is_plain_object(function, may_be_called=True):  # such as a criterion with settings
+                self._look(type(function).__name__, vars(function))
+                function = type(function).__call__
+            owner = getattr(function, "__self__", None)
+            if _is_plain_object(owner):  # of a method
+                self._look(type(owner).__name__, vars(owner))
+            code[id(function)] = getattr(function, "__name__", ""), function
+        for name, function in code.values():
+            for variable, container, key in _surroundings(function):
+                self._take(f"{variable} of {name}" if name else variable, container, key)
+        self._places = list(self._found.values())
+        self._values = self.values()
+        # Reading one costs 50 ns. Those of a large model are compared at every n-th replay only.
+        self._every = 1 + len(self._places) // _MOST_COMPARED
+        self._num_asked = 0
+
+    def _look(self, name: str, container: Any, deeper: bool = True) -> None:
+        keys = range(min(len(container), 100)) if isinstance(container, list) else list(container)
+        for key in keys:
+            if key not in _MODULE_TABLES:
+                self._take(f"{name}.{key}", container, key, deeper)
+
+    def _take(self, name: str, container: Any, key: Any, deeper: bool = True) -> None:
+        value = _read(container, key)
+        if isinstance(value, bool | int | float | str):
+            self._found[id(container), key] = (name, container, key)
+        elif deeper and isinstance(value, dict | list):
+            self._found[id(value), _LENGTH] = (f"the length of {name}", value, _LENGTH)
+            self._look(name, value, deeper=False)
+        elif deeper and _is_plain_object(value):
+            self._look(name, vars(value), deeper=False)
+
+    def values(self) -> list[Any]:
+        """Return what they are now."""
+        return [_read(container, key) for _, container, key in self._places]
+
+    def find_change(self) -> str | None:
+        """Return the name of one that has another value than at first, or None."""
+        self._num_asked += 1
+        if self._num_asked % self._every:
+            return None
+        now = self.values()
+        return None if now == self._values else self.name_difference(now, self._values)
+
+    def name_difference(self, some: list[Any], others: list[Any]) -> str | None:
+        """Return the name of the first that differs between two results of `values`, or None."""
+        pairs = zip(self._places, some, others, strict=True)
+        differs = (name for (name, _, _), one, other in pairs if one is not other and one != other)
+        return next(differs, None)
+
+    def put_back(self) -> None:
+        """Give each the value that it had at first."""
+        for (_, container, key), value in zip(self._places, self._values, strict=True):
+            if key is _LENGTH:
+                if isinstance(container, list):
+                    del container[value:]
+            elif isinstance(container, CellType):
+                container.cell_contents = value
+            elif _read(container, key) is not value:
+                container[key] = value
+
+
+def _read(container: Any, key: Any) -> Any:
+    if key is _LENGTH:
+        return len(container)
+    if isinstance(container, dict):
+        return container.get(key)
+    if isinstance(container, list):
+        return container[key] if key < len(container) else None
+    try:
+        return container.cell_contents
+    except ValueError:  # a variable that is not assigned yet
+        return None
+
+
+def _is_plain_object(value: Any, may_be_called: bool = False) -> bool:
+    """Whether it is an object of somebody's own class, such as a config; not of torch or of the language."""
+    if isinstance(value, torch.nn.Module | torch.Tensor | type | ModuleType):
+        return False
+    if callable(value) and (not may_be_called or inspect.isroutine(value)):
+        return False
+    return hasattr(value, "__dict__") and _package(type(value)) not in _FOREIGN
+
+
+def _package(thing: Any) -> str:
+    return (getattr(thing, "__module__", None) or "").partition(".")[0]
+
+
+def _surroundings(function: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the variables that a function takes from around it: name, what holds it, and its key there."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if not inspect.isfunction(function) or _package(function) in _FOREIGN:
+        return
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        yield name, cell, name
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__, name
 
 
 def is_equal(one: Any, other: Any) -> bool:
@@ -106,9 +245,9 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _freeze(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, bring: bool
 ) -> _Frozen:
-    rate = _bring_rate(optimizer, group, device)
+    rate = _bring_rate(optimizer, group, device, bring)
     names = _compared_names(optimizer, group, rate)
     return group, rate, names, [copy(group[name]) for name in names]  # a list may change in place
 
@@ -118,13 +257,13 @@ def _is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _bring_rate(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, bring: bool
 ) -> torch.Tensor | None:
     """Return the group's learning rate as a tensor on the device; None if it must stay a number."""
     rate = group.get("lr")
     if isinstance(rate, torch.Tensor) and rate.device.type == device.type:
         return rate
-    if rate is None or not _is_torchs_own(optimizer):
+    if rate is None or not bring or not _is_torchs_own(optimizer):
         return None
     brought = torch.as_tensor(rate, dtype=torch.float32).to(device)
     group["lr"] = brought

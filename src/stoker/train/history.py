@@ -7,12 +7,25 @@ An epoch that was interrupted and resumed has one report over all its samples: i
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
+from stoker.display import printable
 from stoker.report import Note, Topic
+from stoker.units import format_seconds
+
+MUCH = 10.0
+"""Growth of the loss, in units of the first one, that is noted."""
+RISE, MOST_RISING = 1.1, 3
+"""A loss that grows by this factor in so many epochs one after the other is noted."""
+_SHOW_SECONDS = 0.5
+_WORTH_TELLING = 1.05
+_SHOWN_METRICS = 5
 
 
 @dataclass
@@ -26,6 +39,9 @@ class EpochReport:
         num_samples: Trained on.
         seconds: Of training, validation not counted.
         wait_share: Share of that time spent waiting for batches.
+        growth: Its loss / the loss that the run began with, if that is 10 or more.
+        is_fallback: Whether steps ran eagerly although they were to be captured.
+        slowdown: Time of an eager step / time of a replay; None if it is unknown.
     """
 
     epoch: int
@@ -34,6 +50,9 @@ class EpochReport:
     num_samples: int
     seconds: float
     wait_share: float
+    growth: float | None = None
+    is_fallback: bool = False
+    slowdown: float | None = None
 
     @property
     def samples_per_second(self) -> float:
@@ -86,6 +105,160 @@ class EpochTally:
 
 
 @dataclass
+class LossTrend:
+    """Notices a loss that grows without bound.
+
+    Attributes:
+        first: Mean loss of the first block of steps; None before it.
+        noted: Growth that was noted last.
+        growth: The last block's loss / the first one's, if that is `MUCH` or more.
+        last_epoch: Mean loss of the last epoch.
+        num_rising: Epochs, one after the other, each with a loss `RISE` times the one before or more.
+    """
+
+    first: float | None = None
+    noted: float = 1.0
+    growth: float | None = None
+    last_epoch: float | None = None
+    num_rising: int = 0
+
+    def add(self, mean: float) -> float | None:
+        """Take the mean loss of some steps; return its growth if that is worth a note.
+
+        It is when it has grown tenfold since the first block, and tenfold again since the last note.
+        """
+        if not math.isfinite(mean):
+            return None
+        if self.first is None:
+            self.first = mean
+        growth = mean / max(abs(self.first), 1e-12)
+        self.growth = growth if growth >= MUCH else None
+        if growth < MUCH * self.noted:
+            return None
+        self.noted = growth
+        return growth
+
+    def end_epoch(self, mean: float) -> int:
+        """Take the mean loss of an epoch; return in how many epochs it has grown, when that becomes worth a note."""
+        before, self.last_epoch = self.last_epoch, mean
+        is_rising = before is not None and before > 0 and mean > RISE * before
+        self.num_rising = self.num_rising + 1 if is_rising else 0
+        return self.num_rising if self.num_rising == MOST_RISING else 0
+
+
+@dataclass
+class Stall:
+    """Counts the epochs since the monitored metric was best.
+
+    Attributes:
+        best: The lowest score; None before the first epoch.
+        num_epochs: Epochs since.
+    """
+
+    best: float | None = None
+    num_epochs: int = 0
+
+    def add(self, score: float, min_delta: float) -> None:
+        """Count an epoch. Less is better; NaN is never."""
+        if score == score and (self.best is None or score < self.best - min_delta):  # noqa: PLR0124
+            self.best, self.num_epochs = score, 0
+        else:
+            self.num_epochs += 1
+
+
+class EpochLines:
+    """A `Progress` that prints a line per epoch and, in a terminal, how far the epoch is.
+
+    It prints inside of `shown` only: a trainer that is made, or whose epochs somebody else counts, is silent.
+
+    Args:
+        epochs: Of the whole run.
+        stream: Where to; standard output as it is when something is printed.
+    """
+
+    def __init__(self, epochs: int, stream: TextIO | None = None) -> None:
+        self._epochs, self._first, self._stream = epochs, 0, stream
+        self._began = self._epoch_began = self._updated = time.monotonic()
+        self._label, self._total, self._done, self._unit = "", 0, 0, ""
+        self._is_shown = self._is_open = False
+
+    @contextlib.contextmanager
+    def shown(self, first: int) -> Iterator[None]:
+        """Context in which lines are printed; `first` is the number of the epoch that comes first."""
+        self._first, self._began, self._is_shown = first, time.monotonic(), True
+        try:
+            yield
+        finally:
+            self._clear()
+            self._is_shown = False
+
+    def start(self, label: str, total: int | None, unit: str) -> None:
+        """Begin an epoch of so many batches."""
+        self._label, self._total, self._unit = f"{label}/{self._epochs}", total or 0, unit
+        self._done, self._epoch_began = 0, time.monotonic()
+
+    def advance(self, count: int = 1) -> None:
+        """Count batches; shows rate and time left now and then if the stream is a terminal."""
+        self._done += count
+        now = time.monotonic()
+        if not self._is_shown or now - self._updated < _SHOW_SECONDS:
+            return
+        self._updated = now
+        stream = self._stream or sys.stdout
+        if not stream.isatty():
+            return
+        rate = self._done / max(now - self._epoch_began, 1e-9)
+        left = (self._total - self._done) / max(rate, 1e-9)
+        ahead = f"/{self._total:,}" if self._total else ""
+        remaining = f"  {format_seconds(left)} left" if self._total else ""
+        line = f"{self._label}  {self._done:,}{ahead} {self._unit}  {rate:,.1f}/s{remaining}"
+        self._write(f"\r\x1b[K{line}")
+        self._is_open = True
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        if self._is_shown:
+            self._clear()
+            self._write(f"{printable(line)}\n")
+
+    def end_epoch(self, report: EpochReport) -> None:
+        """Print the line of an epoch that has ended."""
+        num_done = report.epoch + 1 - self._first
+        seconds = (time.monotonic() - self._began) / max(num_done, 1)
+        num_left = self._epochs - report.epoch - 1
+        left = f"  {format_seconds(seconds * num_left)} left" if num_left else ""
+        self.say(describe_epoch(report, self._epochs) + left)
+
+    def _clear(self) -> None:
+        if self._is_open:
+            self._write("\r\x1b[K")
+        self._is_open = False
+
+    def _write(self, text: str) -> None:
+        stream = self._stream or sys.stdout
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe must not end a run
+            stream.write(text)
+            stream.flush()
+
+
+def describe_epoch(report: EpochReport, epochs: int) -> str:
+    """Return one line: losses, metrics, samples per second, wait, and whether steps fell back to eager ones."""
+    width = len(str(epochs))
+    shown = list(report.metrics.items())[:_SHOWN_METRICS]
+    metrics = "".join(f"  {'val loss' if n == 'loss' else n} {value:.4g}" for n, value in shown)
+    grown = "" if report.growth is None else f" ({report.growth:.3g} × the first)"
+    line = (
+        f"epoch {report.epoch + 1:{width}}/{epochs}  loss {report.train_loss:.4g}{grown}{metrics}  "
+        f"{report.samples_per_second:,.0f} samples/s  waited {report.wait_share:.0%}"
+    )
+    if report.is_fallback:
+        line += "  eager"
+        if report.slowdown is not None and report.slowdown >= _WORTH_TELLING:
+            line += f", {report.slowdown:.1f} × slower than captured"
+    return line
+
+
+@dataclass
 class History:
     """History of a run.
 
@@ -110,6 +283,11 @@ class History:
     def step(self) -> Note | None:
         """The last note on how steps run; its value `captured` says whether as one CUDA graph."""
         return next((note for note in reversed(self.told) if note.topic is Topic.STEP), None)
+
+    @property
+    def fallback(self) -> Note | None:
+        """The note on why steps run eagerly although they were to be captured; None if they do not."""
+        return self.step if self.step is not None and self.step.values.get("fallback") else None
 
     @property
     def is_captured(self) -> bool:

@@ -152,6 +152,13 @@ class GrowingTensors:
         )
 
 
+def gpu_uuid(device: torch.device) -> str | None:
+    """Return what NVML calls a device; None for the CPU."""
+    if device.type != "cuda":
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
 @dataclass(frozen=True)
 class Growth:
     """Device memory that grew over the threshold.

@@ -105,7 +105,7 @@ def predict(
         prepare: Changes a batch before it is unpacked; see `Repairer`.
     """
     model.eval()
-    for batch in loader:
+    for batch in loader.remaining_batches():
         ids = batch.sample_ids
         made = read(model, unpack(batch if prepare is None else prepare(batch)))
         columns = {name: value.cpu().numpy() for name, value in made.items()}

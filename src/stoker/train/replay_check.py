@@ -59,7 +59,11 @@ def difference(
 
 def spread(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the largest difference of each pair of tensors; NaN where only one value of a pair is NaN."""
-    return torch.stack([_apart(a, b) for a, b in zip(one, other, strict=True)])
+    if not one:
+        return torch.zeros(0)
+    # One device for all: some optimizers keep their counts on the host.
+    device = one[0].device
+    return torch.stack([_apart(a, b).to(device) for a, b in zip(one, other, strict=True)])
 
 
 def is_too_noisy(wanted: Sequence[torch.Tensor], noise: torch.Tensor) -> bool:
@@ -90,14 +94,34 @@ def is_same_function(parts: StepParts, inputs: Any) -> bool:
     finally:
         for module, was_training in modes:
             module.training = was_training
-    if len(plain) != len(other) or any(
-        a.shape != b.shape for a, b in zip(plain, other, strict=True)
-    ):
+    return are_close(plain, other)
+
+
+def are_close(plain: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Whether the results of two algorithms are those of one function."""
+    if [tensor.shape for tensor in plain] != [tensor.shape for tensor in other]:
         return False
     return all(
         bool(_apart(a, b) <= _OUTPUT_TOLERANCE * _sizes([a]).clamp_min(_ABSOLUTE))
         for a, b in zip(plain, other, strict=True)
     )
+
+
+def same_counts(wanted: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> bool:
+    """Whether the whole numbers of a step's state are equal, both ways; waits for the device.
+
+    These are integers, and scalars such as an optimizer's count of steps, which after a thousand steps would differ
+    by less than the tolerance.
+    """
+    return len(wanted) == len(got) and all(
+        torch.equal(one, other) for one, other in zip(wanted, got, strict=True) if _is_count(one)
+    )
+
+
+def _is_count(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return True
+    return tensor.numel() == 1 and float(tensor).is_integer()
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -110,11 +134,12 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _sizes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the largest finite magnitude of each tensor."""
+    device = tensors[0].device
     return torch.stack(
         [
-            tensor.detach().float().abs().nan_to_num(0.0, 0.0, 0.0).max()
+            tensor.detach().float().abs().nan_to_num(0.0, 0.0, 0.0).max().to(device)
             if tensor.numel()
-            else torch.zeros((), device=tensor.device)
+            else torch.zeros((), device=device)
             for tensor in tensors
         ]
     )

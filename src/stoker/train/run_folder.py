@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from stoker.errors import InputError, StoreError, unwritable
 from stoker.ownership import empty_file, open_own_file
-from stoker.report import Note, RunLog, open_tensorboard
+from stoker.report import LOG_NAME, Note, RunLog, open_tensorboard
 from stoker.train.checkpoint import Checkpoints
 from stoker.train.ranks import Ranks
 from stoker.train.settings import TrainSettings
@@ -166,7 +166,7 @@ class RunFolder:
         if not ranks.is_first:
             return
         scalars = open_tensorboard(path / "tensorboard") if settings.tensorboard else None
-        self.log = stack.enter_context(RunLog(path / "run.jsonl", scalars))
+        self.log = stack.enter_context(RunLog(path / LOG_NAME, scalars))
         stack.callback(self._forget_log)
         for note in told:
             self.write("note", note.to_json(), 0, 0)

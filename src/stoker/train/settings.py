@@ -1,100 +1,60 @@
-"""What a training run is asked to do: one frozen value, checked at once.
+"""What a `Trainer` is asked to do: one frozen value, checked at once.
 
-Enters: keywords, a mapping, or the `Settings` of a config file. Leaves: `TrainSettings`. Costs nothing; no torch.
+Enters: keywords, a mapping, `Settings` of a config file, or the file itself. Leaves: `TrainSettings`. Costs
+nothing; torch is imported only to make an optimizer.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, cast
 
-from stoker.errors import InputError
+from pydantic import Field
+
+from stoker.config import Config, Settings, TrainOptions, load_config, resolve
+from stoker.config.names import FORMER, LAYOUTS, SYNONYMS
+from stoker.config.options import Capture, JobOptions, NonFinite, Precision, options
+from stoker.config.tree import ROOMS, sections
+from stoker.errors import ConfigError, InputError
+from stoker.report import Note, Topic
 
 if TYPE_CHECKING:
-    from stoker.config import Settings
+    import torch
 
-Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
-Capture = Literal["auto", "on", "off"]
-NonFinite = Literal["stop", "skip", "rollback"]
-_OF_RUNS = ("recipe.", "run.", "data.memory_efficient_mode.enabled")
-_LEAST = {"accumulation_steps": 1, "read_every": 1, "keep_last": 1}
+__all__ = [
+    "Capture",
+    "Configured",
+    "NonFinite",
+    "Precision",
+    "TrainSettings",
+    "TrainerConfig",
+    "read_config",
+]
 
-TrainerConfig: TypeAlias = "TrainSettings | Settings | Mapping[str, Any] | None"
+TrainerConfig: TypeAlias = "TrainOptions | Settings | Mapping[str, Any] | None"
+_NOT_OURS = "not the Trainer's to do: loader and model are made before it"
 
 
-@dataclass(frozen=True)
-class TrainSettings:
-    """How to train.
+_TAKEN = {f"training.{entry.name}" for entry in fields(TrainOptions)}
+_TAKEN |= {"training.lr", "training.use_amp", "run.dir"}
+
+
+@options
+class TrainSettings(TrainOptions):
+    """How to train: the keys of `training` that concern a Trainer (docs/config.md), and three of its own.
 
     Attributes:
-        epochs: Passes over the training samples.
-        precision: "auto" decides by the device and says why.
-        accumulation_steps: Batches per optimizer update; equal to one batch of their sum.
-        clip_norm: Largest norm of all gradients together; None does not clip.
-        capture: Replay the whole step as one CUDA graph: "auto" where it works and is right.
-        compile: Compile the model with torch.compile first.
-        nonfinite: What to do about a loss that is not finite: stop with its cause, skip the update,
-            or go back to the last good state and leave the batch out.
-        read_every: Steps between two reads of losses from the device.
-        seed: Of torch's, numpy's and Python's generators, set when a run begins (not when it goes on);
-            None leaves them as they are.
-        keep_last: Checkpoints kept besides the best.
-        checkpoint_every_epochs: 0 is never.
-        checkpoint_every_steps: Within an epoch; 0 is never.
         monitor: Metric of validation that decides the best checkpoint.
         maximise: Whether more of it is better.
-        empty_cache_every_n_epochs: 0 is never.
-        empty_cache_every_n_batches: 0 is never.
-        log_gpu_stats_every_n_batches: 0 is never.
         leak_bytes: Growth of device memory between epochs that is reported.
-        survive_oom: Repeat the update with less memory when the device runs out of it, instead of ending.
-        activation_checkpointing: Recompute activations in the backward pass.
-        tensorboard: Write scalars for TensorBoard beside the run log.
     """
 
-    epochs: int = 1
-    precision: Precision = "auto"
-    accumulation_steps: int = 1
-    clip_norm: float | None = 1.0
-    capture: Capture = "auto"
-    compile: bool = False
-    nonfinite: NonFinite = "stop"
-    read_every: int = 50
-    seed: int | None = None
-    keep_last: int = 2
-    checkpoint_every_epochs: int = 1
-    checkpoint_every_steps: int = 0
     monitor: str = "loss"
     maximise: bool = False
-    empty_cache_every_n_epochs: int = 0
-    empty_cache_every_n_batches: int = 0
-    log_gpu_stats_every_n_batches: int = 0
-    leak_bytes: int = 100 << 20
-    survive_oom: bool = True
-    activation_checkpointing: bool = False
-    tensorboard: bool = False
-
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("precision", get_args(Precision)),
-            ("capture", get_args(Capture)),
-            ("nonfinite", get_args(NonFinite)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise InputError(
-                    f"{name} is {getattr(self, name)!r}.",
-                    ", ".join(allowed),
-                    f"{name}={allowed[0]!r}",
-                )
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            wanted = _refusal(entry.name, str(entry.type), value)
-            if wanted is not None:
-                raise InputError(
-                    f"{entry.name} is {value!r}.", wanted, f"{entry.name}={entry.default!r}"
-                )
+    leak_bytes: Annotated[int, Field(ge=0, le=2**63)] = 100 << 20
 
     @classmethod
     def of(cls, config: TrainerConfig) -> TrainSettings:
@@ -113,99 +73,161 @@ def read_config(
 
     Args:
         config: `TrainSettings`; `Settings` of a config file (`resolve(load_config(file))`), of which the
-            trainer takes what concerns it; or a mapping with the names of config files
-            (`gradient_accumulation_steps`, `use_amp`) or of `TrainSettings`.
+            trainer takes what concerns it; or a mapping of names to values, as a config's section
+            `training` has them.
         rates: Learning rates of the optimizer; a config that says another one is noted.
 
     Raises:
         InputError: A name is unknown, two names of one thing disagree, or a value is of a wrong kind.
     """
-    from stoker.config import Settings
-
     if isinstance(config, TrainSettings):
         return config, []
-    own = [entry.name for entry in fields(TrainSettings)]
     if isinstance(config, Settings):
-        values = {name: getattr(config, name) for name in own if hasattr(config, name)}
-        origin, rate = config.origins["learning_rate"], config.learning_rate
-        is_other = bool(origin.key) and bool(rates) and rate not in rates
-        return TrainSettings(**values), [_other_rate(str(origin), rate, rates)] if is_other else []
+        told = config.origins["training.lr"]
+        notes = _note_rate(str(told), config.training.lr, rates) if told.key else []
+        others = [
+            str(origin)
+            for key, origin in config.origins.items()
+            if origin.key and key not in _TAKEN and key.rpartition(".")[0] != "recipe.options"
+        ]
+        return _take(config.training), [*notes, *_note_others(others)]
+    if isinstance(config, JobOptions):
+        return _take(config), _note_rate("lr", config.lr, rates)
     given = {} if config is None else config
     if not isinstance(given, Mapping):
         raise InputError(
             f"config is of the type {type(given).__name__}.",
             "a mapping, TrainSettings, or Settings",
-            "config=resolve(load_config('my.yaml'))",
+            "Trainer.from_config('my.yaml', model, ...)"
+            if isinstance(given, str)
+            else "config=resolve(load_config('my.yaml'))",
         )
-    return _read_mapping(given, own, rates)
+    return _read_mapping(given, rates)
+
+
+def _take(training: JobOptions) -> TrainSettings:
+    return TrainSettings(
+        **{entry.name: getattr(training, entry.name) for entry in fields(TrainOptions)}
+    )
 
 
 def _read_mapping(
-    config: Mapping[str, Any], own: Sequence[str], rates: Sequence[float]
+    config: Mapping[str, Any], rates: Sequence[float]
 ) -> tuple[TrainSettings, list[str]]:
-    """Read a mapping by the names of config files and of `TrainSettings`."""
-    from stoker.config.resolve import QUESTIONS
-
-    fields_of = {
-        key.rpartition(".")[2]: question
-        for question, ranks in QUESTIONS.items()
-        for names in ranks
-        for key in names.split("|")
-        if not key.startswith(_OF_RUNS)
+    """Read a mapping with names of config files and of `TrainSettings`."""
+    own = {entry.name for entry in fields(TrainSettings)}
+    homes = {entry.name: entry.name for entry in fields(TrainSettings)}
+    for section in ("data", "training"):
+        homes |= {entry.name: entry.name for entry in fields(ROOMS[section])}
+    former = {**{key.rpartition(".")[2]: home for key, home in LAYOUTS.items()}, **FORMER}
+    homes |= {
+        name: home.rpartition(".")[2]
+        for name, home in former.items()
+        if home.partition(".")[0] in ("data", "training") and name not in (*homes, "enabled")
     }
-    fields_of |= {name: name for name in own}
-    given = _without_amp(config)
-    said: dict[str, str] = {}
-    others: list[str] = []
-    notes: list[str] = []
-    for name, value in given.items():
-        field = fields_of.get(name)
-        if field is None:
-            raise _unknown_name(name, list(fields_of))
-        first = said.setdefault(field, name)
-        if first != name and given[first] != value:
+    written: dict[str, str] = {}
+    for name, value in config.items():
+        if name not in homes:
+            raise _unknown_name(name, list(homes))
+        first = written.setdefault(homes[name], name)
+        if first != name and config[first] != value:
             raise InputError(
-                f"{name} is {value!r}, and {first} is {given[first]!r}.",
+                f"{name} is {value!r}, and {first} is {config[first]!r}.",
                 "one of the two names",
                 f"leave {name} out",
             )
-        if field == "learning_rate":
-            notes += [_other_rate(name, value, rates)] if rates and value not in rates else []
-        elif field not in own:
-            others.append(name)
-    values = {field: given[name] for field, name in said.items() if field in own}
-    if isinstance(values.get("capture"), bool):  # YAML reads a bare `on` as true
-        values["capture"] = "on" if values["capture"] else "off"
-    if others:
-        why = "not the Trainer's to do: loader and model are made before it"
-        notes.append(f"{', '.join(others)}: {why}")
-    return TrainSettings(**values), notes
+    values = {home: config[name] for home, name in written.items() if home in own}
+    if "use_amp" in written:
+        values["precision"] = _precision_of(config[written["use_amp"]], values.get("precision"))
+    notes = _note_rate(written["lr"], config[written["lr"]], rates) if "lr" in written else []
+    others = [name for home, name in written.items() if home not in (*own, "lr", "use_amp")]
+    return TrainSettings(**values), [*notes, *_note_others(others)]
 
 
-def _without_amp(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping in which `precision` says what `use_amp` does, as in config files."""
-    given = dict(config)
-    if "use_amp" not in given:
-        return given
-    use_amp, precision = given.pop("use_amp"), given.get("precision", "auto")
+class Configured:
+    """The way from a config file to a `Trainer`, which inherits this."""
+
+    @classmethod
+    def from_config(
+        cls,
+        path: str | Path,
+        model: torch.nn.Module,
+        train_loader: Any,
+        val_loader: Any,
+        criterion: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        *,
+        overrides: Sequence[str] = (),
+        **more: Any,
+    ) -> Self:
+        """Return a trainer that does with a model of your own what a config file says.
+
+        Args:
+            path: The YAML file, or the name of a shipped one.
+            model: As for `Trainer`, and so are the loaders, the criterion and the scheduler.
+            train_loader: Yours: `batch_size` of the file is noted, not used.
+            val_loader: The same for validation, or None.
+            criterion: `(outputs, targets) -> mean loss of the batch`.
+            optimizer: Over the model's parameters; None makes AdamW with the file's `training.lr`.
+            scheduler: Stepped after every update, or None.
+            overrides: `key=value` texts that replace what the file says, as `--set` does.
+            more: Other arguments of `Trainer`. `run_dir` is the file's `run.dir` unless it is given.
+
+        Raises:
+            ConfigError: The file cannot be read, or is not sound; every problem has its line.
+        """
+        settings = resolve(load_config(path, overrides))
+        rate, notes = settings.training.lr, []
+        if optimizer is None:
+            from torch.optim import AdamW
+
+            optimizer = AdamW(model.parameters(), lr=rate)
+            notes.append(f"AdamW, learning rate {rate:g}: {settings.origins['training.lr']}")
+        make: Any = cls
+        more = {"run_dir": settings.run.dir, **more}
+        made = make(
+            model, train_loader, val_loader, criterion, optimizer, scheduler, settings, **more
+        )
+        for note in notes:
+            made.note(Note(note, Topic.OPTIMIZER))
+        return cast(Self, made)
+
+
+def present_names(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's identity with today's names of settings; older ones have former names."""
+    settings = identity.get("settings")
+    if not isinstance(settings, Mapping):
+        return dict(identity)
+    own = {entry.name for entry in fields(TrainSettings)}
+    named = {
+        name if name in own else FORMER.get(name, name).rpartition(".")[2]: value
+        for name, value in settings.items()
+    }
+    return {**identity, "settings": named}
+
+
+def _precision_of(use_amp: Any, precision: Any) -> Any:
+    """Return the number format that `use_amp` and `precision` come to, as in config files."""
     if not isinstance(use_amp, bool):
         raise InputError(f"use_amp is {use_amp!r}.", "True or False", "use_amp=True")
-    if precision == "auto":
-        return given | {"precision": "auto" if use_amp else "fp32"}
-    if use_amp is (precision in ("fp32", "tf32")):
-        allowed = "auto, fp16 or bf16" if use_amp else "auto, fp32 or tf32"
+    beside = {} if precision is None else {"precision": precision}
+    # A format that is none is refused by its own name afterwards.
+    if precision not in (None, "auto", "fp32", "tf32", "fp16", "bf16"):
+        return precision
+    try:
+        return resolve(
+            Config.model_validate({"training": {"use_amp": use_amp, **beside}})
+        ).training.precision
+    except ConfigError as error:
         raise InputError(
             f"precision is {precision!r}, and use_amp is {use_amp}.",
-            f"{allowed} beside it",
+            error.allowed,
             "leave use_amp out",
-        )
-    return given
+        ) from None
 
 
 def _unknown_name(name: Any, known: Sequence[str]) -> InputError:
-    from stoker.config.names import SYNONYMS
-    from stoker.config.tree import sections
-
     if name in sections():
         return InputError(
             f"config has the section {name!r}.",
@@ -221,24 +243,12 @@ def _unknown_name(name: Any, known: Sequence[str]) -> InputError:
     )
 
 
-def _other_rate(name: str, rate: float, rates: Sequence[float]) -> str:
+def _note_others(others: Sequence[str]) -> list[str]:
+    return [f"{', '.join(others)}: {_NOT_OURS}"] if others else []
+
+
+def _note_rate(name: str, rate: float, rates: Sequence[float]) -> list[str]:
+    if not rates or rate in rates:
+        return []
     has = ", ".join(f"{each:g}" for each in dict.fromkeys(rates))
-    return f"{name} says {rate}, and the optimizer was made with {has}: the optimizer's counts"
-
-
-def _refusal(name: str, kind: str, value: Any) -> str | None:
-    """Return what is allowed where a value is not of its field's kind; None where it is."""
-    if value is None and kind.endswith("| None"):
-        return None
-    or_none = ", or None" if kind.endswith("| None") else ""
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    least = _LEAST.get(name, 0)
-    if kind.startswith("int") and not (is_whole and value >= least):
-        return f"a whole number, {least} or more{or_none}"
-    if kind.startswith("float") and not ((is_whole or isinstance(value, float)) and value > 0):
-        return f"a number above 0{or_none}"
-    if kind == "bool" and not isinstance(value, bool):
-        return "True or False"
-    if kind == "str" and not isinstance(value, str):
-        return "a name"
-    return None
+    return [f"{name} says {rate}, and the optimizer was made with {has}: the optimizer's counts"]

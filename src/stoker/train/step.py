@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +73,7 @@ class Step:
     def __init__(self, parts: StepParts) -> None:
         self.parts = parts
         optimizer = parts.optimizer
-        self.guarded = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self.guarded = is_guarded(optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._on_gpu = parts.device.type == "cuda"
         self._skipped = torch.zeros((), device=parts.device)
@@ -126,11 +126,10 @@ class Step:
             exchange: Whether ranks average their gradients in this backward pass: the update's last one.
         """
         parts = self.parts
-        self._is_exchanged = exchange or parts.runner is None
-        if not self._is_exchanged:
-            held_back = parts.parallel.held_back(parts.runner)
-        else:
-            held_back = contextlib.nullcontext()
+        held_back: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._is_exchanged = True
+        if not exchange and parts.runner is not None:
+            held_back, self._is_exchanged = parts.parallel.held_back(parts.runner), False
         before = self._buffers.copy() if self._buffers else {}
         recurrent = parts.recurrent if reset is not None else None
         with held_back:
@@ -144,6 +143,7 @@ class Step:
             loss = parts.criterion(as_float32(outputs), targets)
             if not self._has_loss:
                 check_loss(loss)
+                check_shapes(parts.criterion, as_float32(outputs), targets, loss)
                 self._has_loss = True
             parts.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
         loss = loss.detach().float()
@@ -213,7 +213,7 @@ class Step:
             raise RuntimeError("sparse gradients have another size at every step")
         optimizer = self.parts.optimizer
         make_unfused(optimizer)
-        self.guarded = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self.guarded = is_guarded(optimizer)
         return coalesce_gradients(self._parameters)
 
     def _step(self, norm: torch.Tensor, look: bool) -> None:
@@ -320,6 +320,32 @@ def check_loss(loss: Any) -> None:
     )
 
 
+@torch.no_grad()
+def check_shapes(criterion: Criterion, outputs: Any, targets: Any, loss: torch.Tensor) -> None:
+    """Raise if the criterion compares every output with every target: (B, 1) against (B,), or the reverse.
+
+    torch broadcasts both to (B, B), and trains the model towards the mean. A criterion that brings both to one
+    shape itself is left alone: it gives the same loss for outputs of the targets' shape.
+    """
+    if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+        return
+    shapes = tuple(outputs.shape), tuple(targets.shape)
+    longer, shorter = max(shapes, key=len), min(shapes, key=len)
+    if longer != (*shorter, 1) or shorter[-1:] == (1,) or not targets.is_floating_point():
+        return
+    wanted = criterion(outputs.detach().reshape(targets.shape), targets)
+    if torch.allclose(wanted.float(), loss.detach().float(), rtol=1e-4):
+        return
+    raise InputError(
+        f"the model's outputs are {shapes[0]} and the targets {shapes[1]}: the criterion compares every output "
+        "with every target.",
+        "outputs and targets of one shape",
+        "unpack=lambda batch: (batch['features'], batch['targets'].reshape(-1, 1))"
+        if len(shapes[0]) > len(shapes[1])
+        else "unpack=lambda batch: (batch['features'], batch['targets'].reshape(-1))",
+    )
+
+
 def take_rows(value: Any, rows: torch.Tensor) -> Any:
     """Return the rows of every tensor in a nested value."""
     return map_tensors(lambda x: x.index_select(0, rows), value)
@@ -360,6 +386,11 @@ def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
     fill_momentum(optimizer)
     vars(optimizer)["_step_supports_amp_scaling"] = True
     return f"{kind.__name__} runs fused"
+
+
+def is_guarded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer skips an update with a non-finite gradient by itself, on the device."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def make_unfused(optimizer: torch.optim.Optimizer) -> None:
@@ -426,15 +457,3 @@ def compact_recurrent(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.RNNBase):
             module.flatten_parameters()
-
-
-def state_tensors(parts: StepParts) -> Iterator[torch.Tensor]:
-    """Yield every tensor that a step changes: weights, buffers, optimizer and scaler state."""
-    yield from parts.model.parameters()
-    yield from parts.model.buffers()
-    for state in parts.optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-    for name in ("_scale", "_growth_tracker"):
-        value = getattr(parts.scaler, name, None)
-        if isinstance(value, torch.Tensor):
-            yield value

@@ -16,48 +16,44 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from stoker.errors import InputError
+from stoker.errors import InputError, StokerError
 from stoker.loader.slabs import usable_device
-from stoker.report import Note, Progress, Silent, Topic
+from stoker.report import INCIDENTS, Note, Progress, RunEnd, Topic
 from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
-from stoker.train.capture import CapturedStep, cannot_capture, refuse_eager, step_note
+from stoker.train.capture import CapturedStep, cannot_capture
 from stoker.train.checks import (
     check_parameters,
     check_skipping,
     check_steps,
-    load_criterion,
     move_model,
 )
 from stoker.train.diagnosis import explain_batch
 from stoker.train.evaluation import EvaluationStopped, Evaluator, no_batches
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
+from stoker.train.graph import has_graphs, refuse_eager, step_note
 from stoker.train.heartbeat import HEARTBEAT
-from stoker.train.history import EpochReport, EpochTally, History
+from stoker.train.history import EpochLines, EpochReport, EpochTally, History
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
 from stoker.train.memory import LeakWatch, log_gpu_stats
 from stoker.train.parallel import (
     Parallel,
     choose_parallel,
-    gather_whole,
-    load_whole_model,
-    load_whole_optimizer,
-    plain_name,
     share_statistics,
 )
 from stoker.train.precision import PrecisionChoice, choose_precision
-from stoker.train.ranks import Ranks, as_ranks, check_alike
+from stoker.train.ranks import Ranks
 from stoker.train.recurrent_state import make_recurrent_state
 from stoker.train.run_folder import RunFolder
-from stoker.train.settings import TrainerConfig, read_config
+from stoker.train.run_state import Place, Resumable
+from stoker.train.settings import Configured, TrainerConfig, read_config
 from stoker.train.shutdown import Shutdown
 from stoker.train.step import (
     Step,
@@ -66,16 +62,10 @@ from stoker.train.step import (
     make_guarded,
 )
 from stoker.train.update import Update
+from stoker.units import usable_count
 
 AUGMENTED = "✓ GPU augmentation enabled"
 MOST_ROLLBACKS = 5
-# Settings that may differ when a run is resumed: the weights do not depend on them, except after a batch
-# whose loss is not finite.
-_MAY_CHANGE = (
-    "epochs", "keep_last", "checkpoint_every_epochs", "checkpoint_every_steps", "monitor", "maximise",
-    "nonfinite", "read_every", "survive_oom", "leak_bytes", "tensorboard", "log_gpu_stats_every_n_batches",
-    "empty_cache_every_n_epochs", "empty_cache_every_n_batches",
-)  # fmt: skip
 
 
 class _RollBackError(Exception):
@@ -93,46 +83,7 @@ class _Lines(NamedTuple):
     info: Callable[[str], None]
 
 
-@dataclass
-class _Place:
-    """Where a run is.
-
-    Attributes:
-        epoch: The current one.
-        num_steps: Batches trained on, over the whole run.
-        num_done: Batches of this epoch that are done.
-        first_loss: Number of this epoch's first loss in the history.
-        tally: Totals of this epoch.
-        left_out: Epoch and batch of what rollbacks have left out.
-        good: State at the epoch's beginning, for a rollback.
-        num_rollbacks: So far.
-        num_skipped: Updates that the step has skipped so far.
-        saved_step: Step of the last checkpoint; -1 before the first.
-        saved_at: Batch of this epoch after which a checkpoint was written.
-        has_batch_size: Whether the size of a full batch is known.
-        has_scheduled: Whether the scheduler was stepped.
-        has_metrics: Whether validation was seen to have the monitored metric.
-        has_warned: Whether a validation loss that is not finite was noted.
-    """
-
-    epoch: int = 0
-    num_steps: int = 0
-    num_done: int = 0
-    first_loss: int = 0
-    tally: EpochTally = field(default_factory=EpochTally)
-    left_out: set[tuple[int, int]] = field(default_factory=set)
-    good: dict[str, Any] | None = None
-    num_rollbacks: int = 0
-    num_skipped: int = 0
-    saved_step: int = -1
-    saved_at: int = 0
-    has_batch_size: bool = False
-    has_scheduled: bool = False
-    has_metrics: bool = False
-    has_warned: bool = False
-
-
-class Trainer:
+class Trainer(Configured, Resumable):
     """Trains a model; see the module's text.
 
     Args:
@@ -185,31 +136,33 @@ class Trainer:
             criterion = criterion.to(self.device)
         self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
         self.history = History()
-        self._progress = progress or Silent()
-        self.gpu_augmentation = gpu_augmentation
-        if gpu_augmentation is not None and self.ranks.are_several:  # each rank draws its own
-            drawn = gpu_augmentation.state_dict()
-            gpu_augmentation.load_state_dict(drawn | {"stream": self.ranks.rank})
+        self._progress = progress or EpochLines(self.settings.epochs)
         self._train = Feed(train_loader, self.device, unpack, gpu_augmentation, self.ranks)
         self._train.check_ranks()
+        self._draw_apart()
+        self._train.expect_loss(self.criterion)
         if val_loader is not None and val_loader is train_loader and self._train.is_stoker:
             raise InputError(
                 "one Loader was given for training and for validation.",
                 "a loader each: a Loader has one position, and validation is not augmented",
                 "Loader(store, batch_size, samples=...) a second time",
             )
-        plain = None if gpu_augmentation is None else gpu_augmentation.validation()
-        self._val = (
-            None if val_loader is None else Feed(val_loader, self.device, unpack, plain, self.ranks)
-        )
+        self._val = None
+        if val_loader is not None:
+            self._val = Feed(val_loader, self.device, unpack, None, self.ranks)
+        if gpu_augmentation is not None:
+            self._settle_validation(gpu_augmentation)
         self._identity = dict(identity or {})
         self._folder = RunFolder(run_dir, self.settings, self.ranks)
         self._shutdown = Shutdown(self.ranks)
-        self._at = _Place(has_batch_size=self._train.batch_size is not None)
+        self._at = Place(has_batch_size=self._train.batch_size is not None)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
         for line in unread:
             self.note(Note(line))
         self._make_step(self._make_parts(parallel, norms), tell=True)
+        if gpu_augmentation is not None:
+            self._progress.say(AUGMENTED)
+            self.history.told.append(Note(AUGMENTED))
         self._evaluator = Evaluator(
             self.model,
             criterion,
@@ -250,7 +203,7 @@ class Trainer:
             self.device,
             settings.clip_norm,
             self._of_all(self._train.batch_size or 1),
-            settings.accumulation_steps,
+            settings.gradient_accumulation_steps,
             make_recurrent_state(model, self._train.loader, self.device),
             None if runner is model else runner,
             parallel,
@@ -279,15 +232,43 @@ class Trainer:
         self.note(
             step_note("captured: one CUDA graph", captured=True)
             if refusal is None
-            else step_note(f"eager: {refusal}", captured=False)
+            else step_note(
+                f"eager: {refusal}",
+                captured=False,
+                fallback=asked != "off" and has_graphs(self.device),
+            )
         )
-        if self.gpu_augmentation is not None:
-            self._progress.say(AUGMENTED)
-            self.history.told.append(Note(AUGMENTED))
 
     @property
-    def _step(self) -> Step:
-        return self._update.step
+    def gpu_augmentation(self) -> Any:
+        """What augments the training images on the device, or None. May be replaced at any time.
+
+        The next batch is drawn by the new one, a captured step is captured again, and validation uses the
+        new one's `validation()`.
+        """
+        return self._train.augmentation
+
+    @gpu_augmentation.setter
+    def gpu_augmentation(self, augmentation: Any) -> None:
+        self._train.use_augmentation(augmentation)
+        self._draw_apart()
+        self._settle_validation(augmentation)
+        if self._captured is not None:
+            self._captured.forget()  # its graph holds the old kernels
+        named = "none" if augmentation is None else type(augmentation).__name__
+        self.note(Note(f"augmentation from epoch {self._at.epoch} on: {named}"))
+
+    def _draw_apart(self) -> None:
+        """Give each of several ranks draws of its own."""
+        augmentation: Any = self._train.augmentation
+        if augmentation is not None and self.ranks.are_several:
+            drawn = augmentation.state_dict()
+            augmentation.load_state_dict(drawn | {"stream": self.ranks.rank})
+
+    def _settle_validation(self, augmentation: Any) -> None:
+        """Let validation images go through what is not random, unless their loader does so itself."""
+        if self._val is not None and not self._val.augments_itself:
+            self._val.use_augmentation(None if augmentation is None else augmentation.validation())
 
     @property
     def _precision(self) -> PrecisionChoice:
@@ -304,32 +285,45 @@ class Trainer:
     def note(self, note: Note) -> None:
         """Keep a decision with its reason, show it, and write it to the run's log."""
         self.history.told.append(note)
-        if self.ranks.is_first:
+        is_urgent = note.topic in (*INCIDENTS, Topic.STOPPED) or bool(note.values.get("fallback"))
+        # Beside its epochs' lines a run prints only what went wrong; who gave a `progress` is told everything.
+        if self.ranks.is_first and (is_urgent or not isinstance(self._progress, EpochLines)):
             self._progress.say(note.text)
         self._write("note", note.to_json())
 
     # -- running ---------------------------------------------------------------------------
 
-    def fit(self, *, resume: bool = False) -> History:
+    def fit(self, *, resume: bool = False, quiet: bool = False) -> History:
         """Train for `config.epochs`; return what happened.
+
+        Prints a line per epoch, and what goes wrong, unless the trainer was given a `progress`.
 
         Args:
             resume: Continue from the run folder's latest checkpoint, if there is one.
+            quiet: Print nothing.
         """
-        settings, shutdown = self.settings, self._shutdown
+        settings, shutdown, at = self.settings, self._shutdown, self._at
         shutdown.forget()
+        self.history.ended = "done"
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._precision.matmuls())
             stack.callback(shutdown.forget)  # a later call of `validate` must not end at once
             stack.enter_context(shutdown.signals())
             self._folder.open(stack, resume, self.history.told)
             is_resumed = resume and self.resume()
-            if settings.seed is not None and not is_resumed and not self._at.num_steps:
+            if settings.seed is not None and not is_resumed and not at.num_steps:
                 seed_rng(settings.seed + self.ranks.rank)
             leaks = LeakWatch.for_device(self.device, settings.leak_bytes)
+            self._write("fit", {"epochs": settings.epochs})
+            stack.push(self._write_end)
             stack.push(self._keep_what_was_done)
+            if isinstance(self._progress, EpochLines) and self.ranks.is_first and not quiet:
+                stack.enter_context(self._progress.shown(at.epoch))
+                if self.history.fallback is not None:
+                    self._progress.say(self.history.fallback.text)
             shutdown.agree()
-            while self._at.epoch < settings.epochs and shutdown.reason is None:
+            first_step = at.num_steps
+            while at.epoch < settings.epochs and shutdown.reason is None and not self._is_over:
                 if self._run_epoch():
                     growth = None if leaks is None else leaks.after_epoch()
                     if growth is not None:
@@ -338,15 +332,47 @@ class Trainer:
                 shutdown.agree()  # a signal may have come during validation
             every = settings.checkpoint_every_epochs
             if shutdown.reason is not None:
-                if self._at.saved_step != self._at.num_steps:
+                if at.saved_step != at.num_steps:
                     self.save()
                 self.history.ended = shutdown.reason
-            elif self.history.epochs and every and self._at.epoch % every:
+            elif at.num_done and at.num_steps > first_step and at.tally.num_samples:
+                self._end_within_epoch()
+            elif self.history.epochs and every and at.epoch % every:
                 self._save_epoch(self.history.epochs[-1])  # the interval left the last epoch out
             is_interrupted = shutdown.reason == "interrupted"
         if is_interrupted:
             raise KeyboardInterrupt
         return self.history
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the run has done all its steps, or has stopped improving."""
+        settings, at = self.settings, self._at
+        if settings.max_steps is not None and at.num_steps >= settings.max_steps:
+            return True
+        return bool(settings.patience) and at.stall.num_epochs >= settings.patience
+
+    def _end_within_epoch(self) -> None:
+        """Report, validate and save the part of an epoch after which `max_steps` ends the run.
+
+        A resumed run with more steps goes on within the epoch.
+        """
+        report = self._at.tally.report(self._at.epoch)
+        if self._val is not None:
+            drawn = capture_rng(renew_cudnn=False)
+            with contextlib.suppress(
+                EvaluationStopped
+            ):  # by a signal: the part is saved without metrics
+                report.metrics = self.validate()
+            restore_rng(drawn)
+        self._tell_epoch(report)
+        self._save_epoch(report)
+
+    def _write_end(self, kind: type[BaseException] | None, error: Any, *_: object) -> None:
+        """Write how the run ended to its log."""
+        end = RunEnd(self.history.ended) if kind is None else RunEnd.by(error)
+        with contextlib.suppress(StokerError):  # a full disk is told by the error that came first
+            self._write("end", {"ended": end.ended, "error": end.error})
 
     def _save_epoch(self, report: EpochReport) -> None:
         self.save(report.metrics or {"loss": report.train_loss})
@@ -370,28 +396,34 @@ class Trainer:
                         )
                     )
 
-    def _run_epoch(self) -> bool:
-        """Train and validate one epoch; False when it was cut short or rolled back."""
+    def _run_epoch(self, *, alone: bool = False) -> bool:
+        """Train and validate one epoch; False when it was cut short or rolled back.
+
+        Args:
+            alone: Whether to leave out what `fit` does between epochs: validation, checkpoints, early stopping.
+        """
         at, settings = self._at, self.settings
         # True when a resumed run finished training this epoch but not its validation.
         if not at.tally.is_trained:
             if settings.nonfinite == "rollback":
                 at.good = copy.deepcopy(self.state_dict())
             try:
-                self._train_batches()
+                is_trained = self._train_batches()
             except _RollBackError as found:
                 self._roll_back(found)
                 return False
-            if not at.tally.is_trained:
+            if not is_trained:
                 return False
             self._check_skipped()
         report = at.tally.report(at.epoch)
-        if self._val is not None and not self._validate_epoch(report):
+        if self._val is not None and not alone and not self._validate_epoch(report):
             return False
         at.epoch += 1
         at.tally = EpochTally()
-        self.history.epochs.append(report)
-        self._write("epoch", vars(report) | {"samples_per_second": report.samples_per_second})
+        self._tell_epoch(report)
+        if alone:
+            return True
+        self._watch(report)
         every = settings.checkpoint_every_epochs
         if every and at.epoch % every == 0:
             self._save_epoch(report)
@@ -399,6 +431,44 @@ class Trainer:
         if every and at.epoch % every == 0:
             torch.cuda.empty_cache()
         return True
+
+    def _tell_epoch(self, report: EpochReport) -> None:
+        """Keep an epoch's report, write it to the log, and print it."""
+        report.growth = self._at.trend.growth
+        if self.history.fallback is not None:
+            report.is_fallback = True
+            report.slowdown = self.history.fallback.values.get("slowdown")
+        self.history.epochs.append(report)
+        self._write("epoch", vars(report) | {"samples_per_second": report.samples_per_second})
+        if isinstance(self._progress, EpochLines):
+            self._progress.end_epoch(report)
+
+    def _watch(self, report: EpochReport) -> None:
+        """Note that the loss grows from epoch to epoch, or that the monitored metric has stalled."""
+        settings, at = self.settings, self._at
+        num_rising = at.trend.end_epoch(report.train_loss)
+        if num_rising:
+            self.note(
+                Note(
+                    f"the loss has grown in {num_rising} epochs one after the other, to {report.train_loss:.4g}: "
+                    "a lower learning rate, or clip_norm=1.0",
+                    Topic.LOSS,
+                    {"rising_epochs": num_rising},
+                )
+            )
+        score = report.metrics.get(settings.monitor)
+        if score is None and settings.monitor == "loss":
+            score = report.train_loss
+        if score is not None:
+            at.stall.add(-score if settings.maximise else score, settings.min_delta or 0.0)
+        if settings.patience and at.stall.num_epochs >= settings.patience:
+            self.note(
+                Note(
+                    f"stopped early: {settings.monitor} has not improved for {at.stall.num_epochs} epochs",
+                    Topic.STOPPED,
+                    {"monitor": settings.monitor, "epochs": at.stall.num_epochs},
+                )
+            )
 
     def _validate_epoch(self, report: EpochReport) -> bool:
         """Validate the trained epoch. If the run is asked to end first, save and return False."""
@@ -480,15 +550,31 @@ class Trainer:
             )
         )
 
-    def train_epoch(self) -> EpochReport:
-        """Train on the remaining batches of the current epoch."""
-        self._train_batches()
-        return self._at.tally.report(self._at.epoch)
+    def train_epoch(self, epoch: int | None = None) -> EpochReport:
+        """Train one epoch without validation, and go on to the next: for a loop of your own.
 
-    def _train_batches(self) -> None:
-        """Train on the remaining batches of the epoch, until it or the run ends."""
+        No run folder is opened, no checkpoint is written, and nothing is printed; `fit` does that. `validate`
+        and `save` may be called between epochs.
+
+        Args:
+            epoch: Its number, from 0; by default the one that comes next.
+
+        Returns:
+            Its report, which is also in `history`.
+        """
+        at = self._at
+        if epoch is not None and epoch != at.epoch:
+            at.epoch, at.tally = usable_count("epoch", epoch, least=0), EpochTally()
+        number = at.epoch
+        with self._precision.matmuls():
+            while not self._run_epoch(alone=True) and not self._is_over:  # again after a rollback
+                pass
+        return self.history.epochs[-1] if at.epoch != number else at.tally.report(number)
+
+    def _train_batches(self) -> bool:
+        """Train on the remaining batches of the epoch, until it or the run ends; return whether the epoch did."""
         at, shutdown, accumulation = self._at, self._shutdown, self._step.accumulation
-        position = self._begin_epoch()
+        position, most = self._begin_epoch(), self.settings.max_steps
         works, tally, num_batches = self._works(), at.tally, self._train.num_batches
         left = None if num_batches is None else num_batches - position
         self._progress.start(f"epoch {at.epoch + 1}", left, "batches")
@@ -538,7 +624,8 @@ class Trainer:
             shutdown.look(at.num_steps)
             # Not between two batches of an update, whose gradients would be lost. And not after the last
             # batch: the epoch is then complete.
-            if shutdown.reason and not accumulation.num_batches and position != num_batches:
+            is_over = shutdown.reason or (most is not None and at.num_steps >= most)
+            if is_over and not accumulation.num_batches and position != num_batches:
                 break
         if accumulation.num_batches:
             self._update.finish()
@@ -546,6 +633,7 @@ class Trainer:
         self._collect(self._book.flush())
         shutdown.agree()
         tally.spend(since, time.perf_counter())
+        return tally.is_trained
 
     def _begin_epoch(self) -> int:
         """Prepare model, loader and totals for the epoch; return how many of its batches are done."""
@@ -603,8 +691,21 @@ class Trainer:
                 self._not_finite(seen)
                 continue
             self._at.tally.add(seen.loss, seen.num_samples)
-        if arrived and self._folder.log is not None:
-            mean = float(np.mean([seen.loss for seen in arrived]))
+        if not arrived:
+            return
+        mean = float(np.mean([seen.loss for seen in arrived]))
+        growth = self._at.trend.add(mean)
+        if growth is not None:
+            self.note(
+                Note(
+                    f"the loss grows without bound: {mean:.4g} at step {arrived[-1].step}, {growth:.3g} times "
+                    f"the {self._at.trend.first:.4g} that it began with: a lower learning rate, clip_norm=1.0, or "
+                    "inputs and targets of one scale",
+                    Topic.LOSS,
+                    {"growth": growth, "loss": mean},
+                )
+            )
+        if self._folder.log is not None:
             self._write("steps", {"loss": mean, "count": len(arrived)}, arrived[-1].step)
 
     def _not_finite(self, seen: StepLoss) -> None:
@@ -648,149 +749,6 @@ class Trainer:
     def _write(self, event: str, values: Mapping[str, Any], step: int | None = None) -> None:
         at = self._at
         self._folder.write(event, values, at.num_steps if step is None else step, at.epoch)
-
-    def save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Write a checkpoint if a run folder is open. Waits for the losses before it, which must be finite."""
-        self._collect(self._book.flush())
-        checkpoints = self._folder.checkpoints
-        if checkpoints is None:
-            return
-        HEARTBEAT.mark("saving", self._at.epoch)
-        state = self.state_dict(keep=self.ranks.is_first)
-        self.ranks.first_does(
-            lambda: checkpoints.save(
-                state, self._at.num_steps, self._at.epoch, dict(metrics or {}), self.identity
-            )
-        )
-        self._at.saved_step = self._at.num_steps
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Values that a checkpoint must have to be resumed here, except those in `_MAY_CHANGE`."""
-        kinds = {
-            "model": plain_name(self.model),
-            "optimizer": type(self.optimizer).__name__,
-            "scheduler": type(self.scheduler).__name__,
-        }
-        return {"settings": self.settings.to_json(), **kinds, **self._identity}
-
-    def state_dict(self, keep: bool = True) -> dict[str, Any]:
-        """Return the state that the rest of the run depends on; every rank must call it.
-
-        Args:
-            keep: Whether this rank needs it. If not, it only takes part in gathering sharded parameters.
-        """
-        at = self._at
-        state = {
-            "model": gather_whole(self.model.state_dict(), keep),
-            "optimizer": gather_whole(self.optimizer.state_dict(), keep),
-            "scaler": self._step.parts.scaler.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "loader": self._train.state_dict(),
-            "left_out": [list(place) for place in sorted(at.left_out)],
-            "augmentation": None,
-            "carried": None,
-            "rng": self._of_ranks(capture_rng()),
-            "epoch": at.epoch,
-            "tally": at.tally.state_dict(),
-            "criterion": None,
-            "full_batch": self._step.parts.nominal_batch if at.has_batch_size else None,
-            "num_steps": at.num_steps,
-        }
-        if isinstance(self.criterion, torch.nn.Module):
-            state["criterion"] = self.criterion.state_dict()
-        if self.gpu_augmentation is not None:
-            state["augmentation"] = self.gpu_augmentation.state_dict()
-        if self._step.parts.recurrent is not None:
-            state["carried"] = self._of_ranks(self._step.parts.recurrent.state_dict())
-        return state
-
-    def _of_ranks(self, value: Any) -> Any:
-        """Return the values of all ranks as a list; the value itself if there is one rank."""
-        return self.ranks.gather(value) if self.ranks.are_several else value
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        at = self._at
-        full = state.get("full_batch")
-        if full and self._train.batch_size is None and full != self._step.parts.nominal_batch:
-            self._set_batch_size(int(full))
-        at.has_batch_size = at.has_batch_size or bool(full)
-        load_whole_model(self.model, state["model"])
-        load_whole_optimizer(self.optimizer, state["optimizer"])
-        make_guarded(self.optimizer, self.device)
-        if isinstance(self.criterion, torch.nn.Module) and state.get("criterion") is not None:
-            load_criterion(self.criterion, state["criterion"])
-        if self._captured is not None:
-            self._captured.forget()  # loading replaced the optimizer's tensors, which the graph writes
-        if state["scaler"]:
-            self._step.parts.scaler.load_state_dict(state["scaler"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        words = self._train.load_state_dict(state["loader"])
-        if words is not None:
-            self.note(Note(words))
-        if self.gpu_augmentation is not None and state["augmentation"] is not None:
-            own_draws = {"stream": self.ranks.rank} if self.ranks.are_several else {}
-            self.gpu_augmentation.load_state_dict(dict(state["augmentation"]) | own_draws)
-        recurrent, carried, ranks = self._step.parts.recurrent, state["carried"], self.ranks
-        if recurrent is not None:
-            own = (
-                None
-                if carried is None
-                else recurrent.part_of(as_ranks(carried), ranks.rank, ranks.world_size)
-            )
-            recurrent.load_state_dict(own)
-        self._restore_rng(as_ranks(state["rng"]), int(state["num_steps"]))
-        at.left_out = {(int(epoch), int(batch)) for epoch, batch in state["left_out"]}
-        at.epoch, at.num_steps = int(state["epoch"]), int(state["num_steps"])
-        at.tally = EpochTally.of(state.get("tally"))
-
-    def _restore_rng(self, states: Sequence[Mapping[str, Any]], num_steps: int) -> None:
-        """Restore each rank's random generators; with another number of ranks, seed them anew."""
-        if len(states) == self.ranks.world_size:
-            restore_rng(states[self.ranks.rank])
-            return
-        seed_rng(
-            hash((self.settings.seed or 0, num_steps, self.ranks.rank, self.ranks.world_size))
-            % 2**63
-        )
-        self.note(
-            Note(
-                f"{len(states)} ranks had saved and {self.ranks.world_size} go on: dropout draws anew"
-            )
-        )
-
-    def resume(self) -> bool:
-        """Continue from the latest checkpoint of the run folder; False if there is none."""
-        checkpoints = self._folder.checkpoints
-        if checkpoints is None:
-            raise InputError(
-                "there is no run folder to resume from.",
-                "a folder",
-                "a trainer with a run_dir, and its fit(resume=True)",
-            )
-        with self.ranks.shared_fate():
-            latest = checkpoints.latest()
-        check_alike(
-            self.ranks, {"the latest checkpoint": None if latest is None else latest.path.name}
-        )
-        if latest is None:
-            self.note(Note("there is no checkpoint yet: beginning anew"))
-            return False
-        free = {f"settings.{name}" for name in _MAY_CHANGE}
-        with self.ranks.shared_fate():
-            loaded = checkpoints.load_for(self.identity, free=free)
-        # A block of its own: loading a sharded model is collective.
-        with self.ranks.shared_fate():
-            self.load_state_dict(loaded.state)
-        for change in loaded.changes:
-            self.note(Note(change))
-        # A run that is ended before its first step has nothing new to save.
-        at = self._at
-        at.saved_step = at.num_steps
-        self.note(Note(f"resumed at epoch {at.epoch}, step {at.num_steps}", Topic.RESUMED))
-        return True
 
 
 __all__ = ["AUGMENTED", "EpochReport", "History", "NonFiniteError", "Trainer"]

@@ -36,6 +36,8 @@ from stoker.units import GIB, MIB, format_bytes, format_count
 
 _CHUNK_FACTORS = (0.25, 0.5, 1.0, 2.0)
 _LEAST_CHUNK_BYTES = 16 * MIB
+_BATCH, _STEPS = "training.batch_size", "training.gradient_accumulation_steps"
+_CAPTURE, _CHUNK = "training.capture", "data.chunk_size_gb"
 _WORKERS = "no effect here: the loader reads the store with threads of this process"
 
 
@@ -44,7 +46,7 @@ class OptionTry:
     """One value of one option, tried beside the others as they were.
 
     Attributes:
-        option: Its name in `Settings`.
+        option: Its key.
         value: What was tried, as a user would read it.
         measured: What came out.
         is_kept: Whether it is what the tuned settings have.
@@ -58,14 +60,14 @@ class OptionTry:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning found.
+    """Result of a tuning.
 
     Attributes:
         configured: Batch size and accumulation before.
         curve: Tries of batch sizes, by rising size.
         options: Tries of everything else.
         left_alone: Options that were not tried, and why.
-        changes: Fields of `Settings` to their new values; empty when nothing pays.
+        changes: Keys to their new values; empty when nothing pays.
         final: The tuned settings, run longer; its memory was below the cap.
         notes: What to know about the result: the learning rate, faster sizes that were not taken.
     """
@@ -138,7 +140,9 @@ class _Search:
     ) -> None:
         self._settings, self._bench, self._device, self._told = settings, bench, device, told
         self._scales_rate = scales_rate
-        self._configured = UpdateShape(settings.batch_size, settings.accumulation_steps)
+        self._configured = UpdateShape(
+            settings.training.batch_size, settings.training.gradient_accumulation_steps
+        )
         self._ladder: tuple[UpdateShape, ...] = ()
         self._tried: dict[int, Measured] = {}
         self._options: list[OptionTry] = []
@@ -147,13 +151,11 @@ class _Search:
     # -- batch sizes -----------------------------------------------------------------------
 
     def try_batch_sizes(self, is_fixed: bool) -> None:
-        """Measure the curve; only the configured size where it is part of what is learned."""
+        """Measure the rate per batch size; with lanes only the configured one, which is part of the model."""
         self._ladder = shape_ladder(self._configured, self._bench.num_samples)
         if is_fixed:
             self._ladder = (self._configured,)
-            self._left_alone["batch_size"] = (
-                "every lane is a row of the batch: it is part of the job"
-            )
+            self._left_alone[_BATCH] = "every lane is a row of the batch: it is part of the job"
         self._told.start("batch sizes", None, "tries")
         self._tried = climb(len(self._ladder), self._start, self._measure_level)
 
@@ -191,10 +193,10 @@ class _Search:
             changes: dict[str, Any] = {}
             here = self._tried[level]
             for name, values in self._offers(here):
-                value, here = self._try_option(replace(chosen, **changes), name, values, here)
+                value, here = self._try_option(chosen.changed(changes), name, values, here)
                 if value is not None:
                     changes[name] = value
-            final = self._verify(replace(chosen, **changes), effort)
+            final = self._verify(chosen.changed(changes), effort)
             if final.fits:
                 break
             self._told.say(f"batch {here.shape.batch_size} is given up: {final.reason}")
@@ -213,7 +215,7 @@ class _Search:
     def _verify(
         self, settings: Settings, effort: Effort, what: str = "the result, run longer"
     ) -> Measured:
-        """Run settings twice as long: what fits for a moment may not fit for long."""
+        """Run settings twice as long: memory may run out later."""
         longer = replace(effort, seconds=2 * effort.seconds, num_slices=2 * effort.num_slices)
         final = self._bench.measure(settings, longer)
         self._told.say(f"{what}: {describe(final)}")
@@ -221,25 +223,25 @@ class _Search:
 
     def _offers(self, here: Measured) -> list[tuple[str, Sequence[Any]]]:
         """Return the options to try with their values; note why others are left alone."""
-        for name in ("capture", "chunk_bytes"):
+        for name in (_CAPTURE, _CHUNK):
             self._left_alone.pop(name, None)
-        for name in ("num_workers", "prefetch_factor"):
+        for name in ("data.num_workers", "data.prefetch_factor"):
             self._left_alone[name] = _WORKERS
         offers: list[tuple[str, Sequence[Any]]] = []
         if self._device.type != "cuda":
-            self._left_alone["capture"] = "there are no CUDA graphs on the CPU"
-        elif self._settings.capture == "off":
-            offers.append(("capture", ["auto"]))
+            self._left_alone[_CAPTURE] = "there are no CUDA graphs on the CPU"
+        elif self._settings.training.capture == "off":
+            offers.append((_CAPTURE, ["auto"]))
         elif here.is_captured:
-            offers.append(("capture", ["off"]))
+            offers.append((_CAPTURE, ["off"]))
         else:
-            self._left_alone["capture"] = here.step
+            self._left_alone[_CAPTURE] = here.step
         if here.tier == "chunked" and here.device_data_bytes >= _LEAST_CHUNK_BYTES:
-            offers.append(("chunk_bytes", _chunk_sizes(here.device_data_bytes)))
+            offers.append((_CHUNK, _chunk_sizes(here.device_data_bytes)))
         elif here.tier == "chunked":
-            self._left_alone["chunk_bytes"] = "the chunks are tiny already"
+            self._left_alone[_CHUNK] = "the chunks are tiny already"
         else:
-            self._left_alone["chunk_bytes"] = {
+            self._left_alone[_CHUNK] = {
                 "resident": "all data is resident: there are no chunks",
                 "streamed": "batches are streamed: there are no chunks",
             }.get(here.tier, here.tier)
@@ -248,10 +250,10 @@ class _Search:
     def _try_option(
         self, settings: Settings, name: str, values: Sequence[Any], here: Measured
     ) -> tuple[Any, Measured]:
-        """Return the value that pays, or None, and what it gave."""
+        """Return the value that gains enough, or None, and its measurement."""
         self._told.start(name, None, "tries")
         ladder: list[Any] = [*values]
-        if name == "chunk_bytes":
+        if name == _CHUNK:
             start = _CHUNK_FACTORS.index(1.0)
         else:
             ladder, start = [None, *values], 0
@@ -259,7 +261,7 @@ class _Search:
         def measure(level: int) -> Measured:
             if level == start:
                 return here
-            trial = replace(settings, **{name: ladder[level]})
+            trial = settings.changed({name: ladder[level]})
             return self._measure(trial, f"{name} {_show(name, ladder[level])}: ")
 
         tried = climb(len(ladder), start, measure)
@@ -284,10 +286,11 @@ class _Search:
     # -- the result ------------------------------------------------------------------------
 
     def _sum_up(self, chosen: Settings, changes: dict[str, Any], final: Measured) -> Tuned:
-        found: dict[str, Any] = {}
-        for name in ("batch_size", "accumulation_steps"):
-            if getattr(chosen, name) != getattr(self._settings, name):
-                found[name] = getattr(chosen, name)
+        found: dict[str, Any] = {
+            key: chosen.get(key)
+            for key in (_BATCH, _STEPS)
+            if chosen.get(key) != self._settings.get(key)
+        }
         return Tuned(
             self._configured,
             tuple(self._tried[level] for level in sorted(self._tried)),
@@ -299,7 +302,7 @@ class _Search:
         )
 
     def _rate_notes(self, shape: UpdateShape) -> list[str]:
-        rate = self._settings.learning_rate
+        rate = self._settings.training.lr
         before, after = self._configured.samples_per_update, shape.samples_per_update
         if keeps_update(shape, self._configured):
             kept = f"{format_count(after, 'sample')} per update"
@@ -316,7 +319,7 @@ class _Search:
         return [f"{after:,} samples per update instead of {before:,}: {said}"]
 
     def _missed_notes(self, final: Measured) -> list[str]:
-        """Return a word about faster sizes whose update would be larger."""
+        """Return a note on faster sizes that would make the update larger."""
         beyond = choose(self._tried, self._start)
         if beyond is None or final.rate is None:
             return []
@@ -332,18 +335,16 @@ class _Search:
 
 
 def _shaped(settings: Settings, shape: UpdateShape) -> Settings:
-    return replace(
-        settings, batch_size=shape.batch_size, accumulation_steps=shape.accumulation_steps
-    )
+    return settings.changed({_BATCH: shape.batch_size, _STEPS: shape.accumulation_steps})
 
 
-def _chunk_sizes(now_bytes: int) -> list[int]:
-    """Return what all slots together may take, in steps that the config's GiB can say."""
-    return [int(round(now_bytes * factor / GIB, 3) * GIB) for factor in _CHUNK_FACTORS]
+def _chunk_sizes(now_bytes: int) -> list[float]:
+    """Return sizes of all slots together, in GiB as in a config."""
+    return [round(now_bytes * factor / GIB, 3) for factor in _CHUNK_FACTORS]
 
 
-def _show(name: str, value: Any) -> str:
-    return format_bytes(value) if name == "chunk_bytes" else str(value)
+def _show(key: str, value: Any) -> str:
+    return format_bytes(int(value * GIB)) if key == _CHUNK else str(value)
 
 
 def describe(done: Measured) -> str:

@@ -1,4 +1,4 @@
-"""`tune_loader`: workers and depth for anybody's DataLoader, measured in front of the step it feeds.
+"""`tune_loader`: workers and depth for any DataLoader, measured in front of the training step.
 
 Enters: a function that makes the loader, and the training step. Leaves: the fastest `LoaderChoice` and all
 that was tried. Costs some seconds for each try, and starting the workers.
@@ -25,8 +25,7 @@ from stoker.loader.slabs import usable_device
 from stoker.machine import Machine, probe
 from stoker.measure.laps import Patience, Stopwatch, block_rates
 from stoker.measure.search import Outcome, choose, climb
-from stoker.tune.ranks import agree
-from stoker.tune.trial import Effort
+from stoker.tune.trial import Effort, agree
 
 _WARM_UP_BATCHES = 2
 _MANY_BATCHES = 1_000_000
@@ -62,7 +61,7 @@ class LoaderTry(Outcome):
 
 @dataclass(frozen=True)
 class TunedLoader:
-    """What was found.
+    """Result of a tuning.
 
     Attributes:
         choice: The fastest, tried.

@@ -19,15 +19,30 @@ from stoker.errors import DoesNotFitError, InputError
 from stoker.measure.gauge import Gauge
 from stoker.measure.jobs import time_together, warm_up_batches
 from stoker.measure.laps import Patience, block_rates
-from stoker.measure.search import Outcome, UpdateShape
+from stoker.measure.search import Outcome, OutcomeT, UpdateShape
 from stoker.recipes.run import Run
 from stoker.report import Silent
 from stoker.train.oom import forget_frames, is_oom
 from stoker.train.ranks import Ranks
-from stoker.tune.ranks import agree
 from stoker.units import format_bytes
 
 _MANY_BATCHES = 1_000_000
+
+
+def agree(outcome: OutcomeT) -> OutcomeT:
+    """Return the outcome of all ranks: it fits if it fits everywhere, and rates add up.
+
+    Ranks that decide from agreed outcomes alone take the same steps, so none waits for a size that the others
+    do not try. Blocking: every rank must call it, in the same order.
+    """
+    ranks = Ranks.current()
+    if not ranks.are_several:
+        return outcome
+    fits = ranks.all_of(outcome.fits)
+    is_known = ranks.all_of(outcome.rate is not None)
+    (rate,) = ranks.total(outcome.rate or 0.0)
+    reason = "it did not fit on another rank" if outcome.fits and not fits else outcome.reason
+    return replace(outcome, fits=fits, rate=rate if is_known else None, reason=reason)
 
 
 @dataclass(frozen=True)
@@ -100,7 +115,9 @@ class JobBench:
 
         Out of memory is an outcome, not an error; every other error is raised.
         """
-        shape = UpdateShape(settings.batch_size, settings.accumulation_steps)
+        shape = UpdateShape(
+            settings.training.batch_size, settings.training.gradient_accumulation_steps
+        )
         return agree(self._measure(settings, shape, effort or self._effort))
 
     def _measure(self, settings: Settings, shape: UpdateShape, effort: Effort) -> Measured:
@@ -132,9 +149,11 @@ class JobBench:
         # others waiting in an exchange.
         ranks = Ranks.current()
         if ranks.are_several:
-            each = max(1, settings.batch_size // ranks.world_size)
+            each = max(1, settings.training.batch_size // ranks.world_size)
             with Ranks.alone():
-                return self._try_alone(replace(settings, batch_size=each), shape, effort)
+                return self._try_alone(
+                    settings.changed({"training.batch_size": each}), shape, effort
+                )
         return self._try_alone(settings, shape, effort)
 
     def _try_alone(self, settings: Settings, shape: UpdateShape, effort: Effort) -> Measured:
@@ -145,7 +164,7 @@ class JobBench:
         )
         warm_up = -(-warm_up_batches(run.device) // steps) * steps
         patience = Patience(warm_up, _MANY_BATCHES, effort.seconds, 2 * steps)
-        # What lies between epochs would make small data sets look slow: a run's epochs are longer.
+        # The pause between epochs would make small data sets look slow: a run's epochs are longer.
         timed = time_together(trial, patience, with_epoch_ends=False)
         if timed.trouble is not None:
             raise timed.trouble
@@ -164,9 +183,10 @@ class JobBench:
 
 
 def _for_measuring(settings: Settings) -> Settings:
-    return replace(
-        settings,
-        survive_oom=False,
-        log_gpu_stats_every_n_batches=0,
-        tensorboard=False,
+    return settings.changed(
+        {
+            "training.survive_oom": False,
+            "training.log_gpu_stats_every_n_batches": 0,
+            "training.tensorboard": False,
+        }
     )

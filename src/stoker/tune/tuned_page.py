@@ -82,14 +82,10 @@ def verdict(tuned: Tuned) -> str:
     held = f"{format_bytes(final.peak_bytes)} of memory at most, {format_bytes(final.cap_bytes)} may be used"
     if not tuned.changes:
         return f"Nothing that was tried gains 2 %: the configured settings stay, at {rate}; {held}."
-    what = ", ".join(f"{name} {_plain(name, value)}" for name, value in tuned.changes.items())
+    what = ", ".join(f"{key} {value}" for key, value in tuned.changes.items())
     if tuned.gain is None:
         return f"{what}: {rate}; {held}. The configured settings do not fit."
     return f"{what}: {rate}, {tuned.gain:.2f} times the configured rate; {held}."
-
-
-def _plain(name: str, value: object) -> str:
-    return format_bytes(value) if name == "chunk_bytes" and isinstance(value, int) else str(value)
 
 
 def tuned_page(title: str, tuned: Tuned, facts: Mapping[str, str]) -> str:

@@ -22,13 +22,12 @@ from stoker.compat.migrate.names import (
     REASONS,
     RECIPE_OPTIONS,
     SECTIONS,
-    home_of,
 )
 from stoker.compat.migrate.text import Comments, Dropped, Moved, render_text
 from stoker.compat.migrate.values import correct
 from stoker.config.load import _yaml_word
-from stoker.config.resolve import AUGMENT, OPTIONS, QUESTIONS, _answer_all, as_error, find_clashes
-from stoker.config.tree import Config, key_schemas, open_leaves, sections
+from stoker.config.resolve import AUGMENT, OPTIONS, _answer_all, as_error, find_clashes
+from stoker.config.tree import Config, home_of, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import Document, KeyPath, Place, Problem, decode, read_yaml
 from stoker.errors import ConfigError, require_file
 
@@ -270,11 +269,7 @@ class _Work:
             loser = first.loser or first.key
             self._drop_moved(self.taken.pop(loser), first.given)
         answers = _answer_all(self._config())
-        homes = {
-            key: home_of(question) if question in QUESTIONS else key
-            for question, key in answers.winners.items()
-            if key in answers.written
-        }
+        homes = {key: home for home, key in answers.winners.items() if key in answers.written}
         winners = {home: key for key, home in homes.items()}
         for key, moved in self.taken.items():
             if key not in homes:
@@ -291,12 +286,7 @@ class _Work:
         return tuple(sorted(kept, key=lambda moved: order.get(moved.new, order[OPTIONS])))
 
     def _same_as(self, key: str, winners: Mapping[str, str]) -> str:
-        home = next(
-            home_of(question)
-            for question, ranks in QUESTIONS.items()
-            if key in [name for names in ranks for name in names.split("|")]
-        )
-        return f"says the same as {self.taken[winners[home]].old}"
+        return f"says the same as {self.taken[winners[home_of(key)]].old}"
 
     def _config(self) -> Config:
         tree: dict[str, Any] = {}
@@ -310,7 +300,7 @@ class _Work:
             named = {option: moved.value for option, moved in self.options.items()}
             tree.setdefault("recipe", {})["options"] = named
         places = {key: moved.place for key, moved in self.taken.items()}
-        return Config.model_validate(tree).placed(places)
+        return replace(Config.model_validate(tree), places=places)
 
 
 def _compare(loser: Moved, winner: Moved) -> str:

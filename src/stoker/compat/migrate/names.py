@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stoker.config.names import SYNONYMS
-from stoker.config.resolve import AUGMENT, QUESTIONS
-from stoker.config.rewrite import find_key
-from stoker.config.tree import Config
+from stoker.config.resolve import AUGMENT, PLACES
 
 _PARTS = (
     "training train trainer data dataset dataloader data_loader loader gpu_optimization optimizer optim "
@@ -22,26 +20,15 @@ _PARTS = (
 SECTIONS = frozenset(_PARTS.split())
 """Sections whose names are looked up below; so are names at the top level."""
 
-_NOTHING = Config()
 _TOO_GENERAL = frozenset({"name", "dir", "store", "options", "enabled"})
 
 
 def _find_names() -> dict[str, str]:
     """Return every name that means one key: those of the tree, then synonyms."""
-    homes = {
-        key.rpartition(".")[2]: home_of(question)
-        for question, ranks in QUESTIONS.items()
-        for names in ranks
-        for key in names.split("|")
-    }
+    homes = {place.rpartition(".")[2]: home for home, places in PLACES.items() for place in places}
     found = {name: home for name, home in homes.items() if name not in _TOO_GENERAL}
     found |= SYNONYMS
     return found
-
-
-def home_of(question: str) -> str:
-    """Return the one key where a migrated file answers a question."""
-    return find_key(_NOTHING, question)
 
 
 NAMES: Mapping[str, str] = _find_names()
@@ -99,7 +86,7 @@ _REASONS = {
     "the log is written beside the checkpoints, in run.dir": "log_dir logs_dir",
     "one list here: recipe.options.loss_weights, for direction, scalp, swing and trend": "loss_weights",
     "copies to the device never wait": "non_blocking",
-    "a chunk's size is told in GiB: gpu_optimization.chunk_size_gb": "samples_per_chunk chunk_ranges",
+    "a chunk's size is told in GiB: data.chunk_size_gb": "samples_per_chunk chunk_ranges",
 }
 REASONS: Mapping[str, str] = {
     word: reason for reason, words in _REASONS.items() for word in words.split()

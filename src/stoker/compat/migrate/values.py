@@ -21,8 +21,8 @@ from stoker.config.load import (
     _RANGE,
     _describe_given,
     _yaml_word,
-    describe_allowed,
 )
+from stoker.config.options import describe_allowed
 from stoker.config.tree import Config, key_schemas
 from stoker.config.yaml_lines import _OCTAL, Place
 

@@ -109,6 +109,8 @@ def _facts(loader: Any) -> dict[str, Any]:
             "where": places[0] if places else None,
             "dataset_where": _own_place(next(filter(None, methods), None)),
             "collate_where": _own_place(loader.collate_fn),
+            "open_hdf5": _open_hdf5(dataset),
+            "in_order": type(getattr(loader, "sampler", None)).__name__ == "SequentialSampler",
             "batches": 0,
             "epochs": [],
             "ends": [],
@@ -116,6 +118,17 @@ def _facts(loader: Any) -> dict[str, Any]:
             "length": length,
         }
     return facts
+
+
+def _open_hdf5(dataset: Any) -> list[str] | None:
+    """Return attribute and file name of an HDF5 file that the dataset holds open; None if there is none."""
+    h5py: Any = sys.modules.get("h5py")
+    if h5py is None:
+        return None
+    for name, value in list(getattr(dataset, "__dict__", {}).items()):
+        if isinstance(value, (h5py.File, h5py.Group, h5py.Dataset)) and value:
+            return [name, str(value.file.filename)]
+    return None
 
 
 def _own_place(function: Any) -> str | None:

@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-_PROBE = str(Path(__file__).resolve().parent)
+PROBE = str(Path(__file__).resolve().parent)
+_STOKER = str(Path(__file__).resolve().parents[2]) + os.sep
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _FOREIGN: dict[str, bool] = {}
 
@@ -19,7 +20,7 @@ def is_foreign(filename: str) -> bool:
     known = _FOREIGN.get(filename)
     if known is None:
         known = _FOREIGN[filename] = (
-            filename.startswith((_PROBE, "<frozen"))
+            filename.startswith((PROBE, _STOKER, "<frozen"))
             or f"{os.sep}site-packages{os.sep}" in filename
             or f"{os.sep}dist-packages{os.sep}" in filename
             or filename.startswith(_LIBRARY)

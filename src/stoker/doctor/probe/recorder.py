@@ -154,6 +154,7 @@ class Recorder:
         self.disturbed_steps = 0
         self.stepped: set[int] = set()
         self.on_step: list[Any] = []
+        self.on_restart: list[Any] = []
         self.call_at = self.stop_at = _NEVER
         # Of the running step.
         self.wait = self.wait_delay = 0.0
@@ -172,6 +173,9 @@ class Recorder:
         self.num_fetches = 0
         self.seen_doing: dict[str, int] = {}
         self.seen_lines: dict[str, int] = {}
+        # Of the training thread, sampled.
+        self.training_doing: dict[str, int] = {}
+        self.between_lines: dict[str, int] = {}
         self.fetch_delay = 0.0
         self.short_fetches = False
         self.loader_id = -1
@@ -216,10 +220,15 @@ class Recorder:
             self.num_steps = self.num_counted = self.num_written = 0
             self.sites.clear()
             self.spans.clear()
+            self.training_doing.clear()
+            self.between_lines.clear()
             self.write({"event": "restart", "kind": kind})
         self.step_cpu, self.step_delay = time.thread_time(), clocks.run_delay()
         self._begin_step()
         self.start_flusher()
+        for call in self.on_restart:
+            with guarded("restart"):
+                call()
 
     def _begin_step(self) -> None:
         self.wait = self.wait_delay = 0.0
@@ -324,6 +333,8 @@ class Recorder:
             "num_fetches": self.num_fetches,
             "doing": dict(self.seen_doing),
             "lines": dict(sorted(self.seen_lines.items(), key=lambda item: -item[1])[:50]),
+            "training": dict(self.training_doing),
+            "between": dict(sorted(self.between_lines.items(), key=lambda item: -item[1])[:50]),
             "loader_id": self.loader_id,
             "worker_id": self.worker_id,
             "spans": list(self.spans),
@@ -480,9 +491,11 @@ def finish() -> None:
 
 def _after_fork() -> None:
     recorder = get()
-    on_step, call_at, stop_at = recorder.on_step, recorder.call_at, recorder.stop_at
+    kept = ("on_step", "on_restart", "call_at", "stop_at")
+    values = [getattr(recorder, name) for name in kept]
     recorder.reset("forked")
-    recorder.on_step, recorder.call_at, recorder.stop_at = on_step, call_at, stop_at
+    for name, value in zip(kept, values, strict=True):
+        setattr(recorder, name, value)
     clocks.forget()
 
 

@@ -1,10 +1,15 @@
-"""Sampling: a second thread looks every 5 ms at what loading code is doing.
+"""Sampling: a second thread looks at what the loading code, and between fetches the training thread, is doing.
 
-Enters: the thread that loads. Leaves: counts by kind of work and by the user's line. Costs about 20 µs per
-sample, only while something is being loaded.
+Enters: the thread that loads, the thread that trains. Leaves: counts by kind of work and by the user's line. Costs
+about 20 µs per sample: every 5 ms while something is being loaded, every 20 ms otherwise.
 
-A sample walks the stack from the innermost frame out to torch's fetch. The first frame that can be classified
-decides: by the library it belongs to, by the function's name, or by the words on its line of source.
+A sample of loading walks the stack from the innermost frame out to torch's fetch. The first frame that can be
+classified decides: by the library it belongs to, by the function's name, or by the words on its line of source.
+
+A sample of the training thread tells whether it is inside the model, its backward pass or the optimizer ("model"), in a
+call that is timed anyway ("timed": a DataLoader, `.item()`, a copy, `torch.save`), or between them: "data" if a frame
+looks like loading (stoker's own Loader, a function called `get_batch`, a read), "between" otherwise. So data that no
+DataLoader brings is accounted for as well.
 
 The thread is a daemon and only reads other threads' frames. A failure becomes a note. It ends with the process;
 after a fork the child starts its own.
@@ -24,7 +29,15 @@ from typing import Any
 from . import places, recorder
 
 LOOK_SECONDS = 0.005
+TRAINING_LOOK_SECONDS = 0.02
 _IDLE_SECONDS = 0.02
+_DEEPEST = 80
+_TIMED = ("torch/utils/data/", "torch/distributed/")
+_MODEL = (
+    *("torch/nn/", "torch/autograd/", "torch/optim/", "torch/_dynamo/", "torch/_inductor/"),
+    *("torch/_functorch/", "torch/cuda/graphs.py", "torch/amp/", "torch/_tensor.py"),
+)
+"""Parts of paths that tell what the training thread is doing."""
 
 _LIBRARIES = (
     ("h5py", "read"),
@@ -65,6 +78,10 @@ _SOURCE = tuple(
     (kind, re.compile(rf"(?:\b|_)(?:{words})(?:_\w*)?\s*\(", re.I)) for kind, words in _WORDS
 )
 
+_DATA_NAMES = re.compile(
+    r"(?:^|_)(?:batch(?:es)?|loaders?|datasets?|samples?|prefetch\w*)(?:$|_)", re.I
+)
+
 _kinds: dict[tuple[Any, int], str] = {}
 _thread: threading.Thread | None = None
 _pid = 0
@@ -88,13 +105,18 @@ def begin() -> None:
 def _look_forever() -> None:
     jitter = random.Random(1)  # its own generator: the script's must not change
     while _pid == os.getpid():
-        if not active_thread:
-            time.sleep(_IDLE_SECONDS)
-            continue
         # Uneven intervals, so that samples do not fall into step with a periodic script.
-        time.sleep(LOOK_SECONDS * (0.6 + 0.8 * jitter.random()))
-        with recorder.guarded("sampling"):
-            _look()
+        uneven = 0.6 + 0.8 * jitter.random()
+        if active_thread:
+            time.sleep(LOOK_SECONDS * uneven)
+            with recorder.guarded("sampling"):
+                _look()
+        elif recorder.get().training_thread:
+            time.sleep(TRAINING_LOOK_SECONDS * uneven)
+            with recorder.guarded("sampling"):
+                _look_at_training(recorder.get())
+        else:
+            time.sleep(_IDLE_SECONDS)
 
 
 def _look() -> None:
@@ -108,6 +130,46 @@ def _look() -> None:
     seen.seen_doing[kind] = seen.seen_doing.get(kind, 0) + 1
     if line is not None:
         seen.seen_lines[line] = seen.seen_lines.get(line, 0) + 1
+
+
+def _look_at_training(seen: Any) -> None:
+    """Count what the training thread does in a step that counts; loading is counted by `_look`."""
+    if active_thread or seen.num_steps < recorder.WARM_UP or seen.disturbed_steps:
+        return
+    frame = sys._current_frames().get(seen.training_thread)
+    if frame is None:
+        return
+    kind, line = describe_training(frame)
+    seen.training_doing[kind] = seen.training_doing.get(kind, 0) + 1
+    if kind in ("between", "data") and line is not None:
+        seen.between_lines[line] = seen.between_lines.get(line, 0) + 1
+
+
+def _looks_like_loading(frame: Any) -> bool:
+    named = _DATA_NAMES.search(frame.f_code.co_name)
+    return bool(named or kind_of(frame.f_code, frame.f_lineno))
+
+
+def describe_training(frame: Any) -> tuple[str, str | None]:
+    """Return (what the training thread does, file:line of the user's innermost frame); see the module's text."""
+    line, kind = None, "between"
+    for _ in range(_DEEPEST):
+        if frame is None:
+            break
+        name = frame.f_code.co_filename.replace(os.sep, "/")
+        # The probe's own wrappers time what they wrap: backward passes, fetches of values, saving.
+        if name.startswith(places.PROBE) or any(part in name for part in _TIMED):
+            return "timed", line
+        if any(part in name for part in _MODEL):
+            return "model", line
+        own = not places.is_foreign(name)
+        of_stoker = "/stoker/loader/" in name or "/stoker/store/" in name
+        if of_stoker or (own and frame.f_code.co_name != "<module>" and _looks_like_loading(frame)):
+            kind = "data"
+        if line is None and own:
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return kind, line
 
 
 def describe(frame: Any) -> tuple[str, str | None]:

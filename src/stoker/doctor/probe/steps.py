@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-from . import clocks, hooks, loading, recorder
+from . import clocks, hooks, loading, recorder, sampling
 
 _BLOCK_SECONDS = 30.0
 _began = threading.local()
@@ -29,6 +29,7 @@ def install(torch: Any) -> None:
     global _torch  # noqa: PLW0603
     _torch = torch
     recorder.get().on_step.append(_stop_when_enough)
+    recorder.get().on_restart.append(sampling.begin)
 
 
 def _before_update(*_: Any) -> None:

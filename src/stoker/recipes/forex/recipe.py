@@ -156,8 +156,8 @@ class ForexRecipe(Recipe):
     Options = ForexOptions
     pack_command = "stoker pack bars --help"
     defaults = (
-        Default("learning_rate", 1e-3, "AdamW, rising for 5 % of the updates, then half a cosine"),
-        Default("epochs", 20, "as in the config that ships"),
+        Default("training.lr", 1e-3, "AdamW, rising for 5 % of the updates, then half a cosine"),
+        Default("training.epochs", 20, "as in the config that ships"),
     )
 
     def make_job(self, store: Store, options: ForexOptions | Mapping[str, Any], seed: int) -> Job:
@@ -205,12 +205,12 @@ class ForexRecipe(Recipe):
     def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a lane for each sample of the batch, where the state is carried."""
         is_asked = bool(given.get("stateful")) and "lanes" not in given
-        return {"lanes": settings.batch_size} if is_asked else {}
+        return {"lanes": settings.training.batch_size} if is_asked else {}
 
     def note_settings(self, settings: Settings, options: ForexOptions) -> list[str]:
         """Return a note on chunks where the state is carried: lanes are resident or streamed."""
-        asked = ("use_chunk_loader", "chunk_bytes") if options.stateful else ()
-        written = [settings.reasons[name] for name in asked if not settings.is_default(name)]
+        asked = ("data.use_chunk_loader", "data.chunk_size_gb") if options.stateful else ()
+        written = [settings.reasons[key] for key in asked if not settings.is_default(key)]
         if not written:
             return []
         return [f"{'; '.join(written)}: no effect, a stateful model walks over lanes"]

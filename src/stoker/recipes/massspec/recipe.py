@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from stoker.config import Settings
-from stoker.config.resolve import DISTILL
+from stoker.config.names import DISTILL
 from stoker.errors import InputError
 from stoker.loader.ragged import batch_graphs, bin_spectra, expand_fingerprint
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_group
@@ -205,9 +205,9 @@ class _SpectrumRecipe(Recipe):
 
     pack_command = "stoker pack massspec --help"
     defaults = (
-        Default("learning_rate", LEARNING_RATE, "Adam, as NEIMS trains"),
-        Default("epochs", 30, "as in the config that ships"),
-        Default("batch_size", 100, "NEIMS"),
+        Default("training.lr", LEARNING_RATE, "Adam, as NEIMS trains"),
+        Default("training.epochs", 30, "as in the config that ships"),
+        Default("training.batch_size", 100, "NEIMS"),
     )
 
     def make_source(self, **paths: Any) -> MassSpecSource:
@@ -313,7 +313,8 @@ class MassSpecRecipe(_SpectrumRecipe):
 
     def note_settings(self, settings: Settings, options: StudentOptions) -> list[str]:
         """Return a note on keys of the distillation stage where there is no teacher."""
-        origins = [settings.origins[name] for name in ("batch_size", "accumulation_steps")]
+        keys = ("training.batch_size", "training.gradient_accumulation_steps")
+        origins = [settings.origins[key] for key in keys]
         stage = [str(origin) for origin in origins if origin.key.startswith(f"{DISTILL}.")]
         if not stage or options.teacher is not None:
             return []

@@ -164,12 +164,12 @@ class SegmentationRecipe(Recipe):
     pack_command = "stoker pack segmentation --help"
     defaults = (
         Default(
-            "learning_rate", LEARNING_RATE, "AdamW, rising for warmup_epochs, then half a cosine"
+            "training.lr", LEARNING_RATE, "AdamW, rising for warmup_epochs, then half a cosine"
         ),
-        Default("epochs", 100, "as in the config that ships"),
-        Default("batch_size", 32, "as in the config that ships"),
+        Default("training.epochs", 100, "as in the config that ships"),
+        Default("training.batch_size", 32, "as in the config that ships"),
     )
-    uses = ("augmentation",)
+    uses = ("training.use_gpu_augmentation",)
     transient = ("epochs",)
 
     def make_job(
@@ -209,8 +209,8 @@ class SegmentationRecipe(Recipe):
 
     def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the length of the run, and what `gpu_augmentation` asks to be drawn."""
-        asked: dict[str, Any] = {"epochs": max(1, settings.epochs)}
-        if settings.is_default("augmentation"):
+        asked: dict[str, Any] = {"epochs": max(1, settings.training.epochs)}
+        if settings.is_default("training.use_gpu_augmentation"):
             return asked  # nobody asked: the recipe has its own
         if settings.augmentation is None:
             return asked | {"augmentation": "none"}
@@ -219,7 +219,7 @@ class SegmentationRecipe(Recipe):
         return asked | {
             name: getattr(settings.augmentation, name)
             for name in _JITTER
-            if not (named and settings.is_default(f"augmentation.{name}"))
+            if not (named and settings.is_default(f"gpu_augmentation.{name}"))
         }
 
     def describe(self, job: Job) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def split_images(
         samples = {name: select_samples(store, name) for name in _SPLITS}
         note = "split: the store's own"
     else:
-        division = split_randomly(store.num_samples, options.ratios, seed)
+        division: Array = split_randomly(store.num_samples, options.ratios, seed)
         if options.split == "ordered":
             division = np.sort(division)
         samples = {name: samples_of(division, name) for name in _SPLITS}

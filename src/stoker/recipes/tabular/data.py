@@ -141,12 +141,16 @@ def find_task(store: Store, target: str, values: Array, wanted: TaskName | None)
         wanted: If the user said so.
     """
     whole = values.dtype.kind in "iu"
-    name: TaskName = wanted or ("classification" if whole else "regression")
+    # A packed table says what its target is; other floats are classes where they are a few whole numbers.
+    told = "target" in store.manifest.attributes
+    few = 0 if whole or told or wanted is not None else _count_classes(values)
+    name: TaskName = wanted or ("classification" if whole or few else "regression")
     why = "it was asked for" if wanted else f"the targets are {values.dtype}"
+    if few:
+        why = f"the targets are {few} different whole numbers (task='regression' predicts them as numbers)"
     flat = values.reshape(len(values), -1)
     if name == "regression":
-        hint = _hint_of_classes(values) if not whole and wanted is None else ""
-        return Task(name, None, flat.shape[1], f"regression of {flat.shape[1]} values: {why}{hint}")
+        return Task(name, None, flat.shape[1], f"regression of {flat.shape[1]} values: {why}")
     if flat.shape[1] != 1 or not (whole or (values == np.rint(values)).all()):
         raise InputError(
             f"classification of {target!r}, which holds {values.dtype} {values.shape[1:]} a sample.",
@@ -181,11 +185,14 @@ def _classes_of(store: Store, values: Array) -> Array:
     return np.arange(len(named)) if named else np.unique(values).astype(np.int64)
 
 
-def _hint_of_classes(values: Array) -> str:
-    few = np.unique(values[: 1 << 20])
-    if len(few) > _FEW_VALUES or (few != np.rint(few)).any():
-        return ""
-    return f" (they are {len(few)} whole numbers: if those are classes, task='classification')"
+def _count_classes(values: Array) -> int:
+    """Return how many classes floats are: a few whole numbers that repeat; 0 where they are values."""
+    if values.size != len(values):
+        return 0
+    few = np.unique(values)
+    if not 2 <= len(few) <= _FEW_VALUES or 2 * len(few) > len(values):
+        return 0
+    return len(few) if bool(np.isfinite(few).all() and (few == np.rint(few)).all()) else 0
 
 
 # -- split ---------------------------------------------------------------------------------

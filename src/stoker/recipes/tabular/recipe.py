@@ -163,10 +163,10 @@ class TabularRecipe(Recipe):
     Options = TabularOptions
     pack_command = "stoker pack table --help"
     defaults = (
-        Default("learning_rate", 1e-4, "AdamW, for reference_batch samples per update"),
-        Default("epochs", 20, "as in the config that ships"),
+        Default("training.lr", 1e-4, "AdamW, for reference_batch samples per update"),
+        Default("training.epochs", 20, "as in the config that ships"),
     )
-    uses = ("init_gain", "output_bound", "output_bound_mode")
+    uses = ("training.init_gain", "training.output_bound", "training.output_bound_mode")
 
     def make_job(self, store: Store, options: TabularOptions | Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""
@@ -230,10 +230,12 @@ class TabularRecipe(Recipe):
     def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `training.*` says about weights and outputs, and the samples per update."""
         asked = {
-            name: getattr(settings, name) for name in self.uses if not settings.is_default(name)
+            key.rpartition(".")[2]: settings.get(key)
+            for key in self.uses
+            if not settings.is_default(key)
         }
-        most = settings.max_training_samples or settings.samples_per_update
-        together = min(settings.samples_per_update, most)
+        most = settings.data.max_training_samples or settings.training.samples_per_update
+        together = min(settings.training.samples_per_update, most)
         return {"batch_size": given.get("batch_size", together), **asked}
 
     def describe(self, job: Job) -> dict[str, Any]:

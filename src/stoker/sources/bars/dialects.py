@@ -66,6 +66,8 @@ class Dialect:
         ticker: Lines with another one in that cell are not this symbol's.
         complete_cell: The cell that says whether a bar is complete.
         is_close: Times are the closes of bars.
+        dropped: Columns that the user dropped, as he named them.
+        gone: Columns that are left out whatever the user says.
         tickers: The symbols that columns are named by ("Close_AAPL"); () where they are not.
     """
 
@@ -83,6 +85,8 @@ class Dialect:
     ticker: str | None = None
     complete_cell: int | None = None
     is_close: bool = False
+    dropped: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
     tickers: tuple[str, ...] = ()
 
     @property
@@ -278,15 +282,18 @@ def _dialects(lines: list[tuple[int, str]], delimiter: str, naming: Naming) -> l
             if (layout := _bare_layout(rows, num_time_cells)) is not None
         ]
     return [
-        _without_text(
-            replace(
-                layout,
-                delimiter=delimiter,
-                decimal=decimal,
-                header_line=header_line,
-                header_first=header_first,
+        _without_dropped(
+            _without_text(
+                replace(
+                    layout,
+                    delimiter=delimiter,
+                    decimal=decimal,
+                    header_line=header_line,
+                    header_first=header_first,
+                ),
+                rows,
             ),
-            rows,
+            naming,
         )
         for layout in found
         for decimal in decimals
@@ -346,16 +353,13 @@ def _headed_layout(header: list[str], rows: list[list[str]], naming: Naming) -> 
     symbol_cell = next((i for i, name in enumerate(names) if name in TICKER_NAMES), None)
     ticker_cell = symbol_cell if naming.ticker is not None and not tickers else None
     kept: list[str | None] = []
-    dropped = {clean_name(name) for name in naming.drop}
     for cell, name in enumerate(names):
         adjusted = is_adjusted(name or "")
         if adjusted:
             left_out.append(
                 f"column {header[cell].strip()!r} is left out: it is adjusted by dividends and splits that came later"
             )
-        elif name in dropped:
-            left_out.append(f"column {header[cell].strip()!r} is left out, as asked")
-        gone = adjusted or name in dropped or name in TIME_NAMES or name in NO_FEATURES
+        gone = adjusted or name in TIME_NAMES or name in NO_FEATURES
         kept.append(None if cell in time_cells or gone or cell == complete_cell else name)
     repeated = [name for name, count in Counter(kept).items() if name and count > 1]
     if repeated or not set(PRICES) <= {*kept}:
@@ -364,6 +368,7 @@ def _headed_layout(header: list[str], rows: list[list[str]], naming: Naming) -> 
         "", "", tuple(kept), time_cells, 0, left_out=tuple(left_out), symbol_cell=symbol_cell, ticker_cell=ticker_cell,
         ticker=naming.ticker if ticker_cell is not None else None, complete_cell=complete_cell,
         is_close=is_close, tickers=tickers,
+        gone=tuple(name for name, left in zip(names, kept, strict=True) if name and left is None),
     )  # fmt: skip
 
 
@@ -407,9 +412,8 @@ def _time_cells(
         both = (names.index("date"), names.index("time"))
         if reads(*both):
             return both, False
-    order = [*TIME_NAMES]
     found = sorted(
-        (order.index(name), cell) for cell, name in enumerate(names) if name in TIME_NAMES
+        (TIME_NAMES.index(name), cell) for cell, name in enumerate(names) if name in TIME_NAMES
     )
     # An index saved by pandas has no name, and stands first.
     cells = [cell for _, cell in found] or ([0] if names and names[0] == "" else [])
@@ -454,6 +458,21 @@ def _is_price(rows: list[list[str]], num_time_cells: int) -> bool:
     return all(a <= b <= c for a, b, c in values) and any(a < c for a, _, c in values)
 
 
+def _without_dropped(dialect: Dialect, naming: Naming) -> Dialect:
+    """Leave out what the user dropped: columns of the file, or features that they become ("volume_log")."""
+    names, dropped = list(dialect.names), []
+    for asked in naming.drop:
+        cleaned = clean_name(asked)
+        stem = cleaned.removesuffix("_log").removesuffix("_change")
+        wanted = stem if stem in VOLUMES else cleaned
+        if wanted in names and wanted not in PRICES:
+            names[names.index(wanted)] = None
+            dropped.append(asked)
+        elif cleaned in dialect.gone:
+            dropped.append(asked)
+    return replace(dialect, names=tuple(names), dropped=tuple(dropped))
+
+
 def _without_text(dialect: Dialect, rows: list[list[str]]) -> Dialect:
     """Leave out the columns that hold no number in any sampled row: symbols, empty cells."""
     names, left_out = list(dialect.names), []
@@ -464,12 +483,19 @@ def _without_text(dialect: Dialect, rows: list[list[str]]) -> Dialect:
             names[cell] = None
             if name and any(row[cell].strip() for row in rows):
                 left_out.append(f"column {name!r} holds no numbers and is left out")
-    return replace(dialect, names=tuple(names), left_out=(*dialect.left_out, *left_out))
+    gone = [name for name, left in zip(dialect.names, names, strict=True) if name and left is None]
+    return replace(
+        dialect,
+        names=tuple(names),
+        left_out=(*dialect.left_out, *left_out),
+        gone=(*dialect.gone, *gone),
+    )
 
 
 def _score(lines: list[tuple[int, str]], dialect: Dialect) -> int:
-    """Sampled lines that read as bars, whichever way day and month go."""
+    """Sampled lines that read as bars, whichever way day and month go and whatever the symbol."""
     read = 0
+    dialect = replace(dialect, ticker_cell=None)
     for number, line in lines:
         if number > dialect.header_line:
             match = _time_of(line, dialect)

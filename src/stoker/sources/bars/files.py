@@ -58,10 +58,11 @@ class BarFile:
 
 @dataclass(frozen=True)
 class Head:
-    """What the first lines of a file tell."""
+    """What the first lines of a file tell: further columns, estimated rows, which of the drops it has."""
 
     extras: tuple[str, ...]
     num_rows: int
+    dropped: tuple[str, ...] = ()
 
 
 def look(file: BarFile, day_first: bool | None, naming: Naming, decimal: str | None) -> Head:
@@ -73,7 +74,7 @@ def look(file: BarFile, day_first: bool | None, naming: Naming, decimal: str | N
     per_line = len(text) / max(1, text.count(b"\n"))
     extras = tuple(name for name in dialect.columns if name not in PRICES)
     # A tenth more: a head may compress better, or have longer lines, than the rest.
-    return Head(extras, int(1.1 * num_bytes / per_line) + 2)
+    return Head(extras, int(1.1 * num_bytes / per_line) + 2, dialect.dropped)
 
 
 def split_symbols(

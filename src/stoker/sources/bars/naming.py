@@ -14,10 +14,10 @@ from stoker.display import quoted
 from stoker.errors import InputError, SourceError
 
 _NEEDED = ("open", "high", "low", "close")
-TIME_NAMES = {
-    "open_time": 0, "opentime": 0, "datetime": 1, "date_time": 1, "timestamp": 2, "gmt_time": 2, "utc_time": 2,
-    "local_time": 2, "date": 3, "time": 4, "unix": 5, "unix_timestamp": 5, "dt": 5, "trading_date": 5,
-}  # fmt: skip
+TIME_NAMES = (
+    "open_time", "opentime", "datetime", "date_time", "timestamp", "gmt_time", "utc_time", "local_time", "date", "time",
+    "unix", "unix_timestamp", "dt", "trading_date",
+)  # fmt: skip
 """Names of open times; where a header has several, the first of these whose cells read as times is taken."""
 TICKER_NAMES = (
     "ticker",

@@ -36,7 +36,8 @@ from stoker.sources.bars.text import find_text
 from stoker.sources.times import EARLIEST_NS, LATEST_NS, SECOND_NS, parse_times, to_utc
 from stoker.store.fields import Array
 
-_HEADER, _BLANK, _OTHER = "header lines", "blank lines", "lines of other symbols"
+_HEADER, _BLANK, OTHER_SYMBOLS = "header lines", "blank lines", "lines of other symbols"
+_ABOVE = "lines above the header"
 _NUMBER = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
@@ -206,9 +207,11 @@ def _parse_lines(
             continue
         if found is None:
             if number < len(lines) or line:  # behind the last newline there is no line
-                parsed.ignore(_OTHER if line.strip(" \t") else _BLANK)
+                parsed.ignore(OTHER_SYMBOLS if line.strip(" \t") else _BLANK)
             continue
-        if isinstance(found, str):
+        if isinstance(found, str) and number < dialect.header_first:
+            parsed.ignore(_ABOVE)
+        elif isinstance(found, str):
             parsed.faults[number] = found
         elif number < dialect.header_line:
             parsed.faults[number] = "a bar above the header"
@@ -280,7 +283,7 @@ def _read_bulk(text: bytes, dialect: Dialect, file: str) -> Bars:
     if dialect.header_line:
         parsed.ignore(_HEADER, dialect.header_line - dialect.header_first + 1)
     if num_other:
-        parsed.ignore(_OTHER, num_other)
+        parsed.ignore(OTHER_SYMBOLS, num_other)
     return replace(_assemble(bulk, dialect, file, parsed), num_lines=num_lines)
 
 

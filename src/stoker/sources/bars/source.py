@@ -35,7 +35,7 @@ from stoker.sources.bars.features import (
 )
 from stoker.sources.bars.files import BarFile, find_files, look, shared_extras, split_symbols
 from stoker.sources.bars.naming import Naming
-from stoker.sources.bars.reading import Bars, merge_bars, read_bars, show_time
+from stoker.sources.bars.reading import OTHER_SYMBOLS, Bars, merge_bars, read_bars, show_time
 from stoker.sources.bars.timeframes import (
     DEFAULT_WINDOWS,
     SECOND_NS,
@@ -119,12 +119,10 @@ class BarsSource:
                 "three shares that sum to 1",
                 "ratios=(0.70, 0.15, 0.15), or --split 0.70,0.15,0.15",
             )
-        if self.stamp not in ("open", "close") or self.decimal not in (None, ".", ","):
-            raise InputError(
-                f"stamp is {self.stamp!r}, decimal is {self.decimal!r}.",
-                "the stamp open or close, the decimal sign . or ,",
-                "--stamp close, --decimal .",
-            )
+        if self.stamp not in ("open", "close"):
+            raise InputError(f"--stamp is {self.stamp!r}.", "open or close", "--stamp open")
+        if self.decimal not in (None, ".", ","):
+            raise InputError(f"--decimal is {self.decimal!r}.", "a point or a comma", "--decimal .")
         self._fixed_boundaries()
 
     @property
@@ -168,6 +166,16 @@ class BarsSource:
         grouped = {symbol: self._by_timeframe(wanted, symbol) for symbol in symbols}
         heads = {file: look(file, self.day_first, self.naming, self.decimal) for file in wanted}
         extras, more_notes = shared_extras(grouped, heads)
+        there = {name for head in heads.values() for name in head.dropped}
+        lost = [name for name in self.naming.drop if name not in there]
+        if lost:
+            columns = dict.fromkeys(name for head in heads.values() for name in head.extras)
+            raise SourceError(
+                f"no file has a column {', '.join(map(repr, lost))} that can be dropped.",
+                ", ".join(columns) or "files with further columns than open, high, low, close",
+                " ".join(f"--drop {quoted(name)}" for name in list(columns)[:1])
+                or "leave --drop out",
+            )
         boundaries = self._fixed_boundaries()
         if boundaries is None and len(symbols) > 1:
             boundaries, kept = self._shared_boundaries(grouped)
@@ -241,7 +249,7 @@ class BarsSource:
             "split_names": list(SPLIT_NAMES),
             "symbols": {extra["symbol"]: {key: extra[key] for key in keys} for extra in extras},
             "scalers": {extra["symbol"]: extra["scalers"] for extra in extras},
-            "notes": [note for extra in extras for note in extra["notes"]],
+            "notes": list(dict.fromkeys(note for extra in extras for note in extra["notes"])),
             "materialised_bytes": sum(extra["materialised_bytes"] for extra in extras),
             "accounts": [
                 _total(each) for each in zip(*(extra["accounts"] for extra in extras), strict=True)
@@ -409,11 +417,12 @@ def _bar_account(bars: Bars, series: FieldData, name: str) -> dict[str, Json]:
     # A gzip file that ends early has one refusal without a line.
     whole = sum(refusal.count for refusal in bars.refused if refusal.line is None)
     unused = {"bars that no window shows": len(bars) - len(series.rows)}
-    found = bars.num_lines + whole
+    # Lines of other symbols are counted where those are packed.
+    others = bars.ignored.get(OTHER_SYMBOLS, 0)
+    own = {reason: count for reason, count in bars.ignored.items() if reason != OTHER_SYMBOLS}
+    found = bars.num_lines + whole - others
     kinds = count_kinds(bars.refused)
-    return Account(
-        f"lines of {name}", found, len(series.rows), kinds, {**bars.ignored, **unused}
-    ).to_json()
+    return Account(f"lines of {name}", found, len(series.rows), kinds, {**own, **unused}).to_json()
 
 
 def _sample_account(samples: Samples, num_bars: int) -> dict[str, Json]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import glob
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.display import command, look_in, quoted
+from stoker.display import command, look_in
 from stoker.errors import Refusal, RefusalList, SourceError, require_file
 from stoker.sources.tables.layout import (
     HEAD_BYTES,
@@ -105,7 +105,7 @@ def find_files(
                         ignored, "hidden or system file (its name begins with a dot or underscore)"
                     )
                 elif not is_table(each):
-                    _count(ignored, f"file with the ending {each.suffix!r}")
+                    _count(ignored, f"ends in {each.suffix!r}, which is no table")
                 else:
                     pairs = (_PARTITION.fullmatch(part) for part in parts[:-1])
                     tables.append((each, {pair[1]: pair[2] for pair in pairs if pair}))
@@ -177,8 +177,16 @@ def open_table(
     return TableFile(path, kind, tuple(names), layout, partitions, num_rows)
 
 
-def batches(file: TableFile, refused: RefusalList) -> Iterator[Any]:
-    """Yield the rows as record batches whose columns have the names of `file.names`."""
+def batches(
+    file: TableFile, refused: RefusalList, wanted: Collection[str] | None = None
+) -> Iterator[Any]:
+    """Yield the rows as record batches whose columns have the names of `file.names`.
+
+    Args:
+        file: From `open_table`.
+        refused: Gets the lines of a text file that are no rows.
+        wanted: Columns to read; of Parquet no others are decoded.
+    """
     import pyarrow as pa
     from pyarrow import feather, parquet
 
@@ -186,27 +194,36 @@ def batches(file: TableFile, refused: RefusalList) -> Iterator[Any]:
         if file.kind == "parquet":
             # Page checksums are optional in Parquet: they are compared where the writer made them.
             with parquet.ParquetFile(file.path, page_checksum_verification=True) as opened:
-                stream: Iterator[Any] = opened.iter_batches()
-                yield from (_renamed(batch, file) for batch in stream)
+                raw = opened.schema_arrow.names
+                chosen = [
+                    place
+                    for place, name in enumerate(file.names[: len(raw)])
+                    if not wanted or name in wanted
+                ]
+                names = [file.names[place] for place in chosen] + list(file.names[len(raw) :])
+                # A struct's parts have names of their own, so that a nested column is asked for by its top.
+                for batch in opened.iter_batches(columns=[raw[place] for place in chosen]):
+                    yield _renamed(batch, file, names)
         elif file.kind == "arrow":
             table = feather.read_table(file.path, memory_map=True)
-            yield from (_renamed(batch, file) for batch in table.to_batches(max_chunksize=1 << 16))
+            for batch in table.to_batches(max_chunksize=1 << 16):
+                yield _renamed(batch, file, file.names)
         else:
             assert file.layout is not None
             with _stream(file.path) as opened:
                 source = opened if file.layout.sep != " " else pa.PythonFile(_Squeezed(opened), "r")
                 for batch in _open_csv(source, refused, file):
-                    yield _renamed(batch, file)
+                    yield _renamed(batch, file, file.names)
 
 
-def _renamed(batch: Any, file: TableFile) -> Any:
+def _renamed(batch: Any, file: TableFile, names: Sequence[str]) -> Any:
     import pyarrow as pa
 
     arrays = list(batch.columns)
-    for name in file.names[len(arrays) :]:
+    for name in names[len(arrays) :]:
         text = file.partitions[name]
         arrays.append(pa.array([text] * batch.num_rows, pa.string()))
-    return pa.RecordBatch.from_arrays(arrays, names=list(file.names))
+    return pa.RecordBatch.from_arrays(arrays, names=list(names))
 
 
 @contextmanager
@@ -338,8 +355,3 @@ def shown_names(names: Sequence[str], most: int = 40) -> str:
     """Return column names for a message, the first ones of many."""
     shown = ", ".join(names[:most])
     return f"{shown}, ... {len(names)} in all" if len(names) > most else shown
-
-
-def typed(option: str, names: Sequence[str]) -> str:
-    """Return an option once for each name, as it is typed."""
-    return " ".join(f"{option} {quoted(name)}" for name in names)

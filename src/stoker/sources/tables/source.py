@@ -12,7 +12,7 @@ with a cell that cannot be read is refused with its place; a column that cannot 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -137,7 +137,8 @@ class TableSource:
         pieces: list[_Piece] = []
         refused = RefusalList()
         for file in files:
-            for table in self._parts_of(file, refused):
+            wanted = {*names, *([self.target] if self.target else [])}
+            for table in self._parts_of(file, refused, wanted):
                 survey.look(table, file.path, file.decimal)
                 before = pieces[-1] if pieces else None
                 in_file = (
@@ -238,13 +239,15 @@ class TableSource:
             {**found, "classes": table["classes"], "target": self.target} if self.target else found
         )
 
-    def _parts_of(self, file: TableFile, refused: RefusalList) -> Iterator[Any]:
+    def _parts_of(
+        self, file: TableFile, refused: RefusalList, wanted: Collection[str]
+    ) -> Iterator[Any]:
         """Yield tables of exactly `part_rows` rows, the last one shorter, and those that grow too large."""
         import pyarrow as pa
 
         waiting: list[Any] = []
         rows = 0
-        for batch in batches(file, refused):
+        for batch in batches(file, refused, wanted):
             waiting.append(batch)
             rows += batch.num_rows
             while rows >= self.part_rows:

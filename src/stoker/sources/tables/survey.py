@@ -88,7 +88,7 @@ def choose_columns(
         raise SourceError(
             f"{path} has no column {', '.join(repr(name) for _, name in missing)}.",
             shown_names(names),
-            " ".join(typed) or "a name of this list",
+            " ".join(typed) or f"leave {missing[0][0]} out",
         )
     dropped, kept = {name.strip() for name in drop}, {name.strip() for name in keep}
     chosen = [
@@ -294,6 +294,14 @@ class Survey:
                 shown_names([name for each in made for name in each.all_outputs]),
                 "a name of this list",
             )
+        outputs = [name for each in made for name in each.outputs]
+        twice = [name for name in dict.fromkeys(outputs) if outputs.count(name) > 1]
+        if twice:
+            raise SourceError(
+                f"two columns would be called {', '.join(map(repr, twice))}: one of the file, and a part of another.",
+                "different names",
+                "rename one of them in the file",
+            )
         target = self._finish_target(firsts[-1])
         self.notes += describe(made, target)
         return made, target
@@ -397,7 +405,7 @@ def _num_known(column: Any) -> int:
         column = trimmed(column)
     if pa.types.is_floating(column.type):
         return int(np.isfinite(column.cast(pa.float64()).to_numpy(zero_copy_only=False)).sum())
-    return len(column) - column.null_count
+    return int(len(column) - column.null_count)
 
 
 def _has_missing(column: Any) -> bool:

@@ -1,12 +1,42 @@
-"""Files that a verb writes: refused before any work when they could not be written afterwards."""
+"""Options that several verbs have, and what is refused before any work: an output that could not be written.
+
+Enters: words of a command. Leaves: types for typer; nothing, or an error that names the option. Costs nothing.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from stoker.display import command, quoted
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Replace one key, such as training.batch_size=64; repeatable."
+    ),
+]  # fmt: skip
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", help="The YAML file of the job, or the name of a shipped one.", show_default=False),
+]  # fmt: skip
+StoreOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--store", help="Store folder, HDF5 file or URL, instead of the config's recipe.store.",
+        show_default=False,
+    ),
+]  # fmt: skip
+StoreArgument = Annotated[Path, typer.Argument(help="Store folder, HDF5 file or URL.", show_default=False)]  # fmt: skip
+DeviceOption = Annotated[
+    str | None,
+    typer.Option("--device", help="cuda, cuda:1 or cpu; by default the GPU, if any.", show_default=False),
+]  # fmt: skip
 
 
 def require_output(

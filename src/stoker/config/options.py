@@ -1,0 +1,377 @@
+"""The options of every room, one model each: each field has its name, type, range, unit, default and meaning.
+
+Enters: keywords. Leaves: a frozen, strictly typed value, or an `InputError` that names the option. Costs about
+0.1 s to import (pydantic), microseconds afterwards.
+
+These models are the only list of settings. A config file, `--set`, `Trainer(config=...)`, the JSON Schema,
+the tables of docs/config.md and `stoker config init` are all made from them, with the same names. The models
+stand here and not in their rooms because a config is checked before torch is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from stoker.config.names import FORMER
+from stoker.errors import InputError
+from stoker.units import GIB
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+_MOST = 2**31 - 1  # counts stay inside 32 bits: some kernels index with them
+T = TypeVar("T")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field, Field))
+def options(kind: type[T]) -> type[T]:
+    """Make a class of annotated defaults a model: checked when it is made, and after `dataclasses.replace`.
+
+    Names that a field once had (`stoker.config.names.FORMER`) are still taken and read.
+    """
+    made = dataclass(frozen=True, kw_only=True, config=STRICT)(kind)
+    plain: Callable[..., None] = made.__init__
+
+    @functools.wraps(plain)
+    def checked(self: Any, **given: Any) -> None:
+        names = {name: _present_name(made, name) for name in given}
+        try:
+            plain(self, **{names[name]: value for name, value in given.items()})
+        except ValidationError as error:
+            raise _refusal(made, error) from None
+
+    def read_former(self: Any, name: str) -> Any:
+        if not name.startswith("_") and (present := _present_name(made, name)) != name:
+            return getattr(self, present)
+        raise AttributeError(f"{made.__name__!r} object has no attribute {name!r}")
+
+    made.__init__ = checked  # type: ignore[method-assign]
+    made.__getattr__ = read_former  # type: ignore[attr-defined]
+    return made  # type: ignore[return-value]
+
+
+def _present_name(kind: type[Any], name: str) -> str:
+    present = FORMER.get(name, "").rpartition(".")[2]
+    return present if present in kind.__dataclass_fields__ else name
+
+
+def _refusal(kind: type[Any], error: ValidationError) -> InputError:
+    first = error.errors(include_url=False)[0]
+    name, value = str(first["loc"][0]), first["input"]
+    schemas = TypeAdapter(kind).json_schema()["properties"]
+    if name not in schemas:
+        near = difflib.get_close_matches(name, schemas, n=1)
+        fix = f"{near[0]}={value!r}" if near else f"leave {name} out"
+        return InputError(f"there is no option {name!r}.", ", ".join(schemas), fix)
+    is_above = first["type"] == "less_than_equal"
+    allowed = describe_allowed(schemas[name], bounds=is_above, in_python=True)
+    default = kind.__pydantic_fields__[name].default
+    return InputError(f"{name} is {value!r}.", allowed, f"{name}={default!r}")
+
+
+def describe_allowed(
+    schema: Mapping[str, Any], *, bounds: bool = False, in_python: bool = False
+) -> str:
+    """Return what an option accepts, in words: "a whole number from 0 to 1024, or null".
+
+    Args:
+        schema: JSON Schema of the option.
+        bounds: Name the largest value also where it only guards against overflow.
+        in_python: With Python's words for yes, no and nothing, instead of YAML's.
+    """
+    if "anyOf" in schema:
+        return ", or ".join(
+            describe_allowed(option, bounds=bounds, in_python=in_python)
+            for option in schema["anyOf"]
+        )
+    if "enum" in schema:
+        return " or ".join(str(choice) for choice in schema["enum"])
+    kinds = {"boolean": "true or false", "null": "null"}
+    if in_python:
+        kinds = {"boolean": "True or False", "null": "None"}
+    kinds |= {"string": "text", "object": "a section of names and values"}
+    kind = schema["type"]
+    if kind in kinds:
+        return kinds[kind]
+    noun = "a whole number" if kind == "integer" else "a number"
+    # A bound that only guards against overflow would confuse whoever is below it.
+    most = schema.get("maximum", float("inf"))
+    bounded = bounds or most < 1_000_000
+    shown = f"{most:,}" if most < 1e15 else f"{most:g}"
+    if "exclusiveMinimum" in schema:
+        noun += f" above {schema['exclusiveMinimum']:g}"
+        return f"{noun}, up to {shown}" if bounded else noun
+    if bounded:
+        return f"{noun} from {schema['minimum']} to {shown}"
+    return f"{noun}, {schema['minimum']} or more"
+
+
+def _key(default: Any, description: str, unit: str = "", **limits: Any) -> Any:
+    """Return a field: its default, its meaning, its unit, and what values it takes."""
+    extra: dict[str, Any] = {"unit": unit} if unit else {}
+    return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+def _capture_word(value: Any) -> Any:
+    """Return "on" or "off" for what YAML 1.1 reads out of a bare `on` or `off`."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
+Capture = Literal["auto", "on", "off"]
+NonFinite = Literal["stop", "skip", "rollback"]
+Count = Annotated[int, Field(ge=0, le=_MOST)]
+Jitter = Annotated[float, Field(ge=0, le=1)]
+_RECIPE_OPTIONS = "Options of the recipe by name, checked by the recipe; docs/recipes/ lists them."
+_EPOCHS = "Passes over the training samples. Unless written, the recipe's own.", "epochs"
+_LOG_EVERY = "Log GPU memory after every n batches. 0: never.", "batches"
+
+
+@options
+class LoadingOptions:
+    """Loading of samples: the loader's options, and those of a DataLoader of your own."""
+
+    use_chunk_loader: bool = _key(True, "Load big chunks to the GPU and cut the batches there.")
+    chunk_size_gb: float | None = _key(
+        None,
+        "GPU memory for data, in GiB (2**30 bytes). null: the plan takes 75 % of what is free.",
+        "GiB",
+        gt=0,
+        le=100_000,
+    )
+    drop_last: bool = _key(False, "Drop the last batch of an epoch when it is short.")
+    max_training_samples: int | None = _key(
+        None,
+        "Train on n samples, drawn by the seed; each class keeps its share. null: on all.",
+        "samples",
+        ge=1,
+        le=2**53,
+    )
+    num_workers: int = _key(
+        0,
+        "Worker processes of a DataLoader of your own; `stoker train` has none.",
+        "processes",
+        ge=0,
+        le=1024,
+    )
+    prefetch_factor: int | None = _key(
+        None,
+        "Batches that each worker of a DataLoader of your own loads ahead. null: 2 with workers, "
+        "none without.",
+        "batches per worker",
+        ge=1,
+        le=1024,
+    )
+    persistent_workers: bool | None = _key(
+        None,
+        "Keep the workers of a DataLoader of your own between epochs. null: yes when there are workers.",
+    )
+    pin_memory: bool = _key(
+        True, "Pin batches of a DataLoader of your own; `stoker train` always does for a GPU."
+    )
+    use_lazy_loading: bool = _key(
+        True,
+        "For a dataset of your own: read samples from a cache on disk; `stoker train` reads the store.",
+    )
+    lazy_cache_dir: str = _key(
+        "data/processed/lazy_cache",
+        "For a dataset of your own: folder of that cache.",
+        "path",
+        min_length=1,
+    )
+    precompute_graphs: bool = _key(
+        False, "For a dataset of your own: build molecule graphs once, into that cache."
+    )
+
+    @property
+    def chunk_bytes(self) -> int | None:
+        """`chunk_size_gb` in bytes. Memory is binary here, whatever the key is called."""
+        return None if self.chunk_size_gb is None else int(self.chunk_size_gb * GIB)
+
+
+@options
+class TrainOptions:
+    """The training loop: what a `Trainer` does."""
+
+    epochs: Count = _key(1, *_EPOCHS)
+    precision: Precision = _key(
+        "auto",
+        "Number format of the step; the loss is always fp32. auto: bf16 or fp16 by what the GPU "
+        "and the model allow, fp32 on a CPU; the log says which and why.",
+    )
+    gradient_accumulation_steps: int = _key(
+        1, "Batches whose gradients are summed before one update.", "batches", ge=1, le=65536
+    )
+    clip_norm: float | None = _key(
+        1.0, "Largest norm of all gradients together. null: not clipped.", gt=0, le=1e30
+    )
+    capture: Annotated[
+        Capture, BeforeValidator(_capture_word, json_schema_input_type=Capture | bool)
+    ] = _key(
+        "auto",
+        "Replay the whole step as one CUDA graph. auto: where the model allows it and the "
+        "first replay agrees with the eager step; on: or end with the reason.",
+    )
+    compile: bool = _key(False, "Compile the model with torch.compile first.")
+    nonfinite: NonFinite = _key(
+        "stop",
+        "What to do about a loss that is not finite. stop: end and name the batch; skip: leave "
+        "the update out; rollback: go back to the epoch's start and leave the batch out.",
+    )
+    read_every: int = _key(
+        50,
+        "Steps between two reads of losses from the device; fewer make the loop wait.",
+        "steps",
+        ge=1,
+        le=_MOST,
+    )
+    seed: int | None = _key(
+        None, "Of all generators. null: they are left as they are.", ge=0, le=2**53
+    )
+    max_steps: int | None = _key(
+        None,
+        "Train on so many batches in the whole run, at most; it may end within an epoch.",
+        "batches",
+        ge=1,
+        le=_MOST,
+    )
+    patience: Count = _key(
+        0, "End the run after so many epochs without a better monitored metric. 0: never.", "epochs"
+    )
+    min_delta: float | None = _key(
+        None, "By how much an epoch must be better to count for patience.", gt=0, le=1e30
+    )
+    keep_last: int = _key(
+        2, "Newest checkpoints that are kept, besides the best.", "files", ge=1, le=10_000
+    )
+    checkpoint_every_epochs: Count = _key(
+        1,
+        "Save after every n epochs, and at the end. 0: only when a signal ends the run.",
+        "epochs",
+    )
+    checkpoint_every_steps: Count = _key(
+        0, "Save after every n batches within an epoch. 0: never.", "batches"
+    )
+    empty_cache_every_n_epochs: Count = _key(
+        0,
+        "Give cached GPU memory back after every n epochs. 0: never, the fastest; the next "
+        "epoch must allocate again.",
+        "epochs",
+    )
+    empty_cache_every_n_batches: Count = _key(
+        0,
+        "Give cached GPU memory back after every n batches. 0: never; each call waits for the GPU.",
+        "batches",
+    )
+    log_gpu_stats_every_n_batches: Count = _key(0, *_LOG_EVERY)
+    survive_oom: bool = _key(
+        True, "When memory runs out, take smaller steps with the same result, instead of ending."
+    )
+    activation_checkpointing: bool = _key(
+        False, "Recompute activations in the backward pass: less memory, more time."
+    )
+    tensorboard: bool = _key(
+        False, "Write scalars for TensorBoard beside the run log; needs that package."
+    )
+
+
+@options
+class JobOptions(TrainOptions):
+    """The training step, and the job around it."""
+
+    # A job has a seed and a log; a Trainer of one's own begins with as little as possible.
+    epochs: Count = _key(10, *_EPOCHS)
+    seed: int = _key(0, "Of weights, splits, shuffling, dropout and augmentation.", ge=0, le=2**53)
+    log_gpu_stats_every_n_batches: Count = _key(100, *_LOG_EVERY)
+    batch_size: int = _key(
+        128,
+        "Samples in one step, over all GPUs together. Unless written, the recipe's own.",
+        "samples",
+        ge=1,
+        le=_MOST,
+    )
+    lr: float = _key(
+        1e-4,
+        "Step size of the optimizer. Unless written, the recipe's own.",
+        "1 per update",
+        gt=0,
+        le=1e6,
+    )
+    use_amp: bool = _key(True, "Train in 16-bit where it is safe (automatic mixed precision).")
+    use_gpu_augmentation: bool = _key(
+        False,
+        "Augment on the GPU, as the section gpu_augmentation says. Unless written, the recipe decides: "
+        "those of images do.",
+    )
+    parallel: Literal["ddp", "fsdp"] = _key(
+        "ddp",
+        "With several ranks: the whole model on each (ddp), or a part of it where it does not fit "
+        "(fsdp).",
+    )
+    stall_seconds: int = _key(
+        600, "With several ranks: end all when none has moved for so long.", "s", ge=5, le=86400
+    )
+    init_gain: float | None = _key(
+        None, "Gain of the Xavier initialisation. null: the model's own.", gt=0, le=100
+    )
+    output_bound: float | None = _key(
+        None, "Keep outputs within plus or minus this. null: unbounded.", gt=0, le=1e30
+    )
+    output_bound_mode: Literal["soft", "clamp"] = _key(
+        "soft",
+        "soft: bound * tanh(x / bound), which keeps a gradient everywhere; clamp: a hard "
+        "cut, whose gradient outside the bound is zero and hides divergence.",
+    )
+
+    @property
+    def samples_per_update(self) -> int:
+        """Samples behind one optimizer update, over all ranks together."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+
+@options
+class AugmentOptions:
+    """What is drawn per sample when training.use_gpu_augmentation is on."""
+
+    horizontal_flip_prob: float = _key(0.5, "Share of samples flipped left to right.", ge=0, le=1)
+    rotation_degrees: float = _key(
+        15.0, "Rotate by an angle within plus or minus this.", "degrees", ge=0, le=180
+    )
+    brightness: Jitter = _key(0.2, "Multiply by a factor within 1 ± this.")
+    contrast: Jitter = _key(0.2, "Stretch around the mean by a factor within 1 ± this.")
+    saturation: Jitter = _key(0.1, "Stretch colours by a factor within 1 ± this.")
+
+
+@options
+class RecipeOptions:
+    """Which job `stoker train` does, on which data (docs/training.md)."""
+
+    name: str | None = _key(
+        None,
+        "A ready job by name, or package.module:Class of your own (docs/extending.md). "
+        "null: this file is not for `stoker train`.",
+        min_length=1,
+    )
+    store: str | None = _key(
+        None,
+        "Packed by `stoker pack`, or an HDF5 file. null: `--store` says.",
+        "path",
+        min_length=1,
+    )
+    options: Annotated[dict[str, Any], Field(description=_RECIPE_OPTIONS)] = field(
+        default_factory=dict, hash=False
+    )
+
+
+@options
+class RunOptions:
+    """Where a run keeps its log and checkpoints."""
+
+    dir: str | None = _key(
+        None, "Folder of one run. null: runs/ and the recipe's name.", "path", min_length=1
+    )

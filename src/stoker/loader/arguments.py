@@ -1,0 +1,209 @@
+"""What people give to a `Loader`: data of many kinds, keywords of torch's DataLoader, names with a slip.
+
+Enters: the arguments as they were typed. Leaves: a `Store`, sample numbers, names; or an error that says what to type.
+Costs: nothing for stores and files; arrays in memory are used as they are, and a Dataset is read once.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from stoker.bounds import require_memory
+from stoker.display import nearest
+from stoker.errors import InputError
+from stoker.loader.drawing import Mixture
+from stoker.sources.samples import as_array, collect, field_names, form_of, tuple_names
+from stoker.store.fields import Dense, FieldData
+from stoker.store.memory import memory_store
+from stoker.store.reader import Store, open_store
+
+_NEEDLESS = {
+    "num_workers": "batches are gathered on the device, without worker processes",
+    "pin_memory": "batches are on the device already, and what is copied goes through pinned memory",
+    "pin_memory_device": "batches are on the device already",
+    "persistent_workers": "there are no worker processes",
+    "prefetch_factor": "the next chunk is loaded ahead by itself",
+    "timeout": "there are no worker processes to wait for",
+    "multiprocessing_context": "there are no worker processes",
+    "worker_init_fn": "there are no worker processes to prepare",
+    "in_order": "batches come in order",
+}
+_INSTEAD = {
+    "sampler": "an order that is known before the epoch: order=, samples= or weights=",
+    "batch_sampler": "an order that is known before the epoch: order=, batch_size=, samples= or weights=",
+    "collate_fn": "batches by name, or tuples of fields by as_tuple=; your own code goes into the loop",
+    "generator": "a seed: seed=0",
+    "transform": "an augmentation on the device: augment=, with a Compose of stoker.augment",
+}  # fmt: skip
+
+_told: set[str] = set()
+
+
+def tell_once(text: str) -> None:
+    """Warn about something once in this process, at the line of the caller's own code."""
+    if text in _told:
+        return
+    _told.add(text)
+    level, frame = 2, sys._getframe(1)
+    while (above := frame.f_back) and str(frame.f_globals.get("__name__")).split(".")[
+        0
+    ] == "stoker":
+        level, frame = level + 1, above
+    warnings.warn(text, stacklevel=level)
+
+
+def check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Answer keywords that a Loader does not have: a note where they are needless, else an error."""
+    for name in given:
+        if name in _NEEDLESS:
+            tell_once(f"stoker.Loader needs no {name}: {_NEEDLESS[name]}")
+            continue
+        if name in _INSTEAD:
+            raise InputError(f"a Loader has no {name}.", _INSTEAD[name], f"leave {name} out")
+        near = nearest(name, known)
+        raise InputError(
+            f"a Loader has no argument {name!r}.",
+            ", ".join(known),
+            f"{near}={given[name]!r}" if near else f"leave {name} out",
+        )
+
+
+def check_names(names: Any, known: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Return the names of `as_tuple`, or raise.
+
+    Args:
+        names: As given.
+        known: What a batch holds; None checks only that they are names.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names) or not names:
+        example = (names,) if isinstance(names, str) else ("features", "targets")
+        raise InputError(f"as_tuple is {names!r}.", "names of fields", f"as_tuple={example}")
+    unknown = [name for name in names if known is not None and name not in known]
+    if known is not None and unknown:
+        near = nearest(unknown[0], known) or known[0]
+        raise InputError(
+            f"as_tuple names {unknown[0]!r}, which is not loaded.",
+            ", ".join(known),
+            f"as_tuple={tuple(near if name == unknown[0] else name for name in names)}",
+        )
+    return tuple(names)
+
+
+class Opened(NamedTuple):
+    """Data as a store, and how its batches are handed out: these fields as a tuple, one alone, or by name."""
+
+    store: Store
+    as_tuple: tuple[str, ...] | str | None = None
+    is_own: bool = True
+    mixture: Mixture | None = None
+
+
+def open_data(data: Any, group: str | None) -> Opened:
+    """Return anything that a Loader can be given as a store.
+
+    Args:
+        data: A store, a path or URL, arrays or tensors (one, a tuple, or a dict of them), or a Dataset.
+        group: Of a plain HDF5 file: the group that holds the arrays.
+    """
+    if isinstance(data, str | Path):
+        return Opened(open_store(data, group=group))
+    if group is not None:
+        raise InputError(
+            f"group={group!r} with {type(data).__name__}.",
+            "group= with the path of a plain HDF5 file",
+            "leave group out",
+        )
+    if isinstance(data, Store):
+        return Opened(data, is_own=False)
+    if isinstance(data, Mixture):
+        return Opened(data.store, is_own=False, mixture=data)
+    if isinstance(data, TensorDataset):
+        data = data.tensors
+    if isinstance(data, Mapping):
+        return Opened(_from_arrays(data, "a dict in memory"))
+    if isinstance(data, tuple):
+        names = getattr(data, "_fields", None) or tuple_names(len(data))
+        store = _from_arrays(dict(zip(names, data, strict=True)), "a tuple in memory")
+        return Opened(store, tuple(names))
+    if isinstance(data, torch.Tensor | np.ndarray):
+        return Opened(_from_arrays({"features": data}, "an array in memory"), "features")
+    if isinstance(data, DataLoader):
+        raise InputError(
+            "a Loader was given a DataLoader.",
+            "a store, a file, arrays, or the Dataset itself; stoker.prefetch keeps a DataLoader",
+            "Loader(dataloader.dataset, 64)",
+        )
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return _from_dataset(data)
+    if isinstance(data, IterableDataset | Iterable):
+        raise InputError(
+            f"a Loader was given {type(data).__name__}, whose samples come one after the other.",
+            "data with a length, whose samples can be asked for by number",
+            "stoker.pack_from(dataset, 'made')",
+        )
+    raise InputError(
+        f"a Loader was given {type(data).__name__}.",
+        "a store folder, an HDF5 file, arrays or tensors (a tuple or a dict of them), or a Dataset",
+        "Loader({'features': x, 'targets': y}, 64)",
+    )
+
+
+def _from_arrays(arrays: Mapping[str, Any], name: str) -> Store:
+    fields: dict[str, FieldData] = {}
+    names = field_names(arrays)
+    for field in names:
+        value = arrays[field]
+        if isinstance(value, list):
+            fields[field] = collect([{field: each} for each in value])[field]
+            continue
+        array = as_array(value, f"{field!r}")
+        if isinstance(array, str) or array.ndim == 0:
+            raise InputError(
+                f"{field!r} is a single value.",
+                "an array with a row per sample",
+                f"np.atleast_1d({field})",
+            )
+        fields[field] = Dense(array)
+    counts = {field: data.num_samples for field, data in fields.items()}
+    if len(set(counts.values())) > 1 or not all(counts.values()):
+        longest, least = max(counts, key=lambda field: counts[field]), min(counts.values())
+        raise InputError(
+            f"the arrays have different or no rows: {counts}.",
+            "one row per sample in each, and one sample at least",
+            f"{longest}[:{least}]" if least else "",
+        )
+    return memory_store(fields, name)
+
+
+def _from_dataset(dataset: Any) -> Opened:
+    count = len(dataset)
+    if not count:
+        raise InputError("the dataset is empty.", "one sample or more", "")
+    sample = dataset[0]
+    form, kind = form_of(sample), type(dataset).__name__
+    each = sum(data.values.nbytes for data in collect([sample]).values())
+    require_memory(
+        2 * count * each,
+        f"reading the {count:,} samples of {kind}",
+        "stoker.pack_from(dataset, 'made')",
+        InputError,
+    )
+    if not isinstance(dataset, list):
+        tell_once(
+            f"stoker.Loader reads the {count:,} samples of {kind} into memory once: what its __getitem__ draws at "
+            "random stays the same in every epoch (draw with augment= instead)"
+        )
+    fields = collect(dataset[number] for number in range(count))
+    store = memory_store(fields, f"{kind} in memory")
+    loaded = tuple(name for name, info in store.fields.items() if info.encoding is None)
+    if form == "dict" or not loaded:
+        return Opened(store)
+    return Opened(store, loaded[0] if form == "single" else loaded)

@@ -1,0 +1,281 @@
+"""A Python dataset as a source of `pack`: see `stoker.pack_from`.
+
+Enters: a Dataset or list whose samples can be asked for by number, arrays with a row per sample, or anything that
+yields samples. Leaves: parts of a store. Costs: 64 samples are looked at first; then each sample is asked for once, by
+worker processes where the dataset can be pickled. Samples of an iterable are written to the disk twice.
+
+The dataset is pickled once, into the pack's own folder, and each worker loads it from there. Parts of an interrupted
+pack are used again if the dataset pickles to the same bytes and the 64 samples are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import cloudpickle
+import numpy as np
+import xxhash
+
+from stoker.display import nearest
+from stoker.errors import InputError, Refusal
+from stoker.ownership import always, writing
+from stoker.sources.arrays import PART_BYTES
+from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
+from stoker.sources.samples import as_array, collect, field_names
+from stoker.store.fields import Array, Dense, Ragged
+from stoker.store.manifest import FieldInfo
+
+_PICKLE = "dataset.pickle"
+_PARTS, _LEAST_ROWS, _MOST_ROWS = 16, 64, 1 << 16
+_PROBES = 64
+
+
+class _Live(NamedTuple):
+    """The samples of this process, and their pickle for others; None where they cannot be pickled."""
+
+    samples: Any
+    code: bytes | None
+
+
+_live: dict[str, _Live] = {}
+
+
+class Columns:
+    """Arrays with a row per sample, as samples by number."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return min(map(len, self._arrays.values()))
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {name: values[number] for name, values in self._arrays.items()}
+
+
+@dataclass(frozen=True)
+class SamplesSource:
+    """Samples that Python makes, as a source of `pack`.
+
+    Attributes:
+        fields: What every sample has.
+        digest: Of what can be known of the samples without reading all of them.
+        num_samples: Their number; None where they come one after the other.
+        name: Of the dataset's class, for messages.
+        ragged: Fields that the user has named as ragged.
+        token: Finds the samples themselves: they stay out of the pickle, which goes to every worker.
+        sample_bytes: Of one sample, on average.
+        sample_seconds: To make one sample, on average.
+    """
+
+    fields: Mapping[str, FieldInfo]
+    digest: str
+    num_samples: int | None
+    name: str
+    ragged: tuple[str, ...]
+    token: str
+    sample_bytes: int
+    sample_seconds: float
+
+    kind: ClassVar[str] = "samples"
+    version: ClassVar[int] = 1
+    row_limit_seconds: ClassVar[float | None] = None
+
+    def files(self) -> Sequence[Path]:
+        """None: the samples say themselves what they are."""
+        return ()
+
+    def options(self) -> Mapping[str, Json]:
+        """The digest, and what decides the shards."""
+        count = "any number of" if self.num_samples is None else f"{self.num_samples:,}"
+        return {
+            "dataset": f"{self.name} of {count} samples ({self.digest})",
+            "ragged": sorted(self.ragged),
+        }
+
+    def prepare(self, scratch: Path) -> Preparation:
+        """Cut the samples into parts; those that come one after the other are written down first."""
+        if self.num_samples is None:
+            return self._spool(scratch)
+        code = _live[self.token].code
+        if code is not None:
+            _write(scratch / _PICKLE, code)
+        rows = self._part_rows(self.num_samples)
+        starts = range(0, self.num_samples, rows)
+        parts = [
+            Part(number, f"{self.name} samples {low}-{min(low + rows, self.num_samples)}",
+                 min(rows, self.num_samples - low), low, self.name, low)
+            for number, low in enumerate(starts)
+        ]  # fmt: skip
+        return Preparation(parts, self.num_samples * self.sample_bytes + (1 << 20))
+
+    def _part_rows(self, num_samples: int) -> int:
+        """Samples of a part: at most 256 MB and 65,536, and 16 parts where there are enough for them."""
+        by_bytes = PART_BYTES // max(1, self.sample_bytes)
+        return max(1, min(by_bytes, _MOST_ROWS, max(_LEAST_ROWS, -(-num_samples // _PARTS))))
+
+    def _spool(self, scratch: Path) -> Preparation:
+        """Write the samples of an iterable down as they come, a file per part."""
+        rows = self._part_rows(_MOST_ROWS * _PARTS)
+        samples = iter(_live[self.token].samples)
+        parts: list[Part] = []
+        first = total = 0
+        while block := list(islice(samples, rows)):
+            fields = collect(block, first, self.fields)
+            spooled = scratch / f"samples-{len(parts):05d}.pickle"
+            _write(spooled, pickle.dumps(fields, protocol=5))
+            total += sum(data.values.nbytes for data in fields.values())
+            label = f"{self.name} samples {first}-{first + len(block)}"
+            parts.append(Part(len(parts), label, len(block), first, self.name, first))
+            first += len(block)
+        return Preparation(parts, total + (1 << 20))
+
+    def build(self, part: Part, context: PartContext) -> PartData:
+        """Ask for the samples of one part. One that raises is refused, with its number."""
+        if self.num_samples is None:
+            return PartData(_read(context.scratch / f"samples-{part.index:05d}.pickle"))
+        live = _live.get(self.token)
+        samples = live.samples if live else _load(context.scratch / _PICKLE, self.token)
+        refused: list[Refusal] = []
+        taken: list[Any] = []
+        for number in range(part.payload, part.payload + part.num_samples):
+            try:
+                taken.append(samples[number])
+            except Exception as error:  # noqa: BLE001  somebody else's code may raise anything
+                reason = f"{type(error).__name__}: {error}"
+                refused.append(Refusal(self.name, number, reason, unit="sample"))
+        return PartData(collect(taken, part.payload, self.fields), refused)
+
+    def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
+        """Nothing to add."""
+        del extras
+        return {}
+
+
+@contextlib.contextmanager
+def samples_source(
+    samples: Any, ragged: Sequence[str] = ()
+) -> Iterator[tuple[SamplesSource, bool]]:
+    """Look at some samples; yield the source, and whether other processes can make its samples.
+
+    Args:
+        samples: A Dataset or list, whose samples can be asked for by number; a dict or tuple of arrays; or
+            anything that yields samples.
+        ragged: Fields with another number of rows in every sample, where those looked at do not show it.
+    """
+    name = type(samples).__name__
+    if hasattr(samples, "dataset") and hasattr(samples, "batch_sampler"):
+        raise InputError(
+            f"pack_from was given a {name}, which yields batches.",
+            "a Dataset, or anything that yields samples",
+            "stoker.pack_from(dataloader.dataset, 'made')",
+        )
+    if isinstance(samples, Mapping | tuple):
+        names = field_names(samples)
+        values = samples.values() if isinstance(samples, Mapping) else samples
+        arrays = {n: as_array(v, repr(n)) for n, v in zip(names, values, strict=True)}
+        counts = {n: len(a) for n, a in arrays.items() if not isinstance(a, str) and a.ndim}
+        if len(set(counts.values())) != 1 or len(counts) != len(arrays):
+            raise InputError(
+                f"the arrays have these rows: {counts}.",
+                "one row per sample in each",
+                f"{max(counts, key=lambda n: counts[n])}[:{min(counts.values())}]"
+                if counts
+                else "",
+            )
+        samples = Columns({n: a for n, a in arrays.items() if not isinstance(a, str)})
+    is_indexed = hasattr(samples, "__getitem__") and hasattr(samples, "__len__")
+    if not is_indexed and not isinstance(samples, Iterable):
+        raise InputError(
+            f"pack_from was given a {name}.",
+            "a Dataset, a list or generator of samples, or a dict of arrays",
+            "stoker.pack_from([{'x': np.zeros(3)}], 'made')",
+        )
+    count = len(samples) if is_indexed else None
+    began, failed = time.perf_counter(), None
+    if is_indexed:
+        looked = []
+        for number in np.unique(np.linspace(0, count - 1, _PROBES, dtype=int)) if count else ():
+            try:
+                looked.append(samples[int(number)])
+            except Exception as error:  # noqa: BLE001  refused when its part is built
+                failed = failed or error
+    else:
+        rest = iter(samples)
+        looked = list(islice(rest, _PROBES))
+        samples = chain(looked, rest)
+    if failed is not None and not looked:
+        raise failed
+    if not looked:
+        raise InputError(f"{name} has no samples.", "one sample or more", "")
+    seconds = (time.perf_counter() - began) / len(looked)
+    shown = collect(looked)
+    unknown = [
+        each
+        for each in ragged
+        if each not in shown or (shown[each].kind == "dense" and shown[each].values.ndim < 2)
+    ]
+    if unknown:
+        arrays_of = [
+            each for each, data in shown.items() if data.kind == "ragged" or data.values.ndim > 1
+        ]
+        near = nearest(unknown[0], arrays_of)
+        raise InputError(
+            f"ragged names {unknown[0]!r}.",
+            "fields whose values are arrays",
+            f"ragged=[{near!r}]" if near else "leave ragged out",
+        )
+    fields = {
+        each: _as_ragged(data) if each in ragged and data.kind == "dense" else FieldInfo.of(data)
+        for each, data in shown.items()
+    }
+    digest = xxhash.xxh3_128(repr(fields).encode())
+    for data in shown.values():
+        digest.update(np.ascontiguousarray(data.values).data)
+    code = None
+    if is_indexed:
+        # A dataset that holds an open file, a lock or a socket is read in this process alone.
+        with contextlib.suppress(Exception):
+            code = cloudpickle.dumps(samples)
+    # What is not pickled may have changed in any way: nothing of an earlier pack is taken for it.
+    digest.update(uuid.uuid4().bytes if code is None else code)
+    token = uuid.uuid4().hex
+    each_bytes = -(-sum(data.values.nbytes for data in shown.values()) // len(looked))
+    source = SamplesSource(
+        fields, digest.hexdigest(), count, name, tuple(ragged), token, each_bytes, seconds
+    )
+    _live[token] = _Live(samples, code)
+    try:
+        yield source, code is not None
+    finally:
+        del _live[token]
+
+
+def _as_ragged(data: Dense | Ragged) -> FieldInfo:
+    info = FieldInfo.of(data)
+    return info.model_copy(update={"kind": "ragged", "shape": info.shape[1:], "columns": None})
+
+
+def _write(path: Path, code: bytes) -> None:
+    with writing(path, always) as temporary, temporary.open("xb") as file:
+        file.write(code)
+
+
+def _read(path: Path) -> Any:
+    """Unpickle what `prepare` of this same pack has written."""
+    with path.open("rb") as file:
+        return pickle.load(file)  # noqa: S301
+
+
+@lru_cache(maxsize=1)
+def _load(path: Path, token: str) -> Any:  # noqa: ARG001  another pack has another token
+    return _read(path)

@@ -1,0 +1,188 @@
+"""Samples made by Python, as fields of a store: dicts, tuples or single arrays; also for `stoker.pack_from`.
+
+Enters: samples as a torch Dataset returns them, one by one: numbers, numpy arrays, tensors, pictures, text. Leaves:
+dense fields where all samples have the same shape, ragged fields where the first axis differs, text as UTF-8. Costs:
+the samples of one part in memory, twice. No torch: tensors are known by their methods.
+
+Names: a dict has its keys. A tuple is (features, targets, field_2, ...), a named tuple has its own names, and a single
+array is `features`. What differs between samples in any other way is refused, with the number of the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from stoker.errors import InputError
+from stoker.store.fields import Array, Dense, Ragged, offsets_of
+from stoker.store.manifest import FieldInfo
+
+Form = Literal["dict", "tuple", "single"]
+"""How a sample is given, and so how a batch of them is handed out."""
+
+_FIRST_NAMES = ("features", "targets")
+_NUMBERS = "numbers, arrays, tensors or text, of the same kind in every sample"
+
+
+def field_names(sample: Any) -> tuple[str, ...]:
+    """Return the names of a sample's fields."""
+    if isinstance(sample, Mapping):
+        names = tuple(sample)
+        odd = [name for name in names if not isinstance(name, str) or not name or "/" in name]
+        if odd or not names:
+            raise InputError(
+                f"a sample has the field {odd[0]!r}." if odd else "a sample is an empty dict.",
+                "names that are text, without '/'",
+                "{'features': x, 'targets': y}",
+            )
+        return names
+    if isinstance(sample, tuple | list):
+        if not sample:
+            raise InputError("a sample is empty.", "one value or more", "")
+        own = getattr(sample, "_fields", None)
+        return tuple(own) if own else tuple_names(len(sample))
+    return _FIRST_NAMES[:1]
+
+
+def tuple_names(count: int) -> tuple[str, ...]:
+    """Return the fields of a tuple of `count` values."""
+    return tuple(
+        _FIRST_NAMES[number] if number < len(_FIRST_NAMES) else f"field_{number}"
+        for number in range(count)
+    )
+
+
+def form_of(sample: Any) -> Form:
+    """Return how a sample is given."""
+    if isinstance(sample, Mapping):
+        return "dict"
+    return "tuple" if isinstance(sample, tuple | list) else "single"
+
+
+def as_array(value: Any, what: str) -> Array | str:
+    """Return a value of a sample as an array, or as text.
+
+    Args:
+        value: A number, an array, a tensor on any device, a picture, text.
+        what: Its name in an error: "'label' of sample 3".
+    """
+    if isinstance(value, str):
+        return value
+    if hasattr(value, "detach"):  # a tensor
+        try:
+            return np.asarray(value.detach().cpu().numpy())
+        except (TypeError, RuntimeError) as error:  # bfloat16, sparse, nested
+            raise InputError(
+                f"{what} is a {getattr(value, 'dtype', '')} tensor that numpy cannot hold ({error}).",
+                _NUMBERS,
+                "value.to_dense()" if getattr(value, "is_sparse", False) else "value.float()",
+            ) from None
+    try:
+        made = np.asarray(value)
+    except (ValueError, TypeError):  # lists of different lengths
+        made = np.empty(0, object)
+    if made.dtype.kind in "US" and made.ndim == 0:
+        return made.item().decode() if made.dtype.kind == "S" else str(made)
+    if made.dtype.kind not in "biuf" or made.dtype.itemsize > 8:
+        raise InputError(
+            f"{what} is {type(value).__name__} {made.dtype if made.size else ''}".rstrip() + ".",
+            _NUMBERS,
+            "np.asarray(value, dtype=np.float32)",
+        )
+    return made
+
+
+def collect(
+    samples: Iterable[Any],
+    first: int = 0,
+    like: Mapping[str, FieldInfo] | None = None,
+) -> dict[str, Dense | Ragged]:
+    """Return the fields of samples, one row each.
+
+    Args:
+        samples: At least one, unless `like` is given.
+        first: Number of the first of them, for errors.
+        like: What other samples have decided; None decides here.
+    """
+    names = tuple(like or ())
+    values: dict[str, list[Array | str]] = {name: [] for name in names}
+    for number, sample in enumerate(samples, first):
+        if not names:
+            names = field_names(sample)
+            values = {name: [] for name in names}
+        if set(field_names(sample)) != set(names):
+            raise InputError(
+                f"sample {number} has the fields {', '.join(field_names(sample))}, and those before it "
+                f"{', '.join(names)}.",
+                "the same fields in every sample",
+                "",
+            )
+        for name, value in _values(sample):
+            values[name].append(as_array(value, f"{name!r} of sample {number}"))
+    return {
+        name: _as_field(name, column, first, (like or {}).get(name))
+        for name, column in values.items()
+    }
+
+
+def _values(sample: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(sample, Mapping):
+        return sample.items()
+    if isinstance(sample, tuple | list):
+        return zip(field_names(sample), sample, strict=True)
+    return [(_FIRST_NAMES[0], sample)]
+
+
+def _as_field(
+    name: str, column: Sequence[Array | str], first: int, like: FieldInfo | None
+) -> Dense | Ragged:
+    texts = [value for value in column if isinstance(value, str)]
+    rows = [value for value in column if not isinstance(value, str)]
+    if texts and rows:
+        raise _differs(name, first, column, "text in some samples and numbers in others")
+    if texts or (like is not None and like.encoding and not rows):
+        return Ragged.from_strings(texts)
+    dtype = rows[0].dtype if like is None else np.dtype(like.dtype)
+    shapes = {row.shape for row in rows}
+    if any(_plain(row.dtype) != _plain(dtype) for row in rows):
+        raise _differs(name, first, column, f"not {dtype} in all samples", dtype)
+    kind = like.kind if like is not None else "dense" if len(shapes) == 1 else "ragged"
+    if kind == "dense":
+        shape = rows[0].shape if like is None else tuple(like.shape)
+        other = next((row for row in rows if row.shape != shape), None)
+        if other is not None:
+            raise InputError(
+                f"{name!r} has the shape {other.shape} in one of the samples from {first} on, and {shape} before.",
+                "one shape in all samples, or a field that is named as ragged",
+                f"ragged=[{name!r}]",
+            )
+        return Dense(np.stack(rows) if rows else np.empty((0, *shape), dtype))
+    inner = rows[0].shape[1:] if like is None else tuple(like.shape)
+    if any(not shape or shape[1:] != inner for shape in shapes):
+        raise _differs(name, first, column, "not of one shape")
+    lengths = np.array([len(row) for row in rows], np.int64)
+    values = np.concatenate(rows) if rows else np.empty((0, *inner), dtype)
+    return Ragged(values, offsets_of(lengths))
+
+
+def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return a type as a store holds it: bool as uint8, in native byte order."""
+    return np.dtype(np.uint8) if dtype.kind == "b" else dtype.newbyteorder("=")
+
+
+def _differs(
+    name: str, first: int, column: Sequence[Array | str], how: str, dtype: object = None
+) -> InputError:
+    def described(value: Array | str) -> str:
+        return "text" if isinstance(value, str) else f"{value.dtype} {value.shape}"
+
+    begin = described(column[0])
+    others = (row for row, value in enumerate(column) if described(value) != begin)
+    other = next(others, 0)
+    return InputError(
+        f"{name!r} is {how}: {begin} in sample {first}, {described(column[other])} in sample {first + other}.",
+        "one type in all samples, and one shape but for the first axis",
+        f"np.asarray({name}, dtype=np.{dtype or 'float32'})",
+    )

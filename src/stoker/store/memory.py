@@ -1,0 +1,94 @@
+"""A store over arrays in memory: the same `Store`, without files.
+
+Enters: fields as they would be written to a shard. Leaves: a `Store` that reads from the arrays themselves. Costs:
+nothing is copied until it is read; the arrays must not change meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from stoker.store.arrays import OpenFile, StoredArray
+from stoker.store.fields import PARTS, Array, FieldData, Ragged, Series
+from stoker.store.hdf5 import Location
+from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
+from stoker.store.reader import Store
+from stoker.store.shard import Shard
+
+_NOWHERE = Path("/dev/null/memory")
+"""A path that cannot be a file or folder, because a store has one."""
+
+
+class _MemoryFile:
+    """What `OpenFile` is to a file: bytes by position."""
+
+    def __init__(self, values: Array) -> None:
+        self.direct = False
+        self._bytes = values.reshape(-1).view(np.uint8)
+
+    def read(self, offset: int, out: memoryview, dataset: str) -> None:  # noqa: ARG002
+        """Copy bytes; numpy does it without the interpreter's lock."""
+        np.copyto(np.frombuffer(out, np.uint8), self._bytes[offset : offset + len(out)])
+
+    def expect(self, offset: int, num_bytes: int) -> None:
+        """Nothing can be read ahead."""
+
+
+class _MemoryShard(Shard):
+    def __init__(self, datasets: Mapping[str, Array]) -> None:
+        wanted = {name: (each.dtype.str, list(each.shape[1:])) for name, each in datasets.items()}
+        super().__init__(_NOWHERE, None, wanted, 1 << 20)
+        self._values = datasets
+
+    def _open(self) -> dict[str, StoredArray]:
+        return {
+            name: StoredArray(
+                cast(OpenFile, _MemoryFile(values)),
+                Location(_NOWHERE, name, values.shape, values.dtype, "contiguous", offset=0),
+                None,
+                self._block_bytes,
+            )
+            for name, values in self._values.items()
+        }
+
+
+class _MemoryStore(Store):
+    """Pickled with its arrays: another process gets a copy of them."""
+
+    made_of: tuple[Any, ...] = ()
+
+    def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
+        return memory_store, self.made_of
+
+
+def memory_store(fields: Mapping[str, FieldData], name: str, notes: Iterable[str] = ()) -> Store:
+    """Return a store over fields in memory.
+
+    Args:
+        fields: Dense or ragged, all with the same number of samples.
+        name: What to call it in messages.
+        notes: What the user should know about it.
+    """
+    datasets: dict[str, Array] = {}
+    for field, data in fields.items():
+        assert not isinstance(data, Series), "a series is packed first"
+        arrays = (data.values, data.offsets) if isinstance(data, Ragged) else (data.values,)
+        datasets |= dict(zip((field + part for part in PARTS[data.kind]), arrays, strict=True))
+    num_samples = next(iter(fields.values())).num_samples
+    shard = ShardInfo(
+        file=name,
+        label=name,
+        num_samples=num_samples,
+        size_bytes=sum(values.nbytes for values in datasets.values()),
+        checksum="",
+        rows={dataset: len(values) for dataset, values in datasets.items()},
+    )
+    described = {field: FieldInfo.of(data) for field, data in fields.items()}
+    manifest = Manifest(num_samples=num_samples, fields=described, shards=[shard])
+    store = _MemoryStore(_NOWHERE, manifest, [_MemoryShard(datasets)], None, notes, name)
+    store.made_of = (dict(fields), name, tuple(notes))
+    return store

@@ -1,0 +1,339 @@
+"""`stoker.capture`: the whole step of anybody's loop as one CUDA graph.
+
+Enters: a function that trains on one batch, and the model and optimizer that it changes. Leaves: a function to call
+instead, with the same effect. Costs: see `graph.py`; a graph for each of the first few shapes of a batch.
+
+    step = stoker.capture(train_step, example_batch, model=model, optimizer=optimizer)
+    for batch in loader:
+        loss = step(batch)
+
+The function does everything for one batch: forward, backward, clip, optimizer step, zero_grad, and returns the loss.
+With `loader=` it is called with the indices of `Loader.index_batches`: gather and augmentation are then in the graph.
+
+Contract:
+
+    success        the weights are those of the function called itself; the result is a copy, detached
+    cannot capture the function is called itself from then on; `reason` says why
+    another shape  has a graph of its own after its own warm-up; of too many shapes the later ones run eagerly
+    out of memory  while a graph is made: nothing of that step remains, and it is run eagerly. Elsewhere: raised
+    another error  of the function is raised as it is
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stoker.errors import InputError
+from stoker.loader.batch import IndexBatch
+from stoker.loader.loader import Loader
+from stoker.report import Note
+from stoker.train.batches import iterate_tensors, map_tensors
+from stoker.train.graph import (
+    WARM_UP_STEPS,
+    GraphedStep,
+    StepState,
+    alike,
+    drawing_objects,
+    has_graphs,
+    step_note,
+)
+from stoker.train.oom import forget_frames, is_oom, let_go
+from stoker.train.ranks import Ranks
+from stoker.train.step import fill_momentum, make_guarded
+
+MOST_GRAPHS = 4
+"""Shapes of a batch that get a graph each; every graph keeps the memory of a step."""
+_WARM_UP_STEPS_OF_RANKS = 11
+StepFunction = Callable[[Any], Any]
+
+
+def capture(
+    step: StepFunction,
+    example_batch: Any = None,
+    *,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler | None = None,
+    loader: Loader | None = None,
+    say: Callable[[str], object] | None = None,
+) -> CapturedFunction:
+    """Return a function that does what `step` does, from one launch per call where that is possible.
+
+    torch's Adam, AdamW and SGD are made fused, with their learning rate on the device: schedulers may change it.
+    Others are captured as they are, and a change of their rate ends capture.
+
+    Args:
+        step: Trains on one batch and returns its loss, or a nested value of tensors. It must change nothing but
+            what is given here: a moving average of the weights is one of `model`.
+        example_batch: A batch as `step` gets it, to check that it can be captured. It is not trained on.
+        model: Every module that `step` changes.
+        optimizer: Every optimizer that it steps.
+        scaler: Of its gradients.
+        loader: A stoker `Loader`; call the result with what its `index_batches()` yields, and `step` gets the
+            batch that they stand for.
+        say: Called with a line when steps continue eagerly; by default that is a RuntimeWarning.
+
+    Raises:
+        InputError: There is nothing to capture: no function, no parameters, or a batch without tensors.
+    """
+    return CapturedFunction(step, example_batch, model, optimizer, scaler, loader, say)
+
+
+class CapturedFunction:
+    """What `capture` returns: call it with a batch.
+
+    Attributes:
+        device: Where the step runs.
+    """
+
+    def __init__(
+        self,
+        step: StepFunction,
+        example_batch: Any,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        loader: Loader | None,
+        say: Callable[[str], object] | None,
+    ) -> None:
+        modules = [model] if isinstance(model, torch.nn.Module) else list(model)
+        optimizers = (
+            [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        )
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        if not callable(step) or not parameters or not optimizers:
+            raise InputError(
+                f"a step that is a {type(step).__name__}, {len(parameters)} parameters and "
+                f"{len(optimizers)} optimizers.",
+                "a function of one batch, and what it trains",
+                "stoker.capture(step, batch, model=model, optimizer=optimizer)",
+            )
+        self.device = parameters[0].device
+        self._step, self._loader, self._say = step, loader, say
+        self._graphs: list[_FunctionGraph] = []
+        self._refusal = self._find_refusal(example_batch, parameters)
+        if self._refusal is not None:
+            return
+        for each in optimizers:
+            _make_capturable(each, self.device)
+        others = drawing_objects(step)
+
+        def draws() -> list[Any]:
+            augmentation = None if loader is None else loader.augment
+            return others if augmentation is None else [augmentation, *others]
+
+        scalers = [] if scaler is None else [scaler]
+        ranks = Ranks.current()
+        self._state = StepState(modules, optimizers, scalers, self.device, draws, ranks, [step])
+
+    def _find_refusal(self, example: Any, parameters: Sequence[torch.Tensor]) -> str | None:
+        """Return why the step cannot be captured, as far as is known without trying."""
+        if example is not None and not isinstance(example, IndexBatch):
+            if not any(True for _ in iterate_tensors(example)):
+                raise InputError(
+                    f"the batch is a {type(example).__name__} without tensors.",
+                    "tensors, or tuples, lists and dicts of them",
+                    "stoker.capture(step, next(iter(loader)), model=model, optimizer=optimizer)",
+                )
+            if not _is_plain(example):
+                return _name_kind(example)
+        if not has_graphs(self.device):
+            return f"there are no CUDA graphs on the {self.device.type.upper()}"
+        if len({parameter.device for parameter in parameters}) > 1:
+            return "the model is on several devices"
+        ragged = (
+            [c.field for c in self._loader.columns if c.kind == "ragged"] if self._loader else []
+        )
+        if ragged:
+            return f"ragged fields ({', '.join(ragged)}) have another size in every batch"
+        return None
+
+    @property
+    def reason(self) -> str:
+        """How steps run, and why: "captured ..." or "eager: ..."."""
+        if self._refusal is not None:
+            return f"eager: {self._refusal}"
+        if not self._graphs:
+            return "captured after the first steps"
+        return "; ".join(dict.fromkeys(graph.reason for graph in self._graphs))
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether batches of the last shape are replayed now."""
+        return bool(self._graphs) and self._graphs[0].active
+
+    @property
+    def slowdown(self) -> float | None:
+        """Time of an eager step / time of a replay, as measured while they were compared; None before."""
+        return self._graphs[0].slowdown if self._graphs else None
+
+    def __call__(self, batch: Any) -> Any:
+        """Train on a batch; return what the step returns, detached. Does not wait for the device."""
+        if self._refusal is not None:
+            return self.run_eagerly(batch)
+        if not isinstance(batch, IndexBatch) and not _is_plain(batch):
+            self._refusal = _name_kind(batch)
+            self._tell(step_note(self.reason, captured=False, fallback=True))
+            return self.run_eagerly(batch)
+        return self._graph_for(batch).run(batch)
+
+    def run_eagerly(self, batch: Any) -> Any:
+        """Call the step itself."""
+        if isinstance(batch, IndexBatch):
+            batch = self._require_loader().assemble(batch)
+        return _checked_result(self._step(batch))
+
+    def run_static(self, static: Any) -> Any:
+        """Call the step with the static tensors of a graph; indices are assembled first."""
+        if self._loader is not None and isinstance(static, torch.Tensor):
+            static = self._loader.assemble(static)
+        return _checked_result(self._step(static))
+
+    def forget(self) -> None:
+        """Drop all graphs; the next steps warm up and capture again. After loading an optimizer's state."""
+        for graph in self._graphs:
+            graph.forget()
+
+    def _require_loader(self) -> Loader:
+        if self._loader is None:
+            raise InputError(
+                "the step was called with the indices of a batch.",
+                "the loader that they are of",
+                "stoker.capture(step, model=model, optimizer=optimizer, loader=loader)",
+            )
+        return self._loader
+
+    def _graph_for(self, batch: Any) -> _FunctionGraph:
+        """Return the graph for batches of this shape, which becomes the first in the list."""
+        for number, graph in enumerate(self._graphs):
+            if graph.matches(batch):
+                if number:
+                    self._graphs.insert(0, self._graphs.pop(number))
+                return graph
+        made = _FunctionGraph(self, batch, self._state, self._loader, self._tell)
+        if sum(not graph.is_given_up for graph in self._graphs) >= MOST_GRAPHS:
+            made.give_up(f"batches have more than {MOST_GRAPHS} shapes")
+        del self._graphs[2 * MOST_GRAPHS :]
+        self._graphs.insert(0, made)
+        return made
+
+    def _tell(self, note: Note) -> None:
+        if self._say is not None:
+            self._say(note.text)
+        elif note.values.get("fallback"):
+            warnings.warn(f"stoker.capture: {note.text}", RuntimeWarning, stacklevel=2)
+
+
+class _FunctionGraph(GraphedStep):
+    """The step for batches of one shape."""
+
+    def __init__(
+        self,
+        owner: CapturedFunction,
+        batch: Any,
+        state: StepState,
+        loader: Loader | None,
+        say: Callable[[Note], object],
+    ) -> None:
+        self._owner, self._loader = owner, loader
+        self.shape = self._given(batch)
+        steps = _WARM_UP_STEPS_OF_RANKS if state.ranks.joined else WARM_UP_STEPS
+        super().__init__(state, say, warm_up_steps=steps)
+        self.shape = map_tensors(lambda x: torch.empty_like(x, device="meta"), self.shape)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether batches of this shape run eagerly for good."""
+        return self._given_up
+
+    def give_up(self, reason: str) -> None:
+        """Run batches of this shape eagerly."""
+        self._give_up(reason)
+
+    def matches(self, batch: Any) -> bool:
+        """Whether a batch has this shape."""
+        return alike(self.shape, self._given(batch))
+
+    def run(self, batch: Any) -> Any:
+        """Train on a batch of this shape."""
+        if self._given_up:
+            return self._run_eagerly(batch)
+        if self._is_trusted or self._num_warm < self._warm_up_steps:
+            return self._run_captured(batch)
+        try:
+            return self._run_captured(batch)
+        except RuntimeError as error:
+            if not is_oom(error):
+                raise
+            forget_frames(error)
+        self.forget()
+        let_go(self._state.device)
+        self._give_up("memory ran out while the step was being captured")
+        return self._run_eagerly(batch)
+
+    def _given(self, work: Any) -> Any:
+        return work.indices if isinstance(work, IndexBatch) else work
+
+    def _set_static(self, work: Any) -> None:
+        # A batch may be on the host: the graph reads a copy on the device.
+        if self._static is None:
+            device = self._state.device
+            self._static = map_tensors(
+                lambda x: x.detach().to(device, copy=True), self._given(work)
+            )
+        else:
+            super()._set_static(work)
+
+    def _static_step(self) -> Any:
+        return self._owner.run_static(self._static)
+
+    def _run_eagerly(self, work: Any) -> Any:
+        return self._owner.run_eagerly(work)
+
+    def _find_generation(self) -> tuple[int, int]:
+        if self._loader is None:
+            return 0, 0
+        return int(getattr(self._loader.augment, "generation", 0)), self._loader.ring_number
+
+
+def _checked_result(result: Any) -> Any:
+    """Return a step's result, detached; raise if there is no tensor in it."""
+    if isinstance(result, torch.Tensor):
+        return result.detach()
+    if any(True for _ in iterate_tensors(result)):
+        return map_tensors(torch.Tensor.detach, result)
+    raise InputError(
+        f"the step returned {'None' if result is None else f'a {type(result).__name__}'}.",
+        "its loss as a tensor, or tensors in a tuple, list or dict",
+        "return loss at the end of the step, not loss.item(), which waits for the device",
+    )
+
+
+def _name_kind(batch: Any) -> str:
+    return f"a batch is a {type(batch).__name__}, not tensors in tuples, lists and dicts"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a batch is tensors and constants in tuples, lists and dicts."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, torch.Tensor | str | bytes | bool | int | float | type(None))
+
+
+def _make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Let an optimizer keep its counts on the device, where it has a switch for that."""
+    make_guarded(optimizer, device)
+    fill_momentum(optimizer)
+    if device.type != "cuda" or not all("capturable" in g for g in optimizer.param_groups):
+        return
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].to(device)

@@ -1,0 +1,617 @@
+"""A training step as one CUDA graph: warmed up, captured, and compared with the eager step before it is trusted.
+
+Enters: a step that reads its batch at fixed addresses, and everything that it changes (`StepState`). Leaves: the
+same changes, from one launch. Costs: a few eager steps of warm-up (they train like any other), one capture, three
+steps computed twice to compare; later one step in 64, 512, 4,096, ... is compared again. The graph's memory stays
+reserved while it exists.
+
+A replay repeats the kernels and the host's numbers of the time of capture. So a graph is refused when
+
+    its result differs       from an eager step with the same batch, weights and random draws. The state that both
+                             start from includes torch's generators and the counter of the augmentation
+    the host takes part      the eager step changes a number that the host keeps (in the model, the criterion or the
+                             optimizer), draws random numbers on the host, or waits for the device
+    a number has changed     since the capture: of the optimizer (other than its learning rate, which the graph reads
+                             on the device) or of a module. A module's number is followed by a new capture
+
+`capture.py` uses it for the `Trainer`, `capture_function.py` for anybody's loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stoker.errors import InputError
+from stoker.report import Note, Topic
+from stoker.train.batches import iterate_tensors, map_tensors
+from stoker.train.frozen import (
+    DRAWS_ON_HOST,
+    FrozenGroups,
+    HostNumbers,
+    has_drawn,
+    is_equal,
+    quiet_host_rng,
+)
+from stoker.train.generators import restore_rng
+from stoker.train.oom import is_oom
+from stoker.train.ranks import Ranks
+from stoker.train.replay_check import (
+    are_close,
+    as_if_captured,
+    difference,
+    is_too_noisy,
+    same_counts,
+    spread,
+)
+from stoker.train.step import compact_recurrent, is_guarded
+
+WARM_UP_STEPS = 3
+CHECKED_REPLAYS = 3
+_WORTH_TELLING = 1.05
+_FIRST_RECHECK, _RECHECK_GROWTH = 64, 8
+"""Replays until a trusted graph is compared again, and the factor for each later time."""
+
+
+def refuse_eager(reason: str) -> InputError:
+    """Return the error for capture="on" and a step that cannot be captured."""
+    return InputError(
+        f"capture is 'on', but {reason}.",
+        "a step that can be captured",
+        "capture='auto', which goes on eagerly and says so",
+    )
+
+
+def step_note(
+    words: str, *, captured: bool, slowdown: float | None = None, fallback: bool = False
+) -> Note:
+    """Return the note on how steps run: as one CUDA graph, or eagerly.
+
+    Args:
+        words: How, and why.
+        captured: Whether as a graph.
+        slowdown: Time of an eager step / time of a replay, where both were measured.
+        fallback: Whether steps run eagerly although they were to be captured.
+    """
+    values = {"captured": captured, "how": words, "slowdown": slowdown, "fallback": fallback}
+    return Note(f"step {words}", Topic.STEP, values)
+
+
+@dataclass
+class StepState:
+    """What a step changes.
+
+    Attributes:
+        modules: Models, and criteria that are modules.
+        optimizers: Over their parameters.
+        scalers: Of gradients.
+        device: Where all of it is.
+        draws: Returns the objects whose counters say what is drawn next, such as an augmentation.
+        ranks: All of them must decide alike.
+        functions: Python code of the step besides the modules' own.
+    """
+
+    modules: Sequence[torch.nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    scalers: Sequence[torch.amp.GradScaler]
+    device: torch.device
+    draws: Callable[[], Sequence[Any]] = tuple
+    ranks: Ranks = Ranks()  # noqa: RUF009 (immutable)
+    functions: Sequence[Any] = ()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield every tensor that a step changes: weights, buffers, optimizer and scaler state."""
+        for module in self.modules:
+            yield from module.parameters()
+            yield from module.buffers()
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        for scaler in self.scalers:
+            for name in ("_scale", "_growth_tracker"):
+                value = getattr(scaler, name, None)
+                if isinstance(value, torch.Tensor):
+                    yield value
+
+    def positions(self) -> list[Any]:
+        """Return what the host knows of the state: counts of optimizers, and where each of `draws` is."""
+        counts = [
+            value
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, bool | int | float)
+        ]
+        return [counts, [drawing.state_dict() for drawing in self.draws()]]
+
+
+class Snapshot:
+    """A copy of everything that a step changes, to undo it.
+
+    Args:
+        state: What it changes.
+        count: The count of skipped updates, as an object with `num_skipped` and the tensor `_skipped`.
+    """
+
+    def __init__(self, state: StepState, count: Any = None) -> None:
+        self._state, self._count = state, count
+        self._owners = list(state.tensors())
+        self._tensors = [tensor.detach().clone() for tensor in self._owners]
+        self._states = [
+            {key: dict(values) for key, values in optimizer.state.items()}
+            for optimizer in state.optimizers
+        ]
+        parameters = [parameter for module in state.modules for parameter in module.parameters()]
+        self._gradients = [
+            (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.clone())
+            for parameter in parameters
+        ]
+        self._numbers = HostNumbers(state.modules, state.functions)
+        self._num_skipped = 0 if count is None else count.num_skipped
+        self._rng = torch.cuda.get_rng_state(state.device), torch.get_rng_state()
+        self._draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Undo what happened since the snapshot. In place: the graph keeps its addresses."""
+        self._drop_new_states()
+        owners = list(self._state.tensors())
+        if len(owners) != len(self._owners):  # a buffer was added or removed
+            owners = self._owners
+        for tensor, kept in zip(owners, self._tensors, strict=True):
+            tensor.copy_(kept)
+        for parameter, gradient, values in self._gradients:
+            parameter.grad = gradient
+            if gradient is not None and values is not None:
+                gradient.copy_(values)
+        self._numbers.put_back()
+        if self._count is not None:
+            self._count._skipped += self._num_skipped - self._count.num_skipped
+        torch.cuda.set_rng_state(self._rng[0], self._state.device)
+        torch.set_rng_state(self._rng[1])
+        for drawing, position in self._draws:
+            drawing.load_state_dict(position)
+
+    def _drop_new_states(self) -> None:
+        """Remove optimizer states that did not exist before: a step creates them for a parameter's first update."""
+        for optimizer, states in zip(self._state.optimizers, self._states, strict=True):
+            for key in list(optimizer.state):
+                if key not in states:
+                    del optimizer.state[key]
+            for key, kept in states.items():
+                optimizer.state[key].clear()
+                optimizer.state[key].update(kept)
+
+
+class GraphedStep:
+    """Runs a step as replays of a CUDA graph where it can, else eagerly; see the module's text.
+
+    A subclass says what the step is: `_given`, `_static_step` and `_run_eagerly`. One thread, one stream: the
+    caller's. Other threads may copy while a graph is captured.
+
+    Args:
+        state: What the step changes.
+        say: Called with a note when steps continue eagerly.
+        demanded: Whether that is an error instead.
+        warm_up_steps: Eager steps before the capture.
+
+    Attributes:
+        reason: How steps run, and why.
+        active: Whether steps are replayed now.
+        slowdown: Time of an eager step / time of a replay, as measured while they were compared; None before.
+    """
+
+    _others_draw = True
+
+    def __init__(
+        self,
+        state: StepState,
+        say: Callable[[Note], object],
+        demanded: bool = False,
+        warm_up_steps: int = WARM_UP_STEPS,
+    ) -> None:
+        self._state = state
+        self._say = say
+        self._demanded = demanded
+        self._warm_up_steps = warm_up_steps
+        self.active = False
+        self.reason = f"captured after {warm_up_steps} steps of warm-up"
+        self._given_up = False
+        self._num_short = 0
+        self.slowdown: float | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._static: Any = None
+        self._loss: Any = None
+        self._frozen: list[FrozenGroups] = []
+        self._numbers = HostNumbers(())
+        self._num_warm = self._num_checked = self._num_replays = 0
+        self._next_check = _FIRST_RECHECK
+        self._worst = 0.0
+        self._generation: Any = self._find_generation()
+
+    # -- what a subclass says ----------------------------------------------------------------
+
+    def _given(self, work: Any) -> Any:
+        """Return what the graph reads of a batch: a nested value of tensors and constants."""
+        raise NotImplementedError
+
+    def _static_step(self) -> Any:
+        """Run what is captured: from the static tensors to the new weights. Return its result."""
+        raise NotImplementedError
+
+    def _run_eagerly(self, work: Any) -> Any:
+        """Run the step without the graph."""
+        raise NotImplementedError
+
+    def _make_snapshot(self) -> Snapshot:
+        return Snapshot(self._state)
+
+    def _find_generation(self) -> Any:
+        """Return a value that changes when the graph's kernels, or the tensors that they read, are outdated."""
+        return 0
+
+    def _is_invalid(self) -> bool:
+        """Whether the eager step of a comparison has changed what the graph was made for."""
+        return bool(self._generation != self._find_generation())
+
+    def _before_giving_up(self) -> None:
+        """Undo what a failed capture may have left behind."""
+
+    # -- running -----------------------------------------------------------------------------
+
+    @property
+    def _is_trusted(self) -> bool:
+        """Whether the next step is a plain replay, which allocates nothing."""
+        if self._num_checked < CHECKED_REPLAYS or self._num_replays == self._next_check:
+            return False
+        return bool(self._generation == self._find_generation())
+
+    def _run_captured(self, work: Any) -> Any:
+        """Run a batch that fits the graph: warm up, capture, compare or replay."""
+        if self._generation != self._find_generation():  # other ops, or the data has moved
+            self.forget()
+        if self._graph is None and self._num_warm < self._warm_up_steps:
+            self._num_warm += 1
+            return self._warm_up(work)
+        self._set_static(work)
+        if self._graph is None and not self._capture():
+            return self._run_eagerly(work)
+        change = next(filter(None, (frozen.find_change() for frozen in self._frozen)), None)
+        if change is not None:  # it often changes at every step: a new graph would not last
+            self._give_up(change)
+            return self._run_eagerly(work)
+        changed = self._numbers.find_change()
+        if changed is not None:
+            self._renew(f"{changed} has changed")
+            return self._run_eagerly(work)
+        self._num_replays += 1
+        if self._num_checked < CHECKED_REPLAYS or self._num_replays > self._next_check:
+            return self._replay_and_check(work)
+        assert self._graph is not None
+        self._graph.replay()
+        return self._copied_result()
+
+    def _copied_result(self) -> Any:
+        return map_tensors(torch.clone, self._loss)  # the next replay overwrites it
+
+    def _fits(self, work: Any) -> bool:
+        """Whether the batch has the shapes that the graph was made for."""
+        return self._static is None or alike(self._static, self._given(work))
+
+    def _set_static(self, work: Any) -> None:
+        """Copy the batch, or its indices, to the addresses that the graph reads."""
+        given = self._given(work)
+        if self._static is None:
+            self._static = map_tensors(torch.clone, given)
+        else:
+            copy_into(self._static, given)
+
+    def _warm_up(self, work: Any) -> Any:
+        """Train eagerly on a side stream, which CUDA requires before a capture."""
+        stream = _side_stream(self._state.device)
+        current = torch.cuda.current_stream(self._state.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            self._set_static(work)
+            result = self._static_step()
+        current.wait_stream(stream)
+        return result
+
+    def _capture(self) -> bool:
+        """Capture the step; False if it cannot be. Nothing is computed, and the host's numbers stay."""
+        state = self._state
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        generator, on_host = self._copy_generator(), quiet_host_rng(self._others_draw)
+        for module in state.modules:
+            compact_recurrent(module)
+        self._frozen = [
+            FrozenGroups(each, state.device, is_guarded(each)) for each in state.optimizers
+        ]
+        self._numbers = HostNumbers(state.modules, state.functions)
+        draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
+        why = ""
+        try:
+            # thread_local: the feeder's threads call CUDA at the same time, which must not end the capture.
+            stream = _side_stream(state.device)
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                self._loss = self._static_step()
+        except Exception as error:
+            self._heal(generator, pool)
+            if is_oom(error):
+                raise
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            why = f"the step cannot be captured ({lines[0].rstrip('.')})"
+        # The capture ran the host's part of a step that was not computed.
+        self._numbers.put_back()
+        for drawing, position in draws:
+            drawing.load_state_dict(position)
+        if on_host is not None and has_drawn(on_host):
+            # The eager step that follows must draw the same numbers. A graph would repeat them at every replay.
+            restore_rng(on_host)
+            why = why or DRAWS_ON_HOST
+        if not state.ranks.all_of(not why):
+            self._give_up(why or "the step cannot be captured (on another rank)")
+            return False
+        self._graph, self.active = graph, True
+        return True
+
+    def _copy_generator(self) -> Any:
+        return torch.cuda.default_generators[self._state.device.index or 0].clone_state()
+
+    def _heal(self, generator: Any, pool: Any) -> None:
+        """Repair the generator and the allocator, which both still believe that a failed capture is going on.
+
+        The generator would refuse to draw. The allocator would keep every tensor that another stream has
+        used, such as a prefetched batch, until the process ends (torch 2.13 and before).
+        """
+        number = self._state.device.index or 0
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.default_generators[number].graphsafe_set_state(generator)
+        # It has ended, or torch has changed.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(number, pool)
+            torch._C._cuda_releasePool(number, pool)
+
+    # -- comparing ---------------------------------------------------------------------------
+
+    def _replay_and_check(self, work: Any) -> Any:
+        """Run the step eagerly and as a replay from the same state; keep the replay if they agree."""
+        keep = self._make_snapshot()
+        try:
+            return self._compare(work, keep)
+        except Exception:
+            keep.restore()  # nothing of the step remains, so that the caller can repeat it
+            raise
+
+    def _compare(self, work: Any, keep: Snapshot) -> Any:
+        state, since = self._state, self._clock()
+        result = map_tensors(torch.clone, self._run_eagerly(work))
+        eager_seconds = self._clock() - since
+        if self._is_invalid():
+            # The eager step ran out of memory and freed some: the tensors that the graph reads are gone.
+            return result
+        eager = [*iterate_tensors(result), *(tensor.detach().clone() for tensor in state.tensors())]
+        num_results = sum(1 for _ in iterate_tensors(result))
+        eager_positions, eager_numbers = state.positions(), self._numbers.values()
+        keep.restore()
+        since = self._clock()
+        replayed = self._replay()
+        self.slowdown = eager_seconds / max(self._clock() - since, 1e-9)
+        left_behind = self._numbers.name_difference(eager_numbers, self._numbers.values())
+        if left_behind is None and eager_positions != state.positions():
+            left_behind = "a count of the optimizer or of the augmentation"
+        first = away = self._agreed(difference(eager, replayed))
+        if not same_counts(eager[num_results:], replayed[num_results:]):
+            first = away = self._agreed(math.inf)
+        if 1.0 < away < math.inf:  # infinite: a tensor or a NaN exists in one way only
+            away = self._compare_again(work, keep)
+        if away <= 1.0 and state.ranks.all_of(left_behind is None):
+            self._note_agreement(away)
+            return self._copied_result()
+        keep.restore()
+        if away > 1.0 and self._num_checked >= CHECKED_REPLAYS:
+            self._renew("a later replay no longer agreed with the eager step")
+        elif away > 1.0:
+            self._give_up(
+                f"a replayed step differed from the eager one by {first:.3g} times the tolerance"
+            )
+        else:
+            moved = left_behind or "a number"
+            self._give_up(f"the step changes {moved} on the host, which a graph cannot follow")
+        return self._run_eagerly(work)
+
+    def _compare_again(self, work: Any, keep: Snapshot) -> float:
+        """Return the difference beyond what repeated steps differ by, with the capture's own algorithms if needed.
+
+        Leaves the weights of a replay. Every rank takes the same turns, because a step contains collectives.
+        """
+        replayed, again = self._outcome(self._replay, keep), self._outcome(self._replay, keep)
+        between_replays = spread(replayed, again)
+        for run in (self._run_eagerly, self._run_as_if_captured):
+            one, other = (self._outcome(functools.partial(run, work), keep) for _ in range(2))
+            if self._is_invalid():
+                return math.inf  # memory ran out: the tensors that the graph reads are gone
+            noise = torch.maximum(spread(one, other), between_replays)
+            is_blind = is_too_noisy(one, noise)
+            away = self._agreed(math.inf if is_blind else difference(one, replayed, noise))
+            if away <= 1.0:
+                break
+        else:
+            return away
+        if run == self._run_as_if_captured:
+            keep.restore()
+            away = self._agreed(away if self._is_same_function(work, keep) else math.inf)
+        keep.restore()
+        self._replay()
+        return away
+
+    def _outcome(self, run: Callable[[], Any], keep: Snapshot) -> list[torch.Tensor]:
+        """Run a step from the kept state; return copies of its result and of everything that it changed."""
+        keep.restore()
+        results = [tensor.clone() for tensor in iterate_tensors(run())]
+        if run == self._replay:  # whose result has the state already
+            return results
+        return [*results, *(tensor.detach().clone() for tensor in self._state.tensors())]
+
+    def _replay(self) -> list[torch.Tensor]:
+        """Replay the graph; return its result and the state that it leaves, not copied."""
+        assert self._graph is not None
+        self._graph.replay()
+        return [*iterate_tensors(self._loss), *self._state.tensors()]
+
+    def _agreed(self, away: float) -> float:
+        """Return the largest difference of all ranks: they must decide alike."""
+        return float(max(self._state.ranks.gather(away)))
+
+    def _run_as_if_captured(self, work: Any) -> Any:
+        """Run a step eagerly, with the algorithms that models choose during a capture."""
+        with as_if_captured():
+            return self._run_eagerly(work)
+
+    def _is_same_function(self, work: Any, keep: Snapshot) -> bool:
+        """Whether the step has the same result with these algorithms; without dropout, which they draw differently."""
+        modes = [(m, m.training) for root in self._state.modules for m in root.modules()]
+        for module, _ in modes:
+            module.training = False
+        try:
+            plain = [tensor.clone() for tensor in iterate_tensors(self._run_eagerly(work))]
+            keep.restore()
+            for module, _ in modes:
+                module.training = False
+            other = list(iterate_tensors(self._run_as_if_captured(work)))
+        finally:
+            for module, was_training in modes:
+                module.training = was_training
+        return are_close(plain, other)
+
+    def _clock(self) -> float:
+        """Return the time at which the device has done everything so far; waits for it."""
+        if self._state.device.type == "cuda":
+            torch.cuda.synchronize(self._state.device)
+        return time.perf_counter()
+
+    def _note_agreement(self, away: float) -> None:
+        self._num_checked += 1
+        self._worst = max(self._worst, away)
+        if self._num_replays >= self._next_check:
+            self._next_check = self._num_replays * _RECHECK_GROWTH
+        if self._num_checked == CHECKED_REPLAYS:
+            self._next_check = max(self._next_check, _FIRST_RECHECK)
+            self.reason = (
+                f"captured after {self._warm_up_steps} steps of warm-up; the first {CHECKED_REPLAYS} replays "
+                f"agreed with eager steps from the same state ({self._worst:.2g} of the tolerance)"
+            )
+
+    # -- giving up ---------------------------------------------------------------------------
+
+    def _renew(self, reason: str) -> None:
+        """Drop the graph and capture the step as it is now, unless graphs do not last."""
+        self._num_short += self._num_replays < _FIRST_RECHECK
+        if self._num_short > CHECKED_REPLAYS:
+            self._give_up(
+                f"{reason}, for the {self._num_short}th time within {_FIRST_RECHECK} steps"
+            )
+            return
+        self.forget()
+        self._say(step_note(f"captured anew: {reason}", captured=True))
+
+    def _give_up(self, reason: str) -> None:
+        """Continue eagerly from here on; with capture="on" raise the reason as an error."""
+        self.forget()
+        self._given_up, self.reason = True, f"eager: {reason}"
+        self._before_giving_up()
+        if self._demanded:
+            raise refuse_eager(reason)
+        words = self.reason
+        if self.slowdown is not None and self.slowdown >= _WORTH_TELLING:
+            words += f"; a step takes {self.slowdown:.1f} times as long as its replay did"
+        self._say(step_note(words, captured=False, slowdown=self.slowdown, fallback=True))
+
+    def forget(self) -> None:
+        """Drop the graph; the next steps warm up and capture again. For when its tensors or kernels changed."""
+        self._graph = self._static = self._loss = None
+        self._frozen, self._numbers = [], HostNumbers(())
+        self._num_warm = self._num_checked = self._num_replays = 0
+        self._next_check = _FIRST_RECHECK
+        self._worst, self.active = 0.0, False
+        self._generation = self._find_generation()
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether steps on this device can be captured."""
+    return device.type == "cuda"
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for warm-up and capture; one per device.
+
+    Torch keeps a cuBLAS workspace for every stream that ever ran a matrix product, 32 MB on an H200. A new
+    stream for every warm-up would add up to a gigabyte.
+    """
+    return torch.cuda.Stream(device)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two nested values have the same structure, shapes and types, and equal constants."""
+    if isinstance(one, torch.Tensor):
+        same = isinstance(other, torch.Tensor)
+        return same and one.shape == other.shape and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(alike(value, other[name]) for name, value in one.items())
+        )
+    if isinstance(one, tuple | list):
+        same = isinstance(other, type(one)) and len(one) == len(other)
+        return same and all(map(alike, one, other))
+    return is_equal(one, other)
+
+
+def copy_into(target: Any, source: Any) -> None:
+    """Copy the tensors of a nested value into those of another; neither waits for the device."""
+    if isinstance(target, torch.Tensor):
+        target.copy_(source, non_blocking=True)
+    elif isinstance(target, dict):
+        for name, item in target.items():
+            copy_into(item, source[name])
+    elif isinstance(target, tuple | list):
+        for item, other in zip(target, source, strict=True):
+            copy_into(item, other)
+
+
+def drawing_objects(*functions: Any) -> list[Any]:
+    """Return the objects that functions use and that draw from a counter of their own, such as `MixUp`.
+
+    They are found among a function's closure, defaults and globals by their methods `seek`, `state_dict` and
+    `load_state_dict`.
+    """
+    found: dict[int, Any] = {}
+    for function in functions:
+        inner = inspect.unwrap(getattr(function, "__func__", function)) if function else None
+        if not inspect.isfunction(inner):
+            inner = vars(type(inner)).get("__call__")
+        values: list[Any] = [function, getattr(function, "__self__", None)]
+        if inspect.isfunction(inner):
+            used = inspect.getclosurevars(inner)
+            values += [*used.nonlocals.values(), *used.globals.values()]
+            values += [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
+        owners = [getattr(value, "__self__", None) for value in values]  # of bound methods
+        values += [
+            *owners,
+            *(each for owner in owners for each in getattr(owner, "__dict__", {}).values()),
+        ]
+        for value in values:
+            methods = ("seek", "state_dict", "load_state_dict")
+            if all(callable(getattr(value, name, None)) for name in methods):
+                found[id(value)] = value
+    return list(found.values())

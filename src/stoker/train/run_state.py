@@ -1,0 +1,285 @@
+"""The state of a training run: where it is, saved in checkpoints and restored from them.
+
+Enters: a trainer's parts. Leaves: one dict of tensors and plain values, from which the rest of the run is the same;
+and the trainer in that state again. Costs: a checkpoint's bytes; sharded parameters are gathered first.
+
+Saving and loading are collective: all ranks must take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from stoker.errors import InputError
+from stoker.report import Note, Topic
+from stoker.train.batches import Feed
+from stoker.train.capture import CapturedStep
+from stoker.train.checks import load_criterion
+from stoker.train.generators import capture_rng, restore_rng, seed_rng
+from stoker.train.heartbeat import HEARTBEAT
+from stoker.train.history import EpochTally, LossTrend, Stall
+from stoker.train.losses import LossBook, StepLoss
+from stoker.train.parallel import (
+    gather_whole,
+    load_whole_model,
+    load_whole_optimizer,
+    plain_name,
+)
+from stoker.train.ranks import Ranks, as_ranks, check_alike
+from stoker.train.run_folder import RunFolder
+from stoker.train.settings import TrainSettings
+from stoker.train.step import Step, make_guarded
+from stoker.train.update import Update
+
+# Settings that may differ when a run is resumed: the weights do not depend on them, except after a batch
+# whose loss is not finite.
+MAY_CHANGE = (
+    "epochs", "max_steps", "patience", "min_delta",
+    "keep_last", "checkpoint_every_epochs", "checkpoint_every_steps", "monitor", "maximise",
+    "nonfinite", "read_every", "survive_oom", "leak_bytes", "tensorboard", "log_gpu_stats_every_n_batches",
+    "empty_cache_every_n_epochs", "empty_cache_every_n_batches",
+)  # fmt: skip
+
+
+@dataclass
+class Place:
+    """Where a run is.
+
+    Attributes:
+        epoch: The current one.
+        num_steps: Batches trained on, over the whole run.
+        num_done: Batches of this epoch that are done.
+        first_loss: Number of this epoch's first loss in the history.
+        tally: Totals of this epoch.
+        left_out: Epoch and batch of what rollbacks have left out.
+        good: State at the epoch's beginning, for a rollback.
+        num_rollbacks: So far.
+        num_skipped: Updates that the step has skipped so far.
+        saved_step: Step of the last checkpoint; -1 before the first.
+        saved_at: Batch of this epoch after which a checkpoint was written.
+        has_batch_size: Whether the size of a full batch is known.
+        has_scheduled: Whether the scheduler was stepped.
+        has_metrics: Whether validation was seen to have the monitored metric.
+        has_warned: Whether a validation loss that is not finite was noted.
+        trend: How the loss has gone so far.
+        stall: How long the monitored metric has not improved.
+    """
+
+    epoch: int = 0
+    num_steps: int = 0
+    num_done: int = 0
+    first_loss: int = 0
+    tally: EpochTally = field(default_factory=EpochTally)
+    left_out: set[tuple[int, int]] = field(default_factory=set)
+    good: dict[str, Any] | None = None
+    num_rollbacks: int = 0
+    num_skipped: int = 0
+    saved_step: int = -1
+    saved_at: int = 0
+    has_batch_size: bool = False
+    has_scheduled: bool = False
+    has_metrics: bool = False
+    has_warned: bool = False
+    trend: LossTrend = field(default_factory=LossTrend)
+    stall: Stall = field(default_factory=Stall)
+
+
+class Resumable:
+    """A trainer's part that saves and resumes. `Trainer` sets the attributes.
+
+    Attributes:
+        model: On the device.
+        criterion: Its state is saved if it is a module.
+        optimizer: Over the model's parameters.
+        scheduler: Of the learning rate, or None.
+        settings: How to train.
+        ranks: All of them.
+        device: Of the model.
+    """
+
+    model: torch.nn.Module
+    criterion: Any
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    settings: TrainSettings
+    ranks: Ranks
+    device: torch.device
+    _train: Feed
+    _update: Update
+    _captured: CapturedStep | None
+    _at: Place
+    _book: LossBook
+    _folder: RunFolder
+    _identity: dict[str, Any]
+
+    @property
+    def _step(self) -> Step:
+        return self._update.step
+
+    @property
+    def gpu_augmentation(self) -> Any:
+        """What augments the training images on the device, or None."""
+        return self._train.augmentation
+
+    def note(self, note: Note) -> None:
+        """Keep a decision with its reason."""
+        raise NotImplementedError
+
+    def _collect(self, arrived: list[StepLoss]) -> None:
+        raise NotImplementedError
+
+    def _set_batch_size(self, num_samples: int) -> None:
+        raise NotImplementedError
+
+    def save(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Write a checkpoint if a run folder is open. Waits for the losses before it, which must be finite."""
+        self._collect(self._book.flush())
+        checkpoints = self._folder.checkpoints
+        if checkpoints is None:
+            return
+        HEARTBEAT.mark("saving", self._at.epoch)
+        state = self.state_dict(keep=self.ranks.is_first)
+        self.ranks.first_does(
+            lambda: checkpoints.save(
+                state, self._at.num_steps, self._at.epoch, dict(metrics or {}), self.identity
+            )
+        )
+        self._at.saved_step = self._at.num_steps
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Values that a checkpoint must have to be resumed here, except those in `MAY_CHANGE`."""
+        kinds = {
+            "model": plain_name(self.model),
+            "optimizer": type(self.optimizer).__name__,
+            "scheduler": type(self.scheduler).__name__,
+        }
+        return {"settings": self.settings.to_json(), **kinds, **self._identity}
+
+    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """Return the state that the rest of the run depends on; every rank must call it.
+
+        Args:
+            keep: Whether this rank needs it. If not, it only takes part in gathering sharded parameters.
+        """
+        at = self._at
+        state = {
+            "model": gather_whole(self.model.state_dict(), keep),
+            "optimizer": gather_whole(self.optimizer.state_dict(), keep),
+            "scaler": self._step.parts.scaler.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "loader": self._train.state_dict(),
+            "left_out": [list(place) for place in sorted(at.left_out)],
+            "augmentation": None,
+            "carried": None,
+            "rng": self._of_ranks(capture_rng()),
+            "epoch": at.epoch,
+            "tally": at.tally.state_dict(),
+            "criterion": None,
+            "full_batch": self._step.parts.nominal_batch if at.has_batch_size else None,
+            "num_steps": at.num_steps,
+            "trend": asdict(at.trend),
+            "stall": asdict(at.stall),
+        }
+        if isinstance(self.criterion, torch.nn.Module):
+            state["criterion"] = self.criterion.state_dict()
+        if hasattr(self.gpu_augmentation, "state_dict"):
+            state["augmentation"] = self.gpu_augmentation.state_dict()
+        if self._step.parts.recurrent is not None:
+            state["carried"] = self._of_ranks(self._step.parts.recurrent.state_dict())
+        return state
+
+    def _of_ranks(self, value: Any) -> Any:
+        """Return the values of all ranks as a list; the value itself if there is one rank."""
+        return self.ranks.gather(value) if self.ranks.are_several else value
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        at = self._at
+        full = state.get("full_batch")
+        if full and self._train.batch_size is None and full != self._step.parts.nominal_batch:
+            self._set_batch_size(int(full))
+        at.has_batch_size = at.has_batch_size or bool(full)
+        load_whole_model(self.model, state["model"])
+        load_whole_optimizer(self.optimizer, state["optimizer"])
+        make_guarded(self.optimizer, self.device)
+        if isinstance(self.criterion, torch.nn.Module) and state.get("criterion") is not None:
+            load_criterion(self.criterion, state["criterion"])
+        if self._captured is not None:
+            self._captured.forget()  # loading replaced the optimizer's tensors, which the graph writes
+        if state["scaler"]:
+            self._step.parts.scaler.load_state_dict(state["scaler"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        words = self._train.load_state_dict(state["loader"])
+        if words is not None:
+            self.note(Note(words))
+        if self.gpu_augmentation is not None and state["augmentation"] is not None:
+            own_draws = {"stream": self.ranks.rank} if self.ranks.are_several else {}
+            self.gpu_augmentation.load_state_dict(dict(state["augmentation"]) | own_draws)
+        recurrent, carried, ranks = self._step.parts.recurrent, state["carried"], self.ranks
+        if recurrent is not None:
+            own = (
+                None
+                if carried is None
+                else recurrent.part_of(as_ranks(carried), ranks.rank, ranks.world_size)
+            )
+            recurrent.load_state_dict(own)
+        self._restore_rng(as_ranks(state["rng"]), int(state["num_steps"]))
+        at.left_out = {(int(epoch), int(batch)) for epoch, batch in state["left_out"]}
+        at.epoch, at.num_steps = int(state["epoch"]), int(state["num_steps"])
+        at.tally = EpochTally.of(state.get("tally"))
+        at.trend = LossTrend(
+            **state.get("trend") or {}
+        )  # checkpoints of older versions have neither
+        at.stall = Stall(**state.get("stall") or {})
+
+    def _restore_rng(self, states: Sequence[Mapping[str, Any]], num_steps: int) -> None:
+        """Restore each rank's random generators; with another number of ranks, seed them anew."""
+        if len(states) == self.ranks.world_size:
+            restore_rng(states[self.ranks.rank])
+            return
+        seed_rng(
+            hash((self.settings.seed or 0, num_steps, self.ranks.rank, self.ranks.world_size))
+            % 2**63
+        )
+        self.note(
+            Note(
+                f"{len(states)} ranks had saved and {self.ranks.world_size} go on: dropout draws anew"
+            )
+        )
+
+    def resume(self) -> bool:
+        """Continue from the latest checkpoint of the run folder; False if there is none."""
+        checkpoints = self._folder.checkpoints
+        if checkpoints is None:
+            raise InputError(
+                "there is no run folder to resume from.",
+                "a folder",
+                "a trainer with a run_dir, and its fit(resume=True)",
+            )
+        with self.ranks.shared_fate():
+            latest = checkpoints.latest()
+        check_alike(
+            self.ranks, {"the latest checkpoint": None if latest is None else latest.path.name}
+        )
+        if latest is None:
+            self.note(Note("there is no checkpoint yet: beginning anew"))
+            return False
+        free = {f"settings.{name}" for name in MAY_CHANGE}
+        with self.ranks.shared_fate():
+            loaded = checkpoints.load_for(self.identity, free=free)
+        # A block of its own: loading a sharded model is collective.
+        with self.ranks.shared_fate():
+            self.load_state_dict(loaded.state)
+        for change in loaded.changes:
+            self.note(Note(change))
+        # A run that is ended before its first step has nothing new to save.
+        at = self._at
+        at.saved_step = at.num_steps
+        self.note(Note(f"resumed at epoch {at.epoch}, step {at.num_steps}", Topic.RESUMED))
+        return True

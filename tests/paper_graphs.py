@@ -1,0 +1,138 @@
+"""CUDA graphs on paper: what is recorded on the CPU is replayed kernel by kernel, with the host's numbers frozen.
+
+As with a real graph, a recording changes nothing, a replay runs no Python of the step, reads its inputs and writes
+its outputs at the addresses of the recording, and repeats every number that the host put in. What a real capture
+refuses (waiting for the device) goes through here, with the answer frozen: so wrong graphs can be planted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stoker.train import capture, capture_function, frozen, graph, trainer
+
+
+class PaperGraph:
+    """The calls of a step, in order."""
+
+    recording: graph.GraphedStep
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for call, args, kwargs, results in self.calls:
+                made = call(*args, **kwargs)
+                given = {_storage(value) for value in _tensors((args, kwargs))}
+                for old, new in zip(_tensors(results), _tensors(made), strict=True):
+                    if _storage(old) not in given:  # not a view, nor changed in place
+                        old.copy_(new)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, graph: PaperGraph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        self._graph.calls.append((func, args, kwargs or {}, results))
+        return results
+
+
+@contextlib.contextmanager
+def _record(paper: PaperGraph, pool, stream, capture_error_mode):
+    """Record, and undo what was computed: a capture computes nothing on the device."""
+    owner = PaperGraph.recording
+    tensors = list(owner._state.tensors())
+    kept = [tensor.detach().clone() for tensor in tensors]
+    try:
+        with _Recorder(paper):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in zip(tensors, kept, strict=True):
+                tensor.copy_(before)
+
+
+def use_paper_graphs(monkeypatch) -> None:
+    """Let steps on the CPU be captured on paper until the test ends."""
+    original = graph.GraphedStep._capture
+
+    def capture_on_paper(self):
+        PaperGraph.recording = self
+        return original(self)
+
+    def warm_up(self, work):
+        self._set_static(work)
+        return self._static_step()
+
+    for module in (graph, capture, capture_function, trainer):
+        monkeypatch.setattr(module, "has_graphs", lambda device: True)
+    monkeypatch.setattr(frozen, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(graph, "_side_stream", lambda _: None)
+    monkeypatch.setattr(graph.GraphedStep, "_capture", capture_on_paper)
+    monkeypatch.setattr(graph.GraphedStep, "_warm_up", warm_up)
+    monkeypatch.setattr(graph.GraphedStep, "_copy_generator", lambda _: None)
+    monkeypatch.setattr(graph.GraphedStep, "_heal", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PaperGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", _record)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
+
+
+class Jitter:
+    """An augmentation in torch alone, drawn from a counter on the device, as `Compose` is on a GPU.
+
+    On a CPU, `Compose` draws by numpy and looks at what it drew, which no graph could repeat.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.counter = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def __call__(self, images, masks=None, *, rows=None):
+        taken = images if rows is None else images.index_select(0, rows)
+        epoch, step = self.counter.unbind()
+        places = torch.arange(len(taken), device=taken.device) + 7 * step + 131 * epoch
+        self.counter[1:].add_(1)
+        factor = 0.5 + 0.5 * torch.sin(places * 1.7).view(-1, 1, 1, 1)
+        return taken.float() / 255 * factor
+
+    def mix(self, images, labels):
+        """Return images each mixed with its neighbour, as `MixUp` does."""
+        return self(images * 255) + images.roll(1, 0), labels
+
+    def seek(self, epoch, step=0):
+        self.counter.copy_(torch.tensor([epoch, step]))
+
+    def validation(self):
+        return Plain()
+
+    def state_dict(self):
+        return dict(zip(("epoch", "step"), self.counter.tolist(), strict=True))
+
+    def load_state_dict(self, state):
+        self.seek(state["epoch"], state["step"])
+
+
+class Plain(Jitter):
+    """What `Jitter` leaves when nothing is random."""
+
+    def __call__(self, images, masks=None, *, rows=None):
+        taken = images if rows is None else images.index_select(0, rows)
+        return taken.float() / 255

@@ -1,0 +1,188 @@
+# ruff: noqa: E501
+"""Files of bars as vendors write them: names decide, both readers agree, noise gives errors of ours."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from stoker.errors import InputError, SourceError, StokerError
+from stoker.sources.bars import Naming, read_bars
+from stoker.sources.bars.naming import clean_name, is_adjusted, split_ticker
+from stoker.sources.bars.timeframes import DAY_NS, HOUR_NS, describe_spacing
+
+NAMES = (
+    "Date",
+    "Open",
+    "High",
+    "Low",
+    "Close",
+    "Volume",
+    "Adj Close",
+    "complete",
+    "symbol",
+    "close_time",
+    "Extra",
+)
+
+
+def cells(day: int, symbol: str) -> dict[str, str]:
+    return {
+        "Date": f"2020-01-{day + 1:02d}", "Open": f"{day + 1.25}", "High": f"{day + 2.75}", "Low": f"{day + 0.5}",
+        "Close": f"{day + 1.75}", "Volume": str(100 + day), "Adj Close": "9", "complete": "True", "symbol": symbol,
+        "close_time": f"2020-01-{day + 2:02d}", "Extra": str(day),
+    }  # fmt: skip
+
+
+def both(path: Path, **named):
+    """Read a file in bulk and line by line; they must agree in everything."""
+    bulk, careful = (read_bars(path, careful=way, **named) for way in (False, True))
+    assert bulk.time.tolist() == careful.time.tolist()
+    assert {name: values.tolist() for name, values in bulk.columns.items()} == {
+        name: values.tolist() for name, values in careful.columns.items()
+    }
+    assert (bulk.refused, bulk.notes) == (careful.refused, careful.notes)
+    assert (bulk.ignored, bulk.num_lines) == (careful.ignored, careful.num_lines)
+    # Every line is a bar, refused or ignored.
+    assert bulk.num_lines == len(bulk) + len(bulk.refused) + sum(bulk.ignored.values())
+    return bulk
+
+
+@given(
+    order=st.permutations(NAMES[1:]),
+    num_kept=st.integers(4, 10),
+    broken=st.sampled_from(["", "NULL", "n/a", "1e999"]),
+    blank=st.booleans(),
+)
+@settings(max_examples=40)
+def test_names_decide_whatever_the_order(order, num_kept, broken, blank):
+    names = [
+        *("Date", "Open", "High", "Low", "Close"),
+        *[name for name in order if name not in NAMES[:5]][: num_kept - 4],
+    ]
+    names = sorted(names, key=["Date", *order].index)
+    rows = [cells(day, "EURUSD") for day in range(12)]
+    rows[5]["Extra"] = broken or rows[5]["Extra"]
+    rows[-1]["complete"] = "False"
+    lines = [",".join(names), *(",".join(row[name] for name in names) for row in rows)]
+    lines += [""] if blank else []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "EURUSD_D1.csv"
+        path.write_text("\n".join(lines) + "\n")
+        bars = both(path)
+    count = 11 if "complete" in names else 12
+    assert bars.columns["close"].tolist() == [day + 1.75 for day in range(count)]
+    assert bars.columns["open"].tolist() == [day + 1.25 for day in range(count)]
+    extras = set(bars.columns) - {"open", "high", "low", "close"}
+    wanted = {"Volume"} | (set() if broken else {"Extra"})
+    assert extras == {name.lower() for name in names if name in wanted}
+    if "complete" in names:
+        assert [refusal.reason for refusal in bars.refused] == ["the bar is not complete"]
+
+
+@given(symbols=st.lists(st.sampled_from(["AA", "BB", "CC"]), min_size=12, max_size=30))
+@settings(max_examples=30)
+def test_one_symbol_of_several(symbols):
+    symbols = ["AA", "BB", *symbols]
+    seen: dict[str, int] = {}
+    lines = ["symbol,Date,Open,High,Low,Close"]
+    for symbol in symbols:
+        day = seen[symbol] = seen.get(symbol, -1) + 1
+        row = cells(day % 28, symbol)
+        lines.append(
+            ",".join(
+                [
+                    symbol,
+                    f"20{20 + day // 28}-01-{day % 28 + 1:02d}",
+                    *(row[name] for name in NAMES[1:5]),
+                ]
+            )
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ALL_D1.csv"
+        path.write_text("\n".join(lines) + "\n")
+        for symbol, last in seen.items():
+            bars = both(path, naming=Naming(ticker=symbol))
+            assert len(bars) == last + 1
+            assert bars.ignored.get("lines of other symbols", 0) == len(symbols) - len(bars)
+
+
+@given(data=st.binary(max_size=300))
+@example(b'"2020-01-01","1,2"\n')
+@example(b"Price,Close,High,Low,Open\nTicker,A,A,A,A\nDate,,,,\n")
+@example(b"PAR1")
+@settings(max_examples=100)
+def test_noise_gives_bars_or_an_error_of_ours(data):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "EURUSD_D1.csv"
+        path.write_bytes(data)
+        try:
+            both(path)
+        except StokerError:
+            return
+
+
+@given(price=st.decimals(1000, 10**9, places=2), decimal=st.sampled_from([".", ",", None]))
+def test_quoted_numbers_with_groups(price, decimal):
+    text = f'"{price:,.2f}"' if decimal != "," else f'"{price}"'.replace(".", ",")
+    row = f'"2020-01-01",{text},{text},{text},{text},"5.5K"\n'
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "EURUSD_D1.csv"
+        path.write_text('"Date","Price","Open","High","Low","Vol."\n' + row)
+        bars = both(path, decimal=decimal)
+    assert bars.columns["close"].tolist() == [float(price)]
+    assert bars.columns["volume"].tolist() == [5500]
+
+
+@pytest.mark.parametrize(
+    ("name", "stem", "ticker", "adjusted"),
+    [
+        ("Close", "close", "", False),
+        ("Close_AAPL", "close", "aapl", False),
+        ("('Close', 'BTC-USD')", "close", "btc_usd", False),
+        ("AAPL.Open", "open", "aapl", False),
+        ("Adj Close", "adj_close", "", True),
+        ("AdjVolume", "adjvolume", "", True),
+        ("AAPL.Adjusted", "adjusted", "aapl", True),
+        ("close_time", "close_time", "", False),
+        ("Adjective", "adjective", "", False),
+    ],
+)
+def test_names_are_taken_apart(name, stem, ticker, adjusted):
+    assert split_ticker(clean_name(name)) == (stem, ticker)
+    assert is_adjusted(clean_name(name)) == adjusted
+
+
+def test_columns_that_the_user_names(tmp_path):
+    path = tmp_path / "X_D1.csv"
+    rows = [cells(day, "x") for day in range(5)]
+    path.write_text("Tag;Uhr;E;H;T;S;Open\n" + "".join(
+        f"{row['Date']};00:00;{row['Open']};{row['High']};{row['Low']};{row['Close']};7\n" for row in rows))  # fmt: skip
+    with pytest.raises(SourceError, match="names no low, close; it has Tag, Uhr, E, H, T, S, Open"):
+        read_bars(path)
+    naming = Naming.parse("Tag+Uhr", "open=E,high=H,low=T,close=S", ["open_2"])
+    bars = both(path, naming=naming)
+    assert bars.columns["open"].tolist() == [day + 1.25 for day in range(5)]
+    assert list(bars.columns) == ["open", "high", "low", "close"]
+    path.write_text("2020-01-01,1,2,0.5,1\n2020-01-02,1,2,0.5,1\n")
+    with pytest.raises(SourceError, match="no header with the columns"):
+        read_bars(path, naming=naming)
+    for wrong in ("open", "open=", "=x", "Open Price=x"):
+        with pytest.raises(InputError, match="--columns is"):
+            Naming.parse(None, wrong, ())
+
+
+def test_bars_of_other_lengths_among_them_are_told():
+    days = np.arange(100) * DAY_NS
+    assert describe_spacing(days, "D1", "f") == []
+    mixed = np.concatenate([days, days[-1] + np.arange(1, 9) * HOUR_NS])
+    assert (
+        "8 bars open before the bar before them has closed" in describe_spacing(mixed, "D1", "f")[0]
+    )
+    weekly = np.concatenate([days, days[-1] + np.arange(1, 40) * 7 * DAY_NS])
+    assert "are W1 apart, not D1" in describe_spacing(weekly, "D1", "f")[0]

@@ -1,0 +1,213 @@
+"""Time between the model's calls: sampled, told with its line, and never called healthy unseen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import stoker
+from doctor_scripts import script, watched
+from stoker.doctor.findings import Consultation
+from stoker.doctor.measurements import MachineFacts
+from stoker.doctor.probe import places, sampling
+from stoker.doctor.rules import diagnose, why_unjudged
+from stoker.doctor.scripts import replace_call, suggest_patch
+from stoker.doctor.transcript import Process
+from stoker.doctor.transcript_measures import measure
+from test_doctor_attach import row, state
+
+# -- a sample of the training thread -------------------------------------------------------------------
+
+
+def sampled(filename, body="", name="work"):
+    """What the sampler says of a stack: this test, then a function of that name in a file of that name."""
+    made = {"look": lambda: sampling.describe_training(sys._getframe(1))}
+    source = f"def {name}():\n    {body or 'return look()'}\n"
+    exec(compile(source, filename, "exec"), made)
+    return made[name]()
+
+
+def test_a_stack_is_told_by_its_files_and_names():
+    assert sampled("/home/me/train.py", name="evaluate") == ("between", "/home/me/train.py:2")
+    assert sampled("/home/me/train.py", name="get_batch") == ("data", "/home/me/train.py:2")
+    assert sampled("/home/me/train.py", "decode = look; return decode()", "step")[0] == "data"
+    assert sampled("/x/site-packages/torch/nn/modules/module.py")[0] == "model"
+    assert sampled("/x/site-packages/torch/optim/sgd.py")[0] == "model"
+    assert sampled("/x/site-packages/torch/utils/data/dataloader.py")[0] == "timed"
+    assert sampled(f"{places.PROBE}/fetching.py")[0] == "timed"
+    inside, line = sampled(f"{stoker.__path__[0]}/loader/loader.py")
+    assert inside == "data"
+    assert line.startswith(__file__), "the loop that iterates, not the loader's own code"
+
+
+def test_a_real_module_is_the_model():
+    told = []
+
+    class Told(torch.nn.Module):
+        def forward(self, x):
+            told.append(sampling.describe_training(sys._getframe())[0])
+            return x
+
+    Told()(1)
+    assert told == ["model"]
+
+
+# -- samples to seconds --------------------------------------------------------------------------------
+
+
+def measured(training, between=None, loaders=(), **values):
+    rows = [row(seconds=0.02, loader=0 if loaders else -1, **values) for _ in range(40)]
+    told = state(
+        training=training, between=between or {}, loaders=list(loaders), torch={}, kind="optimizer"
+    )
+    return measure([Process(rows, [], told)], "python train.py", MachineFacts(cores=8))
+
+
+def judged(found):
+    findings = diagnose(found)
+    return Consultation(found, tuple(findings), unjudged=why_unjudged(found, findings))
+
+
+def test_samples_are_shares_of_the_step():
+    found = measured({"model": 20, "data": 60, "between": 20}, {"a.py:5": 60, "a.py:9": 20})
+    assert found.between_seconds == pytest.approx(0.016)
+    assert [(one.where, round(one.seconds_per_step, 4)) for one in found.between] == [
+        ("a.py:5", 0.012),
+        ("a.py:9", 0.004),
+    ]
+    (finding,) = judged(found).findings
+    assert finding.name == "slow-between-steps"
+    assert finding.patch.where == "a.py:5"
+    assert any("a.py:5: 12 ms per step (60%)" in line for line in finding.evidence)
+    assert finding.gain.likely == pytest.approx(0.02 / 0.004, rel=0.3)
+
+
+def test_a_step_that_is_mostly_the_model_is_healthy():
+    assert judged(measured({"model": 95, "between": 5})).verdict == "nothing to fix"
+
+
+@pytest.mark.parametrize(
+    ("training", "told"),
+    [
+        ({}, "sampled 0 times only"),
+        ({"model": 5, "between": 5}, "sampled 10 times only"),
+        ({"between": 95, "timed": 5}, "no nn.Module was seen to work"),
+    ],
+)
+def test_what_was_not_seen_is_not_called_healthy(training, told):
+    found = judged(measured(training, {"a.py:5": 95}))
+    assert not found.findings
+    assert found.verdict.startswith("cannot judge: ")
+    assert told in found.verdict
+    assert found.to_json()["unjudged"] == found.unjudged
+
+
+def test_loading_is_known_by_its_names_without_a_module():
+    (finding,) = judged(measured({"data": 80, "between": 15, "timed": 5}, {"a.py:5": 80})).findings
+    assert finding.name == "slow-between-steps"
+
+
+# -- scripts -------------------------------------------------------------------------------------------
+
+BODIES = {
+    "get_batch": """
+        def get_batch():
+            time.sleep(0.03)
+            return torch.randn(8, 4), torch.zeros(8, 1)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(50):
+            x, y = get_batch()
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "generator": """
+        def made():
+            while True:
+                time.sleep(0.03)
+                yield torch.randn(8, 4), torch.zeros(8, 1)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _, (x, y) in zip(range(50), made()):
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "model": """
+        class Slow(nn.Linear):
+            def forward(self, x):
+                time.sleep(0.03)
+                return super().forward(x)
+        model = Slow(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(50):
+            loss = nn.functional.mse_loss(model(torch.ones(8, 4)), torch.zeros(8, 1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+}
+
+
+def test_a_sleep_in_a_script_is_found_where_it_stands(tmp_path):
+    seen = watched(tmp_path, BODIES)
+    for name in ("get_batch", "generator"):
+        found = getattr(seen, name)
+        (finding, *_) = judged(found).findings
+        assert finding.name == "slow-between-steps"
+        line = 1 + seen.paths[name].read_text()[
+            : seen.paths[name].read_text().index("time.sleep")
+        ].count("\n")
+        assert finding.patch.where == f"{seen.paths[name]}:{line}"
+        assert found.between_seconds > 0.5 * found.step_seconds.median
+    assert "slow-between-steps" not in {one.name for one in judged(seen.model).findings}
+
+
+# -- stoker's Loader in the place of a DataLoader --------------------------------------------------------
+
+
+def test_the_patch_puts_the_loader_in_the_place_of_the_call(tmp_path):
+    path = script(
+        tmp_path,
+        "train",
+        """
+        from torch.utils.data import DataLoader
+        loader = DataLoader(
+            Images("img.h5"), batch_size=8, shuffle=True,
+        )
+        """,
+        head="import torch\n",
+    )
+    line = path.read_text().splitlines().index("loader = DataLoader(") + 1
+    diff = replace_call(f"{path}:{line}", "stoker.Loader('img.h5', 8)")
+    (tmp_path / "edit.patch").write_text(diff)
+    folder = path.anchor if not str(path).startswith(str(tmp_path.cwd())) else tmp_path.cwd()
+    subprocess.run(
+        ["patch", "-p1", "-d", str(folder), "-i", str(tmp_path / "edit.patch")], check=True
+    )
+    edited = path.read_text()
+    assert "\nloader = stoker.Loader('img.h5', 8)\n" in edited
+    assert edited.count("import stoker\n") == 1
+    assert "DataLoader(\n" not in edited
+    compile(edited, "train.py", "exec")
+    assert replace_call(f"{path}:999", "x") is None
+    assert replace_call(None, "x") is None
+
+
+def test_a_suggestion_without_a_call_to_edit_names_the_code(tmp_path):
+    from stoker.doctor.findings import Finding, Patch
+
+    finding = Finding(
+        "no-workers",
+        "t",
+        (),
+        "r.",
+        patch=Patch(where="gone.py:3", replacement="stoker.Loader('a')"),
+    )
+    assert "#   stoker.Loader('a')" in suggest_patch([finding])

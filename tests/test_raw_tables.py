@@ -1,0 +1,149 @@
+"""Predictions for raw tables: what packing did to the training rows is done to new ones, and every row is answered."""
+
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from run_makers import settings_for
+from stoker.errors import InputError
+from stoker.packing import PackOptions, pack
+from stoker.recipes.inference import Trained, load_trained, predict_store
+from stoker.recipes.raw_tables import predict_table
+from stoker.recipes.run import run_recipe
+from stoker.recipes.scaling import RobustScale
+from stoker.sources.tables import TableSource
+from stoker.train.predict import is_written_here
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+KINDS = ("red", "green", "blue")
+
+
+def people(count: int = 160) -> list[dict[str, str]]:
+    rng = np.random.default_rng(0)
+    rows = []
+    for number in range(count):
+        kind = KINDS[number % 3]
+        rows.append({
+            "id": f"n{number}", "kind": kind, "age": "" if number % 7 == 0 else str(rng.integers(1, 90)),
+            "ms": str(1_600_000_000_000 + 60_000 * number), "when": f"2020-03-{number % 28 + 1:02d} 1{number % 10}:00",
+            "ok": "yes" if number % 2 else "no", "size": f"{rng.random():.4f}", "label": f"is {kind}",
+        })  # fmt: skip
+    return rows
+
+
+def write_csv(path, rows, names=None, delimiter=","):
+    names = names or list(rows[0])
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, extrasaction="ignore", delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Trained:
+    folder = tmp_path_factory.mktemp("raw")
+    source = TableSource((write_csv(folder / "t.csv", people()),), "label", ("id",), missing="keep")
+    pack(source, folder / "store", PackOptions(jobs=1, repairs=("fill:median", "robust")))
+    run = run_recipe(settings_for("tabular", folder / "store", folder / "run"), device="cpu")
+    return load_trained(run.best)
+
+
+def answers(path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_raw_rows_and_packed_rows_get_the_same_answers(trained, tmp_path):
+    """Columns in another order, with and without the target, in other formats: bit for bit the same."""
+    rows = people()
+    store = trained.loaded.saved.path.parent.parent / "store"
+    predict_store(trained, store, tmp_path / "a.parquet", device="cpu")
+    want = pq.read_table(tmp_path / "a.parquet")
+    names = ["size", "ok", "when", "ms", "age", "kind", "extra"]
+    write_csv(tmp_path / "b.csv", rows, names, delimiter="\t")
+    typed = pa.table({name: [row.get(name) for row in rows] for name in reversed(names[:-1])})
+    pq.write_table(typed, tmp_path / "c.parquet")
+    for name in ("b.csv", "c.parquet"):
+        report = predict_table(trained, tmp_path / name, tmp_path / "o.parquet", device="cpu")
+        got = pq.read_table(tmp_path / "o.parquet")
+        assert got["class"].to_pylist() == want["class"].to_pylist()
+        assert got["probability"].to_pylist() == want["probability"].to_pylist()
+        assert got["reason"].null_count == len(rows) == report.num_rows
+        assert any("made here as in training (fill:median, robust" in note for note in report.notes)
+    assert set(want["class"].to_pylist()) <= {"is red", "is green", "is blue"}
+
+
+def test_every_row_gets_an_answer_or_a_reason(trained, tmp_path):
+    rows = people(6)
+    rows[1] |= {"age": ""}  # filled in training: answered
+    rows[2] |= {"kind": "violet"}  # a text that training did not have
+    rows[3] |= {"size": "big"}
+    rows[4] |= {"when": "yesterday", "ok": "maybe"}
+    path = write_csv(tmp_path / "n.csv", rows, list(rows[0])[:-1])
+    text = path.read_text().splitlines()
+    path.write_text("\n".join([*text[:6], "1,2", *text[6:]]) + "\n")
+    report = predict_table(trained, path, tmp_path / "o.csv", device="cpu")
+    made = answers(tmp_path / "o.csv")
+    assert [row["row"] for row in made] == [str(number) for number in range(7)]
+    reasons = [row["reason"] for row in made]
+    assert reasons[0] == reasons[1] == reasons[6] == ""
+    assert reasons[2] == "kind is 'violet', which training did not have"
+    assert reasons[3] == "column 'size' holds 'big', not a number"
+    assert "not a date" in reasons[4]
+    assert reasons[5] == "2 cells instead of 7"
+    assert [bool(row["class"]) for row in made] == [True, True, True, False, False, False, True]
+    assert sum(float(made[0][f"probability_is {kind}"]) for kind in KINDS) == pytest.approx(
+        1, abs=1e-5
+    )
+    assert "3 rows without an answer; see 'reason'" in report.notes
+
+
+def test_missing_columns_are_named_all_at_once(trained, tmp_path):
+    path = write_csv(tmp_path / "n.csv", people(3), ["kind", "age", "ok"])
+    with pytest.raises(InputError, match="lacks 3 columns of the training table: ms, when, size"):
+        predict_table(trained, path, tmp_path / "o.csv", device="cpu")
+
+
+def test_only_predictions_are_replaced(trained, tmp_path):
+    path = write_csv(tmp_path / "n.csv", people(3))
+    for name in ("o.csv", "o.parquet"):
+        predict_table(trained, path, tmp_path / name, device="cpu")
+        predict_table(trained, path, tmp_path / name, device="cpu")
+    (tmp_path / "mine.csv").write_text('"row","x"\n1,2\n')
+    assert not is_written_here(tmp_path / "mine.csv")
+    with pytest.raises(InputError, match="stoker did not write it"):
+        predict_table(trained, path, tmp_path / "mine.csv", device="cpu")
+    with pytest.raises(InputError, match="is read by this command"):
+        predict_table(trained, path, path, device="cpu")
+    with pytest.raises(InputError, match="a name that ends in"):
+        predict_table(trained, path, tmp_path / "o.xls", device="cpu")
+
+
+def test_a_model_that_was_not_trained_on_a_table_says_so(tmp_path):
+    from run_makers import make_store
+
+    store = make_store("tabular", tmp_path / "s")
+    run = run_recipe(settings_for("tabular", store.path, tmp_path / "run"), device="cpu")
+    path = write_csv(tmp_path / "n.csv", people(3))
+    with pytest.raises(InputError, match="was not trained on a store of `stoker pack table`"):
+        predict_table(load_trained(run.best), path, tmp_path / "o.csv", device="cpu")
+
+
+def test_times_that_float32_would_merge_reach_the_model_apart(trained):
+    """44,640 millisecond times stay 44,640 values, behind the scaler too."""
+    times = 1_600_000_000_000 + 60_000 * np.arange(44_640, dtype=np.float64)
+    assert len(np.unique(times.astype(np.float32))) < 25_000
+    center, scale = np.array([np.median(times)]), np.array([times.std()])
+    wide = RobustScale(center, scale, None, torch.float64)
+    scaled = wide(torch.from_numpy(times[:, None]))
+    assert scaled.dtype == torch.float32
+    assert len(torch.unique(scaled)) == len(times)
+    assert trained.facts["is_wide"]
+    assert trained.model.scaler.center.dtype == torch.float64
