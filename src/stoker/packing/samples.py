@@ -235,7 +235,7 @@ def samples_section(samples: Samples) -> page.Section | None:
         figures = [_picture_figure(row, _names(samples), n) for n, row in enumerate(drawn)]
     elif any("mz" in row for row in drawn):
         figures = [_spectrum_figure(row, n) for n, row in enumerate(drawn)]
-    elif any(np.ndim(row.get("features")) == 1 for row in drawn):
+    elif any(_is_row(row.get("features")) for row in drawn):
         return page.Section("samples", "Samples", _rows_table(samples, drawn))
     if not figures:
         return None
@@ -357,15 +357,22 @@ def _sticks(mz: Array, intensity: Array, number: int) -> Html:
     )
 
 
+def _is_row(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 1
+
+
 def _rows_table(samples: Samples, rows: Sequence[Mapping[str, Any]]) -> Html:
     """Return rows of a table with the names that its columns have in the store."""
     info = samples.fields["features"]
     width = info.shape[0]
     columns = list(info.columns or map(str, range(width)))[:_COLUMNS]
     others = [
-        name for name in samples.fields if name != "features" and np.ndim(rows[0].get(name)) == 0
-    ]
-    others = [name for name in others if rows[0].get(name) is not None][:4]
+        name
+        for name in samples.fields
+        if rows[0].get(name) is not None
+        and not isinstance(rows[0][name], str)
+        and not rows[0][name].ndim
+    ][:4]
     names = _names(samples)
     body = []
     for row in rows:

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from stoker import bounds
+from stoker.display import command
 from stoker.errors import MissingExtraError, SourceError
 from stoker.store.fields import Array
 
@@ -279,7 +280,7 @@ def _scaled(
     image: Any, kind: str, path: Path, value_range: tuple[float, float] | None
 ) -> tuple[Any, tuple[float, float]]:
     """Bring deep values to 0 to 255 by the stated rule."""
-    values = np.asarray(image).astype(np.float64 if kind == "32-bit" else np.float32)
+    values: Array = np.asarray(image).astype(np.float64 if kind == "32-bit" else np.float32)
     low, high = float(values.min()), float(values.max())
     if not np.isfinite(low) or not np.isfinite(high):
         raise PictureError(
@@ -302,7 +303,7 @@ def _no_range(path: Path, kind: str, low: float, high: float) -> PictureError:
     return PictureError(
         f"holds {kind} values from {low:g} to {high:g}.",
         f"{allowed}, or --range LOW,HIGH",
-        f"--range {min(0.0, low):g},{max(high, low + 1):g}",
+        command("--range", f"{min(0.0, low):g},{max(high, low + 1):g}"),
         path=path,
         kind=f"{kind} values without --range",
     )

@@ -226,7 +226,7 @@ def _label_values(
             raise InputError(
                 f"--label-column is {column!r}; {path} has {', '.join(map(repr, header))}.",
                 "one of these",
-                f"--label-column {header[others[0]] if others else header[0]}",
+                command("--label-column", header[others[0]] if others else header[0]),
             )
         chosen: int | None = header.index(column)
     elif len(others) == 1:
@@ -242,7 +242,7 @@ def _label_values(
         raise InputError(
             f"{path} has the columns {', '.join(map(repr, header))}, and several may be the label.",
             "the name of one",
-            f"--label-column {header[others[0]] if others else header[0]}",
+            command("--label-column", header[others[0]] if others else header[0]),
         )
     texts = [row[chosen].strip() for _, row in rows]
     counted = Counter(text for text in texts if text)

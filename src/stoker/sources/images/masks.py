@@ -270,10 +270,12 @@ def _by_value(values: Array, path: Path, mask_map: MaskMap | None) -> Array:
     targets = {number for _, _, number in chosen.values}
     left = [int(value) for value in present if int(value) not in named]
     if chosen.is_binary and any(left):
+        strange = max(left)
+        entries = f"255=1,{strange}={2 if strange == 1 else min(254, strange)}"
         raise ContradictionError(
-            f"mask {path} holds the value {max(left)}, while the masks before held 0 and 255 only.",
+            f"mask {path} holds the value {strange}, while the masks before held 0 and 255 only.",
             "--mask-map, which says what each value is",
-            f"--mask-map 255=1,{max(left)}={min(254, max(left) + (max(left) == 1))}, or --mask-map keep",
+            f"{command('--mask-map', entries)}, or --mask-map keep",
         )
     if chosen.other is None:
         both = [value for value in left if value in targets and not chosen.is_binary]
@@ -281,14 +283,14 @@ def _by_value(values: Array, path: Path, mask_map: MaskMap | None) -> Array:
             raise PictureError(
                 f"mask {path} holds the value {both[0]}, and another value is mapped to class {both[0]} too.",
                 "every value that becomes this class, named",
-                f"--mask-map {both[0]}={both[0]}",
+                command("--mask-map", f"{both[0]}={both[0]}"),
                 kind="mask value that another is mapped to",
             )
         if left and max(left) > 255:
             raise PictureError(
                 f"mask {path} holds the value {max(left)}.",
                 "classes from 0 to 255, or a map",
-                f"--mask-map {max(left)}=1",
+                command("--mask-map", f"{max(left)}=1"),
                 kind="mask value above 255",
             )
     table = np.arange(65536, dtype=np.int64)
@@ -334,7 +336,7 @@ def _colours_without_table(values: Array, path: Path) -> PictureError:
     return PictureError(
         f"mask {path} has {len(colours)} colours, and nothing says which class each is: {listed}.",
         "--mask-colors FILE (r, g, b and a name a line), or --mask-map with colours",
-        f"--mask-map {command(entries)}",
+        command("--mask-map", entries),
         kind="colours without a table",
     )
 
@@ -395,5 +397,5 @@ def check_values(pixels: Mapping[int, int]) -> None:
         raise SourceError(
             f"the masks hold the values {', '.join(map(str, values))}: these look like grey levels, not classes.",
             "--mask-map, which says what each value is; keep takes them as classes (255 counts nowhere)",
-            f"--mask-map {entries}, or --mask-map keep",
+            f"{command('--mask-map', entries)}, or --mask-map keep",
         )

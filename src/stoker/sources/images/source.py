@@ -397,7 +397,8 @@ def merged_facts(source: PictureFolder, extras: Sequence[Mapping[str, Json]]) ->
         bottom, top = source.value_range or ((0, 65535) if kind == "16-bit" else (0, 1))
         note = f"{kinds[kind]:,} {kind} pictures with values {low:g} to {high:g}: {bottom:g} to {top:g} became 0 to 255"
         if high - low < (top - bottom) / 4:
-            note += f"; --range {min(low, 0):g},{high:g} would use all of it"
+            fitting = command("--range", f"{min(low, 0):g},{high:g}")
+            note += f"; {fitting} would use all of it"
         notes.append(note)
     words = {
         "16-bit colour": "colour pictures of 16 bits a channel: the upper 8 bits are stored",

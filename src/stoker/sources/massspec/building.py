@@ -28,6 +28,7 @@ from stoker.sources.molecules.files import MolPlaces, MolReader
 from stoker.sources.molecules.packed import (
     Mol,
     PackedMolecule,
+    StructureForm,
     compound_key,
     pack_molecule,
     read_structure,
@@ -167,7 +168,8 @@ class Building:
             self.keys.append(_compound_without_structure(record))
             self.records.append(record)
             return None
-        given, where = None, ""
+        given: tuple[str, StructureForm] | None = None
+        where = ""
         try:
             if reader.knows(self.seen):
                 text, mended = healed(reader.read(self.seen))

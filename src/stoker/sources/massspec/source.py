@@ -42,6 +42,7 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
+from stoker.display import command
 from stoker.errors import InputError, Refusal, RefusalList, SourceError
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.sources.massspec.building import LINE_IN_RECORD, SPLIT_NAMES, Building, Payload
@@ -234,9 +235,11 @@ class MassSpecSource:
         """
         if self.spectra != "auto":
             return _BY_OPTION[self.spectra]
-        counts = sum((np.bincount(survey.kinds, minlength=len(KINDS)) for survey in surveys), 0)
-        found = [number for number in range(len(KINDS)) if np.any(counts) and counts[number]]
-        if found and max(counts) >= _NEARLY_ALL * sum(counts):
+        counts = np.zeros(len(KINDS), dtype=np.int64)
+        for survey in surveys:
+            counts += np.bincount(survey.kinds, minlength=len(KINDS))
+        found = np.flatnonzero(counts).tolist()
+        if found and counts.max() >= _NEARLY_ALL * counts.sum():
             return (KINDS[int(np.argmax(counts))],)
         if len(found) > 1:
             listed = ", ".join(f"{counts[number]:,} {KINDS[number]}" for number in found)
@@ -245,7 +248,7 @@ class MassSpecSource:
                 for name, (kind, *_) in _BY_OPTION.items()
                 if name != "all" and KINDS.index(kind) in found
             ]
-            ways = [f"--spectra {name}" for name in [*options, "all"]]
+            ways = [command("--spectra", name) for name in [*options, "all"]]
             raise SourceError(
                 f"{self.msp} mixes kinds of spectra: {listed}.",
                 "one kind, or all of them with the field spectrum_kind",
@@ -285,7 +288,9 @@ class MassSpecSource:
             ignored.update(extra["ignored_records"])
             splits.update(extra["splits"])
             kinds.update(extra["spectrum_kinds"])
-        before = next((extra["before"] for extra in extras if extra["before"]), {})
+        before: Mapping[str, Json] = next(
+            (extra["before"] for extra in extras if extra["before"]), {}
+        )
         return {
             "accounts": _accounts(counts, refused, ignored, before),
             "spectrum_kinds": dict(kinds),

@@ -50,12 +50,12 @@ def healed(text: str) -> tuple[str, bool]:
     return "\n".join([*lines[:stop], _END, *lines[stop:]]), True
 
 
-def own_structure(meta: Mapping[str, Any]) -> tuple[str, StructureForm] | None:
+def own_structure(meta: Mapping[str, str]) -> tuple[str, StructureForm] | None:
     """Return the SMILES of a record, else its InChI; None where it has neither."""
     # A key that repeats arrives joined; the first is as good as the others.
-    if smiles := str(meta.get("smiles") or "").partition("; ")[0]:
+    if smiles := meta.get("smiles", "").partition("; ")[0]:
         return smiles, "smiles"
-    inchi = str(meta.get("inchi") or "").partition("; ")[0].strip().strip('"')
+    inchi = meta.get("inchi", "").partition("; ")[0].strip().strip('"')
     if inchi:
         return (inchi if inchi[:6] == "InChI=" else f"InChI={inchi}"), "inchi"
     return None

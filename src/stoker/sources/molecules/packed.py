@@ -428,7 +428,7 @@ def draw_molecule(atoms: Array, bonds: Array, width: int = 210, height: int = 15
             mol.UpdatePropertyCache(strict=False)
             chem.FastFindRings(mol)
             rdDepictor.Compute2DCoords(mol)
-            drawer = rdMolDraw2D.MolDraw2DSVG(width, height)
+            drawer: Any = rdMolDraw2D.MolDraw2DSVG(width, height)
             drawer.drawOptions().prepareMolsBeforeDrawing = False
             drawer.DrawMolecule(mol)
             drawer.FinishDrawing()

@@ -242,6 +242,11 @@ def _find_text_kind(name: str, column: Any, decimal: str) -> Column | Unusable:
     num_numbers = int(counts[numeric].sum())
     if num_numbers >= _NUMBER_SHARE * total:
         return _number_column(name, column, decimal, False)
+    repeats = 2 * len(texts) <= total
+    if 2 * num_numbers > total and len(texts) <= ONE_HOT_VALUES and not repeats:
+        return _number_column(
+            name, column, decimal, False
+        )  # few rows, and a word among the numbers
     if num_numbers and len(texts) > ONE_HOT_VALUES:
         words = [text for text, is_number in zip(texts, numeric, strict=True) if not is_number]
         if 2 * num_numbers > total:

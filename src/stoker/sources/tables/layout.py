@@ -29,7 +29,6 @@ NULLS = ("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "-", "?")
 SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|", "whitespace": " "}
 _SHOWN = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar", " ": "runs of spaces"}
 _HEAD_ROWS = 2000
-_MAX_PREAMBLE = 100
 _PLAIN = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+(?:[eE][+-]?[0-9]+)?")
 _GROUPED = {  # digits in groups of three, by the decimal sign that then remains
@@ -294,16 +293,20 @@ def _find_separator(lines: Sequence[str]) -> str:
             continue
         alike = [cells for cells in rows if len(cells) == width]
         cells = [cell.strip() for row in alike[:200] for cell in row]
-        # A cell with another separator inside is a sign of the wrong one, unless it is a decimal comma.
-        clean = sum(not re.search(r"[,;\t|]", cell) or _is_number(cell) for cell in cells) / len(
-            cells
-        )
+        clean = sum(map(_is_clean, cells)) / len(cells)
         found = clean * len(alike) / len(rows)
         if sep == " ":  # prose has spaces too
             found *= sum(map(_is_number, cells)) / len(cells) * 0.9
         if found > score + 1e-9:
             best, score = sep, found
     return best
+
+
+def _is_clean(cell: str) -> bool:
+    """Tell whether a cell looks whole: no other separator inside, unless it is a decimal comma; not two numbers."""
+    if re.fullmatch(r"[-+]?[0-9.]+[ \t]+[-+]?[0-9.,]+", cell):
+        return False
+    return not re.search(r"[,;\t|]", cell) or _is_number(cell)
 
 
 def _is_number(cell: str) -> bool:

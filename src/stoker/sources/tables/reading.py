@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.display import command, look_in, quoted
+from stoker.display import command, look_in
 from stoker.errors import Refusal, RefusalList, SourceError, require_file
 from stoker.sources.tables.layout import (
     HEAD_BYTES,
@@ -355,8 +355,3 @@ def shown_names(names: Sequence[str], most: int = 40) -> str:
     """Return column names for a message, the first ones of many."""
     shown = ", ".join(names[:most])
     return f"{shown}, ... {len(names)} in all" if len(names) > most else shown
-
-
-def typed(option: str, names: Sequence[str]) -> str:
-    """Return an option once for each name, as it is typed."""
-    return " ".join(f"{option} {quoted(name)}" for name in names)
