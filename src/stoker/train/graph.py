@@ -156,7 +156,7 @@ class Snapshot:
             (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.clone())
             for parameter in parameters
         ]
-        self._numbers = HostNumbers(state.modules, state.functions)
+        self._numbers = HostNumbers(state.modules, state.functions, state.device)
         self._num_skipped = 0 if count is None else count.num_skipped
         self._rng = torch.cuda.get_rng_state(state.device), torch.get_rng_state()
         self._draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
@@ -335,7 +335,7 @@ class GraphedStep:
         self._frozen = [
             FrozenGroups(each, state.device, is_guarded(each)) for each in state.optimizers
         ]
-        self._numbers = HostNumbers(state.modules, state.functions)
+        self._numbers = HostNumbers(state.modules, state.functions, state.device)
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
         why = ""
         try:
