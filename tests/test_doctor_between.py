@@ -116,7 +116,10 @@ def test_loading_is_known_by_its_names_without_a_module():
 def test_a_sleep_in_a_script_is_found_where_it_stands(seen):
     for name in ("get_batch", "generator"):
         found = getattr(seen, name)
-        (finding, *_) = judged(found).findings
+        (finding, *_) = judged(found).findings or [None]
+        if finding is None and any("other work on this machine" in note for note in found.notes):
+            continue  # where other work has the cores, nothing is judged
+        assert finding is not None, found
         assert finding.name == "slow-between-steps"
         line = 1 + seen.paths[name].read_text()[
             : seen.paths[name].read_text().index("time.sleep")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from gallery.case import GalleryCase
 from stoker.cli.main import app
+from stoker.packing.workers import Workers
 from stoker.store.reader import open_store
 
 MODULES = sorted(path.stem for path in (Path(__file__).parent / "gallery").glob("cases_*.py"))
@@ -19,6 +21,18 @@ CASES = [
     for name in MODULES
     for case in importlib.import_module(f"gallery.{name}").CASES
 ]
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch):
+    """Build spectra without a process of their own, half a second for each case."""
+    made = Workers.__init__
+
+    def init(self: Workers, *args: Any, **named: Any) -> None:
+        made(self, *args, **named)
+        self.isolated = False
+
+    monkeypatch.setattr(Workers, "__init__", init)
 
 
 @pytest.mark.parametrize("case", CASES)
