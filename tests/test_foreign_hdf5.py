@@ -324,15 +324,6 @@ def test_a_packed_store_has_no_groups_to_choose(tmp_path):
         open_store(tmp_path / "s", rows=3)
 
 
-@pytest.mark.parametrize("name", [".zarray", ".zgroup", "zarr.json"])
-def test_a_zarr_folder_is_named(name, tmp_path):
-    (tmp_path / "x.zarr").mkdir()
-    (tmp_path / "x.zarr" / name).write_text("{}")
-    with pytest.raises(StoreError, match=r"x.zarr is a Zarr folder") as caught:
-        open_store(tmp_path / "x.zarr")
-    assert "import h5py, zarr" in caught.value.fix
-
-
 # -- fill values, and archives -------------------------------------------------------------------------
 
 

@@ -74,7 +74,7 @@ def test_any_layout_gives_the_same_numbers(values, names, sep, comma, encoding, 
     comma=st.booleans(),
 )
 def test_the_layout_of_numbers_is_found(sep, width, rows, has_header, comma):
-    comma = comma and sep != ","
+    comma = comma and sep not in ", "  # "1,5 2,5" may be three cells or two: it is asked about
     rng = np.random.default_rng(width * rows)
     table = rng.normal(size=(rows, width)).round(3) + 0.0625
     lines = [

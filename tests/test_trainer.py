@@ -173,7 +173,7 @@ def test_sigterm_saves_and_ends_well(path, tmp_path):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0
-    assert output.strip() == "terminated"
+    assert output.strip().splitlines()[-1] == "terminated"
 
 
 def test_ctrl_c_saves_what_was_done(path, tmp_path):

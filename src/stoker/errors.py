@@ -139,6 +139,7 @@ _EXTRAS = {
     "fsspec": ("fsspec", "remote"),
     "aiohttp": ("aiohttp", "remote"),
     "matplotlib": ("matplotlib", "plots"),
+    "numcodecs": ("numcodecs", "zarr"),
     "onnx": ("onnx", "onnx"),
     "onnx_ir": ("onnx-ir", "onnx"),
     "onnxruntime": ("onnxruntime", "onnx"),

@@ -240,7 +240,8 @@ class Slot:
             "-p",
             "stoker_mutate_plugin",
         ]
-        command += ["--timeout=60", "-m", "not whole_gpu", "--tb=no"]
+        command += ["-m", "not whole_gpu", "--tb=no"]
+        command += ["--timeout=60"] * bool(importlib.util.find_spec("pytest_timeout"))
         if not alone and self.processes > 1 and importlib.util.find_spec("xdist"):
             command += ["-n", str(self.processes), "--dist", "worksteal"]
         process = subprocess.Popen(
@@ -306,8 +307,8 @@ class Slot:
                     break
                 if code == 124:
                     return met("undecided", reason=f"{self.seconds:.0f} s were not enough")
-                if not failed:  # nothing can be collected with this change
-                    return met("caught", by=f"pytest ended with {code}")
+                if not failed:
+                    return met("undecided", reason=f"pytest ended with {code}")
                 if failed[0] in left_out:
                     return met("undecided", reason=f"{failed[0]} cannot be left out")
                 if not self._doubted(mutant, failed[0]):

@@ -40,7 +40,9 @@ def Case(  # noqa: N802  a row of the table
     )
 
 
-def picture(path: Path, size: tuple[int, int] = (8, 6), value: int | None = None, **save: Any) -> None:
+def picture(
+    path: Path, size: tuple[int, int] = (8, 6), value: int | None = None, **save: Any
+) -> None:
     """Write an RGB picture, (height, width)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = RNG.integers(0, 256, (*size, 3), dtype=np.uint8)
@@ -55,7 +57,9 @@ def mask(path: Path, values: Any = (0, 1), size: tuple[int, int] = (8, 6), **sav
     steps = np.minimum(np.arange(size[1]) * len(values) // size[1], len(values) - 1)
     row = np.array(values)[steps]
     dtype = np.uint8 if row.max() < 256 else np.uint16
-    Image.fromarray(np.tile(row, (size[0], *([1] * row.ndim)))[: size[0]].astype(dtype)).save(path, **save)
+    Image.fromarray(np.tile(row, (size[0], *([1] * row.ndim)))[: size[0]].astype(dtype)).save(
+        path, **save
+    )
 
 
 def classes(folder: Path, names: str = "cat dog", num: int = 3) -> None:
@@ -64,7 +68,9 @@ def classes(folder: Path, names: str = "cat dog", num: int = 3) -> None:
             picture(folder / name / f"{number}.png")
 
 
-def pairs(folder: Path, values: Any = (0, 1), num: int = 3, image: str = "{}.png", label: str = "{}.png") -> None:
+def pairs(
+    folder: Path, values: Any = (0, 1), num: int = 3, image: str = "{}.png", label: str = "{}.png"
+) -> None:
     for number in range(num):
         picture(folder / "images" / image.format(number))
         mask(folder / "masks" / label.format(number), values)
@@ -74,7 +80,9 @@ def _png16_rgb(path: Path, value: int) -> None:
     rows = b"".join(b"\0" + struct.pack(">H", value) * 18 for _ in range(8))
 
     def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
 
     head = struct.pack(">IIBBBBB", 6, 8, 16, 2, 0, 0, 0)
     body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
@@ -94,11 +102,21 @@ def _exif(orientation: int) -> Image.Exif:
     return exif
 
 
-def _turned(folder: Path, orientation: int, mask_exif: bool, upright_mask: bool, size: tuple[int, int] = (8, 6)) -> None:
+def _turned(
+    folder: Path,
+    orientation: int,
+    mask_exif: bool,
+    upright_mask: bool,
+    size: tuple[int, int] = (8, 6),
+) -> None:
     """A picture with a white corner, top left when upright, and a mask of that corner."""
     upright = np.zeros((*size, 3), np.uint8)
     upright[: size[0] // 2, : size[1] // 2] = 255
-    back = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}[orientation]
+    back = {
+        3: Image.Transpose.ROTATE_180,
+        6: Image.Transpose.ROTATE_90,
+        8: Image.Transpose.ROTATE_270,
+    }[orientation]
     stored = Image.fromarray(upright).transpose(back)
     (folder / "images").mkdir()
     (folder / "masks").mkdir()

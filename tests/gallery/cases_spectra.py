@@ -34,7 +34,15 @@ def Case(  # noqa: N802  a row of the table
 
     words = ["pack", "massspec", "out", "--msp", name, "-j", "1", *options.split()]
     return GalleryCase(
-        what, does, write, name=".", code=None if packed is None else 0, says=says, words=words, packed=packed, check=check
+        what,
+        does,
+        write,
+        name=".",
+        code=None if packed is None else 0,
+        says=says,
+        words=words,
+        packed=packed,
+        check=check,
     )
 
 
@@ -148,7 +156,13 @@ def _without_end(block: str) -> str:
     return block.replace("M  END\n", "")
 
 
-MSMS = {**ETHANOL, "PrecursorMZ": "47.05", "Precursor_type": "[M+H]+", "Collision_energy": "20 eV", "Instrument_type": "LC-ESI-QTOF"}
+MSMS = {
+    **ETHANOL,
+    "PrecursorMZ": "47.05",
+    "Precursor_type": "[M+H]+",
+    "Collision_energy": "20 eV",
+    "Instrument_type": "LC-ESI-QTOF",
+}
 ANY = "--on-bad quarantine --bad-budget 100%"
 
 CASES = [

@@ -312,11 +312,11 @@ class DealtEpoch(EpochOrder):
 
     def _batches(self, start: int) -> Iterator[PlannedBatch]:
         rows, rank, ranks = self.deck.rows, self.order.rank, self.order.world_size
-        first, is_plain = self.dealt(start), self.order.draws is None
-        for step in range(
-            start, self.num_batches
-        ):  # as `_share`, without asking for the same twice
-            last = self.dealt(step + 1)
+        is_plain, full = self.order.draws is None, self.order.batch_size * ranks
+        first = self.dealt(start)
+        for step in range(start, self.num_batches):
+            # As `_share`, without its arithmetic for all steps but the last two, which are full.
+            last = first + full if step < self.num_batches - 2 else self.dealt(step + 1)
             together = last - first
             low, high = first + together * rank // ranks, first + together * (rank + 1) // ranks
             positions = rows[low:high].copy() if is_plain else self._drawn(rows[low:high])
