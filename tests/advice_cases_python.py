@@ -380,6 +380,7 @@ PYTHON: dict[str, list[Case]] = {
     + [
         Case("Loader('store', 16, sampels=None)", at="sampels=None"),
         Case("Loader('store', 16, qqq=None)"),
+        Case("Loader(['one', 'two'], 1)", MEMORY, at="['one', 'two']"),
         Case("Loader({'x': x}, 1)", "x = np.float32(3)"),
         Case("Loader(iter([1]), 16)", "dataset = [1, 2]", at="Loader(iter([1]), 16)"),
         Case(

@@ -63,6 +63,34 @@ def test_a_dict_of_arrays_gives_batches_by_name():
     assert batch["mz/offsets"].tolist() == np.cumsum([0, *range(8)]).tolist()
 
 
+class Table:
+    """What a table of pandas has."""
+
+    columns = ("x", 3)
+
+    def __getitem__(self, name):
+        return Column(X[:, 0].numpy() if name == "x" else Y.numpy())
+
+    def to_numpy(self):
+        raise NotImplementedError
+
+
+class Column(list):
+    def to_numpy(self):
+        return np.array(self)
+
+
+def test_the_columns_of_a_table_are_fields():
+    with loader_of(Table()) as loader:
+        batch = next(iter(loader))
+    assert torch.equal(batch["3"], Y[:8])
+
+
+def test_a_list_of_paths_is_answered_with_a_mixture():
+    with pytest.raises(InputError, match=r"Try: mix\(\{'a': 1, 'b': 1\}\)"):
+        loader_of(["a", "b"])
+
+
 class Items(Dataset):
     def __init__(self, form):
         self.form = form

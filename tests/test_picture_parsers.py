@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stoker.errors import InputError, StokerError
@@ -193,7 +193,6 @@ WHOLE = [
 ]
 
 
-@settings(max_examples=300)
 @given(
     whole=st.sampled_from(WHOLE),
     changes=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=6),

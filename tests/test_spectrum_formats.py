@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gallery.cases_spectra import MASSBANK, MGF, SDF
@@ -97,7 +97,6 @@ def test_mgf_keeps_every_peak(tmp_path_factory, spectra):
     assert got.tolist() == [np.float32(value) for _, value in expected]
 
 
-@settings(max_examples=200)
 @given(
     form=st.sampled_from(sorted(WHOLE)),
     changes=st.lists(st.tuples(st.integers(0, 5000), st.binary(max_size=3)), max_size=6),
@@ -217,7 +216,6 @@ def test_mzml(tmp_path):
         converted(tmp_path, mzml_text().encode()[:-300], "run.mzML")
 
 
-@settings(max_examples=150)
 @given(
     changes=st.lists(
         st.tuples(st.integers(0, 3000), st.binary(max_size=4)), min_size=1, max_size=5

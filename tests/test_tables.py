@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stoker.errors import QualityError, SourceError, StokerError
@@ -41,7 +41,6 @@ def shown(value: float, decimal: str) -> str:
     end=st.sampled_from(["\n", "\r\n"]),
     title=st.sampled_from(["", "made by hand\n"]),
 )  # fmt: skip
-@settings(max_examples=60)
 def test_any_layout_gives_the_same_numbers(values, names, sep, comma, encoding, end, title):
     """With a text column between the numbers, so that the separator is not the only thing that repeats."""
     decimal = "," if comma else "."
@@ -93,7 +92,6 @@ def test_the_layout_of_numbers_is_found(sep, width, rows, has_header, comma):
 @example(b'"\n')
 @example(b"sep=;\n")
 @example(b"\n\n,\n")
-@settings(max_examples=80)
 def test_noise_gives_a_table_or_an_error_of_ours(data):
     """No exception of Python's or Arrow's, and every line that is a row is accounted for."""
     with tempfile.TemporaryDirectory() as folder:
@@ -264,3 +262,10 @@ def test_columns_of_parquet_that_are_dropped_are_not_decoded(tmp_path):
     with open_store(tmp_path / "s") as store:
         assert store.fields["features"].columns == ["a", "b"]
         assert store.read_rows("features", 0, 2).tolist() == [[1.5, 3.5], [2.5, 4.5]]
+
+
+def test_a_repair_names_a_column_as_the_file_writes_it(tmp_path):
+    (tmp_path / "t.csv").write_text("x, Flow Bytes/s\n1.5,2.5\n2.5,\n3.5,4.5\n")
+    options = PackOptions(jobs=1, repairs=("fill:0@ Flow Bytes/s",))
+    result = pack(TableSource((tmp_path / "t.csv",)), tmp_path / "s", options)
+    assert result.manifest.repairs["features"][0]["columns"] == ["Flow Bytes/s"]

@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 import pyarrow
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -89,7 +89,6 @@ def write_group(folder, version=3, **attributes):
     fill=st.sampled_from([0, 7]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60)
 def test_every_layout_reads_as_it_was_written(
     version, codec, shape, chunk, dtype, order, separator, fill, seed, tmp_path_factory
 ):

@@ -139,8 +139,20 @@ def open_data(
         return Opened(data, is_own=False)
     if isinstance(data, Mixture):
         return Opened(data.store, is_own=False, mixture=data)
+    return _from_memory(data)
+
+
+def _from_memory(data: Any) -> Opened:
     if isinstance(data, TensorDataset):
         data = data.tensors
+    elif hasattr(data, "columns") and hasattr(data, "to_numpy"):  # a table of pandas
+        data = {str(name): data[name].to_numpy() for name in data.columns}
+    elif isinstance(data, list) and data and all(isinstance(each, str | Path) for each in data):
+        raise InputError(
+            f"a Loader was given a list of {len(data)} paths.",
+            "one store, or several with their shares",
+            f"mix({dict.fromkeys(map(str, data[:4]), 1)})",
+        )
     if isinstance(data, Mapping):
         return Opened(_from_arrays(data, "a dict in memory"))
     if isinstance(data, tuple):

@@ -279,6 +279,11 @@ def _checked(values: Array, columns: Sequence[str]) -> Array:
 
 def _fit(spec: RepairSpec, sample: Array, columns: Sequence[str]) -> FittedRepair:
     chosen = tuple(columns) if spec.columns is None else spec.columns
+    # Tables are packed without the spaces around their names, which a user may have typed.
+    there = set(columns)
+    chosen = tuple(
+        name.strip() if name not in there and name.strip() in there else name for name in chosen
+    )
     places = _places(chosen, columns, str(spec))
     if spec.name == "min-denominator":
         return FittedRepair(spec, chosen)
