@@ -20,7 +20,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
 
 
-def train_step(batch):
+def train_step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     x, y = batch
     loss = torch.nn.functional.mse_loss(model(x), y)
     loss.backward()

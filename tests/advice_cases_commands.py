@@ -325,7 +325,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["bench", "memory", "--msp", "library.msp", "--samples", "0"]),
         Case(["migrate-config", "config.yaml", "new.yaml", "--recipe", "tabula"]),
         Case(["bench", "memory", "--msp", "bare.msp"], "open('bare.msp', 'w').write('Name: a' + chr(10) + 'Num Peaks: 1' + chr(10) + '1 2' + chr(10))",
-             fill={"FOLDER": "mols"}, then="no record"),
+             fill={"FOLDER": "mols"}, then="no sample is left"),
     ],
     "store": [
         Case(["verify", "none/none"]),
@@ -354,6 +354,7 @@ COMMANDS: dict[str, list[Case]] = {
     ],
     "demo": [Case(["demo", "--folder", "table.csv"])],
     "errors.py": [
+        Case(["config", "migrate", "bars", "new.yaml"]),
         Case(["pack", "table", "none/none.csv", "made"]),
         Case(["pack", "table", "empty", "made"]),
     ],

@@ -96,7 +96,11 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
     ) -> None:
         self._say = say or _LOGGER.info
         source = MassSpecSource(
-            Path(msp_file), Path(mol_files_dir), max_mz=max_mz, max_samples=max_samples
+            Path(msp_file),
+            Path(mol_files_dir),
+            max_mz=max_mz,
+            max_samples=max_samples,
+            structure_advice="LazyMassSpecDataset(msp_file, mol_files_dir)",
         )
         # What lies in the store depends on both: another dataset must not take its place.
         suffix = "" if max_samples is None else f"_n{max_samples}"

@@ -215,7 +215,9 @@ def bench_memory(
     kinds = KINDS if projects else tuple(kind for kind in KINDS if kind == mode)
     with temporary_folder("stoker-memory-") as folder:
         say(f"packing up to {num_samples:,} samples of {msp}")
-        whole = MassSpecSource(msp, mol_dir, max_samples=num_samples)
+        whole = MassSpecSource(
+            msp, mol_dir, max_samples=num_samples, structure_advice="--mol-dir FOLDER"
+        )
         store = _pack(whole, folder / "whole")
         few = min(num_samples, 10 * _NUM_PARTS)
         parts = replace(whole, max_samples=few, molecules_per_part=-(-few // _NUM_PARTS))
