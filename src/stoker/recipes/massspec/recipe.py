@@ -400,9 +400,7 @@ def _make_job(store: Store, options: MassSpecOptions, seed: int) -> tuple[Job, B
     return job, bins
 
 
-def _with_spectra(
-    store: Store, samples: Mapping[SplitName, Array]
-) -> tuple[dict[SplitName, Array], list[str]]:
+def _with_spectra(store: Store, samples: Mapping[str, Array]) -> tuple[dict[str, Array], list[str]]:
     """Leave out samples without a peak (packed for prediction), and say what kinds of spectra there are."""
     lengths = np.concatenate([np.diff(shard.whole("mz/offsets")) for shard in store.shards])
     kept = {name: ids[lengths[ids] > 0] for name, ids in samples.items()}
