@@ -336,7 +336,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "table", "table.csv", "made", "--repair", "clip:x"]),
         Case(["pack", "table", "prices.csv", "made", "--repair", "min-denominator:x"],
              "open('prices.csv', 'w').write('ratio,close,vwap' + (chr(10) + '1,2,3') * 30)"),
-        Case(["pack", "table", "gone.csv", "made", "--repair", "fill:median"], "open('gone.csv', 'w').write('a,b' + (chr(10) + '1,') * 30)"),
+        Case(["pack", "table", "gone.csv", "made", "--repair", "fill:median"], "open('gone.csv', 'w').write('a,b' + (chr(10) + '1,inf') * 30)"),
     ],
     "runs": [
         Case(["report", "none/none"]),
