@@ -21,7 +21,6 @@ UNTYPED: dict[str, str] = {
     "compat/massspec_memory.py: command('stoker', 'verify', arguments[0])": "needs a process that the system ends while it measures",
     "compat/max_batch.py: f\"model.to('{device}')\"": "needs a model on two devices, and so a GPU",
     "doctor/trace.py: command('df', '-h', out.parent)": "needs a disk without room or write permission",
-    "store/repairs.py: f'--drop {quoted(name)}'": "needs a column without a number, which `pack table` names before it fits",
     "errors.py: 'cd ~'": "a shell's own command, which no process can do for its parent",
     "errors.py: _COMMANDS.get(code, 'df -h; df -i')": "needs a disk without room or write permission",
     "errors.py: install_command() if ours else command('pip', 'install', package)": "would install packages into the environment of the tests",
