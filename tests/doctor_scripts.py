@@ -235,7 +235,11 @@ SEEN = {
         def get_batch():
             time.sleep(0.03)
             return torch.randn(8, 4), torch.zeros(8, 1)
-        model = nn.Linear(4, 1)
+        class Busy(nn.Linear):
+            def forward(self, x):
+                time.sleep(0.005)  # long enough for samples of the thread to meet it
+                return super().forward(x)
+        model = Busy(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(50):
             x, y = get_batch()
@@ -249,7 +253,11 @@ SEEN = {
             while True:
                 time.sleep(0.03)
                 yield torch.randn(8, 4), torch.zeros(8, 1)
-        model = nn.Linear(4, 1)
+        class Busy(nn.Linear):
+            def forward(self, x):
+                time.sleep(0.005)  # long enough for samples of the thread to meet it
+                return super().forward(x)
+        model = Busy(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _, (x, y) in zip(range(50), made()):
             loss = nn.functional.mse_loss(model(x), y)

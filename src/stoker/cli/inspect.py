@@ -78,12 +78,12 @@ def inspect(
         ),
     ] = None,
     mask_suffix: Annotated[
-        str, typer.Option("--mask-suffix", help="As in `pack segmentation`.")
+        str, typer.Option("--mask-suffix", help="As in `stoker pack segmentation`.")
     ] = "",
     mask_map: Annotated[
         list[str] | None,
         typer.Option(
-            "--mask-map", help="As in `pack segmentation`; repeatable.", show_default=False
+            "--mask-map", help="As in `stoker pack segmentation`; repeatable.", show_default=False
         ),
     ] = None,
     labels: Annotated[
@@ -207,6 +207,7 @@ def _look_at_source(
     from stoker.packing.samples import Samples
     from stoker.packing.worker import unguarded
     from stoker.sources.contract import PartContext
+    from stoker.sources.massspec import MassSpecSource
     from stoker.store.inspection import inspect_parts
 
     refused = RefusalList()
@@ -214,8 +215,9 @@ def _look_at_source(
     extras, ignored = [], []
     with temporary_folder("stoker-inspect-") as scratch:
         preparation = source.prepare(scratch)
-        if source.kind == "massspec" and not any(part.num_samples for part in preparation.parts):
-            source = replace(source, structures="none")  # type: ignore[type-var]
+        is_empty = not any(part.num_samples for part in preparation.parts)
+        if isinstance(source, MassSpecSource) and is_empty:
+            source = replace(source, structures="none")
             preparation = source.prepare(scratch)
 
         def parts() -> Iterator[ShardData]:
