@@ -111,6 +111,8 @@ def test_a_module_too_small_to_be_sampled_is_known_by_its_parameters():
     found = measure([Process(rows, [], told)], "python train.py", MachineFacts(cores=8))
     assert found.between_seconds == pytest.approx(0.02)
     assert not found.unjudged
+    (finding,) = judged(found).findings
+    assert finding.gain.high <= 20, "a step always takes some time"
 
 
 def test_loading_is_known_by_its_names_without_a_module():
