@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import math
 import time
@@ -338,6 +339,10 @@ class GraphedStep:
         self._numbers = HostNumbers(state.modules, state.functions, state.device)
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
         why = ""
+        # Collected before, not during the capture: to free another graph's memory there would end it.
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()
         try:
             # thread_local: the feeder's threads call CUDA at the same time, which must not end the capture.
             stream = _side_stream(state.device)
@@ -349,6 +354,9 @@ class GraphedStep:
                 raise
             lines = str(error).strip().splitlines() or [type(error).__name__]
             why = f"the step cannot be captured ({lines[0].rstrip('.')})"
+        finally:
+            if collects:
+                gc.enable()
         # The capture ran the host's part of a step that was not computed.
         self._numbers.put_back()
         for drawing, position in draws:
