@@ -217,7 +217,7 @@ def overhead(
         trainer = Trainer(
             model, loader, None, nn.functional.cross_entropy, optimizer, None, config, device
         )
-        trainer.train_epoch()
+        trainer.train_epoch(0)
 
         def eager() -> None:
             losses = [
@@ -227,7 +227,7 @@ def overhead(
 
         def trained() -> None:
             loader.set_epoch(0)
-            trainer.train_epoch()
+            trainer.train_epoch(0)
 
         bare = eager if capture == "off" else replay_loop(model, optimizer, loader, pieces)
 

@@ -28,8 +28,8 @@ from stoker.train.trainer import Trainer
 from zoo_models import BUILDERS, Entry
 
 HELD = 8
-TURNS = 5
-SECONDS_A_TURN = 0.25
+TURNS = 3
+SECONDS_A_TURN = 0.2
 COMPILE_SECONDS = 150
 
 
@@ -174,7 +174,8 @@ def measure(name: str, device, can_compile: bool) -> dict:
         try:
             made = make()
             run, how_now = made if isinstance(made, tuple) else (made, None)
-            run(16)  # warm-up, capture, the checks of the first replays
+            # Warm-up, capture, the checks of the first replays and of those after 64 and 512.
+            run(640 if way == "stoker" else 16)
             torch.cuda.synchronize()
             ways[way] = run
             how = how_now or how

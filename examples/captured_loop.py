@@ -13,12 +13,14 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 inputs = torch.randn(4096, 32, device=device)
 targets = inputs[:, :1].sin()
-model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).to(device)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).to(
+    device
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
 
 
-def train_step(batch):
+def train_step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     x, y = batch
     loss = torch.nn.functional.mse_loss(model(x), y)
     loss.backward()

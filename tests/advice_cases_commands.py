@@ -325,7 +325,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["bench", "memory", "--msp", "library.msp", "--samples", "0"]),
         Case(["migrate-config", "config.yaml", "new.yaml", "--recipe", "tabula"]),
         Case(["bench", "memory", "--msp", "bare.msp"], "open('bare.msp', 'w').write('Name: a' + chr(10) + 'Num Peaks: 1' + chr(10) + '1 2' + chr(10))",
-             fill={"FOLDER": "mols"}, then="no record"),
+             fill={"FOLDER": "mols"}, then="no sample is left"),
     ],
     "store": [
         Case(["verify", "none/none"]),
@@ -336,7 +336,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "table", "table.csv", "made", "--repair", "clip:x"]),
         Case(["pack", "table", "prices.csv", "made", "--repair", "min-denominator:x"],
              "open('prices.csv', 'w').write('ratio,close,vwap' + (chr(10) + '1,2,3') * 30)"),
-        Case(["pack", "table", "gone.csv", "made", "--repair", "fill:median"], "open('gone.csv', 'w').write('a,b' + (chr(10) + '1,') * 30)"),
+        Case(["pack", "table", "gone.csv", "made", "--repair", "fill:median"], "open('gone.csv', 'w').write('a,b' + (chr(10) + '1,inf') * 30)"),
     ],
     "runs": [
         Case(["report", "none/none"]),
@@ -354,6 +354,7 @@ COMMANDS: dict[str, list[Case]] = {
     ],
     "demo": [Case(["demo", "--folder", "table.csv"])],
     "errors.py": [
+        Case(["config", "migrate", "bars", "new.yaml"]),
         Case(["pack", "table", "none/none.csv", "made"]),
         Case(["pack", "table", "empty", "made"]),
     ],

@@ -242,7 +242,7 @@ def test_the_packages_own_transforms_compute_the_same(device):
     assert [one.how for one in ours.conversion] == ["fused", "fused", "fused", "dropped", "fused"]
     # In float32 from the start: torchvision rounds to bytes after each op, ours once at the end.
     expected = theirs(images.float() / 255)
-    assert float((ours(images) - expected).abs().max()) < 1e-4
+    assert float((ours(images) - expected).abs().max()) < 5e-4
     every = v2.Compose(
         [
             v2.ToImage(),

@@ -105,6 +105,16 @@ def test_what_was_not_seen_is_not_called_healthy(training, told):
     assert found.to_json()["unjudged"] == found.unjudged
 
 
+def test_a_module_too_small_to_be_sampled_is_known_by_its_parameters():
+    told = state(training={"between": 40}, between={"a.py:5": 40}, modules=True)
+    rows = [row(seconds=0.02) for _ in range(40)]
+    found = measure([Process(rows, [], told)], "python train.py", MachineFacts(cores=8))
+    assert found.between_seconds == pytest.approx(0.02)
+    assert not found.unjudged
+    (finding,) = judged(found).findings
+    assert finding.gain.high <= 20, "a step always takes some time"
+
+
 def test_loading_is_known_by_its_names_without_a_module():
     (finding,) = judged(measured({"data": 80, "between": 15, "timed": 5}, {"a.py:5": 80})).findings
     assert finding.name == "slow-between-steps"

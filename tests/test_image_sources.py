@@ -149,3 +149,18 @@ def test_empty_folders_are_named(tmp_path):
     (tmp_path / "in" / "cat").mkdir()
     with pytest.raises(SourceError, match="holds no images"):
         pack(ImagesSource((8, 8), 3, tmp_path / "in"), tmp_path / "s", ONE)
+
+
+def test_masks_of_0_and_255_are_never_trained_as_one_class(tmp_path):
+    from stoker.recipes.segmentation.recipe import SegmentationOptions, find_classes
+    from stoker.store.fields import Dense
+    from store_makers import write_store
+
+    masks = np.zeros((4, 6, 6), np.uint8)
+    masks[:, :3] = 255
+    fields = {"images": Dense(np.zeros((4, 3, 6, 6), np.uint8)), "masks": Dense(masks)}
+    with (
+        write_store(tmp_path / "s", [fields]) as store,
+        pytest.raises(InputError, match="0 and 255 only"),
+    ):
+        find_classes(store, SegmentationOptions())

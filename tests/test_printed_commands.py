@@ -90,7 +90,6 @@ SPOKEN = {
     "packing/gate.py: --repair \0 was given, but the store has no float table 'features'.",
     "runs/run_page.py: stoker report: \0",
     "store/remote.py: stoker needs this name for a copy of \0",
-    "sources/tables/reading.py: file with the ending \0",
 }
 
 

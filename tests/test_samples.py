@@ -116,6 +116,13 @@ def test_inspect_takes_a_spectrum_library_and_draws_the_molecule(tmp_path):
     assert "peaks per spectrum: 3 to 3" in invoke("inspect", tmp_path / "bare.msp").output
 
 
+def test_a_folder_of_tables_with_a_plot_in_it_is_one_of_tables(tmp_path):
+    for number in range(2):
+        (tmp_path / f"{number}.csv").write_text("a,b\n" + "1.5,2.5\n3.5,4.25\n" * 9)
+    Image.new("L", (4, 4)).save(tmp_path / "plot.png")
+    assert "rows: 36" in invoke("inspect", tmp_path).output
+
+
 def test_rows_of_a_table_are_shown_with_the_names_of_their_columns(tmp_path):
     (tmp_path / "t.csv").write_text(
         "height,kind\n" + "".join(f"{n}.5,{n % 2}\n" for n in range(40))

@@ -232,3 +232,26 @@ def test_a_damaged_mzml_is_refused_by_name_or_read(tmp_path_factory, changes, cu
     except StokerError:
         return
     assert len(records) + made.num_unread <= 2
+
+
+def test_training_leaves_out_what_was_packed_for_prediction_and_names_ms_ms(tmp_path):
+    from molecule_makers import SMILES, msp_record
+    from stoker.packing import PackOptions, pack
+    from stoker.recipes.massspec.recipe import MassSpecRecipe
+    from stoker.sources.massspec import MassSpecSource
+    from stoker.store.reader import open_store
+
+    texts = [
+        msp_record(f"c{n}", SMILES=smiles, PrecursorMZ="99", peaks=[] if n % 4 == 0 else None)
+        for n, smiles in enumerate(SMILES)
+    ]
+    (tmp_path / "lib.msp").write_text("".join(texts))
+    source = MassSpecSource(tmp_path / "lib.msp", without_spectra=True)
+    pack(source, tmp_path / "s", PackOptions(jobs=1, on_bad="quarantine", bad_budget="50%"))
+    with open_store(tmp_path / "s") as store:
+        job = MassSpecRecipe().make_job(store, {"width": 8, "num_blocks": 1}, 0)
+        used = np.concatenate(list(job.samples.values()))
+        assert all(len(store.read_values("mz", int(sample))) for sample in used)
+        assert 0 < len(used) < store.num_samples
+    assert any("samples without a spectrum are left out" in note for note in job.notes)
+    assert any("MS/MS spectra: the model sees the molecule" in note for note in job.notes)

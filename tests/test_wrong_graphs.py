@@ -15,6 +15,7 @@ from stoker.augment import Compose, MixUp, Normalize, RandomCrop, RandomHorizont
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.store.fields import Dense
+from stoker.train.frozen import HostNumbers
 from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS
 from stoker.train.replay_check import same_counts
 from stoker.train.trainer import Trainer
@@ -273,6 +274,41 @@ def test_whole_numbers_of_a_state_must_be_equal():
     assert not same([1, 2], [1, 3])
     assert same([5000.5, 1.0], [5001.0, 1.0])  # no count: the tolerance decides
     assert not same_counts([torch.ones(1)], [])
+
+
+class Settings:
+    def __init__(self):
+        self.limit = np.float32(2.0)
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain, self.table = torch.tensor(1.0), torch.zeros(3)
+        self.names, self.settings = {"a": 1}, Settings()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda m: m.gain.fill_(2.0), "Reads.gain"),
+        (lambda m: m.names.update(a=2), "Reads.names.a"),
+        (lambda m: m.names.update(b=2), "the length of Reads.names"),
+        (lambda m: setattr(m.settings, "limit", np.float32(3.0)), "Reads.settings.limit"),
+        (lambda m: m.eval(), "Reads.training"),
+        (lambda m: delattr(m, "training"), "Reads.training"),
+        (lambda m: m.table.fill_(1.0), None),  # a graph reads it where it is, or the capture fails
+    ],
+)
+def test_numbers_of_the_host_are_named_and_put_back(change, name):
+    model = Reads()
+    numbers = HostNumbers([model], (), torch.device("cuda"))
+    assert numbers.find_change() is None
+    change(model)
+    assert numbers.find_change() == name
+    numbers.put_back()
+    if name is not None and not name.startswith("the length"):
+        assert numbers.find_change() is None
 
 
 # -- draws are the same in both ----------------------------------------------------------------------

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
-from stoker.display import command
 from stoker.errors import InputError, StokerError, StoreError
 from stoker.loader.splits import split_by_group
 from stoker.packing import PackOptions, PackResult, pack
@@ -96,7 +95,11 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
     ) -> None:
         self._say = say or _LOGGER.info
         source = MassSpecSource(
-            Path(msp_file), Path(mol_files_dir), max_mz=max_mz, max_samples=max_samples
+            Path(msp_file),
+            Path(mol_files_dir),
+            max_mz=max_mz,
+            max_samples=max_samples,
+            structure_advice="LazyMassSpecDataset(msp_file, mol_files_dir)",
         )
         # What lies in the store depends on both: another dataset must not take its place.
         suffix = "" if max_samples is None else f"_n{max_samples}"
@@ -141,12 +144,6 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
 
     def _report(self, result: PackResult) -> None:
         count = self.store.num_samples
-        if not count:
-            raise InputError(
-                f"no record of the library could be used: {self.num_refused:,} were refused.",
-                "records with peaks and a MOL file",
-                command("head", self.store.path / REFUSED_NAME),
-            )
         if result.reused:
             self._say(f"Loading metadata from cache: {self.store.path / MANIFEST_NAME}")
             self._say(f"Loaded metadata: {count:,} samples")

@@ -33,6 +33,8 @@ _DOMINANT = 0.4
 """A part of loading is called the cause if it is at least this share."""
 _NOTABLE_BETWEEN = 0.2
 """Share of a step spent between the model's calls from which it is a finding."""
+_LEAST_REST = 0.05
+"""Share of a step that is assumed to remain, at least, without the code between the model's calls."""
 _PLAIN_READ_BYTES_PER_SECOND = 1.0e9
 """Rate of reading decoded samples from a file in memory or on a local disk."""
 _HDF5_READ_SECONDS = 80e-6
@@ -265,7 +267,10 @@ def slow_between_steps(case: Case) -> Finding | None:
     if between is None or pace is None or case.share_of_step(between) < _NOTABLE_BETWEEN:
         return None
     step = pace.step
-    rest = max(step - between, 1e-9)
+    # Samples are shares: what a small model takes is known better by the clock, and is never nothing.
+    timed = (case.measured.backward_seconds, case.measured.optimizer_seconds)
+    known = sum(spread.median for spread in timed if spread is not None)
+    rest = max(step - between, known, _LEAST_REST * step)
     workers = suggested_workers(between, rest, case.cores, 0.0)
     ahead = ', or iterate over stoker.prefetch(batches, "cuda")' if case.on_gpu else ""
     lines = [

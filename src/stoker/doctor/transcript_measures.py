@@ -156,7 +156,7 @@ def _between(
         for where, count in sorted(state["between"].items(), key=lambda item: -item[1])[:20]
     )
     between, data = doing.get("between", 0), doing.get("data", 0)
-    if doing.get("model") or state["kind"] == "replay" or state["loaders"]:
+    if doing.get("model") or state.get("modules") or state["kind"] == "replay" or state["loaders"]:
         return lines, (between + data) * seconds, []
     # Without a module the forward pass looks like any other code of the script; only loading is known by its names.
     if data >= _NOTABLE_QUEUEING * looks:

@@ -18,6 +18,7 @@ from operator import itemgetter
 from types import CellType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from stoker.train.generators import capture_host_rng
@@ -28,8 +29,8 @@ _LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
 _MOST_COMPARED = 1000
 _MOST_GROUPS = 200
 """Containers that are looked into at every replay; those of a larger model at every n-th only."""
-_LENGTH = object()
-"""Key of a container's length."""
+_LENGTH, _ITEM = object(), object()
+"""Keys of a container's length, and of a tensor's only value."""
 _FOREIGN = frozenset(
     {"torch", "builtins", "numpy", "stoker", "functools", "collections", "logging", "random"}
 )
@@ -95,9 +96,17 @@ class HostNumbers:
     Args:
         modules: With all modules inside them.
         functions: Other code of the step: a criterion, a step function.
+        device: Where the step runs. On a GPU, tensors with one value in host memory are numbers too: a kernel
+            gets their value, not their address.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], functions: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        modules: Iterable[torch.nn.Module],
+        functions: Iterable[Any] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        self._on_gpu = device is not None and device.type == "cuda"
         self._found: dict[tuple[int, Any], tuple[str, Any, Any]] = {}
         code: dict[int, tuple[str, Any]] = {}
         for root in modules:
@@ -123,7 +132,7 @@ class HostNumbers:
         keys: dict[int, tuple[Any, list[Any]]] = {}
         self._rest: list[tuple[Any, Any, Any]] = []
         for (_, container, key), value in zip(self._places, self._values, strict=True):
-            if key is _LENGTH or isinstance(container, CellType):
+            if key in (_LENGTH, _ITEM) or isinstance(container, CellType):
                 self._rest.append((container, key, value))
             else:
                 keys.setdefault(id(container), (container, []))[1].append(key)
@@ -141,8 +150,10 @@ class HostNumbers:
 
     def _take(self, name: str, container: Any, key: Any, deeper: bool = True) -> None:
         value = _read(container, key)
-        if isinstance(value, bool | int | float | str):
+        if isinstance(value, bool | int | float | str | np.generic):
             self._found[id(container), key] = (name, container, key)
+        elif self._on_gpu and _is_host_number(value):
+            self._found[id(value), _ITEM] = (name, value, _ITEM)
         elif deeper and isinstance(value, dict | list):
             self._found[id(value), _LENGTH] = (f"the length of {name}", value, _LENGTH)
             self._look(name, value, deeper=False)
@@ -175,7 +186,9 @@ class HostNumbers:
     def put_back(self) -> None:
         """Give each the value that it had at first."""
         for (_, container, key), value in zip(self._places, self._values, strict=True):
-            if key is _LENGTH:
+            if key is _ITEM:
+                container.fill_(value)
+            elif key is _LENGTH:
                 if isinstance(container, list):
                     del container[value:]
             elif isinstance(container, CellType):
@@ -187,6 +200,8 @@ class HostNumbers:
 def _read(container: Any, key: Any) -> Any:
     if key is _LENGTH:
         return len(container)
+    if key is _ITEM:
+        return container.item()
     if isinstance(container, dict):
         return container.get(key)
     if isinstance(container, list):
@@ -195,6 +210,14 @@ def _read(container: Any, key: Any) -> Any:
         return container.cell_contents
     except ValueError:  # a variable that is not assigned yet
         return None
+
+
+def _is_host_number(value: Any) -> bool:
+    """Whether it is a tensor with one value in host memory, which nothing differentiates."""
+    is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+    return (
+        is_tensor and value.device.type == "cpu" and value.numel() == 1 and not value.requires_grad
+    )
 
 
 def _is_plain_object(value: Any, may_be_called: bool = False) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import math
 import time
@@ -156,7 +157,7 @@ class Snapshot:
             (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.clone())
             for parameter in parameters
         ]
-        self._numbers = HostNumbers(state.modules, state.functions)
+        self._numbers = HostNumbers(state.modules, state.functions, state.device)
         self._num_skipped = 0 if count is None else count.num_skipped
         self._rng = torch.cuda.get_rng_state(state.device), torch.get_rng_state()
         self._draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
@@ -335,9 +336,13 @@ class GraphedStep:
         self._frozen = [
             FrozenGroups(each, state.device, is_guarded(each)) for each in state.optimizers
         ]
-        self._numbers = HostNumbers(state.modules, state.functions)
+        self._numbers = HostNumbers(state.modules, state.functions, state.device)
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
         why = ""
+        # Collected before, not during the capture: to free another graph's memory there would end it.
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()
         try:
             # thread_local: the feeder's threads call CUDA at the same time, which must not end the capture.
             stream = _side_stream(state.device)
@@ -349,6 +354,9 @@ class GraphedStep:
                 raise
             lines = str(error).strip().splitlines() or [type(error).__name__]
             why = f"the step cannot be captured ({lines[0].rstrip('.')})"
+        finally:
+            if collects:
+                gc.enable()
         # The capture ran the host's part of a step that was not computed.
         self._numbers.put_back()
         for drawing, position in draws:

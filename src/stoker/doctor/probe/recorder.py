@@ -175,6 +175,7 @@ class Recorder:
         self.seen_lines: dict[str, int] = {}
         # Of the training thread, sampled.
         self.training_doing: dict[str, int] = {}
+        self.trains_modules = False
         self.between_lines: dict[str, int] = {}
         self.fetch_delay = 0.0
         self.short_fetches = False
@@ -334,6 +335,7 @@ class Recorder:
             "doing": dict(self.seen_doing),
             "lines": dict(sorted(self.seen_lines.items(), key=lambda item: -item[1])[:50]),
             "training": dict(self.training_doing),
+            "modules": self.trains_modules,
             "between": dict(sorted(self.between_lines.items(), key=lambda item: -item[1])[:50]),
             "loader_id": self.loader_id,
             "worker_id": self.worker_id,

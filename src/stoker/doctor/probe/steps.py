@@ -52,6 +52,10 @@ def _after_update(optimizer: Any, *_: Any) -> None:
             seen.stepped.clear()
             seen.mark("optimizer", now)
         seen.stepped.add(id(optimizer))
+        if not seen.num_steps:
+            # A small model may never be sampled: its parameters tell that there is one.
+            first = optimizer.param_groups[0]["params"][0]
+            seen.trains_modules = isinstance(first, _torch.nn.Parameter)
     except Exception as error:  # noqa: BLE001  cheaper than a context manager
         recorder.note_failure("optimizer", error)
 

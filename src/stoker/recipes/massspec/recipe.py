@@ -374,6 +374,7 @@ def _make_job(store: Store, options: MassSpecOptions, seed: int) -> tuple[Job, B
         torch.manual_seed(seed)
         model = build_network(bins.max_mz + 1, options)
     samples, note = split_compounds(store, options.ratios, seed)
+    samples, told = _with_spectra(store, samples)
     library, mean = make_library(
         store, samples["train"], bins.max_mz, bins.rounding, options.mass_power
     )
@@ -393,9 +394,30 @@ def _make_job(store: Store, options: MassSpecOptions, seed: int) -> tuple[Job, B
             note,
             f"{bins.max_mz + 1} bins ({bins.rounding}); square roots of intensities, each spectrum of length 1",
             f"recall@k: held-out spectra among {len(library.groups):,} measured training compounds and all predictions",
+            *told,
         ),
     )
     return job, bins
+
+
+def _with_spectra(store: Store, samples: Mapping[str, Array]) -> tuple[dict[str, Array], list[str]]:
+    """Leave out samples without a peak (packed for prediction), and say what kinds of spectra there are."""
+    lengths = np.concatenate([np.diff(shard.whole("mz/offsets")) for shard in store.shards])
+    kept = {name: ids[lengths[ids] > 0] for name, ids in samples.items()}
+    told = []
+    if left := sum(map(len, samples.values())) - sum(map(len, kept.values())):
+        told.append(f"{left:,} samples without a spectrum are left out")
+    if not len(kept["train"]):
+        raise InputError(
+            f"{store.name} has no spectrum to train on.", "training samples with peaks", ""
+        )
+    kinds = store.manifest.attributes.get("spectrum_kinds") or {}
+    others = [f"{count:,} {kind}" for kind, count in kinds.items() if kind != "EI"]
+    if others:
+        told.append(
+            f"the store holds {', '.join(others)} spectra: the model sees the molecule, not adduct or energy"
+        )
+    return kept, told
 
 
 def _distil(job: Job, given: Any, options: StudentOptions, bins: Binning) -> Job:

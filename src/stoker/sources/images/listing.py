@@ -94,10 +94,14 @@ def list_pictures(root: Path) -> Listing:
 
 
 def holds_pictures(root: Path) -> bool:
-    """Return whether a folder holds pictures, at any depth."""
-    return root.is_dir() and any(
-        _why_ignored(name) == "" for _, _, files in os.walk(root) for name in files
-    )
+    """Return whether a folder is one of pictures: more of its first 1,000 files are pictures than tables."""
+    endings: Counter[str] = Counter()
+    for _, _, files in os.walk(root):
+        endings.update(PurePosixPath(name).suffix.lower() for name in files if not is_system(name))
+        if endings.total() > 1000:
+            break
+    tables = sum(endings[ending] for ending in (".csv", ".tsv", ".parquet", ".pq", ".feather"))
+    return sum(endings[ending] for ending in ENDINGS) > tables
 
 
 def find_pairs(root: Path) -> tuple[Path, Path | None]:

@@ -43,7 +43,6 @@ SPLIT_NAMES = ("train", "val", "test")
 LINE_IN_RECORD = "line in a record"
 NO_PEAKS = "no peaks"
 NO_STRUCTURE = "no structure"
-_FIXES = {NO_PEAKS: "--without-spectra", NO_STRUCTURE: "--structures none"}
 _SMALLEST = np.float16(2.0**-24)
 
 
@@ -150,7 +149,8 @@ class Building:
                 continue
             reason, detail = outcome
             self.reasons[reason] += 1
-            fix = _FIXES.get(reason, "")
+            fixes = {NO_PEAKS: "--without-spectra", NO_STRUCTURE: self.source.structure_advice}
+            fix = fixes.get(reason, "")
             # A record of another format says where it stood.
             file = record.meta.get("source_file", str(self.source.msp))
             line = int(record.meta.get("source_line", record.line))

@@ -121,6 +121,7 @@ class MassSpecSource:
         spectra: Kinds of spectra to take: "ei", "msms", "ms1", "all"; "auto" takes the kind that at least 90 % of the
             records have, ignores the others with a word, and refuses a library that mixes them.
         without_spectra: Keep records without peaks, for prediction.
+        structure_advice: What to type where records have no structure; callers other than `stoker pack` have their own.
     """
 
     msp: Path
@@ -136,6 +137,7 @@ class MassSpecSource:
     seed: int = 42
     spectra: Spectra = "auto"
     without_spectra: bool = False
+    structure_advice: str = "--structures none"
 
     kind: ClassVar[str] = "massspec"
     version: ClassVar[int] = 2

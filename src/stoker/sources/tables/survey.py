@@ -425,6 +425,6 @@ def _counts_rows(column: Any, name: str, decimal: str, rows: Any) -> bool:
     if len(rows) < 10:
         return False
     values, bad = numbers(column, name, decimal)
-    return (
-        not len(bad) and bool((values - values[0] == rows - rows[0]).all()) and values[0] in (0, 1)
-    )
+    if len(bad) or values[0] not in (0, 1):
+        return False
+    return bool((values == rows - rows[0] + values[0]).all())
