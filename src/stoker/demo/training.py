@@ -93,16 +93,14 @@ def train_both_ways(store: Store, path: Path, seed: int) -> tuple[Training, Trai
     """
     naive, ours = _make_small(store, seed), _make_small(store, seed)
     with naive.loader, ours.loader, h5py.File(path) as file:
+        order = [batch.sample_ids.tolist() for batch in naive.loader]
         windows = _Windows(file)
         trainer = Trainer(
             ours.job.model, ours.loader, None, ours.job.criterion, ours.optimizer, None,
             {"precision": "fp32"}, "cpu", unpack=ours.job.unpack, progress=Silent(),
         )  # fmt: skip
         plain, reports = [], []
-        for epoch in range(_ROUNDS):
-            # Each epoch has an order of its own; the trainer goes on to the next one by itself.
-            naive.loader.set_epoch(epoch)
-            order = [batch.sample_ids.tolist() for batch in naive.loader]
+        for _ in range(_ROUNDS):
             plain.append(_naive_epoch(naive, windows, order))
             reports.append(trainer.train_epoch(0))  # the same batches in every round
         count = len(naive.loader.samples)
