@@ -226,9 +226,11 @@ def _notes(
             f"the workers took the cores from the training: {crowding:.0%} of a step was spent queueing for one "
             "behind them, and counts as waiting for data"
         )
-    if not state["loaders"] and state.get("training"):
+    if not state["loaders"]:
         notes.append(
             "no DataLoader was used: time between the model's calls was measured by sampling the training thread"
+            if state.get("training")
+            else "no DataLoader was used, and no sample of the training thread was taken: waiting was not measured"
         )
     if "skipped" in state["profile"]:
         notes.append(f"operators and kernels were not measured: {state['profile']['skipped']}")

@@ -66,6 +66,9 @@ class ArraysSource:
     version: ClassVar[int] = 1
     row_limit_seconds: ClassVar[float | None] = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "paths", tuple(map(Path, self.paths)))  # texts will do
+
     def files(self) -> Sequence[Path]:
         """The array files."""
         return self.paths
