@@ -85,6 +85,17 @@ def _overlap(case: str, what: str) -> Measure:
     )
 
 
+def _gzip(kind: str) -> Measure:
+    at = ("megabytes_per_second", kind, "core")
+    return Measure(
+        f"gzip HDF5 per second of CPU time, {kind}",
+        "MB/s",
+        (*at, "stoker"),
+        {"h5py": (*at, "h5py, 1 thread")},
+        ("inflating alone", (*at, "limit: inflating alone")),
+    )
+
+
 _MATCHMS = {
     "matchms": ("records_per_second", "matchms"),
     "a plain line loop": ("records_per_second", "plain loop"),
@@ -115,6 +126,9 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
             },
             less_is_better=True,
         ),
+    ),
+    "gzip_hdf5": tuple(
+        map(_gzip, ("counts", "counts, shuffle", "prices", "prices, shuffle", "bytes"))
     ),
     "msp": (
         Measure(

@@ -74,6 +74,7 @@ import stoker
 model = torch.nn.Linear(7, 2); optimizer = torch.optim.AdamW(model.parameters())
 batch = torch.ones(4, 7); step = lambda batch: model(batch['features'] if isinstance(batch, dict) else batch).sum()
 f = class_table(40); write_store(Path('rows'), [f]).close(); numbers = loader = Loader('rows', 8, 'cpu')
+far = Loader('rows', 8, 'cpu'); far.tier = 'streamed'
 """
 TRAINING = """
 from stoker.train.settings import TrainSettings, read_config; from stoker import Trainer; from stoker.train.checkpoint import Checkpoints, load_checkpoint
@@ -379,6 +380,7 @@ PYTHON: dict[str, list[Case]] = {
     + [
         Case("Loader('store', 16, sampels=None)", at="sampels=None"),
         Case("Loader('store', 16, qqq=None)"),
+        Case("Loader(['one', 'two'], 1)", MEMORY, at="['one', 'two']"),
         Case("Loader({'x': x}, 1)", "x = np.float32(3)"),
         Case("Loader(iter([1]), 16)", "dataset = [1, 2]", at="Loader(iter([1]), 16)"),
         Case(
@@ -396,6 +398,7 @@ PYTHON: dict[str, list[Case]] = {
         CAPTURING,
         "stoker.capture(3, model=model, optimizer=optimizer)",
         "stoker.capture(step, 'x', model=model, optimizer=optimizer)",
+        "stoker.capture(step, model=model, optimizer=optimizer, loader=far)",
         "stoker.capture(step, model=model, optimizer=optimizer)(next(numbers.index_batches()))",
     )
     + _refused(

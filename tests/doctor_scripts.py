@@ -231,6 +231,45 @@ SEEN = {
         for x, y in DataLoader(data, batch_sampler=tuples):
             update(x, y)
     """,
+    "get_batch": """
+        def get_batch():
+            time.sleep(0.03)
+            return torch.randn(8, 4), torch.zeros(8, 1)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(50):
+            x, y = get_batch()
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "generator": """
+        def made():
+            while True:
+                time.sleep(0.03)
+                yield torch.randn(8, 4), torch.zeros(8, 1)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _, (x, y) in zip(range(50), made()):
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "slow_model": """
+        class Slow(nn.Linear):
+            def forward(self, x):
+                time.sleep(0.03)
+                return super().forward(x)
+        model = Slow(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(50):
+            loss = nn.functional.mse_loss(model(torch.ones(8, 4)), torch.zeros(8, 1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
 }
 OPTIONAL = {name for name in ("accelerate", "lightning") if find_spec(name) is None}
 

@@ -150,8 +150,8 @@ def test_bad_cells_and_bad_lines_are_refused_with_their_place(tmp_path):
     rows[3] = "3,six"
     rows[7] = "7,14,21"
     (tmp_path / "t.csv").write_text("a,b\n" + "\n".join(rows) + "\n")
-    source = TableSource((tmp_path / "t.csv",), part_rows=4)
-    with pytest.raises(QualityError, match="2 pieces of input refused"):
+    source = TableSource((tmp_path / "t.csv",), part_rows=8)
+    with pytest.raises(QualityError, match="3 cells instead of 2"):
         pack(source, tmp_path / "s", ONE)
     result = pack(source, tmp_path / "s", PackOptions(jobs=1, on_bad="quarantine", bad_budget="5"))
     reasons = {(refusal.unit, refusal.line, refusal.reason) for refusal in result.refused}

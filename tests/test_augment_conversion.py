@@ -213,6 +213,14 @@ def test_what_cannot_be_converted_is_refused(given, told):
         Compose.from_torchvision(given)
 
 
+def test_the_ready_made_classes_make_a_plain_compose():
+    from stoker import GPUAugmentation
+
+    made = GPUAugmentation.from_torchvision(listed(FLIP), seed=4)
+    assert type(made) is Compose
+    assert made.state_dict()["seed"] == 4
+
+
 # -- the package itself ------------------------------------------------------------------------------
 
 
@@ -224,7 +232,8 @@ def test_the_packages_own_transforms_compute_the_same(device):
         [
             v2.RandomHorizontalFlip(1.0),
             v2.CenterCrop(24),
-            v2.ColorJitter(brightness=(0.7, 0.7), saturation=(1.3, 1.3)),
+            # Both below 1, so that nothing is clamped: torchvision applies them in a random order.
+            v2.ColorJitter(brightness=(0.7, 0.7), saturation=(0.6, 0.6)),
             v2.ToDtype(torch.float32, scale=True),
             v2.Normalize(**IMAGENET),
         ]

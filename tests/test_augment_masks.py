@@ -74,11 +74,11 @@ def segmentation_store(tmp_path):
 def test_a_trainer_refuses_before_its_first_step(segmentation_store, loader):
     model = torch.nn.Conv2d(3, 4, 1)
     before = model.weight.detach().clone()
-    batches = Loader(segmentation_store, 4, device="cpu")
-    if loader == "torch":
-        batches = [(torch.rand(4, 3, 8, 8), torch.randint(0, 4, (4, 8, 8)))]
 
     def train(loss):
+        batches = Loader(segmentation_store, 4, device="cpu")
+        if loader == "torch":
+            batches = [(torch.rand(4, 3, 8, 8), torch.randint(0, 4, (4, 8, 8)))]
         trainer = Trainer(
             model,
             batches,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stoker.errors import InputError, SourceError, StokerError
@@ -59,7 +59,6 @@ def both(path: Path, **named):
     broken=st.sampled_from(["", "NULL", "n/a", "1e999"]),
     blank=st.booleans(),
 )
-@settings(max_examples=40)
 def test_names_decide_whatever_the_order(order, num_kept, broken, blank):
     names = [
         *("Date", "Open", "High", "Low", "Close"),
@@ -86,7 +85,6 @@ def test_names_decide_whatever_the_order(order, num_kept, broken, blank):
 
 
 @given(symbols=st.lists(st.sampled_from(["AA", "BB", "CC"]), min_size=12, max_size=30))
-@settings(max_examples=30)
 def test_one_symbol_of_several(symbols):
     symbols = ["AA", "BB", *symbols]
     seen: dict[str, int] = {}
@@ -116,7 +114,6 @@ def test_one_symbol_of_several(symbols):
 @example(b'"2020-01-01","1,2"\n')
 @example(b"Price,Close,High,Low,Open\nTicker,A,A,A,A\nDate,,,,\n")
 @example(b"PAR1")
-@settings(max_examples=100)
 def test_noise_gives_bars_or_an_error_of_ours(data):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "EURUSD_D1.csv"

@@ -19,6 +19,7 @@ from stoker.loader.loader import Loader
 from stoker.store.fields import Dense
 from stoker.train.capture_function import MOST_GRAPHS
 from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS
+from stoker.train.ranks import Ranks
 from store_makers import write_store
 from training_makers import DEVICES, make_model
 
@@ -396,6 +397,23 @@ def test_bad_arguments_are_named(device):
         stoker.capture(loop.step, model=loop.model, optimizer=[])
     with pytest.raises(InputError, match="a step that is a int"):
         stoker.capture(3, **known)
+
+
+def test_what_cannot_be_captured_at_all_says_so_at_once(device, monkeypatch, tmp_path):
+    loop, said = Loop(device, OPTIMIZERS["AdamW"]), []
+    known = {"optimizer": loop.optimizer, "say": said.append}
+    step = stoker.capture(loop.step, model=nn.DataParallel(loop.model), **known)
+    assert "DataParallel starts threads" in step.reason
+    monkeypatch.setattr(Ranks, "current", lambda: Ranks(0, 2, 0, 2, joined=True))
+    step = stoker.capture(loop.step, model=loop.model, **known)
+    assert "several processes" in step.reason
+    assert len(said) == 2
+    step(batches(device)[0])
+    fields = {"features": Dense(np.zeros((8, 2), "f4"))}
+    loader = Loader(write_store(tmp_path / "s", [fields]), 4, device)
+    loader.tier = "streamed"
+    with pytest.raises(InputError, match="a loader that streams its data"):
+        stoker.capture(loop.step, model=loop.model, loader=loader, **known)
 
 
 def test_a_batch_of_a_class_of_ones_own_is_run_eagerly(device):

@@ -372,7 +372,7 @@ def test_bug_l_gb_is_gib_as_documented_and_free_memory_decides():
 
 def test_bug_m_the_documented_loop_trains(path, monkeypatch):
     """The loop in the module's text, run as it stands; without zero_grad the loss would blow up."""
-    text = door.__doc__.split("complete:\n")[1].split("`shuffle=False`")[0]
+    text = door.__doc__.split("complete:\n")[1].split("`Trainer(")[0]
     code = textwrap.dedent(text)
     assert code.index("zero_grad") < code.index("backward")
     torch.manual_seed(0)

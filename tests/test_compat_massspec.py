@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from molecule_makers import SMILES, inchikey, mol_block, msp_record, write_library, write_mols
 from stoker.compat.massspec import LazyMassSpecDataset, NISTDataLoader, collate_molecules
-from stoker.errors import InputError, SourceError, StoreError
+from stoker.errors import InputError, QualityError, SourceError, StoreError
 from stoker.sources.molecules.functional_groups import expand_functional_groups
 from stoker.sources.molecules.packed import (
     expand_atoms,
@@ -389,7 +389,7 @@ def test_a_library_of_which_nothing_is_usable_is_an_error(tmp_path):
     msp = tmp_path / "library.msp"
     msp.write_text(msp_record("lost", ID="1"))
     mols = write_mols(tmp_path, {"id9.mol": mol_block("C")}, "folder")
-    with pytest.raises(InputError):
+    with pytest.raises(QualityError, match="no sample is left"):
         LazyMassSpecDataset(msp, mols, cache_dir=tmp_path / "cache", jobs=1)
 
 

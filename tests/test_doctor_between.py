@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stoker
-from doctor_scripts import script, watched
+from doctor_scripts import script
 from stoker.doctor.findings import Consultation
 from stoker.doctor.measurements import MachineFacts
 from stoker.doctor.probe import places, sampling
@@ -112,51 +112,8 @@ def test_loading_is_known_by_its_names_without_a_module():
 
 # -- scripts -------------------------------------------------------------------------------------------
 
-BODIES = {
-    "get_batch": """
-        def get_batch():
-            time.sleep(0.03)
-            return torch.randn(8, 4), torch.zeros(8, 1)
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(50):
-            x, y = get_batch()
-            loss = nn.functional.mse_loss(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    """,
-    "generator": """
-        def made():
-            while True:
-                time.sleep(0.03)
-                yield torch.randn(8, 4), torch.zeros(8, 1)
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _, (x, y) in zip(range(50), made()):
-            loss = nn.functional.mse_loss(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    """,
-    "model": """
-        class Slow(nn.Linear):
-            def forward(self, x):
-                time.sleep(0.03)
-                return super().forward(x)
-        model = Slow(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(50):
-            loss = nn.functional.mse_loss(model(torch.ones(8, 4)), torch.zeros(8, 1))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    """,
-}
 
-
-def test_a_sleep_in_a_script_is_found_where_it_stands(tmp_path):
-    seen = watched(tmp_path, BODIES)
+def test_a_sleep_in_a_script_is_found_where_it_stands(seen):
     for name in ("get_batch", "generator"):
         found = getattr(seen, name)
         (finding, *_) = judged(found).findings
@@ -166,7 +123,7 @@ def test_a_sleep_in_a_script_is_found_where_it_stands(tmp_path):
         ].count("\n")
         assert finding.patch.where == f"{seen.paths[name]}:{line}"
         assert found.between_seconds > 0.5 * found.step_seconds.median
-    assert "slow-between-steps" not in {one.name for one in judged(seen.model).findings}
+    assert "slow-between-steps" not in {one.name for one in judged(seen.slow_model).findings}
 
 
 # -- stoker's Loader in the place of a DataLoader --------------------------------------------------------

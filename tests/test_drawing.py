@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import InputError
@@ -101,7 +101,6 @@ def orders(draws, batch_size, world_size, most):
 chunk_sizes = st.one_of(st.none(), st.integers(1, 40))
 
 
-@settings(max_examples=150)
 @given(
     weights_of,
     st.integers(3, 120),
@@ -144,7 +143,6 @@ def test_resident_ranks_see_what_one_rank_sees():
         assert np.array_equal(np.concatenate(parts), batch.positions)
 
 
-@settings(max_examples=120)
 @given(
     weights_of,
     st.integers(20, 120),

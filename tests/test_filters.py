@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pyarrow
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import CorruptError
@@ -60,7 +60,6 @@ def slow_sum(data: bytes) -> int:
     itemsize=st.sampled_from([1, 2, 4, 8]),
     library=st.booleans(),
 )
-@settings(max_examples=200)
 def test_what_was_applied_is_undone(wanted, skipped, data, itemsize, library):
     present = [each for number, each in enumerate(wanted) if not skipped >> number & 1]
     raw = applied(present, data, itemsize)

@@ -9,6 +9,7 @@ import shlex
 import h5py
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from stoker.cli.main import app
 from stoker.errors import InputError, StokerError, StoreError
 from stoker.loader.loader import Loader
+from stoker.loader.ragged import dense_rows
 from stoker.store.plain import Selection, choose
 from stoker.store.reader import open_store
 
@@ -85,6 +87,32 @@ def test_a_loader_has_the_rows_of_a_sparse_matrix(tmp_path):
                 assert (dense == COUNTS[seen]).all()
                 seen += 1
         assert seen == 30
+
+
+@given(
+    rows=st.integers(1, 6),
+    width=st.integers(1, 7),
+    padding=st.integers(0, 3),
+    seed=st.integers(0, 99),
+    subset=st.booleans(),
+)
+def test_dense_rows_of_a_sparse_batch(rows, width, padding, seed, subset):
+    rng = np.random.default_rng(seed)
+    values = rng.poisson(0.7, (rows, width)).astype("f4")
+    row, column = np.nonzero(values)
+    offsets = torch.from_numpy(np.searchsorted(row, np.arange(rows + 1)))
+    keep = rng.permutation(width)[: rng.integers(1, width + 1)] if subset else np.arange(width)
+    data = torch.from_numpy(np.append(values[row, column], np.full(padding, 9, "f4")))
+    indices = torch.from_numpy(np.append(column, np.zeros(padding, "i8")))
+    chosen = torch.from_numpy(keep) if subset else None
+    assert (dense_rows(data, indices, offsets, width, chosen).numpy() == values[:, keep]).all()
+
+
+def test_a_column_outside_of_the_matrix_makes_its_row_nan():
+    offsets, columns = torch.tensor([0, 2, 3]), torch.tensor([1, 5, 0])
+    for keep in (None, torch.tensor([0])):
+        dense = dense_rows(torch.ones(3), columns, offsets, 5, keep)
+        assert dense.isnan().any(dim=1).tolist() == [True, False]
 
 
 def test_a_dense_anndata_and_a_10x_file(tmp_path):
@@ -322,15 +350,6 @@ def test_a_packed_store_has_no_groups_to_choose(tmp_path):
     (tmp_path / "s").mkdir()
     with pytest.raises(InputError, match=r"rows=3 with .*s"):
         open_store(tmp_path / "s", rows=3)
-
-
-@pytest.mark.parametrize("name", [".zarray", ".zgroup", "zarr.json"])
-def test_a_zarr_folder_is_named(name, tmp_path):
-    (tmp_path / "x.zarr").mkdir()
-    (tmp_path / "x.zarr" / name).write_text("{}")
-    with pytest.raises(StoreError, match=r"x.zarr is a Zarr folder") as caught:
-        open_store(tmp_path / "x.zarr")
-    assert "import h5py, zarr" in caught.value.fix
 
 
 # -- fill values, and archives -------------------------------------------------------------------------

@@ -123,6 +123,7 @@ def train_foreign(kind, seed, stop_at=None, resume=False, device="cpu", noise=0.
     return trainer, trainer.history, loader
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("stop_at", [(0, 3), (1, 9)])
 @pytest.mark.parametrize(
     "kind",

@@ -79,12 +79,12 @@ except main._EndedBySignal as ended:
     ("role", "number", "group"),
     [
         ("command", signal.SIGKILL, False),
-        ("command", signal.SIGKILL, True),
+        pytest.param("command", signal.SIGKILL, True, marks=pytest.mark.slow),
         ("command", signal.SIGTERM, False),
-        ("command", signal.SIGHUP, False),
+        pytest.param("command", signal.SIGHUP, False, marks=pytest.mark.slow),
         ("command", signal.SIGINT, True),
         ("script", signal.SIGKILL, False),
-        ("script", signal.SIGTERM, False),
+        pytest.param("script", signal.SIGTERM, False, marks=pytest.mark.slow),
     ],
 )
 def test_workers_that_hang_in_c_end_with_the_pack(tmp_path, place, number, group, role):

@@ -63,6 +63,34 @@ def test_a_dict_of_arrays_gives_batches_by_name():
     assert batch["mz/offsets"].tolist() == np.cumsum([0, *range(8)]).tolist()
 
 
+class Table:
+    """What a table of pandas has."""
+
+    columns = ("x", 3)
+
+    def __getitem__(self, name):
+        return Column(X[:, 0].numpy() if name == "x" else Y.numpy())
+
+    def to_numpy(self):
+        raise NotImplementedError
+
+
+class Column(list):
+    def to_numpy(self):
+        return np.array(self)
+
+
+def test_the_columns_of_a_table_are_fields():
+    with loader_of(Table()) as loader:
+        batch = next(iter(loader))
+    assert torch.equal(batch["3"], Y[:8])
+
+
+def test_a_list_of_paths_is_answered_with_a_mixture():
+    with pytest.raises(InputError, match=r"Try: mix\(\{'a': 1, 'b': 1\}\)"):
+        loader_of(["a", "b"])
+
+
 class Items(Dataset):
     def __init__(self, form):
         self.form = form
@@ -206,6 +234,16 @@ def test_unpacking_a_batch_says_what_to_type_and_dicts_work():
     assert b is batch["y"]
 
 
+def test_a_compiled_function_may_loop_over_a_batch():
+    def total(batch):
+        return sum(batch[name].float().sum() for name in batch)
+
+    with loader_of({"x": X, "y": Y}) as loader:
+        batch = next(iter(loader))
+    compiled = torch.compile(total, backend="eager", fullgraph=True)
+    assert compiled(batch) == total(batch)
+
+
 def test_as_tuple_loads_and_yields_these_fields_only():
     data = {"x": X, "y": Y, "z": X, "mz": [np.arange(i) for i in range(N)]}
     with loader_of(data, as_tuple=("y", "x")) as loader:
@@ -335,13 +373,24 @@ def test_a_group_that_is_not_there_is_named(grouped, tmp_path):
         loader_of(group="train")
 
 
+def test_a_file_whose_arrays_differ_in_length_opens_by_rows_or_fields(grouped):
+    with pytest.raises(StoreError, match="rows=12"):
+        Loader(grouped, 4, "cpu")
+    with Loader(grouped, 4, "cpu", fields=["test/x"]) as loader:
+        assert len(loader.samples) == 5
+    with Loader(grouped, 4, "cpu", as_tuple=("train/x", "train/deep/y")) as loader:
+        assert sum(len(x) for x, _ in loader) == 12
+    with pytest.raises(InputError, match="leave rows out"):
+        loader_of(rows=12)
+
+
 def test_what_is_left_aside_is_said_once(grouped):
     with pytest.warns(UserWarning, match="left aside") as caught:
-        Loader(grouped, 4, "cpu").close()
+        Loader(grouped, 4, "cpu", rows=12).close()
     assert len(caught) == 1
     text = str(caught[0].message)
     assert "'train/v' has dtype object" in text
-    assert "'test/x' has 5 rows, not 12: left aside (group='test' loads it)" in text
+    assert "'test/x' has 5 rows, not 12: left aside" in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Loader(grouped, 4, "cpu").close()
+        Loader(grouped, 4, "cpu", rows=12).close()

@@ -674,7 +674,7 @@ def test_it_ends_cleanly_when_told_to(tmp_path, number, code):
         process.kill()
     assert process.returncode == code, err
     assert "Traceback" not in err
-    assert "run waiting" in out
+    assert "run run: waiting for its first line" in out
     assert log.read_text().endswith("\n")
 
 

@@ -34,20 +34,23 @@ def descend(level):
     levels = []
     while (lower := next_level(level)) is not None:
         levels.append(lower)
-        level = level.lowered_to(lower)
+        level = lower.level
         assert len(levels) < 100
     return levels, level
 
 
 def test_the_documented_ladder():
     levels, last = descend(DOCUMENTED)
-    assert [(r.kind, r.chunk_share, r.pass_size, r.is_checkpointed) for r in levels[:4]] == [
+    assert [
+        (r.kind, r.level.chunk_share, r.level.pass_size, r.level.is_checkpointed)
+        for r in levels[:4]
+    ] == [
         ("chunk share", 0.6, 128, False),
         ("batch", 0.6, 96, False),
         ("batch", 0.6, 64, False),
         ("activation checkpointing", 0.6, 64, True),
     ]
-    assert [lower.pass_size for lower in levels[4:]] == [48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1]
+    assert [lower.level.pass_size for lower in levels[4:]] == [48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1]
     assert last == replace(DOCUMENTED, chunk_share=0.6, pass_size=1, is_checkpointed=True)
 
 
@@ -61,7 +64,7 @@ def test_every_reason_says_what_changes_and_keeps_the_effective_batch():
     )
     assert "third more time" in levels[3].reason
     assert "24 + 24 + 24 + 24 + …" in levels[6].reason
-    assert {lower.effective_batch for lower in levels} == {256}
+    assert {lower.level.effective_batch for lower in levels} == {256}
 
 
 @given(
@@ -74,11 +77,11 @@ def test_the_ladder_ends_goes_down_only_and_loses_no_sample(batch, steps, share,
     start = MemoryLevel(batch, batch, steps, share, can_checkpoint=can)
     level = start
     while (lower := next_level(level)) is not None:
-        below = level.lowered_to(lower)
+        below = lower.level
         assert below != level
         assert below.pass_size <= level.pass_size
-        assert below.effective_batch == lower.effective_batch == batch * steps
-        assert lower.num_passes == steps * -(-batch // below.pass_size)
+        assert below.effective_batch == batch * steps
+        assert below.num_passes == steps * -(-batch // below.pass_size)
         assert sum(cut(batch, below.pass_size)) == batch
         assert max(cut(batch, below.pass_size)) == below.pass_size
         level = below
@@ -89,7 +92,7 @@ def test_the_ladder_ends_goes_down_only_and_loses_no_sample(batch, steps, share,
 
 def test_without_blocks_to_recompute_the_batch_goes_on_down():
     levels, last = descend(MemoryLevel(8, 8, can_checkpoint=False))
-    assert [lower.pass_size for lower in levels] == [6, 4, 3, 2, 1]
+    assert [lower.level.pass_size for lower in levels] == [6, 4, 3, 2, 1]
     assert "no block can be recomputed" in str(exhausted(last))
 
 
@@ -97,7 +100,7 @@ def test_without_blocks_to_recompute_the_batch_goes_on_down():
 def test_a_batch_that_cannot_be_cut_is_never_cut(batch, share, can):
     level, kinds = MemoryLevel(batch, batch, 1, share, can_checkpoint=can), []
     while (lower := next_level(level, can_cut=False)) is not None:
-        level = level.lowered_to(lower)
+        level = lower.level
         kinds.append(lower.kind)
         assert level.pass_size == batch
     assert kinds == ["chunk share"] * (share is not None) + ["activation checkpointing"] * can

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
@@ -202,7 +202,6 @@ def test_ragged_names_fields(tmp_path):
             pack_from(Items(), tmp_path / "store", ragged=wrong)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.lists(st.integers(-9, 9), max_size=4), min_size=1, max_size=8),
     st.sampled_from(["i4", "f8", "u1"]),

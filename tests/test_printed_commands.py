@@ -90,6 +90,7 @@ SPOKEN = {
     "packing/gate.py: --repair \0 was given, but the store has no float table 'features'.",
     "runs/run_page.py: stoker report: \0",
     "store/remote.py: stoker needs this name for a copy of \0",
+    "sources/tables/reading.py: file with the ending \0",
 }
 
 
@@ -199,7 +200,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 WORDS = [
-    ["inspect", f"{NAME}/none"], ["inspect", f"{NAME}.csv"], ["inspect", f"{NAME}.h5"],
+    ["inspect", f"{NAME}/none"], ["inspect", f"{NAME}.csv", "--rows", "4"], ["inspect", f"{NAME}.h5"],
     ["verify", f"{NAME}/none"], ["plan", f"{NAME}/none"], ["pack", "table", f"{NAME}.csv", "out"],
     ["pack", "table", f"{NAME}/none", "out"], ["pack", "table", NAME, "out"], ["pack", "table", "nan.csv", "out"],
     ["pack", "table", f"{NAME}.csv"], ["pack", "arrays", "two.npz", "out", "--names", "a"],

@@ -92,7 +92,7 @@ def test_what_torch_or_numpy_has_not_is_left_aside_by_name(tmp_path):
         assert list(store.fields) == ["features"]
         assert any("'long'" in note for note in store.notes)
         assert any("'three_bytes'" in note and "numpy" in note for note in store.notes)
-    with Loader(path, 4, "cpu") as loader:
+    with pytest.warns(UserWarning, match="left aside"), Loader(path, 4, "cpu") as loader:
         assert next(iter(loader))["features"].sum() == 8
 
 

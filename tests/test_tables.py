@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stoker.errors import QualityError, SourceError, StokerError
@@ -41,7 +41,6 @@ def shown(value: float, decimal: str) -> str:
     end=st.sampled_from(["\n", "\r\n"]),
     title=st.sampled_from(["", "made by hand\n"]),
 )  # fmt: skip
-@settings(max_examples=60)
 def test_any_layout_gives_the_same_numbers(values, names, sep, comma, encoding, end, title):
     """With a text column between the numbers, so that the separator is not the only thing that repeats."""
     decimal = "," if comma else "."
@@ -74,7 +73,7 @@ def test_any_layout_gives_the_same_numbers(values, names, sep, comma, encoding, 
     comma=st.booleans(),
 )
 def test_the_layout_of_numbers_is_found(sep, width, rows, has_header, comma):
-    comma = comma and sep != ","
+    comma = comma and sep not in ", "  # "1,5 2,5" may be three cells or two: it is asked about
     rng = np.random.default_rng(width * rows)
     table = rng.normal(size=(rows, width)).round(3) + 0.0625
     lines = [
@@ -93,7 +92,6 @@ def test_the_layout_of_numbers_is_found(sep, width, rows, has_header, comma):
 @example(b'"\n')
 @example(b"sep=;\n")
 @example(b"\n\n,\n")
-@settings(max_examples=80)
 def test_noise_gives_a_table_or_an_error_of_ours(data):
     """No exception of Python's or Arrow's, and every line that is a row is accounted for."""
     with tempfile.TemporaryDirectory() as folder:

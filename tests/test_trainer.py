@@ -173,7 +173,7 @@ def test_sigterm_saves_and_ends_well(path, tmp_path):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0
-    assert output.strip() == "terminated"
+    assert output.strip().splitlines()[-1] == "terminated"
 
 
 def test_ctrl_c_saves_what_was_done(path, tmp_path):
@@ -245,6 +245,10 @@ def test_the_batch_that_is_named_is_counted_from_its_epochs_start(dirty, tmp_pat
     assert places == [f"the loss of step {e * 10 + 3} (epoch {e}, batch 3)" for e in (0, 1)]
     rest = make_trainer(dirty, epochs=3, **options).fit(resume=True)
     assert any("the loss of step 23 (epoch 2, batch 3)" in note for note in rest.notes)
+    lines = read_run_log(tmp_path / "run" / "run.jsonl")
+    told = [(line.step, line.values["message"]) for line in lines if line.event == "nonfinite"]
+    assert [step for step, _ in told] == [3, 13, 23]
+    assert all(f"the loss of step {step} " in message for step, message in told)
 
 
 @pytest.mark.parametrize("device", DEVICES)

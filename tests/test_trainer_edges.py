@@ -83,6 +83,7 @@ def epoch_events(run):
 # -- an epoch in two processes -------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["stoker", "torch", "list"])
 @pytest.mark.parametrize("position", [1, 7, BATCHES, BATCHES + 1])
 def test_the_epoch_of_a_killed_run_is_reported_as_that_of_the_unbroken_one(

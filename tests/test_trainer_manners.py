@@ -397,3 +397,17 @@ def test_an_augmentation_may_be_replaced(tmp_path, monkeypatch, kind, capture):
     assert swapped[12] != pytest.approx(plain[12], rel=1e-2)
     assert np.isfinite(validated)
     assert late[0] != pytest.approx(plain[0], rel=1e-2)
+
+
+def test_a_fall_back_is_in_the_last_lines_of_stoker_train(tmp_path, capsys):
+    from stoker.cli.train import _print
+    from stoker.recipes.run import RecipeRun
+    from stoker.train.graph import step_note
+
+    note = step_note("eager: batches change their shape", captured=False, fallback=True)
+    run = RecipeRun(told=[note], recipe="forex", run_dir=tmp_path)
+    _print(run, None, "again")  # type: ignore[arg-type]
+    assert "step eager: batches change their shape" in capsys.readouterr().out
+    note = step_note("eager: capture is off", captured=False)
+    _print(RecipeRun(told=[note], recipe="forex", run_dir=tmp_path), None, "again")  # type: ignore[arg-type]
+    assert "eager" not in capsys.readouterr().out

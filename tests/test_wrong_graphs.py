@@ -247,7 +247,7 @@ def test_a_count_on_the_host_is_caught_however_small_its_effect(rows, device):
     trainer, history = fit(rows, device, "auto", kind=Counts)
     assert "a count of the optimizer" in trainer._captured.reason
     assert history.losses == pytest.approx(
-        fit(rows, device, "off", kind=Counts)[1].losses, rel=1e-3
+        fit(rows, device, "off", kind=Counts)[1].losses, rel=5e-3
     )
     with pytest.raises(InputError, match="capture is 'on', but the step changes a count"):
         fit(rows, device, "on", kind=Counts)

@@ -9,6 +9,7 @@ Tests about the process (closed streams, what is imported, how Python ends) star
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import functools
 import json
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import termios
 import threading
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -116,15 +118,22 @@ def _run_beside(asked: dict, main) -> None:
     for stream in streams:
         os.close(stream)
     os.write(status, f"{pid}\n".encode())
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.write(status, f"{code}\n".encode())
+    gone = select.poll()
+    gone.register(status, 0)
+    ended, how = 0, 0
+    while not ended:
+        if gone.poll(0):  # nobody reads any more: the test's process has ended without a word
+            os.kill(pid, signal.SIGKILL)
+        ended, how = os.waitpid(pid, os.WNOHANG)
+        time.sleep(0 if ended else 0.02)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(status, f"{os.waitstatus_to_exitcode(how)}\n".encode())
     os._exit(0)
 
 
 def _run(asked: dict, main, streams: list[int]) -> None:
     """Be the command that is asked for; end the process."""
     import resource
-    import time
 
     for number, stream in enumerate(streams):
         os.dup2(stream, number)

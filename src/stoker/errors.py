@@ -139,6 +139,7 @@ _EXTRAS = {
     "fsspec": ("fsspec", "remote"),
     "aiohttp": ("aiohttp", "remote"),
     "matplotlib": ("matplotlib", "plots"),
+    "numcodecs": ("numcodecs", "zarr"),
     "onnx": ("onnx", "onnx"),
     "onnx_ir": ("onnx-ir", "onnx"),
     "onnxruntime": ("onnxruntime", "onnx"),
@@ -359,8 +360,9 @@ class Refusal:
         reason: In words a user understands.
         unit: What `line` counts: "line", "row" or "record".
         count: How many pieces it stands for; above 1 where a listing was cut short.
-        kind: The reason without the values of this piece, by which refusals are counted; the reason where empty.
+        kind: Class of reasons that the pack counts it under ("cannot be decoded"); the reason itself when empty.
         is_asked: The user asked for such pieces to be left out: they count as ignored, not against the budget.
+        fix: What to type so that it is taken; may be empty.
     """
 
     file: str
@@ -370,6 +372,7 @@ class Refusal:
     count: int = 1
     kind: str = ""
     is_asked: bool = False
+    fix: str = ""
 
     def __str__(self) -> str:
         """Format as `file:line: reason`, the way editors and compilers do."""

@@ -147,7 +147,7 @@ def _of_statement(node: ast.AST):
         yield node, "break", "continue"
     elif isinstance(node, ast.Continue):
         yield node, "continue", "break"
-    elif isinstance(node, ast.If | ast.While) and node.test.lineno == node.test.end_lineno:
+    elif isinstance(node, ast.If | ast.While) and ast.unparse(node.test) != "TYPE_CHECKING":
         yield node.test, "condition", f"not ({ast.unparse(node.test)})"
 
 
@@ -211,15 +211,10 @@ class Slot:
         self.folder = Path(tempfile.mkdtemp(prefix="stoker-mutate-")) / "checkout"
         ignore = shutil.ignore_patterns(*LEFT_BEHIND)
         shutil.copytree(root, self.folder, ignore=ignore, symlinks=True)
-        others = [
-            Path(one).absolute()
-            for one in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-            if one
-        ]
         (self.folder.parent / "stoker_mutate_plugin.py").write_text(PLUGIN)
         self.report = self.folder.parent / "failed"
-        kept = (one for one in others if one != (root / "src").absolute())
-        paths = [self.folder / "src", *kept, self.folder.parent]
+        others = filter(None, [os.environ.get("PYTHONPATH")])
+        paths = [self.folder / "src", self.folder.parent, *others]
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
@@ -240,7 +235,8 @@ class Slot:
             "-p",
             "stoker_mutate_plugin",
         ]
-        command += ["--timeout=60", "-m", "not whole_gpu", "--tb=no"]
+        command += ["-m", "not whole_gpu", "--tb=no"]
+        command += ["--timeout=60"] * bool(importlib.util.find_spec("pytest_timeout"))
         if not alone and self.processes > 1 and importlib.util.find_spec("xdist"):
             command += ["-n", str(self.processes), "--dist", "worksteal"]
         process = subprocess.Popen(
@@ -306,8 +302,8 @@ class Slot:
                     break
                 if code == 124:
                     return met("undecided", reason=f"{self.seconds:.0f} s were not enough")
-                if not failed:  # nothing can be collected with this change
-                    return met("caught", by=f"pytest ended with {code}")
+                if not failed:
+                    return met("undecided", reason=f"pytest ended with {code}")
                 if failed[0] in left_out:
                     return met("undecided", reason=f"{failed[0]} cannot be left out")
                 if not self._doubted(mutant, failed[0]):
@@ -473,7 +469,22 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show the changes and run nothing")
     options = parser.parse_args()
     root = options.root.resolve()
+    os.environ["PYTHONPATH"] = _absolute(os.environ.get("PYTHONPATH", ""), root)
     rooms = tuple(options.rooms.split(","))
+    with tempfile.TemporaryDirectory(prefix="stoker-mutate-") as folder:
+        # A copy, so that edits of the checkout meanwhile do not matter.
+        kept = Path(folder) / "checkout"
+        shutil.copytree(root, kept, ignore=shutil.ignore_patterns(*LEFT_BEHIND), symlinks=True)
+        _campaign(kept, rooms, options)
+
+
+def _absolute(paths: str, root: Path) -> str:
+    """Return PYTHONPATH for another working folder, without the checkout's own package."""
+    given = [Path(one).absolute() for one in paths.split(os.pathsep) if one]
+    return os.pathsep.join(str(one) for one in given if one != root / "src")
+
+
+def _campaign(root: Path, rooms: tuple[str, ...], options: argparse.Namespace) -> None:
     mutants = draw(root, options.count, options.seed, rooms)
     if options.list:
         for number, mutant in enumerate(mutants):

@@ -18,13 +18,16 @@ class GalleryCase:
         write: Writes the input into an empty folder, or its text for `name`.
         options: Behind `stoker pack KIND NAME OUT`.
         name: Of the input in the folder.
-        code: Exit code: 0 packed, 2 refused as it is, 3 refused by the gate or the budget.
+        code: Exit code: 0 packed, 2 refused as it is, 3 refused by the gate or the budget; None for any refusal.
         says: Texts that must be printed.
         fields: Field to its first rows, as lists of numbers.
         columns: Of `features`, where they are worth a look.
         attributes: Entries of the manifest's attributes.
         account: Found, packed, refused, ignored of the last account.
         verb: Words of the command.
+        words: The whole command, where it is not VERB NAME OUT OPTIONS.
+        packed: Samples of the store.
+        check: Looks at the store.
     """
 
     what: str
@@ -32,13 +35,16 @@ class GalleryCase:
     write: Callable[[Path], object] | str | bytes
     options: Sequence[str] = ()
     name: str = "t.csv"
-    code: int = 0
+    code: int | None = 0
     says: Sequence[str] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
     columns: Sequence[str] | None = None
     attributes: Mapping[str, Any] = field(default_factory=dict)
     account: tuple[int, int, int, int] | None = None
     verb: Sequence[str] = ("pack", "table")
+    words: Sequence[str] = ()
+    packed: int | None = None
+    check: Callable[[Any], None] | None = None
 
     def make(self, folder: Path) -> None:
         """Write the input."""

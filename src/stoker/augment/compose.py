@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, overload
+from typing import Any, Protocol, overload
 
 import torch
 
@@ -151,8 +151,8 @@ class Compose:
         self.__dict__.update(state)
         self._begin()
 
-    @classmethod
-    def from_torchvision(cls, transforms: Any, **options: Any) -> Self:
+    @staticmethod
+    def from_torchvision(transforms: Any, **options: Any) -> Compose:
         """Build a Compose from a `torchvision.transforms.v2.Compose` (or v1, or a list of transforms).
 
         `compose.conversion` lists what became of each transform: part of the fused pass, a stage between fused parts,
@@ -168,7 +168,7 @@ class Compose:
         from stoker.augment.conversion import convert
 
         ops, conversion = convert(transforms)
-        made = cls(ops, **options)
+        made = Compose(ops, **options)
         made.conversion = conversion
         return made
 

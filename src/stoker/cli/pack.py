@@ -221,15 +221,56 @@ def table_source(
     )
 
 
+Range = Annotated[
+    str | None,
+    typer.Option(
+        "--range",
+        help="LOW,HIGH of 16-bit and float pictures, stored as 0 to 255 [default: 0,65535 and 0,1].",
+        show_default=False,
+    ),
+]
+FirstFrame = Annotated[
+    bool, typer.Option("--first-frame", help="Take the first frame of files that hold several.")
+]
+Lists = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--list",
+        help="Split by a list of names, such as train=train.txt; repeatable.",
+        show_default=False,
+    ),
+]
+
+
 @app.command()
 def images(
     folder: Annotated[
         Path,
-        typer.Argument(help="Folder with one subfolder of images per class.", show_default=False),
+        typer.Argument(
+            help="Folder with one subfolder of images per class, perhaps below train, val and test.",
+            show_default=False,
+        ),
     ],
     out: Out,
     size: Annotated[str, typer.Option("--size", help="Stored HEIGHTxWIDTH.")] = "224x224",
     channels: Annotated[int, typer.Option("--channels", help="3 for RGB, 1 for grey.")] = 3,
+    labels: Annotated[
+        Path | None,
+        typer.Option(
+            "--labels",
+            help="CSV of names and labels, instead of class folders.",
+            show_default=False,
+        ),
+    ] = None,
+    label_column: Annotated[
+        str | None,
+        typer.Option(
+            "--label-column", help="Column of labels in it [default: found].", show_default=False
+        ),
+    ] = None,
+    lists: Lists = None,
+    value_range: Range = None,
+    first_frame: FirstFrame = False,
     jobs: Jobs = 0,
     cluster: Cluster = None,
     force_recreate: Force = False,
@@ -238,9 +279,18 @@ def images(
     as_json: JsonOption = False,
 ) -> None:
     """Pack class folders of images as uint8, decoded and resized once."""
-    from stoker.sources.images import ImagesSource, parse_size
+    from stoker.sources.images import ImagesSource, parse_range, parse_size
 
-    source = ImagesSource(parse_size(size), channels, folder)  # type: ignore[arg-type]
+    source = ImagesSource(
+        parse_size(size),
+        channels,  # type: ignore[arg-type]
+        folder,
+        labels,
+        label_column,
+        value_range=parse_range(value_range),
+        first_frame=first_frame,
+        lists=tuple(lists or ()),
+    )
     _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 
 
@@ -250,10 +300,51 @@ def segmentation(
     images: Annotated[Path, typer.Option("--images", help="Folder of images.", show_default=False)],
     masks: Annotated[
         Path,
-        typer.Option("--masks", help="Folder of masks with the same names.", show_default=False),
+        typer.Option(
+            "--masks",
+            help="Folder of masks with the same names; may be the same.",
+            show_default=False,
+        ),
     ],
     size: Annotated[str, typer.Option("--size", help="Stored HEIGHTxWIDTH.")] = "512x512",
     channels: Annotated[int, typer.Option("--channels", help="3 for RGB, 1 for grey.")] = 3,
+    mask_suffix: Annotated[
+        str,
+        typer.Option(
+            "--mask-suffix", help="What mask names have behind the image's: _L for x_L.png."
+        ),
+    ] = "",
+    image_suffix: Annotated[
+        str,
+        typer.Option("--image-suffix", help="What image names have behind the part they share."),
+    ] = "",
+    mask_prefix: Annotated[
+        str, typer.Option("--mask-prefix", help="What mask names have before the image's.")
+    ] = "",
+    mask_map: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--mask-map",
+            help="Class of mask values or colours: 255=1, 0-127=0, #ff0000=2, other=255; or keep. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    mask_colors: Annotated[
+        Path | None,
+        typer.Option(
+            "--mask-colors", help="Table of colours: r, g, b and a name a line.", show_default=False
+        ),
+    ] = None,
+    mask_orientation: Annotated[
+        str,
+        typer.Option(
+            "--mask-orientation",
+            help="Masks without EXIF beside images with: image (turned like it), upright, or auto by size.",
+        ),
+    ] = "auto",
+    lists: Lists = None,
+    value_range: Range = None,
+    first_frame: FirstFrame = False,
     jobs: Jobs = 0,
     cluster: Cluster = None,
     force_recreate: Force = False,
@@ -262,9 +353,23 @@ def segmentation(
     as_json: JsonOption = False,
 ) -> None:
     """Pack images and their masks as uint8, resized once (masks by nearest)."""
-    from stoker.sources.images import SegmentationSource, parse_size
+    from stoker.sources.images import SegmentationSource, parse_range, parse_size
 
-    source = SegmentationSource(parse_size(size), channels, images, masks)  # type: ignore[arg-type]
+    source = SegmentationSource(
+        parse_size(size),
+        channels,  # type: ignore[arg-type]
+        images,
+        masks,
+        mask_suffix,
+        image_suffix,
+        mask_prefix,
+        tuple(mask_map or ()),
+        mask_colors,
+        mask_orientation,  # type: ignore[arg-type]
+        value_range=parse_range(value_range),
+        first_frame=first_frame,
+        lists=tuple(lists or ()),
+    )
     _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 
 
@@ -376,7 +481,11 @@ def massspec(
     out: Out,
     msp: Annotated[
         Path,
-        typer.Option("--msp", help="Spectrum library, .msp, .msl or gzipped.", show_default=False),
+        typer.Option(
+            "--msp",
+            help="Spectrum library: MSP, MSL, MGF, MassBank, SDF with peaks, mzML, gzipped or not; or a folder.",
+            show_default=False,
+        ),
     ],
     mol_dir: Annotated[
         Path | None,
@@ -394,7 +503,7 @@ def massspec(
         str,
         typer.Option(
             "--structures",
-            help="mol: MOL files only; smiles: the record's SMILES; auto: MOL, else SMILES.",
+            help="mol: MOL files only; smiles: the record's SMILES or InChI; auto: MOL, else these; none.",
         ),
     ] = "auto",
     rounding: Annotated[
@@ -408,6 +517,16 @@ def massspec(
         str, typer.Option("--split", help="Shares of train, validation, test; by compound.")
     ] = "0.8,0.1,0.1",
     seed: Annotated[int, typer.Option("--seed", help="Of the split.")] = 42,
+    spectra: Annotated[
+        str,
+        typer.Option(
+            "--spectra",
+            help="Kinds to take: ei, msms, ms1, all; auto refuses a library that mixes them.",
+        ),
+    ] = "auto",
+    without_spectra: Annotated[
+        bool, typer.Option("--without-spectra", help="Keep records without peaks, for prediction.")
+    ] = False,
     jobs: Jobs = 0,
     cluster: Cluster = None,
     force_recreate: Force = False,
@@ -430,6 +549,8 @@ def massspec(
         train_ratio=shares[0],
         val_ratio=shares[1],
         seed=seed,
+        spectra=spectra,  # type: ignore[arg-type]
+        without_spectra=without_spectra,
     )
     _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 
@@ -514,7 +635,7 @@ def _facts(result: PackResult) -> dict[str, object]:
         "num_bytes": sum(shard.size_bytes for shard in result.manifest.shards),
         "num_shards": len(result.manifest.shards),
         "num_refused": result.manifest.num_refused,
-        "counts": result.manifest.attributes.get("accounts", []),
+        "counts": result.manifest.counts,
         "seconds": round(result.seconds, 3),
         "fields": {name: info.model_dump() for name, info in result.manifest.fields.items()},
         "quality": result.manifest.quality,
@@ -548,6 +669,16 @@ def print_result(result: PackResult) -> None:
     if result.manifest.num_refused:
         refused = format_count(result.manifest.num_refused, "piece")
         console.print(f"{refused} of input refused; see {result.path / REFUSED_NAME}")
+    if not result.reused:
+        from stoker.packing.samples import sample_facts, samples_of
+
+        with open_store(result.path) as store:
+            for what, value in sample_facts(samples_of(store)).items():
+                console.print(printable(f"{what}: {value}"))
+        page = result.path.with_name(f"{result.path.name}.html")
+        console.print(
+            f"see the samples: {command('stoker', 'inspect', result.path, '--html', page)}"
+        )
     if result.inspection is not None:
         for line in result.inspection.lines()[:10]:
             console.print(f"  {line}")

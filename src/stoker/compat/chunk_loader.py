@@ -20,6 +20,9 @@ A training loop, complete:
             loss.backward()
             optimizer.step()
 
+`Trainer(model, loader, ...)` takes it too, and trains from the `Loader` inside it: captured, resumed at any batch,
+and with fewer chunks when memory runs out.
+
 `shuffle=False` is what overlapping windows of several timeframes need. "GB" in `chunk_size_gb` is
 2^30 bytes, as in the documents' own arithmetic (12.0 holds 53,547 samples of 360 x 167 floats and 36
 targets).

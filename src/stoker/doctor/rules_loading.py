@@ -267,6 +267,7 @@ def slow_between_steps(case: Case) -> Finding | None:
     step = pace.step
     rest = max(step - between, 1e-9)
     workers = suggested_workers(between, rest, case.cores, 0.0)
+    ahead = ', or iterate over stoker.prefetch(batches, "cuda")' if case.on_gpu else ""
     lines = [
         f"{line.where}: {milliseconds(line.seconds_per_step)} per step "
         f"({case.share_of_step(line.seconds_per_step):.0%})"
@@ -283,12 +284,14 @@ def slow_between_steps(case: Case) -> Finding | None:
                 ),
                 *lines,
             ],
-            "Do this work while the model computes: for loading, iterate over stoker.prefetch(batches), or move it "
-            f"into a Dataset and use a DataLoader with num_workers={workers}; for logging, do it every 50 steps.",
+            "Do this work while the model computes: move loading into a Dataset for a DataLoader with "
+            f"num_workers={workers}{ahead}; log every 50 steps.",
             # In one background thread it still takes its time; in workers it is divided.
             gain_of_steps(step, max(rest, between), max(rest, between / workers), rest),
             where=case.measured.between[0].where if case.measured.between else None,
-            script="for batch in stoker.prefetch(batches):  # a generator that yields what is made here now",
+            script='for batch in stoker.prefetch(batches, "cuda"):  # a generator of what is made here now'
+            if case.on_gpu
+            else f"DataLoader(dataset, num_workers={workers})  # its __getitem__ does what is done here now",
         )
     )
 

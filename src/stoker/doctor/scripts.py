@@ -91,6 +91,9 @@ def _suggest(finding: Finding) -> str:
     if patch.loader_arguments:
         diff = edit_call(patch.where, patch.loader_arguments)
     elif patch.replacement:
+        lines.append(
+            "# What the dataset does to the values it reads goes into the loop, or into stoker.augment."
+        )
         diff = replace_call(patch.where, patch.replacement)
     if diff is not None:
         return "\n".join([*lines, diff])

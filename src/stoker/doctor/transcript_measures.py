@@ -226,7 +226,7 @@ def _notes(
             f"the workers took the cores from the training: {crowding:.0%} of a step was spent queueing for one "
             "behind them, and counts as waiting for data"
         )
-    if not state["loaders"]:
+    if not state["loaders"] and state.get("training"):
         notes.append(
             "no DataLoader was used: time between the model's calls was measured by sampling the training thread"
         )

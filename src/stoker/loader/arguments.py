@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stoker.bounds import require_memory
 from stoker.display import nearest
-from stoker.errors import InputError
+from stoker.errors import InputError, StoreError
 from stoker.loader.drawing import Mixture
 from stoker.sources.samples import as_array, collect, field_names, form_of, tuple_names
 from stoker.store.fields import Dense, FieldData
@@ -106,27 +106,53 @@ class Opened(NamedTuple):
     mixture: Mixture | None = None
 
 
-def open_data(data: Any, group: str | None) -> Opened:
+def open_data(
+    data: Any,
+    group: str | None = None,
+    rows: int | None = None,
+    fields: Sequence[str] | None = None,
+) -> Opened:
     """Return anything that a Loader can be given as a store.
 
     Args:
         data: A store, a path or URL, arrays or tensors (one, a tuple, or a dict of them), or a Dataset.
         group: Of a plain HDF5 file: the group that holds the arrays.
+        rows: Of a plain HDF5 file: the number of samples.
+        fields: Those to load, which decide where a plain file alone does not.
     """
     if isinstance(data, str | Path):
-        return Opened(open_store(data, group=group))
-    if group is not None:
-        raise InputError(
-            f"group={group!r} with {type(data).__name__}.",
-            "group= with the path of a plain HDF5 file",
-            "leave group out",
-        )
+        try:
+            return Opened(open_store(data, group=group, rows=rows))
+        except StoreError:
+            is_plain = Path(data).is_file()
+            if not is_plain or not fields or isinstance(fields, str):
+                raise
+            return Opened(open_store(data, group=group, rows=rows, fields=fields))
+    for name, value in (("group", group), ("rows", rows)):
+        if value is not None:
+            raise InputError(
+                f"{name}={value!r} with {type(data).__name__}.",
+                f"{name}= with the path of a plain HDF5 file",
+                f"leave {name} out",
+            )
     if isinstance(data, Store):
         return Opened(data, is_own=False)
     if isinstance(data, Mixture):
         return Opened(data.store, is_own=False, mixture=data)
+    return _from_memory(data)
+
+
+def _from_memory(data: Any) -> Opened:
     if isinstance(data, TensorDataset):
         data = data.tensors
+    elif hasattr(data, "columns") and hasattr(data, "to_numpy"):  # a table of pandas
+        data = {str(name): data[name].to_numpy() for name in data.columns}
+    elif isinstance(data, list) and data and all(isinstance(each, str | Path) for each in data):
+        raise InputError(
+            f"a Loader was given a list of {len(data)} paths.",
+            "one store, or several with their shares",
+            f"mix({dict.fromkeys(map(str, data[:4]), 1)})",
+        )
     if isinstance(data, Mapping):
         return Opened(_from_arrays(data, "a dict in memory"))
     if isinstance(data, tuple):

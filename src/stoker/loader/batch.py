@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -58,6 +59,8 @@ class Batch(dict[str, torch.Tensor]):
 
         `for x, y in loader` would assign field names. The caller's bytecode tells unpacking from a loop.
         """
+        if torch.compiler.is_compiling():  # frames cannot be traced
+            return super().__iter__()
         caller = sys._getframe(1)
         if caller.f_code.co_code[caller.f_lasti] in _UNPACKING:
             names = tuple(self.keys())
@@ -103,6 +106,10 @@ class IndexTable:
 
     def __init__(self, indices: torch.Tensor, sizes: list[int]) -> None:
         self.sizes = sizes
+        self._starts = [0, *accumulate(sizes)]
+        # The last two batches of an epoch may be shorter than the others.
+        shorter = (number for number, size in enumerate(sizes) if size != sizes[0])
+        self._num_equal = next(shorter, len(sizes))
         self._indices = indices
         self._by_row: dict[int, Sequence[torch.Tensor]] = {}
 
@@ -119,8 +126,11 @@ class IndexTable:
 
     def rows_of(self, first: int, last: int) -> Sequence[torch.Tensor]:
         """Return, row by row, the concatenated indices of batches `first` to `last`."""
-        start = sum(self.sizes[:first])
-        return self._indices[:, start : start + sum(self.sizes[first:last])].unbind(0)
+        return self._indices[:, self._starts[first] : self._starts[last]].unbind(0)
+
+    def equal_from(self, first: int, most: int) -> int:
+        """Return the end of at most `most` batches from `first` on that have the same size."""
+        return min(first + most, self._num_equal) if first < self._num_equal else first + 1
 
 
 @dataclass(slots=True, eq=False)

@@ -264,6 +264,15 @@ class Deck:
                 self._rows = rows
             return self._rows
 
+    @cached_property
+    def positions(self) -> Array:
+        """The permuted positions; of draws, those that were drawn."""
+        rows, order = self.rows, self._order
+        if order.draws is None:
+            return rows
+        drawn: Array = order.draws.positions(order.seed, self._epoch)[rows]
+        return drawn
+
 
 class DealtEpoch(EpochOrder):
     """One permutation, shared by the ranks step by step, from index `begin` on."""
@@ -290,10 +299,10 @@ class DealtEpoch(EpochOrder):
         )
 
     def prepare(self) -> None:
-        """Permute in a thread, if that takes long."""
+        """Draw and permute in a thread, if that takes long."""
         if self.num_offered >= _LEAST_FOR_THREAD:
             threading.Thread(
-                target=lambda: self.deck.rows, name="stoker-order", daemon=True
+                target=lambda: self.deck.positions, name="stoker-order", daemon=True
             ).start()
 
     def _share(self, step: int) -> tuple[int, int]:
@@ -311,27 +320,26 @@ class DealtEpoch(EpochOrder):
         return [Visit(0, 0, self.order.num_samples)]
 
     def _batches(self, start: int) -> Iterator[PlannedBatch]:
-        rows, rank, ranks = self.deck.rows, self.order.rank, self.order.world_size
-        first, is_plain = self.dealt(start), self.order.draws is None
-        for step in range(
-            start, self.num_batches
-        ):  # as `_share`, without asking for the same twice
-            last = self.dealt(step + 1)
+        rows, rank, ranks = self.deck.positions, self.order.rank, self.order.world_size
+        full = self.order.batch_size * ranks
+        first = self.dealt(start)
+        for step in range(start, self.num_batches):
+            # As `_share`, without its arithmetic for all steps but the last two, which are full.
+            last = first + full if step < self.num_batches - 2 else self.dealt(step + 1)
             together = last - first
             low, high = first + together * rank // ranks, first + together * (rank + 1) // ranks
-            positions = rows[low:high].copy() if is_plain else self._drawn(rows[low:high])
-            yield PlannedBatch(step, positions, (0,), (high - low,), together)
+            yield PlannedBatch(step, rows[low:high].copy(), (0,), (high - low,), together)
             first = last
 
     def stream(self, start: int, stop: int) -> Iterator[Array]:
         """As `EpochOrder.stream`."""
-        rows = self.deck.rows
+        rows = self.deck.positions
         if self.order.world_size == 1:
-            yield self._drawn(rows[self.dealt(start) : self.dealt(stop)])
+            yield rows[self.dealt(start) : self.dealt(stop)]
             return
         for step in range(start, stop):
             low, high = self._share(step)
-            yield self._drawn(rows[low:high])
+            yield rows[low:high]
 
 
 class LaneEpoch(EpochOrder):

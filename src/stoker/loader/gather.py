@@ -166,10 +166,9 @@ class GatheredAhead:
         fields, most = self._chosen.get(size) or self._choose(size)
         if not fields:
             return {}
-        others = (at for at in range(number, len(table.sizes)) if table.sizes[at] != size)
-        end = min(number + most, next(others, len(table.sizes)))
+        end = table.equal_from(number, most)
         rows = table.rows_of(number, end)
-        parts: dict[int, dict[str, torch.Tensor]] = {at: {} for at in range(number, end)}
+        parts: dict[int, dict[str, torch.Tensor]] = {at: Batch() for at in range(number, end)}
         for field in fields:
             # unsafe_split: views with version counters of their own. With a shared counter, changing one
             # batch in place would make autograd refuse all the others.
@@ -247,8 +246,7 @@ class AugmentedAhead:
         self._made = _NOTHING
         if self._at is not None and self._at[1] != step:
             self._augment.seek(self._at[0], step)
-        others = (at for at in range(number, len(table.sizes)) if table.sizes[at] != size)
-        end = min(number + most, next(others, len(table.sizes)))
+        end = table.equal_from(number, most)
         values = (gather.values for gather in self._images)
         row = self._images[0].row
         if end - number == 1 or self._batches is None:
@@ -336,10 +334,13 @@ class Assembler:
         ready: Mapping[str, torch.Tensor] = {}
         if isinstance(rows, IndexBatch):
             ready = self._ahead.pop(rows.table, rows.number)
-        batch = Batch()
-        for gather in self._others:
-            taken = ready.get(gather.name)
-            batch[gather.name] = gather(rows) if taken is None else taken
+        if isinstance(ready, Batch) and len(ready) == len(self._others):
+            batch = ready
+        else:
+            batch = Batch()
+            for gather in self._others:
+                taken = ready.get(gather.name)
+                batch[gather.name] = gather(rows) if taken is None else taken
         for column, row in self._ragged:
             self._gather_ragged(batch, column, rows[row], rows[row + 1], totals)
         if self._augmented is not None and in_turn and isinstance(rows, IndexBatch):

@@ -76,6 +76,7 @@ class Loader:
             ("train", "val", "test"), is taken too; `split_randomly(...).train` gives those of one made here.
         as_tuple: Yield these fields as a tuple, for `for x, y in loader`; by default a `Batch` by names.
         group: Of a plain HDF5 file: the group that holds the arrays, such as "train".
+        rows: Of a plain HDF5 file whose arrays differ in length: the number of samples.
         drop_last: Leave out the epoch's last, short batch.
         rank: This process's number.
         world_size: Number of processes.
@@ -117,6 +118,7 @@ class Loader:
         samples: Array | str | None = None,
         as_tuple: Sequence[str] | None = None,
         group: str | None = None,
+        rows: int | None = None,
         drop_last: bool = False,
         rank: int = 0,
         world_size: int = 1,
@@ -132,7 +134,9 @@ class Loader:
     ) -> None:
         self._closed = False
         check_keywords(others, _KEYWORDS)
-        self.store, form, self._owns_store, self._mixture = open_data(store, group)
+        self.store, form, self._owns_store, self._mixture = open_data(
+            store, group, rows, as_tuple if fields is None else fields
+        )
         self.device = pick_device(device)
         batch_size, seed, rank, world_size, num_slots = (
             whole_number(name, value)
@@ -175,7 +179,7 @@ class Loader:
                 "stores that fit, or shares that hold over an epoch",
                 "mix(shares, per_batch=False)",
             )
-        self._order = Order(
+        made = Order(
             count,
             batch_size,
             order,
@@ -188,7 +192,7 @@ class Loader:
             digest,
             draws,
         )
-        self._progress = Progress(self._order)
+        self._progress = Progress(made)
         self.reason = f"{reason}; {self._order.reason}"
         slots = 1 if chunks is None else max(local.num_slots, self._order.most_chunks_per_batch)
         is_straight = (
@@ -234,6 +238,10 @@ class Loader:
             ("data", f"{self.tier}, {format_bytes(self.device_bytes)}"),
             ("at", f"epoch {self.epoch}, batch {self._progress.batch}"),
         ]
+
+    @property
+    def _order(self) -> Order:
+        return self._progress.order
 
     @property
     def epoch(self) -> int:

@@ -64,6 +64,42 @@ def bin_spectra(
     return spectra / torch.where(base > 0, base, 1)
 
 
+def dense_rows(
+    values: torch.Tensor,
+    columns: torch.Tensor,
+    offsets: torch.Tensor,
+    num_columns: int,
+    keep: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return `(batch, num_columns)` float32 rows of a sparse matrix, such as `X` of an AnnData file.
+
+    Values of the same row and column are added. A column outside of the matrix makes its row NaN: the device is not
+    waited for, so nothing can be raised here.
+
+    Args:
+        values: Of all rows of the batch, `batch["X/data"]`.
+        columns: Of the values, `batch["X/indices"]`.
+        offsets: Where each row begins, `batch["X/data/offsets"]`.
+        num_columns: Of the matrix.
+        keep: Numbers of the columns to return, in this order (a gene subset); all by default. Each at most once.
+    """
+    num, width = len(offsets) - 1, num_columns if keep is None else len(keep)
+    owner = owners(offsets, len(columns))
+    place = _plain(columns).to(torch.int64)
+    outside = (place < 0) | (place >= num_columns)
+    values = torch.where(outside, torch.nan, values.to(torch.float32))
+    place = torch.where(outside, 0, place)
+    if keep is not None:
+        table = torch.full((num_columns,), -1, dtype=torch.int64, device=place.device)
+        table[keep.to(place.device)] = torch.arange(width, device=place.device)
+        place = torch.where(outside, 0, table[place])
+    # What is dropped goes to one spare cell, so that the shapes stay static.
+    used = (owner < num) & (place >= 0)
+    cell = torch.where(used, owner * width + place, num * width)
+    flat = torch.zeros(num * width + 1, dtype=torch.float32, device=values.device)
+    return flat.index_add_(0, cell, values)[:-1].view(num, width)
+
+
 def expand_fingerprint(
     bits: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, size: int = ECFP_SIZE
 ) -> torch.Tensor:

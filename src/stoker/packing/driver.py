@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -21,16 +22,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stoker.display import quoted, table_html
-from stoker.errors import (
-    InputError,
-    QualityError,
-    Refusal,
-    StoreError,
-    count_kinds,
-    count_refused,
-)
+from stoker.errors import InputError, QualityError, Refusal, StoreError, count_refused
 from stoker.ownership import always, write_text
 from stoker.packing.cluster import ClusterWorkers, check_cluster
+from stoker.packing.counts import make_accounts
 from stoker.packing.gate import Stage, StagedPart, open_stage, quarantine, repair_stage
 from stoker.packing.work_folder import (
     WorkFolder,
@@ -42,7 +37,7 @@ from stoker.packing.work_folder import (
 from stoker.packing.worker import current_guard
 from stoker.packing.workers import Poison, Workers
 from stoker.report import Progress, Silent
-from stoker.sources.contract import Account, Part, PartContext, Preparation, Source
+from stoker.sources.contract import Part, PartContext, Preparation, Source
 from stoker.sources.fingerprint import difference, fingerprint
 from stoker.store.inspection import Inspection, inspect_store
 from stoker.store.manifest import REFUSED_NAME, FieldInfo, Manifest, Provenance, read_manifest
@@ -222,6 +217,8 @@ def _make(
     preparation = source.prepare(work.scratch)
     for line in preparation.notes:
         progress.say(line)
+    if not preparation.parts and (preparation.refused or preparation.ignored):
+        _check_budget(preparation.refused, [preparation.ignored], 0, options)
     # A repair or a quarantine writes the shards once more.
     check_disk(
         work.target,
@@ -237,7 +234,8 @@ def _make(
     with contextlib.closing(workers):
         stage = _build(source, preparation, workers, work, progress)
         refused = [*preparation.refused, *(each for part in stage.parts for each in part.refused)]
-        _check_budget(refused, stage.num_samples, options)
+        ignored = [preparation.ignored, *(part.ignored for part in stage.parts)]
+        _check_budget(refused, ignored, stage.num_samples, options)
         fitted: dict[str, list[dict[str, Any]]] = {}
         if options.repairs:
             folder = work.stage("repaired")
@@ -251,16 +249,20 @@ def _make(
             folder = work.stage(f"kept-{attempt}")
             stage, dropped = quarantine(stage, inspection, workers, folder, progress)
             refused.extend(dropped)
-            _check_budget(refused, stage.num_samples, options)
+            _check_budget(refused, ignored, stage.num_samples, options)
             # Without the worst rows the medians are others: look again at what is left.
             inspection = _inspect(stage, progress)
     if inspection.refused:
         raise _gate_error(inspection)
     attributes = dict(source.finish([part.extra for part in stage.parts]))
-    counts = _accounts(preparation, attributes.get("accounts", []), refused, stage.num_samples)
-    if counts:
-        attributes["accounts"] = [account.to_json() for account in counts]
-    manifest = _manifest(stage, provenance, fitted, inspection, count_refused(refused), attributes)
+    accounts = make_accounts(
+        preparation, attributes.get("accounts", []), refused, ignored, stage.num_samples
+    )
+    attributes["accounts"] = [account.to_json() for account in accounts]
+    counts = accounts[-1].to_json()
+    manifest = _manifest(
+        stage, provenance, fitted, inspection, count_refused(refused), attributes, counts
+    )
     listing = "".join(json_text(asdict(refusal)) + "\n" for refusal in refused)
     work.commit(stage.folder, manifest, listing)
     return _Made(manifest, refused, inspection)
@@ -317,6 +319,7 @@ def _build_part(
         refused=tuple(built.refused),
         extra=dict(built.extra),
         job=job,
+        ignored=dict(built.ignored),
     )
     write_text(_sidecar(folder, part.index), staged.to_text(), always)
     return staged
@@ -366,9 +369,16 @@ def _check_fields(stage: Stage) -> None:
             )
 
 
-def _check_budget(refused: Sequence[Refusal], num_samples: int, options: PackOptions) -> None:
+def _check_budget(
+    refused: Sequence[Refusal],
+    ignored: Sequence[Mapping[str, int]],
+    num_samples: int,
+    options: PackOptions,
+) -> None:
     num_refused = count_refused(refused)
     total = num_samples + num_refused
+    wanted = Counter(refusal.fix for refusal in refused if refusal.fix)
+    fixes = [fix for fix, _ in wanted.most_common(1)]
     if num_samples and num_refused <= options.allowance(total):
         return
     listed = [str(refusal) for refusal in refused[:_LISTED]]
@@ -379,18 +389,21 @@ def _check_budget(refused: Sequence[Refusal], num_samples: int, options: PackOpt
             if num_refused
             else "the input holds no sample.",
             "at least one sample",
-            "mend the input, or name other files",
-            listed,
+            "; or ".join(fixes) or "mend the input, or name other files",
+            [
+                *(f"ignored {num:,}: {why}" for each in ignored for why, num in each.items()),
+                *listed,
+            ],
         )
     share = f"{math.ceil(1000 * num_refused / total) / 10:g}%"
     if options.on_bad == "stop":
-        fix = f"--on-bad quarantine --bad-budget {share} (leaves them out and lists them in OUT/{REFUSED_NAME})"
+        leave_out = f"--on-bad quarantine --bad-budget {share} (leaves them out and lists them in OUT/{REFUSED_NAME})"
     else:
-        fix = f"--bad-budget {share}, or mend the input"
+        leave_out = f"--bad-budget {share}, or mend the input"
     raise QualityError(
         f"{format_count(num_refused, 'piece')} of input refused ({share} of {total:,}):",
         f"at most {options.allowance(total):,} (--on-bad {options.on_bad}, --bad-budget {options.bad_budget})",
-        fix,
+        "; or ".join([*fixes, leave_out]),
         listed,
     )
 
@@ -416,36 +429,6 @@ def _gate_error(inspection: Inspection) -> QualityError:
     )
 
 
-def _accounts(
-    preparation: Preparation,
-    own: Sequence[Mapping[str, Any]],
-    refused: Sequence[Refusal],
-    num_samples: int,
-) -> list[Account]:
-    """Return what became of all input.
-
-    Args:
-        preparation: Counts pieces, unless the source has accounts of its own.
-        own: The accounts of the source, as JSON; the last one is of samples.
-        refused: By the source and by the gate.
-        num_samples: In the store.
-    """
-    if own:
-        *others, samples = own
-        # The gate leaves samples out after the source has counted them.
-        dropped = samples["packed"] - num_samples
-        gated = {"left out by the quality gate": dropped} if dropped else {}
-        last = Account.from_json(
-            {**samples, "packed": num_samples, "refused": {**samples["refused"], **gated}}
-        )
-        return [*(Account.from_json(each) for each in others), last]
-    if preparation.found is None:
-        return []
-    kinds = count_kinds(refused)
-    ignored = {**preparation.ignored, **count_kinds(refused, is_asked=True)}
-    return [Account(preparation.unit, preparation.found, num_samples, kinds, ignored)]
-
-
 def _manifest(
     stage: Stage,
     provenance: Provenance,
@@ -453,6 +436,7 @@ def _manifest(
     inspection: Inspection,
     num_refused: int,
     attributes: dict[str, Any],
+    counts: dict[str, Any],
 ) -> Manifest:
     shards = [part.shard for part in stage.parts if part.shard.num_samples]
     return Manifest(
@@ -464,4 +448,5 @@ def _manifest(
         repairs=dict(repairs),
         quality=inspection.summary(),
         num_refused=num_refused,
+        counts=counts,
     )

@@ -52,6 +52,7 @@ class StagedPart:
     refused: tuple[Refusal, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
     job: str = ""
+    ignored: dict[str, int] = field(default_factory=dict)
 
     def to_text(self) -> str:
         """Serialise, for a job that is resumed."""
@@ -65,6 +66,7 @@ class StagedPart:
             "refused": [asdict(refusal) for refusal in self.refused],
             "extra": self.extra,
             "job": self.job,
+            "ignored": self.ignored,
         }
         return exact_text(document)
 
@@ -84,6 +86,7 @@ class StagedPart:
             refused=tuple(Refusal(**refusal) for refusal in document["refused"]),
             extra=document["extra"],
             job=document["job"],
+            ignored=document["ignored"],
         )
 
 
@@ -246,7 +249,14 @@ def _keep_part(
         dropped |= touched
     rows = _input_rows(part)
     refused = [
-        Refusal(part.file or part.label, rows[row], reasons[row], "row") for row in sorted(reasons)
+        Refusal(
+            part.file or part.label,
+            rows[row],
+            reasons[row],
+            "row",
+            kind=f"quality gate: {reasons[row]}",
+        )
+        for row in sorted(reasons)
     ]
     return keep_samples(fields, ~dropped), refused
 

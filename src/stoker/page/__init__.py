@@ -258,7 +258,7 @@ def html(title: str, sections: Sequence[Section], *, subtitle: str = "") -> str:
         '<meta name="color-scheme" content="light dark">'
         f'<meta name="generator" content="{SIGNATURE}">'
         '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
         f"<title>{escape(shorten(title))}</title><style>{STYLE}</style></head>"
         f"<body><header><h1>{name(title)}</h1>{under}<nav>{links}</nav></header>"
         f"<main>{body}</main></body></html>\n"

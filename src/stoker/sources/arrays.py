@@ -1,6 +1,6 @@
 """`stoker pack arrays`: numpy and HDF5 arrays as they are.
 
-Enters: `.npy` (one field, named after the file), `.npz` (one field per entry) or `.h5` (one field
+Enters: `.npy` (one field, named after the file), `.npz` (one field per entry), `.h5` or a Zarr folder (one field
 per dataset), all with the same number of rows, and a choice among them. Leaves: fields with the same dtypes,
 dense ones, and ragged ones of a sparse matrix. Costs:
 one part of about 256 MB in memory per worker; `.npy` is read through a memory map, `.npz` is
@@ -34,6 +34,7 @@ from stoker.sources.contract import Json, Part, PartContext, PartData, Preparati
 from stoker.store.fields import Dense, FieldData, Ragged
 from stoker.store.plain import Selection, choose, group_prefix
 from stoker.store.reader import Store, open_store
+from stoker.store.zarr import is_zarr
 from stoker.units import format_bytes
 
 PART_BYTES = 256 << 20
@@ -103,7 +104,9 @@ class ArraysSource:
             for number, start in enumerate(starts)
         ]
         notes += [f"array {old!r} is stored as field {new!r}" for old, new in renamed.items()]
-        return Preparation(parts, num_rows * row_bytes + (1 << 20), notes=notes)
+        return Preparation(
+            parts, num_rows * row_bytes + (1 << 20), notes=notes, found=num_rows, unit="rows"
+        )
 
     def blocks(self, scratch: Path) -> Iterator[tuple[int, dict[str, FieldData]]]:
         """Yield (rows, fields) from first to last, at most 32 MB or one row at a time.
@@ -247,7 +250,8 @@ def _opened(
     arrays: dict[str, _Rows] = {}
     with ExitStack() as stack:
         for path in paths:
-            require_file(path, "array file")
+            if not is_zarr(path):
+                require_file(path, "array file")
             found = _open(path, source.chosen, scratch, stack, in_order, notes)
             for name, rows in found.items():
                 if name in arrays:
@@ -277,7 +281,7 @@ def _open(
     notes: list[str] | None,
 ) -> dict[str, _Rows]:
     suffix = path.suffix.lower()
-    if suffix in _HDF5:
+    if suffix in _HDF5 or path.is_dir():
         store = stack.enter_context(open_store(path, **vars(chosen)))
         if notes is not None:
             notes.extend(store.notes)

@@ -142,11 +142,13 @@ class PartData:
         fields: Field name to data; every field has the same number of samples.
         refused: Input of this part that was not taken.
         extra: JSON facts that `Source.finish` merges into the manifest (scalers, counts).
+        ignored: As in `Preparation`, of this part.
     """
 
     fields: ShardData
     refused: Sequence[Refusal] = ()
     extra: Mapping[str, Json] = field(default_factory=dict)
+    ignored: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -344,15 +344,18 @@ class StoredArray:
             if (known := self._chunks.get(chunk.origin)) is not None:
                 self._chunks.move_to_end(chunk.origin)
                 return known
-        dataset = self.location.dataset
-        values = read_chunk(
-            self.location, chunk, lambda offset, raw: self.file.read(offset, raw, dataset)
-        )
+        values = self._read_chunk(chunk)
         with self._lock:
             self._chunks[chunk.origin] = values
             while len(self._chunks) > 1 and len(self._chunks) * values.nbytes > _CACHED_CHUNK_BYTES:
                 self._chunks.popitem(last=False)
         return values
+
+    def _read_chunk(self, chunk: Chunk) -> Array:
+        dataset = self.location.dataset
+        return read_chunk(
+            self.location, chunk, lambda offset, raw: self.file.read(offset, raw, dataset)
+        )
 
     # -- library ---------------------------------------------------------------------------
 

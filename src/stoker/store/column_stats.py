@@ -156,7 +156,7 @@ class ColumnStats:
 
 
 _COUNTS = ("num_nan", "num_inf", "num_zero", "num_denormal", "num_over_fp16", "num_huge")
-# What an unknown number reads as: the value that `empty` starts from, or NaN after an overflow.
+# Values for numbers that JSON has as null: the initial value of `empty`, or NaN after an overflow.
 _NUMBERS = {"low": math.inf, "high": -math.inf, "mean": math.nan, "squares": math.nan}
 
 
@@ -331,7 +331,7 @@ class LevelScan:
         self._offsets = np.arange(num_columns, dtype=np.int64) * 256
 
     def add(self, table: Array, first_row: int) -> None:
-        """Count the levels of `(m, columns)`; uint8 has no defect whose row would matter."""
+        """Count the levels of `(m, columns)`. `first_row` is not needed: uint8 has no defects to locate."""
         del first_row
         step = max(_MIN_BLOCK_ROWS, _BLOCK_VALUES // max(1, table.shape[1]))
         for start in range(0, len(table), step):
@@ -341,7 +341,7 @@ class LevelScan:
 
     @property
     def stats(self) -> ColumnStats:
-        """What the counts say, worked out anew at each call."""
+        """The statistics that follow from the counts, computed at each call."""
         stats = ColumnStats.empty(len(self._levels))
         level = np.arange(256, dtype=np.float64)
         total = self._levels.sum(axis=1)

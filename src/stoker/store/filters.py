@@ -11,8 +11,9 @@ installed, 2 to 4 times as fast as zlib; isal, measured on the same data, was as
 
 from __future__ import annotations
 
+import importlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,8 +22,9 @@ import numpy as np
 
 from stoker.store.fields import Array
 
+deflate: Any
 try:
-    import deflate
+    deflate = importlib.import_module("deflate")
 except ImportError:  # a platform without a wheel: zlib gives the same bytes, slower
     deflate = None
 
@@ -72,14 +74,19 @@ def undo_filters(
     return data
 
 
-def _inflate(raw: Any, size: int, _itemsize: int) -> Bytes:
-    if deflate is not None:
+def inflate(raw: Any, size: int, _itemsize: int = 1, *, is_gzip: bool = False) -> Bytes:
+    """Undo deflate in a zlib or gzip container; at most `size` bytes come out.
+
+    Raises:
+        ValueError: The data is damaged, or longer.
+    """
+    if deflate is not None and not is_gzip:
         # It never writes more than `size` bytes: a bomb is refused before it takes memory. What it refuses
         # is given to zlib, which says why.
         with suppress(deflate.DeflateError):
             inflated: bytearray = deflate.zlib_decompress(raw, size)
             return inflated
-    inflater = zlib.decompressobj()
+    inflater = zlib.decompressobj(wbits=31 if is_gzip else 15)
     try:
         # One byte more than allowed tells a bomb or a wrong size from a good chunk.
         data = inflater.decompress(raw, size + 1)
@@ -90,7 +97,8 @@ def _inflate(raw: Any, size: int, _itemsize: int) -> Bytes:
     return data
 
 
-def _unzstd(raw: Any, size: int, _itemsize: int) -> Bytes:
+def unzstd(raw: Any, size: int, _itemsize: int = 1) -> Bytes:
+    """Undo zstd; exactly `size` bytes must come out."""
     import pyarrow  # here: it takes 0.1 s, and few files need it
 
     try:
@@ -143,4 +151,9 @@ def fletcher32(data: Bytes) -> int:
     return sums[1] << 16 | sums[0]
 
 
-_UNDO = {SHUFFLE: _unshuffle, DEFLATE: _inflate, FLETCHER32: _check_sum, ZSTD: _unzstd}
+_UNDO: Mapping[int, Callable[..., Bytes | Array]] = {
+    SHUFFLE: _unshuffle,
+    DEFLATE: inflate,
+    FLETCHER32: _check_sum,
+    ZSTD: unzstd,
+}

@@ -114,7 +114,7 @@ def own_rows(
 def recognise(
     path: Path, file: h5py.File, arrays: Arrays, sparse: Sequence[Sparse], group: str | None
 ) -> Foreign | None:
-    """Return whose file it is where its arrays would be read wrongly; None for a plain file.
+    """Recognise a file of another program whose arrays would be read wrongly; None for a plain file.
 
     Args:
         path: The file.

@@ -143,7 +143,7 @@ def _repack(file: Path) -> str:
 
 
 def has_fill(dataset: h5py.Dataset) -> bool:
-    """Return whether the file says what values stand where nothing was written."""
+    """Return whether the dataset has a defined fill value."""
     defined = dataset.id.get_create_plist().fill_value_defined()
     return bool(defined != h5py.h5d.FILL_VALUE_UNDEFINED)
 
@@ -166,7 +166,7 @@ def locate(file: Path, dataset: h5py.Dataset) -> Location:
         "dataset": dataset.name.lstrip("/"),
         "shape": tuple(int(length) for length in dataset.shape),
         "dtype": dataset.dtype,
-        # Netcdf's no-fill mode leaves it undefined, and h5py raises; what was never written is then 0.
+        # netCDF's no-fill mode leaves it undefined, where h5py raises. Unwritten rows are read as 0 then.
         "fill": dataset.fillvalue if has_fill(dataset) else 0,
     }
     if not _is_numpys(dataset):

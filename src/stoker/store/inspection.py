@@ -51,7 +51,7 @@ class Inspection:
 
     Attributes:
         stats: Statistics by field; labels, packed bits and text have none.
-        findings: What is wrong, gravest first.
+        findings: What is wrong, the most severe first.
     """
 
     stats: Mapping[str, TableStats]

@@ -19,7 +19,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from stoker.bounds import CHUNK, MANIFEST
-from stoker.display import command, look_in
+from stoker.display import look_in
 from stoker.errors import CorruptError, StoreError, StoreVersionError
 from stoker.store.fields import PARTS, FieldData, FieldKind, Ragged, Series
 from stoker.strict_json import exact_text, finite, json_text, parse_json
@@ -122,6 +122,9 @@ class Manifest(_Frozen):
     repairs: dict[str, list[dict[str, Any]]] = {}
     quality: dict[str, Any] = {}
     num_refused: int = 0
+    counts: dict[str, Any] = Field(
+        default={}, description="found = packed + refused + ignored, the last two by reason."
+    )
     _checksum: str = PrivateAttr("")
 
     def to_text(self) -> str:
@@ -232,18 +235,6 @@ def _not_a_store(folder: Path) -> StoreError:
             "a store folder, an HDF5 file or a URL",
             look_in(folder.parent),
         )
-    if any((folder / name).exists() for name in ("zarr.json", ".zgroup", ".zarray")):
-        copy = folder.with_suffix(".h5")
-        code = (
-            f"import h5py, zarr; z = zarr.open({str(folder)!r}, mode='r'); f = h5py.File({str(copy)!r}, 'w'); "
-            "[f.create_dataset(n, data=a[...]) for n, a in (z.members(max_depth=None) if hasattr(z, 'members') "
-            "else [('features', z)]) if hasattr(a, 'shape')]"
-        )
-        return StoreError(
-            f"{folder} is a Zarr folder.",
-            "a store folder, or an HDF5 file",
-            command("python3", "-c", code),
-        )
     return StoreError(
         f"{folder} has no {MANIFEST_NAME}, so it is not a finished store.",
         "a folder made by `stoker pack`, or a plain .h5 file",
@@ -292,7 +283,7 @@ def _item_bytes(dtype: str) -> int | None:
 
 
 def _check_shard(manifest: Manifest, shard: ShardInfo, name: str) -> None:
-    """Hold what a shard claims to have against the size of its file."""
+    """Check the entry of one shard: its name, offsets and counts against each other and its size."""
     if Path(shard.file).name != shard.file:
         raise CorruptError(
             f"{name}: shard {shard.file!r} is not a file name.", "a name beside the manifest", ""

@@ -24,7 +24,15 @@ import numpy as np
 from stoker import bounds
 from stoker.display import command, nearest
 from stoker.errors import StoreError
-from stoker.store.foreign import Foreign, OwnRows, find_sparse, own_rows, recognise
+from stoker.store.foreign import (
+    Arrays,
+    Foreign,
+    OwnRows,
+    Sparse,
+    find_sparse,
+    own_rows,
+    recognise,
+)
 from stoker.store.hdf5 import check_claims, has_fill, is_written, named_damage, open_hdf5
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 
@@ -87,67 +95,91 @@ def describe_plain_file(path: Path, chosen: Selection = Selection()) -> PlainFil
     with open_hdf5(path) as file, named_damage(path):
         arrays, aside = _find_arrays(file)
         matrices = find_sparse(file, arrays)
-        sparse = {part: each for each in matrices for part in (each.data, each.indices)}
-        by_columns = {name for name, each in sparse.items() if each.by_columns}
-        aside |= {
-            name: f"dataset {name!r} is of a matrix stored by columns (csc): left aside"
-            for name in by_columns
-        }
-        lengths = {
-            name: sparse[name].num_rows if name in sparse else shape[0]
-            for name, (shape, _) in arrays.items()
-            if name not in by_columns and name not in {each.indptr for each in matrices}
-        }
-        prefix = "" if chosen.group is None else group_prefix(path, chosen.group, lengths)
-        inside = {name: rows for name, rows in lengths.items() if name.startswith(prefix)}
-        taken = choose(
-            path,
-            inside,
-            {name: _num_bytes(*arrays[name]) for name in inside},
-            chosen,
-            prefix,
-            own := own_rows(file, arrays, matrices, prefix),
-            recognise(path, file, arrays, matrices, chosen.group),
-        )
-        fields: dict[str, FieldInfo] = {}
-        paths: dict[str, str] = {}
-        counts: dict[str, int] = {}
-        for name in taken:
-            shape, dtype = arrays[name]
-            short = name.removeprefix(prefix)
-            parts = {short: name}
-            if name in sparse:
-                fields[short] = FieldInfo(kind="ragged", dtype=dtype, shape=[])
-                parts = {f"{short}/values": name, f"{short}/offsets": sparse[name].indptr}
-            else:
-                fields[short] = FieldInfo(kind="dense", dtype=dtype, shape=list(shape[1:]))
-            for part, target in parts.items():
-                check_claims(path, file[target])
-                paths[part], counts[part] = target, arrays[target][0][0]
-        bounds.MEMBERS.check(len(fields), str(path), command("h5ls", "-r", path), StoreError)
-        num_samples = lengths[taken[0]]
-        for name, rows in inside.items():
-            if name not in taken:
-                hints = own is None and not chosen.is_explicit
-                aside[name] = _why_aside(name, rows, num_samples, prefix, chosen, hints)
-        aside = {n.removeprefix(prefix): why for n, why in aside.items() if n.startswith(prefix)}
-        notes = _notes(file, num_samples)
-        notes += [each.note() for each in matrices if each.data in taken or each.indices in taken]
-        notes += [
+        foreign = recognise(path, file, arrays, matrices, chosen.group)
+        made = select(path, file, arrays, aside, matrices, chosen, foreign)
+        for name in made.paths.values():
+            check_claims(path, file[name])
+        notes = [
             f"rows of dataset {name!r} that were never written have no fill value, and are read as 0"
-            for name in paths.values()
+            for name in made.paths.values()
             if not has_fill(file[name]) and not is_written(file[name])
         ]
+        stated, num_samples = file.attrs.get("num_samples"), made.manifest.num_samples
+        if stated is not None and not np.array_equal(stated, num_samples):
+            notes.append(
+                f"the attribute num_samples says {stated}, but the data has {num_samples} rows"
+            )
+    return made._replace(notes=(*notes, *made.notes))
+
+
+def select(
+    path: Path,
+    file: Any,
+    arrays: Arrays,
+    aside: dict[str, str],
+    matrices: Sequence[Sparse],
+    chosen: Selection,
+    foreign: Foreign | None = None,
+) -> PlainFile:
+    """Return the arrays that become fields, as a store of one shard.
+
+    Args:
+        path: The file or folder that holds them.
+        file: Where attributes of groups are looked up: an h5py file, or what has the same methods.
+        arrays: Shape and dtype of every array of numbers.
+        aside: Other datasets, and why they are no fields.
+        matrices: Sparse ones among the arrays.
+        chosen: By the caller.
+        foreign: Set for a file that must not be opened without an explicit choice.
+    """
+    sparse = {part: each for each in matrices for part in (each.data, each.indices)}
+    by_columns = {name for name, each in sparse.items() if each.by_columns}
+    aside = aside | {
+        name: f"dataset {name!r} is of a matrix stored by columns (csc): left aside"
+        for name in by_columns
+    }
+    lengths = {
+        name: sparse[name].num_rows if name in sparse else shape[0]
+        for name, (shape, _) in arrays.items()
+        if name not in by_columns and name not in {each.indptr for each in matrices}
+    }
+    prefix = "" if chosen.group is None else group_prefix(path, chosen.group, lengths)
+    inside = {name: rows for name, rows in lengths.items() if name.startswith(prefix)}
+    sizes = {name: _num_bytes(*arrays[name]) for name in inside}
+    own = own_rows(file, arrays, matrices, prefix)
+    taken = choose(path, inside, sizes, chosen, prefix, own, foreign)
+    look = command("h5ls", "-r", path) if path.is_file() else command("ls", path)
+    bounds.MEMBERS.check(len(taken), str(path), look, StoreError)
+    fields: dict[str, FieldInfo] = {}
+    paths: dict[str, str] = {}
+    for name in taken:
+        shape, dtype = arrays[name]
+        short = name.removeprefix(prefix)
+        if name in sparse:
+            fields[short] = FieldInfo(kind="ragged", dtype=dtype, shape=[])
+            paths |= {f"{short}/values": name, f"{short}/offsets": sparse[name].indptr}
+        else:
+            fields[short] = FieldInfo(kind="dense", dtype=dtype, shape=list(shape[1:]))
+            paths[short] = name
+    num_samples = lengths[taken[0]]
+    hints = own is None and not chosen.is_explicit
+    for name, rows in inside.items():
+        if name not in taken:
+            aside[name] = _why_aside(name, rows, num_samples, prefix, chosen, hints)
     shard = ShardInfo(
         file=path.name,
         label=path.name,
         num_samples=num_samples,
         size_bytes=path.stat().st_size,
         checksum="",
-        rows=counts,
+        rows={part: arrays[name][0][0] for part, name in paths.items()},
     )
-    manifest = Manifest(num_samples=num_samples, fields=fields, shards=[shard])
-    return PlainFile(manifest, paths, aside, tuple(notes))
+    return PlainFile(
+        Manifest(num_samples=num_samples, fields=fields, shards=[shard]),
+        paths,
+        {name.removeprefix(prefix): why for name, why in aside.items() if name.startswith(prefix)},
+        tuple(each.note() for each in matrices if each.data in taken or each.indices in taken),
+    )
 
 
 def choose(
@@ -284,13 +316,6 @@ def _why_aside(
     if hints and "/" in short:
         hint = f" (group={(prefix + short).rpartition('/')[0]!r} loads it)"
     return f"dataset {short!r} has {rows} rows, not {num_samples}: left aside{hint}"
-
-
-def _notes(file: h5py.File, num_samples: int) -> list[str]:
-    stated = file.attrs.get("num_samples")
-    if stated is None or np.array_equal(stated, num_samples):
-        return []
-    return [f"the attribute num_samples says {stated}, but the data has {num_samples} rows"]
 
 
 def group_prefix(path: Path, group: str, names: Mapping[str, int]) -> str:

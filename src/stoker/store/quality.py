@@ -146,12 +146,12 @@ def _clip(share: float) -> str:
 
 
 def summarise(findings: Iterable[Finding]) -> list[str]:
-    """Return one line per finding, the gravest first."""
+    """Return one line per finding, the most severe first."""
     return [str(finding) for finding in sorted_findings(findings)]
 
 
 def sorted_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings, the gravest first, then by field and column."""
+    """Return the findings, the most severe first, then by field and column."""
     rank = {severity: index for index, severity in enumerate(SEVERITIES)}
     return sorted(findings, key=lambda f: (rank[f.severity], f.field, f.column_index or 0, f.name))
 
@@ -243,7 +243,7 @@ def _rounded_up(limits: Array, dtype: np.dtype[Any]) -> Array:
 def judge(
     stats: TableStats, *, target: TableStats | None = None, stored_dtype: str | None = None
 ) -> list[Finding]:
-    """Return everything that is wrong with a field, the gravest first.
+    """Return everything that is wrong with a field, the most severe first.
 
     Args:
         stats: Of the whole field.

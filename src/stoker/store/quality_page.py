@@ -37,6 +37,7 @@ def quality_page(
     stats: Mapping[str, TableStats],
     findings: Sequence[Finding],
     facts: Mapping[str, str],
+    samples: page.Section | None = None,
 ) -> str:
     """Return the inspect page.
 
@@ -45,9 +46,11 @@ def quality_page(
         stats: By field.
         findings: Of all fields, in any order.
         facts: Names and values for the top of the page.
+        samples: Samples as the model gets them, drawn; shown first.
     """
     findings = sorted_findings(findings)
     sections = [
+        *([samples] if samples is not None else []),
         page.Section("summary", "Summary", _summary(stats, findings, facts)),
         page.Section("findings", "Findings", _findings(findings)),
     ]

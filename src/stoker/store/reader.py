@@ -32,6 +32,7 @@ from stoker.store.manifest import MANIFEST_NAME, FieldInfo, Manifest, find_store
 from stoker.store.plain import Selection, describe_plain_file
 from stoker.store.remote import Mirror, update_mirror
 from stoker.store.shard import Shard
+from stoker.store.zarr import is_zarr, open_zarr
 
 _MOST_NOTES = 100
 _INLINE_BYTES = 4 << 20
@@ -49,7 +50,7 @@ def open_store(
     fields: Sequence[str] | None = None,
     rows: int | None = None,
 ) -> Store:
-    """Open a store folder, or any plain HDF5 file with arrays of equal first dimension.
+    """Open a store folder, or any plain HDF5 file or Zarr folder with arrays of equal first dimension.
 
     While another process packs the store anew, this opens the old one or the new one, never a mixture.
 
@@ -58,9 +59,9 @@ def open_store(
             shards are copied into a local cache when they are first used.
         threads: Reader threads; by default one per usable core, at most 16.
         checksum: Of the manifest that must stand there; "" takes any.
-        group: Of a plain HDF5 file: only the arrays in this group, such as "train", by their names there.
-        fields: Of a plain HDF5 file: only these arrays, which must have the same number of rows.
-        rows: Of a plain HDF5 file: only arrays with this many rows.
+        group: Of an HDF5 file or Zarr folder: only the arrays in this group, such as "train", by their names there.
+        fields: Of an HDF5 file or Zarr folder: only these arrays, which must have the same number of rows.
+        rows: Of an HDF5 file or Zarr folder: only arrays with this many rows.
 
     Raises:
         StoreError: There is no such store, or which dimension of a plain file counts samples is not clear; the
@@ -76,11 +77,16 @@ def open_store(
         datasets = _datasets(manifest.fields)
         shards = [Shard(path, None, datasets, manifest.block_bytes, paths=paths)]
         return Store(path, manifest, shards, threads, notes, aside=aside, chosen=chosen)
+    if is_zarr(path) and not (path / MANIFEST_NAME).exists():
+        made, shard = open_zarr(path, chosen)
+        return Store(
+            path, made.manifest, [shard], threads, made.notes, aside=made.aside, chosen=chosen
+        )
     if chosen != Selection():
         given = [f"{name}={value!r}" for name, value in vars(chosen).items() if value]
         raise InputError(
             f"{', '.join(given)} with {shown(path)}.",
-            "group=, fields= and rows= with a plain HDF5 file; the parts of a store are its splits",
+            "group=, fields= and rows= with an HDF5 file or Zarr folder; the parts of a store are its splits",
             f"leave {given[0].partition('=')[0]} out",
         )
     folder = path.parent if path.name == "store.json" else path
@@ -111,7 +117,7 @@ def _open_folder(path: Path, threads: int | None) -> Store:
             if (now == folder and _manifest_stamp(now) == before) or attempt == _TRIES - 1:
                 raise
             continue
-        # One that is missing or damaged is told when it is read.
+        # A shard that is missing or damaged raises when it is read.
         for shard in store.shards[:_HELD_SHARDS]:
             shard.hold()
         if _manifest_stamp(folder) == before:
@@ -121,7 +127,7 @@ def _open_folder(path: Path, threads: int | None) -> Store:
 
 
 def _manifest_stamp(folder: Path) -> tuple[int, int, int] | None:
-    """Return which file the manifest is now; another one stands there after an exchange."""
+    """Return the identity of the manifest's file, which changes when the store is exchanged."""
     try:
         found = (folder / MANIFEST_NAME).stat()
     except OSError:
@@ -184,7 +190,7 @@ def _datasets(fields: Mapping[str, FieldInfo]) -> dict[str, tuple[str, list[int]
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `Store.verify` found. `problems` is empty for a sound store."""
+    """Result of `Store.verify`. `problems` is empty for a sound store."""
 
     num_bytes: int
     num_blocks: int
@@ -266,7 +272,7 @@ class Store:
             shard.close()
 
     def left_aside(self, name: str) -> str | None:
-        """Return why a dataset that the file has is no field; None of others."""
+        """Return why a dataset of the file is not a field; None if it is one, or is not there."""
         return self._aside.get(name)
 
     def check_unchanged(self) -> None:
@@ -279,7 +285,14 @@ class Store:
         """Bytes on disk, of all shards."""
         if self.path.is_file():
             return self.path.stat().st_size
-        return sum(info.size_bytes for info in self.manifest.shards)
+        if self._is_packed:
+            return sum(info.size_bytes for info in self.manifest.shards)
+        return sum(each.stat().st_size for each in self.path.rglob("*") if each.is_file())
+
+    @property
+    def _is_packed(self) -> bool:
+        """Whether stoker wrote it: other files have no checksums."""
+        return all(info.checksum for info in self.manifest.shards)
 
     # -- dense -----------------------------------------------------------------------------
 
@@ -451,9 +464,7 @@ class Store:
                     num_blocks += 1
                     advance(piece.nbytes)
             problems += self._index_problems(shard)
-        return VerifyReport(
-            num_bytes, num_blocks, tuple(dict.fromkeys(problems)), self.path.is_dir()
-        )
+        return VerifyReport(num_bytes, num_blocks, tuple(dict.fromkeys(problems)), self._is_packed)
 
     def _index_problems(self, shard: Shard) -> list[str]:
         """Hold offsets and window ends of a shard against the rows that they point to."""

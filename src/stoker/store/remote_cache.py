@@ -61,9 +61,10 @@ def user_cache_folder() -> Path:
 
 
 def _with_home(path: Path) -> Path:
-    """Return `path` with the home folder for its `~`; one that nobody can make where there is no home.
+    """Return `path` with `~` expanded.
 
-    Only what needs the cache fails then, with this name.
+    Without a home folder it is a path that cannot be created: commands that need the cache fail with this name,
+    others work.
     """
     try:
         return path.expanduser()
@@ -90,7 +91,7 @@ class Cache:
         make_folder(root)
         mark = read_mark(root, _KIND)
         try:
-            # Two processes may begin at once; what stands there afterwards counts for both.
+            # Two processes may write the mark at once: both read it again and use the one that stayed.
             mark = mark or write_mark(root, Mark(_KIND, secrets.token_hex(16)))
             mark = read_mark(root, _KIND) or mark
         except OSError as error:
@@ -183,7 +184,7 @@ class Cache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """One process at a time decides what is removed; held for milliseconds."""
+        """Hold the lock under which copies are removed: one process at a time, for milliseconds."""
         lock = open_own_file(
             self.root / "lock",
             os.O_RDWR,
@@ -208,7 +209,7 @@ class Cache:
 
 
 def read_origin(version: Path) -> dict[str, str]:
-    """Return what `remote.json` of a version's folder says; empty when there is none to be read."""
+    """Return the content of a version's `remote.json`; empty if it is missing or unreadable."""
     try:
         descriptor = os.open(version / ORIGIN_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -278,9 +279,10 @@ def open_copy(path: Path, size: int) -> int | None:
 
 @contextlib.contextmanager
 def claimed_part(whole: Path, size: int) -> Iterator[int | None]:
-    """Lend the descriptor of a copy's `.part`, locked; None when somebody else made it meanwhile.
+    """Yield a locked descriptor of a copy's `.part`, or None if another process completed the copy meanwhile.
 
-    Waits for another process as long as it makes progress.
+    Waits for another process as long as it makes progress. On any exit the lock is released; bytes that came stay
+    for the next try, and a part that is empty or no longer needed is removed.
     """
     part = part_of(whole, size)
     seen, since = -1, time.monotonic()
@@ -320,7 +322,7 @@ def _try_claim(part: Path) -> int | None:
 
 
 def _remove_unused(path: Path) -> bool:
-    """Remove a copy, unless somebody reads or fetches it."""
+    """Remove a copy unless it is locked by a reader or a fetch; return whether it was removed."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -32,7 +32,7 @@ SILENCE_SECONDS = 30.0
 _CONNECT_SECONDS = 10.0
 _PIECE_BYTES = 4 << 20
 _SMALL_PIECE_BYTES = 64 << 10
-"""What a fetch begins with, until the link has shown its speed."""
+"""Size of the first requests, until the speed of the link is known."""
 _MOST_PIECES = 8
 _QUICK_SECONDS, _SLOW_SECONDS = 0.5, 4.0
 
@@ -44,7 +44,7 @@ _ENCODE = (
 
 
 class UnreachableError(StoreError):
-    """Nobody answered, or stopped answering; another try may help."""
+    """The server did not answer, or stopped answering; a retry may help."""
 
 
 class AbsentError(StoreError):
@@ -221,7 +221,7 @@ def _is_final(error: BaseException) -> bool:
 
 
 def _cause(error: BaseException) -> BaseException | None:
-    """Return what to name as the cause: nothing that Python would print with a password in it."""
+    """Return the exception to name as the cause, or None if its text would show a password."""
     return None if repeats_secret(error) else error
 
 

@@ -1,4 +1,4 @@
-"""What is kept of the rows of a table: a bounded sample, and a bounded set of row hashes.
+"""Sketches of the rows of a table: a bounded sample, and a bounded set of row hashes.
 
 Enters: blocks of rows with their row numbers. Leaves: two mergeable sketches, the same whatever
 the order or the split of the blocks. Costs: about 2^20 sampled values, and 16 bytes per distinct

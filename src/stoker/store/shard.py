@@ -109,7 +109,7 @@ class Shard:
         )
 
     def release(self) -> bool:
-        """Forget the file without closing it under anybody's reads; False when it was not open.
+        """Let go of the file without disturbing reads under way; False when it was not open.
 
         The descriptor closes when the last read that uses it ends. Does not wait.
         """

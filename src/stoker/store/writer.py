@@ -82,7 +82,7 @@ def count_samples(fields: ShardData) -> int:
 
 
 def _describe(node: h5py.Dataset | h5py.Group, info: FieldInfo, data: object) -> None:
-    """Attributes for people who open the file without stoker."""
+    """Write attributes that explain the file to people who open it without stoker."""
     node.attrs["kind"] = info.kind
     if info.columns is not None:
         # Variable-length strings live in the file's heap, so thousands of names fit

@@ -30,7 +30,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """Which blocks are run twice, and why these.
+    """The blocks that are recomputed, and why these were chosen.
 
     Attributes:
         names: Of the modules; empty when none suits.
@@ -155,7 +155,7 @@ def _renew_cudnn_dropout(module: nn.Module) -> None:
 def _contexts(
     module: nn.Module,
 ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Return what surrounds the first and the second pass."""
+    """Return the contexts of the first and the second pass."""
     before = {
         (owner, name): buffer.clone()
         for owner in module.modules()

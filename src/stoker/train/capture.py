@@ -27,7 +27,6 @@ from stoker.loader.loader import Loader
 from stoker.report import Note
 from stoker.train.batches import Feed, Work
 from stoker.train.graph import (
-    WARM_UP_STEPS,
     GraphedStep,
     Snapshot,
     StepState,
@@ -40,8 +39,6 @@ from stoker.train.settings import Capture
 from stoker.train.step import Step, StepParts
 from stoker.train.update import Update
 
-WARM_UP_STEPS_OF_RANKS = 11
-"""DDP observes its first ten steps and rebuilds its buckets during them."""
 MOST_MISFITS = 3
 
 
@@ -113,8 +110,7 @@ class CapturedStep(GraphedStep):
             return others if feed.augmentation is None else [feed.augmentation, *others]
 
         state = step_state(step.parts, draws)
-        several = step.parts.ranks.joined
-        super().__init__(state, say, demanded, WARM_UP_STEPS_OF_RANKS if several else WARM_UP_STEPS)
+        super().__init__(state, say, demanded)
 
     def works(self) -> Iterator[Work]:
         """Yield an epoch's work. From a loader on the device it has indices only: the graph gathers the batch."""

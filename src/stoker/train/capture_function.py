@@ -33,7 +33,6 @@ from stoker.loader.loader import Loader
 from stoker.report import Note
 from stoker.train.batches import iterate_tensors, map_tensors
 from stoker.train.graph import (
-    WARM_UP_STEPS,
     GraphedStep,
     StepState,
     alike,
@@ -47,7 +46,6 @@ from stoker.train.step import fill_momentum, make_guarded
 
 MOST_GRAPHS = 4
 """Shapes of a batch that get a graph each; every graph keeps the memory of a step."""
-_WARM_UP_STEPS_OF_RANKS = 11
 StepFunction = Callable[[Any], Any]
 
 
@@ -113,13 +111,14 @@ class CapturedFunction:
                 "stoker.capture(step, batch, model=model, optimizer=optimizer)",
             )
         self.device = parameters[0].device
+        if loader is not None and (loader.tier == "streamed" or loader.walks_in_lanes):
+            raise InputError(
+                f"a loader that {'walks in lanes' if loader.walks_in_lanes else 'streams its data'}.",
+                "a loader with its data on the device, without lanes; or no loader=, and step(batch)",
+                "stoker.capture(step, model=model, optimizer=optimizer)",
+            )
         self._step, self._loader, self._say = step, loader, say
         self._graphs: list[_FunctionGraph] = []
-        self._refusal = self._find_refusal(example_batch, parameters)
-        if self._refusal is not None:
-            return
-        for each in optimizers:
-            _make_capturable(each, self.device)
         others = drawing_objects(step)
 
         def draws() -> list[Any]:
@@ -129,22 +128,33 @@ class CapturedFunction:
         scalers = [] if scaler is None else [scaler]
         ranks = Ranks.current()
         self._state = StepState(modules, optimizers, scalers, self.device, draws, ranks, [step])
+        self._refusal = self._find_refusal(example_batch, parameters)
+        if self._refusal is None:
+            for each in optimizers:
+                _make_capturable(each, self.device)
+        elif has_graphs(self.device):
+            self._tell(step_note(self.reason, captured=False, fallback=True))
 
     def _find_refusal(self, example: Any, parameters: Sequence[torch.Tensor]) -> str | None:
         """Return why the step cannot be captured, as far as is known without trying."""
         if example is not None and not isinstance(example, IndexBatch):
+            if not _is_plain(example):
+                return _name_kind(example)
             if not any(True for _ in iterate_tensors(example)):
                 raise InputError(
                     f"the batch is a {type(example).__name__} without tensors.",
                     "tensors, or tuples, lists and dicts of them",
                     "stoker.capture(step, next(iter(loader)), model=model, optimizer=optimizer)",
                 )
-            if not _is_plain(example):
-                return _name_kind(example)
         if not has_graphs(self.device):
             return f"there are no CUDA graphs on the {self.device.type.upper()}"
         if len({parameter.device for parameter in parameters}) > 1:
             return "the model is on several devices"
+        if self._state.ranks.are_several:
+            # One rank's short batch would leave the others waiting in a comparison.
+            return "several processes train together, and only a Trainer knows the batches of all"
+        if any(isinstance(module, torch.nn.DataParallel) for module in self._state.modules):
+            return "DataParallel starts threads in the forward pass"
         ragged = (
             [c.field for c in self._loader.columns if c.kind == "ragged"] if self._loader else []
         )
@@ -241,8 +251,7 @@ class _FunctionGraph(GraphedStep):
     ) -> None:
         self._owner, self._loader = owner, loader
         self.shape = self._given(batch)
-        steps = _WARM_UP_STEPS_OF_RANKS if state.ranks.joined else WARM_UP_STEPS
-        super().__init__(state, say, warm_up_steps=steps)
+        super().__init__(state, say)
         self.shape = map_tensors(lambda x: torch.empty_like(x, device="meta"), self.shape)
 
     @property

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the newest ones and the best, safe to load, of this run and no other.
+"""Checkpoints of a run: the newest and the best. They load without running code, and only into their own run.
 
 Enters: a state of tensors, numbers, texts, lists, tuples and dicts, with its step, epoch, metrics and the
 identity of the run. Leaves: `step-000000120.pt` files, `best.pt` (a second name of one of them, not a
@@ -83,7 +83,7 @@ class Loaded:
 
 
 def load_checkpoint(path: str | Path, map_location: str | torch.device = "cpu") -> Loaded:
-    """Read and verify one file, wherever it lies.
+    """Read and verify one checkpoint file, in any folder.
 
     Raises:
         CorruptError: Bytes are missing or changed; the file and the one before it are named.
@@ -242,7 +242,7 @@ class Checkpoints:
         return replace(loaded, changes=known)
 
     def check_names(self) -> None:
-        """Refuse a new run's folder in which another file has a name that checkpoints need.
+        """Raise if a file that is no checkpoint has the name of one in a new run's folder.
 
         Raises:
             InputError: `best.pt` or `step-*.pt` is there, and is no checkpoint of stoker's.
@@ -255,7 +255,7 @@ class Checkpoints:
             raise refused(self.folder, "a run needs these names for its checkpoints", others)
 
     def _make_room(self) -> str:
-        """Make and mark the folder, and return its id; remove what a killed save left.
+        """Create and mark the folder, and return its id; remove leftovers of an interrupted save.
 
         The bytes of such leftovers may be what the disk lacks.
         """
@@ -281,7 +281,7 @@ class Checkpoints:
         return min(scores)[2] if scores else None
 
     def _tidy(self, run_id: str) -> None:
-        """Point `best.pt` at the best, then remove what is neither new nor best, and of this run."""
+        """Point `best.pt` at the best checkpoint, then remove those of this run that are neither new nor best."""
         saved = self.list()
         best = self._best_of(saved)
         kept = {entry.path for entry in saved[-self.keep_last :]}
@@ -337,7 +337,7 @@ def _corrupt(path: Path, what: str) -> CorruptError:
 
 
 def _as_json(identity: Mapping[str, Any]) -> Any:
-    """Return the identity as JSON would give it back, so that a tuple equals its list.
+    """Return the identity after a round trip through JSON, in which a tuple equals a list.
 
     Secrets of URLs are left out: a run goes on after a password was changed.
     """

@@ -1,4 +1,4 @@
-"""One checkpoint file: written whole or not at all, and verified before it is believed.
+"""One checkpoint file: written atomically, and verified before it is loaded.
 
 Enters: a payload of tensors and plain values, and a description (step, metrics). Leaves: a zip archive as
 torch writes it, which plain `torch.load(weights_only=True)` reads, with the description as the archive's
@@ -35,7 +35,7 @@ _PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says of itself, read from its last bytes without loading it.
+    """The description of a checkpoint, read from its last bytes without loading it.
 
     Attributes:
         path: The file.
@@ -86,7 +86,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 class _HashedFile:
-    """What torch writes into: hashes all but the archive's end record, and keeps a failure.
+    """The file object that torch writes to: hashes all but the archive's end record, and keeps a write error.
 
     An exception inside torch's writer would meet a destructor that writes again, so a failed write is
     remembered, the rest is swallowed, and `finish` raises.
@@ -125,7 +125,7 @@ class _HashedFile:
         self._file.write(data)
 
     def flush(self) -> None:
-        """Nothing: the caller flushes after `finish`."""
+        """Do nothing: the caller flushes after `finish`."""
 
     def finish(self, described: Mapping[str, Any]) -> None:
         """Write the end record with the description as the archive's comment."""
@@ -160,7 +160,7 @@ def _seal(described: Mapping[str, Any], record: bytes) -> str:
 
 
 def read_description(path: Path) -> Saved:
-    """Return what a checkpoint says of itself; reads its last 64 KiB.
+    """Return the description of a checkpoint; reads its last 64 KiB.
 
     Raises:
         CorruptError: The end is missing or changed, or the file is not a checkpoint of stoker.
@@ -245,7 +245,7 @@ def _saved(path: Path, described: Mapping[str, Any], file: IO[bytes]) -> Saved:
     )
 
 
-# -- what may be saved -----------------------------------------------------------------------------
+# -- values that can be saved -----------------------------------------------------------------------------
 
 # Exact types: a subclass (np.float64 is a float) would come back as something else, or not at all.
 # Not bytes: torch 2.13 cannot load b"" again.

@@ -1,4 +1,4 @@
-"""What was wrong with the batch whose loss is not finite.
+"""Explains why the loss of a batch is not finite.
 
 Enters: the loader, the step with its sample ids, the precision. Leaves: a `NonFiniteError` whose message
 names the epoch, the batch, the samples and the columns. Costs: one read of that batch from disk, only when

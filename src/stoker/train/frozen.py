@@ -14,6 +14,7 @@ import inspect
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
+from operator import itemgetter
 from types import CellType, ModuleType
 from typing import Any
 
@@ -25,6 +26,8 @@ DRAWS_ON_HOST = "the step draws random numbers on the host"
 _OTHER_GROUPS = "the optimizer was given other parameter groups, which a graph cannot follow"
 _LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
 _MOST_COMPARED = 1000
+_MOST_GROUPS = 200
+"""Containers that are looked into at every replay; those of a larger model at every n-th only."""
 _LENGTH = object()
 """Key of a container's length."""
 _FOREIGN = frozenset(
@@ -116,13 +119,23 @@ class HostNumbers:
                 self._take(f"{variable} of {name}" if name else variable, container, key)
         self._places = list(self._found.values())
         self._values = self.values()
-        # Reading one costs 50 ns. Those of a large model are compared at every n-th replay only.
-        self._every = 1 + len(self._places) // _MOST_COMPARED
+        # All numbers of a container are compared by one call: 0.2 µs for a module.
+        keys: dict[int, tuple[Any, list[Any]]] = {}
+        self._rest: list[tuple[Any, Any, Any]] = []
+        for (_, container, key), value in zip(self._places, self._values, strict=True):
+            if key is _LENGTH or isinstance(container, CellType):
+                self._rest.append((container, key, value))
+            else:
+                keys.setdefault(id(container), (container, []))[1].append(key)
+        getters = ((container, itemgetter(*names)) for container, names in keys.values())
+        self._groups = [(container, get, get(container)) for container, get in getters]
+        self._every = 1 + len(self._groups) // _MOST_GROUPS
         self._num_asked = 0
 
     def _look(self, name: str, container: Any, deeper: bool = True) -> None:
-        keys = range(min(len(container), 100)) if isinstance(container, list) else list(container)
-        for key in keys:
+        # A vocabulary is no setting: of a large container only the length counts.
+        keys = range(len(container)) if isinstance(container, list) else list(container)
+        for key in keys if len(keys) <= _MOST_COMPARED else ():
             if key not in _MODULE_TABLES:
                 self._take(f"{name}.{key}", container, key, deeper)
 
@@ -145,8 +158,13 @@ class HostNumbers:
         self._num_asked += 1
         if self._num_asked % self._every:
             return None
-        now = self.values()
-        return None if now == self._values else self.name_difference(now, self._values)
+        try:
+            is_same = all(get(container) == then for container, get, then in self._groups)
+        except (KeyError, IndexError):  # it is gone
+            is_same = False
+        if is_same and all(_read(container, key) == then for container, key, then in self._rest):
+            return None
+        return self.name_difference(self.values(), self._values)
 
     def name_difference(self, some: list[Any], others: list[Any]) -> str | None:
         """Return the name of the first that differs between two results of `values`, or None."""

@@ -1,4 +1,4 @@
-"""The state of every global random generator, in a form that a checkpoint may hold.
+"""The states of all global random generators, as values for a checkpoint.
 
 Enters: nothing, or a captured state. Leaves: a dict of tensors and numbers, or the generators set back.
 Costs a few µs, and one copy of 16 bytes per CUDA device.

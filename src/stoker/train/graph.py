@@ -55,6 +55,8 @@ from stoker.train.replay_check import (
 from stoker.train.step import compact_recurrent, is_guarded
 
 WARM_UP_STEPS = 3
+WARM_UP_STEPS_OF_RANKS = 11
+"""DDP observes its first ten steps and rebuilds its buckets during them."""
 CHECKED_REPLAYS = 3
 _WORTH_TELLING = 1.05
 _FIRST_RECHECK, _RECHECK_GROWTH = 64, 8
@@ -201,7 +203,6 @@ class GraphedStep:
         state: What the step changes.
         say: Called with a note when steps continue eagerly.
         demanded: Whether that is an error instead.
-        warm_up_steps: Eager steps before the capture.
 
     Attributes:
         reason: How steps run, and why.
@@ -216,14 +217,13 @@ class GraphedStep:
         state: StepState,
         say: Callable[[Note], object],
         demanded: bool = False,
-        warm_up_steps: int = WARM_UP_STEPS,
     ) -> None:
         self._state = state
         self._say = say
         self._demanded = demanded
-        self._warm_up_steps = warm_up_steps
+        self._warm_up_steps = WARM_UP_STEPS_OF_RANKS if state.ranks.joined else WARM_UP_STEPS
         self.active = False
-        self.reason = f"captured after {warm_up_steps} steps of warm-up"
+        self.reason = f"captured after {self._warm_up_steps} steps of warm-up"
         self._given_up = False
         self._num_short = 0
         self.slowdown: float | None = None

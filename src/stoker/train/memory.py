@@ -1,4 +1,4 @@
-"""What device memory holds: logged as documented, and watched for leaks.
+"""Device memory: log lines as documented, and detection of leaks.
 
 Enters: a device, or figures from elsewhere. Leaves: lines for a log, `Growth` where memory creeps up.
 Costs: a line is some µs; the leak watch collects garbage and walks all Python objects once per epoch,
@@ -40,7 +40,7 @@ Device = str | int | torch.device | None
 
 
 def _cuda_device(device: Device) -> torch.device | None:
-    """Return the CUDA device that is meant, or None where there is none."""
+    """Return the CUDA device for an argument; None without CUDA."""
     if not torch.cuda.is_available():
         return None
     meant = (
@@ -53,7 +53,7 @@ def _cuda_device(device: Device) -> torch.device | None:
 
 
 def log_gpu_stats(logger: Any, device: Device = None) -> None:
-    """Log what a GPU's memory holds: three lines by `logger.info`. Nothing without CUDA.
+    """Log a GPU's memory use in three lines, by `logger.info`; nothing without CUDA.
 
     Args:
         logger: Anything with `info(line)`.
@@ -72,7 +72,7 @@ def log_gpu_stats(logger: Any, device: Device = None) -> None:
 
 
 def memory_usage_lines(device: Device = None) -> list[str]:
-    """Return what this process holds: resident RAM, and allocated GPU memory with CUDA."""
+    """Return this process's memory as lines: resident RAM, and allocated GPU memory with CUDA."""
     lines = [f"CPU Memory: {psutil.Process().memory_info().rss / GIB:.2f} GB"]
     meant = _cuda_device(device)
     if meant is not None:
@@ -127,7 +127,7 @@ def count_live_tensors(device: torch.device | None = None) -> dict[TensorKind, t
 
 @dataclass(frozen=True)
 class GrowingTensors:
-    """Tensors of one kind that became more.
+    """Tensors of one shape, dtype and device whose number has grown.
 
     Attributes:
         shape: Of each.
@@ -153,7 +153,7 @@ class GrowingTensors:
 
 
 def gpu_uuid(device: torch.device) -> str | None:
-    """Return what NVML calls a device; None for the CPU."""
+    """Return the UUID of a device, as NVML has it; None for the CPU."""
     if device.type != "cuda":
         return None
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
@@ -161,7 +161,7 @@ def gpu_uuid(device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class Growth:
-    """Device memory that grew over the threshold.
+    """Device memory that grew by more than the threshold.
 
     Attributes:
         grown_bytes: Since the baseline.
@@ -181,7 +181,7 @@ class Growth:
 
     @property
     def is_leak(self) -> bool:
-        """Whether it repeats; growth that happens once is legitimate until it does."""
+        """Whether the growth repeats; a single one may be legitimate."""
         return self.times > 1
 
     def __str__(self) -> str:
@@ -203,7 +203,7 @@ class Growth:
 
 
 class LeakWatch:
-    """Warns of memory that creeps up from epoch to epoch.
+    """Detects memory that grows from epoch to epoch.
 
     The baseline is taken at the end of the first epoch, when the optimizer's state exists. Growth beyond
     the threshold is reported once, with the tensors that grew, and moves the baseline. Legitimate growth

@@ -144,36 +144,19 @@ class MemoryLevel:
         """Passes through the model per update."""
         return self.accumulation_steps * len(cut(self.batch_size, self.pass_size))
 
-    def lowered_to(self, lower: LowerLevel) -> MemoryLevel:
-        """Return this level with what `lower` changes."""
-        return replace(
-            self,
-            pass_size=lower.pass_size,
-            chunk_share=lower.chunk_share,
-            is_checkpointed=lower.is_checkpointed,
-        )
-
 
 @dataclass(frozen=True)
 class LowerLevel:
-    """The next level down: what changes, and why.
+    """The next level down.
 
     Attributes:
         kind: What gives way.
-        pass_size: As in `MemoryLevel`.
-        num_passes: Passes per update.
-        effective_batch: Samples per update, which stay as they were.
-        chunk_share: As in `MemoryLevel`.
-        is_checkpointed: As in `MemoryLevel`.
+        level: The level itself; its effective batch is that of the one above.
         reason: For the log.
     """
 
     kind: LevelKind
-    pass_size: int
-    num_passes: int
-    effective_batch: int
-    chunk_share: float | None
-    is_checkpointed: bool
+    level: MemoryLevel
     reason: str
 
 
@@ -191,7 +174,7 @@ def next_level(level: MemoryLevel, can_cut: bool = True) -> LowerLevel | None:
         can_cut: Whether batches can be run in several passes.
     """
     if level.chunk_share is not None and level.chunk_share > FALLBACK_SHARE:
-        return _lower_level(
+        return LowerLevel(
             "chunk share",
             replace(level, chunk_share=FALLBACK_SHARE),
             f"fewer chunks are on the device at once, in the ratio of {level.chunk_share:.0%} to "
@@ -201,7 +184,7 @@ def next_level(level: MemoryLevel, can_cut: bool = True) -> LowerLevel | None:
     may_checkpoint = level.can_checkpoint and not level.is_checkpointed
     # Recomputing costs a third of the time, so it comes after half the batch, which costs less.
     if may_checkpoint and (smaller is None or smaller < level.batch_size // 2):
-        return _lower_level(
+        return LowerLevel(
             "activation checkpointing",
             replace(level, is_checkpointed=True),
             "activations are computed again in the backward pass: about a third more time",
@@ -211,23 +194,11 @@ def next_level(level: MemoryLevel, can_cut: bool = True) -> LowerLevel | None:
     sizes = " + ".join(map(str, cut(level.batch_size, smaller)[:4]))
     more = " + …" if level.batch_size > 4 * smaller else ""
     below = replace(level, pass_size=smaller)
-    return _lower_level(
+    return LowerLevel(
         "batch",
         below,
         f"{level.pass_size} samples at once, now {smaller}: a batch goes through as {sizes}{more}, "
         f"{below.num_passes} passes per update keep the effective batch at {below.effective_batch}",
-    )
-
-
-def _lower_level(kind: LevelKind, below: MemoryLevel, reason: str) -> LowerLevel:
-    return LowerLevel(
-        kind,
-        below.pass_size,
-        below.num_passes,
-        below.effective_batch,
-        below.chunk_share,
-        below.is_checkpointed,
-        reason,
     )
 
 
@@ -361,7 +332,7 @@ def _level(found: Mapping[str, Any], asked: MemoryLevel) -> MemoryLevel:
     for can_cut in (True, False):
         level, lower = asked, next_level(asked, can_cut)
         while asdict(level) != found and lower is not None:
-            level = level.lowered_to(lower)
+            level = lower.level
             lower = next_level(level, can_cut)
         if asdict(level) == found:
             return level

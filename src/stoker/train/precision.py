@@ -1,4 +1,4 @@
-"""Which number format the step computes in, decided once, with the reason.
+"""The number format of a step: decided once, with the reason.
 
 Enters: what was asked for, the device, the model. Leaves: a frozen `PrecisionChoice`, and from it
 autocast contexts and a gradient scaler. Costs nothing per step but what autocast itself costs.
@@ -21,7 +21,7 @@ from stoker.train.settings import Precision
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """The decision.
+    """A number format, and why it was chosen.
 
     Attributes:
         name: "fp32", "tf32", "fp16" or "bf16".
@@ -45,7 +45,7 @@ class PrecisionChoice:
         return torch.autocast(device.type, self.dtype, cache_enabled=False)
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Return the gradient scaler; one that does nothing where nothing is scaled."""
+        """Return the gradient scaler; a disabled one if gradients are not scaled."""
         return torch.amp.GradScaler(
             device.type,
             init_scale=2.0**16,
@@ -57,7 +57,7 @@ class PrecisionChoice:
 
     @contextlib.contextmanager
     def matmuls(self) -> Iterator[None]:
-        """Let float32 matrix products use TF32 inside, if that was chosen; put it back afterwards."""
+        """Context in which float32 matrix products use TF32, if that was chosen."""
         before = torch.get_float32_matmul_precision()
         if self.name == "tf32":
             torch.set_float32_matmul_precision("high")

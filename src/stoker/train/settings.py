@@ -1,4 +1,4 @@
-"""What a `Trainer` is asked to do: one frozen value, checked at once.
+"""Settings of a `Trainer`: one frozen value, checked at once.
 
 Enters: keywords, a mapping, `Settings` of a config file, or the file itself. Leaves: `TrainSettings`. Costs
 nothing; torch is imported only to make an optimizer.

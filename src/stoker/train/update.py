@@ -303,9 +303,7 @@ class Update:
         """
         lower = next_level(self.level, all(work.can_cut for work in self._works))
         if lower is not None and self._circumstances is not None:
-            self._remembered.remember(
-                self._circumstances, self._asked, self.level.lowered_to(lower)
-            )
+            self._remembered.remember(self._circumstances, self._asked, lower.level)
         return MemoryRanOutError(
             "this rank's memory ran out, and the other ranks wait for it.",
             "a batch whose share fits on every rank",
@@ -319,7 +317,7 @@ class Update:
 
     def _take(self, lower: LowerLevel, before_bytes: int) -> bool:
         """Go to a lower level, note and remember it; return False if it freed nothing."""
-        freed = self._apply(self.level.lowered_to(lower))
+        freed = self._apply(lower.level)
         if lower.kind == "chunk share" and not freed:
             return False
         data = f" ({format_bytes(freed)} of chunks given back)" if freed else ""

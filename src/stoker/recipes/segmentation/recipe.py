@@ -314,6 +314,12 @@ def find_classes(store: Store, options: SegmentationOptions) -> tuple[int, str]:
             "masks with classes from 0 up",
             "ignore_values=[]",
         )
+    if values == [0] and IGNORE in recorded and options.num_classes is None:
+        raise InputError(
+            f"the masks of {store.name} hold 0 and 255 only, and 255 counts nowhere: every pixel left is class 0.",
+            "two classes; `stoker pack segmentation` stores 255 as class 1",
+            "pack the images and masks again",
+        )
     num_classes = options.num_classes or max(2, max(values) + 1)
     beyond = [value for value in values if value >= num_classes]
     if beyond:
@@ -323,7 +329,9 @@ def find_classes(store: Store, options: SegmentationOptions) -> tuple[int, str]:
             f"num_classes={max(values) + 1}, or ignore_values={[*options.ignore_values, *beyond]}",
         )
     ignored = ", ".join(str(value) for value in sorted(apart))
-    return num_classes, f"{num_classes} classes; mask values {ignored} count nowhere"
+    names = list(store.manifest.attributes.get("classes") or ())[:num_classes]
+    named = f" ({', '.join(names)})" if names else ""
+    return num_classes, f"{num_classes} classes{named}; mask values {ignored} count nowhere"
 
 
 def split_images(

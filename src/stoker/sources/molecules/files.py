@@ -6,9 +6,11 @@ of 300,000 zip members takes 5 s and 230 MB for a moment; a worker never lists a
 one structure in 12 µs (`zipfile` takes 33 µs, and the whole directory in every worker).
 
 Names are compared without case. LIB2NIST writes `id<ID>.mol`, which is preferred, or
-`s<CAS>.mol`; `ID<ID>.MOL` and `<DB#>.mol` are met as well. Inside an SDF the properties ID, CAS
-and DB# stand for the name, then the title line, which may also be the name of the compound. Where
-two files answer to one name, the first wins: alphabetical in a folder, file order elsewhere.
+`s<CAS>.mol`; `ID<ID>.MOL`, `<DB#>.mol` and `<InChIKey>.mol` are met as well. Inside an SDF the properties
+InChIKey, InChI, SMILES, ID, CAS and DB# stand for the name, then the title line, which may also be the name of
+the compound. A record is looked for by its InChIKey, InChI, SMILES, id and name, in this order. Where two files
+answer to one name, the first wins: alphabetical in a folder, file order elsewhere; whoever uses a structure
+compares it with the record.
 """
 
 from __future__ import annotations
@@ -40,8 +42,19 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _SPARE_BYTES = 64  # of a member's extra field: read with the header, so that one read suffices
 _SDF_END = b"\n$$$$"
 _SDF_PROPERTY = re.compile(rb"^>[^<\n]*<([^>\n]*)>[^\n]*\n([^\n]*)", re.MULTILINE)
-# LIB2NIST, NIST and MoNA spellings of the three properties that name a compound.
+# LIB2NIST, NIST, MoNA and PubChem spellings of the properties that name a compound.
 _SDF_NAMES = {
+    "inchikey": "inchikey",
+    "inchi_key": "inchikey",
+    "inchi key": "inchikey",
+    "standard inchikey": "inchikey",
+    "pubchem_iupac_inchikey": "inchikey",
+    "inchi": "inchi",
+    "standard inchi": "inchi",
+    "pubchem_iupac_inchi": "inchi",
+    "smiles": "smiles",
+    "canonical_smiles": "smiles",
+    "canonical smiles": "smiles",
     "id": "id",
     "cas": "cas",
     "casno": "cas",
@@ -100,8 +113,15 @@ class MolIndex:
     def __len__(self) -> int:
         return len(self._table)
 
-    def find(self, meta: Mapping[str, Any]) -> int:
-        """Return the row of the structure that belongs to a record, or -1."""
+    def find(self, meta: Mapping[str, Any], in_place: bool = False) -> int:
+        """Return the row of the structure that belongs to a record, or -1.
+
+        Args:
+            meta: Of the record.
+            in_place: The record was read from this SDF, and its number there is in `meta`.
+        """
+        if in_place:
+            return int(meta.get("sdf_record") or -1)
         for key in _record_keys(meta, by_name=self.home == "sdf"):
             row = self._rows.get(key)
             if row is not None:
@@ -141,6 +161,10 @@ class MolReader:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+    def name(self, record: int) -> str:
+        """Return the file or record that the structure is from."""
+        return os.fsdecode(self._names[record])
 
     def knows(self, record: int) -> bool:
         """Whether this record has a MOL file."""
@@ -209,6 +233,11 @@ def _digits(text: str) -> str:
 
 def _record_keys(meta: Mapping[str, Any], by_name: bool) -> Iterator[str]:
     """Names that a record's MOL file may have, best first, without extension."""
+    for noun in ("inchikey", "inchi", "smiles"):
+        if text := str(meta.get(noun) or "").strip().casefold():
+            yield f"{noun}:{text}"
+            if noun == "inchikey":
+                yield text
     if identifier := str(meta.get("id") or "").strip().casefold():
         yield f"id{identifier}"
     if cas := str(meta.get("cas") or "").strip().casefold():
@@ -278,7 +307,8 @@ def _sdf_keys(record: bytes) -> tuple[str, ...]:
         noun = _SDF_NAMES.get(label.decode("latin-1").strip().casefold())
         if noun and value.strip():
             named.setdefault(noun, value.decode("latin-1").strip())
-    keys = [f"id{named['id']}"] if "id" in named else []
+    keys = [f"{noun}:{named[noun]}" for noun in ("inchikey", "inchi", "smiles") if noun in named]
+    keys += [f"id{named['id']}"] if "id" in named else []
     keys += [f"s{_digits(named['cas'])}"] if "cas" in named else []
     keys += [named["db"]] if "db" in named else []
     title = record.partition(b"\n")[0].decode("utf-8", "replace").strip()

@@ -47,7 +47,7 @@ ECFP_RADIUS = 2
 ECFP_SIZE = 4096
 
 Mol = Any  # rdkit.Chem.Mol; RDKit is an extra, so its types cannot be named here
-StructureForm = Literal["mol", "smiles"]
+StructureForm = Literal["mol", "smiles", "inchi"]
 
 
 class BitField(NamedTuple):
@@ -168,6 +168,8 @@ class _Toolkit(NamedTuple):
     base: Any
     count_fingerprint: Callable[[Mol], Any]
     exact_mass: Callable[[Mol], float]
+    average_mass: Callable[[Mol], float]
+    formula: Callable[[Mol], str]
 
 
 @cache
@@ -178,7 +180,14 @@ def _toolkit() -> _Toolkit:
     except ImportError as error:
         raise _missing() from error
     generator = rdFingerprintGenerator.GetMorganGenerator(radius=ECFP_RADIUS, fpSize=ECFP_SIZE)
-    return _Toolkit(Chem, rdBase, generator.GetCountFingerprint, rdMolDescriptors.CalcExactMolWt)
+    return _Toolkit(
+        Chem,
+        rdBase,
+        generator.GetCountFingerprint,
+        rdMolDescriptors.CalcExactMolWt,
+        rdMolDescriptors._CalcMolWt,
+        rdMolDescriptors.CalcMolFormula,
+    )
 
 
 def require_rdkit() -> None:
@@ -210,8 +219,8 @@ def read_structure(
     Python: run it in a process that somebody watches. Not thread-safe while it explains a failure.
 
     Args:
-        text: A V2000/V3000 MOL block, or a SMILES.
-        form: Which of the two.
+        text: A V2000/V3000 MOL block, a SMILES, or an InChI.
+        form: Which of them.
         file: Where it came from, for the refusal.
         line: Line there, for the refusal.
 
@@ -241,6 +250,8 @@ def _parse(chem: Any, text: str, form: StructureForm) -> Mol | None:
     if form == "smiles":
         # RDKit reads "" as an empty molecule, and takes what follows a space as a name.
         return chem.MolFromSmiles(text.strip()) if text.strip() else None
+    if form == "inchi":
+        return chem.MolFromInchi(text.strip()) if text.strip() else None
     # Strict: lax parsing turns an unknown element into a dummy atom without a word, and NIST's
     # blank fields and CRLF are read either way.
     return chem.MolFromMolBlock(text, strictParsing=True)
@@ -383,6 +394,63 @@ def _expand(words: Array, fields: tuple[BitField, ...], width: int) -> Array:
             block[:, 0] = values
         column += field.columns
     return features
+
+
+_BOND_NAMES = ("SINGLE", "DOUBLE", "TRIPLE", "AROMATIC")
+
+
+def draw_molecule(atoms: Array, bonds: Array, width: int = 210, height: int = 150) -> str:
+    """Return a drawing of packed words as SVG; empty where RDKit is absent or cannot draw them.
+
+    An element without its own class is drawn as `*`: that is all the words know.
+    """
+    if importlib.util.find_spec("rdkit") is None or not len(atoms):
+        return ""
+    chem = _toolkit().chem
+    from rdkit.Chem import rdDepictor
+    from rdkit.Chem.Draw import rdMolDraw2D
+
+    mol = chem.RWMol()
+    for word in np.asarray(atoms, dtype=np.uint32).tolist():
+        name = ELEMENTS[min(word & 15, len(ELEMENTS) - 1)]
+        atom = chem.Atom("*" if name == "other" else name)
+        charge = (word >> 7 & 7) - 3
+        atom.SetFormalCharge(charge if charge <= 3 else 0)
+        atom.SetIsAromatic(bool(word >> 19 & 1))
+        atom.SetNoImplicit(True)
+        atom.SetNumExplicitHs(min(word >> 13 & 7, 5))
+        mol.AddAtom(atom)
+    try:
+        with _toolkit().base.BlockLogs():
+            for word in np.asarray(bonds, dtype=np.uint32).tolist():
+                kind = getattr(chem.BondType, _BOND_NAMES[word >> 28 & 3])
+                mol.AddBond(word & 0x3FFF, word >> 14 & 0x3FFF, kind)
+            mol.UpdatePropertyCache(strict=False)
+            chem.FastFindRings(mol)
+            rdDepictor.Compute2DCoords(mol)
+            drawer: Any = rdMolDraw2D.MolDraw2DSVG(width, height)
+            drawer.drawOptions().prepareMolsBeforeDrawing = False
+            drawer.DrawMolecule(mol)
+            drawer.FinishDrawing()
+    except (RuntimeError, ValueError):  # RDKit's violated invariants
+        return ""
+    text = drawer.GetDrawingText()
+    return str(text[max(0, text.find("<svg")) :])
+
+
+def exact_mass(mol: Mol) -> float:
+    """Return the monoisotopic mass in dalton."""
+    return _toolkit().exact_mass(mol)
+
+
+def average_mass(mol: Mol) -> float:
+    """Return the average mass in dalton."""
+    return _toolkit().average_mass(mol)
+
+
+def molecular_formula(mol: Mol) -> str:
+    """Return the formula in Hill order, with the charge."""
+    return _toolkit().formula(mol)
 
 
 def compound_key(mol: Mol) -> str:

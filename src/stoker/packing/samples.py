@@ -1,0 +1,387 @@
+"""Samples as the model will get them: pictures with their masks, spectra beside the molecule, rows of a table.
+
+Enters: a store, or the parts of a source. Leaves: facts for a terminal, and a section for a page. Costs: at most 24
+samples are drawn and 256 pictures measured; labels are read whole.
+
+Everything is drawn from what is stored, not from the file: a turned mask, a white picture or the wrong molecule shows.
+"""
+
+from __future__ import annotations
+
+import base64
+import colorsys
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from stoker import page
+from stoker.page import Html
+from stoker.sources.molecules.packed import draw_molecule
+from stoker.store.fields import Array, Dense, Ragged, ShardData
+from stoker.store.manifest import FieldInfo
+from stoker.store.reader import Store
+
+MAX_DRAWN = 24
+MAX_MEASURED = 256
+_SIDE = 224
+_MAX_BYTES = 64 << 20
+_COLUMNS = 12
+_IGNORE = 255
+_LISTED = 12
+_ONE_COLOUR = 0.995
+_TEXTS = ("name", "formula", "adduct", "precursor_mz", "collision_energy", "spectrum_kind")
+
+
+@dataclass
+class Samples:
+    """Some samples of a store or of raw files.
+
+    Attributes:
+        fields: What each field is.
+        rows: Field to value of each sample: a row, the values of a ragged field, or a text.
+        attributes: Of the manifest; names of classes are looked for there.
+        num_samples: All of them.
+        label_counts: Class number to samples; empty where there are no labels.
+        mask_counts: Mask value to pixels.
+    """
+
+    fields: dict[str, FieldInfo] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    num_samples: int = 0
+    label_counts: dict[int, int] = field(default_factory=dict)
+    mask_counts: dict[int, int] = field(default_factory=dict)
+
+    def take(self, part: ShardData) -> None:
+        """Add the samples of one part of a source: a few of each, so that the last part is seen too."""
+        self.fields = {name: FieldInfo.of(data) for name, data in part.items()}
+        counts = [data.num_samples for data in part.values()]
+        number = counts[0] if counts else 0
+        self.num_samples += number
+        _add(self.label_counts, part.get("labels"))
+        _add(self.mask_counts, part.get("masks"))
+        most = _most(self.fields)
+        self.rows += [
+            {name: _value(data, int(at)) for name, data in part.items()}
+            for at in _evenly(number, most)
+        ]
+        if len(self.rows) > most:
+            self.rows = [self.rows[int(at)] for at in _evenly(len(self.rows), most)]
+
+
+def samples_of(store: Store) -> Samples:
+    """Return samples of a store, evenly spaced."""
+    attributes = store.manifest.attributes
+    made = Samples(dict(store.fields), [], attributes, store.num_samples)
+    wanted = [name for name, info in store.fields.items() if info.kind != "series"]
+    made.rows = [
+        {name: _stored_value(store, name, int(at)) for name in wanted}
+        for at in _evenly(store.num_samples, _most(store.fields))
+    ]
+    info = store.fields.get("labels")
+    if info is not None and info.kind == "dense" and not info.shape and info.dtype[1] in "iu":
+        _add(made.label_counts, Dense(store.read_rows("labels", 0, store.num_samples)))
+    recorded = attributes.get("mask_pixels") or {}
+    made.mask_counts = {int(value): int(count) for value, count in recorded.items()}
+    return made
+
+
+def _most(fields: Mapping[str, FieldInfo]) -> int:
+    """Return how many samples to keep: pictures are measured, others only drawn; all within 64 MB."""
+    row_bytes = sum(
+        int(np.prod(info.shape, dtype=np.int64)) * np.dtype(info.dtype).itemsize
+        for info in fields.values()
+        if info.kind == "dense"
+    )
+    wanted = MAX_MEASURED if "images" in fields else MAX_DRAWN
+    return max(0, min(wanted, _MAX_BYTES // max(1, row_bytes)))
+
+
+def _stored_value(store: Store, name: str, at: int) -> Any:
+    info = store.fields[name]
+    if info.encoding:
+        return store.read_text(name, at)
+    return (
+        store.read_values(name, at)
+        if info.kind == "ragged"
+        else store.read_rows(name, at, at + 1)[0]
+    )
+
+
+def _value(data: Any, at: int) -> Any:
+    if isinstance(data, Dense):
+        return data.values[at].copy()  # a view would keep the whole part in memory
+    if isinstance(data, Ragged):
+        values = data.values[data.offsets[at] : data.offsets[at + 1]]
+        return bytes(values).decode(errors="replace") if data.encoding else values.copy()
+    return None
+
+
+def _add(counts: dict[int, int], data: Any) -> None:
+    if isinstance(data, Dense) and data.values.dtype.kind in "iu" and data.values.size:
+        values, found = np.unique(data.values, return_counts=True)
+        if len(values) <= 65_536:
+            for value, count in zip(values.tolist(), found.tolist(), strict=True):
+                counts[value] = counts.get(value, 0) + count
+
+
+def _evenly(total: int, most: int) -> Array:
+    return (
+        np.unique(np.linspace(0, total - 1, min(total, most)).astype(np.int64))
+        if total
+        else np.empty(0, np.int64)
+    )
+
+
+# -- facts ---------------------------------------------------------------------------------------
+
+
+def sample_facts(samples: Samples) -> dict[str, str]:
+    """Return what a person should see in ten seconds: classes, value ranges, sizes, lengths."""
+    facts: dict[str, str] = {}
+    images = _images(samples)
+    if len(images):
+        facts |= _picture_facts(images)
+    if samples.label_counts:
+        facts["classes"] = _shares(samples.label_counts, _names(samples), "samples")
+    if samples.mask_counts:
+        facts["mask classes"] = _shares(samples.mask_counts, _names(samples), "pixels")
+    lengths = [len(row["mz"]) for row in samples.rows if row.get("mz") is not None]
+    if lengths:
+        mz = np.concatenate(
+            [np.asarray(row["mz"], np.float64) for row in samples.rows if "mz" in row]
+        )
+        facts["peaks per spectrum"] = (
+            f"{min(lengths)} to {max(lengths)}, median {np.median(lengths):g}"
+        )
+        facts["m/z"] = f"{mz.min():g} to {mz.max():g}" if len(mz) else "no peaks"
+        kinds = samples.attributes.get("spectrum_kinds") or {}
+        if kinds:
+            facts["kinds of spectra"] = ", ".join(
+                f"{count:,} {kind}" for kind, count in kinds.items()
+            )
+    weights = [
+        float(row["mol_weight"]) for row in samples.rows if row.get("mol_weight") is not None
+    ]
+    if weights:
+        facts["mass of the molecules"] = f"{min(weights):.4f} to {max(weights):.4f}"
+    return facts
+
+
+def _picture_facts(images: Array) -> dict[str, str]:
+    channels = images.shape[1]
+    names = ("red", "green", "blue") if channels == 3 else tuple(map(str, range(channels)))
+    ranges = [
+        f"{name if channels > 1 else 'grey'} {int(plane.min())} to {int(plane.max())}, mean {plane.mean():.0f}"
+        for name, plane in zip(names, images.transpose(1, 0, 2, 3), strict=True)
+    ]
+    shown = {
+        "pictures": f"{images.shape[2]} x {images.shape[3]}, {channels} channels",
+        "pixel values": "; ".join(ranges),
+    }
+    flat = images.reshape(len(images), -1)
+    for name, value in (("white", 255), ("black", 0)):
+        count = int(((flat == value).mean(axis=1) >= _ONE_COLOUR).sum())
+        if count:
+            shown[f"all {name}"] = f"{count:,} of {len(images):,} pictures that were looked at"
+    return shown
+
+
+def _images(samples: Samples) -> Array:
+    found = [row["images"] for row in samples.rows if row.get("images") is not None]
+    if (
+        not found
+        or found[0].ndim != 3
+        or found[0].dtype != np.uint8
+        or found[0].shape[0] not in (1, 3)
+    ):
+        return np.empty(0)
+    return np.stack(found)
+
+
+def _names(samples: Samples) -> Sequence[str]:
+    return [str(name) for name in samples.attributes.get("classes") or ()]
+
+
+def _shares(counts: Mapping[int, int], names: Sequence[str], unit: str) -> str:
+    total = max(1, sum(counts.values()))
+    ranked = sorted(counts.items(), key=lambda item: -item[1])
+    listed = [
+        f"{_class_name(value, names)} {count:,} ({count / total:.1%})"
+        for value, count in ranked[:_LISTED]
+    ]
+    more = f", and {len(ranked) - _LISTED} more" if len(ranked) > _LISTED else ""
+    return f"{', '.join(listed)}{more} {unit}"
+
+
+def _class_name(value: int, names: Sequence[str]) -> str:
+    if 0 <= value < len(names):
+        return names[value]
+    return "255 (counts nowhere)" if value == _IGNORE else str(value)
+
+
+# -- page ----------------------------------------------------------------------------------------
+
+
+def samples_section(samples: Samples) -> page.Section | None:
+    """Return samples drawn for a page; None where there is nothing to draw."""
+    drawn = [samples.rows[int(at)] for at in _evenly(len(samples.rows), MAX_DRAWN)]
+    figures: list[Html] = []
+    if len(_images(samples)):
+        figures = [_picture_figure(row, _names(samples), n) for n, row in enumerate(drawn)]
+    elif any("mz" in row for row in drawn):
+        figures = [_spectrum_figure(row, n) for n, row in enumerate(drawn)]
+    elif any(_is_row(row.get("features")) for row in drawn):
+        return page.Section("samples", "Samples", _rows_table(samples, drawn))
+    if not figures:
+        return None
+    facts = sample_facts(samples)
+    parts = [
+        page.facts({what: facts[what] for what in facts if what not in ("classes", "mask classes")})
+    ]
+    if samples.mask_counts:
+        parts.append(_legend(samples))
+    if samples.label_counts:
+        parts.append(_class_table(samples))
+    return page.Section("samples", "Samples", page.join([*parts, page.grid(figures)]))
+
+
+def _class_table(samples: Samples) -> Html:
+    names, counts = _names(samples), samples.label_counts
+    total = max(1, sum(counts.values()))
+    rows = [
+        (page.name(_class_name(value, names)), f"{count:,}", f"{count / total:.1%}")
+        for value, count in sorted(counts.items())[:200]
+    ]
+    return page.table(("class", "samples", "share"), rows, key="classes", numeric=(1, 2))
+
+
+def _legend(samples: Samples) -> Html:
+    names = _names(samples)
+    total = max(1, sum(samples.mask_counts.values()))
+    labels = [
+        Html(
+            f'<span class="badge plain"><svg width="12" height="12" style="display:inline;width:12px;height:12px">'
+            f'<rect width="12" height="12" fill="rgb{colour_of(value)}"/></svg> '
+            f"{page.escape(_class_name(value, names))} {count / total:.1%}</span>"
+        )
+        for value, count in sorted(samples.mask_counts.items())[:64]
+    ]
+    return Html(f"<p>{''.join(labels)}</p>")
+
+
+def _picture_figure(row: Mapping[str, Any], names: Sequence[str], number: int) -> Html:
+    pixels = np.broadcast_to(np.moveaxis(row["images"], 0, -1), (*row["images"].shape[1:], 3))
+    title = str(row.get("name") or f"sample {number}")
+    shown = [_img(pixels, f"{title}")]
+    caption = ""
+    mask = row.get("masks")
+    if mask is not None and mask.shape == pixels.shape[:2]:
+        colours = np.array([colour_of(value) for value in range(256)], dtype=np.float32)
+        mixed = 0.45 * pixels + 0.55 * colours[mask]
+        shown.append(_img(mixed.astype(np.uint8), f"mask of {title}"))
+        present = np.flatnonzero(np.bincount(mask.ravel(), minlength=256)).tolist()
+        caption = ", ".join(_class_name(value, names) for value in present[:8])
+    if row.get("labels") is not None and np.ndim(row["labels"]) == 0:
+        caption = _class_name(int(row["labels"]), names)
+    return page.figure(page.name(title), page.join(shown), page.escape(page.shorten(caption, 120)))
+
+
+def _img(pixels: Array, alt: str) -> Html:
+    step = max(1, -(-max(pixels.shape[:2]) // _SIDE))
+    small = np.ascontiguousarray(pixels[::step, ::step])
+    data = base64.b64encode(encode_png(small)).decode()
+    return Html(
+        f'<img alt="{page.escape(page.shorten(alt, 80))}" src="data:image/png;base64,{data}" '
+        'style="width:100%;image-rendering:pixelated;display:block;margin-bottom:4px">'
+    )
+
+
+def encode_png(pixels: Array) -> bytes:
+    """Return `(height, width, 3)` uint8 as a PNG; no image library is needed for this."""
+    height, width, _ = pixels.shape
+    rows = np.zeros((height, 1 + 3 * width), dtype=np.uint8)
+    rows[:, 1:] = pixels.reshape(height, -1)
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = (
+        chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows.tobytes())) + chunk(b"IEND", b"")
+    )
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def colour_of(value: int) -> tuple[int, int, int]:
+    """Return the colour of a class: 0 is dark, 255 white, the others walk around the circle of colours."""
+    if value == 0:
+        return 40, 42, 48
+    if value == _IGNORE:
+        return 255, 255, 255
+    red, green, blue = colorsys.hsv_to_rgb(value * 0.618033988749895 % 1.0, 0.65, 0.95)
+    return round(red * 255), round(green * 255), round(blue * 255)
+
+
+def _spectrum_figure(row: Mapping[str, Any], number: int) -> Html:
+    title = str(row.get("name") or row.get("identifier") or f"sample {number}")
+    about = [f"{name} {row[name]}" for name in _TEXTS[1:] if row.get(name)]
+    if row.get("mol_weight") is not None:
+        about.append(f"mass {float(row['mol_weight']):.4f}")
+    drawing = draw_molecule(row["atoms"], row["bonds"]) if row.get("atoms") is not None else ""
+    picture = page.join([_sticks(row["mz"], row["intensity"], number), Html(drawing)])
+    return page.figure(page.name(title), picture, page.escape(page.shorten("; ".join(about), 200)))
+
+
+def _sticks(mz: Array, intensity: Array, number: int) -> Html:
+    """Return the peaks as vertical lines, the base peak at full height."""
+    mz, intensity = np.asarray(mz, np.float64), np.asarray(intensity, np.float64)
+    if not len(mz):
+        return page.paragraph("no peaks", quiet=True)
+    order = np.argsort(-intensity, kind="stable")[:300]
+    top, last = max(float(intensity.max()), 1e-30), max(float(mz.max()), 1.0) * 1.03
+    lines = "".join(
+        f"M{400 * mz[at] / last:.1f} 100v-{max(0.5, 95 * intensity[at] / top):.1f}" for at in order
+    )
+    ends = f"m/z {page.format_number(float(mz.min()))} to {page.format_number(float(mz.max()))}, {len(mz)} peaks"
+    return Html(
+        f'<svg id="spectrum-{number}" role="img" aria-label="{page.escape(ends)}" viewBox="0 0 400 100" '
+        f'preserveAspectRatio="none" style="height:110px"><path d="{lines}" stroke="var(--bar)" stroke-width="1.5" '
+        f'fill="none"/><path class="base" d="M0 99.5h400"/></svg><p class="quiet">{page.escape(ends)}</p>'
+    )
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 1
+
+
+def _rows_table(samples: Samples, rows: Sequence[Mapping[str, Any]]) -> Html:
+    """Return rows of a table with the names that its columns have in the store."""
+    info = samples.fields["features"]
+    width = info.shape[0]
+    columns = list(info.columns or map(str, range(width)))[:_COLUMNS]
+    others = [
+        name
+        for name in samples.fields
+        if rows[0].get(name) is not None
+        and not isinstance(rows[0][name], str)
+        and not rows[0][name].ndim
+    ][:4]
+    names = _names(samples)
+    body = []
+    for row in rows:
+        cells = [page.format_number(float(value)) for value in row["features"][:_COLUMNS]]
+        for name in others:
+            value = row[name]
+            is_class = name in ("labels", "targets") and names and float(value) == int(value)
+            cells.append(_class_name(int(value), names) if is_class else str(value))
+        body.append(cells)
+    note = f"{width - len(columns)} more columns, not shown." if width > len(columns) else ""
+    table = page.table([*columns, *others], body, key="rows", numeric=range(len(columns)))
+    return page.join([table, page.paragraph(note, quiet=True)] if note else [table])

@@ -1,0 +1,356 @@
+"""One picture file as 8-bit pixels, by a rule that does not depend on the picture.
+
+Enters: a path, the channels wanted, perhaps a range of values. Leaves: a `Decoded`: pixels, upright as the EXIF says,
+with the sizes before and after. Costs: one decode; memory for the picture, compared with what is free before.
+
+The rule, by the type of the file's values:
+
+    8 bits                 as they are
+    1 bit                  0 and 255
+    palette                the colours of the palette
+    grey for RGB           three equal channels; RGB for grey: 0.299 R + 0.587 G + 0.114 B
+    transparency           laid over white
+    CMYK, YCbCr            converted without a colour profile
+    16 bits                0 to 65535 becomes 0 to 255, or LOW to HIGH of `--range`
+    float                  0 to 1 becomes 0 to 255, or LOW to HIGH; values outside 0 to 1 are refused without `--range`
+    32-bit whole numbers   LOW to HIGH; refused without `--range`
+    Lab, several frames    refused (`--first-frame` takes the first of several)
+
+With `--range`, values beyond it become 0 or 255. A scale that followed each picture's own darkest and brightest value
+would make pictures incomparable, so there is none.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker import bounds
+from stoker.display import command
+from stoker.errors import MissingExtraError, SourceError
+from stoker.store.fields import Array
+
+_PIXEL_BYTES = 12
+"""As decoded, turned upright, and converted: up to four bytes each."""
+_ORIENTATION = 0x0112
+_DEEP = {"I;16": "16-bit", "I;16L": "16-bit", "I;16B": "16-bit", "I;16N": "16-bit", "F": "float"}
+_ANIMATED = {"GIF", "TIFF", "WEBP", "PNG"}
+"""Formats whose files may hold several frames. An MPO of a phone holds a photo and its previews: the first is meant."""
+_FAULTS = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    RecursionError,
+    struct.error,
+    # What Pillow's Python parts raise on a damaged header.
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+)
+
+
+class PictureError(SourceError):
+    """A picture or mask that is refused.
+
+    Attributes:
+        kind: Class of reasons that it is counted under.
+        reason: What is wrong, without the path of the picture where that was given apart.
+    """
+
+    def __init__(
+        self,
+        given: str,
+        allowed: str = "an intact image",
+        fix: str = "",
+        details: Sequence[str] = (),
+        kind: str = "cannot be decoded",
+        path: Path | None = None,
+    ) -> None:
+        super().__init__(given if path is None else f"{path} {given}", allowed, fix, details)
+        self.kind = kind
+        self.reason = given
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Rebuild from the parts, so that the error survives a worker process."""
+        return type(self), (self.given, self.allowed, self.fix, self.details, self.kind)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One picture.
+
+    Attributes:
+        image: Pillow's image, upright; not converted yet.
+        stored_size: (width, height) as it lies in the file.
+        orientation: EXIF orientation, 1 to 8; 1 where the file has none.
+        has_orientation: Whether the file has the tag.
+        format: Pillow's name of the file format.
+        is_deep_colour: The file has 16 bits for each of several channels, of which Pillow hands over the upper 8.
+    """
+
+    image: Any
+    stored_size: tuple[int, int]
+    orientation: int
+    has_orientation: bool
+    format: str
+    is_deep_colour: bool
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Pixels as they are stored, and what they were.
+
+    Attributes:
+        values: `(height, width, channels)` uint8.
+        kind: Type of the file's values: "8-bit", "16-bit", "float", "32-bit", "palette", "CMYK", ...
+        span: Smallest and largest value of the file, where it was scaled; else None.
+    """
+
+    values: Array
+    kind: str
+    span: tuple[float, float] | None = None
+
+
+def pillow() -> Any:
+    """Return `PIL.Image`, or say what to install."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MissingExtraError.for_package("pillow", "vision", "decoding images") from None
+    return Image
+
+
+def open_picture(path: Path) -> Any:
+    """Open a picture without decoding it, within the limits of size and memory."""
+    image = pillow()
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns from 89 megapixels on and refuses from 179: ours is one limit, by name. It also warns of
+            # damaged tags; pixels that cannot be read are an error.
+            warnings.simplefilter("ignore")
+            opened = image.open(path)
+    except image.DecompressionBombError as error:
+        claimed = re.search(r"\((\d+) pixels\)", str(error))
+        raise _too_large(path, int(claimed[1]) if claimed else None) from error
+    except _FAULTS as error:
+        raise PictureError(f"cannot be opened as an image: {error}.", path=path) from error
+    pixels = opened.width * opened.height
+    try:
+        if pixels > bounds.PIXELS.most:
+            raise _too_large(path, pixels)
+        what = f"decoding {path} ({pixels:,} pixels)"
+        bounds.require_memory(_PIXEL_BYTES * pixels, what, "a smaller picture in its place")
+    except SourceError:
+        opened.close()
+        raise
+    return opened
+
+
+def _too_large(path: Path, pixels: int | None) -> SourceError:
+    claimed = "too many" if pixels is None else f"{pixels:,}"
+    return SourceError(
+        f"{path} claims {claimed} pixels, and at most {bounds.PIXELS.most:,} are decoded.",
+        bounds.PIXELS.allowed,
+        "a smaller picture in its place",
+    )
+
+
+def decode(path: Path, first_frame: bool = False) -> Decoded:
+    """Decode one file and turn it upright.
+
+    Args:
+        path: The file.
+        first_frame: Take the first frame of a file that holds several, instead of refusing it.
+    """
+    with open_picture(path) as opened, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            frames = int(getattr(opened, "n_frames", 1)) if opened.format in _ANIMATED else 1
+            if frames > 1 and not first_frame:
+                raise PictureError(
+                    f"holds {frames} frames.",
+                    "one picture a file, or the first frame of each",
+                    "--first-frame",
+                    path=path,
+                    kind="several frames in one file",
+                )
+            size = opened.size
+            # Before `load`, which empties the list of tiles: only the file knows that it had 16 bits.
+            deep = len(opened.getbands()) > 1 and any(map(_has_16_bits, opened.tile))
+            exif = opened.getexif()
+            orientation = int(exif.get(_ORIENTATION, 1) or 1)
+            opened.load()
+            known = orientation if 1 <= orientation <= 8 else 1
+            image = turned(opened, known)
+            if image is opened:
+                image = opened.copy()
+            return Decoded(image, size, known, _ORIENTATION in exif, opened.format or "", deep)
+        except _FAULTS as error:
+            if isinstance(error, SourceError):
+                raise
+            raise PictureError(f"cannot be decoded: {error}.", path=path) from error
+
+
+def _has_16_bits(tile: Any) -> bool:
+    """Return whether a tile's raw mode, such as "RGB;16B", has 16 bits a channel."""
+    given = tile[3]
+    raw = given[0] if isinstance(given, tuple) and given else given
+    return isinstance(raw, str) and raw.partition(";")[2][:2] == "16"
+
+
+def turned(image: Any, orientation: int) -> Any:
+    """Return the image as a viewer that reads the EXIF orientation shows it."""
+    way = pillow().Transpose
+    ways = {
+        2: way.FLIP_LEFT_RIGHT,
+        3: way.ROTATE_180,
+        4: way.FLIP_TOP_BOTTOM,
+        5: way.TRANSPOSE,
+        6: way.ROTATE_270,
+        7: way.TRANSVERSE,
+        8: way.ROTATE_90,
+    }
+    return image.transpose(ways[orientation]) if orientation in ways else image
+
+
+def to_pixels(
+    decoded: Decoded,
+    path: Path,
+    size: tuple[int, int],
+    channels: int,
+    value_range: tuple[float, float] | None = None,
+) -> Pixels:
+    """Convert, scale and resize one picture.
+
+    Args:
+        decoded: From `decode`.
+        path: For messages.
+        size: Wanted (height, width).
+        channels: 1 for grey, 3 for RGB.
+        value_range: LOW and HIGH of 16-bit, 32-bit and float pictures; None takes the type's own.
+    """
+    image, mode = decoded.image, decoded.image.mode
+    span = None
+    kind = _kind(decoded)
+    try:
+        if kind in ("16-bit", "32-bit", "float"):
+            image, span = _scaled(image, kind, path, value_range)
+        elif kind == "16-bit colour" and value_range is not None:
+            raise PictureError(
+                "has colours of 16 bits a channel, of which the upper 8 are read: --range does not fit.",
+                "grey pictures with --range",
+                "leave --range out",
+                path=path,
+                kind="16-bit colour with --range",
+            )
+        elif mode == "LAB":
+            raise PictureError(
+                "is in Lab colours.", "RGB, grey, palette or CMYK", path=path, kind="Lab colours"
+            )
+        image = _resized(_converted(image, channels), size)
+    except _FAULTS as error:
+        if isinstance(error, SourceError):
+            raise
+        raise PictureError(f"cannot be converted: {error}.", path=path) from error
+    values = np.asarray(image, dtype=np.uint8).reshape(*size, channels)
+    return Pixels(values, kind, span)
+
+
+def _kind(decoded: Decoded) -> str:
+    mode = decoded.image.mode
+    if mode == "I":  # Pillow hands over PGM and PNG of 16 bits so
+        return "16-bit" if decoded.format in ("PPM", "PNG") else "32-bit"
+    if decoded.is_deep_colour:
+        return "16-bit colour"
+    if mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in decoded.image.info:
+        return "transparent"
+    return _DEEP.get(mode) or {"P": "palette", "1": "1-bit", "CMYK": "CMYK"}.get(mode, "8-bit")
+
+
+def _scaled(
+    image: Any, kind: str, path: Path, value_range: tuple[float, float] | None
+) -> tuple[Any, tuple[float, float]]:
+    """Bring deep values to 0 to 255 by the stated rule."""
+    values: Array = np.asarray(image).astype(np.float64 if kind == "32-bit" else np.float32)
+    low, high = float(values.min()), float(values.max())
+    if not np.isfinite(low) or not np.isfinite(high):
+        raise PictureError(
+            "holds values that are not finite.",
+            "finite values",
+            path=path,
+            kind="values that are not finite",
+        )
+    bottom, top = value_range or {"16-bit": (0.0, 65535.0), "float": (0.0, 1.0)}.get(
+        kind, (0.0, 0.0)
+    )
+    if value_range is None and kind != "16-bit" and (kind == "32-bit" or low < 0 or high > 1):
+        raise _no_range(path, kind, low, high)
+    scaled = np.clip((values - bottom) * (255.0 / (top - bottom)), 0, 255)
+    return pillow().fromarray(np.rint(scaled).astype(np.uint8)), (low, high)
+
+
+def _no_range(path: Path, kind: str, low: float, high: float) -> PictureError:
+    allowed = "0 to 1 for float pictures" if kind == "float" else "a range that is given"
+    return PictureError(
+        f"holds {kind} values from {low:g} to {high:g}.",
+        f"{allowed}, or --range LOW,HIGH",
+        command("--range", f"{min(0.0, low):g},{max(high, low + 1):g}"),
+        path=path,
+        kind=f"{kind} values without --range",
+    )
+
+
+def check_ranges(paths: Iterable[Path]) -> None:
+    """Look at some pictures before all are decoded: float and 32-bit values need a range that fits all of them.
+
+    Raises:
+        PictureError: Values that no rule brings to 8 bits; the range in its advice covers the pictures looked at.
+    """
+    worst: tuple[Path, str] | None = None
+    lows, highs = [], []
+    for path in paths:
+        try:
+            with open_picture(path) as opened:
+                if opened.mode not in ("F", "I") or opened.format in ("PPM", "PNG"):
+                    continue
+                low, high = (float(value) for value in opened.getextrema())
+                kind = "float" if opened.mode == "F" else "32-bit"
+        except (SourceError, *_FAULTS):
+            continue  # refused when its part is built
+        if not np.isfinite(low) or not np.isfinite(high):
+            continue
+        lows.append(low)
+        highs.append(high)
+        if kind == "32-bit" or low < 0 or high > 1:
+            worst = worst or (path, kind)
+    if worst is not None:
+        raise _no_range(*worst, min(lows), max(highs))
+
+
+def _converted(image: Any, channels: int) -> Any:
+    wanted = "RGB" if channels == 3 else "L"
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        if image.getextrema()[3] != (255, 255):
+            page = pillow().new("RGBA", image.size, "white")
+            page.alpha_composite(image)
+            image = page
+    if image.mode == "P":  # straight to grey would take the palette's index on some files
+        image = image.convert("RGB")
+    return image if image.mode == wanted else image.convert(wanted)
+
+
+def _resized(image: Any, size: tuple[int, int]) -> Any:
+    if image.size == (size[1], size[0]):
+        return image
+    # reducing_gap stays off: it trades exactness for speed, and this runs once.
+    return image.resize((size[1], size[0]), pillow().Resampling.BILINEAR)

@@ -1,0 +1,143 @@
+"""The pictures below a folder, and a count of every file that is not taken.
+
+Enters: a folder. Leaves: a `Listing`: relative paths in sorted order, the folders, ignored files by reason. Costs: one
+walk over the folder's entries; no file is opened.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from stoker.display import command, look_in
+from stoker.errors import SourceError
+
+ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
+SPLIT_ALIASES = {
+    "train": 0,
+    "training": 0,
+    "val": 1,
+    "valid": 1,
+    "validation": 1,
+    "dev": 1,
+    "test": 2,
+    "testing": 2,
+}
+"""Names of folders and list files, in small letters, to the number that the field `split` holds."""
+
+_SYSTEM = {
+    "__macosx",
+    "__pycache__",
+    "@eadir",
+    "$recycle.bin",
+    "system volume information",
+    "lost+found",
+    "thumbs.db",
+    "desktop.ini",
+    "icon\r",
+}
+HIDDEN = "hidden or system file"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What lies below a folder.
+
+    Attributes:
+        root: The folder.
+        pictures: Relative paths with `/`, sorted.
+        folders: Relative paths of all folders that are not hidden, sorted; they may be empty.
+        ignored: Reason to number of files.
+    """
+
+    root: Path
+    pictures: Sequence[str]
+    folders: Sequence[str]
+    ignored: Counter[str]
+
+    @property
+    def top_folders(self) -> list[str]:
+        """The folders directly below the root."""
+        return [folder for folder in self.folders if "/" not in folder]
+
+
+def list_pictures(root: Path) -> Listing:
+    """Walk a folder; hidden and system files, and other endings, are counted and left out."""
+    if not root.is_dir():
+        raise SourceError(f"{root} is not a folder.", "an existing folder", look_in(root.parent))
+    pictures, folders = [], []
+    ignored: Counter[str] = Counter()
+    seen: set[tuple[int, int]] = set()
+    for here, subfolders, files in os.walk(root, followlinks=True):
+        stat = Path(here).stat()
+        if (stat.st_dev, stat.st_ino) in seen:  # a link that leads back
+            subfolders.clear()
+            continue
+        seen.add((stat.st_dev, stat.st_ino))
+        relative = Path(here).relative_to(root).as_posix()
+        prefix = "" if relative == "." else f"{relative}/"
+        hidden = [name for name in subfolders if is_system(name)]
+        for name in hidden:
+            ignored[HIDDEN] += sum(len(inside) for _, _, inside in os.walk(Path(here) / name))
+        subfolders[:] = sorted(name for name in subfolders if not is_system(name))
+        folders += [prefix + name for name in subfolders]
+        for name in files:
+            reason = _why_ignored(name)
+            if reason:
+                ignored[reason] += 1
+            else:
+                pictures.append(prefix + name)
+    return Listing(root, sorted(pictures), sorted(folders), +ignored)
+
+
+def holds_pictures(root: Path) -> bool:
+    """Return whether a folder holds pictures, at any depth."""
+    return root.is_dir() and any(
+        _why_ignored(name) == "" for _, _, files in os.walk(root) for name in files
+    )
+
+
+def find_pairs(root: Path) -> tuple[Path, Path | None]:
+    """Return the folders of images and masks below `root`, where their names say it; else `root` and None."""
+    if root.is_dir():
+        named = {child.name.lower(): child for child in sorted(root.iterdir()) if child.is_dir()}
+        images = next((named[name] for name in ("images", "image", "imgs") if name in named), None)
+        masks = next((named[name] for name in ("masks", "mask", "labels") if name in named), None)
+        if images is not None and masks is not None and holds_pictures(masks):
+            return images, masks
+    return root, None
+
+
+def is_system(name: str) -> bool:
+    """Return whether a name belongs to the system or an editor, not to the data."""
+    return name.startswith(".") or name.lower() in _SYSTEM
+
+
+def _why_ignored(name: str) -> str:
+    if is_system(name):
+        return HIDDEN
+    ending = PurePosixPath(name).suffix.lower()
+    return "" if ending in ENDINGS else f"not a picture ({ending or 'no ending'})"
+
+
+def no_pictures(listing: Listing) -> SourceError:
+    """Return the error for a folder in which nothing is a picture."""
+    others = ", ".join(f"{count} {reason}" for reason, count in listing.ignored.most_common(3))
+    return SourceError(
+        f"{listing.root} holds no images{f' ({others})' if others else ''}.",
+        f"files ending in {', '.join(sorted(ENDINGS))}",
+        command("ls", listing.root),
+    )
+
+
+def split_of(names: Sequence[str]) -> dict[str, int]:
+    """Return the split of each name if all are names of splits and one is of training; else nothing.
+
+    `train` beside `car` is a class; `train` beside `val` is not.
+    """
+    numbers = {name: SPLIT_ALIASES.get(name.lower()) for name in names}
+    found = {name: number for name, number in numbers.items() if number is not None}
+    return found if len(found) == len(names) and 0 in found.values() else {}

@@ -1,0 +1,401 @@
+"""Mask files as one class per pixel: values, colours, one mask per object.
+
+Enters: a mask file, and a `MaskMap` (given by the user, or found out from the first masks). Leaves: `(height, width)`
+uint8, each value a class, 255 where a pixel counts nowhere. Costs: one decode and one table lookup a mask.
+
+What is asked about instead of guessed: JPEG masks (their values are blurred), colours without a table, values above
+255, and a mask whose turn against its image cannot be known.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from stoker.display import command
+from stoker.errors import InputError, SourceError, require_file
+from stoker.sources.images.decoding import Decoded, PictureError, decode, turned
+from stoker.store.fields import Array
+
+MaskOrientation = Literal["auto", "image", "upright"]
+IGNORE = 255
+_ENTRY = re.compile(r"(?:(\d{1,5})(?:-(\d{1,5}))?|#([0-9a-fA-F]{6})|other)=(\d{1,3})")
+_HINT = "--mask-map 255=1"
+_SPREAD, _FEW = 63, 16
+
+
+@dataclass(frozen=True)
+class MaskMap:
+    """Which class a mask value or colour is.
+
+    Attributes:
+        values: (low, high, class): values from low to high, both included.
+        colours: 0xRRGGBB and its class.
+        other: Class of whatever is not named; None keeps values, and refuses colours.
+        names: Class names, where a colour table has them.
+        is_binary: Found out: the masks hold 0 and 255 only, and 255 is class 1.
+    """
+
+    values: tuple[tuple[int, int, int], ...] = ()
+    colours: tuple[tuple[int, int], ...] = ()
+    other: int | None = None
+    names: tuple[str, ...] = ()
+    is_binary: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.values or self.colours or self.other is not None)
+
+
+BINARY = MaskMap(values=((255, 255, 1),), is_binary=True)
+
+
+def parse_mask_map(texts: Sequence[str]) -> MaskMap | None:
+    """Return the map for ["255=1"], ["0-127=0,128-255=1", "#ff0000=2", "other=255"].
+
+    Nothing given is None: the map is found out. "keep" is a map that changes nothing.
+    """
+    if not texts:
+        return None
+    entries = [entry.strip() for text in texts for entry in text.split(",") if entry.strip()]
+    if entries == ["keep"]:
+        return MaskMap()
+    values, colours, other = [], [], None
+    for entry in entries:
+        found = _ENTRY.fullmatch(entry)
+        low, high, colour, number = found.groups() if found else (None, None, None, "256")
+        if found is None or int(number) > 255 or int(high or low or 0) > 65535:
+            raise InputError(
+                f"--mask-map has the entry {entry!r}.",
+                "VALUE=CLASS, LOW-HIGH=CLASS, #RRGGBB=CLASS, other=CLASS (classes 0 to 255), or keep",
+                _HINT,
+            )
+        if low is not None:
+            values.append((int(low), int(high or low), int(number)))
+        elif colour is not None:
+            colours.append((int(colour, 16), int(number)))
+        else:
+            other = int(number)
+    for name, taken in (
+        ("value", [value for low, high, _ in values for value in range(low, high + 1)]),
+        ("colour", [f"#{colour:06x}" for colour, _ in colours]),
+    ):
+        twice, times = Counter(taken).most_common(1)[0] if taken else ("", 1)
+        if times > 1:
+            raise InputError(
+                f"--mask-map gives the {name} {twice} two classes.", "one class each", _HINT
+            )
+    return MaskMap(tuple(values), tuple(colours), other)
+
+
+def read_colour_table(path: Path) -> MaskMap:
+    """Read a table of colours: CSV with the columns r, g, b and name, or lines such as "128 0 0 Building".
+
+    The class is the number of the line, or the column `id`, `class` or `value` where there is one.
+    """
+    require_file(path, "the colour table")
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise _bad_table(path, 1, str(error)) from error
+    header: list[str] = []
+    if lines and "," in lines[0]:
+        rows = list(csv.reader(lines))
+        if not _three(rows[0]):
+            header = [cell.strip().lower() for cell in rows.pop(0)]
+    else:
+        rows = [line.split() for line in lines if not line.lstrip().startswith("#")]
+    colours, names = [], []
+    for number, row in enumerate(rows):
+        channels = _three(row)
+        if channels is None:
+            raise _bad_table(path, number + 1 + bool(header), " ".join(row))
+        at = next((header.index(name) for name in ("id", "class", "value") if name in header), None)
+        digits = [cell for cell in row if cell.strip().isdigit()]
+        if at is not None:
+            digits = [
+                cell for place, cell in enumerate(row) if place != at and cell.strip().isdigit()
+            ]
+            channels = _three(digits)
+        text = [cell.strip() for cell in row if cell.strip() and not cell.strip().isdigit()]
+        given = int(row[at]) if at is not None and row[at].strip().isdigit() else number
+        if channels is None or given > 255:
+            raise _bad_table(path, number + 1 + bool(header), " ".join(row))
+        red, green, blue = channels
+        colours.append((red << 16 | green << 8 | blue, given))
+        names.append((given, " ".join(text) or str(given)))
+    if len({colour for colour, _ in colours}) < len(colours) or not colours:
+        raise _bad_table(path, len(lines), "a colour that stands twice" if colours else "nothing")
+    by_class = dict(names)
+    ordered = tuple(by_class.get(n, str(n)) for n in range(max(by_class) + 1))
+    return MaskMap(colours=tuple(colours), names=ordered)
+
+
+def _three(cells: Sequence[str]) -> tuple[int, int, int] | None:
+    """Return the first three whole numbers from 0 to 255 among the cells."""
+    numbers = [int(cell) for cell in cells if cell.strip().isdigit()]
+    if len(numbers) < 3 or max(numbers[:3]) > 255:
+        return None
+    return numbers[0], numbers[1], numbers[2]
+
+
+def _bad_table(path: Path, line: int, text: str) -> SourceError:
+    return SourceError(
+        f"{path}:{line} is no colour of a table: {text!r}.",
+        "red, green and blue from 0 to 255, and a name; each colour once, classes up to 255",
+        command("head", path),
+    )
+
+
+# -- one mask --------------------------------------------------------------------------------------
+
+
+def read_mask(
+    path: Path,
+    image: Decoded,
+    image_path: Path,
+    mask_map: MaskMap | None,
+    orientation: MaskOrientation = "auto",
+) -> Array:
+    """Return the classes of one mask, turned like its image, at the size of its image."""
+    decoded = decode(path)
+    upright = _beside(decoded, path, image, image_path, orientation)
+    return classes_of(upright, decoded.format, path, mask_map)
+
+
+def join_objects(masks: Iterable[Array], path: Path) -> Array:
+    """Return 1 wherever one of several masks of objects is not 0."""
+    joined: Array | None = None
+    for mask in masks:
+        inside = mask != 0
+        if joined is not None and joined.shape != inside.shape:
+            raise PictureError(
+                f"{path} has masks of objects of different sizes.",
+                "equal sizes",
+                kind="masks of several sizes",
+            )
+        joined = inside if joined is None else joined | inside
+    assert joined is not None
+    return joined.astype(np.uint8)
+
+
+def _beside(
+    mask: Decoded, path: Path, image: Decoded, image_path: Path, orientation: MaskOrientation
+) -> object:
+    """Return the mask, upright like its image.
+
+    A mask with an EXIF orientation of its own is already upright. One without, beside an image that has one, was drawn
+    either on the turned picture or on the stored pixels: the sizes tell, or the user does.
+    """
+    width, height = image.image.size
+    shown = mask.image
+    if image.orientation != 1 and not mask.has_orientation:
+        lying, same = image.stored_size, image.stored_size == image.image.size
+        if orientation == "image" or (orientation == "auto" and not same and shown.size == lying):
+            shown = turned(shown, image.orientation)
+        elif orientation == "auto" and same and shown.size == lying:
+            raise PictureError(
+                f"{image_path} is turned by its EXIF orientation {image.orientation}, and mask {path} has none: "
+                "their sizes do not tell whether the mask is turned too.",
+                "--mask-orientation image (turned like the image), or upright (as it is)",
+                "--mask-orientation image",
+                kind="turned image beside a mask that may be turned or not",
+            )
+    if shown.size != (width, height):
+        raise PictureError(
+            f"mask {path} is {shown.size} but its image is {(width, height)}.",
+            "equal sizes, as (width, height)",
+            kind="mask of another size than its image",
+        )
+    return shown
+
+
+def classes_of(image: object, form: str, path: Path, mask_map: MaskMap | None) -> Array:
+    """Return the class of every pixel of a decoded mask, by the map."""
+    mode = image.mode  # type: ignore[attr-defined]
+    chosen = mask_map or MaskMap()
+    if form in ("JPEG", "MPO") and not chosen:
+        raise PictureError(
+            f"mask {path} is a JPEG: its values are blurred by the compression.",
+            "PNG masks, or ranges of values",
+            "--mask-map 0-127=0,128-255=1",
+            kind="JPEG mask without ranges of values",
+        )
+    if mode in ("LA", "La"):
+        image = image.getchannel("L")  # type: ignore[attr-defined]
+    elif mode == "P" and chosen.colours:
+        image = image.convert("RGB")  # type: ignore[attr-defined]
+    elif mode not in ("L", "P", "1", "I;16", "I;16B", "I", "RGB", "RGBA"):
+        raise PictureError(
+            f"mask {path} is {mode}, not one value or colour per pixel.",
+            "a grey, palette or RGB image",
+            kind=f"mask of type {mode}",
+        )
+    values = np.asarray(image)
+    if values.dtype == bool:
+        values = values.astype(np.uint8)
+    if values.ndim == 3:
+        if chosen.colours:
+            return _by_colour(values, path, chosen)
+        if not ((values[..., 0] == values[..., 1]) & (values[..., 0] == values[..., 2])).all():
+            raise _colours_without_table(values, path)
+        values = values[..., 0]  # grey, saved as RGB
+    elif chosen.colours:
+        raise PictureError(
+            f"mask {path} holds grey values ({mode}), not colours.",
+            "the colours of the table",
+            kind="grey mask with a table of colours",
+        )
+    return _by_value(values, path, mask_map)
+
+
+def _by_value(values: Array, path: Path, mask_map: MaskMap | None) -> Array:
+    chosen = mask_map or MaskMap()
+    if values.min(initial=0) < 0 or values.max(initial=0) > 65535:
+        raise PictureError(
+            f"mask {path} holds the value {values.max()}.",
+            "0 to 65535",
+            kind="mask value out of range",
+        )
+    if not chosen and values.dtype == np.uint8:
+        return values
+    present = np.flatnonzero(np.bincount(values.ravel()))
+    named = {value for low, high, _ in chosen.values for value in range(low, high + 1)}
+    targets = {number for _, _, number in chosen.values}
+    left = [int(value) for value in present if int(value) not in named]
+    if chosen.is_binary and any(left):
+        strange = max(left)
+        entries = f"255=1,{strange}={2 if strange == 1 else min(254, strange)}"
+        raise ContradictionError(
+            f"mask {path} holds the value {strange}, while the masks before held 0 and 255 only.",
+            "--mask-map, which says what each value is",
+            f"{command('--mask-map', entries)}, or --mask-map keep",
+        )
+    if chosen.other is None:
+        both = [value for value in left if value in targets and not chosen.is_binary]
+        if both:
+            raise PictureError(
+                f"mask {path} holds the value {both[0]}, and another value is mapped to class {both[0]} too.",
+                "every value that becomes this class, named",
+                command("--mask-map", f"{both[0]}={both[0]}"),
+                kind="mask value that another is mapped to",
+            )
+        if left and max(left) > 255:
+            raise PictureError(
+                f"mask {path} holds the value {max(left)}.",
+                "classes from 0 to 255, or a map",
+                command("--mask-map", f"{max(left)}=1"),
+                kind="mask value above 255",
+            )
+    table = np.arange(65536, dtype=np.int64)
+    if chosen.other is not None:
+        table[:] = chosen.other
+    for low, high, number in chosen.values:
+        table[low : high + 1] = number
+    return table.astype(np.uint8)[values]
+
+
+def _by_colour(values: Array, path: Path, chosen: MaskMap) -> Array:
+    codes = _codes(values)
+    colours = np.array([colour for colour, _ in chosen.colours], dtype=np.uint32)
+    order = np.argsort(colours)
+    classes = np.array([number for _, number in chosen.colours], dtype=np.uint8)[order]
+    at = np.searchsorted(colours[order], codes).clip(max=len(colours) - 1)
+    known = colours[order][at] == codes
+    if not known.all():
+        if chosen.other is None:
+            strange, counts = np.unique(codes[~known], return_counts=True)
+            worst = int(strange[counts.argmax()])
+            raise PictureError(
+                f"mask {path} has the colour #{worst:06x} ({int(counts.max()):,} pixels; "
+                f"{len(strange)} such colours), which the table does not name.",
+                "colours of the table, or other=CLASS",
+                "--mask-map other=255",
+                kind="colour that the table does not name",
+            )
+        return np.where(known, classes[at], np.uint8(chosen.other)).astype(np.uint8)
+    return np.asarray(classes[at])
+
+
+def _codes(values: Array) -> Array:
+    wide = values.astype(np.uint32)
+    return np.asarray(wide[..., 0] << 16 | wide[..., 1] << 8 | wide[..., 2])
+
+
+def _colours_without_table(values: Array, path: Path) -> PictureError:
+    colours, counts = np.unique(_codes(values), return_counts=True)
+    order = np.argsort(-counts, kind="stable")[:6]
+    listed = ", ".join(f"#{int(colours[n]):06x}" for n in order)
+    entries = ",".join(f"#{int(colours[n]):06x}={place}" for place, n in enumerate(order))
+    return PictureError(
+        f"mask {path} has {len(colours)} colours, and nothing says which class each is: {listed}.",
+        "--mask-colors FILE (r, g, b and a name a line), or --mask-map with colours",
+        command("--mask-map", entries),
+        kind="colours without a table",
+    )
+
+
+class ContradictionError(SourceError):
+    """A mask that shows that what was found out about all masks is wrong: it ends the pack."""
+
+
+# -- all masks -------------------------------------------------------------------------------------
+
+
+def find_map(masks: Iterable[tuple[Path, ...]], most: int = 16) -> MaskMap | None:
+    """Return `BINARY` if the masks hold 0 and 255 only, else None.
+
+    Args:
+        masks: Mask files of each sample, in the order to look at them.
+        most: Masks with something in them that are looked at; the first with another value ends the search.
+    """
+    seen = 0
+    for paths in masks:
+        for path in paths:
+            try:
+                decoded = decode(path)
+                values = np.asarray(decoded.image)
+            except SourceError:
+                continue  # refused when its part is built
+            if decoded.format in ("JPEG", "MPO"):
+                continue
+            if values.ndim == 3:
+                if not (values == values[..., :1])[..., :3].all():
+                    return None
+                values = values[..., 0]
+            if values.dtype != np.uint8:
+                return None
+            present = np.flatnonzero(np.bincount(values.ravel(), minlength=256)).tolist()
+            if set(present) - {0, 255}:
+                return None
+            seen += 255 in present
+        if seen >= most:
+            break
+    return BINARY if seen else None
+
+
+def check_values(pixels: Mapping[int, int]) -> None:
+    """Refuse mask values that are more likely grey levels than classes.
+
+    Args:
+        pixels: Mask value to number of pixels, of the whole store.
+
+    Raises:
+        SourceError: A few values, far apart, such as 0, 128 and 255.
+    """
+    values = sorted(pixels)
+    inner = [value for value in values if value != IGNORE]
+    nothing_left = inner in ([], [0]) and IGNORE in values
+    if nothing_left or (max(inner, default=0) > _SPREAD and len(inner) <= _FEW):
+        entries = ",".join(f"{value}={number}" for number, value in enumerate(values))
+        raise SourceError(
+            f"the masks hold the values {', '.join(map(str, values))}: these look like grey levels, not classes.",
+            "--mask-map, which says what each value is; keep takes them as classes (255 counts nowhere)",
+            f"{command('--mask-map', entries)}, or --mask-map keep",
+        )

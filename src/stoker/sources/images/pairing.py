@@ -1,0 +1,264 @@
+"""Images and their masks, brought together by name.
+
+Enters: the relative paths of images and of masks. Leaves: a `Pairing`: each image with its mask or masks of
+objects, and a reason for whatever has no partner. Costs: a dictionary of names; no file is opened.
+
+The key of a file is its path without ending, without the suffix or prefix that was given, and without folders called
+`images`, `masks` and the like. Equal keys are a pair. What is left over pairs by the file name alone where that is
+unique. A folder of masks named after an image holds one mask per object, and so do `x_mask.png`, `x_mask_1.png`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+MASK_FOLDERS = {
+    "mask",
+    "masks",
+    "labels",
+    "label",
+    "annotations",
+    "annotation",
+    "gt",
+    "groundtruth",
+    "segmentation",
+}
+IMAGE_FOLDERS = {"image", "images", "img", "imgs", "jpegimages"}
+_OBJECT = r"(?:[_-]?\d+)?"
+_LOOK = 400
+
+
+@dataclass(frozen=True)
+class Affixes:
+    """What names have beside the part that an image and its mask share."""
+
+    mask_suffix: str = ""
+    image_suffix: str = ""
+    mask_prefix: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.mask_suffix or self.image_suffix or self.mask_prefix)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A file without a partner."""
+
+    path: str
+    is_mask: bool
+    reason: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Which masks belong to which image.
+
+    Attributes:
+        pairs: Image and its masks; several are masks of objects. In the order of the images.
+        refused: Files without a partner, or with two.
+        ignored: Reason to number of files that the suffix leaves out.
+        num_masks: Masks that belong to an image.
+        num_objects: Images with one mask per object.
+    """
+
+    pairs: Sequence[tuple[str, tuple[str, ...]]]
+    refused: Sequence[Refused]
+    ignored: Counter[str]
+    num_masks: int
+    num_objects: int
+
+
+def divide(pictures: Sequence[str], affixes: Affixes) -> tuple[list[str], list[str]]:
+    """Divide the pictures of one folder that holds images and masks: by the suffix, else by folders called `masks`."""
+    if affixes.mask_suffix or affixes.mask_prefix:
+        named = re.compile(_pattern(affixes.mask_prefix, affixes.mask_suffix))
+        masks = [name for name in pictures if named.fullmatch(PurePosixPath(name).stem)]
+    else:
+        masks = [
+            name
+            for name in pictures
+            if any(part.lower() in MASK_FOLDERS for part in PurePosixPath(name).parts[:-1])
+        ]
+    apart = set(masks)
+    return [name for name in pictures if name not in apart], masks
+
+
+def _pattern(prefix: str, suffix: str) -> str:
+    return f"{re.escape(prefix)}(.+){re.escape(suffix)}{_OBJECT if suffix else ''}"
+
+
+def pair_names(images: Sequence[str], masks: Sequence[str], affixes: Affixes) -> Pairing:
+    """Bring images and masks together; every file is in a pair, refused or ignored."""
+    ignored: Counter[str] = Counter()
+    image_keys = _keyed(images, "", affixes.image_suffix, ignored, "image")
+    mask_keys = _keyed(masks, affixes.mask_prefix, affixes.mask_suffix, ignored, "mask")
+    refused = []
+    by_image: dict[str, str] = {}
+    for key, names in image_keys.items():
+        if len(names) == 1:
+            by_image[key] = names[0]
+            continue
+        for name in names:
+            other = next(each for each in names if each != name)
+            reason = f"{other} has the same name, and a mask belongs to one of them"
+            refused.append(Refused(name, False, reason, "two images of one name"))
+    found: dict[str, list[str]] = {}
+    used: set[str] = set()
+    _take(by_image, mask_keys, found, used)
+    _take_objects(by_image, mask_keys, found, used)
+    _take_by_name(by_image, mask_keys, found, used)
+    # The masks of images that were refused above go with them.
+    doubles = {key for key, names in image_keys.items() if len(names) > 1}
+    for key in doubles & mask_keys.keys():
+        used.update(mask_keys[key])
+    pairs = []
+    for key, image in sorted(by_image.items(), key=lambda item: item[1]):
+        mine = found.get(key, [])
+        # Masks of objects have different names; x.png and x.tif are two masks for one image.
+        several = len({name[: -len(PurePosixPath(name).suffix)] for name in mine}) < len(mine)
+        if not mine:
+            refused.append(Refused(image, False, "there is no mask of this name", "no mask"))
+        elif several:
+            reason = f"{mine[0]} and {mine[1]} have its name"
+            refused.append(Refused(image, False, reason, "two masks of one name"))
+        else:
+            pairs.append((image, tuple(sorted(mine))))
+    refused += [
+        Refused(name, True, "there is no image of this name", "no image")
+        for names in mask_keys.values()
+        for name in names
+        if name not in used
+    ]
+    return Pairing(pairs, refused, +ignored, len(used), sum(len(mine) > 1 for _, mine in pairs))
+
+
+def _keyed(
+    names: Sequence[str], prefix: str, suffix: str, ignored: Counter[str], what: str
+) -> dict[str, list[str]]:
+    keys: dict[str, list[str]] = defaultdict(list)
+    pattern = re.compile(_pattern(prefix, suffix)) if prefix or suffix else None
+    for name in names:
+        path = PurePosixPath(name)
+        stem = path.stem
+        if pattern is not None:
+            match = pattern.fullmatch(stem)
+            if match is None:
+                wanted = f"{prefix}*{suffix}" if prefix else suffix
+                ignored[f"{what} without {wanted!r} in its name"] += 1
+                continue
+            stem = match[1]
+        folders = [
+            part for part in path.parts[:-1] if part.lower() not in MASK_FOLDERS | IMAGE_FOLDERS
+        ]
+        keys["/".join([*folders, stem])].append(name)
+    return dict(keys)
+
+
+def _take(
+    images: dict[str, str], masks: dict[str, list[str]], found: dict[str, list[str]], used: set[str]
+) -> None:
+    for key in images.keys() & masks.keys():
+        found[key] = masks[key]
+        used.update(masks[key])
+
+
+def _take_objects(
+    images: dict[str, str], masks: dict[str, list[str]], found: dict[str, list[str]], used: set[str]
+) -> None:
+    """Take folders of masks that are named after an image: `masks/x/1.png`, `x/masks/1.png` beside `x/images/x.png`."""
+    folders: dict[str, list[str]] = defaultdict(list)
+    for key, names in masks.items():
+        if not used.issuperset(names) and "/" in key:
+            folders[key.rpartition("/")[0]] += names
+    in_folder = Counter(key.rpartition("/")[0] for key in images)
+    for key in images:
+        folder, _, stem = key.rpartition("/")
+        alone = in_folder[folder] == 1 and folder.rpartition("/")[2] == stem
+        if key in found:
+            continue
+        # A folder of masks belongs to one image.
+        mine = folders.pop(key, None) or (folders.pop(folder, None) if folder and alone else None)
+        if mine:
+            found[key] = mine
+            used.update(mine)
+
+
+def _take_by_name(
+    images: dict[str, str], masks: dict[str, list[str]], found: dict[str, list[str]], used: set[str]
+) -> None:
+    """Pair what is left by the last part of its key, where only one image and one mask have it."""
+    left_images: dict[str, list[str]] = defaultdict(list)
+    for key in images:
+        if key not in found:
+            left_images[key.rpartition("/")[2]].append(key)
+    left_masks: dict[str, list[str]] = defaultdict(list)
+    for key, names in masks.items():
+        if not used.issuperset(names):
+            left_masks[key.rpartition("/")[2]].append(key)
+    for name in left_images.keys() & left_masks.keys():
+        if len(left_images[name]) == len(left_masks[name]) == 1:
+            found[left_images[name][0]] = masks[left_masks[name][0]]
+            used.update(found[left_images[name][0]])
+
+
+def _common(one: str, two: str) -> str:
+    """Return the letters that both begin with."""
+    length = next(
+        (n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b),
+        min(len(one), len(two)),
+    )
+    return one[:length]
+
+
+def suggest(images: Iterable[str], masks: Iterable[str]) -> tuple[Affixes, int, int] | None:
+    """Return the suffix or prefix that would bring most images together with masks.
+
+    Returns:
+        The affixes, how many of the images that were looked at find a mask with them, and how many were looked at;
+        None when nothing fits.
+    """
+    image_stems = sorted({PurePosixPath(name).stem for name in images})[:_LOOK]
+    mask_stems = sorted({PurePosixPath(name).stem for name in masks})
+    known = set(mask_stems)
+    tried: Counter[Affixes] = Counter()
+    for stem in image_stems[:50]:
+        ends = [mask for mask in mask_stems if mask.endswith(stem) and mask != stem]
+        tried.update(Affixes(mask_prefix=mask[: -len(stem)]) for mask in ends)
+        best = max((_common(stem, mask) for mask in mask_stems), key=len, default="")
+        if not best:
+            continue
+        near = [mask for mask in mask_stems if mask.startswith(best)]
+        for mask in near[:20]:
+            # The part that differs begins where a word does, so that x1 and x2 share no "x".
+            tried.update([Affixes(mask_suffix=mask[len(best) :], image_suffix=stem[len(best) :])])
+            for cut in (best.rstrip("_-. "), re.sub(r"[^_\-. ]+$", "", best).rstrip("_-. ")):
+                if cut and cut != best:
+                    tried.update(
+                        [Affixes(mask_suffix=mask[len(cut) :], image_suffix=stem[len(cut) :])]
+                    )
+    scored = []
+    for affixes in tried:
+        if not affixes:
+            continue
+        hits = sum(
+            f"{affixes.mask_prefix}{stem[: len(stem) - len(affixes.image_suffix)]}{affixes.mask_suffix}"
+            in known
+            for stem in image_stems
+            if stem.endswith(affixes.image_suffix)
+        )
+        length = len(affixes.mask_suffix) + len(affixes.image_suffix) + len(affixes.mask_prefix)
+        # Of those that fit equally well, one that begins where a word does.
+        words = affixes.mask_suffix[:1] in ("", *"_-. ") and affixes.image_suffix[:1] in (
+            "",
+            *"_-. ",
+        )
+        scored.append((hits, words, -length, affixes))
+    best_score = max(scored, key=lambda each: each[:3], default=None)
+    if best_score is None or best_score[0] < max(1, len(image_stems) // 4):
+        return None
+    return best_score[3], best_score[0], len(image_stems)

@@ -1,0 +1,294 @@
+"""`stoker pack segmentation`: images and their masks.
+
+Enters: a folder of images and one of masks (or one with both), perhaps a map of mask values, a table of colours, lists
+of splits. Leaves: `images` and `masks` as uint8, `name`, and `split` where folders or lists give one. Costs: one decode
+of each file; before that, at most 16 masks that are not empty, to find out whether they hold 0 and 255 only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from stoker.display import command
+from stoker.errors import InputError, Refusal, SourceError
+from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
+from stoker.sources.images.decoding import Decoded, decode, pillow
+from stoker.sources.images.labels import parse_lists, read_lists
+from stoker.sources.images.listing import list_pictures, no_pictures, split_of
+from stoker.sources.images.masks import (
+    IGNORE,
+    ContradictionError,
+    MaskMap,
+    MaskOrientation,
+    check_values,
+    find_map,
+    join_objects,
+    parse_mask_map,
+    read_colour_table,
+    read_mask,
+)
+from stoker.sources.images.pairing import Affixes, Pairing, divide, pair_names, suggest
+from stoker.sources.images.source import Columns, Payload, PictureFolder, merged_facts, some, stack
+from stoker.store.fields import Array, Dense
+
+
+@dataclass(frozen=True)
+class SegmentationSource(PictureFolder):
+    """Images and masks with the same file names.
+
+    Attributes:
+        images: Folder of images.
+        masks: Folder of masks: one value or colour per pixel. The same folder may hold both.
+        mask_suffix: What mask names have behind the image's name ("_L" for x.png and x_L.png).
+        image_suffix: What image names have behind the part they share with the mask's.
+        mask_prefix: What mask names have before the image's name.
+        mask_map: Texts such as "255=1", "0-127=0,128-255=1", "#ff0000=2", "other=255"; "keep" changes nothing.
+        mask_colors: File with a colour table.
+        mask_orientation: Whether a mask without EXIF is turned like its image; see `masks`.
+    """
+
+    images: Path = Path()
+    masks: Path = Path()
+    mask_suffix: str = ""
+    image_suffix: str = ""
+    mask_prefix: str = ""
+    mask_map: tuple[str, ...] = ()
+    mask_colors: Path | None = None
+    mask_orientation: MaskOrientation = "auto"
+    kind: ClassVar[str] = "segmentation"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mask_orientation not in ("auto", "image", "upright"):
+            raise InputError(
+                f"--mask-orientation is {self.mask_orientation!r}.",
+                "auto, image or upright",
+                "--mask-orientation image",
+            )
+        self._given_map()
+
+    def files(self) -> Sequence[Path]:
+        """Both folders, the colour table and the lists."""
+        folders = [self.images] if self.images == self.masks else [self.images, self.masks]
+        table = [self.mask_colors] if self.mask_colors else []
+        return [*folders, *table, *self._list_files()]
+
+    def options(self) -> Mapping[str, Json]:
+        """Everything that changes the store."""
+        return {
+            **super().options(),
+            "mask_suffix": self.mask_suffix,
+            "image_suffix": self.image_suffix,
+            "mask_prefix": self.mask_prefix,
+            "mask_map": list(self.mask_map),
+            "mask_colors": str(self.mask_colors) if self.mask_colors else None,
+            "mask_orientation": self.mask_orientation,
+        }
+
+    def _given_map(self) -> MaskMap | None:
+        given = parse_mask_map(self.mask_map)
+        if self.mask_colors is None:
+            return given
+        table = read_colour_table(self.mask_colors)
+        return replace(table, other=given.other if given else None)
+
+    def prepare(self, scratch: Path) -> Preparation:
+        """Pair images and masks by name; what has no partner is refused."""
+        del scratch
+        affixes = Affixes(self.mask_suffix, self.image_suffix, self.mask_prefix)
+        images = list_pictures(self.images)
+        ignored = Counter(images.ignored)
+        if self.images == self.masks:
+            image_names, mask_names = divide(images.pictures, affixes)
+        else:
+            others = list_pictures(self.masks)
+            ignored += others.ignored
+            image_names, mask_names = list(images.pictures), list(others.pictures)
+        if not image_names and not mask_names:
+            raise no_pictures(images)
+        pairing = pair_names(image_names, mask_names, affixes)
+        if not pairing.pairs:
+            raise self._no_pairs(image_names, mask_names)
+        ignored += pairing.ignored
+        refused = [
+            Refusal(
+                str((self.masks if each.is_mask else self.images) / each.path),
+                None,
+                each.reason,
+                kind=each.kind,
+            )
+            for each in pairing.refused
+        ]
+        found = len(image_names) + len(mask_names) - pairing.num_masks + sum(ignored.values())
+        found -= sum(pairing.ignored.values())
+        pairs, splits, notes = list(pairing.pairs), self._splits(pairing), []
+        if self.lists:
+            split, bad_lines = read_lists(parse_lists(self.lists), image_names)
+            listed = [pair for pair in pairs if pair[0] in split]
+            ignored["in no list"] += len(pairs) - len(listed)
+            pairs, splits = listed, split
+            refused += bad_lines
+            found += len(bad_lines)
+        elif splits:
+            notes.append("the folders train, val and test are taken as splits")
+        items = [(image, masks, splits.get(image, 0)) for image, masks in pairs]
+        self._check_ranges(self.images, items)
+        mask_map = self._given_map()
+        if mask_map is None:
+            step = max(1, len(items) // 64)
+            in_order = [*items[::step], *(item for n, item in enumerate(items) if n % step)]
+            mask_map = find_map(tuple(self.masks / name for name in item[1]) for item in in_order)
+            if mask_map is not None:
+                notes.append(
+                    "the masks hold 0 and 255 only: 255 is stored as class 1 (--mask-map keep stores 255, "
+                    "which training leaves out)"
+                )
+        if pairing.num_objects:
+            notes.append(
+                f"{pairing.num_objects:,} pictures have one mask per object: joined, class 1 is inside any of them"
+            )
+        if refused and (better := self._advice(pairing)):
+            notes.append(better)
+        names = mask_map.names if mask_map else ()
+        common = Payload((), names, bool(splits) or bool(self.lists), mask_map)
+        return Preparation(
+            self._parts(items, common, self.images, 1),
+            self._estimate(len(items), 1),
+            refused,
+            notes,
+            found,
+            dict(+ignored),
+            "pictures",
+        )
+
+    def _splits(self, pairing: Pairing) -> dict[str, int]:
+        """Return the split of each image whose first folder is train, val or test, if all are."""
+        tops = sorted({name.split("/")[0] for name, _ in pairing.pairs if "/" in name})
+        if any("/" not in name for name, _ in pairing.pairs):
+            return {}
+        splits = split_of(tops)
+        if not splits:  # images/train/x.png below a folder that holds images/ and masks/
+            seconds = {n: n.split("/")[1] for n, _ in pairing.pairs if n.count("/") > 1}
+            below = (
+                split_of(sorted(set(seconds.values())))
+                if len(seconds) == len(pairing.pairs)
+                else {}
+            )
+            return {name: below[second] for name, second in seconds.items()} if below else {}
+        return {name: splits[name.split("/")[0]] for name, _ in pairing.pairs}
+
+    def _advice(self, pairing: Pairing) -> str:
+        alone = [each for each in pairing.refused if each.kind in ("no mask", "no image")]
+        found = suggest(
+            [each.path for each in alone if not each.is_mask],
+            [each.path for each in alone if each.is_mask],
+        )
+        if found is None or not found[0]:
+            return ""
+        return f"with {_options(found[0])}, {found[1]:,} of {found[2]:,} images without a mask find one"
+
+    def _no_pairs(self, images: Sequence[str], masks: Sequence[str]) -> SourceError:
+        shown = f"{some(images, 2)} in {self.images}; {some(masks, 2)} in {self.masks}"
+        if not images or not masks:
+            empty = self.images if not images else self.masks
+            what = "images" if not images else "masks"
+            return SourceError(
+                f"{empty} holds no images."
+                if what == "images"
+                else f"{empty} holds no masks ({len(images):,} images).",
+                "a folder of images and a folder of masks, or one folder and --mask-suffix",
+                command("ls", empty),
+            )
+        found = suggest(images, masks)
+        if found is None and self.images == self.masks:
+            found = suggest(images, images)
+        fix = _options(found[0]) if found else command("ls", self.images, self.masks)
+        hint = f" With it {found[1]:,} of {found[2]:,} images find a mask." if found else ""
+        return SourceError(
+            f"no image has a mask of its name: {shown}.{hint}",
+            "equal names, or a suffix or prefix that masks have",
+            fix,
+        )
+
+    def build(self, part: Part, context: PartContext) -> PartData:
+        """Decode one part of pairs; a pair with a fault is refused whole."""
+        del context
+        payload: Payload = part.payload
+        columns, masks = Columns(), []
+        pixels = np.zeros(256, dtype=np.int64)
+        for name, mask_names, split in payload.items:
+            path = self.images / name
+            try:
+                decoded = decode(path, self.first_frame)
+                mask = self._mask(mask_names, decoded, path, payload.mask_map)
+                made = self._pixels(decoded, path)
+            except ContradictionError:
+                raise
+            except SourceError as error:
+                columns.refuse(path, error)
+                continue
+            columns.add(made, decoded, name, split)
+            masks.append(mask)
+            pixels += np.bincount(mask.ravel(), minlength=256)
+        fields = columns.fields((self.channels, *self.size), payload.has_split)
+        fields["masks"] = Dense(stack(masks, self.size))
+        extra = {
+            **columns.extra(payload.classes),
+            "mask_pixels": pixels.tolist(),
+            "binary": bool(payload.mask_map and payload.mask_map.is_binary),
+        }
+        return PartData(fields, columns.refused, extra)
+
+    def _mask(
+        self, names: Sequence[str], image: Decoded, path: Path, mask_map: MaskMap | None
+    ) -> Array:
+        def read() -> Iterator[Array]:
+            for name in names:
+                yield read_mask(self.masks / name, image, path, mask_map, self.mask_orientation)
+
+        values = join_objects(read(), path) if len(names) > 1 else next(read())
+        if values.shape == self.size:
+            return values
+        image_module = pillow()
+        resized = image_module.fromarray(values).resize(
+            (self.size[1], self.size[0]), image_module.Resampling.NEAREST
+        )
+        return np.asarray(resized, dtype=np.uint8)
+
+    def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
+        """Record the mask's values and their pixels; refuse values that cannot be classes."""
+        merged = merged_facts(self, extras)
+        total = np.sum([extra["mask_pixels"] for extra in extras], axis=0)
+        pixels = {int(value): int(total[value]) for value in np.flatnonzero(total)}
+        if not self.mask_map and self.mask_colors is None and pixels:
+            check_values(pixels)
+        merged["mask_values"] = sorted(pixels)
+        merged["mask_pixels"] = {str(value): count for value, count in pixels.items()}
+        if extras and extras[0]["binary"]:
+            merged["mask_map"] = "255=1"
+        if IGNORE in pixels:
+            share = pixels[IGNORE] / sum(pixels.values())
+            merged["notes"].append(
+                f"mask value 255 ({share:.1%} of the pixels) counts nowhere in training; "
+                "--mask-map 255=CLASS makes it a class"
+            )
+        if not merged["classes"]:
+            del merged["classes"]
+        return merged
+
+
+def _options(affixes: Affixes) -> str:
+    words: list[str] = []
+    for name, value in (
+        ("--mask-suffix", affixes.mask_suffix),
+        ("--image-suffix", affixes.image_suffix),
+        ("--mask-prefix", affixes.mask_prefix),
+    ):
+        words += [f"{name}={value}"] if value.startswith("-") else [name, value] if value else []
+    return command(*words)

@@ -1,0 +1,351 @@
+"""The columns of one part of a spectrum library: peaks, molecules, conditions, texts, splits.
+
+Enters: batches of records, the places of their structures. Leaves: the fields of the part, a refusal with a reason for
+every record that is not taken, and counts. Costs: about 0.8 ms of CPU per molecule, nearly all of it RDKit's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stoker.errors import Refusal, RefusalList, SourceError
+from stoker.sources.contract import Json, PartContext, PartData
+from stoker.sources.massspec.conditions import KINDS, SpectrumKind, conditions_in
+from stoker.sources.massspec.structures import (
+    INCHIKEY,
+    healed,
+    mismatch,
+    own_structure,
+)
+from stoker.sources.molecules.files import MolPlaces, MolReader
+from stoker.sources.molecules.packed import (
+    Mol,
+    PackedMolecule,
+    StructureForm,
+    compound_key,
+    pack_molecule,
+    read_structure,
+)
+from stoker.sources.msp import MspRange, Record, SpectrumBatch
+from stoker.store.fields import Array, Dense, FieldData, Ragged, offsets_of
+
+if TYPE_CHECKING:
+    from stoker.sources.massspec.source import MassSpecSource
+
+SPLIT_NAMES = ("train", "val", "test")
+LINE_IN_RECORD = "line in a record"
+NO_PEAKS = "no peaks"
+NO_STRUCTURE = "no structure"
+_FIXES = {NO_PEAKS: "--without-spectra", NO_STRUCTURE: "--structures none"}
+_SMALLEST = np.float16(2.0**-24)
+
+
+def group_of(key: str) -> int:
+    """Return the 63-bit number of a compound key; the same on every machine and run."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def assign_splits(groups: Array, train_ratio: float, val_ratio: float, seed: int = 42) -> Array:
+    """Return 0, 1 or 2 (train, validation, test) per sample, from its group and the seed alone.
+
+    Args:
+        groups: `(n,)` int64; equal groups get equal splits.
+        train_ratio: Expected share of groups in training.
+        val_ratio: Expected share in validation; the rest is test.
+        seed: Another seed, another division.
+    """
+    # splitmix64: the ratios hold for any set of groups, and a longer library keeps its splits.
+    with np.errstate(over="ignore"):
+        mixed = np.asarray(groups).astype(np.uint64) + np.uint64(seed) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+    uniform = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
+    bounds = np.array([train_ratio, train_ratio + val_ratio])
+    return np.searchsorted(bounds, uniform, side="right").astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One part: a stretch of the MSP, cut short by `max_samples` or not, and its structures.
+
+    Attributes:
+        msp: The uncompressed file.
+        range: Its stretch.
+        first_record: Number of its first record in the file.
+        num_records: Records of it to take.
+        is_cut: `max_samples` ends inside.
+        places: Where the structures are.
+        whole_mz: Every m/z of the whole source is a whole number.
+        kinds: Kinds of spectra that are taken; others are ignored.
+        record_kinds: Place of each record's kind in `KINDS`, a byte each.
+        conditions: Conditions that some record of the source has: a field each.
+        before: Counts from the scan, in the first part only; `MassSpecSource.finish` adds them up.
+    """
+
+    msp: Path
+    range: MspRange
+    first_record: int
+    num_records: int
+    is_cut: bool
+    places: MolPlaces
+    whole_mz: bool
+    kinds: tuple[SpectrumKind, ...]
+    record_kinds: bytes
+    conditions: tuple[str, ...]
+    before: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass
+class Building:
+    """The columns of one part while it is built."""
+
+    source: MassSpecSource
+    payload: Payload
+    rdkit: str
+    refused: list[Refusal] = field(default_factory=RefusalList)
+    reasons: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
+    record_kinds: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    spectra: list[tuple[Array, Array, Array]] = field(default_factory=list)
+    molecules: list[PackedMolecule] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    seen: int = 0
+
+    def take(self, batch: SpectrumBatch, reader: MolReader, context: PartContext) -> None:
+        """Featurise the records of a batch, then take the spectra of those that were accepted."""
+        wanted = self.payload.num_records - self.seen
+        end = batch.records[wanted].line if wanted < len(batch.records) else None
+        lines = [
+            replace(refusal, file=str(self.source.msp), kind=LINE_IN_RECORD)
+            for refusal in batch.refused
+            if end is None or refusal.line is None or refusal.line < end
+        ]
+        self.refused.extend(lines)
+        self.counts["unreadable_lines"] += sum(refusal.count for refusal in lines)
+        spectra = _Spectra(batch, self.source)
+        accepted = np.zeros(len(batch.records), dtype=bool)
+        for number, record in enumerate(batch.records[:wanted]):
+            kind = KINDS[self.payload.record_kinds[self.seen]]
+            if kind not in self.payload.kinds:
+                self.ignored[f"{kind} spectrum"] += 1
+                self.seen += 1
+                continue
+            outcome = spectra.refusal(number) or self._featurise(record, reader, context)
+            self.seen += 1
+            if outcome is None:
+                accepted[number] = True
+                self.record_kinds.append(kind)
+                continue
+            reason, detail = outcome
+            self.reasons[reason] += 1
+            fix = _FIXES.get(reason, "")
+            # A record of another format says where it stood.
+            file = record.meta.get("source_file", str(self.source.msp))
+            line = int(record.meta.get("source_line", record.line))
+            self.refused.append(Refusal(file, line, detail, kind=reason, fix=fix))
+        self.spectra.append(spectra.columns(accepted, self.counts))
+
+    def _featurise(
+        self, record: Record, reader: MolReader, context: PartContext
+    ) -> tuple[str, str] | None:
+        """Add one molecule to the columns, or say why not: a class of reasons and the words."""
+        row = self.payload.first_record + self.seen
+        if row in context.poisoned:
+            return "poisoned", f"refused because it ended a worker: {context.poisoned[row]}"
+        if self.source.structures == "none":
+            self.keys.append(_compound_without_structure(record))
+            self.records.append(record)
+            return None
+        given: tuple[str, StructureForm] | None = None
+        where = ""
+        try:
+            if reader.knows(self.seen):
+                text, mended = healed(reader.read(self.seen))
+                self.counts["structures_without_m_end"] += mended
+                given, where = (text, "mol"), f"the structure {reader.name(self.seen)}"
+        except SourceError as error:
+            return "unreadable MOL file", error.given
+        if given is None and self.source.structures != "mol":
+            given, where = own_structure(record.meta), "the record's own structure"
+        if given is None:
+            return NO_STRUCTURE, _no_structure(self.source)
+        context.guard(row)
+        mol = read_structure(given[0], given[1])
+        if isinstance(mol, Refusal):
+            return "RDKit", mol.reason
+        try:
+            if wrong := mismatch(mol, record.meta, where):
+                return "structure of another compound", wrong
+            key, packed = _compound_of(record, mol), pack_molecule(mol)
+        except (RuntimeError, ValueError) as error:  # RDKit's violated invariants
+            return "RDKit", f"RDKit: {next(iter(str(error).split(chr(10))), '')}"
+        self.keys.append(key)
+        self.molecules.append(packed)
+        self.records.append(record)
+        return None
+
+    def result(self) -> PartData:
+        """Join the columns."""
+        splits = self._splits()
+        fields = {
+            **self._spectrum_fields(),
+            **(self._molecule_fields() if self.source.structures != "none" else {}),
+            **self._text_fields(),
+            "group": Dense(self._groups()),
+            "split": Dense(splits),
+        }
+        per_split = np.bincount(splits, minlength=len(SPLIT_NAMES)).tolist()
+        extra = {
+            "counts": {**self.counts, "records": self.seen, "samples": len(self.records)},
+            "refused_records": dict(self.reasons),
+            "ignored_records": dict(self.ignored),
+            "spectrum_kinds": dict(Counter(self.record_kinds)),
+            "before": dict(self.payload.before),
+            "splits": dict(zip(SPLIT_NAMES, per_split, strict=True)),
+            "rdkit": self.rdkit,
+        }
+        return PartData(fields=fields, refused=self.refused, extra=extra)
+
+    def _groups(self) -> Array:
+        return np.array([group_of(key) for key in self.keys], dtype=np.int64)
+
+    def _splits(self) -> Array:
+        source = self.source
+        return assign_splits(self._groups(), source.train_ratio, source.val_ratio, source.seed)
+
+    def _spectrum_fields(self) -> dict[str, FieldData]:
+        mz_type = np.uint16 if self.payload.whole_mz else np.float32
+        mz = np.concatenate([np.empty(0), *(piece[0] for piece in self.spectra)])
+        intensity = [np.empty(0, np.float16), *(piece[1] for piece in self.spectra)]
+        lengths = [np.empty(0, np.int64), *(piece[2] for piece in self.spectra)]
+        offsets = offsets_of(np.concatenate(lengths))
+        return {
+            "mz": Ragged(mz.astype(mz_type), offsets),
+            "intensity": Ragged(np.concatenate(intensity), offsets),
+        }
+
+    def _molecule_fields(self) -> dict[str, FieldData]:
+        packed = self.molecules
+        return {
+            "atoms": _ragged([molecule.atoms for molecule in packed], np.uint32),
+            "bonds": _ragged([molecule.bonds for molecule in packed], np.uint32),
+            "functional_groups": Dense(
+                np.array([molecule.functional_groups for molecule in packed], dtype=np.uint64)
+            ),
+            "ecfp_bits": _ragged([molecule.ecfp_bits for molecule in packed], np.uint16),
+            "ecfp_counts": _ragged([molecule.ecfp_counts for molecule in packed], np.uint8),
+            "mol_weight": Dense(
+                np.array([molecule.mol_weight for molecule in packed], dtype=np.float32)
+            ),
+        }
+
+    def _text_fields(self) -> dict[str, FieldData]:
+        metas = [record.meta for record in self.records]
+        texts = {
+            name: [str(meta.get(name) or "") for meta in metas]
+            for name in ("name", "inchikey", "formula")
+        }
+        texts["identifier"] = [_identifier(meta) for meta in metas]
+        for name in self.payload.conditions:
+            texts[name] = (
+                self.record_kinds if name == "spectrum_kind" else conditions_in(metas, name)
+            )
+        return {name: Ragged.from_strings(values) for name, values in texts.items()}
+
+
+class _Spectra:
+    """The peaks of one batch, all at once: a loop over records would cost more than RDKit."""
+
+    def __init__(self, batch: SpectrumBatch, source: MassSpecSource) -> None:
+        self._max_mz = source.max_mz
+        self._may_be_empty = source.without_spectra
+        lengths = np.diff(batch.offsets)
+        num = len(lengths)
+        self._owner = np.repeat(np.arange(num), lengths)
+        self._mz = batch.mz
+        intensity = batch.intensity.astype(np.float64)
+        self._positive = intensity > 0
+        # Where `bin_spectrum` begins to drop.
+        limit = source.max_mz + (0.5 if source.rounding == "nearest" else 1.0)
+        self._above = batch.mz >= limit
+        base = np.zeros(num)
+        np.maximum.at(base, self._owner, intensity)
+        relative = intensity / np.where(base > 0, base, 1)[self._owner]
+        self._relative = np.maximum(relative.astype(np.float16), _SMALLEST)
+        self._lengths = lengths
+        self._num_positive = np.bincount(self._owner[self._positive], minlength=num)
+        inside = self._owner[self._positive & ~self._above]
+        self._num_inside = np.bincount(inside, minlength=num)
+
+    def refusal(self, number: int) -> tuple[str, str] | None:
+        """Why this spectrum cannot be used, or None."""
+        if self._may_be_empty and not self._num_positive[number]:
+            return None
+        if not self._lengths[number]:
+            return NO_PEAKS, "the record has no peaks"
+        if not self._num_positive[number]:
+            return NO_PEAKS, "all peaks of the record have zero intensity"
+        if not self._num_inside[number]:
+            return (
+                "all peaks above max_mz",
+                f"all {self._num_positive[number]} peaks lie above max_mz {self._max_mz}",
+            )
+        return None
+
+    def columns(self, accepted: Array, counts: Counter[str]) -> tuple[Array, Array, Array]:
+        """Return m/z, intensity and lengths of the accepted spectra; the parser sorted them."""
+        mine = accepted[self._owner]
+        keep = mine & self._positive
+        counts["peaks"] += int(keep.sum())
+        counts["peaks_of_zero_intensity_dropped"] += int((mine & ~self._positive).sum())
+        counts["peaks_above_max_mz"] += int((keep & self._above).sum())
+        return self._mz[keep], self._relative[keep], self._num_positive[accepted]
+
+
+def _ragged(pieces: list[Array], dtype: type[np.generic]) -> Ragged:
+    lengths = np.fromiter((len(piece) for piece in pieces), dtype=np.int64, count=len(pieces))
+    return Ragged(np.concatenate([np.empty(0, dtype), *pieces]), offsets_of(lengths))
+
+
+def _no_structure(source: MassSpecSource) -> str:
+    if source.structures == "smiles" or source.mol_dir is None:
+        return "no structure: the record has no SMILES"
+    places = f"no MOL file named after its ID, CAS or DB# in {source.mol_dir.name}"
+    if source.structures == "mol":
+        return f"no structure: {places}"
+    return f"no structure: {places}, and no SMILES in the record"
+
+
+def _identifier(meta: Mapping[str, Any]) -> str:
+    """The first of ID, NIST#, DB# and CAS that the record has."""
+    return next((str(meta[key]) for key in ("id", "nist", "db", "cas") if meta.get(key)), "")
+
+
+def _compound_of(record: Record, mol: Mol) -> str:
+    """Key of the compound: the InChIKey's first block as recorded, else as computed."""
+    given = str(record.meta.get("inchikey") or "").strip().upper()
+    return given.partition("-")[0] if INCHIKEY.fullmatch(given) else compound_key(mol)
+
+
+def _compound_without_structure(record: Record) -> str:
+    """Key of the compound: the InChIKey's first block, else SMILES, InChI, name or id; else the record's own."""
+    meta = record.meta
+    given = str(meta.get("inchikey") or "").strip().upper()
+    if INCHIKEY.fullmatch(given):
+        return given.partition("-")[0]
+    for name in ("smiles", "inchi", "name"):
+        if meta.get(name):
+            return f"{name} {meta[name]}".casefold()
+    return _identifier(meta) or f"{meta.get('source_file', '')}:{record.line}"

@@ -1,0 +1,89 @@
+"""What a spectrum was measured under: EI or MS/MS, precursor, adduct, energy, instrument, retention index.
+
+Enters: the normalised metadata of a record. Leaves: its kind of spectrum, and the text of each condition. Costs: some
+dictionary lookups a record.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Literal
+
+SpectrumKind = Literal["EI", "MS/MS", "MS1"]
+
+KINDS: tuple[SpectrumKind, ...] = ("EI", "MS/MS", "MS1")
+CONDITIONS = {
+    "precursor_mz": ("precursor_mz",),
+    "adduct": ("precursor_type", "adduct"),
+    "charge": ("charge",),
+    "ion_mode": ("ion_mode",),
+    "collision_energy": ("collision_energy",),
+    "instrument": ("instrument", "source_instrument"),
+    "instrument_type": ("instrument_type",),
+    "ms_level": ("ms_level", "spectrum_type"),
+    "retention_index": ("ri",),
+    "retention_time": ("retention_time", "rtinseconds"),
+}
+"""Field of the store to the metadata keys it is taken from, the first that is there."""
+
+_EI = re.compile(r"(?:\A|[^A-Z])(?:EI|GC|CI-B)(?:[^A-Z]|\Z)|ELECTRON IONI[SZ]ATION|ELECTRON IMPACT")
+_SOFT = re.compile(r"(?:\A|[^A-Z])(?:ESI|APCI|APPI|MALDI|LC|NSI|FAB|HESI|DI)(?:[^A-Z]|\Z)")
+_EI_ADDUCTS = {"", "[M]+", "[M]+.", "[M]+*", "M+", "M+.", "[M]"}
+
+
+def spectrum_kind(meta: Mapping[str, str]) -> SpectrumKind:
+    """Return what kind of spectrum a record is.
+
+    In this order: a level of 2 or more is MS/MS; an instrument or ionisation of electron impact is EI; a level of 1 is
+    MS1; a soft ionisation, an adduct, a collision energy or a precursor m/z is MS/MS. A record without any of these
+    signs is EI, as in the libraries of NIST.
+    """
+    adduct = meta.get("precursor_type") or meta.get("adduct", "")
+    signs = adduct not in _EI_ADDUCTS or "collision_energy" in meta or "precursor_mz" in meta
+    # Few combinations in a library of many records: the regular expressions run once for each.
+    return _kind(
+        meta.get("ms_level") or meta.get("spectrum_type", ""),
+        meta.get("instrument_type", ""),
+        meta.get("ionization", ""),
+        meta.get("instrument", ""),
+        signs,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _kind(
+    level_text: str, instrument_type: str, ionization: str, instrument: str, signs: bool
+) -> SpectrumKind:
+    level = _level(level_text.strip().upper())
+    if level is not None and level >= 2:
+        return "MS/MS"
+    about = f"{instrument_type} {ionization} {instrument}".upper()
+    if _EI.search(about):
+        return "EI"
+    if level == 1:
+        return "MS1"
+    return "MS/MS" if signs or _SOFT.search(about) else "EI"
+
+
+def _level(text: str) -> int | None:
+    if text in ("MS/MS", "MSMS"):
+        return 2
+    digits = re.fullmatch(r"(?:MS[ ^]*)?(\d)", text)
+    return int(digits[1]) if digits else None
+
+
+def conditions_in(metas: Sequence[Mapping[str, str]], name: str) -> list[str]:
+    """Return one condition of each record as it is written there; empty where there is none."""
+    first, *others = CONDITIONS[name]
+    values = [meta.get(first, "") for meta in metas]
+    for key in others:
+        values = [value or meta.get(key, "") for value, meta in zip(values, metas, strict=True)]
+    return values
+
+
+def conditions_of(keys: Iterable[str]) -> set[str]:
+    """Return which conditions records with these metadata keys have."""
+    known = set(keys)
+    return {name for name, names in CONDITIONS.items() if known.intersection(names)}

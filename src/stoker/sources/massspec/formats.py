@@ -1,0 +1,537 @@
+"""Spectrum files of other formats, turned into MSP once: MGF, MassBank records, SDF with peaks, mzML, folders of them.
+
+Enters: a file or a folder. Leaves: an MSP file in the scratch folder, which the one engine then reads in parallel, and
+what was refused. Every record carries `source_file` and `source_line`, so that messages name the file that was given.
+Costs: one pass in one process, about 10 MB/s of text; disk for the MSP.
+
+The format is told by the content, not by the name. Of a folder all files that are spectra are read, in the order of
+their names; other files are ignored and counted.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Literal
+from xml.etree import ElementTree
+
+import numpy as np
+import xxhash
+
+from stoker.bounds import RECORD, copy_to_disk
+from stoker.display import command
+from stoker.errors import Refusal, RefusalList, SourceError, require_file
+from stoker.ownership import always, writing
+from stoker.sources.massspec.mzml import MzmlSpectrum, read_spectra
+from stoker.sources.msp import Record, SpectrumBatch, read_msp, write_msp
+from stoker.sources.msp.keys import SYNONYM, fold_header, is_field_key, spell
+
+SpectrumFormat = Literal["msp", "mgf", "massbank", "sdf", "mzml"]
+SDF_RECORD = "sdf_record"
+"""Metadata key: number of the record in the SDF, from 0; its own MOL block is the structure."""
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_HEAD_BYTES = 1 << 16
+_BATCH = 500
+_ENDINGS = {".msp", ".msl", ".mgf", ".txt", ".sdf", ".sd", ".mzml"}
+_PEAKS_ITEM = "mass spectral peaks"
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_MGF_KEYS = {
+    "pepmass": "precursor_mz",
+    "spectrumid": "id",
+    "spectrum_id": "id",
+    "identifier": "id",
+    "feature_id": "id",
+    "inchiaux": "inchikey",
+    "mslevel": "ms_level",
+    "ionmode": "ion_mode",
+    "source_instrument": "instrument",
+    "compound_name": "name",
+    "parent_mass": "parent_mass",
+}
+_MASSBANK_KEYS = {
+    "ACCESSION": "id",
+    "CH$FORMULA": "formula",
+    "CH$EXACT_MASS": "exact_mass",
+    "CH$SMILES": "smiles",
+    "CH$IUPAC": "inchi",
+    "AC$INSTRUMENT": "instrument",
+    "AC$INSTRUMENT_TYPE": "instrument_type",
+    "PK$SPLASH": "splash",
+    "COMMENT": "comment",
+}
+_MASSBANK_SUBKEYS = {
+    "CH$LINK INCHIKEY": "inchikey",
+    "CH$LINK CAS": "cas",
+    "AC$MASS_SPECTROMETRY MS_TYPE": "ms_level",
+    "AC$MASS_SPECTROMETRY ION_MODE": "ion_mode",
+    "AC$MASS_SPECTROMETRY COLLISION_ENERGY": "collision_energy",
+    "AC$MASS_SPECTROMETRY IONIZATION": "ionization",
+    "AC$CHROMATOGRAPHY RETENTION_TIME": "retention_time",
+    "AC$CHROMATOGRAPHY KOVATS_RTI": "ri",
+    "MS$FOCUSED_ION PRECURSOR_M/Z": "precursor_mz",
+    "MS$FOCUSED_ION PRECURSOR_TYPE": "precursor_type",
+}
+
+
+@dataclass
+class Converted:
+    """An MSP made of other files.
+
+    Attributes:
+        path: The MSP.
+        refused: Records and lines that were not taken.
+        num_unread: Records among them.
+        ignored: Reason to number of files of a folder that are no spectra.
+        notes: What was read, for the user.
+        structures: The SDF whose records hold the structures; None where there is none.
+    """
+
+    path: Path
+    refused: RefusalList = field(default_factory=RefusalList)
+    num_unread: int = 0
+    ignored: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    structures: Path | None = None
+
+
+def as_msp(path: Path, scratch: Path) -> Converted:
+    """Return an uncompressed MSP with the spectra of a file or folder.
+
+    A plain MSP is returned as it is; byte ranges need an uncompressed one.
+    """
+    if path.is_dir():
+        return _convert_folder(path, scratch)
+    plain = _uncompressed(require_file(path, "the spectrum library"), scratch)
+    form = format_of(plain, path)
+    if form == "msp":
+        return Converted(plain)
+    return _convert([(plain, path, form)], path, scratch)
+
+
+def holds_spectra(path: Path) -> bool:
+    """Return whether a file, or the first files of a folder, are spectra by their names or their content."""
+    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    for file in files[:20]:
+        ending = (Path(file.stem) if file.suffix.lower() == ".gz" else file).suffix.lower()
+        if ending in _ENDINGS - {".txt"}:
+            return True
+        if ending == ".txt" and format_of(file) != "msp":
+            return True
+    return False
+
+
+def format_of(path: Path, named: Path | None = None) -> SpectrumFormat:
+    """Tell the format of an uncompressed file by its first 64 KiB, and by its ending where these are empty."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    text = head.decode("latin-1").lstrip("\ufeff \t\r\n\x00")
+    ending = "".join((named or path).suffixes[-2:]).lower().removesuffix(".gz")
+    if re.match(r"<\?xml|<(?:indexed)?mzML", text) and "mzML" in text:
+        return "mzml"
+    if re.search(r"^BEGIN IONS", text, re.MULTILINE):
+        return "mgf"
+    if re.match(r"(?:.*\n){0,20}?ACCESSION: ", text) and re.search(
+        r"^PK\$|^CH\$", text, re.MULTILINE
+    ):
+        return "massbank"
+    if re.search(r"^\$\$\$\$|^M  END|^> +<", text, re.MULTILINE) or ending in (".sdf", ".sd"):
+        return "sdf"
+    return "msp"
+
+
+def _uncompressed(path: Path, scratch: Path) -> Path:
+    with path.open("rb") as file:
+        if file.read(2) != _GZIP_MAGIC:
+            return path
+    facts = path.stat()
+    target = scratch / f"spectra-{facts.st_size}-{facts.st_mtime_ns}.msp"
+    if target.exists():  # left by the run that this one resumes
+        return target
+    try:
+        with (
+            gzip.open(path, "rb") as packed,
+            writing(target, always) as temporary,
+            temporary.open("xb") as plain,
+        ):
+            copy_to_disk(packed, plain, scratch, f"unpacking {path}")
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise SourceError(
+            f"{str(path)!r} is a damaged gzip file: {error}", "", command("gzip", "-t", path)
+        ) from error
+    return target
+
+
+def _convert_folder(folder: Path, scratch: Path) -> Converted:
+    files, ignored = [], Counter[str]()
+    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        ending = (
+            path.suffix.lower() if path.suffix.lower() != ".gz" else Path(path.stem).suffix.lower()
+        )
+        if any(part[:1] == "." for part in path.relative_to(folder).parts):
+            ignored["hidden or system file"] += 1
+        elif ending not in _ENDINGS:
+            ignored[f"no spectra ({ending or 'no ending'})"] += 1
+        else:
+            plain = _uncompressed(path, scratch)
+            files.append((plain, path, format_of(plain, path)))
+    if not files:
+        raise SourceError(
+            f"{folder} holds no spectra.",
+            f"files ending in {', '.join(sorted(_ENDINGS))}",
+            command("ls", folder),
+        )
+    made = _convert(files, folder, scratch)
+    made.ignored = ignored
+    return made
+
+
+def _convert(
+    files: Sequence[tuple[Path, Path, SpectrumFormat]], named: Path, scratch: Path
+) -> Converted:
+    digest = xxhash.xxh3_64()
+    for plain, path, form in files:
+        stat = plain.stat()
+        digest.update(
+            f"{path}\0{form}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="replace")
+        )
+    made = Converted(scratch / f"converted-{digest.hexdigest()}.msp")
+    counts: Counter[str] = Counter()
+
+    def batches() -> Iterator[SpectrumBatch]:
+        for plain, path, form in files:
+            for batch in _READERS[form](plain, path, made):
+                counts[form] += len(batch.records)
+                yield batch
+
+    # Written again when a pack is resumed: what was refused is found on the way.
+    with (
+        writing(made.path, always) as temporary,
+        temporary.open("x", encoding="utf-8", newline="\n") as stream,
+    ):
+        write_msp(batches(), stream)
+    words = {"mgf": "MGF", "massbank": "MassBank", "sdf": "SDF", "mzml": "mzML", "msp": "MSP"}
+    made.notes = [
+        f"{count:,} records of {words[form]} read from {named.name}"
+        for form, count in counts.items()
+    ]
+    if [form for _, _, form in files] == ["sdf"]:
+        made.structures = files[0][0]
+    return made
+
+
+# -- records -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Draft:
+    """A record while it is read: `key: value` lines and peaks."""
+
+    line: int
+    fields: list[str] = field(default_factory=list)
+    mz: list[float] = field(default_factory=list)
+    intensity: list[float] = field(default_factory=list)
+    size: int = 0
+    problem: str = ""
+    extra: dict[str, str] = field(default_factory=dict)
+
+    def add(self, key: str, value: str) -> None:
+        value = " ".join(value.split())
+        # A count of peaks is the writer's own, and a key that is none could not be read back.
+        if value and is_field_key(key.encode()) and spell(key).kind <= SYNONYM:
+            self.fields.append(f"{key}: {value}")
+
+    def add_peak(self, text: str) -> None:
+        cells = re.split(r"[\s,;]+", text.strip())
+        numbers = [cell for cell in cells[:2] if _NUMBER.fullmatch(cell)]
+        if len(numbers) < 2:
+            self.problem = self.problem or f"the peak {text.strip()[:60]!r} is no pair of numbers"
+            return
+        self.mz.append(float(numbers[0]))
+        self.intensity.append(float(numbers[1]))
+
+    def grow(self, size: int, path: Path) -> None:
+        self.size += size
+        RECORD.check(self.size, f"{path}: the record of line {self.line}", "cut the file")
+
+
+class _Batcher:
+    """Collects records of one file into batches that `write_msp` takes."""
+
+    def __init__(self, path: Path, made: Converted) -> None:
+        self._path, self._made = path, made
+        self._records: list[Record] = []
+        self._mz: list[float] = []
+        self._intensity: list[float] = []
+        self._offsets = [0]
+
+    def take(self, draft: _Draft) -> Iterator[SpectrumBatch]:
+        reason = draft.problem or _bad_peaks(draft)
+        if reason:
+            self._made.refused.append(
+                Refusal(str(self._path), draft.line, reason, kind="unreadable record")
+            )
+            self._made.num_unread += 1
+            return
+        folded = fold_header(draft.fields, strict=False)
+        assert folded is not None
+        meta, synonyms = folded
+        # Names of keys that a comment or an item made up may not be readable again.
+        meta = {
+            key: value
+            for key, value in meta.items()
+            if is_field_key(key.encode()) and spell(key).kind < SYNONYM
+        }
+        meta |= {"source_file": str(self._path), "source_line": str(draft.line), **draft.extra}
+        self._records.append(Record(draft.line, meta, synonyms))
+        self._mz += draft.mz
+        self._intensity += draft.intensity
+        self._offsets.append(len(self._mz))
+        if len(self._records) >= _BATCH:
+            yield self._batch()
+
+    def rest(self) -> Iterator[SpectrumBatch]:
+        if self._records:
+            yield self._batch()
+
+    def _batch(self) -> SpectrumBatch:
+        made = SpectrumBatch(
+            self._records,
+            np.array(self._mz, dtype=np.float64),
+            np.array(self._intensity, dtype=np.float32),
+            np.array(self._offsets, dtype=np.int64),
+        )
+        self._records, self._mz, self._intensity, self._offsets = [], [], [], [0]
+        return made
+
+
+def _bad_peaks(draft: _Draft) -> str:
+    mz, intensity = np.array(draft.mz), np.array(draft.intensity)
+    if not len(mz):
+        return ""
+    if not (np.isfinite(mz).all() and np.isfinite(intensity).all()):
+        return "a peak is not finite"
+    if mz.min() < 0 or intensity.min() < 0:
+        return f"a peak is negative: m/z {mz.min():g}, intensity {intensity.min():g}"
+    if intensity.max() > np.finfo(np.float32).max:
+        return f"the intensity {intensity.max():g} is above the range of float32"
+    return ""
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield numbered lines without their ends; bytes that are not UTF-8 are read as Latin-1."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(_bounded(file, path), 1):
+            try:
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError:
+                text = raw.decode("latin-1")
+            yield number, text.rstrip("\r\n")
+
+
+def _bounded(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    while raw := file.readline(RECORD.most + 1):
+        RECORD.check(len(raw), f"{path}: one line", "cut the file")
+        yield raw
+
+
+# -- formats -------------------------------------------------------------------------------------
+
+
+def _read_mgf(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
+    batcher = _Batcher(path, made)
+    draft: _Draft | None = None
+    common: list[tuple[str, str]] = []
+    for number, line in _lines(plain):
+        text = line.strip()
+        word = text.upper()
+        if not text or text[0] in "#;!/":
+            continue
+        if word == "BEGIN IONS":
+            if draft is not None:
+                draft.problem = "the record has no END IONS"
+                yield from batcher.take(draft)
+            draft = _Draft(number)
+            for key, value in common:
+                _add_mgf(draft, key, value)
+        elif word == "END IONS":
+            if draft is not None:
+                yield from batcher.take(draft)
+            draft = None
+        elif draft is None:
+            key, sign, value = text.partition("=")
+            if sign:
+                common.append((key, value))
+            else:
+                made.refused.append(
+                    Refusal(
+                        str(path),
+                        number,
+                        f"{text[:60]!r} is outside a record",
+                        kind="line outside a record",
+                    )
+                )
+        else:
+            draft.grow(len(line), path)
+            key, sign, value = text.partition("=")
+            if sign and not _NUMBER.match(text):
+                _add_mgf(draft, key, value)
+            else:
+                draft.add_peak(text)
+    if draft is not None:
+        draft.problem = "the file ends inside the record"
+        yield from batcher.take(draft)
+    yield from batcher.rest()
+
+
+def _add_mgf(draft: _Draft, raw: str, value: str) -> None:
+    key = raw.strip().lower()
+    value = value.strip()
+    if key == "title":
+        draft.add("title", value)
+        if not any(line[:5] == "name:" for line in draft.fields):
+            draft.fields.append(f"compoundname: {value}")  # gives way to a NAME
+        return
+    if key == "pepmass":
+        value = value.split()[0] if value.split() else ""
+    if key == "rtinseconds":
+        key, value = "retention_time", f"{value} s" if value else ""
+    if (key in ("charge", "pepmass") and value.strip("+-.0") == "") or value in ("N/A", "NA"):
+        return
+    draft.add(_MGF_KEYS.get(key, key), value)
+
+
+def _read_massbank(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
+    batcher = _Batcher(path, made)
+    draft: _Draft | None = None
+    in_peaks = False
+    for number, line in _lines(plain):
+        if line.strip() == "//":
+            if draft is not None:
+                yield from batcher.take(draft)
+            draft, in_peaks = None, False
+            continue
+        if not line.strip():
+            continue
+        if draft is None:
+            draft = _Draft(number)
+        draft.grow(len(line), path)
+        if line[:1] in " \t":
+            if in_peaks:
+                draft.add_peak(line)
+            continue
+        in_peaks = False
+        key, _, value = line.partition(": ")
+        key, value = key.strip(), value.strip()
+        if key == "PK$PEAK":
+            in_peaks = True
+        elif key == "CH$NAME":
+            named = any(entry[:6] == "name: " for entry in draft.fields)
+            draft.add("synon" if named else "name", value)
+        elif key in _MASSBANK_KEYS:
+            if value != "N/A":
+                draft.add(_MASSBANK_KEYS[key], value)
+        else:
+            word, _, rest = value.partition(" ")
+            if (name := _MASSBANK_SUBKEYS.get(f"{key} {word}")) and rest.strip() != "N/A":
+                draft.add(name, rest)
+    if draft is not None:
+        draft.problem = "the record has no // at its end"
+        yield from batcher.take(draft)
+    yield from batcher.rest()
+
+
+def _read_sdf(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
+    batcher = _Batcher(path, made)
+    number_of_record = 0
+    draft, title, item, in_items, has_text = _Draft(1), "", "", False, False
+    first = 1
+
+    def finish() -> Iterator[SpectrumBatch]:
+        if not any(entry[:5] == "name:" for entry in draft.fields):
+            draft.add("name", title)
+        draft.extra[SDF_RECORD] = str(number_of_record)
+        yield from batcher.take(draft)
+
+    for number, line in _lines(plain):
+        if line[:4] == "$$$$":
+            if has_text:
+                yield from finish()
+                number_of_record += 1
+            draft, title, item, in_items, has_text = _Draft(number + 1), "", "", False, False
+            first = number + 1
+            continue
+        draft.grow(len(line), path)
+        has_text = has_text or bool(line.strip())
+        if number == first:
+            title = line.strip()
+        if line[:1] == ">" and "<" in line:
+            in_items = True
+            item = line.partition("<")[2].partition(">")[0].strip().lower()
+        elif in_items and not line.strip():
+            item = ""
+        elif in_items and item == _PEAKS_ITEM:
+            draft.add_peak(line)
+        elif in_items and item in ("synonyms", "synonym"):
+            draft.add("synon", line)
+        elif in_items and item == "comment" and "=" in line:
+            draft.add(*(part.strip() for part in line.split("=", 1)))
+        elif in_items and item and item != "num peaks":
+            draft.add(item, line)
+    if has_text:
+        yield from finish()
+    yield from batcher.rest()
+
+
+def _read_mzml(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
+    batcher = _Batcher(path, made)
+    number = 0
+    try:
+        for number, spectrum in enumerate(read_spectra(plain), 1):
+            yield from batcher.take(_mzml_draft(number, spectrum))
+    except SourceError:
+        raise
+    except (ElementTree.ParseError, ValueError) as error:
+        raise SourceError(
+            f"{path} cannot be read as mzML behind spectrum {number}: {error}.",
+            "an intact mzML file",
+            command("head", "-c", "1000", path),
+        ) from error
+    yield from batcher.rest()
+
+
+def _mzml_draft(number: int, spectrum: MzmlSpectrum) -> _Draft:
+    draft = _Draft(number)
+    draft.add("name", spectrum.identifier or f"spectrum {number}")
+    draft.add("id", spectrum.identifier)
+    for key, value in spectrum.meta.items():
+        draft.add(key, value)
+    draft.problem = spectrum.problem
+    draft.mz, draft.intensity = spectrum.mz, spectrum.intensity
+    return draft
+
+
+def _read_again(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
+    """Read an MSP of a folder, and note where each record stands."""
+    for batch in read_msp(plain):
+        made.refused.extend(
+            Refusal(str(path), each.line, each.reason, each.unit, each.count, "line in a record")
+            for each in batch.refused
+        )
+        for record in batch.records:
+            record.meta.update(source_file=str(path), source_line=str(record.line))
+        yield batch
+
+
+_READERS: dict[SpectrumFormat, Callable[[Path, Path, Converted], Iterable[SpectrumBatch]]] = {
+    "msp": _read_again,
+    "mgf": _read_mgf,
+    "massbank": _read_massbank,
+    "sdf": _read_sdf,
+    "mzml": _read_mzml,
+}

@@ -1,0 +1,483 @@
+"""Mass spectra with their structures: `stoker pack massspec`.
+
+Enters: one spectrum library (MSP, MSL, MGF, MassBank, SDF with peaks, mzML; plain or gzipped; or a folder) and a
+folder, zip or SDF of MOL files, or SMILES or InChI inside the records. Leaves: one sample per record that has both
+peaks and a structure; every other record is refused or ignored with its file, line and reason. Costs: about 0.8 ms of
+CPU per molecule, all stages; one part (5,000 molecules) in memory per worker; 740 bytes per molecule on disk.
+
+Fields of the store:
+
+    mz, intensity            ragged   the peaks of one spectrum, rising in m/z
+    atoms, bonds             ragged   uint32 words, see `molecules.ATOM_FIELDS`, `BOND_FIELDS`
+    functional_groups        dense    uint64, 48 flags, see `functional_groups`
+    ecfp_bits, ecfp_counts   ragged   counted ECFP4 of 4096 bits: uint16 bit, uint8 count
+    mol_weight               dense    float32, monoisotopic mass of the structure in dalton
+    name, inchikey, formula, identifier   text as the record has it; empty where it has none
+    precursor_mz, adduct, charge, ion_mode, collision_energy, instrument, instrument_type, ms_level,
+    retention_index, retention_time, spectrum_kind   the same, each where some record of the source has one
+    group                    dense    int64, same for all records of one compound
+    split                    dense    uint8, 0 train, 1 validation, 2 test
+
+With `structures="none"` there are no fields of molecules; with `without_spectra` records without peaks are kept, with
+empty spectra, so that a spectrum can be predicted for them.
+
+Spectra are kept whole and unbinned, so that one store serves any `max_mz`: peaks above it stay in
+the store, and are dropped and counted when a spectrum is binned into `max_mz + 1` bins; a record
+with all its peaks above is refused. Intensities are relative to the base peak, which is exactly
+1.0, as float16: 11 significant bits (0.05 %), no peak rounds to zero (the smallest is 2^-24).
+Peaks of zero intensity are dropped and counted; of peaks with equal m/z the largest stays. m/z is
+uint16 when every m/z of the whole source is a whole number, float32 otherwise.
+
+Replicates and stereoisomers of one compound share a `group` (the first block of the InChIKey) and
+therefore a `split`: nothing in the test set was seen in training under another name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+
+from stoker.display import command
+from stoker.errors import InputError, Refusal, RefusalList, SourceError
+from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
+from stoker.sources.massspec.building import LINE_IN_RECORD, SPLIT_NAMES, Building, Payload
+from stoker.sources.massspec.conditions import KINDS, SpectrumKind, conditions_of, spectrum_kind
+from stoker.sources.massspec.formats import Converted, as_msp
+from stoker.sources.massspec.structures import own_structure
+from stoker.sources.molecules.files import NO_MOLS, MolIndex, MolReader
+from stoker.sources.molecules.functional_groups import FUNCTIONAL_GROUPS
+from stoker.sources.molecules.packed import (
+    ECFP_RADIUS,
+    ECFP_SIZE,
+    FEATURISER_VERSION,
+    layout,
+    require_rdkit,
+    warm_up,
+)
+from stoker.sources.msp import MspRange, Rounding, read_msp, split_msp
+from stoker.store.fields import Array
+
+Structures = Literal["auto", "mol", "smiles", "none"]
+Spectra = Literal["auto", "ei", "msms", "ms1", "all"]
+_NEARLY_ALL = 0.9
+_BY_OPTION: dict[str, tuple[SpectrumKind, ...]] = {
+    "ei": ("EI",),
+    "msms": ("MS/MS",),
+    "ms1": ("MS1",),
+    "all": KINDS,
+}
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What one look at a stretch of the MSP showed; one entry of the arrays per record.
+
+    Attributes:
+        rows: Row of the structure in the index; -1 where there is none.
+        own: Whether the record has a structure of its own, or needs none.
+        kinds: Place of its kind of spectrum in `KINDS`.
+        num_peaks: Of all records.
+        whole_mz: Every m/z is a whole number.
+        conditions: Conditions that some record has.
+        refused: Lines that were not taken, where there is no record to be built.
+    """
+
+    rows: Array
+    own: Array
+    kinds: Array
+    num_peaks: int
+    whole_mz: bool
+    conditions: set[str]
+    refused: list[Refusal]
+
+    def usable(self, kinds: Sequence[SpectrumKind]) -> Array:
+        """Return which records have a structure and are of these kinds."""
+        wanted = [number for number, kind in enumerate(KINDS) if kind in kinds]
+        return ((self.rows >= 0) | self.own) & np.isin(self.kinds, wanted)
+
+
+@dataclass(frozen=True)
+class MassSpecSource:
+    """A spectrum library and its structures.
+
+    Attributes:
+        msp: The library in any format that `formats` reads, plain or gzipped, or a folder.
+        mol_dir: A folder of MOL files, a zip of them, or one SDF; None takes SMILES only.
+        max_mz: Highest bin; a record with nothing at or below it is refused.
+        max_samples: Stop after this many records that have a structure; None takes all.
+        structures: "mol" takes MOL files only, "smiles" only the record's SMILES or InChI, "auto" the MOL
+            file and else these; "none" packs spectra without structures.
+        rounding: How an m/z finds its bin.
+        molecules_per_part: Records per shard.
+        row_limit_seconds: A molecule that takes longer is refused; RDKit can hang.
+        train_ratio: Expected share of compounds in training.
+        val_ratio: Expected share in validation; the rest is test.
+        seed: Of the split.
+        spectra: Kinds of spectra to take: "ei", "msms", "ms1", "all"; "auto" takes the kind that at least 90 % of the
+            records have, ignores the others with a word, and refuses a library that mixes them.
+        without_spectra: Keep records without peaks, for prediction.
+    """
+
+    msp: Path
+    mol_dir: Path | None = None
+    max_mz: int = 500
+    max_samples: int | None = None
+    structures: Structures = "auto"
+    rounding: Rounding = "nearest"
+    molecules_per_part: int = 5000
+    row_limit_seconds: float | None = 10.0
+    train_ratio: float = 0.8
+    val_ratio: float = 0.1
+    seed: int = 42
+    spectra: Spectra = "auto"
+    without_spectra: bool = False
+
+    kind: ClassVar[str] = "massspec"
+    version: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "msp", Path(self.msp))
+        if self.mol_dir is not None:
+            object.__setattr__(self, "mol_dir", Path(self.mol_dir))
+        _check_options(self)
+
+    def files(self) -> Sequence[Path]:
+        """The MSP and where the MOL files are."""
+        return [self.msp] if self.mol_dir is None else [self.msp, self.mol_dir]
+
+    def options(self) -> Mapping[str, Json]:
+        """Everything that changes the store, and what made it."""
+        return {
+            "max_mz": self.max_mz,
+            "max_samples": self.max_samples,
+            "structures": self.structures,
+            "rounding": self.rounding,
+            "molecules_per_part": self.molecules_per_part,
+            "row_limit_seconds": self.row_limit_seconds,
+            "train_ratio": self.train_ratio,
+            "val_ratio": self.val_ratio,
+            "seed": self.seed,
+            "spectra": self.spectra,
+            "without_spectra": self.without_spectra,
+            "featuriser_version": FEATURISER_VERSION,
+        }
+
+    def prepare(self, scratch: Path) -> Preparation:
+        """Find the structure of every record, and cut the MSP between records."""
+        if self.structures != "none":
+            require_rdkit()
+        made = as_msp(self.msp, scratch)
+        index = None
+        if self.structures in ("auto", "mol"):
+            place = self.mol_dir or made.structures
+            index = MolIndex(place) if place is not None else None
+        in_place = index is not None and index.path == made.structures
+        ranges = split_msp(made.path, self.molecules_per_part)
+        surveys = [_survey(made.path, piece, index, in_place, self.structures) for piece in ranges]
+        kinds = self._kinds(surveys)
+        whole_mz = all(survey.whole_mz for survey in surveys)
+        conditions = set().union(*(survey.conditions for survey in surveys))
+        if any(survey.kinds.any() for survey in surveys):
+            conditions.add("spectrum_kind")
+        parts: list[Part] = []
+        first_record, wanted = 0, self.max_samples
+        for piece, survey in zip(ranges, surveys, strict=True):
+            num_records = _records_for(survey, kinds, wanted)
+            places = index.places(survey.rows[:num_records]) if index is not None else NO_MOLS
+            payload = Payload(
+                made.path,
+                piece,
+                first_record,
+                num_records,
+                num_records < len(survey.rows),
+                places,
+                whole_mz,
+                kinds,
+                survey.kinds[:num_records].astype(np.uint8).tobytes(),
+                tuple(sorted(conditions)),
+            )
+            label = f"records {first_record}-{first_record + num_records - 1} of {self.msp.name}"
+            found = int(survey.usable(kinds)[:num_records].sum())
+            if num_records:
+                parts.append(Part(len(parts), label, found, payload))
+            first_record += num_records
+            wanted = None if wanted is None else wanted - found
+        if parts:
+            total = sum(len(survey.rows) for survey in surveys)
+            before = _before(made, total - first_record)
+            parts[0] = replace(parts[0], payload=replace(parts[0].payload, before=before))
+        peak_bytes = sum(survey.num_peaks for survey in surveys) * (4 if whole_mz else 6)
+        return Preparation(
+            parts=parts,
+            # 200 peaks aside, a molecule of 50 heavy atoms with long names needs this much
+            estimated_bytes=peak_bytes + 1200 * sum(part.num_samples for part in parts),
+            refused=[
+                *made.refused,
+                *(
+                    replace(refusal, file=str(self.msp), kind=LINE_IN_RECORD)
+                    for survey in surveys
+                    for refusal in survey.refused
+                ),
+            ],
+            notes=[*made.notes, *_notes(self, surveys, kinds, index, whole_mz)],
+        )
+
+    def _kinds(self, surveys: Sequence[_Survey]) -> tuple[SpectrumKind, ...]:
+        """Return the kinds of spectra to take: what the user said, else the kind of nearly all records.
+
+        Raises:
+            SourceError: The library mixes kinds, and nobody said which to take.
+        """
+        if self.spectra != "auto":
+            return _BY_OPTION[self.spectra]
+        counts = np.zeros(len(KINDS), dtype=np.int64)
+        for survey in surveys:
+            counts += np.bincount(survey.kinds, minlength=len(KINDS))
+        found = np.flatnonzero(counts).tolist()
+        if found and counts.max() >= _NEARLY_ALL * counts.sum():
+            return (KINDS[int(np.argmax(counts))],)
+        if len(found) > 1:
+            listed = ", ".join(f"{counts[number]:,} {KINDS[number]}" for number in found)
+            options = [
+                name
+                for name, (kind, *_) in _BY_OPTION.items()
+                if name != "all" and KINDS.index(kind) in found
+            ]
+            ways = [command("--spectra", name) for name in [*options, "all"]]
+            raise SourceError(
+                f"{self.msp} mixes kinds of spectra: {listed}.",
+                "one kind, or all of them with the field spectrum_kind",
+                ", or ".join(ways),
+            )
+        return KINDS
+
+    def build(self, part: Part, context: PartContext) -> PartData:
+        """Parse one stretch of the MSP and featurise its molecules."""
+        payload: Payload = part.payload
+        building = Building(self, payload, "" if self.structures == "none" else warm_up())
+        piece = payload.range
+        batches = read_msp(
+            payload.msp,
+            start_byte=piece.start_byte,
+            end_byte=piece.end_byte,
+            first_line=piece.first_line,
+        )
+        with MolReader(payload.places) as reader:
+            for batch in batches:
+                building.take(batch, reader, context)
+                context.guard(None)
+                if payload.is_cut and building.seen == payload.num_records:
+                    break  # max_samples ends inside this part
+        return building.result()
+
+    def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
+        """Add up the counts, and describe the layout for whoever reads the store."""
+        counts: Counter[str] = Counter()
+        refused: Counter[str] = Counter()
+        ignored: Counter[str] = Counter()
+        splits: Counter[str] = Counter()
+        kinds: Counter[str] = Counter()
+        for extra in extras:
+            counts.update(extra["counts"])
+            refused.update(extra["refused_records"])
+            ignored.update(extra["ignored_records"])
+            splits.update(extra["splits"])
+            kinds.update(extra["spectrum_kinds"])
+        before: Mapping[str, Json] = next(
+            (extra["before"] for extra in extras if extra["before"]), {}
+        )
+        return {
+            "accounts": _accounts(counts, refused, ignored, before),
+            "spectrum_kinds": dict(kinds),
+            "has_structures": self.structures != "none",
+            "counts": dict(counts),
+            "refused_records": dict(refused),
+            "splits": {name: splits.get(name, 0) for name in SPLIT_NAMES},
+            "split_rule": {
+                "train_ratio": self.train_ratio,
+                "val_ratio": self.val_ratio,
+                "seed": self.seed,
+                "unit": "first block of the InChIKey",
+            },
+            "max_mz": self.max_mz,
+            "num_bins": self.max_mz + 1,
+            "rounding": self.rounding,
+            "intensity": "relative to the base peak (1.0), float16",
+            "mol_weight": "monoisotopic mass, dalton",
+            "featuriser": {
+                "version": FEATURISER_VERSION,
+                "rdkit": sorted({extra["rdkit"] for extra in extras}),
+                "layout": layout(),
+                "functional_groups": [
+                    {"name": group.name, "smarts": group.smarts} for group in FUNCTIONAL_GROUPS
+                ],
+                "ecfp": {"radius": ECFP_RADIUS, "size": ECFP_SIZE, "counts_saturate_at": 255},
+            },
+        }
+
+
+def _check_options(source: MassSpecSource) -> None:
+    if not 1 <= source.max_mz <= 65_535:
+        raise InputError(f"max_mz is {source.max_mz}.", "1 to 65535", "--max-mz 500")
+    if source.max_samples is not None and source.max_samples < 1:
+        raise InputError(f"max_samples is {source.max_samples}.", "1 or more, or none", "")
+    if source.molecules_per_part < 1:
+        raise InputError(f"molecules_per_part is {source.molecules_per_part}.", "1 or more", "")
+    for name, allowed in (
+        ("structures", get_args(Structures)),
+        ("rounding", get_args(Rounding)),
+        ("spectra", get_args(Spectra)),
+    ):
+        if getattr(source, name) not in allowed:
+            raise InputError(f"{name} is {getattr(source, name)!r}.", ", ".join(allowed), "")
+    shares = (source.train_ratio, source.val_ratio)
+    if min(shares) < 0 or sum(shares) > 1 + 1e-9:
+        raise InputError(
+            f"train_ratio {shares[0]} and val_ratio {shares[1]} leave no test share.",
+            "two shares of 0 or more that add up to at most 1",
+            "train_ratio=0.8, val_ratio=0.1",
+        )
+    if source.structures == "mol" and source.mol_dir is None:
+        raise InputError(
+            "structures='mol' without a place for MOL files.",
+            "a folder, a zip or an .sdf",
+            "--mol-dir MOLS, or --structures smiles",
+        )
+
+
+def _survey(
+    msp: Path, piece: MspRange, index: MolIndex | None, in_place: bool, structures: Structures
+) -> _Survey:
+    rows: list[int] = []
+    own: list[bool] = []
+    kinds: list[int] = []
+    keys: set[str] = set()
+    refused = RefusalList()
+    num_peaks, whole_mz = 0, True
+    for batch in read_msp(
+        msp, start_byte=piece.start_byte, end_byte=piece.end_byte, first_line=piece.first_line
+    ):
+        for record in batch.records:
+            rows.append(index.find(record.meta, in_place) if index is not None else -1)
+            own.append(
+                structures == "none"
+                or (structures != "mol" and own_structure(record.meta) is not None)
+            )
+            kinds.append(KINDS.index(spectrum_kind(record.meta)))
+            keys.update(record.meta)
+        num_peaks += len(batch.mz)
+        whole_mz = whole_mz and _is_whole(batch.mz)
+        refused.extend(batch.refused)
+    # `build` reports what it reads; a stretch without records is never built.
+    return _Survey(
+        np.array(rows, dtype=np.int64),
+        np.array(own, dtype=bool),
+        np.array(kinds, dtype=np.int64),
+        num_peaks,
+        whole_mz,
+        conditions_of(keys),
+        [] if rows else refused,
+    )
+
+
+def _before(made: Converted, num_left: int) -> dict[str, Json]:
+    """Return what the scan counted, for `finish`."""
+    return {
+        "unread": made.num_unread,
+        "left_out": num_left,
+        "ignored_files": dict(made.ignored),
+    }
+
+
+def _accounts(
+    counts: Mapping[str, int],
+    refused: Counter[str],
+    ignored: Counter[str],
+    before: Mapping[str, Json],
+) -> list[Json]:
+    """Return what became of files, lines and records; the last account is of samples."""
+    accounts = []
+    if files := before.get("ignored_files"):
+        accounts.append(
+            {
+                "unit": "other files",
+                "found": sum(files.values()),
+                "packed": 0,
+                "refused": {},
+                "ignored": files,
+            }
+        )
+    if lines := counts.get("unreadable_lines"):
+        accounts.append(
+            {
+                "unit": "unreadable lines",
+                "found": lines,
+                "packed": 0,
+                "refused": {LINE_IN_RECORD: lines},
+                "ignored": {},
+            }
+        )
+    unread, left = int(before.get("unread", 0)), int(before.get("left_out", 0))
+    why_refused = {**refused, **({"unreadable record": unread} if unread else {})}
+    why_ignored = {**ignored, **({"beyond --max-samples": left} if left else {})}
+    accounts.append(
+        {
+            "unit": "records",
+            "found": counts.get("records", 0) + unread + left,
+            "packed": counts.get("samples", 0),
+            "refused": why_refused,
+            "ignored": why_ignored,
+        }
+    )
+    return accounts
+
+
+def _is_whole(mz: Array) -> bool:
+    return not len(mz) or bool((mz == np.rint(mz)).all() and mz.max() <= 65_535)
+
+
+def _records_for(survey: _Survey, kinds: Sequence[SpectrumKind], wanted: int | None) -> int:
+    """Records of this stretch to take, so that at most `wanted` are usable."""
+    usable = np.flatnonzero(survey.usable(kinds))
+    if wanted is None or wanted > len(usable):
+        return len(survey.rows)
+    return int(usable[wanted - 1]) + 1 if wanted else 0
+
+
+def _notes(
+    source: MassSpecSource,
+    surveys: Sequence[_Survey],
+    kinds: Sequence[SpectrumKind],
+    index: MolIndex | None,
+    whole_mz: bool,
+) -> list[str]:
+    num_records = sum(len(survey.rows) for survey in surveys)
+    num_mol = sum(int((survey.rows >= 0).sum()) for survey in surveys)
+    num_own = sum(int((survey.own & (survey.rows < 0)).sum()) for survey in surveys)
+    notes = []
+    if source.structures == "none":
+        notes.append("Packing spectra without structures")
+    if index is not None:
+        notes.append(f"Found {num_mol:,} compounds with MOL files")
+    if num_own and source.structures != "none":
+        more = "more " if index is not None else ""
+        notes.append(f"Found {num_own:,} {more}compounds with a SMILES in the record")
+    if left := num_records - num_mol - num_own:
+        notes.append(f"{left:,} of {num_records:,} records have no structure and will be refused")
+    if source.max_samples is not None:
+        notes.append(f"Taking at most the first {source.max_samples:,} that have a structure")
+    for number, kind in enumerate(KINDS):
+        num = sum(int((survey.kinds == number).sum()) for survey in surveys)
+        if num and kind not in kinds:
+            notes.append(f"{num:,} {kind} spectra are ignored; --spectra all takes them")
+        elif num:
+            notes += (
+                [f"{num:,} of {num_records:,} records are {kind} spectra, not EI"] if number else []
+            )
+    stored = "uint16: every value is a whole number" if whole_mz else "float32: some have decimals"
+    return [*notes, f"m/z is stored as {stored}"]
