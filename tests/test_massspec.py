@@ -513,7 +513,11 @@ def test_it_is_a_source(tmp_path):
 
 
 def test_options_cover_every_field_that_changes_the_store():
-    names = {field.name for field in fields(MassSpecSource)} - {"msp", "mol_dir", "structure_advice"}
+    names = {field.name for field in fields(MassSpecSource)} - {
+        "msp",
+        "mol_dir",
+        "structure_advice",
+    }
     assert names <= set(MassSpecSource(Path("x")).options())
 
 
