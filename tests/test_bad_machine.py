@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import stoker
@@ -331,6 +331,9 @@ def test_json_is_strict_whatever_it_is_given(document):
 
 
 @given(st.integers(1, 20_000), st.sampled_from("[{"))
+@example(MAX_DEPTH, "[")
+@example(MAX_DEPTH + 1, "[")
+@example(MAX_DEPTH + 1, "{")
 def test_deep_json_is_a_value_error_and_never_more(depth, bracket):
     text = "[" * depth + "]" * depth if bracket == "[" else '{"a":' * depth + "1" + "}" * depth
     if depth <= MAX_DEPTH:

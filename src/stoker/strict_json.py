@@ -82,13 +82,14 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _is_deep(values: Any) -> bool:
-    level = [values]
-    for _ in range(MAX_DEPTH + 1):
+    """Whether a list or mapping, even an empty one, stands below `MAX_DEPTH` others."""
+    level = [values] if isinstance(values, dict | list) else []  # a text may hold brackets too
+    for _ in range(MAX_DEPTH):
         level = [
             entry
             for value in level
-            if isinstance(value, dict | list)
             for entry in (value.values() if isinstance(value, dict) else value)
+            if isinstance(entry, dict | list)
         ]
         if not level:
             return False
