@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -252,6 +253,20 @@ def test_a_store_is_predicted_by_the_command_and_not_as_a_frame(trained, tmp_pat
         load_model(trained.loaded.saved.path).predict(store)
     assert error.value.fix.startswith("stoker predict ")
     assert predict_file(trained, store, tmp_path / "o.csv", device="cpu").num_rows == 160
+    path = write_csv(tmp_path / "n.csv", people(3))
     with pytest.raises(InputError, match="--split is 'test'"):
-        path = write_csv(tmp_path / "n.csv", people(3))
         predict_file(trained, path, tmp_path / "o.csv", split="test", device="cpu")
+
+
+def test_the_python_of_the_page_on_tables_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"age": str(20 + n % 50), "sex": ("male", "female")[n % 2], "ok": "yes" if n % 2 else "no"}
+            for n in range(80)]  # fmt: skip
+    pack(TableSource((write_csv(tmp_path / "t.csv", rows),), "ok"), "store", PackOptions(jobs=1))
+    run_recipe(settings_for("tabular", "store", tmp_path / "runs" / "first"), device="cpu")
+    page = (Path(__file__).parents[1] / "docs" / "tables.md").read_text("utf-8")
+    example = page.partition("```python\n")[2].partition("```")[0]
+    names: dict = {}
+    exec(compile(example, "docs/tables.md", "exec"), names)
+    assert names["answers"].num_rows == 2
+    assert set(names["answers"]["class"].to_pylist()) <= {"yes", "no"}
