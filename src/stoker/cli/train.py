@@ -204,6 +204,8 @@ def _typed(
 
 
 def _print(run: RecipeRun, settings: Settings, again: str) -> None:
+    from stoker.cli.tables import print_evaluation
+
     console = make_console(width=200)
     if run.epochs:
         _print_epochs(console, run)
@@ -212,6 +214,8 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
         print_commands(console, [again])
         return
     _print_metrics(console, run)
+    if run.evaluation is not None:
+        print_evaluation(console, run.evaluation)
     if run.fallback is not None:
         console.print(run.fallback.text, soft_wrap=True, markup=False)
     console.print(f"checkpoints and log: {run.run_dir}")
