@@ -93,6 +93,15 @@ class PictureFolder:
     def _list_files(self) -> list[Path]:
         return [path for _, path in parse_lists(self.lists)]
 
+    def _listed(
+        self, names: Sequence[str], items: Sequence[Any], ignored: Counter[str]
+    ) -> tuple[dict[str, int], list[Any], list[Refusal]]:
+        """Return the split of each listed picture, the items that a list names, and lines that name none."""
+        split, bad_lines = read_lists(parse_lists(self.lists), names)
+        listed = [item for item in items if item[0] in split]
+        ignored["in no list"] += len(items) - len(listed)
+        return split, listed, bad_lines
+
     def _check_ranges(self, folder: Path, items: Sequence[Any]) -> None:
         if self.value_range is None:
             step = max(1, len(items) // _LOOK_AT)
@@ -219,10 +228,8 @@ class ImagesSource(PictureFolder):
         ignored = listing.ignored + sorted_out.ignored
         has_split = sorted_out.has_split
         if self.lists:
-            split, bad_lines = read_lists(parse_lists(self.lists), listing.pictures)
-            outside = sum(name not in split for name, _, _ in items)
-            items = [(name, label, split[name]) for name, label, _ in items if name in split]
-            ignored["in no list"] += outside
+            split, items, bad_lines = self._listed(listing.pictures, items, ignored)
+            items = [(name, label, split[name]) for name, label, _ in items]
             refused += bad_lines
             found += len(bad_lines)
             has_split = True
