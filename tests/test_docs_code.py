@@ -416,7 +416,7 @@ def test_the_refusal_of_a_newer_store_is_worded_as_the_page_says(tmp_path):
     from stoker.store.manifest import FORMAT_VERSION, read_manifest
 
     assert f"now {FORMAT_VERSION}" in PAGES["docs/formats.md"]
-    (tmp_path / "store.json").write_text('{"format_version": 2}')
+    (tmp_path / "store.json").write_text('{"format_version": 3}')
     with pytest.raises(StoreError) as refused:
         read_manifest(tmp_path)
     lines = str(refused.value).replace(str(tmp_path), "store").splitlines()
