@@ -15,6 +15,7 @@ FOLDER = Path(__file__).parent.parent / "examples"
 SAYS = {
     "accelerate_loader.py": r"14 updates, last loss 0\.\d+; from the saved state 15 batches are left",
     "captured_loop.py": r"loss 0\.\d+; (eager: there are no CUDA graphs on the CPU|captured)",
+    "cifar10.py": r"\d+\.\d% right after 2 epochs in \d",
     "huggingface_trainer.py": r"40 updates; resumed, the weights are the same: True",
     "keep_your_dataloader.py": r"epoch 1: 20 batches on (cpu|cuda:0), last loss \d",
     "lightning_loader.py": r"doctor: a step takes .*\n(.*\n)*120 updates; Done: 3 epochs\. Last loss 0\.\d",
@@ -24,6 +25,7 @@ SAYS = {
 }
 NEEDS = {
     "accelerate_loader.py": "accelerate",
+    "cifar10.py": "PIL",
     "huggingface_trainer.py": "transformers",
     "lightning_loader.py": "lightning",
     "stateful_dataloader.py": "torchdata",
@@ -55,4 +57,5 @@ def test_example_runs_and_says_what_it_did(name, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(SAYS))
 def test_example_is_short(name):
-    assert len((FOLDER / name).read_text().splitlines()) < (60 if name in NEEDS else 40)
+    most = {"cifar10.py": 80} | dict.fromkeys(NEEDS.keys() - {"cifar10.py"}, 60)
+    assert len((FOLDER / name).read_text().splitlines()) < most.get(name, 40)
