@@ -88,6 +88,8 @@ def _loading(folder: Path, bars: Path) -> dict:
         file["features"] = np.zeros((300, 6, 4), "f4")
         file["targets"] = np.zeros((300, 2), "f4")
     lstm = torch.nn.LSTM(11, 4, batch_first=True)
+    if torch.cuda.is_available():  # where a Loader puts its batches by itself
+        lstm.cuda()
     _store("store")(folder, bars)
     return {
         "your_dataloader": [(torch.zeros(2, 3), torch.ones(2))],
@@ -170,7 +172,7 @@ def _carry(state: dict) -> None:
     state["job"] = job = ForexRecipe().make_job(store, options, seed=0)
     lanes, samples = job.lanes, job.samples["train"]
     state["loader"] = Loader(
-        store, 2, fields=job.fields, samples=samples, order=job.order, lanes=lanes
+        store, 2, "cpu", fields=job.fields, samples=samples, order=job.order, lanes=lanes
     )
 
 
