@@ -10,6 +10,7 @@ Draws come from torch's generator on the device, which a checkpoint keeps: a res
 from __future__ import annotations
 
 import copy
+
 import torch
 from torch import nn
 from torch.nn import functional

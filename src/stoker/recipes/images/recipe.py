@@ -28,7 +28,16 @@ from stoker.augment import (
 )
 from stoker.errors import InputError
 from stoker.loader.splits import SPLIT_NAMES, draw_samples, samples_of
-from stoker.recipes.contract import Columns, Default, Facts, Job, RawReader, Rebuilt, Recipe, Tensors
+from stoker.recipes.contract import (
+    Columns,
+    Default,
+    Facts,
+    Job,
+    RawReader,
+    Rebuilt,
+    Recipe,
+    Tensors,
+)
 from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.images.classifier import ClassificationLoss, Classifier
 from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics, read_images
