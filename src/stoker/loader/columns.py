@@ -256,11 +256,11 @@ def _ragged(store: Store, name: str, samples: Array) -> Column:
 def _series(store: Store, name: str, samples: Array) -> Column:
     info = store.fields[name]
     rows = _values(store, f"{name}/rows", name, info.shape, info.dtype)
-    gap = _values(store, f"{name}/gap", f"{name}/gap", (), "|u1")
+    gaps = [_values(store, f"{name}/gap", f"{name}/gap", (), "|u1")] if "/gap" in info.parts else []
     window = info.window or 0
     ends = [
         shard.whole(f"{name}/ends") + base
         for shard, (base, _, _) in zip(store.shards, rows.pieces, strict=True)
     ]
     starts = (np.concatenate(ends) if ends else np.empty(0, np.int64)) - window
-    return Column(name, "series", (rows, gap), starts[samples], window)
+    return Column(name, "series", (rows, *gaps), starts[samples], window)
