@@ -351,6 +351,10 @@ COMMANDS: dict[str, list[Case]] = {
     "doctor": [
         Case(["profile", "--config", "tabular.yaml", "--active", "0", *ON_CPU]),
         Case(["doctor", "--", "train.py"], "open('train.py', 'w').write('')"),
+        Case(["doctor", "compare", "none.json", "none.json"], "open('train.py', 'w').write('')"),
+        Case(["doctor", "compare", "table.csv", "table.csv"], "open('train.py', 'w').write('')"),
+        Case(["doctor", "explain", "nothing"]),
+        Case(["doctor", "--pid", "4194303"]),
     ],
     "demo": [Case(["demo", "--folder", "table.csv"])],
     "errors.py": [
