@@ -41,7 +41,7 @@ from stoker.loader.elastic import ElasticEpoch, ResumePoint
 from stoker.loader.gather import Assembler, Augments, check_ids
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import Mode, Order, PlannedBatch, pick_mode
-from stoker.loader.pictures import Pictures, Work, make_policy, read_ledger
+from stoker.loader.pictures import Pictures, Work, make_policy, one_thread, read_ledger
 from stoker.loader.prefetch import prefetch
 from stoker.loader.progress import Progress
 from stoker.loader.ring import superseded
@@ -497,7 +497,8 @@ class Loader:
         )
         with contextlib.closing(pictures.decoded(work, self.epoch)) as decoded:
             for made in decoded:
-                batch = self._finish(self._assembler.augment(made.tensors), made.planned)
+                with one_thread(self.device):
+                    batch = self._finish(self._assembler.augment(made.tensors), made.planned)
                 batch.positions = made.positions
                 yield batch
 
