@@ -325,6 +325,10 @@ class Pictures:
             made = self._settle(planned, tensors, reasons)
             done = torch.cuda.Event()
             done.record()
+            # The decoder writes on a stream of its own, which does not wait for this one: the decoded pictures must
+            # not be freed before the kernel has read them.
+            done.synchronize()
+            del images
         return made._replace(done=done)
 
     def _images_on_gpu(self, one: Work) -> tuple[list[torch.Tensor], dict[int, str]]:
@@ -454,7 +458,7 @@ def open_bytes(data: torch.Tensor, channels: int) -> Any:
 
 
 def _is_jpeg(data: torch.Tensor) -> bool:
-    return len(data) > 2 and data[0] == 0xFF and data[1] == 0xD8
+    return data.numpy()[:2].tobytes() == b"\xff\xd8"
 
 
 def _turned_tensor(image: torch.Tensor, orientation: int) -> torch.Tensor:
