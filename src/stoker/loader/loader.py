@@ -432,9 +432,10 @@ class Loader:
         wrapped = iter(source if self.on_iteration is None else self.on_iteration(source))
         try:
             while True:
-                self._waits = (self._waits[0], time.perf_counter())
+                began = time.perf_counter()
+                self._waits = (self._waits[0], began)
                 batch = next(wrapped, None)
-                self._waits = (self.waited_seconds, None)
+                self._waits = (self._waits[0] + time.perf_counter() - began, None)
                 if batch is None:
                     break
                 self._check_open()
@@ -457,7 +458,7 @@ class Loader:
     def _batches(self) -> Iterable[Batch]:
         if self.tier == "streamed" or self._reads_straight:
             return self._host_batches()
-        return map(partial(self.assemble, in_turn=True), self._data.indices(self._progress))
+        return map(partial(self._assemble, in_turn=True), self._data.indices(self._progress))
 
     @property
     def _reads_straight(self) -> bool:
@@ -496,8 +497,6 @@ class Loader:
         self,
         indices: torch.Tensor | IndexBatch,
         totals: Mapping[str, int] | None = None,
-        *,
-        in_turn: bool = False,
     ) -> Batch:
         """Build a batch on the device. No host synchronisation: safe to capture in a CUDA graph.
 
@@ -507,15 +506,10 @@ class Loader:
                 that knows its samples, also after `shrink`.
             totals: Number of values per ragged field. Without it the shapes are static: ragged
                 values are padded with zeros to the most that any batch can have.
-            in_turn: Whether every batch of the iteration is asked for in turn, and none is drawn elsewhere in
-                between; then small images are augmented for several batches at once.
         """
         self._check_open()
         if isinstance(indices, IndexBatch):
-            if indices.ring_number != self._data.ring_number:
-                indices = self._data.renewed(indices, self._progress)
-            batch = self._assembler.assemble(indices, indices.totals, in_turn=in_turn)
-            return self._finish(batch, indices.planned)
+            return self._assemble(indices)
         if indices.dim() == 1:
             if self.tier != "resident":
                 raise InputError(
@@ -525,6 +519,13 @@ class Loader:
                 )
             indices = self._positions_table.index_select(1, indices)
         return self._assembler.assemble(indices.unbind(0), totals)
+
+    def _assemble(self, index: IndexBatch, *, in_turn: bool = False) -> Batch:
+        """Build a batch; `in_turn` if every batch of the iteration is built, one after the other."""
+        if index.ring_number != self._data.ring_number:
+            index = self._data.renewed(index, self._progress)
+        batch = self._assembler.assemble(index, index.totals, in_turn=in_turn)
+        return self._finish(batch, index.planned)
 
     @cached_property
     def _positions_table(self) -> torch.Tensor:
