@@ -230,12 +230,16 @@ def choose_draws(
         return mixture.draws(samples, num_draws)
     if balance is not None:
         if balance not in store.fields or store.fields[balance].kind != "dense":
-            dense = [name for name, info in store.fields.items() if info.kind == "dense"]
-            near = nearest(balance, dense) or next(iter(dense), "")
+            classes = [
+                name
+                for name, info in store.fields.items()
+                if info.kind == "dense" and not info.shape and np.dtype(info.dtype).kind in "iub"
+            ]
+            near = nearest(balance, classes) or next(iter(classes), None)
             raise InputError(
                 f"balance={balance!r}.",
-                f"a field of classes: {', '.join(dense)}",
-                f"balance={near!r}",
+                f"a field with one whole number per sample, its class: {', '.join(classes) or 'none here'}",
+                f"balance={near!r}" if near else "leave balance out",
             )
         classes = store.gather(balance, samples)
         made, strata = class_weights(classes, balance)

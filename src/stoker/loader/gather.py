@@ -431,6 +431,6 @@ def _find_images(gathers: Sequence[FieldGather]) -> list[FieldGather]:
         raise InputError(
             f"an augmentation was given, but the loader has no images; it has {', '.join(found)}.",
             "a dense field 'images' (n, channels, height, width), and 'masks' if there are any",
-            "stoker pack images FOLDER OUT --size 224x224",
+            "Loader({'images': images, 'labels': labels}, 64), or stoker pack images FOLDER OUT --size 224x224",
         )
     return [found[name] for name in ("images", "masks") if name in found]

@@ -25,7 +25,13 @@ import torch
 
 from stoker.display import table_html
 from stoker.errors import InputError
-from stoker.loader.arguments import check_keywords, check_names, open_data, tell_once
+from stoker.loader.arguments import (
+    check_keywords,
+    check_names,
+    no_attribute,
+    open_data,
+    tell_once,
+)
 from stoker.loader.background import JANITOR
 from stoker.loader.batch import Batch, IndexBatch
 from stoker.loader.columns import (
@@ -221,6 +227,9 @@ class Loader:
     def __len__(self) -> int:
         """Batches of a whole epoch, the same on all ranks."""
         return len(self._order)
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(name)
 
     def __repr__(self) -> str:
         return f"Loader({', '.join(f'{name} {value}' for name, value in self._summary())})"
