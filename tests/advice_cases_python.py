@@ -303,6 +303,7 @@ PYTHON: dict[str, list[Case]] = {
         "plan_store_lanes(store, 2, fields=[])",
         "plan_store_lanes(store, 2, fields=['x'])",
         "loader.set_epoch(-1)",
+        "Loader({'images': images}, 4, augment=[RandomHorizontalFlip()])",
         "loader.load_state_dict(3)",
         "loader.load_state_dict(odd)",
         "loader.load_state_dict(cut)",

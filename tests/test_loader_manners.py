@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from stoker.augment import RandomHorizontalFlip
 from stoker.errors import InputError, StoreError
 from stoker.loader import arguments
 from stoker.loader.batch import Batch
@@ -433,3 +434,9 @@ def test_only_fields_of_classes_are_offered_for_balance():
     with pytest.raises(InputError) as error:
         loader_of({"x": X}, balance="label")
     assert error.value.fix == "leave balance out"
+
+
+@pytest.mark.parametrize("augment", [[RandomHorizontalFlip()], RandomHorizontalFlip(), len])
+def test_what_is_no_augmentation_is_refused_before_the_first_batch(augment):
+    with pytest.raises(InputError, match="augment is"):
+        loader_of({"images": torch.zeros(N, 3, 4, 4)}, augment=augment)

@@ -414,8 +414,14 @@ def _plan_gathers(
     return gathers, ragged
 
 
-def check_ids(augment: Augments | None, tier: str) -> None:
-    """Raise if an augmentation has to know images from epoch to epoch, and rows do not tell."""
+def check_augment(augment: Augments | None, tier: str) -> None:
+    """Raise for what is no augmentation, and for one that has to know images where rows do not tell them."""
+    if augment is not None and not (callable(augment) and hasattr(augment, "seek")):
+        raise InputError(
+            f"augment is {getattr(augment, '__name__', repr(augment))}.",
+            "a Compose of ops; Compose.from_torchvision(...) makes one of transforms of torchvision",
+            "augment=Compose([RandomHorizontalFlip()])",
+        )
     if getattr(augment, "needs_ids", False) and tier != "resident":
         raise InputError(
             f"AlternatingFlip with data that is {tier}: rows change their images from chunk to chunk.",

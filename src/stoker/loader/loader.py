@@ -44,7 +44,7 @@ from stoker.loader.columns import (
 from stoker.loader.device_data import DeviceData
 from stoker.loader.drawing import Mixture, Weights, choose_draws
 from stoker.loader.elastic import ElasticEpoch, ResumePoint
-from stoker.loader.gather import Assembler, Augments, check_ids
+from stoker.loader.gather import Assembler, Augments, check_augment
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import Mode, Order, PlannedBatch, pick_mode
 from stoker.loader.prefetch import prefetch
@@ -177,7 +177,7 @@ class Loader:
         home = torch.device("cpu") if streamed else self.device
         chunks, reason = self._choose_chunks(local, lanes)
         self.tier: Tier = "streamed" if streamed else "resident" if chunks is None else "chunked"
-        check_ids(augment, self.tier)
+        check_augment(augment, self.tier)
         count, digest = len(self.samples), digest_samples(self.samples)
         if draws is not None and draws.per_batch and chunks is not None:
             raise InputError(
@@ -602,7 +602,7 @@ class Loader:
     def use_augmentation(self, augment: Augments | None) -> None:
         """Augment from the next batch on; None stops it."""
         self._check_open()
-        check_ids(augment, self.tier)
+        check_augment(augment, self.tier)
         self.augment = augment
         self._assembler = self._make_assembler()
         self._seek_augment()
