@@ -39,7 +39,7 @@ SERIES = (
     "from stoker.augment import Compose, RandomHorizontalFlip; store = open_store('forex-store'); plain = open_store('plain-store'); "
     "batch_size, world_size, num_lanes = 4, 1, 2; ends, window, breaks = np.arange(1, 40), 3, np.zeros(39, bool); "
     "loader = Loader('store', 16, 'cpu'); state = loader.state_dict(); odd = {**state, 'epoch': 'x'}; cut = {**state, 'chunks': 'x'}; "
-    "samples = np.arange(100); split = np.arange(40) % 3; order = Order(9, 3)"
+    "samples = np.arange(100); split = np.arange(40) % 3; order = Order(9, 3); images, labels = np.zeros((9, 3, 8, 8), 'u1'), np.arange(9)"
 )
 # Times of decisions and labels that do not fit together, by what is wrong.
 TIMES = {
@@ -303,6 +303,7 @@ PYTHON: dict[str, list[Case]] = {
         "plan_store_lanes(store, 2, fields=[])",
         "plan_store_lanes(store, 2, fields=['x'])",
         "loader.set_epoch(-1)",
+        "Loader({'images': images}, 4, augment=[RandomHorizontalFlip()])",
         "loader.load_state_dict(3)",
         "loader.load_state_dict(odd)",
         "loader.load_state_dict(cut)",

@@ -107,6 +107,15 @@ class Column:
         ends = self.starts + self.lengths
         return bool((np.diff(self.starts) >= 0).all() and (np.diff(ends) >= 0).all())
 
+    @cached_property
+    def counts_samples(self) -> bool:
+        """Whether position i has row i alone."""
+        if self.kind != "dense" or not len(self.starts):
+            return False
+        return bool(
+            self.starts[-1] == len(self.starts) - 1
+        )  # they rise from 0 or more, without repeats
+
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of all its datasets."""
