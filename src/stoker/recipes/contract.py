@@ -91,6 +91,8 @@ class Job:
         monitor: The metric that decides the best checkpoint, and whether more is better.
         strata: Class of each training sample, for a config that asks for a part of them: every class
             then keeps its share. None draws without regard to classes.
+        balance: A field of classes, each of which the training loader draws equally often; None draws every sample
+            once an epoch.
         scales_rate: Whether `make_optimizer` fits the learning rate to the samples per update itself.
         final_metrics: Makes what evaluates the best weights on the test samples, beside strong simple baselines; None
             leaves it at `metrics` and `baseline`. Every rank evaluates all test samples.
@@ -114,6 +116,7 @@ class Job:
     augmentation: Compose | None = None
     monitor: tuple[str, bool] = ("loss", False)
     strata: Array | None = None
+    balance: str | None = None
     scales_rate: bool = False
     final_metrics: Callable[[], FinalMetrics] | None = None
     notes: tuple[str, ...] = ()

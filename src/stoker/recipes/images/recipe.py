@@ -28,7 +28,16 @@ from stoker.augment import (
 )
 from stoker.errors import InputError
 from stoker.loader.splits import SPLIT_NAMES, draw_samples, samples_of
-from stoker.recipes.contract import Columns, Default, Facts, Job, RawReader, Rebuilt, Recipe, Tensors
+from stoker.recipes.contract import (
+    Columns,
+    Default,
+    Facts,
+    Job,
+    RawReader,
+    Rebuilt,
+    Recipe,
+    Tensors,
+)
 from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.images.classifier import ClassificationLoss, Classifier
 from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics, read_images
@@ -313,7 +322,7 @@ def find_pictures(store: Store) -> tuple[Pictures, list[str]]:
         raise InputError(
             f"{store.name} has one class, {names[0]!r}.",
             "two classes or more",
-            "stoker pack images FOLDER OUT, with a folder for each class in FOLDER",
+            "stoker pack images FOLDER OUT",
         )
     packed = {} if store.manifest.provenance is None else store.manifest.provenance.options
     span = packed.get("range")
@@ -384,9 +393,7 @@ def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[fl
     return mean.tolist(), std.tolist()
 
 
-def class_weights(
-    labels: Array, names: list[str], balance: str
-) -> tuple[Tensor | None, list[str]]:
+def class_weights(labels: Array, names: list[str], balance: str) -> tuple[Tensor | None, list[str]]:
     """Return the weight of each class in the loss, of mean 1 over the training pictures; and what to say."""
     counts = np.bincount(labels, minlength=len(names))
     absent = [name for name, count in zip(names, counts, strict=True) if not count]
@@ -430,7 +437,9 @@ def _normalisation(mean: list[float], std: list[float]) -> list[Any]:
 
 
 def _mixing(options: ImagesOptions) -> str:
-    parts = [f"{name} {getattr(options, name)}" for name in ("mixup", "cutmix") if getattr(options, name)]
+    parts = [
+        f"{name} {getattr(options, name)}" for name in ("mixup", "cutmix") if getattr(options, name)
+    ]
     return "".join(f", {part}" for part in parts)
 
 
