@@ -351,6 +351,15 @@ def test_new_pictures_get_class_names_or_a_reason(trained):
     assert "cannot be opened as an image" in rows["broken.png"]["reason"]
 
 
+def test_pictures_in_folders_of_their_class_are_evaluated(trained):
+    folder, _ = trained
+    told = run(
+        *("predict", folder / "run" / "best.pt", folder / "pictures", folder / "all.csv"),
+        *("--device", "cpu", "--json"),
+    )
+    assert json.loads(told)["evaluation"]["num_samples"] == 60
+
+
 def test_the_graph_answers_as_the_model_does(trained):
     import onnx
     import onnxruntime

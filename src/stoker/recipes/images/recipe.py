@@ -232,6 +232,7 @@ class ImagesRecipe(Recipe):
             known.first_frame,
             make_normaliser(facts),
             int(told.get("batch_size", 64)),
+            facts.get("class_names", ()),
         )
 
 
