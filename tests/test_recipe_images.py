@@ -371,9 +371,8 @@ def test_the_graph_answers_as_the_model_does(trained):
     about = {entry.key: entry.value for entry in graph.metadata_props}
     assert json.loads(about["stoker.classes"]) == ["blue sky", "green", "red"]
     session = onnxruntime.InferenceSession(folder / "model.onnx")
-    picture = Image.open(folder / "pictures" / "red" / "3.png").resize(
-        (16, 16), Image.Resampling.BILINEAR
-    )
+    with Image.open(folder / "pictures" / "red" / "3.png") as opened:
+        picture = opened.resize((16, 16), Image.Resampling.BILINEAR)
     pixels = np.moveaxis(np.asarray(picture), -1, 0)[None]
     names = [output.name for output in session.get_outputs()]
     made = dict(zip(names, session.run(None, {"images": pixels}), strict=True))

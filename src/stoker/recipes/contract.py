@@ -268,7 +268,8 @@ class Recipe(Protocol):
             given: A path, or in Python a frame, mapping or array.
             made: With its weights.
             facts: From `describe_job`: with the columns, repairs and class names of training.
-            told: Options of the command line that were given: "text" (a `TextOptions`), "batch_size".
+            told: Options of the command line that were given: "text" (a `TextOptions`), "batch_size"; "is_table" says
+                whether the answers become rows of one table, and not files of the recipe's own.
 
         Raises:
             InputError: The input lacks what the model was trained on; all of it is named.
