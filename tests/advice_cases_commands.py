@@ -289,6 +289,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["export", "run/best.pt", "q.pt", "--int8", "--batch", "0"]),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "store", *ON_CPU], fill={"IMAGES": "pictures/cat", "MASKS": "masks/cat"}),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", "--set", "recipe.options.num_classes=2", *ON_CPU]),
+        Case(["train", "--set", "recipe.name=images", "--store", "seg-store", *ON_CPU], fill={"FOLDER": "pictures", "OUT": "packed"}),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", "--set", "recipe.options.ratios=[0.0,0.5,0.5]", *ON_CPU]),
         Case(["train", "--set", "recipe.name=forex", "--store", "store", *ON_CPU], fill=TWO),
         Case(["train", "--set", "recipe.name=massspec", "--store", "store", *ON_CPU]),

@@ -622,6 +622,21 @@ PYTHON: dict[str, list[Case]] = {
         ),
         Case("load_trained('run/best.pt', recipe='forex')", RECIPES, fill={"STORE": "forex-store"}),
         Case("split_compounds(apart, (0.8, 0.1, 0.1), 0)", RECIPES),
+        *_refused(
+            "from stoker.recipes.images.networks import *; from stoker.recipes.images.recipe import *; "
+            "import torch, sys; from types import SimpleNamespace; "
+            "library = SimpleNamespace(list_models=lambda: ['pair'], create_model=lambda name, num_classes, in_chans: torch.nn.Flatten()); "
+            "sys.modules['timm'] = library; sys.modules.setdefault('torchvision.models', SimpleNamespace(list_models=lambda: []))"
+            "\nsys.modules.setdefault('torchvision', SimpleNamespace())\n"
+            "def call(network): make_network(choose_network(network, (32, 32))[0], 3, 3, 4, (32, 32))\n"
+            "def split(ratios): split_pictures(pictures, np.zeros(9, 'i8'), ratios, 0)\n"
+            "pictures = write_store(Path('pictures-store'), [{'labels': Dense(np.zeros(9, 'i8'))}])",
+            "call(network='resnet99x')",
+            "call(network='timm/pair')",
+            "split(ratios=[0.0, 0.5, 0.5])",
+            "load_weights(ResNet9(3, width=4), 'none/weights.pt')",
+            "load_weights(ResNet9(3, width=4), 'table.csv')",
+        ),
         Case("parse_options(TabularRecipe.Options, dict(hiden=1), 'tabular')", RECIPES),
         Case("lr_factor(128, 128, 'x', None)", RECIPES, at="'x'"),
     ],
