@@ -41,6 +41,7 @@ NEEDS = {
 THEIR_WARNINGS = (
     "ignore:`isinstance(treespec, LeafSpec)` is deprecated",
     "ignore:'set_vital' is deprecated",
+    "ignore:The 'train_dataloader' does not have many workers",
 )
 
 
