@@ -137,15 +137,14 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     return f"{argname} of {len(val)}" if is_long else None
 
 
-_num_frozen_modules = 0
+_frozen = {"modules": 0}
 
 
 def freeze() -> None:
     """Keep what is imported out of the collector's way: tests collect hundreds of times, 0.3 s each."""
-    global _num_frozen_modules
     gc.collect()
     gc.freeze()
-    _num_frozen_modules = len(sys.modules)
+    _frozen["modules"] = len(sys.modules)
 
 
 def pytest_collection_finish() -> None:
@@ -154,7 +153,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_teardown() -> None:
     """Do the same for what a test was the first to import: Lightning, transformers, onnxruntime."""
-    if len(sys.modules) > _num_frozen_modules + 100:
+    if len(sys.modules) > _frozen["modules"] + 100:
         freeze()
 
 
