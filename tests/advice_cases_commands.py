@@ -283,7 +283,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["predict", "none/x.safetensors", "store", "x.parquet"]),
         Case(["predict", "run/best.pt", "repaired", "x.csv"], "v = np.random.default_rng(0).normal(size=(40, 7)).astype('f4'); np.save('features.npy', v); import subprocess, sys; "
              "from stoker.packing import pack, PackOptions; from stoker.sources.arrays import ArraysSource; pack(ArraysSource((Path('features.npy'),)), 'repaired', PackOptions(jobs=1, repairs=('robust',)))",
-             fill={"OUT.csv": "y.csv"}, then="was not trained on a store of"),
+             fill={"OUT.csv": "y.csv"}, then="which does not read"),
         Case(["predict", "x.safetensors", "store", "x.parquet"], "open('x.safetensors', 'wb').write(b'x' * 99)"),
         Case(["export", "run/best.pt", "q.pt", "--int8", "--split", "x"]),
         Case(["export", "run/best.pt", "q.pt", "--int8", "--batch", "0"]),

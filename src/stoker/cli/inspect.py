@@ -203,10 +203,9 @@ def _look_at_source(
 
     from stoker.errors import RefusalList
     from stoker.ownership import temporary_folder
-    from stoker.packing.counts import make_accounts
     from stoker.packing.samples import Samples
     from stoker.packing.worker import unguarded
-    from stoker.sources.contract import PartContext
+    from stoker.sources.contract import PartContext, make_accounts
     from stoker.sources.massspec import MassSpecSource
     from stoker.store.inspection import inspect_parts
 

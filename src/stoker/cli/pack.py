@@ -14,6 +14,7 @@ from stoker.display import command, printable
 if TYPE_CHECKING:
     from stoker.packing import PackOptions, PackResult
     from stoker.sources.contract import Source
+    from stoker.sources.images import KeepEncoded
     from stoker.sources.tables import TableSource
 
 _NOTES = 12
@@ -241,6 +242,63 @@ Lists = Annotated[
     ),
 ]
 
+ImageSize = Annotated[
+    str | None,
+    typer.Option("--size", help="Stored HEIGHTxWIDTH.", show_default="224x224"),
+]
+MaskSize = Annotated[
+    str | None,
+    typer.Option("--size", help="Stored HEIGHTxWIDTH.", show_default="512x512"),
+]
+Encoded = Annotated[
+    bool,
+    typer.Option(
+        "--keep-encoded",
+        help="Store the bytes of JPEG, PNG and WebP files, of any size; they are decoded while training.",
+    ),
+]
+MaxSide = Annotated[
+    int | None,
+    typer.Option(
+        "--max-side",
+        help="With --keep-encoded: make larger pictures smaller, to this longer side.",
+        show_default=False,
+    ),
+]
+Quality = Annotated[
+    int | None,
+    typer.Option(
+        "--quality",
+        help="With --keep-encoded: of JPEG that is written anew; takes progressive, CMYK and other files too.",
+        show_default="90 with --max-side",
+    ),
+]
+
+
+def _kept(
+    keep_encoded: bool, size: str | None, max_side: int | None, quality: int | None
+) -> KeepEncoded | None:
+    """Return how pictures are kept encoded, or None where they are stored as pixels."""
+    from stoker.errors import InputError
+    from stoker.sources.images import KeepEncoded
+
+    if keep_encoded and size is not None:
+        raise InputError(
+            f"--size {size} and --keep-encoded were given.",
+            "--size for pixels of one size, or --keep-encoded for files of any size",
+            f"--keep-encoded --max-side {max(map(int, size.split('x')))}"
+            if size.replace("x", "").isdigit()
+            else "--keep-encoded --max-side 256",
+        )
+    for name, value in (("--max-side", max_side), ("--quality", quality)):
+        if value is not None and not keep_encoded:
+            raise InputError(
+                f"{name} {value} was given without --keep-encoded.",
+                f"{name} with --keep-encoded",
+                f"--keep-encoded {name} {value}",
+            )
+    return KeepEncoded(max_side, quality) if keep_encoded else None
+
 
 @app.command()
 def images(
@@ -252,7 +310,7 @@ def images(
         ),
     ],
     out: Out,
-    size: Annotated[str, typer.Option("--size", help="Stored HEIGHTxWIDTH.")] = "224x224",
+    size: ImageSize = None,
     channels: Annotated[int, typer.Option("--channels", help="3 for RGB, 1 for grey.")] = 3,
     labels: Annotated[
         Path | None,
@@ -271,6 +329,9 @@ def images(
     lists: Lists = None,
     value_range: Range = None,
     first_frame: FirstFrame = False,
+    keep_encoded: Encoded = False,
+    max_side: MaxSide = None,
+    quality: Quality = None,
     jobs: Jobs = 0,
     cluster: Cluster = None,
     force_recreate: Force = False,
@@ -278,11 +339,12 @@ def images(
     bad_budget: Budget = "1%",
     as_json: JsonOption = False,
 ) -> None:
-    """Pack class folders of images as uint8, decoded and resized once."""
+    """Pack class folders of images: as uint8, decoded and resized once, or as the bytes of their files."""
     from stoker.sources.images import ImagesSource, parse_range, parse_size
 
+    kept = _kept(keep_encoded, size, max_side, quality)
     source = ImagesSource(
-        parse_size(size),
+        parse_size(size or "224x224"),
         channels,  # type: ignore[arg-type]
         folder,
         labels,
@@ -290,6 +352,7 @@ def images(
         value_range=parse_range(value_range),
         first_frame=first_frame,
         lists=tuple(lists or ()),
+        keep_encoded=kept,
     )
     _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 
@@ -306,7 +369,7 @@ def segmentation(
             show_default=False,
         ),
     ],
-    size: Annotated[str, typer.Option("--size", help="Stored HEIGHTxWIDTH.")] = "512x512",
+    size: MaskSize = None,
     channels: Annotated[int, typer.Option("--channels", help="3 for RGB, 1 for grey.")] = 3,
     mask_suffix: Annotated[
         str,
@@ -345,6 +408,9 @@ def segmentation(
     lists: Lists = None,
     value_range: Range = None,
     first_frame: FirstFrame = False,
+    keep_encoded: Encoded = False,
+    max_side: MaxSide = None,
+    quality: Quality = None,
     jobs: Jobs = 0,
     cluster: Cluster = None,
     force_recreate: Force = False,
@@ -352,11 +418,12 @@ def segmentation(
     bad_budget: Budget = "1%",
     as_json: JsonOption = False,
 ) -> None:
-    """Pack images and their masks as uint8, resized once (masks by nearest)."""
+    """Pack images and their masks: as uint8, resized once (masks by nearest), or as the bytes of files."""
     from stoker.sources.images import SegmentationSource, parse_range, parse_size
 
+    kept = _kept(keep_encoded, size, max_side, quality)
     source = SegmentationSource(
-        parse_size(size),
+        parse_size(size or "512x512"),
         channels,  # type: ignore[arg-type]
         images,
         masks,
@@ -369,6 +436,7 @@ def segmentation(
         value_range=parse_range(value_range),
         first_frame=first_frame,
         lists=tuple(lists or ()),
+        keep_encoded=kept,
     )
     _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 

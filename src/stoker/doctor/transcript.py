@@ -141,15 +141,16 @@ def _reads_other(flags: int, loader: int, number: int | None) -> bool:
     return bool(flags & OTHER_LOADER) or loader not in (number, -1)
 
 
-@dataclass(frozen=True)
-class Rhythm:
-    """Steps grouped by rounds of the workers, which deliver together, so that single steps alternate."""
+def spread_of_rounds(
+    rows: Sequence[Row], workers: int, seconds: Callable[[Row], float]
+) -> Spread | None:
+    """Return the spread of the means over rounds of the workers; smaller rounds if there are few steps.
 
-    groups: tuple[tuple[Row, ...], ...]
-
-    def spread(self, seconds: Callable[[Row], float]) -> Spread | None:
-        """Return the spread of the groups' means."""
-        return Spread.of(statistics.fmean(map(seconds, group)) for group in self.groups)
+    Workers deliver together, so that single steps alternate.
+    """
+    size = max(1, min(workers, len(rows) // 4))
+    starts = range(0, len(rows) - size + 1, size)
+    return Spread.of(statistics.fmean(map(seconds, rows[at : at + size])) for at in starts)
 
 
 def worker_shares(workers: Sequence[Process]) -> dict[int, float]:
@@ -230,13 +231,6 @@ def undisturbed(row: Row) -> float:
 def running(row: Row) -> float:
     """Return the time on a core as a share of the time on or queued for one."""
     return row.cpu / (row.cpu + row.delay) if row.cpu > 0 else 1.0
-
-
-def rhythm_of(rows: Sequence[Row], workers: int) -> Rhythm:
-    """Group steps by rounds of the workers; smaller groups if there are few steps."""
-    size = max(1, min(workers, len(rows) // 4))
-    starts = range(0, len(rows) - size + 1, size)
-    return Rhythm(tuple(tuple(rows[at : at + size]) for at in starts))
 
 
 _WARM_FETCHES = 2

@@ -37,8 +37,8 @@ from stoker.doctor.transcript import (
     main_process,
     read_hdf5,
     read_loader,
-    rhythm_of,
     running,
+    spread_of_rounds,
     undisturbed,
     usual_rows,
 )
@@ -71,9 +71,9 @@ def measure(
     said += _notes_elsewhere(main, elsewhere, loader_number)
     per_step = 1.0 / max(1, state["num_steps"])
     facts = facts_of(main, loader_number)
-    rhythm = rhythm_of(rows, facts["workers"] if facts else 0)
-    step = rhythm.spread(clock.seconds)
-    wait = rhythm.spread(clock.wait) if facts else None
+    workers = facts["workers"] if facts else 0
+    step = spread_of_rounds(rows, workers, clock.seconds)
+    wait = spread_of_rounds(rows, workers, clock.wait) if facts else None
     between, between_seconds, unjudged = _between(state, step, wait)
     # Syncs are too many to read the scheduler's clock at each: assume that they queue like the rest of the step.
     on_core = statistics.median(map(running, rows)) if rows else 1.0

@@ -85,13 +85,7 @@ class ArraysSource:
         notes: list[str] = []
         with _opened(self, scratch, notes=notes) as arrays:
             names = self._names(arrays)
-            num_rows = _count(self.paths[0], names, arrays)
-            row_bytes = sum(array.row_bytes for array in arrays.values())
-        bounds.require_memory(
-            _ROW_COPIES * row_bytes,
-            f"one row of {self.paths[0]} ({format_bytes(row_bytes)})",
-            "cut the rows with numpy, so that the first dimension counts samples",
-        )
+            num_rows, row_bytes = _measure(self.paths[0], names, arrays)
         renamed = {old: new for old, new in zip(arrays, names, strict=True) if "/" in old}
         rows = max(1, self.part_bytes // max(1, row_bytes))
         starts = range(0, num_rows, rows) if num_rows else [0]
@@ -118,13 +112,7 @@ class ArraysSource:
         """
         with _opened(self, scratch, in_order=True) as arrays:
             names = self._names(arrays)
-            num_rows = _count(self.paths[0], names, arrays)
-            row_bytes = sum(array.row_bytes for array in arrays.values())
-            bounds.require_memory(
-                _ROW_COPIES * row_bytes,
-                f"one row of {self.paths[0]} ({format_bytes(row_bytes)})",
-                "cut the rows with numpy, so that the first dimension counts samples",
-            )
+            num_rows, row_bytes = _measure(self.paths[0], names, arrays)
             step = max(1, _BLOCK_BYTES // max(1, row_bytes))
             for start in range(0, num_rows, step) if num_rows else [0]:
                 stop = min(start + step, num_rows)
@@ -164,8 +152,8 @@ class ArraysSource:
         return list(self.names)
 
 
-def _count(path: Path, names: Sequence[str], arrays: Mapping[str, _Rows]) -> int:
-    """Return the number of rows that all arrays have."""
+def _measure(path: Path, names: Sequence[str], arrays: Mapping[str, _Rows]) -> tuple[int, int]:
+    """Return the number of rows that all arrays have, and the bytes of one row of all of them."""
     counts = {name: array.shape[0] for name, array in zip(names, arrays.values(), strict=True)}
     if len(set(counts.values())) > 1:
         fix = "pack them into separate stores"
@@ -176,7 +164,13 @@ def _count(path: Path, names: Sequence[str], arrays: Mapping[str, _Rows]) -> int
             "one first dimension for all",
             fix,
         )
-    return next(iter(counts.values()))
+    row_bytes = sum(array.row_bytes for array in arrays.values())
+    bounds.require_memory(
+        _ROW_COPIES * row_bytes,
+        f"one row of {path} ({format_bytes(row_bytes)})",
+        "cut the rows with numpy, so that the first dimension counts samples",
+    )
+    return next(iter(counts.values())), row_bytes
 
 
 def _field_names(names: Sequence[str]) -> list[str]:

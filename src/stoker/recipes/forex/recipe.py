@@ -23,7 +23,16 @@ from stoker.config import Settings
 from stoker.errors import InputError
 from stoker.loader.lanes import LanePlan, plan_store_lanes
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_time
-from stoker.recipes.contract import Columns, Default, Facts, Job, Rebuilt, Recipe, Tensors
+from stoker.recipes.contract import (
+    Columns,
+    Default,
+    Facts,
+    Job,
+    RawReader,
+    Rebuilt,
+    Recipe,
+    Tensors,
+)
 from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.forex.labels import (
     ForexMetrics,
@@ -37,6 +46,7 @@ from stoker.recipes.forex.labels import (
 )
 from stoker.recipes.forex.model import ForexModel, Gaps, HeadWeights, Pooling, SeriesInput
 from stoker.recipes.forex.onnx_lstm import traceable
+from stoker.recipes.forex.raw_bars import open_raw_bars
 from stoker.recipes.gate import gate_notes, quality_gate
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.scaling import fit_robust, training_rows
@@ -247,6 +257,13 @@ class ForexRecipe(Recipe):
             ForexModel.predict,
             notes=(note,) if facts["carried"] else (),
         )
+
+    def open_raw(
+        self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
+    ) -> RawReader | None:
+        """Return the bars of files, for a model that was trained on a store of `stoker pack bars`."""
+        del made, told
+        return open_raw_bars(given, facts) if "bars" in facts else None
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return windows of any length, and a gap flag beside each bar."""

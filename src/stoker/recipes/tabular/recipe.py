@@ -22,10 +22,11 @@ from torch import nn
 
 from stoker.config import Settings
 from stoker.errors import InputError
-from stoker.recipes.contract import Default, Facts, Job, Rebuilt, Recipe, Tensors
+from stoker.recipes.contract import Default, Facts, Job, RawReader, Rebuilt, Recipe, Tensors
 from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.gate import gate_notes, quality_gate
 from stoker.recipes.options import parse_options, require
+from stoker.recipes.raw_tables import open_raw_table
 from stoker.recipes.scaling import RobustScale, fit_robust, training_rows
 from stoker.recipes.schedule import LrRule, lr_factor, make_adamw, warmup_cosine
 from stoker.recipes.tabular.data import (
@@ -279,6 +280,18 @@ class TabularRecipe(Recipe):
             return read_inputs(batch, inputs)
 
         return Rebuilt(model, [field], unpack, TabularModel.predict)
+
+    def open_raw(
+        self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
+    ) -> RawReader | None:
+        """Return the rows of a table, for a model that was trained on one."""
+        if "table" not in facts or facts["window"] is not None:
+            return None
+        scaler = cast(TabularModel, made.model).scaler
+        spread = scaler.scale.double().cpu().numpy()
+        is_scaled = bool((spread != 1).any())
+        ranges = (scaler.center.double().cpu().numpy(), spread) if is_scaled else None
+        return open_raw_table(given, facts, told, ranges)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return rows or windows as the store has them; a series has a gap flag beside each row."""
