@@ -56,7 +56,9 @@ def store_table(store: Store) -> Table:
         dataset = {"dense": name, "ragged": f"{name}/values", "series": f"{name}/rows"}[info.kind]
         rows = sum(shard.rows[dataset] for shard in store.manifest.shards)
         row_bytes = int(np.prod(info.shape, dtype=np.int64)) * np.dtype(info.dtype).itemsize
-        about = "text" if info.encoding else f"{np.dtype(info.dtype).name} {tuple(info.shape)}"
+        about = {"utf8": "text", "picture": "encoded pictures"}.get(
+            info.encoding or ""
+        ) or f"{np.dtype(info.dtype).name} {tuple(info.shape)}"
         if info.window:
             about += f", windows of {info.window}"
         table.add_row(name, info.kind, format_count(rows), about, format_bytes(rows * row_bytes))

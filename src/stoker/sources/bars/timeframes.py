@@ -19,12 +19,11 @@ import numpy as np
 
 from stoker.display import quoted
 from stoker.errors import InputError, SourceError
+from stoker.sources.times import DAY_NS, SECOND_NS
 from stoker.store.fields import Array
 
-SECOND_NS = 1_000_000_000
 MINUTE_NS = 60 * SECOND_NS
 HOUR_NS = 60 * MINUTE_NS
-DAY_NS = 24 * HOUR_NS
 
 TIMEFRAMES: Mapping[str, int] = {
     **{f"M{count}": count * MINUTE_NS for count in (1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30)},
@@ -41,23 +40,10 @@ SPLIT_NAMES = ("train", "val", "test", "purged")
 # Longest market holiday seen in 13 years of EURUSD is 3 days and 1 hour.
 _STALE_NS = 7 * DAY_NS
 _MT4_MINUTES = {
-    60: "H1",
-    240: "H4",
-    1440: "D1",
-    10080: "W1",
-    1: "M1",
-    5: "M5",
-    15: "M15",
-    30: "M30",
+    TIMEFRAMES[name] // MINUTE_NS: name
+    for name in ("M1", "M5", "M15", "M30", "H1", "H4", "D1", "W1")
 }
-_UNITS = {
-    "m": MINUTE_NS,
-    "min": MINUTE_NS,
-    "t": MINUTE_NS,
-    "h": HOUR_NS,
-    "d": DAY_NS,
-    "w": 7 * DAY_NS,
-}
+_UNITS = {**dict.fromkeys(("m", "min", "t"), MINUTE_NS), "h": HOUR_NS, "d": DAY_NS, "w": 7 * DAY_NS}
 _SUFFIXES = re.compile(r"(?i)\.(?:csv|txt|tsv|prn|gz|parquet|pq|feather|arrow)$")
 
 
