@@ -174,6 +174,29 @@ def test_s1_the_yaml_is_read(tmp_path):
     assert choose_recipe(settings).recipe.name == "massspec"
 
 
+def test_s1_a_distillation_without_a_teacher_is_refused(tmp_path):
+    config = write_yaml(
+        tmp_path / "config.yaml",
+        """
+    training:
+      student_distill:
+        batch_size: 32
+        num_workers: 4
+        gradient_accumulation_steps: 2
+""",
+    )
+    settings = resolve(load_config(config, ["recipe.name=massspec"]))
+    with pytest.raises(
+        stoker.ConfigError, match="a distillation, and no teacher is named"
+    ) as error:
+        choose_recipe(settings)
+    assert error.value.fix == "--set recipe.options.teacher=runs/massspec-teacher/best.pt"
+    settings = resolve(
+        load_config(config, ["recipe.name=massspec", "recipe.options.teacher=teacher.pt"])
+    )
+    assert choose_recipe(settings).options.teacher == "teacher.pt"
+
+
 # -- S2: data loading from first principles --------------------------------------------------------
 
 
