@@ -106,7 +106,7 @@ def look_at(pid: int, seconds: float) -> Look:
         raise InputError(
             f"process {pid} cannot be looked at: {error}.",
             "the number of a process of yours that runs",
-            command("pgrep", "-af", "python"),
+            command("ps", "-ef"),
         ) from error
     before = [_cpu_seconds(one) for one in family]
     began = time.monotonic()
