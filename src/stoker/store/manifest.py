@@ -21,12 +21,15 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from stoker.bounds import CHUNK, MANIFEST
 from stoker.display import look_in
 from stoker.errors import CorruptError, StoreError, StoreVersionError
-from stoker.store.fields import PARTS, FieldData, FieldKind, Ragged, Series
+from stoker.store.fields import PARTS, TIMED_PARTS, FieldData, FieldKind, Ragged, Series
 from stoker.strict_json import exact_text, finite, json_text, parse_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest that is read. 2 has fields of encoded pictures; stores without one are still written as 1."""
 MANIFEST_NAME = "store.json"
 REFUSED_NAME = "refused.jsonl"
+PAGE_NAME = "samples.html"
+"""Page with samples of the store, which `stoker pack` draws when the store is done."""
 WORK_SUFFIX = ".partial"
 """A store is made in the folder of its name and this."""
 REPLACED_NAME = "replaced"
@@ -51,7 +54,13 @@ class FieldInfo(_Frozen):
     columns: list[str] | None = None
     window: int | None = None
     duration_ns: int | None = None
-    encoding: Literal["utf8"] | None = None
+    encoding: Literal["utf8", "picture"] | None = None
+
+    @property
+    def parts(self) -> dict[str, str | None]:
+        """Datasets of the field: suffix of the name, and dtype; None is the field's own."""
+        left_out = TIMED_PARTS if self.kind == "series" and self.duration_ns is None else ()
+        return {part: dtype for part, dtype in PARTS[self.kind].items() if part not in left_out}
 
     @classmethod
     def of(cls, data: FieldData) -> FieldInfo:
@@ -111,7 +120,7 @@ class Provenance(_Frozen):
 class Manifest(_Frozen):
     """The whole of `store.json`."""
 
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
     num_samples: int
     fields: dict[str, FieldInfo]
     shards: list[ShardInfo]
@@ -126,6 +135,11 @@ class Manifest(_Frozen):
         default={}, description="found = packed + refused + ignored, the last two by reason."
     )
     _checksum: str = PrivateAttr("")
+
+    def model_post_init(self, _context: Any) -> None:
+        """Raise the version of a store that older code could not read."""
+        if any(info.encoding == "picture" for info in self.fields.values()):
+            object.__setattr__(self, "format_version", FORMAT_VERSION)
 
     def to_text(self) -> str:
         """Serialise; the same manifest always gives the same bytes."""
@@ -301,7 +315,7 @@ def _check_shard(manifest: Manifest, shard: ShardInfo, name: str) -> None:
         )
     for field, info in manifest.fields.items():
         wanted = {"": 0, "/offsets": 1, "/ends": 0}
-        for part in PARTS[info.kind]:
+        for part in info.parts:
             rows = shard.rows.get(field + part, -1)
             if rows < 0 or (part in wanted and rows != shard.num_samples + wanted[part]):
                 raise CorruptError(
