@@ -286,9 +286,7 @@ def _kept(
         raise InputError(
             f"--size {size} and --keep-encoded were given.",
             "--size for pixels of one size, or --keep-encoded for files of any size",
-            f"--keep-encoded --max-side {max(map(int, size.split('x')))}"
-            if size.replace("x", "").isdigit()
-            else "--keep-encoded --max-side 256",
+            "leave --size out",
         )
     for name, value in (("--max-side", max_side), ("--quality", quality)):
         if value is not None and not keep_encoded:

@@ -1,8 +1,8 @@
 """The segmentation recipe: a class for every pixel (S3).
 
-Enters: a store of `stoker pack segmentation`: `images` uint8 (n, channels, height, width) and `masks`
-uint8 (n, height, width). Leaves: a `Job` for `MicroSegFormer`, augmented while batches are gathered.
-Costs: one read of at most 512 training images and masks and of all validation masks.
+Enters: a store of `stoker pack segmentation`: `images` uint8 (n, channels, height, width) and `masks` uint8
+(n, height, width), or both as encoded pictures of any size. Leaves: a `Job` for `MicroSegFormer`, augmented while
+batches are gathered. Costs: one read of at most 512 training images and masks and of all validation masks.
 
 A pixel whose mask is 255, or one of `ignore_values`, counts nowhere: not in the loss, not in the
 metrics, not in the baseline. Augmentation writes 255 where a rotated image has no pixel.
@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 
 from stoker.augment import Compose, make_preset
+from stoker.augment.geometry import Resize
 from stoker.augment.ops import Normalize
 from stoker.config import Settings
 from stoker.errors import InputError
@@ -35,6 +36,7 @@ from stoker.recipes.segmentation.metrics import (
     segmentation_loss,
 )
 from stoker.recipes.segmentation.network import Four, MicroSegFormer
+from stoker.sources.images.encoded import decode_bytes
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
@@ -45,6 +47,7 @@ LEARNING_RATE = 8e-4
 _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
 _LOOK_IMAGES = 512
+_ENCODED_SIZE = (512, 512)
 _READ_BYTES = 64 << 20
 
 
@@ -72,6 +75,8 @@ class SegmentationOptions:
         split: For stores without a split: "random" samples, or "ordered": the first samples train and
             the last ones test, which keeps most frames of one film on one side.
         ratios: Shares of train, val and test, for stores without a split.
+        size: Height and width that pictures are resized to; None takes those of the store, and 512 x 512 where a store
+            of encoded pictures has several.
         weight_decay: Of AdamW, on matrices only.
         warmup_epochs: In which the rate rises, update by update; at most half of the run.
         epochs: Of the run: what the trainer gets.
@@ -95,6 +100,7 @@ class SegmentationOptions:
     saturation: float | None = None
     split: Literal["random", "ordered"] = "random"
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    size: tuple[int, int] | None = None
     weight_decay: float = 0.01
     warmup_epochs: int = 5
     epochs: int = 100
@@ -150,6 +156,14 @@ class SegmentationOptions:
             "num_classes=19",
         )
 
+        require(
+            self.size is None or 1 <= min(self.size) <= max(self.size) <= 16384,
+            "size",
+            self.size,
+            "height and width, 1 to 16384",
+            "size=[512, 512]",
+        )
+
     @property
     def warmup_share(self) -> float:
         """Share of the run that warms up."""
@@ -181,7 +195,8 @@ class SegmentationRecipe(Recipe):
         num_classes, class_note = find_classes(store, chosen)
         samples, split_note = split_images(store, chosen, seed)
         mean, std = channel_statistics(store, samples["train"])
-        augmentation = make_augmentation(chosen, mean, std, seed)
+        size = chosen.size or find_size(store)
+        augmentation = make_augmentation(chosen, mean, std, seed, size)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = build_network(num_classes, channels, chosen)
@@ -204,6 +219,7 @@ class SegmentationRecipe(Recipe):
                 split_note,
                 f"normalised by training images: mean {_spell(mean)}, std {_spell(std)}",
                 f"augmentation: {chosen.augmentation}",
+                *([f"pictures are resized to {size[0]} x {size[1]}"] if size else []),
             ),
         )
 
@@ -229,7 +245,9 @@ class SegmentationRecipe(Recipe):
         (normalize,) = (op for op in job.augmentation.ops if isinstance(op, Normalize))
         channels = int(model.stages[0].embed.patches.in_channels)
         mean, std = normalize.for_channels(channels)
+        resize = next((op for op in job.augmentation.ops if isinstance(op, Resize)), None)
         return {
+            **({} if resize is None else {"size": list(cast(tuple[int, int], resize.size))}),
             "inputs": ["images"],
             "channels": channels,
             "num_classes": int(model.head.classes[-1].out_channels),
@@ -248,7 +266,9 @@ class SegmentationRecipe(Recipe):
             return {"mask": model(images).argmax(dim=1).to(torch.uint8)}
 
         network = build_network(facts["num_classes"], facts["channels"], options)
-        augment = Compose([Normalize(facts["mean"], facts["std"])])
+        normalize = Normalize(facts["mean"], facts["std"])
+        resize = [Resize(tuple(facts["size"]))] if "size" in facts else []
+        augment = Compose([*resize, normalize])
         return Rebuilt(network, ["images"], unpack, predict, augment)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
@@ -334,6 +354,14 @@ def find_classes(store: Store, options: SegmentationOptions) -> tuple[int, str]:
     return num_classes, f"{num_classes} classes{named}; mask values {ignored} count nowhere"
 
 
+def find_size(store: Store) -> tuple[int, int] | None:
+    """Return the size that pictures must be resized to; None where they have one size."""
+    encoded = store.manifest.attributes.get("encoded")
+    if not encoded or encoded["smallest"] == encoded["largest"]:
+        return None
+    return _ENCODED_SIZE
+
+
 def split_images(
     store: Store, options: SegmentationOptions, seed: int
 ) -> tuple[dict[str, Array], str]:
@@ -362,7 +390,7 @@ def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[fl
 
     Exact over at most 512 images, evenly spaced: counts of the 256 values, no running sums.
     """
-    channels = store.fields["images"].shape[0]
+    channels = _check_fields(store)
     counts = np.zeros((channels, 256), dtype=np.int64)
     for images in _read(store, "images", evenly(train, _LOOK_IMAGES)):
         for channel in range(channels):
@@ -377,9 +405,13 @@ def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[fl
 
 
 def make_augmentation(
-    options: SegmentationOptions, mean: list[float], std: list[float], seed: int
+    options: SegmentationOptions,
+    mean: list[float],
+    std: list[float],
+    seed: int,
+    size: tuple[int, int] | None = None,
 ) -> Compose:
-    """Return the augmentation of training images; `.validation()` of it only normalises."""
+    """Return the augmentation of training images; `.validation()` of it only resizes and normalises."""
     given = {name: getattr(options, name) for name in _JITTER if getattr(options, name) is not None}
     if options.augmentation in ("none", "minimal"):
         strange = [
@@ -394,6 +426,8 @@ def make_augmentation(
         )
     preset = "minimal" if options.augmentation == "none" else options.augmentation
     made = make_preset(preset, **given, mean=mean, std=std, seed=seed, ignore_index=IGNORE)
+    if size is not None:
+        made = Compose([Resize(size), *made.ops], seed=seed, ignore_index=IGNORE)
     return made.validation() if options.augmentation == "none" else made
 
 
@@ -419,6 +453,12 @@ def count_pixels(store: Store, samples: Array) -> Array:
 
 
 def _read(store: Store, field: str, samples: Array) -> Iterator[Array]:
+    if store.fields[field].encoding == "picture":
+        channels = _check_fields(store) if field == "images" else 1
+        for sample in samples.tolist():
+            pixels = decode_bytes(store.read_values(field, sample), channels)
+            yield pixels[None] if field == "images" else pixels
+        return
     row_bytes = int(np.prod(store.fields[field].shape, dtype=np.int64))
     step = max(1, _READ_BYTES // max(1, row_bytes))
     for low in range(0, len(samples), step):
@@ -428,6 +468,8 @@ def _read(store: Store, field: str, samples: Array) -> Iterator[Array]:
 def _check_fields(store: Store) -> int:
     """Return the images' channels, or raise when the store is not one of images and masks."""
     images, masks = store.fields.get("images"), store.fields.get("masks")
+    if images and masks and images.encoding == masks.encoding == "picture":
+        return int(store.manifest.attributes["channels"])
     fits = (
         images is not None
         and masks is not None
