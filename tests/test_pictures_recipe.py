@@ -7,10 +7,13 @@ import pytest
 import torch
 
 import stoker
+from stoker.errors import InputError
 from stoker.packing import PackOptions, pack
 from stoker.recipes.contract import Job
+from stoker.recipes.images.recipe import ImagesRecipe
+from stoker.recipes.options import parse_options
 from stoker.recipes.segmentation.recipe import SegmentationRecipe
-from stoker.sources.images import KeepEncoded, SegmentationSource
+from stoker.sources.images import ImagesSource, KeepEncoded, SegmentationSource
 from stoker.store.reader import open_store
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (extra 'vision')")
@@ -59,11 +62,12 @@ def test_either_kind_of_store_gives_a_job_that_trains(folders):
         with open_store(path) as store:
             chosen = {**TINY, **options, "augmentation": "none"}
             job = SegmentationRecipe().make_job(store, chosen, 0)
-        losses.append(first_loss(job, path).item())
-        facts = SegmentationRecipe().describe(job)
-        assert facts.get("size") == options.get("size")
-    # The same network over the same pictures, resized by the same rule; normalised by nearly the same numbers.
-    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+            facts = SegmentationRecipe().describe(job)
+            assert facts["size"] == [32, 32]
+            assert facts.get("encoded", False) == (out == "encoded")
+            losses.append(first_loss(job, path).item())
+    # The same network over the same pictures, resized by the same rule.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_pictures_of_several_sizes_are_resized_without_being_told(folders):
@@ -71,11 +75,29 @@ def test_pictures_of_several_sizes_are_resized_without_being_told(folders):
     with open_store(path) as store:
         job = SegmentationRecipe().make_job(store, TINY, 0)
         assert "pictures are resized to 512 x 512" in job.notes
-        made = SegmentationRecipe().rebuild(
-            SegmentationRecipe.Options(
-                **{k: tuple(v) if isinstance(v, list) else v for k, v in TINY.items()}
-            ),
-            SegmentationRecipe().describe(job),
-        )
+        options = parse_options(SegmentationRecipe.Options, TINY, "segmentation")
+        made = SegmentationRecipe().rebuild(options, SegmentationRecipe().describe(job))
         with stoker.Loader(store, 2, "cpu", fields=["images"], augment=made.augment) as loader:
             assert next(iter(loader))["images"].shape == (2, 3, 512, 512)
+
+
+def test_pictures_are_classified_from_either_kind_of_store(folders):
+    for number in range(10):
+        home = folders / "classes" / "ab"[number % 2]
+        home.mkdir(parents=True, exist_ok=True)
+        (folders / "images" / f"{number}.png").rename(home / f"{number}.png")
+    losses = []
+    for out, keep in (("encoded", KeepEncoded()), ("raw", None)):
+        source = ImagesSource((32, 32), 3, folders / "classes", keep_encoded=keep)
+        pack(source, folders / out, PackOptions(jobs=1))
+        chosen = {"width": 4, "augmentation": "none", "ema": 0.0}
+        with open_store(folders / out) as store:
+            job = ImagesRecipe().make_job(store, chosen | ({"size": [32, 32]} if keep else {}), 0)
+            losses.append(first_loss(job, folders / out).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_a_size_is_refused_where_pixels_have_another(folders):
+    path = packed(folders, "raw", None)
+    with open_store(path) as store, pytest.raises(InputError, match="holds pixels of"):
+        SegmentationRecipe().make_job(store, {**TINY, "size": [16, 16]}, 0)

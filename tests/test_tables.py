@@ -134,8 +134,8 @@ def test_texts_are_encoded_by_what_training_saw(cells, seen):
     values = ("a", "b", "c")[:seen]
     for kind in ("one-hot", "codes"):
         made = Column("k", kind, values)
-        encoded = encode(pa.array(cells), made, ".", {})
-        assert encoded.values.shape == (len(cells), len(made.outputs))
+        encoded, unseen = encode(pa.array(cells), made, ".", {})
+        assert encoded.shape == (len(cells), len(made.outputs))
         for row, cell in enumerate(cells):
             text = cell.strip()
             place = values.index(text) if text in values else None
@@ -144,8 +144,8 @@ def test_texts_are_encoded_by_what_training_saw(cells, seen):
                 if kind == "one-hot"
                 else [0 if place is None else place + 1]
             )
-            assert encoded.values[row].tolist() == wanted
-            assert (row in encoded.unseen) == (place is None and text not in ("", "NA"))
+            assert encoded[row].tolist() == wanted
+            assert (row in unseen) == (place is None and text not in ("", "NA"))
         assert Column.from_json(made.to_json()) == made
 
 
@@ -158,7 +158,7 @@ def test_whole_numbers_are_kept_exactly(values):
     made = find_kind("k", texts, ".", "number")
     if isinstance(made, Column):
         dtype = np.float64 if made.is_wide else np.float32
-        encoded = encode(texts, made, ".", {}).values[:, 0].astype(dtype)
+        encoded = encode(texts, made, ".", {})[0][:, 0].astype(dtype)
         assert [int(value) for value in encoded] == values
 
 
@@ -171,7 +171,7 @@ def test_timestamps_of_every_unit_are_taken_apart_exactly(ns, unit):
     column = pa.array([value // per for value in ns], pa.timestamp(unit))
     made = find_kind("t", column, ".", None)
     faults: dict = {}
-    values = dict(zip(made.outputs, encode(column, made, ".", faults).values.T, strict=True))
+    values = dict(zip(made.outputs, encode(column, made, ".", faults)[0].T, strict=True))
     assert not faults
     for row, value in enumerate(ns):
         whole = value // per * per

@@ -178,8 +178,8 @@ class CutMix(_Mixer):
         share, drawn = self._draw(images.shape[0], images.device)
         height, width = images.shape[2:]
         half = torch.sqrt(1.0 - share) * 0.5
-        x0, x1 = _interval(drawn[:, 2], half, width)
-        y0, y1 = _interval(drawn[:, 3], half, height)
+        x0, x1 = cut_interval(drawn[:, 2], half, width)
+        y0, y1 = cut_interval(drawn[:, 3], half, height)
         x = torch.arange(width, device=images.device)
         y = torch.arange(height, device=images.device).view(-1, 1)
         columns = (x >= x0.view(-1, 1, 1, 1)) & (x < x1.view(-1, 1, 1, 1))
@@ -194,7 +194,7 @@ def _blend(values: Tensor, share: Tensor) -> Tensor:
     return values * share + values.roll(1, 0) * (1.0 - share)
 
 
-def _interval(u: Tensor, half: Tensor, side: int) -> tuple[Tensor, Tensor]:
+def cut_interval(u: Tensor, half: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """Return first and last + 1 pixel of a cut around a random centre, inside the image."""
     centre, reach = torch.floor(u * side), half * side
     low = torch.floor(centre - reach + 0.5).clamp(0, side)

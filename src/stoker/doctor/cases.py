@@ -5,6 +5,7 @@ Enters: `Measurements`. Leaves: a `Case`, findings, and lines of evidence. Costs
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,11 @@ class Case:
             patch=Patch(**patch),
         )
 
+    def advise(self, *args: Any, **kwargs: Any) -> Finding | None:
+        """Return a finding as `finding` does if its likely gain is above the noise, else None."""
+        found = self.finding(*args, **kwargs)
+        return found if found.gain.likely >= WORTHWHILE else None
+
 
 Rule = Callable[[Case], Finding | None]
 
@@ -99,9 +105,14 @@ def rule_name(rule: Rule) -> str:
     return rule.__name__.replace("_", "-")
 
 
-def worthwhile(finding: Finding) -> Finding | None:
-    """Return the finding if its likely gain is above the noise, else None."""
-    return finding if finding.gain.likely >= WORTHWHILE else None
+def while_waiting(rule: Callable[[Case, LoaderFacts, Pace], Finding | None]) -> Rule:
+    """Make a rule of a function that is called only if the step waits for its loader."""
+
+    @functools.wraps(rule)
+    def asked(case: Case) -> Finding | None:
+        return None if case.feeding is None else rule(case, *case.feeding)
+
+    return asked
 
 
 def milliseconds(seconds: float) -> str:
@@ -118,7 +129,7 @@ def saved(pace: Pace, seconds: float, low: float = 0.5, likely: float = 0.95) ->
     )
 
 
-def call_lines(calls: Sequence[HostCall | HostCall]) -> list[str]:
+def call_lines(calls: Sequence[HostCall]) -> list[str]:
     """Return the three costliest lines of code as evidence."""
     return [
         f"{call.where}: {call.call}, {call.calls_per_step:.3g} times and "

@@ -107,6 +107,15 @@ class Column:
         ends = self.starts + self.lengths
         return bool((np.diff(self.starts) >= 0).all() and (np.diff(ends) >= 0).all())
 
+    @cached_property
+    def counts_samples(self) -> bool:
+        """Whether position i has row i alone."""
+        if self.kind != "dense" or not len(self.starts):
+            return False
+        return bool(
+            self.starts[-1] == len(self.starts) - 1
+        )  # they rise from 0 or more, without repeats
+
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of all its datasets."""
@@ -271,11 +280,11 @@ def _ragged(store: Store, name: str, samples: Array) -> Column:
 def _series(store: Store, name: str, samples: Array) -> Column:
     info = store.fields[name]
     rows = _values(store, f"{name}/rows", name, info.shape, info.dtype)
-    gap = _values(store, f"{name}/gap", f"{name}/gap", (), "|u1")
+    gaps = [_values(store, f"{name}/gap", f"{name}/gap", (), "|u1")] if "/gap" in info.parts else []
     window = info.window or 0
     ends = [
         shard.whole(f"{name}/ends") + base
         for shard, (base, _, _) in zip(store.shards, rows.pieces, strict=True)
     ]
     starts = (np.concatenate(ends) if ends else np.empty(0, np.int64)) - window
-    return Column(name, "series", (rows, gap), starts[samples], window)
+    return Column(name, "series", (rows, *gaps), starts[samples], window)

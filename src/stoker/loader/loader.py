@@ -25,7 +25,13 @@ import torch
 
 from stoker.display import table_html
 from stoker.errors import InputError
-from stoker.loader.arguments import check_keywords, check_names, open_data, tell_once
+from stoker.loader.arguments import (
+    check_keywords,
+    check_names,
+    no_attribute,
+    open_data,
+    tell_once,
+)
 from stoker.loader.background import JANITOR
 from stoker.loader.batch import Batch, IndexBatch
 from stoker.loader.columns import (
@@ -38,7 +44,7 @@ from stoker.loader.columns import (
 from stoker.loader.device_data import DeviceData
 from stoker.loader.drawing import Mixture, Weights, choose_draws
 from stoker.loader.elastic import ElasticEpoch, ResumePoint
-from stoker.loader.gather import Assembler, Augments, check_ids
+from stoker.loader.gather import Assembler, Augments, check_augment
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import Mode, Order, PlannedBatch, pick_mode
 from stoker.loader.pictures import Pictures, Work, make_policy, one_thread, read_ledger
@@ -192,7 +198,7 @@ class Loader:
         home = torch.device("cpu") if streamed else self.device
         chunks, reason = self._choose_chunks(local, lanes)
         self.tier: Tier = "streamed" if streamed else "resident" if chunks is None else "chunked"
-        check_ids(augment, self.tier)
+        check_augment(augment, self.tier)
         count, digest = len(self.samples), digest_samples(self.samples)
         if draws is not None and draws.per_batch and chunks is not None:
             raise InputError(
@@ -244,6 +250,9 @@ class Loader:
     def __len__(self) -> int:
         """Batches of a whole epoch, the same on all ranks."""
         return len(self._order)
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(name)
 
     def __repr__(self) -> str:
         return f"Loader({', '.join(f'{name} {value}' for name, value in self._summary())})"
@@ -456,9 +465,10 @@ class Loader:
         wrapped = iter(source if self.on_iteration is None else self.on_iteration(source))
         try:
             while True:
-                self._waits = (self._waits[0], time.perf_counter())
+                began = time.perf_counter()
+                self._waits = (self._waits[0], began)
                 batch = next(wrapped, None)
-                self._waits = (self.waited_seconds, None)
+                self._waits = (self._waits[0] + time.perf_counter() - began, None)
                 if batch is None:
                     break
                 self._check_open()
@@ -483,7 +493,7 @@ class Loader:
             return self._picture_batches(self._pictures)
         if self.tier == "streamed" or self._reads_straight:
             return self._host_batches()
-        return map(partial(self.assemble, in_turn=True), self._data.indices(self._progress))
+        return map(partial(self._assemble, in_turn=True), self._data.indices(self._progress))
 
     def _picture_batches(self, pictures: Pictures) -> Iterator[Batch]:
         """Yield batches whose pictures were decoded ahead."""
@@ -544,8 +554,6 @@ class Loader:
         self,
         indices: torch.Tensor | IndexBatch,
         totals: Mapping[str, int] | None = None,
-        *,
-        in_turn: bool = False,
     ) -> Batch:
         """Build a batch on the device. No host synchronisation: safe to capture in a CUDA graph.
 
@@ -555,8 +563,6 @@ class Loader:
                 that knows its samples, also after `shrink`.
             totals: Number of values per ragged field. Without it the shapes are static: ragged
                 values are padded with zeros to the most that any batch can have.
-            in_turn: Whether every batch of the iteration is asked for in turn, and none is drawn elsewhere in
-                between; then small images are augmented for several batches at once.
         """
         self._check_open()
         if self._pictures is not None:
@@ -566,10 +572,7 @@ class Loader:
                 "for batch in loader: ...",
             )
         if isinstance(indices, IndexBatch):
-            if indices.ring_number != self._data.ring_number:
-                indices = self._data.renewed(indices, self._progress)
-            batch = self._assembler.assemble(indices, indices.totals, in_turn=in_turn)
-            return self._finish(batch, indices.planned)
+            return self._assemble(indices)
         if indices.dim() == 1:
             if self.tier != "resident":
                 raise InputError(
@@ -579,6 +582,13 @@ class Loader:
                 )
             indices = self._positions_table.index_select(1, indices)
         return self._assembler.assemble(indices.unbind(0), totals)
+
+    def _assemble(self, index: IndexBatch, *, in_turn: bool = False) -> Batch:
+        """Build a batch; `in_turn` if every batch of the iteration is built, one after the other."""
+        if index.ring_number != self._data.ring_number:
+            index = self._data.renewed(index, self._progress)
+        batch = self._assembler.assemble(index, index.totals, in_turn=in_turn)
+        return self._finish(batch, index.planned)
 
     @cached_property
     def _positions_table(self) -> torch.Tensor:
@@ -650,7 +660,7 @@ class Loader:
     def use_augmentation(self, augment: Augments | None) -> None:
         """Augment from the next batch on; None stops it."""
         self._check_open()
-        check_ids(augment, self.tier)
+        check_augment(augment, self.tier)
         self.augment = augment
         self._assembler = self._make_assembler()
         self._seek_augment()

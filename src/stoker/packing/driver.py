@@ -1,4 +1,4 @@
-"""`pack(source, out)`: decide whether anything must be done, build the parts, gate, commit.
+"""`pack(source, out)`: decide whether anything must be done, build the parts, gate, commit; `pack_from(samples, out)`.
 
 Enters: a `Source`, a target folder, options. Leaves: a finished store under the target's name and
 a `PackResult`; on any failure the old store, if there was one, is untouched. Costs: the source's
@@ -16,7 +16,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,6 @@ from stoker.display import quoted, table_html
 from stoker.errors import InputError, QualityError, Refusal, StoreError, count_refused
 from stoker.ownership import always, write_text
 from stoker.packing.cluster import ClusterWorkers, check_cluster
-from stoker.packing.counts import make_accounts
 from stoker.packing.gate import Stage, StagedPart, open_stage, quarantine, repair_stage
 from stoker.packing.work_folder import (
     WorkFolder,
@@ -37,7 +36,8 @@ from stoker.packing.work_folder import (
 from stoker.packing.worker import current_guard
 from stoker.packing.workers import Poison, Workers
 from stoker.report import Progress, Silent
-from stoker.sources.contract import Part, PartContext, Preparation, Source
+from stoker.sources.contract import Part, PartContext, Preparation, Source, make_accounts
+from stoker.sources.dataset import samples_source
 from stoker.sources.fingerprint import difference, fingerprint
 from stoker.store.inspection import Inspection, inspect_store
 from stoker.store.manifest import REFUSED_NAME, FieldInfo, Manifest, Provenance, read_manifest
@@ -48,6 +48,8 @@ from stoker.units import format_count, parse_share
 
 _LISTED = 5
 _QUARANTINES = 3
+_WORKER_SECONDS = 5.0
+"""Samples that take less than this in all are made in this process: workers that import torch start in seconds."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,10 @@ def pack(
     target = check_target(out, source.files())
     if options.cluster:
         progress.say(f"packing with {check_cluster(options.cluster, source.files())}")
-    old = _existing(target)
+    try:
+        old = read_manifest(target)
+    except StoreError:
+        old = None
     provenance = fingerprint(source, options.recorded(), old.provenance if old else None)
     reason = _why_build(target, old, provenance, options.force_recreate)
     if old is not None and not reason:
@@ -162,23 +167,59 @@ def pack(
     # What was built stays good when only the gate's options change.
     job = provenance.model_copy(update={"options": dict(source.options())})
     with WorkFolder(target, job, progress.say) as work:
-        made = _make(source, options, work, provenance, progress)
-    return PackResult(
-        out,
-        made.manifest,
-        False,
-        reason,
-        time.perf_counter() - began,
-        made.refused,
-        made.inspection,
-    )
+        manifest, refused, inspection = _make(source, options, work, provenance, progress)
+    seconds = time.perf_counter() - began
+    return PackResult(out, manifest, False, reason, seconds, refused, inspection)
 
 
-def _existing(out: Path) -> Manifest | None:
-    try:
-        return read_manifest(out)
-    except StoreError:
-        return None
+def pack_from(
+    samples: Any,
+    out: str | Path,
+    *,
+    ragged: Sequence[str] = (),
+    options: PackOptions | None = None,
+    progress: Progress | None = None,
+) -> PackResult:
+    """Make a store of Python samples.
+
+    Samples are dicts of values, tuples of them, or single values: numbers, arrays, tensors, pictures, text. Where they
+    can be asked for by number (`__len__` and `__getitem__`), worker processes build the parts, and an interrupted pack
+    goes on with the parts that were finished. Samples of an iterable are taken one after the other, in this process.
+
+    Args:
+        samples: A Dataset, a list of samples, a dict or tuple of arrays, or anything that yields samples.
+        out: The store's folder.
+        ragged: Fields with another number of rows in every sample. 64 samples are looked at to find them; name those
+            that they do not show.
+        options: As for `pack`. With `on_bad="quarantine"` samples that raise an error are left out and listed.
+        progress: Told what is being done.
+
+    Returns:
+        As `pack` does. A store that is there is kept if the dataset pickles to the same bytes and 64 of its samples
+        are the same; `PackOptions(force_recreate=True)` packs it again.
+
+    Raises:
+        InputError: Samples do not have the same fields, types or shapes.
+    """
+    options, progress = options or PackOptions(), progress or Silent()
+    if isinstance(ragged, str):
+        raise InputError(f"ragged is {ragged!r}.", "a list of names", f"ragged=[{ragged!r}]")
+    with samples_source(samples, ragged) as (source, is_portable):
+        if not is_portable:
+            if options.cluster:
+                raise InputError(
+                    f"{source.name} cannot be sent to the workers of a cluster.",
+                    "a dataset that can be pickled, and whose samples can be asked for by number",
+                    "options=PackOptions()",
+                )
+            if options.jobs != 1 and source.num_samples is not None:
+                progress.say(f"{source.name} cannot be pickled: it is read in this process alone")
+            options = replace(options, jobs=1)
+        elif not options.jobs and not options.cluster:
+            seconds = source.sample_seconds * (source.num_samples or 0)
+            if seconds < _WORKER_SECONDS:
+                options = replace(options, jobs=1)
+        return pack(source, out, options, progress)
 
 
 def _why_build(out: Path, old: Manifest | None, new: Provenance, force: bool) -> str:
@@ -199,20 +240,13 @@ def _why_build(out: Path, old: Manifest | None, new: Provenance, force: bool) ->
     return difference(old.provenance, new)
 
 
-@dataclass(frozen=True)
-class _Made:
-    manifest: Manifest
-    refused: Sequence[Refusal]
-    inspection: Inspection
-
-
 def _make(
     source: Source,
     options: PackOptions,
     work: WorkFolder,
     provenance: Provenance,
     progress: Progress,
-) -> _Made:
+) -> tuple[Manifest, Sequence[Refusal], Inspection]:
     progress.start("reading", None, "files")
     preparation = source.prepare(work.scratch)
     for line in preparation.notes:
@@ -259,13 +293,20 @@ def _make(
         preparation, attributes.get("accounts", []), refused, ignored, stage.num_samples
     )
     attributes["accounts"] = [account.to_json() for account in accounts]
-    counts = accounts[-1].to_json()
-    manifest = _manifest(
-        stage, provenance, fitted, inspection, count_refused(refused), attributes, counts
+    manifest = Manifest(
+        num_samples=stage.num_samples,
+        fields=dict(stage.parts[0].fields),
+        shards=[part.shard for part in stage.parts if part.shard.num_samples],
+        provenance=provenance,
+        attributes=attributes,
+        repairs=fitted,
+        quality=inspection.summary(),
+        num_refused=count_refused(refused),
+        counts=accounts[-1].to_json(),
     )
     listing = "".join(json_text(asdict(refusal)) + "\n" for refusal in refused)
     work.commit(stage.folder, manifest, listing)
-    return _Made(manifest, refused, inspection)
+    return manifest, refused, inspection
 
 
 def _inspect(stage: Stage, progress: Progress) -> Inspection:
@@ -426,27 +467,4 @@ def _gate_error(inspection: Inspection) -> QualityError:
         "finite values of usable size",
         "; or ".join([*remedies, leave_out]),
         inspection.lines(only_refused=True)[:12],
-    )
-
-
-def _manifest(
-    stage: Stage,
-    provenance: Provenance,
-    repairs: Mapping[str, list[dict[str, Any]]],
-    inspection: Inspection,
-    num_refused: int,
-    attributes: dict[str, Any],
-    counts: dict[str, Any],
-) -> Manifest:
-    shards = [part.shard for part in stage.parts if part.shard.num_samples]
-    return Manifest(
-        num_samples=stage.num_samples,
-        fields=dict(stage.parts[0].fields),
-        shards=shards,
-        provenance=provenance,
-        attributes=attributes,
-        repairs=dict(repairs),
-        quality=inspection.summary(),
-        num_refused=num_refused,
-        counts=counts,
     )

@@ -8,12 +8,13 @@ only read. Costs: one read and one write of every shard, in parallel; fitting re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from stoker.errors import InputError, QualityError, Refusal
 from stoker.packing.cluster import ClusterWorkers
@@ -56,38 +57,15 @@ class StagedPart:
 
     def to_text(self) -> str:
         """Serialise, for a job that is resumed."""
-        document = {
-            "index": self.index,
-            "label": self.label,
-            "file": self.file,
-            "first_row": self.first_row,
-            "shard": self.shard.model_dump(),
-            "fields": {name: info.model_dump() for name, info in self.fields.items()},
-            "refused": [asdict(refusal) for refusal in self.refused],
-            "extra": self.extra,
-            "job": self.job,
-            "ignored": self.ignored,
-        }
-        return exact_text(document)
+        return exact_text(_STAGED_PART.dump_python(self))
 
     @classmethod
     def from_text(cls, text: str) -> StagedPart:
         """Read back what `to_text` wrote."""
-        document = parse_json(text)
-        return cls(
-            index=document["index"],
-            label=document["label"],
-            file=document["file"],
-            first_row=document["first_row"],
-            shard=ShardInfo.model_validate(document["shard"]),
-            fields={
-                name: FieldInfo.model_validate(info) for name, info in document["fields"].items()
-            },
-            refused=tuple(Refusal(**refusal) for refusal in document["refused"]),
-            extra=document["extra"],
-            job=document["job"],
-            ignored=document["ignored"],
-        )
+        return _STAGED_PART.validate_python(parse_json(text))
+
+
+_STAGED_PART = TypeAdapter(StagedPart)
 
 
 @dataclass(frozen=True)

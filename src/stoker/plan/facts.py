@@ -203,12 +203,13 @@ def _series_facts(
 ) -> FieldFacts:
     window = info.window or 0
     num_rows = sum(shard.rows[f"{name}/rows"] for shard in shards)
-    padded = row_bytes + 1  # the gap flag
+    is_timed = not shards or f"{name}/gap" in shards[0].rows
+    padded = row_bytes + is_timed  # the gap flag
     rate = _densest(shards, f"{name}/rows")
     return FieldFacts(
         name, "series", num_rows, row_bytes,
         device_bytes=num_rows * padded,
-        sample_bytes=window * (row_bytes + 1),
+        sample_bytes=window * padded,
         position_bytes=_round_up(_UNEVEN * rate * padded),
         # A chunk begins inside one shard and may end inside another: one halo for each.
         halo_bytes=min(2, max(1, len(shards))) * window * padded,

@@ -23,7 +23,7 @@ from stoker.recipes.registry import blamed
 from stoker.store.reader import Store
 from stoker.strict_json import exact_text, parse_json
 
-_TABLE_FIELD = "features"
+_TABLE_FIELD, _BARS = "features", "bars"
 
 
 def describe_job(recipe: Recipe, job: Job, store: Store) -> dict[str, Any]:
@@ -53,6 +53,9 @@ def describe_job(recipe: Recipe, job: Job, store: Store) -> dict[str, Any]:
         facts["class_names"] = list(attributes["classes"])
     if "table" in attributes and _TABLE_FIELD in inputs:
         facts["table"] = attributes["table"]
+    made_by = store.manifest.provenance
+    if made_by is not None and made_by.kind == _BARS and "scalers" in attributes:
+        facts["bars"] = {"options": made_by.options, "scalers": attributes["scalers"]}
     with blamed(recipe, "describe"):
         return cast(dict[str, Any], parse_json(exact_text(facts)))
 

@@ -83,15 +83,9 @@ class ArraysSource:
     def prepare(self, scratch: Path) -> Preparation:
         """Check that all arrays have the same rows, and cut them into parts."""
         notes: list[str] = []
-        with _opened(self, scratch, notes=notes) as arrays:
+        with opened_arrays(self, scratch, notes=notes) as arrays:
             names = self._names(arrays)
-            num_rows = _count(self.paths[0], names, arrays)
-            row_bytes = sum(array.row_bytes for array in arrays.values())
-        bounds.require_memory(
-            _ROW_COPIES * row_bytes,
-            f"one row of {self.paths[0]} ({format_bytes(row_bytes)})",
-            "cut the rows with numpy, so that the first dimension counts samples",
-        )
+            num_rows, row_bytes = _measure(self.paths[0], names, arrays)
         renamed = {old: new for old, new in zip(arrays, names, strict=True) if "/" in old}
         rows = max(1, self.part_bytes // max(1, row_bytes))
         starts = range(0, num_rows, rows) if num_rows else [0]
@@ -116,15 +110,9 @@ class ArraysSource:
 
         An `.npz` is decompressed as a stream; only one in Fortran order goes through `scratch`.
         """
-        with _opened(self, scratch, in_order=True) as arrays:
+        with opened_arrays(self, scratch, in_order=True) as arrays:
             names = self._names(arrays)
-            num_rows = _count(self.paths[0], names, arrays)
-            row_bytes = sum(array.row_bytes for array in arrays.values())
-            bounds.require_memory(
-                _ROW_COPIES * row_bytes,
-                f"one row of {self.paths[0]} ({format_bytes(row_bytes)})",
-                "cut the rows with numpy, so that the first dimension counts samples",
-            )
+            num_rows, row_bytes = _measure(self.paths[0], names, arrays)
             step = max(1, _BLOCK_BYTES // max(1, row_bytes))
             for start in range(0, num_rows, step) if num_rows else [0]:
                 stop = min(start + step, num_rows)
@@ -138,7 +126,7 @@ class ArraysSource:
 
     def build(self, part: Part, context: PartContext) -> PartData:
         """Read one range of rows of every array."""
-        with _opened(self, context.scratch) as arrays:
+        with opened_arrays(self, context.scratch) as arrays:
             names = self._names(arrays)
             stop = part.payload + part.num_samples
             fields = {
@@ -164,8 +152,8 @@ class ArraysSource:
         return list(self.names)
 
 
-def _count(path: Path, names: Sequence[str], arrays: Mapping[str, _Rows]) -> int:
-    """Return the number of rows that all arrays have."""
+def _measure(path: Path, names: Sequence[str], arrays: Mapping[str, _Rows]) -> tuple[int, int]:
+    """Return the number of rows that all arrays have, and the bytes of one row of all of them."""
     counts = {name: array.shape[0] for name, array in zip(names, arrays.values(), strict=True)}
     if len(set(counts.values())) > 1:
         fix = "pack them into separate stores"
@@ -176,7 +164,13 @@ def _count(path: Path, names: Sequence[str], arrays: Mapping[str, _Rows]) -> int
             "one first dimension for all",
             fix,
         )
-    return next(iter(counts.values()))
+    row_bytes = sum(array.row_bytes for array in arrays.values())
+    bounds.require_memory(
+        _ROW_COPIES * row_bytes,
+        f"one row of {path} ({format_bytes(row_bytes)})",
+        "cut the rows with numpy, so that the first dimension counts samples",
+    )
+    return next(iter(counts.values())), row_bytes
 
 
 def _field_names(names: Sequence[str]) -> list[str]:
@@ -226,7 +220,7 @@ class _Rows:
 
 
 @contextmanager
-def _opened(
+def opened_arrays(
     source: ArraysSource, scratch: Path, in_order: bool = False, notes: list[str] | None = None
 ) -> Iterator[dict[str, _Rows]]:
     """Open all files; duplicate names and unusable arrays are refused.

@@ -1,4 +1,4 @@
-"""What a source is: raw files in, parts of a store out.
+"""What a source is: raw files in, parts of a store out; and the balance of what became of its input.
 
 Enters: files and options, held by a frozen, picklable object. Leaves: parts, each built on its
 own in any process, so that packing runs in parallel, resumes after a kill, and gives the same
@@ -6,16 +6,21 @@ bytes whatever the number of workers. Costs: `prepare` may scan the files once; 
 one part in memory.
 
 A user's own source only has to meet the `Source` protocol; there is nothing to register.
+
+For every input, found = packed + refused + ignored. *Refused* is input of the right kind that could not be taken; the
+bad-budget limits it. *Ignored* is whatever was left out by rule (system files, other endings, records beyond
+`--max-samples`); it is counted and never limited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from stoker.errors import Refusal
+from stoker.errors import Refusal, count_kinds
 from stoker.store.fields import ShardData
 
 Json = Any  # what JSON has: dict, list, str, int, float, bool, None
@@ -99,18 +104,12 @@ class Account:
 
     def to_json(self) -> dict[str, Json]:
         """Return what the manifest holds."""
-        return {
-            "unit": self.unit,
-            "found": self.found,
-            "packed": self.packed,
-            "refused": dict(self.refused),
-            "ignored": dict(self.ignored),
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> Account:
         """Return the account that `to_json` wrote."""
-        return cls(data["unit"], data["found"], data["packed"], data["refused"], data["ignored"])
+        return cls(**data)
 
     def lines(self) -> list[str]:
         """Return the account for people: one line, and one for each reason."""
@@ -132,6 +131,44 @@ def _largest(reasons: Mapping[str, int]) -> dict[str, int]:
     rest = sum(count for count, _ in ranked[_MOST_KINDS:])
     kept["other reasons"] = kept.get("other reasons", 0) + rest
     return kept
+
+
+def make_accounts(
+    preparation: Preparation,
+    own: Sequence[Mapping[str, Json]],
+    refused: Iterable[Refusal],
+    ignored: Iterable[Mapping[str, int]],
+    num_samples: int,
+) -> list[Account]:
+    """Return what became of all input; the last account is of samples.
+
+    Args:
+        preparation: Says how many pieces were found, unless the source has accounts of its own.
+        own: The accounts of the source, as JSON; the last one is of samples.
+        refused: By the source and by the quality gate.
+        ignored: While scanning, and in each part.
+        num_samples: In the store.
+
+    Raises:
+        RuntimeError: A piece of input was lost without a word: a fault in stoker or in the source.
+    """
+    if own:
+        *others, samples = own
+        # The gate leaves samples out after the source has counted them.
+        dropped = samples["packed"] - num_samples
+        gated = {"left out by the quality gate": dropped} if dropped else {}
+        last = {**samples, "packed": num_samples, "refused": {**samples["refused"], **gated}}
+        return [*map(Account.from_json, others), Account.from_json(last)]
+    refused = list(refused)
+    why_refused = count_kinds(refused)
+    why_ignored: Counter[str] = Counter(count_kinds(refused, is_asked=True))
+    for reasons in ignored:
+        why_ignored.update(reasons)
+    # A source that does not count: what is known of it balances by itself.
+    found = preparation.found
+    if found is None:
+        found = num_samples + sum(why_refused.values()) + why_ignored.total()
+    return [Account(preparation.unit, found, num_samples, why_refused, why_ignored)]
 
 
 @dataclass(frozen=True)

@@ -129,13 +129,7 @@ class Scaler:
 
     def to_json(self) -> dict[str, Any]:
         """Return what the manifest holds; floats survive JSON bit for bit."""
-        return {
-            "columns": list(self.columns),
-            "center": list(self.center),
-            "scale": list(self.scale),
-            "fitted_until_ns": self.fitted_until_ns,
-            "num_rows": self.num_rows,
-        }
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Scaler:

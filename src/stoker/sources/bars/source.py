@@ -16,10 +16,11 @@ fields of a part of n samples (windows are never stored)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -38,7 +39,6 @@ from stoker.sources.bars.naming import Naming
 from stoker.sources.bars.reading import OTHER_SYMBOLS, Bars, merge_bars, read_bars, show_time
 from stoker.sources.bars.timeframes import (
     DEFAULT_WINDOWS,
-    SECOND_NS,
     SPLIT_NAMES,
     TIMEFRAMES,
     TRAIN,
@@ -55,7 +55,7 @@ from stoker.sources.bars.timeframes import (
     pick_base,
 )
 from stoker.sources.contract import Account, Json, Part, PartContext, PartData, Preparation
-from stoker.sources.times import parse_time
+from stoker.sources.times import SECOND_NS, parse_time
 from stoker.store.fields import Array, Dense, FieldData, Series
 
 
@@ -139,24 +139,17 @@ class BarsSource:
 
     def options(self) -> Mapping[str, Json]:
         """Every option that changes the output."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name in ("paths", "naming"):
+            del own[name]
         return {
+            **own,
             "windows": dict(self.windows),
-            "base": self.base,
-            "horizon": self.horizon,
-            "latency_seconds": self.latency_seconds,
             "ratios": list(self.ratios),
             "split_at": list(self.split_at) if self.split_at else None,
-            "embargo": self.embargo,
-            "max_label_gap": self.max_label_gap,
-            "day_first": self.day_first,
-            "tz": self.tz,
-            "check_prices": self.check_prices,
-            "sort": self.sort,
             "time_column": self.naming.time_column,
             "columns": dict(self.naming.columns),
             "drop": list(self.naming.drop),
-            "stamp": self.stamp,
-            "decimal": self.decimal,
         }
 
     def prepare(self, scratch: Path) -> Preparation:  # noqa: ARG002 the contract lends a folder
@@ -211,33 +204,63 @@ class BarsSource:
         boundaries = payload["boundaries"] or find_boundaries(samples.time, self.ratios)
         base_close = close_times(bars[self._base].time, self._base)
         split = assign_splits(samples, base_close, boundaries, self._embargo)
-        fields: dict[str, FieldData] = {}
+        made: dict[str, FieldData] = {}
         scalers, facts = {}, {}
         for name, window in self.windows:
             extras = _known_extras(bars[name], payload["extras"][name], payload["is_alone"])
             series, scaler = _make_series(
                 bars[name], name, window, samples.ends[name], boundaries[0], extras
             )
-            fields[name], scalers[name] = series, scaler.to_json()
-            facts[name] = _series_facts(bars[name], series)
+            made[name], scalers[name] = series, scaler.to_json()
+            assert series.time is not None
+            assert series.gap is not None
+            facts[name] = {
+                "file": bars[name].file,
+                "bars_read": len(bars[name]),
+                "rows_stored": len(series.rows),
+                "first_ns": int(series.time[0]),
+                "last_ns": int(series.time[-1]),
+                "gaps": int(series.gap.sum()),
+                "refused": len(bars[name].refused),
+            }
         targets = make_targets(bars[self._base].columns["close"], samples.bar, self.horizon)
-        fields |= _dense_fields(samples, targets, split)
+        steps = tuple(f"return_{step}" for step in range(1, self.horizon + 1))
+        made |= {
+            "time": Dense(samples.time),
+            "label_time": Dense(samples.label_time),
+            "targets": Dense(targets, columns=steps),
+            "split": Dense(split),
+            "label_gap": Dense(samples.label_gap),
+        }
+        train = targets[split == TRAIN]
+        counts = np.bincount(split, minlength=len(SPLIT_NAMES)).tolist()
         refused = [refusal for each in bars.values() for refusal in each.refused]
         extra = {
             "symbol": payload["symbol"],
             "timeframes": facts,
             "scalers": scalers,
             "dropped": samples.dropped,
-            "splits": _split_facts(samples, split, boundaries),
-            "target_scale": _target_scale(targets, split),
-            "materialised_bytes": _materialised_bytes(fields),
+            "splits": {
+                "counts": dict(zip(SPLIT_NAMES, counts, strict=True)),
+                "train_end_ns": boundaries[0],
+                "val_end_ns": boundaries[1],
+                "labels_over_gaps": int(samples.label_gap.sum()),
+            },
+            # Standard deviation of the training targets, for losses.
+            "target_scale": float(np.std(train, dtype=np.float64)) if len(train) else None,
+            "materialised_bytes": _materialised_bytes(made),
             "notes": [note for each in bars.values() for note in each.notes],
             "accounts": [
-                *(_bar_account(bars[name], fields[name], name) for name, _ in self.windows),
-                _sample_account(samples, len(bars[self._base])),
+                *(_bar_account(bars[name], made[name], name) for name, _ in self.windows),
+                Account(
+                    "decisions (base bars)",
+                    len(bars[self._base]),
+                    len(samples.time),
+                    ignored={_DROPPED[why]: count for why, count in samples.dropped.items()},
+                ).to_json(),
             ],
         }
-        return PartData(fields, refused, extra)
+        return PartData(made, refused, extra)
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
         """Merge what the parts report: facts and scalers by symbol, sizes in total."""
@@ -255,6 +278,15 @@ class BarsSource:
                 _total(each) for each in zip(*(extra["accounts"] for extra in extras), strict=True)
             ],
         }
+
+    def read_symbols(self) -> Iterator[tuple[str, dict[str, Bars]]]:
+        """Yield each symbol with its bars by timeframe, read and checked as for packing; for predictions."""
+        wanted, _ = self._wanted()
+        for symbol in sorted({file.symbol for file in wanted}):
+            grouped = self._by_timeframe(wanted, symbol)
+            bars = {name: self._read(files, name) for name, files in grouped.items()}
+            self._check_clocks(bars)
+            yield symbol, bars
 
     def _wanted(self) -> tuple[list[BarFile], list[str]]:
         """The files whose timeframe has a window, one for each symbol in them, and what was passed over."""
@@ -425,20 +457,11 @@ def _bar_account(bars: Bars, series: FieldData, name: str) -> dict[str, Json]:
     return Account(f"lines of {name}", found, len(series.rows), kinds, {**own, **unused}).to_json()
 
 
-def _sample_account(samples: Samples, num_bars: int) -> dict[str, Json]:
-    ignored = {_DROPPED[reason]: count for reason, count in samples.dropped.items()}
-    return Account("decisions (base bars)", num_bars, len(samples.time), {}, ignored).to_json()
-
-
 def _total(accounts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     """Add up the accounts of all symbols."""
 
-    def added(key: str) -> dict[str, int]:
-        sums: dict[str, int] = {}
-        for account in accounts:
-            for reason, count in account[key].items():
-                sums[reason] = sums.get(reason, 0) + count
-        return sums
+    def added(key: str) -> Counter[str]:
+        return sum((Counter(account[key]) for account in accounts), Counter())
 
     found, packed = (sum(account[key] for account in accounts) for key in ("found", "packed"))
     return Account(accounts[0]["unit"], found, packed, added("refused"), added("ignored")).to_json()
@@ -484,45 +507,6 @@ def _make_series(
         ),
         scaler,
     )
-
-
-def _dense_fields(samples: Samples, targets: Array, split: Array) -> dict[str, FieldData]:
-    steps = tuple(f"return_{step}" for step in range(1, targets.shape[1] + 1))
-    return {
-        "time": Dense(samples.time),
-        "label_time": Dense(samples.label_time),
-        "targets": Dense(targets, columns=steps),
-        "split": Dense(split),
-        "label_gap": Dense(samples.label_gap),
-    }
-
-
-def _series_facts(bars: Bars, series: Series) -> dict[str, Any]:
-    return {
-        "file": bars.file,
-        "bars_read": len(bars),
-        "rows_stored": len(series.rows),
-        "first_ns": int(series.time[0]),
-        "last_ns": int(series.time[-1]),
-        "gaps": int(series.gap.sum()),
-        "refused": len(bars.refused),
-    }
-
-
-def _split_facts(samples: Samples, split: Array, boundaries: tuple[int, int]) -> dict[str, Any]:
-    counts = np.bincount(split, minlength=len(SPLIT_NAMES))
-    return {
-        "counts": dict(zip(SPLIT_NAMES, counts.tolist(), strict=True)),
-        "train_end_ns": boundaries[0],
-        "val_end_ns": boundaries[1],
-        "labels_over_gaps": int(samples.label_gap.sum()),
-    }
-
-
-def _target_scale(targets: Array, split: Array) -> float | None:
-    """Standard deviation of the training targets, for losses; None without training samples."""
-    train = targets[split == TRAIN]
-    return float(np.std(train, dtype=np.float64)) if len(train) else None
 
 
 def _materialised_bytes(fields: Mapping[str, FieldData]) -> int:

@@ -19,12 +19,11 @@ import numpy as np
 
 from stoker.display import quoted
 from stoker.errors import InputError, SourceError
+from stoker.sources.times import DAY_NS, SECOND_NS
 from stoker.store.fields import Array
 
-SECOND_NS = 1_000_000_000
 MINUTE_NS = 60 * SECOND_NS
 HOUR_NS = 60 * MINUTE_NS
-DAY_NS = 24 * HOUR_NS
 
 TIMEFRAMES: Mapping[str, int] = {
     **{f"M{count}": count * MINUTE_NS for count in (1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30)},
@@ -41,23 +40,10 @@ SPLIT_NAMES = ("train", "val", "test", "purged")
 # Longest market holiday seen in 13 years of EURUSD is 3 days and 1 hour.
 _STALE_NS = 7 * DAY_NS
 _MT4_MINUTES = {
-    60: "H1",
-    240: "H4",
-    1440: "D1",
-    10080: "W1",
-    1: "M1",
-    5: "M5",
-    15: "M15",
-    30: "M30",
+    TIMEFRAMES[name] // MINUTE_NS: name
+    for name in ("M1", "M5", "M15", "M30", "H1", "H4", "D1", "W1")
 }
-_UNITS = {
-    "m": MINUTE_NS,
-    "min": MINUTE_NS,
-    "t": MINUTE_NS,
-    "h": HOUR_NS,
-    "d": DAY_NS,
-    "w": 7 * DAY_NS,
-}
+_UNITS = {**dict.fromkeys(("m", "min", "t"), MINUTE_NS), "h": HOUR_NS, "d": DAY_NS, "w": 7 * DAY_NS}
 _SUFFIXES = re.compile(r"(?i)\.(?:csv|txt|tsv|prn|gz|parquet|pq|feather|arrow)$")
 
 
@@ -258,6 +244,29 @@ class Samples:
     dropped: dict[str, int]
 
 
+def find_windows(
+    times: Mapping[str, Array],
+    windows: Iterable[tuple[str, int]],
+    base: str,
+    *,
+    latency_ns: int = 0,
+) -> tuple[Array, dict[str, Array], dict[str, Array]]:
+    """Return the decisions, where their windows end per timeframe, and by reason which of them have none.
+
+    Only bars known at a decision are looked at. Arguments as for `make_samples`.
+    """
+    decisions = close_times(times[base], base)
+    ends = {name: window_ends(times[name], name, decisions, latency_ns) for name, _ in windows}
+    short = np.zeros(len(decisions), bool)
+    stale = np.zeros(len(decisions), bool)
+    for name, length in windows:
+        short |= ends[name] < length
+        known = close_times(times[name], name, latency_ns)
+        last = known[np.maximum(ends[name] - 1, 0)] if len(known) else decisions
+        stale |= decisions - last > _STALE_NS + TIMEFRAMES[name]
+    return decisions, ends, {"window_not_full": short, "timeframe_stale": stale}
+
+
 def make_samples(
     times: Mapping[str, Array],
     windows: Iterable[tuple[str, int]],
@@ -281,22 +290,13 @@ def make_samples(
         max_label_gap: Drop samples whose label misses more bars than this in a row; None keeps
             them, marked in `label_gap`.
     """
-    decisions = close_times(times[base], base)
-    ends = {name: window_ends(times[name], name, decisions, latency_ns) for name, _ in windows}
+    decisions, ends, lacks = find_windows(times, windows, base, latency_ns=latency_ns)
     bar = np.arange(len(decisions))
     step = TIMEFRAMES[base]
     missing = np.maximum(np.diff(times[base]) - step, 0) // step
     worst = _forward_max(missing, horizon, len(bar))
-    short = np.zeros(len(bar), bool)
-    stale = np.zeros(len(bar), bool)
-    for name, length in windows:
-        short |= ends[name] < length
-        known = close_times(times[name], name, latency_ns)
-        last = known[np.maximum(ends[name] - 1, 0)] if len(known) else decisions
-        stale |= decisions - last > _STALE_NS + TIMEFRAMES[name]
     faults = {
-        "window_not_full": short,
-        "timeframe_stale": stale,
+        **lacks,
         "label_beyond_data": bar + horizon >= len(bar),
         "label_gap_too_long": worst > (np.inf if max_label_gap is None else max_label_gap),
     }

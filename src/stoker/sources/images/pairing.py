@@ -10,6 +10,7 @@ unique. A folder of masks named after an image holds one mask per object, and so
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -109,7 +110,9 @@ def pair_names(images: Sequence[str], masks: Sequence[str], affixes: Affixes) ->
             refused.append(Refused(name, False, reason, "two images of one name"))
     found: dict[str, list[str]] = {}
     used: set[str] = set()
-    _take(by_image, mask_keys, found, used)
+    for key in by_image.keys() & mask_keys.keys():
+        found[key] = mask_keys[key]
+        used.update(mask_keys[key])
     _take_objects(by_image, mask_keys, found, used)
     _take_by_name(by_image, mask_keys, found, used)
     # The masks of images that were refused above go with them.
@@ -159,14 +162,6 @@ def _keyed(
     return dict(keys)
 
 
-def _take(
-    images: dict[str, str], masks: dict[str, list[str]], found: dict[str, list[str]], used: set[str]
-) -> None:
-    for key in images.keys() & masks.keys():
-        found[key] = masks[key]
-        used.update(masks[key])
-
-
 def _take_objects(
     images: dict[str, str], masks: dict[str, list[str]], found: dict[str, list[str]], used: set[str]
 ) -> None:
@@ -206,15 +201,6 @@ def _take_by_name(
             used.update(found[left_images[name][0]])
 
 
-def _common(one: str, two: str) -> str:
-    """Return the letters that both begin with."""
-    length = next(
-        (n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b),
-        min(len(one), len(two)),
-    )
-    return one[:length]
-
-
 def suggest(images: Iterable[str], masks: Iterable[str]) -> tuple[Affixes, int, int] | None:
     """Return the suffix or prefix that would bring most images together with masks.
 
@@ -229,7 +215,8 @@ def suggest(images: Iterable[str], masks: Iterable[str]) -> tuple[Affixes, int, 
     for stem in image_stems[:50]:
         ends = [mask for mask in mask_stems if mask.endswith(stem) and mask != stem]
         tried.update(Affixes(mask_prefix=mask[: -len(stem)]) for mask in ends)
-        best = max((_common(stem, mask) for mask in mask_stems), key=len, default="")
+        shared = (os.path.commonprefix([stem, mask]) for mask in mask_stems)  # noqa: RUF071  letters
+        best = max(shared, key=len, default="")
         if not best:
             continue
         near = [mask for mask in mask_stems if mask.startswith(best)]
@@ -253,10 +240,7 @@ def suggest(images: Iterable[str], masks: Iterable[str]) -> tuple[Affixes, int, 
         )
         length = len(affixes.mask_suffix) + len(affixes.image_suffix) + len(affixes.mask_prefix)
         # Of those that fit equally well, one that begins where a word does.
-        words = affixes.mask_suffix[:1] in ("", *"_-. ") and affixes.image_suffix[:1] in (
-            "",
-            *"_-. ",
-        )
+        words = {affixes.mask_suffix[:1], affixes.image_suffix[:1]} <= {"", *"_-. "}
         scored.append((hits, words, -length, affixes))
     best_score = max(scored, key=lambda each: each[:3], default=None)
     if best_score is None or best_score[0] < max(1, len(image_stems) // 4):

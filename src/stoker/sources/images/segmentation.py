@@ -20,7 +20,6 @@ from stoker.errors import InputError, Refusal, SourceError
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.sources.images.decoding import Decoded, decode, pillow
 from stoker.sources.images.encoded import encode_mask, picture_field
-from stoker.sources.images.labels import parse_lists, read_lists
 from stoker.sources.images.listing import list_pictures, no_pictures, split_of
 from stoker.sources.images.masks import (
     IGNORE,
@@ -130,10 +129,7 @@ class SegmentationSource(PictureFolder):
         found -= sum(pairing.ignored.values())
         pairs, splits, notes = list(pairing.pairs), self._splits(pairing), []
         if self.lists:
-            split, bad_lines = read_lists(parse_lists(self.lists), image_names)
-            listed = [pair for pair in pairs if pair[0] in split]
-            ignored["in no list"] += len(pairs) - len(listed)
-            pairs, splits = listed, split
+            splits, pairs, bad_lines = self._listed(image_names, pairs, ignored)
             refused += bad_lines
             found += len(bad_lines)
         elif splits:
@@ -176,11 +172,8 @@ class SegmentationSource(PictureFolder):
         splits = split_of(tops)
         if not splits:  # images/train/x.png below a folder that holds images/ and masks/
             seconds = {n: n.split("/")[1] for n, _ in pairing.pairs if n.count("/") > 1}
-            below = (
-                split_of(sorted(set(seconds.values())))
-                if len(seconds) == len(pairing.pairs)
-                else {}
-            )
+            whole = len(seconds) == len(pairing.pairs)
+            below = split_of(sorted(set(seconds.values()))) if whole else {}
             return {name: below[second] for name, second in seconds.items()} if below else {}
         return {name: splits[name.split("/")[0]] for name, _ in pairing.pairs}
 

@@ -165,7 +165,7 @@ class Building:
         if row in context.poisoned:
             return "poisoned", f"refused because it ended a worker: {context.poisoned[row]}"
         if self.source.structures == "none":
-            self.keys.append(_compound_without_structure(record))
+            self.keys.append(_compound_of(record, None))
             self.records.append(record)
             return None
         given: tuple[str, StructureForm] | None = None
@@ -198,12 +198,14 @@ class Building:
 
     def result(self) -> PartData:
         """Join the columns."""
-        splits = self._splits()
+        source = self.source
+        groups = np.array([group_of(key) for key in self.keys], dtype=np.int64)
+        splits = assign_splits(groups, source.train_ratio, source.val_ratio, source.seed)
         fields = {
             **self._spectrum_fields(),
-            **(self._molecule_fields() if self.source.structures != "none" else {}),
+            **(self._molecule_fields() if source.structures != "none" else {}),
             **self._text_fields(),
-            "group": Dense(self._groups()),
+            "group": Dense(groups),
             "split": Dense(splits),
         }
         per_split = np.bincount(splits, minlength=len(SPLIT_NAMES)).tolist()
@@ -217,13 +219,6 @@ class Building:
             "rdkit": self.rdkit,
         }
         return PartData(fields=fields, refused=self.refused, extra=extra)
-
-    def _groups(self) -> Array:
-        return np.array([group_of(key) for key in self.keys], dtype=np.int64)
-
-    def _splits(self) -> Array:
-        source = self.source
-        return assign_splits(self._groups(), source.train_ratio, source.val_ratio, source.seed)
 
     def _spectrum_fields(self) -> dict[str, FieldData]:
         mz_type = np.uint16 if self.payload.whole_mz else np.float32
@@ -333,18 +328,17 @@ def _identifier(meta: Mapping[str, Any]) -> str:
     return next((str(meta[key]) for key in ("id", "nist", "db", "cas") if meta.get(key)), "")
 
 
-def _compound_of(record: Record, mol: Mol) -> str:
-    """Key of the compound: the InChIKey's first block as recorded, else as computed."""
-    given = str(record.meta.get("inchikey") or "").strip().upper()
-    return given.partition("-")[0] if INCHIKEY.fullmatch(given) else compound_key(mol)
+def _compound_of(record: Record, mol: Mol | None) -> str:
+    """Key of the compound: the InChIKey's first block as recorded, else as computed.
 
-
-def _compound_without_structure(record: Record) -> str:
-    """Key of the compound: the InChIKey's first block, else SMILES, InChI, name or id; else the record's own."""
+    Without a structure SMILES, InChI, name or id stand for it; else the record's own place.
+    """
     meta = record.meta
     given = str(meta.get("inchikey") or "").strip().upper()
     if INCHIKEY.fullmatch(given):
         return given.partition("-")[0]
+    if mol is not None:
+        return compound_key(mol)
     for name in ("smiles", "inchi", "name"):
         if meta.get(name):
             return f"{name} {meta[name]}".casefold()

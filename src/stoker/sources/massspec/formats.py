@@ -27,7 +27,7 @@ from stoker.bounds import RECORD, copy_to_disk
 from stoker.display import command
 from stoker.errors import Refusal, RefusalList, SourceError, require_file
 from stoker.ownership import always, writing
-from stoker.sources.massspec.mzml import MzmlSpectrum, read_spectra
+from stoker.sources.massspec.mzml import read_spectra
 from stoker.sources.msp import Record, SpectrumBatch, read_msp, write_msp
 from stoker.sources.msp.keys import SYNONYM, fold_header, is_field_key, spell
 
@@ -118,7 +118,7 @@ def holds_spectra(path: Path) -> bool:
     """Return whether a file, or the first files of a folder, are spectra by their names or their content."""
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
     for file in files[:20]:
-        ending = (Path(file.stem) if file.suffix.lower() == ".gz" else file).suffix.lower()
+        ending = _ending(file)
         if ending in _ENDINGS - {".txt"}:
             return True
         if ending == ".txt" and format_of(file) != "msp":
@@ -126,12 +126,15 @@ def holds_spectra(path: Path) -> bool:
     return False
 
 
+def _ending(path: Path) -> str:
+    return (Path(path.stem) if path.suffix.lower() == ".gz" else path).suffix.lower()
+
+
 def format_of(path: Path, named: Path | None = None) -> SpectrumFormat:
     """Tell the format of an uncompressed file by its first 64 KiB, and by its ending where these are empty."""
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     text = head.decode("latin-1").lstrip("\ufeff \t\r\n\x00")
-    ending = "".join((named or path).suffixes[-2:]).lower().removesuffix(".gz")
     if re.match(r"<\?xml|<(?:indexed)?mzML", text) and "mzML" in text:
         return "mzml"
     if re.search(r"^BEGIN IONS", text, re.MULTILINE):
@@ -140,7 +143,10 @@ def format_of(path: Path, named: Path | None = None) -> SpectrumFormat:
         r"^PK\$|^CH\$", text, re.MULTILINE
     ):
         return "massbank"
-    if re.search(r"^\$\$\$\$|^M  END|^> +<", text, re.MULTILINE) or ending in (".sdf", ".sd"):
+    if re.search(r"^\$\$\$\$|^M  END|^> +<", text, re.MULTILINE) or _ending(named or path) in (
+        ".sdf",
+        ".sd",
+    ):
         return "sdf"
     return "msp"
 
@@ -170,9 +176,7 @@ def _uncompressed(path: Path, scratch: Path) -> Path:
 def _convert_folder(folder: Path, scratch: Path) -> Converted:
     files, ignored = [], Counter[str]()
     for path in sorted(each for each in folder.rglob("*") if each.is_file()):
-        ending = (
-            path.suffix.lower() if path.suffix.lower() != ".gz" else Path(path.stem).suffix.lower()
-        )
+        ending = _ending(path)
         if any(part[:1] == "." for part in path.relative_to(folder).parts):
             ignored["hidden or system file"] += 1
         elif ending not in _ENDINGS:
@@ -368,14 +372,8 @@ def _read_mgf(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatc
             if sign:
                 common.append((key, value))
             else:
-                made.refused.append(
-                    Refusal(
-                        str(path),
-                        number,
-                        f"{text[:60]!r} is outside a record",
-                        kind="line outside a record",
-                    )
-                )
+                reason, kind = f"{text[:60]!r} is outside a record", "line outside a record"
+                made.refused.append(Refusal(str(path), number, reason, kind=kind))
         else:
             draft.grow(len(line), path)
             key, sign, value = text.partition("=")
@@ -493,7 +491,13 @@ def _read_mzml(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBat
     number = 0
     try:
         for number, spectrum in enumerate(read_spectra(plain), 1):
-            yield from batcher.take(_mzml_draft(number, spectrum))
+            draft = _Draft(number, mz=spectrum.mz, intensity=spectrum.intensity)
+            draft.problem = spectrum.problem
+            draft.add("name", spectrum.identifier or f"spectrum {number}")
+            draft.add("id", spectrum.identifier)
+            for key, value in spectrum.meta.items():
+                draft.add(key, value)
+            yield from batcher.take(draft)
     except SourceError:
         raise
     except (ElementTree.ParseError, ValueError) as error:
@@ -503,17 +507,6 @@ def _read_mzml(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBat
             command("head", "-c", "1000", path),
         ) from error
     yield from batcher.rest()
-
-
-def _mzml_draft(number: int, spectrum: MzmlSpectrum) -> _Draft:
-    draft = _Draft(number)
-    draft.add("name", spectrum.identifier or f"spectrum {number}")
-    draft.add("id", spectrum.identifier)
-    for key, value in spectrum.meta.items():
-        draft.add(key, value)
-    draft.problem = spectrum.problem
-    draft.mz, draft.intensity = spectrum.mz, spectrum.intensity
-    return draft
 
 
 def _read_again(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:

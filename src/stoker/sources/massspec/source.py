@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
@@ -44,10 +44,10 @@ import numpy as np
 
 from stoker.display import command
 from stoker.errors import InputError, Refusal, RefusalList, SourceError
-from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
+from stoker.sources.contract import Account, Json, Part, PartContext, PartData, Preparation
 from stoker.sources.massspec.building import LINE_IN_RECORD, SPLIT_NAMES, Building, Payload
 from stoker.sources.massspec.conditions import KINDS, SpectrumKind, conditions_of, spectrum_kind
-from stoker.sources.massspec.formats import Converted, as_msp
+from stoker.sources.massspec.formats import as_msp
 from stoker.sources.massspec.structures import own_structure
 from stoker.sources.molecules.files import NO_MOLS, MolIndex, MolReader
 from stoker.sources.molecules.functional_groups import FUNCTIONAL_GROUPS
@@ -59,7 +59,7 @@ from stoker.sources.molecules.packed import (
     require_rdkit,
     warm_up,
 )
-from stoker.sources.msp import MspRange, Rounding, read_msp, split_msp
+from stoker.sources.msp import MspRange, Rounding, read_range, split_msp
 from stoker.store.fields import Array
 
 Structures = Literal["auto", "mol", "smiles", "none"]
@@ -146,7 +146,29 @@ class MassSpecSource:
         object.__setattr__(self, "msp", Path(self.msp))
         if self.mol_dir is not None:
             object.__setattr__(self, "mol_dir", Path(self.mol_dir))
-        _check_options(self)
+        if not 1 <= self.max_mz <= 65_535:
+            raise InputError(f"max_mz is {self.max_mz}.", "1 to 65535", "--max-mz 500")
+        if self.max_samples is not None and self.max_samples < 1:
+            raise InputError(f"max_samples is {self.max_samples}.", "1 or more, or none", "")
+        if self.molecules_per_part < 1:
+            raise InputError(f"molecules_per_part is {self.molecules_per_part}.", "1 or more", "")
+        words = {"structures": Structures, "rounding": Rounding, "spectra": Spectra}
+        for name, allowed in ((name, get_args(kind)) for name, kind in words.items()):
+            if getattr(self, name) not in allowed:
+                raise InputError(f"{name} is {getattr(self, name)!r}.", ", ".join(allowed), "")
+        shares = (self.train_ratio, self.val_ratio)
+        if min(shares) < 0 or sum(shares) > 1 + 1e-9:
+            raise InputError(
+                f"train_ratio {shares[0]} and val_ratio {shares[1]} leave no test share.",
+                "two shares of 0 or more that add up to at most 1",
+                "train_ratio=0.8, val_ratio=0.1",
+            )
+        if self.structures == "mol" and self.mol_dir is None:
+            raise InputError(
+                "structures='mol' without a place for MOL files.",
+                "a folder, a zip or an .sdf",
+                "--mol-dir MOLS, or --structures smiles",
+            )
 
     def files(self) -> Sequence[Path]:
         """The MSP and where the MOL files are."""
@@ -154,20 +176,10 @@ class MassSpecSource:
 
     def options(self) -> Mapping[str, Json]:
         """Everything that changes the store, and what made it."""
-        return {
-            "max_mz": self.max_mz,
-            "max_samples": self.max_samples,
-            "structures": self.structures,
-            "rounding": self.rounding,
-            "molecules_per_part": self.molecules_per_part,
-            "row_limit_seconds": self.row_limit_seconds,
-            "train_ratio": self.train_ratio,
-            "val_ratio": self.val_ratio,
-            "seed": self.seed,
-            "spectra": self.spectra,
-            "without_spectra": self.without_spectra,
-            "featuriser_version": FEATURISER_VERSION,
-        }
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name in ("msp", "mol_dir", "structure_advice"):
+            del own[name]
+        return {**own, "featuriser_version": FEATURISER_VERSION}
 
     def prepare(self, scratch: Path) -> Preparation:
         """Find the structure of every record, and cut the MSP between records."""
@@ -211,7 +223,11 @@ class MassSpecSource:
             wanted = None if wanted is None else wanted - found
         if parts:
             total = sum(len(survey.rows) for survey in surveys)
-            before = _before(made, total - first_record)
+            before = {
+                "unread": made.num_unread,
+                "left_out": total - first_record,
+                "ignored_files": dict(made.ignored),
+            }
             parts[0] = replace(parts[0], payload=replace(parts[0].payload, before=before))
         peak_bytes = sum(survey.num_peaks for survey in surveys) * (4 if whole_mz else 6)
         return Preparation(
@@ -262,15 +278,8 @@ class MassSpecSource:
         """Parse one stretch of the MSP and featurise its molecules."""
         payload: Payload = part.payload
         building = Building(self, payload, "" if self.structures == "none" else warm_up())
-        piece = payload.range
-        batches = read_msp(
-            payload.msp,
-            start_byte=piece.start_byte,
-            end_byte=piece.end_byte,
-            first_line=piece.first_line,
-        )
         with MolReader(payload.places) as reader:
-            for batch in batches:
+            for batch in read_range(payload.msp, payload.range):
                 building.take(batch, reader, context)
                 context.guard(None)
                 if payload.is_cut and building.seen == payload.num_records:
@@ -279,27 +288,18 @@ class MassSpecSource:
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
         """Add up the counts, and describe the layout for whoever reads the store."""
-        counts: Counter[str] = Counter()
-        refused: Counter[str] = Counter()
-        ignored: Counter[str] = Counter()
-        splits: Counter[str] = Counter()
-        kinds: Counter[str] = Counter()
+        names = ("counts", "refused_records", "ignored_records", "splits", "spectrum_kinds")
+        sums: dict[str, Counter[str]] = {name: Counter() for name in names}
         for extra in extras:
-            counts.update(extra["counts"])
-            refused.update(extra["refused_records"])
-            ignored.update(extra["ignored_records"])
-            splits.update(extra["splits"])
-            kinds.update(extra["spectrum_kinds"])
-        before: Mapping[str, Json] = next(
-            (extra["before"] for extra in extras if extra["before"]), {}
-        )
+            for name, counter in sums.items():
+                counter.update(extra[name])
         return {
-            "accounts": _accounts(counts, refused, ignored, before),
-            "spectrum_kinds": dict(kinds),
+            "accounts": _accounts(sums, extras[0]["before"] if extras else {}),
+            "spectrum_kinds": dict(sums["spectrum_kinds"]),
             "has_structures": self.structures != "none",
-            "counts": dict(counts),
-            "refused_records": dict(refused),
-            "splits": {name: splits.get(name, 0) for name in SPLIT_NAMES},
+            "counts": dict(sums["counts"]),
+            "refused_records": dict(sums["refused_records"]),
+            "splits": {name: sums["splits"][name] for name in SPLIT_NAMES},
             "split_rule": {
                 "train_ratio": self.train_ratio,
                 "val_ratio": self.val_ratio,
@@ -323,35 +323,6 @@ class MassSpecSource:
         }
 
 
-def _check_options(source: MassSpecSource) -> None:
-    if not 1 <= source.max_mz <= 65_535:
-        raise InputError(f"max_mz is {source.max_mz}.", "1 to 65535", "--max-mz 500")
-    if source.max_samples is not None and source.max_samples < 1:
-        raise InputError(f"max_samples is {source.max_samples}.", "1 or more, or none", "")
-    if source.molecules_per_part < 1:
-        raise InputError(f"molecules_per_part is {source.molecules_per_part}.", "1 or more", "")
-    for name, allowed in (
-        ("structures", get_args(Structures)),
-        ("rounding", get_args(Rounding)),
-        ("spectra", get_args(Spectra)),
-    ):
-        if getattr(source, name) not in allowed:
-            raise InputError(f"{name} is {getattr(source, name)!r}.", ", ".join(allowed), "")
-    shares = (source.train_ratio, source.val_ratio)
-    if min(shares) < 0 or sum(shares) > 1 + 1e-9:
-        raise InputError(
-            f"train_ratio {shares[0]} and val_ratio {shares[1]} leave no test share.",
-            "two shares of 0 or more that add up to at most 1",
-            "train_ratio=0.8, val_ratio=0.1",
-        )
-    if source.structures == "mol" and source.mol_dir is None:
-        raise InputError(
-            "structures='mol' without a place for MOL files.",
-            "a folder, a zip or an .sdf",
-            "--mol-dir MOLS, or --structures smiles",
-        )
-
-
 def _survey(
     msp: Path, piece: MspRange, index: MolIndex | None, in_place: bool, structures: Structures
 ) -> _Survey:
@@ -361,9 +332,7 @@ def _survey(
     keys: set[str] = set()
     refused = RefusalList()
     num_peaks, whole_mz = 0, True
-    for batch in read_msp(
-        msp, start_byte=piece.start_byte, end_byte=piece.end_byte, first_line=piece.first_line
-    ):
+    for batch in read_range(msp, piece):
         for record in batch.records:
             rows.append(index.find(record.meta, in_place) if index is not None else -1)
             own.append(
@@ -387,56 +356,20 @@ def _survey(
     )
 
 
-def _before(made: Converted, num_left: int) -> dict[str, Json]:
-    """Return what the scan counted, for `finish`."""
-    return {
-        "unread": made.num_unread,
-        "left_out": num_left,
-        "ignored_files": dict(made.ignored),
-    }
-
-
-def _accounts(
-    counts: Mapping[str, int],
-    refused: Counter[str],
-    ignored: Counter[str],
-    before: Mapping[str, Json],
-) -> list[Json]:
+def _accounts(sums: Mapping[str, Counter[str]], before: Mapping[str, Json]) -> list[Json]:
     """Return what became of files, lines and records; the last account is of samples."""
     accounts = []
     if files := before.get("ignored_files"):
-        accounts.append(
-            {
-                "unit": "other files",
-                "found": sum(files.values()),
-                "packed": 0,
-                "refused": {},
-                "ignored": files,
-            }
-        )
-    if lines := counts.get("unreadable_lines"):
-        accounts.append(
-            {
-                "unit": "unreadable lines",
-                "found": lines,
-                "packed": 0,
-                "refused": {LINE_IN_RECORD: lines},
-                "ignored": {},
-            }
-        )
+        accounts.append(Account("other files", sum(files.values()), 0, {}, files))
+    counts = sums["counts"]
+    if lines := counts["unreadable_lines"]:
+        accounts.append(Account("unreadable lines", lines, 0, {LINE_IN_RECORD: lines}))
     unread, left = int(before.get("unread", 0)), int(before.get("left_out", 0))
-    why_refused = {**refused, **({"unreadable record": unread} if unread else {})}
-    why_ignored = {**ignored, **({"beyond --max-samples": left} if left else {})}
-    accounts.append(
-        {
-            "unit": "records",
-            "found": counts.get("records", 0) + unread + left,
-            "packed": counts.get("samples", 0),
-            "refused": why_refused,
-            "ignored": why_ignored,
-        }
-    )
-    return accounts
+    refused = {**sums["refused_records"], "unreadable record": unread}
+    ignored = {**sums["ignored_records"], "beyond --max-samples": left}
+    found = counts["records"] + unread + left
+    accounts.append(Account("records", found, counts["samples"], refused, ignored))
+    return [account.to_json() for account in accounts]
 
 
 def _is_whole(mz: Array) -> bool:
@@ -477,9 +410,7 @@ def _notes(
         num = sum(int((survey.kinds == number).sum()) for survey in surveys)
         if num and kind not in kinds:
             notes.append(f"{num:,} {kind} spectra are ignored; --spectra all takes them")
-        elif num:
-            notes += (
-                [f"{num:,} of {num_records:,} records are {kind} spectra, not EI"] if number else []
-            )
+        elif num and number:
+            notes.append(f"{num:,} of {num_records:,} records are {kind} spectra, not EI")
     stored = "uint16: every value is a whole number" if whole_mz else "float32: some have decimals"
     return [*notes, f"m/z is stored as {stored}"]

@@ -14,6 +14,7 @@ from stoker.sources.msp.library import (
     SpectrumBatch,
     bin_spectrum,
     read_msp,
+    read_range,
     split_msp,
     write_msp,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "SpectrumBatch",
     "bin_spectrum",
     "read_msp",
+    "read_range",
     "split_msp",
     "write_msp",
 ]

@@ -42,18 +42,6 @@ from stoker.sources.msp.text import (
     Record,
 )
 
-__all__ = [
-    "Binned",
-    "LineTally",
-    "MspRange",
-    "Record",
-    "SpectrumBatch",
-    "bin_spectrum",
-    "read_msp",
-    "split_msp",
-    "write_msp",
-]
-
 Merge = Literal["max", "sum"]
 Engine = Literal["fast", "careful"]
 Rounding = Literal["nearest", "floor"]
@@ -137,6 +125,13 @@ def read_msp(
             parsed = parser.drain()
         first_line += parsed.tally.total
         yield _to_batch(parsed, merge)
+
+
+def read_range(path: str | Path, piece: MspRange) -> Iterator[SpectrumBatch]:
+    """Read one range that `split_msp` gave."""
+    return read_msp(
+        path, start_byte=piece.start_byte, end_byte=piece.end_byte, first_line=piece.first_line
+    )
 
 
 def _require(name: str, given: str, allowed: tuple[str, ...]) -> None:

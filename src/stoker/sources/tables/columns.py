@@ -41,8 +41,6 @@ CODE_VALUES = 1000
 MOST_CLASSES = 10_000
 FEW_CLASSES = 20
 """Whole-number targets of at most so many different values are classes."""
-FLOAT32_WHOLE = 1 << 24
-"""Largest whole number up to which float32 holds every one."""
 KINDS = (
     "number",
     "float64",
@@ -76,6 +74,12 @@ class Fault(NamedTuple):
     column: str
     reason: str
     kind: str
+
+    @classmethod
+    def of(cls, column: str, cell: object, why: str) -> Fault:
+        """Return the fault of a cell that is not what its column holds."""
+        reason = f"column {column!r} holds {str(cell)[:_SHOWN_TEXT]!r}, {why}"
+        return cls(column, reason, f"column {column!r}: {why}")
 
 
 @dataclass(frozen=True)
@@ -244,9 +248,8 @@ def _find_text_kind(name: str, column: Any, decimal: str) -> Column | Unusable:
         return _number_column(name, column, decimal, False)
     repeats = 2 * len(texts) <= total
     if 2 * num_numbers > total and len(texts) <= ONE_HOT_VALUES and not repeats:
-        return _number_column(
-            name, column, decimal, False
-        )  # few rows, and a word among the numbers
+        # Few rows, and a word among the numbers.
+        return _number_column(name, column, decimal, False)
     if num_numbers and len(texts) > ONE_HOT_VALUES:
         words = [text for text, is_number in zip(texts, numeric, strict=True) if not is_number]
         if 2 * num_numbers > total:
@@ -323,9 +326,8 @@ def _date_column(name: str, column: Any, asked: str) -> Column | Unusable:
         if pa.types.is_timestamp(column.type):
             made = replace(made, is_aware=column.type.tz is not None)
         elif not pa.types.is_date(column.type):
-            column = column.cast(
-                pa.string()
-            )  # whole numbers: seconds, ms, µs or ns by their digits
+            # Whole numbers: seconds, ms, µs or ns by their digits.
+            column = column.cast(pa.string())
     if is_text(column.type):
         texts = _with_days(trimmed(column).drop_null()).to_pylist()
         matches = [match for match in map(match_time, texts) if match is not None]
@@ -344,7 +346,7 @@ def _date_column(name: str, column: Any, asked: str) -> Column | Unusable:
                     how = "in both orders" if left else "that read day-first and month-first"
                     return Unusable(name, f"holds dates {how}, such as {shown}", "date")
                 made = replace(made, day_first=left)
-    ns, good = _times(column, made)
+    ns, good = times(column, made)
     clock = ns[good] % DAY_NS
     is_wide = made.is_wide or bool((clock % SECOND_NS).any())
     return replace(made, has_clock=bool(clock.any()), is_wide=is_wide)
@@ -397,12 +399,11 @@ def _numbers_one_by_one(
         bad.append(row)
         if faults is not None:
             why = "a whole number above 2**53" if isinstance(cell, int) else "not a number"
-            reason = f"column {name!r} holds {str(cell)[:_SHOWN_TEXT]!r}, {why}"
-            faults.setdefault(row, Fault(name, reason, f"column {name!r}: {why}"))
+            faults.setdefault(row, Fault.of(name, cell, why))
     return values, np.asarray(bad, np.int64)
 
 
-def _times(column: Any, made: Column) -> tuple[Array, Array]:
+def times(column: Any, made: Column) -> tuple[Array, Array]:
     """Return nanoseconds since 1970, and where they are known."""
     column = plain(column)
     kind = column.type
@@ -411,54 +412,37 @@ def _times(column: Any, made: Column) -> tuple[Array, Array]:
         # By way of whole numbers: Python's datetime has no nanoseconds.
         whole = column.cast(pa.int64() if kind.bit_width == 64 else pa.int32())
         counts = pc.fill_null(whole, 0).to_numpy(zero_copy_only=False).astype(np.int64)
-        unit = (
-            DAY_NS
-            if kind == pa.date32()
-            else 1_000_000
-            if kind == pa.date64()
-            else _UNITS[kind.unit]
-        )
-        limit = np.iinfo(np.int64).max // unit
-        return np.where(np.abs(counts) <= limit, counts, 0) * unit, known & (
-            np.abs(counts) <= limit
-        )
+        unit = {pa.date32(): DAY_NS, pa.date64(): _UNITS["ms"]}.get(kind) or _UNITS[kind.unit]
+        fits = np.abs(counts) <= np.iinfo(np.int64).max // unit
+        return np.where(fits, counts, 0) * unit, known & fits
     texts = trimmed(column if is_text(kind) else column.cast(pa.string()))
     filled = pc.fill_null(_with_days(texts), "")
     filled = filled.combine_chunks() if isinstance(filled, pa.ChunkedArray) else filled
     return parse_times(filled, made.day_first, made.is_aware)
 
 
-class Encoded(NamedTuple):
-    """The numbers of one column.
+def encode(
+    column: Any, made: Column, decimal: str, faults: MutableMapping[int, Fault]
+) -> tuple[Array, Array]:
+    """Return the numbers of a column, and the rows with a text that the training rows did not have.
 
-    Attributes:
-        values: `(rows, outputs)` float64, NaN where the value is missing.
-        unseen: Rows with a text that the training rows did not have.
+    Numbers are `(rows, outputs)` float64, NaN where the value is missing. Rows that cannot be read are put into
+    `faults`.
     """
-
-    values: Array
-    unseen: Array
-
-
-def encode(column: Any, made: Column, decimal: str, faults: MutableMapping[int, Fault]) -> Encoded:
-    """Return the numbers of a column; rows that cannot be read are put into `faults`."""
-    nothing = np.zeros(0, np.int64)
+    unseen = np.zeros(0, np.int64)
     if made.kind == "number":
-        values, _ = numbers(column, made.name, decimal, faults)
-        encoded = Encoded(values[:, None], nothing)
+        values = numbers(column, made.name, decimal, faults)[0][:, None]
     elif made.kind == "bool":
-        encoded = Encoded(_booleans(column, made.name, faults)[:, None], nothing)
+        values = _booleans(column, made.name, faults)[:, None]
     elif made.kind in ("one-hot", "codes"):
-        encoded = _encode_texts(column, made)
+        values, unseen = _encode_texts(column, made)
     else:
-        encoded = Encoded(_encode_times(column, made, faults), nothing)
+        values = _encode_times(column, made, faults)
     if made.has_flag:
-        missing = np.isnan(encoded.values).any(axis=1, keepdims=True)
-        encoded = encoded._replace(values=np.hstack([encoded.values, missing]))
+        values = np.hstack([values, np.isnan(values).any(axis=1, keepdims=True)])
     if made.without:
-        kept = [name not in made.without for name in made.all_outputs]
-        encoded = encoded._replace(values=encoded.values[:, kept])
-    return encoded
+        values = values[:, [name not in made.without for name in made.all_outputs]]
+    return values, unseen
 
 
 def _booleans(column: Any, name: str, faults: MutableMapping[int, Fault]) -> Array:
@@ -474,32 +458,29 @@ def _booleans(column: Any, name: str, faults: MutableMapping[int, Fault]) -> Arr
     values = np.where(found >= 0, np.array([*words.values(), np.nan], np.float64)[found], np.nan)
     known = texts.is_valid().to_numpy(zero_copy_only=False)
     for row in np.flatnonzero(known & (found < 0)).tolist():
-        reason = f"column {name!r} holds {str(texts[row])[:_SHOWN_TEXT]!r}, not true or false"
-        faults.setdefault(row, Fault(name, reason, f"column {name!r}: not true or false"))
+        faults.setdefault(row, Fault.of(name, texts[row], "not true or false"))
     return values
 
 
-def _encode_texts(column: Any, made: Column) -> Encoded:
+def _encode_texts(column: Any, made: Column) -> tuple[Array, Array]:
     texts = as_text(column)
     places = pc.fill_null(pc.index_in(texts, value_set=pa.array(made.values, pa.string())), -1)
     found = places.to_numpy(zero_copy_only=False)
     known = texts.is_valid().to_numpy(zero_copy_only=False)
     unseen = np.flatnonzero(known & (found < 0))
     if made.kind == "codes":
-        return Encoded((found + 1.0)[:, None], unseen)
-    return Encoded((found[:, None] == np.arange(len(made.values))).astype(np.float64), unseen)
+        return (found + 1.0)[:, None], unseen
+    return (found[:, None] == np.arange(len(made.values))).astype(np.float64), unseen
 
 
 def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault]) -> Array:
-    ns, good = _times(column, made)
+    ns, good = times(column, made)
     column = plain(column)
     texts = trimmed(column) if is_text(column.type) else column
     known = texts.is_valid().to_numpy(zero_copy_only=False)
     for row in np.flatnonzero(known & ~good).tolist():
-        reason = f"column {made.name!r} holds {str(texts[row])[:_SHOWN_TEXT]!r}, not a date as in the other rows"
-        faults.setdefault(
-            row, Fault(made.name, reason, f"column {made.name!r}: not a date as in the other rows")
-        )
+        why = "not a date as in the other rows"
+        faults.setdefault(row, Fault.of(made.name, texts[row], why))
     parts: list[Array]
     if made.kind == "seconds":
         parts = [ns / SECOND_NS]

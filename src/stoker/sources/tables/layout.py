@@ -14,13 +14,13 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from stoker.display import command, quoted
+from stoker.display import command, nearest, quoted
 from stoker.errors import InputError, SourceError
 from stoker.units import format_bytes, format_count
 
@@ -38,10 +38,10 @@ _GROUPED = {  # digits in groups of three, by the decimal sign that then remains
 _MAGIC = {
     b"PAR1": "parquet",
     b"ARROW1": "arrow",
-    b"PK\x03\x04": "zip",
-    b"\x89HDF": "hdf5",
-    b"\xd0\xcf\x11\xe0": "xls",
-    b"SQLite": "sqlite",
+    b"PK\x03\x04": "a zip archive or an Excel workbook",
+    b"\x89HDF": "an HDF5 file",
+    b"\xd0\xcf\x11\xe0": "an Excel workbook",
+    b"SQLite": "an SQLite database",
 }
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -91,12 +91,7 @@ class TextOptions:
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as the manifest records them."""
-        return {
-            "sep": self.sep,
-            "decimal": self.decimal,
-            "encoding": self.encoding,
-            "header": self.header,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -125,36 +120,31 @@ class Layout:
 
 
 def file_kind(path: Path) -> str:
-    """Return what the first bytes of a file say: "text", "parquet", "arrow", or what cannot be read."""
-    with path.open("rb") as stream:
-        start = stream.read(8)
-    return next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), "text")
+    """Return what the first bytes of a file say: "text", "parquet", "arrow", or in words what cannot be read."""
+    return _by_magic(path, _MAGIC) or "text"
 
 
 def compression_of(path: Path) -> str | None:
     """Return how a file is compressed, by its first bytes, whatever its name."""
+    return _by_magic(path, _COMPRESSED)
+
+
+def _by_magic(path: Path, known: Mapping[bytes, str]) -> str | None:
     with path.open("rb") as stream:
-        start = stream.read(4)
-    return next((name for magic, name in _COMPRESSED.items() if start.startswith(magic)), None)
+        start = stream.read(8)
+    return next((word for magic, word in known.items() if start.startswith(magic)), None)
 
 
 def refuse_kind(path: Path, kind: str) -> SourceError | None:
     """Return the error for a file that is no table that stoker reads; None where it is one."""
-    what = {
-        "zip": "a zip archive or an Excel workbook",
-        "xls": "an Excel workbook",
-        "hdf5": "an HDF5 file",
-        "sqlite": "an SQLite database",
-    }.get(kind)
-    if what is None:
+    if kind in ("text", "parquet", "arrow"):
         return None
     fix = {
-        "zip": f"{command('unzip', path)}; a workbook: save it as CSV",
-        "xls": "save it as CSV",
-        "hdf5": command("stoker", "pack", "arrays", path, "OUT"),
-        "sqlite": "sqlite3 -csv -header FILE 'SELECT * FROM NAME' > rows.csv",
-    }[kind]
-    return SourceError(f"{path} is {what}.", "CSV, Parquet or Feather", fix)
+        _MAGIC[b"PK\x03\x04"]: f"{command('unzip', path)}; a workbook: save it as CSV",
+        _MAGIC[b"\x89HDF"]: command("stoker", "pack", "arrays", path, "OUT"),
+        _MAGIC[b"SQLite"]: "sqlite3 -csv -header FILE 'SELECT * FROM NAME' > rows.csv",
+    }.get(kind, "save it as CSV")
+    return SourceError(f"{path} is {kind}.", "CSV, Parquet or Feather", fix)
 
 
 def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) -> Layout:
@@ -341,9 +331,8 @@ def parse_number(text: str, decimal: str) -> float | None:
 
 
 _INFINITE = {
-    "inf": float("inf"), "+inf": float("inf"), "infinity": float("inf"), "+infinity": float("inf"),
-    "-inf": float("-inf"), "-infinity": float("-inf"),
-}  # fmt: skip
+    f"{sign}{word}": float(f"{sign}inf") for sign in ("", "+", "-") for word in ("inf", "infinity")
+}
 
 
 def _find_header(
@@ -400,8 +389,5 @@ def _counts_up(cells: Sequence[str]) -> bool:
 
 def header_advice(names: Sequence[str], wanted: str) -> str:
     """Return the closest name that exists, as it is typed."""
-    import difflib
-
-    lowered = {name.lower(): name for name in names}
-    close = difflib.get_close_matches(wanted.strip().lower(), lowered, 1, 0.6)
-    return quoted(lowered[close[0]]) if close else ""
+    near = nearest(wanted.strip(), names)
+    return quoted(near) if near else ""

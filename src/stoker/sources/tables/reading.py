@@ -9,11 +9,15 @@ from __future__ import annotations
 import glob
 import io
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+from pyarrow import csv, feather, parquet
 
 from stoker.display import command, look_in
 from stoker.errors import Refusal, RefusalList, SourceError, require_file
@@ -83,7 +87,7 @@ def is_table(path: Path) -> bool:
 
 def find_files(
     paths: Sequence[str | Path],
-) -> tuple[list[tuple[Path, dict[str, str]]], dict[str, int]]:
+) -> tuple[list[tuple[Path, dict[str, str]]], Counter[str]]:
     """Return the files that are meant, with the columns that folder names give, and what was passed over.
 
     A folder stands for the tables in it and in its subfolders, a pattern such as "day*.csv" for what it matches.
@@ -92,7 +96,7 @@ def find_files(
         SourceError: Nothing is there, or nothing of what is there is a table.
     """
     found: list[tuple[Path, dict[str, str]]] = []
-    ignored: dict[str, int] = {}
+    ignored: Counter[str] = Counter()
     for given in paths:
         path = Path(given)
         if path.is_dir():
@@ -101,11 +105,9 @@ def find_files(
             for each in inside:
                 parts = each.relative_to(path).parts
                 if any(part.startswith((".", "_")) for part in parts):
-                    _count(
-                        ignored, "hidden or system file (its name begins with a dot or underscore)"
-                    )
+                    ignored["hidden or system file (its name begins with a dot or underscore)"] += 1
                 elif not is_table(each):
-                    _count(ignored, f"ends in {each.suffix!r}, which is no table")
+                    ignored[f"ends in {each.suffix!r}, which is no table"] += 1
                 else:
                     pairs = (_PARTITION.fullmatch(part) for part in parts[:-1])
                     tables.append((each, {pair[1]: pair[2] for pair in pairs if pair}))
@@ -131,10 +133,6 @@ def find_files(
     return found, ignored
 
 
-def _count(ignored: dict[str, int], reason: str) -> None:
-    ignored[reason] = ignored.get(reason, 0) + 1
-
-
 def open_table(
     path: Path, asked: TextOptions, partitions: Mapping[str, str] | None = None
 ) -> TableFile:
@@ -143,8 +141,6 @@ def open_table(
     Raises:
         SourceError: It is no table, or it can be read in two ways.
     """
-    from pyarrow import feather, parquet
-
     partitions = dict(partitions or {})
     kind = file_kind(path)
     wrong = refuse_kind(path, kind)
@@ -187,9 +183,6 @@ def batches(
         refused: Gets the lines of a text file that are no rows.
         wanted: Columns to read; of Parquet no others are decoded.
     """
-    import pyarrow as pa
-    from pyarrow import feather, parquet
-
     with readable(file.path):
         if file.kind == "parquet":
             # Page checksums are optional in Parquet: they are compared where the writer made them.
@@ -217,8 +210,6 @@ def batches(
 
 
 def _renamed(batch: Any, file: TableFile, names: Sequence[str]) -> Any:
-    import pyarrow as pa
-
     arrays = list(batch.columns)
     for name in names[len(arrays) :]:
         text = file.partitions[name]
@@ -229,8 +220,6 @@ def _renamed(batch: Any, file: TableFile, names: Sequence[str]) -> Any:
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Turn what Arrow says about a file into an error of ours that names it."""
-    import pyarrow as pa
-
     try:
         yield
     except pa.ArrowInvalid as error:
@@ -267,9 +256,6 @@ def _unreadable(path: Path, error: BaseException) -> SourceError:
 
 def _open_csv(stream: Any, refused: RefusalList, file: TableFile) -> Any:
     """Open a CSV stream: every column as text, and lines of the wrong length set aside."""
-    import pyarrow as pa
-    from pyarrow import csv
-
     layout = file.layout
     assert layout is not None
     num_refused = 0
@@ -308,8 +294,6 @@ def _open_csv(stream: Any, refused: RefusalList, file: TableFile) -> Any:
 
 
 def _stream(path: Path) -> Any:
-    import pyarrow as pa
-
     return pa.input_stream(str(path), compression=compression_of(path))
 
 

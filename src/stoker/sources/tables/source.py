@@ -12,12 +12,15 @@ with a cell that cannot be read is refused with its place; a column that cannot 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from stoker import bounds
 from stoker.display import quoted
@@ -35,7 +38,7 @@ from stoker.sources.tables.columns import (
 )
 from stoker.sources.tables.layout import TextOptions, parse_number
 from stoker.sources.tables.reading import TableFile, batches, find_files, open_table
-from stoker.sources.tables.survey import Survey, Target, choose_columns, class_name
+from stoker.sources.tables.survey import Survey, Target, class_name
 from stoker.store.fields import Array, Dense, FieldData
 from stoker.store.rewrite import keep_samples
 from stoker.units import format_count
@@ -127,19 +130,22 @@ class TableSource:
             )
         paths, ignored = find_files(self.paths)
         files = [open_table(path, self.text, partitions) for path, partitions in paths]
-        names = choose_columns(
-            files[0].names, self.target, self.drop, self.keep, self.dtypes, files[0].path
-        )
-        _check_alike(files, [*names, *([self.target] if self.target else [])])
         survey = Survey(
-            names, self.target, self.dtypes, self.keep, self.missing, self.drop, files[0].names
+            files[0].names,
+            files[0].path,
+            self.target,
+            self.drop,
+            self.keep,
+            self.dtypes,
+            self.missing,
         )
+        wanted = [*survey.names, *([self.target] if self.target else [])]
+        _check_alike(files, wanted)
         pieces: list[_Piece] = []
         refused = RefusalList()
         for file in files:
-            wanted = {*names, *([self.target] if self.target else [])}
             for table in self._parts_of(file, refused, wanted):
-                survey.look(table, file.path, file.decimal)
+                survey.look(table, file.decimal)
                 before = pieces[-1] if pieces else None
                 in_file = (
                     before.row + before.count if before and before.path == str(file.path) else 0
@@ -193,7 +199,7 @@ class TableSource:
         )
         fields: dict[str, FieldData] = {"features": Dense(features, plan.outputs)}
         if plan.target is not None:
-            fields["targets"] = Dense(_targets(table, plan.target, piece.decimal, faults))
+            fields["targets"] = Dense(make_targets(table, plan.target, piece.decimal, faults))
         if plan.cuts:
             rows = np.arange(piece.first, piece.first + table.num_rows)
             fields["split"] = Dense(np.searchsorted(plan.cuts, rows, side="right").astype(np.uint8))
@@ -201,50 +207,43 @@ class TableSource:
         reasons = {row: Refusal(piece.path, piece.row + row, fault.reason, "row", kind=fault.kind)
                    for row, fault in faults.items()}  # fmt: skip
         if self.missing == "drop":
-            for row, name in _first_missing(features, plan.outputs):
-                reason = f"no value in column {name!r}"
-                reasons.setdefault(
-                    row,
-                    Refusal(piece.path, piece.row + row, reason, "row", kind=reason, is_asked=True),
+            blank = np.isnan(features)
+            for row in np.flatnonzero(blank.any(axis=1)).tolist():
+                reason = f"no value in column {plan.outputs[int(blank[row].argmax())]!r}"
+                refusal = Refusal(
+                    piece.path, piece.row + row, reason, "row", kind=reason, is_asked=True
                 )
+                reasons.setdefault(row, refusal)
         keep = np.ones(table.num_rows, dtype=bool)
         keep[list(reasons)] = False
-        extra = {"unseen": {name: len(rows) for name, rows in unseen.items()}}
+        extra: dict[str, Json] = {"unseen": {name: len(rows) for name, rows in unseen.items()}}
         if part.index == 0:
-            extra["table"] = self._recorded(plan)
+            extra["table"] = {
+                "columns": [column.to_json() for column in plan.columns],
+                "dtype": plan.dtype.str,
+                "target": plan.target.name if plan.target else None,
+                "classes": list(plan.target.classes) if plan.target else [],
+                "text": self.text.to_json(),
+            }
         return PartData(
             keep_samples(fields, keep), [reasons[row] for row in sorted(reasons)], extra
         )
 
-    def _recorded(self, plan: _Plan) -> dict[str, Json]:
-        return {
-            "columns": [column.to_json() for column in plan.columns],
-            "dtype": plan.dtype.str,
-            "target": plan.target.name if plan.target else None,
-            "classes": list(plan.target.classes) if plan.target else [],
-            "text": self.text.to_json(),
-        }
-
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
         """Record what the columns became, and the class names in the order of their numbers."""
         table = dict(extras[0]["table"]) if extras else {}
-        unseen: dict[str, int] = {}
+        unseen: Counter[str] = Counter()
         for extra in extras:
-            for name, count in extra["unseen"].items():
-                unseen[name] = unseen.get(name, 0) + count
+            unseen.update(extra["unseen"])
         if unseen:
-            table["unseen"] = unseen
-        found: dict[str, Json] = {"table": table}
-        return (
-            {**found, "classes": table["classes"], "target": self.target} if self.target else found
-        )
+            table["unseen"] = dict(unseen)
+        target = {"classes": table["classes"], "target": self.target} if self.target else {}
+        return {"table": table, **target}
 
     def _parts_of(
         self, file: TableFile, refused: RefusalList, wanted: Collection[str]
     ) -> Iterator[Any]:
         """Yield tables of exactly `part_rows` rows, the last one shorter, and those that grow too large."""
-        import pyarrow as pa
-
         waiting: list[Any] = []
         rows = 0
         for batch in batches(file, refused, wanted):
@@ -328,15 +327,14 @@ def make_features(
     unseen: dict[str, Array] = {}
     place = 0
     for column in columns:
-        encoded = encode(table.column(column.name), column, decimal, faults)
-        values = encoded.values
+        values, unknown = encode(table.column(column.name), column, decimal, faults)
         if column.kind == "number" and not column.is_wide and dtype == np.float32:
             _check_narrow(values[:, 0], column.name, path)
         with np.errstate(over="ignore"):  # a 1e300 becomes inf, which the gate names
             made[:, place : place + values.shape[1]] = values
         place += values.shape[1]
-        if len(encoded.unseen):
-            unseen[column.name] = encoded.unseen
+        if len(unknown):
+            unseen[column.name] = unknown
     return made, unseen
 
 
@@ -352,7 +350,15 @@ def _check_narrow(values: Array, name: str, path: str) -> None:
         )
 
 
-def _targets(table: Any, target: Target, decimal: str, faults: dict[int, Fault]) -> Array:
+def make_targets(table: Any, target: Target, decimal: str, faults: dict[int, Fault]) -> Array:
+    """Return the targets of a table's rows: places of classes, -1 where there is none, or numbers.
+
+    Args:
+        table: Arrow table with the target's column.
+        target: What it becomes.
+        decimal: The decimal sign of text cells.
+        faults: Gets the rows without a usable target.
+    """
     column = table.column(target.name)
     missing = Fault(
         target.name, f"no value in the target column {target.name!r}", "no value in the target"
@@ -362,9 +368,6 @@ def _targets(table: Any, target: Target, decimal: str, faults: dict[int, Fault])
         for row in np.flatnonzero(np.isnan(values)).tolist():
             faults.setdefault(row, missing)
         return values.astype(np.float64 if target.is_wide else np.float32)
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     texts = as_text(column)
     texts = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
     if all(parse_number(name, ".") is not None for name in target.classes):
@@ -377,12 +380,6 @@ def _targets(table: Any, target: Target, decimal: str, faults: dict[int, Fault])
     for row in np.flatnonzero(found < 0).tolist():
         faults.setdefault(row, missing)
     return found
-
-
-def _first_missing(features: Array, names: Sequence[str]) -> Iterator[tuple[int, str]]:
-    blank = np.isnan(features)
-    for row in np.flatnonzero(blank.any(axis=1)).tolist():
-        yield row, names[int(blank[row].argmax())]
 
 
 def _check_alike(files: Sequence[TableFile], needed: Sequence[str]) -> None:
@@ -433,8 +430,6 @@ def _check_columns(faults: Mapping[int, Fault], table: Any, path: str) -> None:
 
 
 def _write_piece(path: Path, table: Any) -> None:
-    import pyarrow as pa
-
     with (
         writing(path, always) as temporary,
         pa.OSFile(str(temporary), "wb") as sink,
@@ -444,7 +439,5 @@ def _write_piece(path: Path, table: Any) -> None:
 
 
 def _read_piece(path: Path) -> Any:
-    import pyarrow as pa
-
     with pa.memory_map(str(path)) as mapped:
         return pa.ipc.open_file(mapped).read_all()

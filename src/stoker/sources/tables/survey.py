@@ -40,6 +40,8 @@ from stoker.units import format_count
 _SAMPLE_ROWS = 8192
 _LONG_DIGITS = 8  # of 2**24, the first whole number that float32 cannot tell from its neighbour
 _LISTED = 6
+_WITH_MISSING = ("number", "bool", "date", "seconds")
+"""Kinds in which a missing value is no number; texts have a code for it."""
 
 
 @dataclass(frozen=True)
@@ -57,52 +59,6 @@ class Target:
     is_wide: bool = False
 
 
-def choose_columns(
-    names: Sequence[str],
-    target: str | None,
-    drop: Sequence[str],
-    keep: Sequence[str],
-    dtypes: Mapping[str, str],
-    path: Any,
-) -> list[str]:
-    """Return the columns that features are made of; spaces around a name that was typed do not count.
-
-    Raises:
-        SourceError: A name is not there, with the closest one that is; or nothing is left.
-    """
-    given = [("--target", target)] if target else []
-    given += [("--drop", name) for name in drop] + [("--keep", name) for name in keep]
-    given += [("--dtype", name) for name in dtypes]
-    missing = [
-        (option, name)
-        for option, name in given
-        if name.strip() not in names and not (option == "--drop" and is_part(name.strip(), names))
-    ]
-    if missing:
-        close = [(option, header_advice(names, name), name) for option, name in missing]
-        typed = [
-            f"{option} {known}{'=' + dtypes[name] if option == '--dtype' else ''}"
-            for option, known, name in close
-            if known
-        ]
-        raise SourceError(
-            f"{path} has no column {', '.join(repr(name) for _, name in missing)}.",
-            shown_names(names),
-            " ".join(typed) or f"leave {missing[0][0]} out",
-        )
-    dropped, kept = {name.strip() for name in drop}, {name.strip() for name in keep}
-    chosen = [
-        name
-        for name in names
-        if name != (target or "").strip() and name not in dropped and (not kept or name in kept)
-    ]
-    if not chosen:
-        raise SourceError(
-            f"{path} has no feature columns left.", "at least one", "drop fewer columns"
-        )
-    return chosen
-
-
 def is_part(name: str, names: Sequence[str]) -> bool:
     """Tell whether a name may be a column that another one becomes: "Sex=male", "When_month"."""
     before = (name.partition("=")[0], name.rpartition("_")[0])
@@ -112,40 +68,82 @@ def is_part(name: str, names: Sequence[str]) -> bool:
 class Survey:
     """Collects what must be known of all rows before any of them is turned into numbers.
 
+    Spaces around a name that was typed do not count.
+
     Args:
-        columns: Names of the feature columns.
-        target: Name of the column to predict; None for none.
-        dtypes: The user's word on kinds.
-        keep: Columns that the user named: not left out on suspicion.
-        missing: What happens to missing numbers: "stop", "flag", "drop" or "keep".
-        drop: What the user dropped: columns of the files, or columns of `features` that they become.
         all_names: The columns of the files.
+        path: Of the first file, for messages.
+        target: Name of the column to predict; None for none.
+        drop: What the user dropped: columns of the files, or columns of `features` that they become.
+        keep: Only these columns; empty for all. They are not left out on suspicion.
+        dtypes: The user's word on kinds.
+        missing: What happens to missing numbers: "stop", "flag", "drop" or "keep".
+
+    Attributes:
+        names: The columns that features are made of.
+        notes: What a user should know about the columns.
+
+    Raises:
+        SourceError: A name is not there, with the closest one that is; or nothing is left.
     """
 
     def __init__(
         self,
-        columns: Sequence[str],
+        all_names: Sequence[str],
+        path: Any,
         target: str | None,
-        dtypes: Mapping[str, str],
+        drop: Sequence[str],
         keep: Sequence[str],
+        dtypes: Mapping[str, str],
         missing: str,
-        drop: Sequence[str] = (),
-        all_names: Sequence[str] = (),
     ) -> None:
-        self._names, self._target, self._dtypes = list(columns), target, dtypes
-        self._drop, self._all_names = drop, all_names
-        self._keep, self._missing = {name.strip() for name in keep}, missing
+        given = [("--target", target)] if target else []
+        given += [("--drop", name) for name in drop] + [("--keep", name) for name in keep]
+        given += [("--dtype", name) for name in dtypes]
+        unknown = [
+            (option, name)
+            for option, name in given
+            if name.strip() not in all_names
+            and not (option == "--drop" and is_part(name.strip(), all_names))
+        ]
+        if unknown:
+            close = [(option, header_advice(all_names, name), name) for option, name in unknown]
+            typed = [
+                f"{option} {known}{'=' + dtypes[name] if option == '--dtype' else ''}"
+                for option, known, name in close
+                if known
+            ]
+            raise SourceError(
+                f"{path} has no column {', '.join(repr(name) for _, name in unknown)}.",
+                shown_names(all_names),
+                " ".join(typed) or f"leave {unknown[0][0]} out",
+            )
+        dropped, self._keep = {name.strip() for name in drop}, {name.strip() for name in keep}
+        self._path, self._target, self._dtypes, self._missing = path, target, dtypes, missing
+        self.names = [
+            name
+            for name in all_names
+            if name != target and name not in dropped and (not keep or name in self._keep)
+        ]
+        # Of what was dropped, the columns of `features` that a column of the files becomes.
+        self._parts = [name.strip() for name in drop if name.strip() not in all_names]
         self._columns: dict[str, Column] = {}
         self._whole: set[str] = set()
         self._texts: dict[str, list[set[str]]] = {}
         self._target_texts: set[str] | None = set()
         self._target_decimal, self._target_is_wide = ".", False
         self.notes: list[str] = []
+        if not self.names:
+            raise self._nothing_left()
 
-    def look(self, table: Any, path: Any, decimal: str) -> None:
+    def _nothing_left(self) -> SourceError:
+        given = f"{self._path} has no feature columns left."
+        return SourceError(given, "at least one", "drop fewer columns")
+
+    def look(self, table: Any, decimal: str) -> None:
         """Look at one piece of rows; the first one decides the kinds."""
         if not self._columns:
-            self._decide(table, path, decimal)
+            self._decide(table, decimal)
         for name, column in self._columns.items():
             if column.kind in ("category", "one-hot", "codes"):
                 self._texts.setdefault(name, []).append(
@@ -155,27 +153,24 @@ class Survey:
                 values, _ = numbers(table.column(name), name, decimal)
                 if needs_float64(values[np.isfinite(values)]):
                     self._columns[name] = replace(column, is_wide=True)
-            if (
-                self._missing == "flag"
-                and column.kind in ("number", "bool", "date", "seconds")
-                and not column.has_flag
-            ):
-                self._columns[name] = replace(
-                    self._columns[name], has_flag=_has_missing(table.column(name))
-                )
+            may_flag = self._missing == "flag" and column.kind in _WITH_MISSING
+            if may_flag and not column.has_flag:
+                values = table.column(name)
+                has_flag = _num_known(values) < len(values)
+                self._columns[name] = replace(self._columns[name], has_flag=has_flag)
         if self._target and self._target_texts is not None:
             self._target_texts |= _different(table.column(self._target), MOST_CLASSES + 1)
             if len(self._target_texts) > MOST_CLASSES:
                 self._target_texts = None
 
-    def _decide(self, table: Any, path: Any, decimal: str) -> None:
+    def _decide(self, table: Any, decimal: str) -> None:
         rows = np.unique(
             np.linspace(0, table.num_rows - 1, min(table.num_rows, _SAMPLE_ROWS)).astype(np.int64)
         )
         sample = table.take(rows) if len(rows) < table.num_rows else table
         problems: list[Unusable] = []
         blank: dict[str, int] = {}
-        for name in self._names:
+        for name in self.names:
             found = find_kind(name, sample.column(name), decimal, self._dtypes.get(name))
             if isinstance(found, Unusable):
                 problems.append(found)
@@ -191,17 +186,15 @@ class Survey:
                 finite = values[np.isfinite(values)]
                 if len(finite) and (finite == np.rint(finite)).all():
                     self._whole.add(name)
-            if found.kind in ("number", "bool", "date", "seconds") and self._missing == "stop":
+            if found.kind in _WITH_MISSING and self._missing == "stop":
                 count = len(rows) - _num_known(sample.column(name))
                 blank |= {name: count} if count else {}
         if self._target:
             problems += self._judge_target(sample.column(self._target), decimal)
         if problems:
-            raise _problem_error(path, problems, blank, len(rows), table.num_rows)
+            raise _problem_error(self._path, problems, blank, len(rows), table.num_rows)
         if not self._columns:
-            raise SourceError(
-                f"{path} has no feature columns left.", "at least one", "drop fewer columns"
-            )
+            raise self._nothing_left()
         for name, column in self._columns.items():
             if name in self._whole and _counts_rows(sample.column(name), name, decimal, rows):
                 self.notes.append(
@@ -264,28 +257,26 @@ class Survey:
             values = tuple(sorted(set().union(*sets)))
             total = firsts[-1] if cut is None else cut
             kind = self._dtypes.get(name)
-            if kind in ("one-hot", "codes") or (
-                kind == "category" and len(values) > ONE_HOT_VALUES
-            ):
-                judged: Column | Unusable = Column(name, kind if kind != "category" else "codes")
-            elif kind == "category":
-                judged = Column(name, "one-hot")
-            else:
-                judged = judge_texts(name, len(values), total, values[0] if values else "")
+            if kind == "category":
+                kind = "one-hot" if len(values) <= ONE_HOT_VALUES else "codes"
+            judged: Column | Unusable
             if len(values) > CODE_VALUES:
                 judged = Unusable(name, f"holds more than {CODE_VALUES:,} different texts", "drop")
+            elif kind is not None:
+                judged = Column(name, kind)
+            else:
+                judged = judge_texts(name, len(values), total, values[0] if values else "")
             if isinstance(judged, Unusable):
                 problems.append(judged)
             else:
                 made.append(replace(judged, values=values))
         if problems:
             raise _problem_error("the table", problems, {}, firsts[-1], firsts[-1])
-        parts = [name.strip() for name in self._drop if name.strip() not in self._all_names]
         made = [
-            replace(each, without=tuple(name for name in parts if name in each.all_outputs))
+            replace(each, without=tuple(name for name in self._parts if name in each.all_outputs))
             for each in made
         ]
-        lost = [name for name in parts if not any(name in each.without for each in made)]
+        lost = [name for name in self._parts if not any(name in each.without for each in made)]
         if lost or not any(each.outputs for each in made):
             raise SourceError(
                 f"there is no column {', '.join(map(repr, lost))} to drop."
@@ -344,15 +335,12 @@ def describe(columns: Sequence[Column], target: Target | None) -> list[str]:
     if any(column.is_wide for column in columns):
         lines.append("features are stored as float64, twice the size of float32")
     if target is not None and target.classes:
-        shown = ", ".join(target.classes[:_LISTED]) + (
-            ", ..." if len(target.classes) > _LISTED else ""
-        )
-        lines.append(
-            f"target {target.name!r}: {len(target.classes)} classes ({shown}); "
-            f"--dtype {quoted(target.name + '=number')} would predict numbers"
-            if all(parse_number(name, ".") is not None for name in target.classes)
-            else f"target {target.name!r}: {len(target.classes)} classes ({shown})"
-        )
+        shown = ", ".join(target.classes[:_LISTED])
+        shown += ", ..." if len(target.classes) > _LISTED else ""
+        line = f"target {target.name!r}: {len(target.classes)} classes ({shown})"
+        if all(parse_number(name, ".") is not None for name in target.classes):
+            line += f"; --dtype {quoted(target.name + '=number')} would predict numbers"
+        lines.append(line)
     elif target is not None:
         lines.append(
             f"target {target.name!r}: numbers; --dtype {quoted(target.name + '=category')} would make classes"
@@ -372,11 +360,7 @@ def _problem_error(
     details += [
         f"{name!r} has no value in {count:,}{about or ' rows'}" for name, count in blank.items()
     ]
-    options = {
-        "drop": "--drop {0}",
-        "date": "--dtype {0}=day-first (or month-first)",
-        "number": "--dtype {0}=number",
-    }
+    options = {"drop": "--drop {0}", "date": "--dtype {0}=day-first (or month-first)"}
     typed = [options[problem.option].format(quoted(problem.name)) for problem in problems]
     typed += ["--missing median"] if blank else []
     count = format_count(len(problems) + len(blank), "column")
@@ -406,10 +390,6 @@ def _num_known(column: Any) -> int:
     if pa.types.is_floating(column.type):
         return int(np.isfinite(column.cast(pa.float64()).to_numpy(zero_copy_only=False)).sum())
     return int(len(column) - column.null_count)
-
-
-def _has_missing(column: Any) -> bool:
-    return _num_known(column) < len(column)
 
 
 def _is_long(column: Any) -> bool:
