@@ -328,9 +328,13 @@ PYTHON: dict[str, list[Case]] = {
         ENCODED,
         "Loader(pictures, 4, 'cpu')",
         "Loader(pictures, 4, 'cpu', augment=resize, on_broken='x')",
-        "list(Loader(pictures, 4, 'cpu', augment=resize, on_broken='skip', broken_budget=0))",
     )
     + [
+        Case(
+            "list(Loader(pictures, 4, 'cpu', augment=resize, on_broken='skip', broken_budget=0))",
+            ENCODED,
+            into="Loader",
+        ),
         Case(
             "Loader('forex-store', 4, order='lanes', lanes=plan_store_lanes(store, num_lanes=8))",
             SERIES,

@@ -368,6 +368,30 @@ def test_broken_pictures_are_skipped_or_replaced_whole(policy):
         assert resumed.order_digest() == digest
 
 
+def test_the_run_log_lists_broken_pictures(tmp_path):
+    from stoker.report import read_run_log
+
+    store, _ = make_store(broken=(3, 7))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 30))
+    options = {"on_broken": "skip", "broken_budget": "10%", "as_tuple": ("images", "labels")}
+    with stoker.Loader(store, 10, "cpu", augment=Compose([Resize(8)]), **options) as loader:
+        stoker.Trainer(
+            model,
+            loader,
+            None,
+            torch.nn.functional.cross_entropy,
+            torch.optim.SGD(model.parameters(), 0.01),
+            None,
+            {"epochs": 2, "checkpoint_dir": str(tmp_path / "run")},
+            "cpu",
+        ).fit(quiet=True)
+    (log,) = tmp_path.rglob("run.jsonl")
+    notes = [line.values for line in read_run_log(log) if line.event == "note"]
+    found = [note["broken"] for note in notes if "broken" in note]
+    assert [sorted(each) for each in found] == [["3", "7"]]
+    assert "cannot be opened" in found[0]["3"]
+
+
 def test_a_spent_budget_stops_with_names():
     store, _ = make_store(broken=(3, 7, 20))
     with (
