@@ -382,8 +382,9 @@ def test_the_run_log_lists_broken_pictures(tmp_path):
             torch.nn.functional.cross_entropy,
             torch.optim.SGD(model.parameters(), 0.01),
             None,
-            {"epochs": 2, "checkpoint_dir": str(tmp_path / "run")},
+            {"epochs": 2},
             "cpu",
+            run_dir=tmp_path / "run",
         ).fit(quiet=True)
     (log,) = tmp_path.rglob("run.jsonl")
     notes = [line.values for line in read_run_log(log) if line.event == "note"]
