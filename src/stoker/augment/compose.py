@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -27,37 +27,13 @@ from stoker.augment.reference import TorchBackend, move_boxes, move_keypoints
 from stoker.augment.stages import Stage
 from stoker.errors import InputError
 
+if TYPE_CHECKING:
+    from stoker.augment.fused import FusedBackend
+
+    Backend = TorchBackend | FusedBackend
+
 Tensor = torch.Tensor
 BACKENDS = ("auto", "torch", "fused")
-
-
-class Backend(Protocol):
-    """Draws and applies: `reference.TorchBackend` and `fused.FusedBackend`."""
-
-    name: str
-
-    def draw(
-        self,
-        tape: Tensor,
-        counter: Tensor,
-        batch: int,
-        num_batches: int = 1,
-        *,
-        ids: Tensor | None = None,
-        staged: Tensor | None = None,
-    ) -> Tensor:
-        """Return the table `(num_batches * batch, 16)` and advance the counter's step on the device."""
-
-    def apply(
-        self,
-        images: Tensor,
-        masks: Tensor | None,
-        rows: Tensor | None,
-        table: Tensor,
-        program: Program,
-        faults: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return augmented images and masks."""
 
 
 @dataclass(frozen=True)

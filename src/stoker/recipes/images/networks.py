@@ -35,7 +35,9 @@ class ConvNorm(nn.Sequential):
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__(
-            nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.CELU(0.3)
+            nn.Conv2d(channels, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.CELU(0.3),
         )
 
 
@@ -189,14 +191,14 @@ def make_network(
     return _tasted(network, name, num_classes, channels, size)
 
 
-def _from_library(
-    library: str, bare: str, name: str, num_classes: int, channels: int
-) -> nn.Module:
+def _from_library(library: str, bare: str, name: str, num_classes: int, channels: int) -> nn.Module:
     offered: list[str] = []
     missing: list[str] = []
     for each in [library] if library else LIBRARIES:
         try:
-            found: Any = importlib.import_module("torchvision.models" if each == "torchvision" else each)
+            found: Any = importlib.import_module(
+                "torchvision.models" if each == "torchvision" else each
+            )
         except ImportError:
             missing.append(each)
             continue
@@ -274,7 +276,11 @@ def load_weights(network: nn.Module, path: str | Path) -> str:
     given = {name.removeprefix("module."): value for name, value in read_tensors(path).items()}
     given = {name.removeprefix("network."): value for name, value in given.items()}
     own = network.state_dict()
-    fits = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
+    fits = {
+        name: value
+        for name, value in given.items()
+        if name in own and own[name].shape == value.shape
+    }
     others = [name for name in given if name in own and name not in fits]
     absent = [name for name in own if name not in given]
     # One layer may be another: the classifier of other classes. More is another network.
@@ -303,7 +309,9 @@ def read_tensors(path: str | Path) -> Mapping[str, Tensor]:
             from safetensors import SafetensorError
             from safetensors.torch import load_file
         except ImportError:
-            raise MissingExtraError.for_package("safetensors", "safetensors", f"reading {path.name}") from None
+            raise MissingExtraError.for_package(
+                "safetensors", "safetensors", f"reading {path.name}"
+            ) from None
         try:
             return load_file(path)
         except SafetensorError as error:
@@ -324,5 +332,9 @@ def _unreadable(path: Path, why: str) -> InputError:
     return InputError(
         f"{path} cannot be read as weights: {why.rstrip('.')}.",
         "tensors by name: .safetensors, or torch.save(model.state_dict(), FILE)",
-        command("python", "-c", f"import torch; print(type(torch.load({str(path)!r}, weights_only=True)))"),
+        command(
+            "python",
+            "-c",
+            f"import torch; print(type(torch.load({str(path)!r}, weights_only=True)))",
+        ),
     )

@@ -116,4 +116,7 @@ class PictureReader:
     def notes(self) -> Sequence[str]:
         """Return what was left out."""
         refused = self._num_refused
-        return [*self._told, *([f"{refused:,} pictures have a reason instead of an answer"] if refused else [])]
+        return [
+            *self._told,
+            *([f"{refused:,} pictures have a reason instead of an answer"] if refused else []),
+        ]

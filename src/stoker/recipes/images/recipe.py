@@ -393,9 +393,7 @@ def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[fl
     return mean.tolist(), std.tolist()
 
 
-def class_weights(
-    labels: Array, names: list[str], balance: str
-) -> tuple[Tensor | None, list[str]]:
+def class_weights(labels: Array, names: list[str], balance: str) -> tuple[Tensor | None, list[str]]:
     """Return the weight of each class in the loss, of mean 1 over the training pictures; and what to say."""
     counts = np.bincount(labels, minlength=len(names))
     absent = [name for name, count in zip(names, counts, strict=True) if not count]
@@ -439,7 +437,9 @@ def _normalisation(mean: list[float], std: list[float]) -> list[Any]:
 
 
 def _mixing(options: ImagesOptions) -> str:
-    parts = [f"{name} {getattr(options, name)}" for name in ("mixup", "cutmix") if getattr(options, name)]
+    parts = [
+        f"{name} {getattr(options, name)}" for name in ("mixup", "cutmix") if getattr(options, name)
+    ]
     return "".join(f", {part}" for part in parts)
 
 
