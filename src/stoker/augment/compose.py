@@ -22,7 +22,7 @@ import torch
 from stoker.augment import guard
 from stoker.augment.definition import Op, Opcode, Phase, Program, Size, check_size
 from stoker.augment.ops import check_order, encode_tape, make_program, split_program
-from stoker.augment.position import Position, check_state
+from stoker.augment.position import Position, Positioned
 from stoker.augment.reference import TorchBackend, move_boxes, move_keypoints
 from stoker.augment.stages import Stage
 from stoker.errors import InputError
@@ -63,7 +63,7 @@ class _Plan:
     num_staged: int
 
 
-class Compose:
+class Compose(Positioned):
     """Augmentations in the order of the phases, with one draw per sample.
 
     Args:
@@ -350,24 +350,6 @@ class Compose:
             ignore_index=self.ignore_index,
             backend=self.backend,
         )
-
-    # -- the position in the run -----------------------------------------------------------------
-
-    def seek(self, epoch: int, step: int = 0) -> None:
-        """Make the next draw that of (epoch, step); in place, so captured graphs follow."""
-        self._position.move(epoch, step)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch. Its draws do not depend on earlier calls."""
-        self.seek(epoch)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return seed, epoch, step and stream; waits for the device that was drawn on last."""
-        return self._position.read()
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where `state_dict` was taken."""
-        self._position.write(check_state(state))
 
     # -- inside ----------------------------------------------------------------------------------
 
