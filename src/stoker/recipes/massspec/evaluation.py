@@ -2,8 +2,8 @@
 
 Enters: predicted and measured spectra of the test samples as square roots of intensities; the store for fingerprints
 and atoms. Leaves: an `Evaluation` beside two baselines: the mean training spectrum, and the measured spectrum of the
-training compound whose fingerprint is nearest. Costs: for every similarity some passes over the spectra; for the nearest
-compounds one product of test and training fingerprints (2 * queries * compounds * 4096 operations, in blocks).
+training compound whose fingerprint is nearest. Costs: for every similarity some passes over the spectra; for the
+nearest compounds one product of test and training fingerprints (2 * queries * compounds * 4096 operations, in blocks).
 
 With m = bin + 1 and intensities I and J:
 
