@@ -289,6 +289,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["export", "run/best.pt", "q.pt", "--int8", "--batch", "0"]),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "store", *ON_CPU], fill={"IMAGES": "pictures/cat", "MASKS": "masks/cat"}),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", "--set", "recipe.options.num_classes=2", *ON_CPU]),
+        Case(["train", "--set", "recipe.name=images", "--store", "seg-store", *ON_CPU], fill={"FOLDER": "pictures", "OUT": "packed"}),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", "--set", "recipe.options.ratios=[0.0,0.5,0.5]", *ON_CPU]),
         Case(["train", "--set", "recipe.name=forex", "--store", "store", *ON_CPU], fill=TWO),
         Case(["train", "--set", "recipe.name=massspec", "--store", "store", *ON_CPU]),
@@ -351,6 +352,10 @@ COMMANDS: dict[str, list[Case]] = {
     "doctor": [
         Case(["profile", "--config", "tabular.yaml", "--active", "0", *ON_CPU]),
         Case(["doctor", "--", "train.py"], "open('train.py', 'w').write('')"),
+        Case(["doctor", "compare", "none.json", "none.json"], "open('train.py', 'w').write('')"),
+        Case(["doctor", "compare", "table.csv", "table.csv"], "open('train.py', 'w').write('')"),
+        Case(["doctor", "explain", "nothing"]),
+        Case(["doctor", "--pid", "4194303"]),
     ],
     "demo": [Case(["demo", "--folder", "table.csv"])],
     "errors.py": [

@@ -46,6 +46,8 @@ UNTYPED: dict[str, str] = {
     "packing/work_folder.py: f\"OUT {quoted(out / 'store')}\"": "needs a mount point, and so root",
     "plan/decision.py: f'data_bytes={fits} (chunk_size_gb={fits / GIB:.2g} of a ChunkDataLoader)'": "needs data that do not fit into the memory",
     "recipes/export/onnx_file.py: f'--opset {made}'": "needs a model that torch cannot turn into another opset, and minutes of tracing",
+    "recipes/images/networks.py: command('pip', 'install', '--force-reinstall', each)": "would install packages into the environment of the tests",
+    "recipes/segmentation/recipe.py: 'stoker pack segmentation --help'": "needs a checkpoint of an older stoker",
     "recipes/inference.py: '--device cpu'": "needs a GPU",
     "recipes/inference.py: _RAW": "one of its two places needs a run on repaired data; test_raw_tables.py predicts from such a run",
     "recipes/answers.py: '--device cpu'": "needs a GPU",

@@ -553,7 +553,7 @@ def test_a_document_that_is_something_else_is_refused():
 
 def test_a_finding_knows_its_docs():
     finding = Finding("no-workers", "t", ("e",), "r.", Gain(), patch=Patch(config={"a": 1}))
-    assert finding.docs == "docs/doctor.md#no-workers"
+    assert finding.docs == "stoker doctor explain no-workers"
     assert Finding.from_json(finding.to_json()) == finding
 
 

@@ -77,6 +77,12 @@ class ProgressiveAugmentation:
             return self.current(images, rows=rows, ids=ids)
         return self.current(images, masks, rows=rows, ids=ids)
 
+    def batches(
+        self, images: Tensor, masks: Tensor | None = None, *, rows: Tensor, batch_size: int
+    ) -> Any:
+        """Augment consecutive batches with the current stage; see `Compose.batches`."""
+        return self.current.batches(images, masks, rows=rows, batch_size=batch_size)
+
     def draw(
         self,
         batch: int,

@@ -410,6 +410,7 @@ class Run:
             samples=job.samples["train"],
             drop_last=settings.data.drop_last,
             lanes=job.lanes,
+            balance=job.balance,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             augment=None if self.drawn_augmentation else as_augments(job.augmentation),

@@ -232,6 +232,7 @@ class ImagesRecipe(Recipe):
             known.first_frame,
             make_normaliser(facts),
             int(told.get("batch_size", 64)),
+            facts.get("class_names", ()),
         )
 
 
@@ -303,27 +304,15 @@ def find_pictures(store: Store) -> tuple[Pictures, list[str]]:
         have = ", ".join(
             f"{name} {info.dtype} {tuple(info.shape)}" for name, info in store.fields.items()
         )
-        raise InputError(
-            f"{store.name} has {have or 'no fields'}.",
-            "images uint8 (1 or 3, height, width) and labels, one whole number each",
-            "stoker pack images FOLDER OUT",
-        )
+        raise _unfit(store, f"has {have or 'no fields'}")
     numbers = store.read_rows("labels", 0, store.num_samples)
     names = [str(name) for name in store.manifest.attributes.get("classes") or ()]
     least, most = int(numbers.min(initial=0)), int(numbers.max(initial=0))
     num_classes = len(names) or max(2, most + 1)
     if least < 0 or most >= num_classes:
-        raise InputError(
-            f"the labels of {store.name} go from {least} to {most}.",
-            f"0 to {num_classes - 1}",
-            "stoker pack images FOLDER OUT",
-        )
+        raise _unfit(store, f"has labels from {least} to {most} for {num_classes} classes")
     if num_classes < 2:
-        raise InputError(
-            f"{store.name} has one class, {names[0]!r}.",
-            "two classes or more",
-            "stoker pack images FOLDER OUT, with a folder for each class in FOLDER",
-        )
+        raise _unfit(store, f"has one class, {names[0]!r}")
     packed = {} if store.manifest.provenance is None else store.manifest.provenance.options
     span = packed.get("range")
     size = (int(images.shape[1]), int(images.shape[2]))
@@ -335,6 +324,14 @@ def find_pictures(store: Store) -> tuple[Pictures, list[str]]:
         bool(packed.get("first_frame", False)),
     )
     return made, names or [str(number) for number in range(num_classes)]
+
+
+def _unfit(store: Store, what: str) -> InputError:
+    return InputError(
+        f"{store.name} {what}.",
+        "images uint8 (1 or 3, height, width), and labels of two classes or more, whole numbers from 0",
+        "stoker pack images FOLDER OUT",
+    )
 
 
 def split_pictures(
@@ -393,9 +390,7 @@ def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[fl
     return mean.tolist(), std.tolist()
 
 
-def class_weights(
-    labels: Array, names: list[str], balance: str
-) -> tuple[Tensor | None, list[str]]:
+def class_weights(labels: Array, names: list[str], balance: str) -> tuple[Tensor | None, list[str]]:
     """Return the weight of each class in the loss, of mean 1 over the training pictures; and what to say."""
     counts = np.bincount(labels, minlength=len(names))
     absent = [name for name, count in zip(names, counts, strict=True) if not count]
@@ -439,7 +434,9 @@ def _normalisation(mean: list[float], std: list[float]) -> list[Any]:
 
 
 def _mixing(options: ImagesOptions) -> str:
-    parts = [f"{name} {getattr(options, name)}" for name in ("mixup", "cutmix") if getattr(options, name)]
+    parts = [
+        f"{name} {getattr(options, name)}" for name in ("mixup", "cutmix") if getattr(options, name)
+    ]
     return "".join(f", {part}" for part in parts)
 
 

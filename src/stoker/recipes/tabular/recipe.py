@@ -38,6 +38,7 @@ from stoker.recipes.tabular.data import (
     find_task,
     split_samples,
 )
+from stoker.recipes.tabular.evaluation import TableData
 from stoker.recipes.tabular.goals import Classify, ClassWeights, Regress, RegressionLoss
 from stoker.recipes.tabular.model import (
     BoundMode,
@@ -77,6 +78,8 @@ class TabularOptions:
         scale_inputs: Scale by median and quartiles of training rows, inside the model.
         input_clip: Largest scaled input; None for no limit.
         class_weights: "none"; "balanced" by the training shares; or a weight per class.
+        quiet_class: Name of the class that should raise no alarm, for the rate of false alarms; None finds one that is
+            called benign, normal, negative or the like.
         loss: Of a regression: Huber with delta 1, or mean squares, of scaled targets.
         split: See `split_samples`.
         ratios: Shares of train, val and test where the store has no split.
@@ -108,6 +111,7 @@ class TabularOptions:
     scale_inputs: bool = True
     input_clip: float | None = 10.0
     class_weights: ClassWeights = "none"
+    quiet_class: str | None = None
     loss: RegressionLoss = "huber"
     split: SplitMode = "auto"
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
@@ -196,6 +200,17 @@ class TabularRecipe(Recipe):
             goal = Regress(targets["train"], targets["val"], chosen.loss)
         else:
             goal = Classify(task.classes, targets["train"], targets["val"], chosen.class_weights)
+        data = TableData(
+            store,
+            inputs,
+            chosen.target_field,
+            task,
+            samples,
+            targets,
+            chosen.quiet_class,
+            partial(read_inputs, inputs=inputs),
+            seed,
+        )
         factor, why_lr = lr_factor(
             chosen.batch_size, chosen.reference_batch, chosen.lr_rule, len(samples["train"])
         )
@@ -209,6 +224,7 @@ class TabularRecipe(Recipe):
                 unpack_tabular, inputs=inputs, target=chosen.target_field, encode=goal.encode
             ),
             metrics=goal.metrics,
+            final_metrics=partial(goal.final_metrics, data),
             baseline=goal.baseline,
             samples=samples,
             make_optimizer=partial(_scaled_adamw, factor=factor, decay=chosen.weight_decay),
