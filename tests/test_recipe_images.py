@@ -137,7 +137,9 @@ def test_the_loss_of_a_mixed_picture_is_towards_both_classes():
     logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     share = torch.rand(6)
     loss = ClassificationLoss(smoothing=0.1)
-    soft = torch.eye(4)[labels] * share[:, None] + torch.eye(4)[labels.roll(1)] * (1 - share[:, None])
+    soft = torch.eye(4)[labels] * share[:, None] + torch.eye(4)[labels.roll(1)] * (
+        1 - share[:, None]
+    )
     soft = soft * 0.9 + 0.1 / 4
     wanted = -(soft * logits.log_softmax(dim=1)).sum(dim=1).mean()
     assert torch.allclose(loss((logits, share), labels), wanted)
@@ -225,11 +227,16 @@ def test_pictures_without_a_split_are_divided_class_by_class(tmp_path):
         labels = store.read_rows("labels", 0, 90)
         samples, _ = split_pictures(store, labels, (0.8, 0.1, 0.1), 0)
     assert sorted(np.concatenate(list(samples.values())).tolist()) == list(range(90))
-    assert [np.bincount(labels[ids]).tolist() for ids in samples.values()] == [[24] * 3, [3] * 3, [3] * 3]
+    assert [np.bincount(labels[ids]).tolist() for ids in samples.values()] == [
+        [24] * 3,
+        [3] * 3,
+        [3] * 3,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("given", "note"), [((0, 2), "a tenth of train as val (6)"), ((0, 1), "half of val as test (6)")]
+    ("given", "note"),
+    [((0, 2), "a tenth of train as val (6)"), ((0, 1), "half of val as test (6)")],
 )
 def test_a_split_that_is_absent_is_taken_from_another(tmp_path, given, note):
     split = np.array([given[0]] * 60 + [given[1]] * 12, np.uint8)
@@ -268,7 +275,10 @@ def test_options_out_of_range_are_refused():
 
 def test_a_store_of_something_else_is_refused(tmp_path):
     fields = {"features": Dense(np.zeros((4, 3), "f4"))}
-    with write_store(tmp_path / "store", [fields]) as store, pytest.raises(InputError, match="labels"):
+    with (
+        write_store(tmp_path / "store", [fields]) as store,
+        pytest.raises(InputError, match="labels"),
+    ):
         ImagesRecipe().make_job(store, {}, 0)
 
 
@@ -351,11 +361,20 @@ def test_the_graph_answers_as_the_model_does(trained):
     about = {entry.key: entry.value for entry in graph.metadata_props}
     assert json.loads(about["stoker.classes"]) == ["blue sky", "green", "red"]
     session = onnxruntime.InferenceSession(folder / "model.onnx")
-    picture = Image.open(folder / "pictures" / "red" / "3.png").resize((16, 16), Image.Resampling.BILINEAR)
+    picture = Image.open(folder / "pictures" / "red" / "3.png").resize(
+        (16, 16), Image.Resampling.BILINEAR
+    )
     pixels = np.moveaxis(np.asarray(picture), -1, 0)[None]
     names = [output.name for output in session.get_outputs()]
     made = dict(zip(names, session.run(None, {"images": pixels}), strict=True))
-    run("predict", folder / "run" / "best.pt", folder / "pictures" / "red" / "3.png", folder / "one.csv", "--device", "cpu")
+    run(
+        "predict",
+        folder / "run" / "best.pt",
+        folder / "pictures" / "red" / "3.png",
+        folder / "one.csv",
+        "--device",
+        "cpu",
+    )
     with (folder / "one.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert np.allclose(made["probability"][0, 2], float(row["probability_red"]), atol=1e-4)
