@@ -303,6 +303,8 @@ class Slot:
                     break
                 if code == 124:
                     return met("undecided", reason=f"{self.seconds:.0f} s were not enough")
+                if code == 2 and not failed:  # a KeyboardInterrupt that should not have come out
+                    return met("caught", by="pytest itself, which was interrupted")
                 if not failed:
                     return met("undecided", reason=f"pytest ended with {code}")
                 if failed[0] in left_out:
