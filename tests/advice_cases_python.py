@@ -41,6 +41,14 @@ SERIES = (
     "loader = Loader('store', 16, 'cpu'); state = loader.state_dict(); odd = {**state, 'epoch': 'x'}; cut = {**state, 'chunks': 'x'}; "
     "samples = np.arange(100); split = np.arange(40) % 3; order = Order(9, 3); images, labels = np.zeros((9, 3, 8, 8), 'u1'), np.arange(9)"
 )
+# Pictures of several sizes, one of which is cut off.
+ENCODED = (
+    "import io; from PIL import Image; from stoker.augment import Compose, Resize; from stoker.store.memory import memory_store; "
+    "from stoker.sources.images.encoded import picture_field; files = [io.BytesIO() for _ in range(30)]; "
+    "[Image.new('RGB', (8 + n, 9)).save(file, 'PNG') for n, file in enumerate(files)]; data = [file.getvalue() for file in files]; "
+    "data[3] = data[3][:20]; sizes = np.array([(9, 8 + n) for n in range(30)], 'i4'); resize = Compose([Resize(8)]); "
+    "pictures = memory_store({'images': picture_field(data), 'image_size': Dense(sizes), 'image_orientation': Dense(np.ones(30, 'u1'))}, 'pictures')"
+)
 # Times of decisions and labels that do not fit together, by what is wrong.
 TIMES = {
     "time, label_time = np.arange(9), np.arange(3)": "split_by_time(time, label_time=label_time)",
@@ -316,7 +324,17 @@ PYTHON: dict[str, list[Case]] = {
         "Order(9, 3, chunks=((0, 3),))",
         "order.epoch(-1)",
     )
+    + _refused(
+        ENCODED,
+        "Loader(pictures, 4, 'cpu')",
+        "Loader(pictures, 4, 'cpu', augment=resize, on_broken='x')",
+    )
     + [
+        Case(
+            "list(Loader(pictures, 4, 'cpu', augment=resize, on_broken='skip', broken_budget=0))",
+            ENCODED,
+            into="Loader",
+        ),
         Case(
             "Loader('forex-store', 4, order='lanes', lanes=plan_store_lanes(store, num_lanes=8))",
             SERIES,
@@ -622,6 +640,7 @@ PYTHON: dict[str, list[Case]] = {
         ),
         Case("load_trained('run/best.pt', recipe='forex')", RECIPES, fill={"STORE": "forex-store"}),
         Case("split_compounds(apart, (0.8, 0.1, 0.1), 0)", RECIPES),
+        Case("list(read_molecules_of(Path('table.csv')))", "from stoker.recipes.massspec.molecules import read_molecules_of"),
         *_refused(
             "from stoker.recipes.images.networks import *; from stoker.recipes.images.recipe import *; "
             "import torch, sys; from types import SimpleNamespace; "
