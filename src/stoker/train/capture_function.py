@@ -146,7 +146,8 @@ class CapturedFunction:
         self._refusal = self._find_refusal(example_batch, parameters) or refusal
         if self._refusal is None:
             for each in optimizers:
-                _make_capturable(each, self.device)
+                make_guarded(each, self.device)
+                fill_momentum(each)
         elif has_graphs(self.device):
             self._tell(step_note(self.reason, captured=False, fallback=True))
 
@@ -360,16 +361,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return isinstance(value, torch.Tensor | str | bytes | bool | int | float | type(None))
-
-
-def _make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Let an optimizer keep its counts on the device, where it has a switch for that."""
-    make_guarded(optimizer, device)
-    fill_momentum(optimizer)
-    if device.type != "cuda" or not all("capturable" in g for g in optimizer.param_groups):
-        return
-    for group in optimizer.param_groups:
-        group["capturable"] = True
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].to(device)

@@ -53,7 +53,7 @@ from stoker.train.replay_check import (
     same_counts,
     spread,
 )
-from stoker.train.step import compact_recurrent, is_guarded
+from stoker.train.step import compact_recurrent, is_capturable, is_guarded
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_RANKS = 11
@@ -123,6 +123,19 @@ class StepState:
                 value = getattr(scaler, name, None)
                 if isinstance(value, torch.Tensor):
                     yield value
+
+    def find_on_host(self) -> str | None:
+        """Return the name of an optimizer with a state that is not on the device; None if there is none."""
+        return next(
+            (
+                type(optimizer).__name__
+                for optimizer in self.optimizers
+                for state in optimizer.state.values()
+                for value in state.values()
+                if isinstance(value, torch.Tensor) and value.device.type != self.device.type
+            ),
+            None,
+        )
 
     def positions(self) -> list[Any]:
         """Return what the host knows of the state: counts of optimizers, and where each of `draws` is."""
@@ -329,12 +342,17 @@ class GraphedStep:
     def _capture(self) -> bool:
         """Capture the step; False if it cannot be. Nothing is computed, and the host's numbers stay."""
         state = self._state
+        on_host = state.find_on_host()
+        if on_host is not None:
+            self._give_up(f"{on_host} keeps its counts on the host")
+            return False
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        generator, on_host = self._copy_generator(), quiet_host_rng(self._others_draw)
+        generator, host_rng = self._copy_generator(), quiet_host_rng(self._others_draw)
         for module in state.modules:
             compact_recurrent(module)
         self._frozen = [
-            FrozenGroups(each, state.device, is_guarded(each)) for each in state.optimizers
+            FrozenGroups(each, state.device, is_guarded(each) or is_capturable(each))
+            for each in state.optimizers
         ]
         self._numbers = HostNumbers(state.modules, state.functions, state.device)
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
@@ -361,9 +379,9 @@ class GraphedStep:
         self._numbers.put_back()
         for drawing, position in draws:
             drawing.load_state_dict(position)
-        if on_host is not None and has_drawn(on_host):
+        if host_rng is not None and has_drawn(host_rng):
             # The eager step that follows must draw the same numbers. A graph would repeat them at every replay.
-            restore_rng(on_host)
+            restore_rng(host_rng)
             why = why or DRAWS_ON_HOST
         if not state.ranks.all_of(not why):
             self._give_up(why or "the step cannot be captured (on another rank)")
