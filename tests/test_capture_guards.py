@@ -404,3 +404,25 @@ def test_an_update_that_is_left_out_counts_once(tmp_path, device, bad_step):
     trainer.fit()
     assert trainer._captured.active
     assert trainer._step.num_skipped == 1
+
+
+def test_what_ended_a_capture_is_the_first_error_and_its_line():
+    """torch raises a second error when it ends the capture, which says nothing of the cause."""
+
+    def step_of_a_stranger():
+        return int("a host number")
+
+    try:
+        raise KeyError("of the caller, handled before")
+    except KeyError as handled:
+        try:
+            try:
+                step_of_a_stranger()
+            except ValueError:
+                raise RuntimeError("operation failed due to a previous error") from None
+        except RuntimeError as error:
+            said = capturing.describe_failure(error, handled)
+    assert "a host number" in said
+    assert "previous error" not in said
+    assert f"{__name__}.py:" in said
+    assert said.endswith('return int("a host number")')

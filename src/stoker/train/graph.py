@@ -24,13 +24,17 @@ import functools
 import gc
 import inspect
 import math
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import stoker
 from stoker.errors import InputError
 from stoker.report import Note, Topic
 from stoker.train.batches import iterate_tensors, map_tensors
@@ -62,6 +66,30 @@ CHECKED_REPLAYS = 3
 _WORTH_TELLING = 1.05
 _FIRST_RECHECK, _RECHECK_GROWTH = 64, 8
 """Replays until a trusted graph is compared again, and the factor for each later time."""
+
+
+def describe_failure(error: BaseException, handled: BaseException | None = None) -> str:
+    """Return what ended a capture, and the last line outside torch and stoker that led to it.
+
+    torch ends a failed capture with an error of its own ("operation failed due to a previous error"), raised while
+    the error that matters was on its way.
+
+    Args:
+        error: As caught around the capture.
+        handled: The error that the caller was handling before the capture; it has nothing to do with this one.
+    """
+    while error.__context__ is not None and error.__context__ is not handled:
+        error = error.__context__
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    ours = tuple(str(Path(module.__file__).parent) for module in (torch, stoker) if module.__file__)
+    theirs = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*ours, "<"))
+    ]
+    if not theirs:
+        return said
+    return f"{said}; {Path(theirs[-1].filename).name}:{theirs[-1].lineno}: {theirs[-1].line}"
 
 
 def refuse_eager(reason: str) -> InputError:
@@ -356,7 +384,7 @@ class GraphedStep:
         ]
         self._numbers = HostNumbers(state.modules, state.functions, state.device)
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
-        why = ""
+        why, handled = "", sys.exception()
         # Collected before, not during the capture: to free another graph's memory there would end it.
         gc.collect()
         collects = gc.isenabled()
@@ -370,8 +398,7 @@ class GraphedStep:
             self._heal(generator, pool)
             if is_oom(error):
                 raise
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            why = f"the step cannot be captured ({lines[0].rstrip('.')})"
+            why = f"the step cannot be captured ({describe_failure(error, handled)})"
         finally:
             if collects:
                 gc.enable()
