@@ -39,7 +39,15 @@ SERIES = (
     "from stoker.augment import Compose, RandomHorizontalFlip; store = open_store('forex-store'); plain = open_store('plain-store'); "
     "batch_size, world_size, num_lanes = 4, 1, 2; ends, window, breaks = np.arange(1, 40), 3, np.zeros(39, bool); "
     "loader = Loader('store', 16, 'cpu'); state = loader.state_dict(); odd = {**state, 'epoch': 'x'}; cut = {**state, 'chunks': 'x'}; "
-    "samples = np.arange(100); split = np.arange(40) % 3; order = Order(9, 3)"
+    "samples = np.arange(100); split = np.arange(40) % 3; order = Order(9, 3); images, labels = np.zeros((9, 3, 8, 8), 'u1'), np.arange(9)"
+)
+# Pictures of several sizes, one of which is cut off.
+ENCODED = (
+    "import io; from PIL import Image; from stoker.augment import Compose, Resize; from stoker.store.memory import memory_store; "
+    "from stoker.sources.images.encoded import picture_field; files = [io.BytesIO() for _ in range(30)]; "
+    "[Image.new('RGB', (8 + n, 9)).save(file, 'PNG') for n, file in enumerate(files)]; data = [file.getvalue() for file in files]; "
+    "data[3] = data[3][:20]; sizes = np.array([(9, 8 + n) for n in range(30)], 'i4'); resize = Compose([Resize(8)]); "
+    "pictures = memory_store({'images': picture_field(data), 'image_size': Dense(sizes), 'image_orientation': Dense(np.ones(30, 'u1'))}, 'pictures')"
 )
 # Times of decisions and labels that do not fit together, by what is wrong.
 TIMES = {
@@ -303,6 +311,7 @@ PYTHON: dict[str, list[Case]] = {
         "plan_store_lanes(store, 2, fields=[])",
         "plan_store_lanes(store, 2, fields=['x'])",
         "loader.set_epoch(-1)",
+        "Loader({'images': images}, 4, augment=[RandomHorizontalFlip()])",
         "loader.load_state_dict(3)",
         "loader.load_state_dict(odd)",
         "loader.load_state_dict(cut)",
@@ -315,7 +324,17 @@ PYTHON: dict[str, list[Case]] = {
         "Order(9, 3, chunks=((0, 3),))",
         "order.epoch(-1)",
     )
+    + _refused(
+        ENCODED,
+        "Loader(pictures, 4, 'cpu')",
+        "Loader(pictures, 4, 'cpu', augment=resize, on_broken='x')",
+    )
     + [
+        Case(
+            "list(Loader(pictures, 4, 'cpu', augment=resize, on_broken='skip', broken_budget=0))",
+            ENCODED,
+            into="Loader",
+        ),
         Case(
             "Loader('forex-store', 4, order='lanes', lanes=plan_store_lanes(store, num_lanes=8))",
             SERIES,
@@ -621,6 +640,22 @@ PYTHON: dict[str, list[Case]] = {
         ),
         Case("load_trained('run/best.pt', recipe='forex')", RECIPES, fill={"STORE": "forex-store"}),
         Case("split_compounds(apart, (0.8, 0.1, 0.1), 0)", RECIPES),
+        Case("list(read_molecules_of(Path('table.csv')))", "from stoker.recipes.massspec.molecules import read_molecules_of"),
+        *_refused(
+            "from stoker.recipes.images.networks import *; from stoker.recipes.images.recipe import *; "
+            "import torch, sys; from types import SimpleNamespace; "
+            "library = SimpleNamespace(list_models=lambda: ['pair'], create_model=lambda name, num_classes, in_chans: torch.nn.Flatten()); "
+            "sys.modules['timm'] = library; sys.modules.setdefault('torchvision.models', SimpleNamespace(list_models=lambda: []))"
+            "\nsys.modules.setdefault('torchvision', SimpleNamespace())\n"
+            "def call(network): make_network(choose_network(network, (32, 32))[0], 3, 3, 4, (32, 32))\n"
+            "def split(ratios): split_pictures(pictures, np.zeros(9, 'i8'), ratios, 0)\n"
+            "pictures = write_store(Path('pictures-store'), [{'labels': Dense(np.zeros(9, 'i8'))}])",
+            "call(network='resnet99x')",
+            "call(network='timm/pair')",
+            "split(ratios=[0.0, 0.5, 0.5])",
+            "load_weights(ResNet9(3, width=4), 'none/weights.pt')",
+            "load_weights(ResNet9(3, width=4), 'table.csv')",
+        ),
         Case("parse_options(TabularRecipe.Options, dict(hiden=1), 'tabular')", RECIPES),
         Case("lr_factor(128, 128, 'x', None)", RECIPES, at="'x'"),
     ],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
+import pickle
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -78,24 +81,54 @@ def thin(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+NO_GPU = "need a CUDA device, and there is none on this machine"
+CAMPAIGN = "belong to a campaign: `make campaign`"
+_left_out: Counter[str] = Counter()
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], marker: str, reason: str) -> None:
+    """Take the tests with a marker away; the summary says how many and why.
+
+    Each of thousands of skipped tests would cost two messages between a worker and its controller.
+    """
+    gone = [item for item in items if item.get_closest_marker(marker)]
+    if gone:
+        items[:] = [item for item in items if not item.get_closest_marker(marker)]
+        config.hook.pytest_deselected(items=gone)
+        _left_out[reason] += len(gone)
+
+
 @pytest.hookimpl(tryfirst=True)  # `-m` selects by the markers that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests with the reason where no CUDA device answers; `slow` unless asked for."""
+    """Leave `gpu` tests out where no CUDA device answers, and `slow` ones unless they are asked for."""
     thin(items)
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.random)
+    if "slow" not in (config.option.markexpr or ""):
+        leave_out(config, items, "slow", CAMPAIGN)
     if any(item.get_closest_marker("gpu") for item in items):
         import torch
 
         if not torch.cuda.is_available():
-            for item in items:
-                if item.get_closest_marker("gpu"):
-                    item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
-    if "slow" not in (config.option.markexpr or ""):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="a campaign: run `make campaign`"))
+            leave_out(config, items, "gpu", NO_GPU)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the controller what this worker has left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(_left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """Take a worker's count: every worker collects the same tests."""
+    _left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}) if not _left_out else {})
+
+
+def pytest_terminal_summary(terminalreporter: object) -> None:
+    for reason, count in _left_out.items():
+        terminalreporter.write_line(f"{count:,} tests {reason}")
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
@@ -104,18 +137,52 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     return f"{argname} of {len(val)}" if is_long else None
 
 
-def pytest_collection_finish() -> None:
-    """Keep what is imported out of the collector's way: tests collect hundreds of times, 0.2 s each."""
+_frozen = {"modules": 0}
+
+
+def freeze() -> None:
+    """Keep what is imported out of the collector's way: tests collect hundreds of times, 0.3 s each."""
     gc.collect()
     gc.freeze()
+    _frozen["modules"] = len(sys.modules)
+
+
+def pytest_collection_finish() -> None:
+    freeze()
+
+
+def pytest_runtest_teardown() -> None:
+    """Do the same for what a test was the first to import: Lightning, transformers, onnxruntime."""
+    if len(sys.modules) > _frozen["modules"] + 100:
+        freeze()
 
 
 @pytest.fixture(scope="session")
-def seen(tmp_path_factory):
+def once(tmp_path_factory):
+    """`once(name, make)` is `make(folder)`, which one worker runs; the others get a copy of what it returned."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # the workers' folders stand beside each other in it
+
+    def made(name: str, make):
+        kept = root / f"{name}.pickle"
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the file, and with the process
+            if not kept.exists():
+                folder = root / name
+                folder.mkdir()
+                kept.write_bytes(pickle.dumps(make(folder)))
+        return pickle.loads(kept.read_bytes())
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def seen(once):
     """What the doctor's probe saw of every script of `doctor_scripts.py`, which run once."""
     from doctor_scripts import watched
 
-    return watched(tmp_path_factory.mktemp("watched"))
+    return once("watched", watched)
 
 
 @pytest.fixture

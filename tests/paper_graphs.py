@@ -89,6 +89,9 @@ def use_paper_graphs(monkeypatch) -> None:
     monkeypatch.setattr(graph.GraphedStep, "_warm_up", warm_up)
     monkeypatch.setattr(graph.GraphedStep, "_copy_generator", lambda _: None)
     monkeypatch.setattr(graph.GraphedStep, "_heal", lambda *_: None)
+    # Where there is a GPU, torch's Adam asks whether its counts are on it while a step is captured.
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        monkeypatch.setattr(torch.optim.Optimizer, name, lambda self: None, raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", PaperGraph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", _record)

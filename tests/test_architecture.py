@@ -126,6 +126,7 @@ def test_the_public_names_are_pinned():
         "capture",
         "find_max_batch_size",
         "load_config",
+        "load_model",
         "make_plan",
         "mix",
         "open_store",

@@ -58,8 +58,9 @@ def epochs(augment, context, num=2, **options):
     [
         ("fork", False),
         ("fork", True),
-        ("spawn", True),
-        pytest.param("spawn", False, marks=pytest.mark.slow),  # starts four processes
+        # Each process imports torch: three to five seconds.
+        pytest.param("spawn", True, marks=pytest.mark.slow),
+        pytest.param("spawn", False, marks=pytest.mark.slow),
     ],
 )
 def test_workers_and_epochs_draw_differently_and_follow_torchs_seed(context, persistent):

@@ -402,7 +402,7 @@ def test_bad_arguments_are_named(device):
 def test_what_cannot_be_captured_at_all_says_so_at_once(device, monkeypatch, tmp_path):
     loop, said = Loop(device, OPTIMIZERS["AdamW"]), []
     known = {"optimizer": loop.optimizer, "say": said.append}
-    step = stoker.capture(loop.step, model=nn.DataParallel(loop.model), **known)
+    step = stoker.capture(loop.step, model=nn.DataParallel(make_model()), **known)
     assert "DataParallel starts threads" in step.reason
     monkeypatch.setattr(Ranks, "current", lambda: Ranks(0, 2, 0, 2, joined=True))
     step = stoker.capture(loop.step, model=loop.model, **known)

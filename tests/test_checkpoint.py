@@ -11,8 +11,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
@@ -496,36 +494,26 @@ def save_for_ever():
         os.write(1, f"saved {step}\\n".encode())
         step += 1
 
-for _ in sys.stdin:  # torch is imported once, and every saver is a fork
-    child = os.fork()
-    if child == 0:
-        save_for_ever()
-    os.write(1, f"child {child}\\n".encode())
-    os.waitpid(child, 0)
-    os.write(1, b"dead\\n")
+save_for_ever()
 """
 
 
 def kill_during_saves(folder, kills, seed):
     """Kill a saving process at random moments; whatever it left must load, as new as it said."""
     rng, highest = random.Random(seed), -1
-    with subprocess.Popen(
-        [sys.executable, "-c", SAVER, str(folder)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-    ) as saver:  # fmt: skip
-        for number in range(kills):
-            saver.stdin.write("\n")
-            child = int(saver.stdout.readline().split()[1])
-            # The very first save has nothing to fall back to: it may finish.
-            lines = [saver.stdout.readline()] if number == 0 else []
-            time.sleep(rng.uniform(0, 0.06))
-            os.kill(child, signal.SIGKILL)
-            while (line := saver.stdout.readline()) != "dead\n":
-                assert line, "the saver is gone"
-                lines.append(line)
-            highest = max([highest, *(int(line.split()[1]) for line in lines)])
-            check_what_is_left(Checkpoints(folder), highest)
-        saver.stdin.close()
+    script = folder.parent / "saver.py"
+    script.write_text(SAVER)
+    for number in range(kills):
+        saver = warm_stoker.Started([folder], script=script)
+        # The very first save has nothing to fall back to: it may finish.
+        lines = [saver.stdout.readline()] if number == 0 else []
+        time.sleep(rng.uniform(0, 0.06))
+        saver.kill()
+        rest, said = saver.communicate()
+        assert saver.returncode == -signal.SIGKILL, said
+        lines += rest.splitlines()
+        highest = max([highest, *(int(line.split()[1]) for line in lines)])
+        check_what_is_left(Checkpoints(folder), highest)
     Checkpoints(folder).save({}, 10**6, 0)
     assert [path.name for path in folder.glob(".*")] == [MARK_NAME], "leftovers stay behind"
 
@@ -541,7 +529,7 @@ def check_what_is_left(kept, highest):
 
 
 def test_kill_9_during_saves_always_leaves_a_whole_checkpoint(tmp_path):
-    kill_during_saves(tmp_path, kills=12, seed=0)
+    kill_during_saves(tmp_path / "run", kills=12, seed=0)
 
 
 def test_leftovers_of_a_kill_are_removed_by_the_next_save_only(two):
@@ -645,9 +633,9 @@ time.sleep(60)
 
 
 def hold(folder, *extra):
-    child = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder), *extra], stdout=subprocess.PIPE, text=True
-    )
+    script = folder.parent / "holder.py"
+    script.write_text(HOLDER)
+    child = warm_stoker.Started([folder, *extra], script=script)
     assert int(child.stdout.readline()) == child.pid
     return child
 
@@ -662,23 +650,21 @@ def test_a_second_process_is_told_who_has_the_run_directory(tmp_path):
             pass
         assert "another run directory" in caught.value.fix
     finally:
-        child.kill()
-        child.wait()
-        child.stdout.close()
+        child.close()
     with RunLock(tmp_path / "run"):
         assert f"process {os.getpid()} on" in (tmp_path / "run" / "lock").read_text()
 
 
 def test_a_forked_worker_that_outlives_its_killed_parent_does_not_keep_the_lock(tmp_path):
-    child = hold(tmp_path, "fork")
+    child = hold(tmp_path / "run", "fork")
     assert child.stdout.readline() == "forked\n"
-    with pytest.raises(StoreError), RunLock(tmp_path):
+    with pytest.raises(StoreError), RunLock(tmp_path / "run"):
         pass
     child.kill()
     child.wait()
-    with RunLock(tmp_path):
+    with RunLock(tmp_path / "run"):
         pass
-    child.stdout.close()
+    child.close()
 
 
 def hold_nothing(folder, queue):
@@ -735,7 +721,8 @@ def test_generators_draw_the_same_after_a_restore(tmp_path, device):
 
 def test_generators_of_missing_devices_are_named():
     state = capture_rng()
-    notes = restore_rng({**state, "cuda": [torch.get_rng_state()] * 99})
+    known = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+    notes = restore_rng({**state, "cuda": [known] * 99})
     assert len(notes) == 1
     assert "99 CUDA generators" in notes[0]
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import warm_stoker
+
 SCRIPTS = {
     "bash": "complete -o default -F _stoker_completion stoker",
     "zsh": "#compdef stoker",
@@ -31,7 +33,15 @@ def run(*command: str, **env: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("shell", SCRIPTS)
+def warm(**env: str) -> str:
+    done = warm_stoker.stoker(env={**os.environ, "COLUMNS": "200", **env})
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "shell", ["bash", *(pytest.param(one, marks=pytest.mark.slow) for one in ("zsh", "fish"))]
+)
 def test_the_script_for_the_shell_that_asks(shell, tmp_path):
     # The shell is recognised by the name of the process that started stoker.
     (tmp_path / shell).symlink_to("/bin/sh")
@@ -43,7 +53,7 @@ def test_the_script_for_the_shell_that_asks(shell, tmp_path):
 
 @pytest.mark.parametrize("shell", SCRIPTS)
 def test_the_script_for_any_shell_by_a_variable(shell):
-    script = run(sys.executable, "-m", "stoker", _STOKER_COMPLETE=f"source_{shell}")
+    script = warm(_STOKER_COMPLETE=f"source_{shell}")
     assert SCRIPTS[shell] in script
 
 
@@ -67,23 +77,13 @@ def test_it_is_installed_in_the_home_folder_only(tmp_path):
 )
 def test_bash_gets_the_words_that_fit(words, wanted):
     number = str(words.count(" "))
-    found = run(
-        sys.executable,
-        "-m",
-        "stoker",
-        _STOKER_COMPLETE="complete_bash",
-        COMP_WORDS=words,
-        COMP_CWORD=number,
-    )
+    found = warm(_STOKER_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=number)
     assert found.split() == wanted
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_zsh_and_fish_get_them_with_help(shell):
-    found = run(
-        sys.executable,
-        "-m",
-        "stoker",
+    found = warm(
         _STOKER_COMPLETE=f"complete_{shell}",
         _TYPER_COMPLETE_FISH_ACTION="get-args",
         _TYPER_COMPLETE_ARGS="stoker ex",

@@ -88,6 +88,8 @@ def _loading(folder: Path, bars: Path) -> dict:
         file["features"] = np.zeros((300, 6, 4), "f4")
         file["targets"] = np.zeros((300, 2), "f4")
     lstm = torch.nn.LSTM(11, 4, batch_first=True)
+    if torch.cuda.is_available():  # where a Loader puts its batches by itself
+        lstm.cuda()
     _store("store")(folder, bars)
     return {
         "your_dataloader": [(torch.zeros(2, 3), torch.ones(2))],
@@ -170,7 +172,7 @@ def _carry(state: dict) -> None:
     state["job"] = job = ForexRecipe().make_job(store, options, seed=0)
     lanes, samples = job.lanes, job.samples["train"]
     state["loader"] = Loader(
-        store, 2, fields=job.fields, samples=samples, order=job.order, lanes=lanes
+        store, 2, "cpu", fields=job.fields, samples=samples, order=job.order, lanes=lanes
     )
 
 
@@ -230,7 +232,9 @@ def test_the_change_of_the_readme_runs_before_and_after(side, tmp_path, monkeypa
         seen.append(targets.cpu())
 
     lines = [line for line in DIFF.text.splitlines() if line[0] in (side, " ")]
-    assert len([line for line in DIFF.text.splitlines() if line[0] == side]) == 4
+    assert (
+        len([line for line in DIFF.text.splitlines() if line[0] == side]) == {"-": 3, "+": 2}[side]
+    )
     code = "\n".join(line[1:] for line in lines)
     names = {"Windows": Windows, "device": device, "step": step}
     exec(compile(code, "README.md", "exec"), names)
@@ -240,7 +244,7 @@ def test_the_change_of_the_readme_runs_before_and_after(side, tmp_path, monkeypa
 
 def test_the_readme_is_short_and_says_how_to_install():
     text = PAGES["README.md"]
-    assert len(text.splitlines()) <= 105
+    assert len(text.splitlines()) <= 88
     first_screen = text.partition("\n## ")[0]
     assert "pip install --editable . --constraint constraints.txt" in first_screen
     assert "![" in first_screen
@@ -416,7 +420,7 @@ def test_the_refusal_of_a_newer_store_is_worded_as_the_page_says(tmp_path):
     from stoker.store.manifest import FORMAT_VERSION, read_manifest
 
     assert f"now {FORMAT_VERSION}" in PAGES["docs/formats.md"]
-    (tmp_path / "store.json").write_text('{"format_version": 2}')
+    (tmp_path / "store.json").write_text('{"format_version": 3}')
     with pytest.raises(StoreError) as refused:
         read_manifest(tmp_path)
     lines = str(refused.value).replace(str(tmp_path), "store").splitlines()

@@ -1,8 +1,8 @@
-"""Every loader with every place of augmentation, in both loops, captured and eager: the same numbers.
+"""Every loader, place of augmentation, loop, order and precision, captured and eager: the same numbers.
 
-The reference is a plain loop over tensors in memory. All loaders go over the same 96 images in order, so that every
-cell must give the reference's losses. What cannot be paired is refused with what to type. On a CPU the graphs are made
-of paper (`paper_graphs.py`).
+The reference is a plain loop over tensors in memory, in the order in which the loader deals its samples. What cannot be
+paired is refused with what to type. `make test` trains enough cells that every two values of any two axes meet;
+the full product is slow. On a CPU the graphs are made of paper (`paper_graphs.py`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from importlib.util import find_spec
 
 import h5py
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 import stoker
+from pair_loops import CLIP, EPOCHS, autocast, loops, make_network, make_optimizer
 from paper_graphs import Jitter, use_paper_graphs
 from stoker.compat.chunk_loader import ChunkDataLoader
 from stoker.errors import InputError
@@ -33,7 +35,12 @@ from stoker.units import GIB
 from store_makers import write_store
 from training_makers import DEVICES, out_of_memory
 
-SAMPLES, BATCH, EPOCHS = 96, 16, 2
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Of a CPU without bfloat16, once.
+    pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),
+]
+SAMPLES, BATCH = 96, 16
 SAMPLE_BYTES = 3 * 4 * 4 * 4 + 8
 
 
@@ -84,66 +91,54 @@ class Samples(Dataset):
         return brightened(image, number) if self.augments else image, int(labels[number])
 
 
-def make_network(device):
-    torch.manual_seed(0)
-    return nn.Sequential(Scale(), nn.Flatten(), nn.Linear(48, 16), nn.Tanh(), nn.Linear(16, 4)).to(
-        device
-    )
-
-
-class Scale(nn.Module):
-    def forward(self, images):
-        return images.float() / 64
-
-
-@functools.cache
-def reference(where, device):
-    """Return the losses of a plain loop over tensors in memory."""
-    images, labels = (torch.from_numpy(part).to(device) for part in pixels())
-    if where == "dataset":
-        images = torch.stack([brightened(image, number) for number, image in enumerate(images)])
-    model, jitter, losses = make_network(device), Jitter(device), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for epoch in range(EPOCHS):
-        jitter.seek(epoch)
-        for start in range(0, SAMPLES, BATCH):
-            batch = images[start : start + BATCH]
-            batch = jitter(batch) if where in ("loader", "trainer") else batch
-            loss = nn.functional.cross_entropy(model(batch), labels[start : start + BATCH])
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-    return losses
-
-
 LOADERS = (
     "resident", "chunked", "streamed", "ChunkDataLoader", "ChunkDataLoader in chunks", "DataLoader",
     "DataLoader with 2 workers", "prefetch", "list",
 )  # fmt: skip
-PLACES = ("none", "loader", "trainer", "dataset")
 OWN = LOADERS[:3]
+PLACES = ("none", "loader", "loop", "dataset")
+LOOPS = ("Trainer", "by hand", "Lightning", "Accelerate", "Hugging Face")
+ORDERS = ("sequential", "shuffled", "weighted")
+AXES = (LOADERS, PLACES, LOOPS, ("captured", "eager"), ORDERS)
+WEIGHTS = 1.0 + np.arange(SAMPLES) % 5
 
 
-def make_loader(kind, where, device, files):
+class Order(Sampler):
+    """An order for torch's DataLoader; every iteration is the next epoch."""
+
+    def __init__(self, order):
+        self.order, self.epochs = order, itertools.count()
+
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        rng = np.random.default_rng(next(self.epochs))
+        if self.order == "weighted":
+            return iter(rng.choice(SAMPLES, SAMPLES, p=WEIGHTS / WEIGHTS.sum()).tolist())
+        return iter(
+            range(SAMPLES) if self.order == "sequential" else rng.permutation(SAMPLES).tolist()
+        )
+
+
+def make_loader(kind, where, device, files, order="sequential"):
     augment = Jitter(device) if where == "loader" else None
     if kind in OWN:
-        options = {}
+        options = {"weights": WEIGHTS} if order == "weighted" else {"order": order}
         if kind == "chunked":
-            options = {"data_bytes": SAMPLE_BYTES * SAMPLES // 2}
+            options |= {"data_bytes": SAMPLE_BYTES * SAMPLES // 2}
         elif kind == "streamed" and device == "cuda":
             with stoker.open_store(files / "store") as store:
-                options = {"plan": plan_streamed(store)}
-        return Loader(files / "store", BATCH, device, augment=augment, **options)
-    if kind.startswith("ChunkDataLoader"):
+                options |= {"plan": plan_streamed(store)}
+        return Loader(files / "store", BATCH, device, augment=augment, seed=4, **options)
+    if kind in LOADERS[3:5]:
         size = SAMPLE_BYTES * SAMPLES / GIB
-        return ChunkDataLoader(
-            files / "chunks.h5", BATCH, size / 2 if "chunks" in kind else 2 * size, device
-        )
-    samples = Samples(where == "dataset")
+        size = size / 2 if "chunks" in kind else 2 * size
+        shuffle = order == "shuffled"
+        return ChunkDataLoader(files / "chunks.h5", BATCH, size, device, shuffle=shuffle, seed=4)
     workers = 2 if "workers" in kind else 0
-    batches = DataLoader(samples, BATCH, num_workers=workers)
+    samples = Samples(where == "dataset")
+    batches = DataLoader(samples, BATCH, sampler=Order(order), num_workers=workers)
     if kind == "prefetch":
         return prefetch(batches, device)
     return list(batches) if kind == "list" else batches
@@ -160,86 +155,139 @@ def plan_streamed(store):
     )
 
 
-CELLS = [
-    (kind, where)
-    for kind, where in itertools.product(LOADERS, PLACES)
-    if (kind in OWN and where != "dataset")
-    or (kind.startswith("ChunkDataLoader") and where == "none")
-    or (kind not in OWN and not kind.startswith("Chunk") and where != "loader")
-]
+@functools.cache
+def dealt(kind, order, device, files):
+    """Return the samples of every batch of every epoch, as the loader deals them."""
+    if kind in LOADERS[:5]:
+        with make_loader(kind, "none", device, files, order) as loader:
+            own = getattr(loader, "stoker_loader", loader)
+            return [batch.positions for _ in range(EPOCHS) for batch in own]
+    sampler = Order(order)
+    epochs = [list(sampler) for _ in range(EPOCHS)]
+    epochs = [epochs[0]] * EPOCHS if kind == "list" else epochs
+    return [
+        np.array(one[start : start + BATCH]) for one in epochs for start in range(0, SAMPLES, BATCH)
+    ]
 
 
-@pytest.mark.parametrize("capture", ["auto", "off"])
-@pytest.mark.parametrize(("kind", "where"), CELLS)
-def test_the_trainer_gives_the_reference_losses(kind, where, capture, device, files):
-    model = make_network(device)
-    loader = make_loader(kind, where, device, files)
-    with contextlib.ExitStack() as stack:
-        if hasattr(loader, "__exit__"):
-            stack.enter_context(loader)
-        trainer = Trainer(
-            model,
-            loader,
-            None,
-            nn.functional.cross_entropy,
-            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-            None,
-            {"epochs": EPOCHS, "precision": "fp32", "capture": capture},
-            device,
-            Jitter(device) if where == "trainer" else None,
-        )
-        history = trainer.fit(quiet=True)
-        assert history.losses == pytest.approx(reference(where, device), rel=1e-3, abs=1e-5)
-        if capture == "auto":
-            assert trainer._captured.active, trainer._captured.reason
-        else:
-            assert history.fallback is None
-
-
-@pytest.mark.parametrize("capture", ["auto", "off"])
-@pytest.mark.parametrize(("kind", "where"), CELLS)
-def test_a_loop_by_hand_gives_the_reference_losses(kind, where, capture, device, files):
-    model, jitter = make_network(device), Jitter(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-    def train(batch):
-        images, labels = batch
-        images = jitter(images) if where == "trainer" else images
-        loss = nn.functional.cross_entropy(model(images), labels)
+@functools.cache
+def reference(kind, where, order, precision, device, files):
+    """Return the losses of a plain loop over tensors in memory."""
+    images, labels = (torch.from_numpy(part).to(device) for part in pixels())
+    if where == "dataset":
+        images = torch.stack([brightened(image, number) for number, image in enumerate(images)])
+    model, jitter, losses = make_network(device), Jitter(device), []
+    optimizer = make_optimizer(model)
+    for number, samples in enumerate(dealt(kind, order, device, files)):
+        if number % (SAMPLES // BATCH) == 0:
+            jitter.seek(number // (SAMPLES // BATCH))
+        rows = torch.from_numpy(samples).to(device)
+        batch = jitter(images[rows]) if where in ("loader", "loop") else images[rows]
+        with autocast(device, precision):
+            outputs = model(batch)
+        loss = nn.functional.cross_entropy(outputs.float(), labels[rows])
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        losses.append(float(loss.detach()))
+    return losses
 
-    step, losses = train, []
-    if capture == "auto":
-        step = stoker.capture(train, model=model, optimizer=optimizer)
-    loader = make_loader(kind, where, device, files)
+
+def is_offered(kind, where, order):
+    """Whether a loader has such a place of augmentation, and such an order."""
+    if kind in OWN:
+        return where != "dataset"  # a Loader has no Dataset
+    if kind in LOADERS[3:5]:  # features, which are not augmented; no weights
+        return where == "none" and order != "weighted"
+    return where != "loader"  # a DataLoader has no such option
+
+
+def all_cells(precisions):
+    return [
+        (*cell, precision)
+        for cell in itertools.product(*AXES)
+        for precision in precisions
+        if is_offered(cell[0], cell[1], cell[4])
+    ]
+
+
+def pairs_of(cell):
+    return set(itertools.combinations(enumerate(cell), 2))
+
+
+def choose_cells(cells):
+    """Return cells in which every two values of any two axes meet that meet in any cell; greedily."""
+    missing = set().union(*map(pairs_of, cells))
+    chosen = []
+    while missing:
+        best = max(cells, key=lambda cell: len(pairs_of(cell) & missing))
+        chosen.append(best)
+        missing -= pairs_of(best)
+    return chosen
+
+
+CELLS = choose_cells(all_cells(("fp32", "bf16")))
+GPU_CELLS = choose_cells(all_cells(("fp32", "bf16", "fp16")))
+NEEDS = {"Lightning": "lightning", "Accelerate": "accelerate", "Hugging Face": "transformers"}
+
+
+def train_cell(cell, device, files, folder):
+    kind, where, loop, capture, order, precision = cell
+    if loop in NEEDS and find_spec(NEEDS[loop]) is None:
+        pytest.skip(f"{NEEDS[loop]} is not installed")
+    loader = make_loader(kind, where, device, files, order)
     with contextlib.ExitStack() as stack:
         if hasattr(loader, "__exit__"):
             stack.enter_context(loader)
-        for epoch in range(EPOCHS):
-            jitter.seek(epoch)
-            for batch in loader:
-                pair = (batch["images"], batch["labels"]) if isinstance(batch, dict) else batch
-                losses.append(step(tuple(part.to(device) for part in pair)))
-    found = [float(loss) for loss in losses]
-    assert found == pytest.approx(reference(where, device), rel=1e-3, abs=1e-5)
-    assert capture == "off" or step.is_captured, step.reason
+        losses, is_captured, reason = loops(folder)[loop](
+            loader, device, where == "loop", capture == "captured", precision
+        )
+    expected = reference(kind, where, order, precision, device, files)
+    rough = 1e-3 if precision == "fp32" else 2e-2
+    assert losses == pytest.approx(expected, rel=rough, abs=rough / 100)
+    if capture == "captured" and precision == "fp16" and loop in NEEDS:
+        assert "bf16" in reason  # what to type
+    else:
+        assert is_captured == (capture == "captured"), reason
 
 
-def test_every_cell_is_trained_or_named_here():
-    """A new loader or place needs its cells."""
-    refused = set(itertools.product(LOADERS, PLACES)) - set(CELLS)
-    assert (
-        refused
-        == {
-            *((kind, "dataset") for kind in OWN),  # a Loader has no Dataset
-            *((kind, where) for kind in LOADERS[3:5] for where in PLACES[1:]),
-            *((kind, "loader") for kind in LOADERS[5:]),  # a DataLoader has no such option
-        }
-    )
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_a_cell_gives_the_reference_losses(cell, files, tmp_path, monkeypatch):
+    use_paper_graphs(monkeypatch)
+    train_cell(cell, "cpu", files, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", GPU_CELLS, ids="-".join)
+def test_a_cell_on_a_gpu_gives_the_reference_losses(cell, files, tmp_path):
+    train_cell(cell, "cuda", files, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "loop"), [*itertools.product(LOADERS, LOOPS)])
+def test_every_other_cell_too(kind, loop, files, tmp_path, monkeypatch):
+    use_paper_graphs(monkeypatch)
+    for cell in all_cells(("fp32", "bf16")):
+        if (cell[0], cell[2]) == (kind, loop):
+            train_cell(cell, "cpu", files, tmp_path)
+
+
+def test_every_two_values_meet():
+    """A new loader, place, loop or order needs its cells; those that no loader offers are named here."""
+    met = set().union(*map(pairs_of, CELLS))
+    axes = (*AXES, ("fp32", "bf16"))
+    wanted = {
+        ((i, one), (j, other))
+        for (i, left), (j, right) in itertools.combinations(enumerate(axes), 2)
+        for one, other in itertools.product(left, right)
+    }
+    assert {(one, other) for (_, one), (_, other) in wanted - met} == {
+        *((kind, "dataset") for kind in OWN),
+        *((kind, where) for kind in LOADERS[3:5] for where in PLACES[1:]),
+        *((kind, "loader") for kind in LOADERS[5:]),
+        *((kind, "weighted") for kind in LOADERS[3:5]),
+    }
 
 
 @pytest.mark.parametrize("kind", LOADERS[3:5])

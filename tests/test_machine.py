@@ -451,7 +451,6 @@ def test_a_whole_gpu(tmp_path):
             visible=True,
         ),
     )
-    assert found.gpus[0].throttled
     assert found.gpus[0].pcie_bytes_per_second == pytest.approx(31.5e9, rel=0.01)
     assert found.notes == ()
     assert nvml.calls[-1] == "nvmlShutdown"
@@ -523,8 +522,7 @@ def test_old_bindings_and_unknown_bits(tmp_path):
     assert gpu.throttle_reasons == ("idle", "other (0x4000)")
     idle = BrokenNvml()
     idle.answers["nvmlDeviceGetCurrentClocksEventReasons"] = 1
-    assert look(tmp_path, idle).gpus[0].throttled is False
-    assert Gpu(0).throttled is None
+    assert look(tmp_path, idle).gpus[0].throttle_reasons == ("idle",)
     assert Gpu(0).pcie_bytes_per_second is None
 
 

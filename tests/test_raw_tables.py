@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -13,11 +14,12 @@ import torch
 from run_makers import settings_for
 from stoker.errors import InputError
 from stoker.packing import PackOptions, pack
+from stoker.recipes.answers import load_model, predict_file
 from stoker.recipes.inference import Trained, load_trained, predict_store
-from stoker.recipes.raw_tables import predict_table
 from stoker.recipes.run import run_recipe
 from stoker.recipes.scaling import RobustScale
 from stoker.sources.tables import TableSource
+from stoker.strict_json import parse_json
 from stoker.train.predict import is_written_here
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,7 +73,7 @@ def test_raw_rows_and_packed_rows_get_the_same_answers(trained, tmp_path):
     typed = pa.table({name: [row.get(name) for row in rows] for name in reversed(names[:-1])})
     pq.write_table(typed, tmp_path / "c.parquet")
     for name in ("b.csv", "c.parquet"):
-        report = predict_table(trained, tmp_path / name, tmp_path / "o.parquet", device="cpu")
+        report = predict_file(trained, tmp_path / name, tmp_path / "o.parquet", device="cpu")
         got = pq.read_table(tmp_path / "o.parquet")
         assert got["class"].to_pylist() == want["class"].to_pylist()
         assert got["probability"].to_pylist() == want["probability"].to_pylist()
@@ -89,7 +91,7 @@ def test_every_row_gets_an_answer_or_a_reason(trained, tmp_path):
     path = write_csv(tmp_path / "n.csv", rows, list(rows[0])[:-1])
     text = path.read_text().splitlines()
     path.write_text("\n".join([*text[:6], "1,2", *text[6:]]) + "\n")
-    report = predict_table(trained, path, tmp_path / "o.csv", device="cpu")
+    report = predict_file(trained, path, tmp_path / "o.csv", device="cpu")
     made = answers(tmp_path / "o.csv")
     assert [row["row"] for row in made] == [str(number) for number in range(7)]
     reasons = [row["reason"] for row in made]
@@ -108,22 +110,22 @@ def test_every_row_gets_an_answer_or_a_reason(trained, tmp_path):
 def test_missing_columns_are_named_all_at_once(trained, tmp_path):
     path = write_csv(tmp_path / "n.csv", people(3), ["kind", "age", "ok"])
     with pytest.raises(InputError, match="lacks 3 columns of the training table: ms, when, size"):
-        predict_table(trained, path, tmp_path / "o.csv", device="cpu")
+        predict_file(trained, path, tmp_path / "o.csv", device="cpu")
 
 
 def test_only_predictions_are_replaced(trained, tmp_path):
     path = write_csv(tmp_path / "n.csv", people(3))
     for name in ("o.csv", "o.parquet"):
-        predict_table(trained, path, tmp_path / name, device="cpu")
-        predict_table(trained, path, tmp_path / name, device="cpu")
+        predict_file(trained, path, tmp_path / name, device="cpu")
+        predict_file(trained, path, tmp_path / name, device="cpu")
     (tmp_path / "mine.csv").write_text('"row","x"\n1,2\n')
     assert not is_written_here(tmp_path / "mine.csv")
     with pytest.raises(InputError, match="stoker did not write it"):
-        predict_table(trained, path, tmp_path / "mine.csv", device="cpu")
+        predict_file(trained, path, tmp_path / "mine.csv", device="cpu")
     with pytest.raises(InputError, match="is read by this command"):
-        predict_table(trained, path, path, device="cpu")
+        predict_file(trained, path, path, device="cpu")
     with pytest.raises(InputError, match="a name that ends in"):
-        predict_table(trained, path, tmp_path / "o.xls", device="cpu")
+        predict_file(trained, path, tmp_path / "o.xls", device="cpu")
 
 
 def test_a_model_that_was_not_trained_on_a_table_says_so(tmp_path):
@@ -132,8 +134,8 @@ def test_a_model_that_was_not_trained_on_a_table_says_so(tmp_path):
     store = make_store("tabular", tmp_path / "s")
     run = run_recipe(settings_for("tabular", store.path, tmp_path / "run"), device="cpu")
     path = write_csv(tmp_path / "n.csv", people(3))
-    with pytest.raises(InputError, match="was not trained on a store of `stoker pack table`"):
-        predict_table(load_trained(run.best), path, tmp_path / "o.csv", device="cpu")
+    with pytest.raises(InputError, match=r"recipe tabular, which does not read .*n\.csv"):
+        predict_file(load_trained(run.best), path, tmp_path / "o.csv", device="cpu")
 
 
 def test_times_that_float32_would_merge_reach_the_model_apart(trained):
@@ -147,3 +149,124 @@ def test_times_that_float32_would_merge_reach_the_model_apart(trained):
     assert len(torch.unique(scaled)) == len(times)
     assert trained.facts["is_wide"]
     assert trained.model.scaler.center.dtype == torch.float64
+
+
+# -- frames in memory, folders, other endings ------------------------------------------------------
+
+
+def test_frames_of_all_kinds_get_the_answers_of_the_file(trained, tmp_path):
+    rows = people(20)
+    path = write_csv(tmp_path / "n.csv", rows)
+    model = load_model(trained.loaded.saved.path)
+    want = model.predict(path, device="cpu")
+    frames = [
+        pa.Table.from_pylist(rows), rows, {name: [row[name] for row in rows] for name in rows[0]},
+        pa.Table.from_pylist(rows).to_batches()[0],
+    ]  # fmt: skip
+    for frame in frames:
+        got = model.predict(frame, device="cpu")
+        assert got["class"].to_pylist() == want["class"].to_pylist()
+        assert got["probability"].to_pylist() == want["probability"].to_pylist()
+        assert got["row"].to_pylist() == list(range(20))
+    assert model.class_names == ["is blue", "is green", "is red"]
+    assert "recipe tabular" in repr(model)
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (np.zeros((3, 2)), "an array of shape"),
+        ({"kind": ["red"]}, "the dict lacks 5 columns"),
+        (7, "a int that is no table"),
+        ({"kind": [["red"], 3]}, "that is no table"),
+    ],
+)
+def test_frames_that_cannot_be_used_are_refused(trained, frame, words):
+    with pytest.raises(InputError, match=words):
+        load_model(trained.loaded.saved.path).predict(frame)
+
+
+def test_no_rows_is_an_error_and_leaves_no_file(trained, tmp_path):
+    path = tmp_path / "n.csv"
+    path.write_text(",".join(people(1)[0]) + "\n")
+    model = load_model(trained.loaded.saved.path)
+    with pytest.raises(InputError, match="no sample to predict"):
+        predict_file(trained, path, tmp_path / "o.csv", device="cpu")
+    assert not (tmp_path / "o.csv").exists()
+    with pytest.raises(InputError, match="has no rows"):
+        model.predict(pa.Table.from_pylist(people(1))[:0])
+
+
+def test_a_folder_of_tables_keeps_file_and_row(trained, tmp_path):
+    rows = people(9)
+    (tmp_path / "days").mkdir()
+    write_csv(tmp_path / "days" / "a.csv", rows[:4])
+    write_csv(tmp_path / "days" / "b.csv", rows[4:], list(reversed(rows[0])))
+    predict_file(trained, tmp_path / "days", tmp_path / "o.csv", device="cpu")
+    made = answers(tmp_path / "o.csv")
+    assert [row["row"] for row in made] == ["0", "1", "2", "3", "0", "1", "2", "3", "4"]
+    assert [row["file"].rpartition("/")[2] for row in made] == ["a.csv"] * 4 + ["b.csv"] * 5
+    whole = predict_file(
+        trained, write_csv(tmp_path / "w.csv", rows), tmp_path / "w.jsonl", device="cpu"
+    )
+    lines = [parse_json(line) for line in (tmp_path / "w.jsonl").read_text().splitlines()]
+    assert whole.num_rows == 9
+    assert [line["class"] for line in lines] == [row["class"] for row in made]
+    assert set(lines[0]["probability"]) == {"is red", "is green", "is blue"}
+    assert is_written_here(tmp_path / "w.jsonl")
+
+
+def test_rows_with_targets_are_evaluated(trained, tmp_path):
+    rows = people(60)
+    rows[3] |= {"label": "is violet"}  # a class that training did not have
+    rows[4] |= {"label": ""}
+    report = predict_file(
+        trained, write_csv(tmp_path / "n.csv", rows), tmp_path / "o.csv", device="cpu"
+    )
+    made = answers(tmp_path / "o.csv")
+    right = [row["label"] == got["class"] for row, got in zip(rows, made, strict=True)]
+    assert report.evaluation is not None
+    assert report.evaluation.num_samples == 58
+    assert report.evaluation.metrics["accuracy"] == pytest.approx(sum(right) / 58)
+    assert report.evaluation.confusion is not None
+    assert report.evaluation.confusion.names == ("is blue", "is green", "is red")
+    assert any("2 rows whose 'label' is empty or a class" in note for note in report.notes)
+    without = write_csv(tmp_path / "w.csv", rows, list(rows[0])[:-1])
+    assert predict_file(trained, without, tmp_path / "o.csv", device="cpu").evaluation is None
+
+
+def test_values_in_other_units_are_told(trained, tmp_path):
+    rows = [row | {"size": str(1e6 * float(row["size"]) + 1e5)} for row in people(20)]
+    report = predict_file(
+        trained, write_csv(tmp_path / "n.csv", rows), tmp_path / "o.csv", device="cpu"
+    )
+    assert any("of size lie far outside of what training had" in note for note in report.notes)
+    report = predict_file(
+        trained, write_csv(tmp_path / "n.csv", people(20)), tmp_path / "o.csv", device="cpu"
+    )
+    assert not any("far outside" in note for note in report.notes)
+
+
+def test_a_store_is_predicted_by_the_command_and_not_as_a_frame(trained, tmp_path):
+    store = trained.loaded.saved.path.parent.parent / "store"
+    with pytest.raises(InputError, match="is a store") as error:
+        load_model(trained.loaded.saved.path).predict(store)
+    assert error.value.fix.startswith("stoker predict ")
+    assert predict_file(trained, store, tmp_path / "o.csv", device="cpu").num_rows == 160
+    path = write_csv(tmp_path / "n.csv", people(3))
+    with pytest.raises(InputError, match="--split is 'test'"):
+        predict_file(trained, path, tmp_path / "o.csv", split="test", device="cpu")
+
+
+def test_the_python_of_the_page_on_tables_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"age": str(20 + n % 50), "sex": ("male", "female")[n % 2], "ok": "yes" if n % 2 else "no"}
+            for n in range(80)]  # fmt: skip
+    pack(TableSource((write_csv(tmp_path / "t.csv", rows),), "ok"), "store", PackOptions(jobs=1))
+    run_recipe(settings_for("tabular", "store", tmp_path / "runs" / "first"), device="cpu")
+    page = (Path(__file__).parents[1] / "docs" / "tables.md").read_text("utf-8")
+    example = page.partition("```python\n")[2].partition("```")[0]
+    names: dict = {}
+    exec(compile(example, "docs/tables.md", "exec"), names)
+    assert names["answers"].num_rows == 2
+    assert set(names["answers"]["class"].to_pylist()) <= {"yes", "no"}

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from stoker.packing import pack_from as pack_from
     from stoker.plan import Plan as Plan
     from stoker.plan import make_plan as make_plan
+    from stoker.recipes.answers import load_model as load_model
     from stoker.store.reader import Store as Store
     from stoker.store.reader import open_store as open_store
     from stoker.train.capture_function import capture as capture
@@ -106,6 +107,7 @@ _HOMES = {
     "config_schema": "stoker.config",
     "find_max_batch_size": "stoker.compat.max_batch",
     "load_config": "stoker.config",
+    "load_model": "stoker.recipes.answers",
     "open_store": "stoker.store.reader",
     "pack": "stoker.packing",
     "pack_from": "stoker.packing",
@@ -126,6 +128,7 @@ __all__ = [
     "capture",
     "find_max_batch_size",
     "load_config",
+    "load_model",
     "make_plan",
     "mix",
     "open_store",

@@ -10,4 +10,4 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_kill_9_at_any_moment_of_a_save(tmp_path):
-    kill_during_saves(tmp_path, kills=400, seed=1)
+    kill_during_saves(tmp_path / "run", kills=400, seed=1)

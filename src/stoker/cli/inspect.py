@@ -20,7 +20,6 @@ from stoker.cli.pack import (
     Header,
     Keep,
     Missing,
-    Range,
     Rows,
     Separator,
     Sort,
@@ -30,6 +29,7 @@ from stoker.cli.pack import (
     TimeZone,
     table_source,
 )
+from stoker.cli.picture_options import Range
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command, printable
 

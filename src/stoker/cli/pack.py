@@ -8,6 +8,17 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from stoker.cli.options import JsonOption
+from stoker.cli.picture_options import (
+    Encoded,
+    FirstFrame,
+    ImageSize,
+    Lists,
+    MaskSize,
+    MaxSide,
+    Quality,
+    Range,
+    kept_encoded,
+)
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command, printable
 
@@ -248,25 +259,6 @@ BarColumns = Annotated[
 Stamp = Annotated[
     str, typer.Option("--stamp", help="Whether a bar's time is its open or its close.")
 ]
-Range = Annotated[
-    str | None,
-    typer.Option(
-        "--range",
-        help="LOW,HIGH of 16-bit and float pictures, stored as 0 to 255 [default: 0,65535 and 0,1].",
-        show_default=False,
-    ),
-]
-FirstFrame = Annotated[
-    bool, typer.Option("--first-frame", help="Take the first frame of files that hold several.")
-]
-Lists = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--list",
-        help="Split by a list of names, such as train=train.txt; repeatable.",
-        show_default=False,
-    ),
-]
 
 
 @app.command()
@@ -279,7 +271,7 @@ def images(
         ),
     ],
     out: Out,
-    size: Annotated[str, typer.Option("--size", help="Stored HEIGHTxWIDTH.")] = "224x224",
+    size: ImageSize = None,
     channels: Annotated[int, typer.Option("--channels", help="3 for RGB, 1 for grey.")] = 3,
     labels: Annotated[
         Path | None,
@@ -298,6 +290,9 @@ def images(
     lists: Lists = None,
     value_range: Range = None,
     first_frame: FirstFrame = False,
+    keep_encoded: Encoded = False,
+    max_side: MaxSide = None,
+    quality: Quality = None,
     jobs: Jobs = 0,
     cluster: Cluster = None,
     force_recreate: Force = False,
@@ -305,11 +300,12 @@ def images(
     bad_budget: Budget = "1%",
     as_json: JsonOption = False,
 ) -> None:
-    """Pack class folders of images as uint8, decoded and resized once."""
+    """Pack class folders of images: as uint8, decoded and resized once, or as the bytes of their files."""
     from stoker.sources.images import ImagesSource, parse_range, parse_size
 
+    kept = kept_encoded(keep_encoded, size, max_side, quality)
     source = ImagesSource(
-        parse_size(size),
+        parse_size(size or "224x224"),
         channels,  # type: ignore[arg-type]
         folder,
         labels,
@@ -317,6 +313,7 @@ def images(
         value_range=parse_range(value_range),
         first_frame=first_frame,
         lists=tuple(lists or ()),
+        keep_encoded=kept,
     )
     _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 
@@ -333,7 +330,7 @@ def segmentation(
             show_default=False,
         ),
     ],
-    size: Annotated[str, typer.Option("--size", help="Stored HEIGHTxWIDTH.")] = "512x512",
+    size: MaskSize = None,
     channels: Annotated[int, typer.Option("--channels", help="3 for RGB, 1 for grey.")] = 3,
     mask_suffix: Annotated[
         str,
@@ -372,6 +369,9 @@ def segmentation(
     lists: Lists = None,
     value_range: Range = None,
     first_frame: FirstFrame = False,
+    keep_encoded: Encoded = False,
+    max_side: MaxSide = None,
+    quality: Quality = None,
     jobs: Jobs = 0,
     cluster: Cluster = None,
     force_recreate: Force = False,
@@ -379,11 +379,12 @@ def segmentation(
     bad_budget: Budget = "1%",
     as_json: JsonOption = False,
 ) -> None:
-    """Pack images and their masks as uint8, resized once (masks by nearest)."""
+    """Pack images and their masks: as uint8, resized once (masks by nearest), or as the bytes of files."""
     from stoker.sources.images import SegmentationSource, parse_range, parse_size
 
+    kept = kept_encoded(keep_encoded, size, max_side, quality)
     source = SegmentationSource(
-        parse_size(size),
+        parse_size(size or "512x512"),
         channels,  # type: ignore[arg-type]
         images,
         masks,
@@ -396,6 +397,7 @@ def segmentation(
         value_range=parse_range(value_range),
         first_frame=first_frame,
         lists=tuple(lists or ()),
+        keep_encoded=kept,
     )
     _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 

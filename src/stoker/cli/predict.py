@@ -1,8 +1,9 @@
-"""`stoker predict CKPT INPUT OUT`: a trained model's answer for every sample of a store or row of a table.
+"""`stoker predict CKPT INPUT OUT`: a trained model's answer for every sample of a store or row of raw input.
 
-Enters: a checkpoint of `stoker train` (or an int8 one of `stoker export --int8`) and a store, or a raw table for a
-model that was trained on one; no targets are needed. Leaves: a CSV or Parquet file with the number of the sample or row
-and the predictions. Costs one forward pass per sample, in constant memory.
+Enters: a checkpoint of `stoker train` (or an int8 one of `stoker export --int8`) and what there is: a store, or raw
+files like those that the training store was packed from. No targets are needed; where there are some, the answers are
+evaluated. Leaves: a file with the key of each sample or row and its answer. Costs one forward pass per sample, in
+constant memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import typer
 
 from stoker.cli.options import DeviceOption, JsonOption
 from stoker.cli.pack import Decimal, Encoding, Header, Separator
-from stoker.cli.terminal import echo, print_json
+from stoker.cli.terminal import echo, make_console, print_json
 
 CheckpointArgument = Annotated[
     Path,
@@ -26,10 +27,10 @@ CheckpointArgument = Annotated[
 
 def predict(
     checkpoint: CheckpointArgument,
-    store: Annotated[
+    given: Annotated[
         Path,
         typer.Argument(
-            help="Store folder, HDF5 file or URL; or a CSV, Parquet or Feather file of new rows.",
+            help="Raw files, or a folder of them, like those that were packed for training; or a store.",
             show_default=False,
             metavar="INPUT",
         ),
@@ -37,7 +38,8 @@ def predict(
     out: Annotated[
         Path,
         typer.Argument(
-            help="The file to write, .csv or .parquet by its ending.", show_default=False
+            help="What to write, by its ending: .csv, .parquet, .jsonl, or the recipe's own.",
+            show_default=False,
         ),
     ],
     split: Annotated[
@@ -53,26 +55,27 @@ def predict(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the model's prediction for every sample, or every row of a raw table, to a CSV or Parquet file."""
+    """Write the model's answer for every sample of a store, or every row of raw input, under its own key."""
     from stoker.cli.progress import Bar
-    from stoker.recipes.inference import load_trained, predict_store
-    from stoker.recipes.raw_tables import predict_table
+    from stoker.cli.tables import print_evaluation
+    from stoker.recipes.answers import predict_file
+    from stoker.recipes.inference import load_trained
     from stoker.sources.tables import TextOptions
-    from stoker.sources.tables.reading import is_table
     from stoker.units import format_bytes, format_count, format_seconds
 
     trained = load_trained(checkpoint)
     with Bar(quiet=as_json) as bar:
-        if store.is_file() and is_table(store):
-            text = TextOptions(sep, decimal, encoding, header)
-            report = predict_table(
-                trained, store, out, text=text, batch_size=batch_size, device=device, progress=bar
-            )
-        else:
-            report = predict_store(
-                trained, store, out, split=split, batch_size=batch_size, device=device, progress=bar
-            )
-    size = out.stat().st_size
+        report = predict_file(
+            trained,
+            given,
+            out,
+            split=split,
+            batch_size=batch_size,
+            device=device,
+            progress=bar,
+            text=TextOptions(sep, decimal, encoding, header),
+        )
+    size = out.stat().st_size if out.is_file() else None
     rate = report.num_rows / max(report.seconds, 1e-9)
     if as_json:
         facts = {
@@ -84,12 +87,15 @@ def predict(
             "samples_per_second": round(rate, 1),
             "size_bytes": size,
             "notes": list(report.notes),
+            "evaluation": None if report.evaluation is None else report.evaluation.to_json(),
         }
         print_json(facts)
         return
     for note in report.notes:
         echo(note)
+    if report.evaluation is not None:
+        print_evaluation(make_console(width=200), report.evaluation)
     echo(
         f"{out}: {format_count(report.num_rows, 'row')} of {', '.join(report.columns)}; "
-        f"{format_bytes(size)} in {format_seconds(report.seconds)}, {rate:,.0f} samples/s"
+        f"{'' if size is None else f'{format_bytes(size)} '}in {format_seconds(report.seconds)}, {rate:,.0f} samples/s"
     )

@@ -18,6 +18,7 @@ MB and GB here are 10^6 and 10^9 bytes.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -252,7 +253,7 @@ def measure_dataset(store: str, kind: Kind, in_parts: str | None = None) -> Data
 
 
 def measure_training(store: str, kind: Kind) -> TrainingUse:
-    """Return what training on a packed dataset takes in a new process."""
+    """Measure the memory of training on a packed dataset in a new process."""
     return TrainingUse(**_in_new_process("_training", store, kind))
 
 
@@ -356,21 +357,6 @@ def _loader_bytes(dataset: Any) -> int:
     return int(held)
 
 
-class _Few:
-    """The first batches of a loader."""
-
-    def __init__(self, loader: Any, count: int) -> None:
-        self._loader = loader
-        self._count = min(count, len(loader))
-        self.batch_size = loader.batch_size
-
-    def __len__(self) -> int:
-        return int(self._count)
-
-    def __iter__(self) -> Any:
-        return (batch for batch, _ in zip(self._loader, range(self._count), strict=False))
-
-
 def _training(store: str, kind: Kind) -> dict[str, Any]:
     from functools import partial
 
@@ -384,7 +370,7 @@ def _training(store: str, kind: Kind) -> dict[str, Any]:
     options = MassSpecOptions()
     dataset = _open(store, kind)
     train = NISTDataLoader.create_dataloaders(dataset, BATCH_SIZE, num_workers=0)[0]
-    batches = _Few(train, _NUM_STEPS)
+    batches = list(itertools.islice(train, _NUM_STEPS))
     model = Student(
         dataset.max_mz + 1, options.width, options.num_blocks, options.bottleneck, options.dropout
     )
@@ -424,7 +410,15 @@ def report_lines(report: MemoryReport, mode: str) -> list[str]:
     lines = [*_banner("NEIMS v2.0 Memory Benchmark"), f"System RAM: {ram}"]
     if mode != "estimate":
         for kind, use in report.uses.items():
-            lines += _use_lines(kind, use)
+            lines += [
+                *_banner(f"{kind.capitalize()} Dataset Benchmark ({use.num_samples} samples)"),
+                f"Memory before: {_megabytes(use.before_bytes)}",
+                f"Memory after init: {_megabytes(use.after_init_bytes)}",
+                f"Memory used by dataset: {_megabytes(use.used_bytes)}",
+                f"Accessing {use.num_accessed} random samples...",
+                f"Memory after accessing samples: {_megabytes(use.after_access_bytes)}",
+                f"Memory increase: {_megabytes(use.after_access_bytes - use.after_init_bytes)}",
+            ]
     if report.training is not None:
         lines += _banner(f"Recommendations for {ram} RAM System")
         lines += _projection_lines(report)
@@ -439,25 +433,6 @@ def _megabytes(num_bytes: float) -> str:
     return f"{num_bytes / MB:.1f} MB"
 
 
-def _use_lines(kind: Kind, use: DatasetUse) -> list[str]:
-    return [
-        *_banner(f"{kind.capitalize()} Dataset Benchmark ({use.num_samples} samples)"),
-        f"Memory before: {_megabytes(use.before_bytes)}",
-        f"Memory after init: {_megabytes(use.after_init_bytes)}",
-        f"Memory used by dataset: {_megabytes(use.used_bytes)}",
-        f"Accessing {use.num_accessed} random samples...",
-        f"Memory after accessing samples: {_megabytes(use.after_access_bytes)}",
-        f"Memory increase: {_megabytes(use.after_access_bytes - use.after_init_bytes)}",
-    ]
-
-
-def _training_line(training: TrainingUse) -> str:
-    return (
-        f"Training: {training.num_weights / 1e6:.1f} million weights, Adam, batch {training.batch_size}, "
-        f"{training.num_steps} steps on the CPU: {_megabytes(training.peak_bytes)} at most"
-    )
-
-
 def _projection_lines(report: MemoryReport) -> list[str]:
     training, lazy = report.training, report.uses["lazy"]
     assert training is not None
@@ -467,7 +442,10 @@ def _projection_lines(report: MemoryReport) -> list[str]:
             f"{use.resident_bytes / use.num_samples:.0f} bytes per sample {kind}"
             for kind, use in report.uses.items()
         ),
-        _training_line(training),
+        (
+            f"Training: {training.num_weights / 1e6:.1f} million weights, Adam, batch {training.batch_size}, "
+            f"{training.num_steps} steps on the CPU: {_megabytes(training.peak_bytes)} at most"
+        ),
         f"Up to {HALF:.0%} of the RAM is RECOMMENDED, up to {MOST:.0%} OK, up to all of it tight",
     ]
     for found in report.projections:

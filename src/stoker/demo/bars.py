@@ -1,6 +1,6 @@
-"""Made-up bars: prices whose volatility clusters, with weekends missing, as CSV files in five timeframes.
+"""Generated bars: prices with clustered volatility and no weekends, as CSV files in five timeframes.
 
-Enters: a folder, how many weeks, a seed. Leaves: `EURUSD_<TF>.csv`. Costs a second for nine weeks.
+Enters: a folder, a number of weeks, a seed. Leaves: `EURUSD_<TF>.csv`. Costs a second for nine weeks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FIRST_SUNDAY_NS = 1_725_832_800_000_000_000  # Sunday 2024-09-08 22:00, when th
 
 
 def make_bars(folder: Path, weeks: int, seed: int) -> None:
-    """Write `EURUSD_<TF>.csv` for five timeframes: volatility that clusters, weekends missing."""
+    """Write `EURUSD_<TF>.csv` for five timeframes, with clustered volatility and no weekends."""
     folder.mkdir(parents=True, exist_ok=True)
     minute = _make_minutes(weeks, np.random.default_rng(seed))
     for name, minutes in _MINUTES.items():
@@ -45,7 +45,7 @@ def _make_minutes(weeks: int, rng: np.random.Generator) -> dict[str, Array]:
 
 
 def _resample(minute: dict[str, Array], minutes: int) -> dict[str, Array]:
-    """Bars of `minutes`, on the clock's own boundaries, from one-minute bars."""
+    """Return bars of `minutes`, aligned to the clock, from one-minute bars."""
     slot = minute["time"] // (minutes * _MINUTE_NS)
     first = np.flatnonzero(np.diff(slot, prepend=-1))
     last = np.append(first[1:], len(slot)) - 1

@@ -1,4 +1,4 @@
-"""One epoch of windows read both ways: cut from stored series, and from a file of written-out windows.
+"""Measures one epoch of windows read in two ways: cut from stored series, and read from written-out windows.
 
 Enters: a store of bars. Leaves: a `Reading` each, and the HDF5 file of windows. Costs: half a gigabyte of disk
 for nine weeks, until the file is deleted.
@@ -24,13 +24,13 @@ BATCH_SIZE = 128
 
 @dataclass(frozen=True)
 class Reading:
-    """One way of reading an epoch of windows.
+    """Measured cost of reading an epoch of windows in one way.
 
     Attributes:
-        stored_bytes: On disk.
-        seconds: For all batches of one epoch, in order, from the page cache.
-        window_bytes: Handed out in that time.
-        num_samples: In the epoch.
+        stored_bytes: Size on disk.
+        seconds: Time for all batches of one epoch, in order, from the page cache.
+        window_bytes: Bytes of windows returned in that time.
+        num_samples: Samples in the epoch.
     """
 
     stored_bytes: int

@@ -1,15 +1,14 @@
-"""The story, step by step: bars, packed, inspected, planned, read and trained on both ways, examined, tuned.
+"""The demo step by step: makes bars, packs, inspects and plans, reads and trains in both ways, examines, tunes.
 
 Enters: a folder. Leaves: CSV files, a store, a script of the usual kind, a config, a run with its report page,
-and a `DemoResult` with what was measured. Costs: about a minute on two cores; half a gigabyte of disk until the
-end. Uses a GPU where there is one for stoker's own run; the two ways side by side train on the CPU.
+and a `DemoResult` with the measurements. Costs: about a minute on two cores; half a gigabyte of disk until the
+end. stoker's own run uses a GPU if there is one; the comparison trains on the CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +100,7 @@ for epoch in range(100):
 
 @dataclass(frozen=True)
 class Examined:
-    """The doctor on two scripts that differ in their loader only.
+    """The doctor's findings for two scripts that differ only in their loader.
 
     Attributes:
         usual: A DataLoader over written-out windows.
@@ -113,20 +112,20 @@ class Examined:
 
     @property
     def predicted(self) -> float | None:
-        """Samples a second of the usual way if its batches cost nothing."""
+        """Samples per second of the usual way if loading took no time, or None if unknown."""
         step = self.usual.measurements.compute_seconds
         return None if step is None or not step.median else BATCH_SIZE / step.median
 
     @staticmethod
     def rate(consultation: Consultation) -> float | None:
-        """Samples a second, by usual steps."""
+        """Samples per second from the median step, or None if unknown."""
         step = consultation.measurements.step_seconds
         return None if step is None or not step.median else BATCH_SIZE / step.median
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo measured.
+    """Everything that the demo measured.
 
     Attributes:
         packed: The store.
@@ -155,7 +154,21 @@ class DemoResult:
     page: Path
 
 
-def _make_folder(folder: Path) -> None:
+def run_demo(
+    folder: Path, weeks: int = 9, seed: int = 0, progress: Progress | None = None
+) -> DemoResult:
+    """Run the whole demo in `folder`.
+
+    Args:
+        folder: Folder for all files.
+        weeks: Weeks of data; nine weeks are 64,800 one-minute bars.
+        seed: Seed of the generated prices and of the model's weights.
+        progress: Receives a line for every step.
+
+    Raises:
+        InputError: `folder` is a file, or cannot be made.
+    """
+    progress = progress or Silent()
     try:
         claim_folder(folder, "demo", "the demo")
     except OSError as error:
@@ -166,29 +179,13 @@ def _make_folder(folder: Path) -> None:
             "a folder, or a name where one can be made",
             "stoker demo --folder stoker-demo",
         ) from error
-
-
-def run_demo(
-    folder: Path, weeks: int = 9, seed: int = 0, progress: Progress | None = None
-) -> DemoResult:
-    """Tell the whole story in `folder`.
-
-    Args:
-        folder: Where everything goes.
-        weeks: How much data; nine weeks are 64,800 one-minute bars.
-        seed: Of the made-up prices and of the model's weights.
-        progress: Told about every step.
-
-    Raises:
-        InputError: `folder` is a file, or cannot be made.
-    """
-    progress = progress or Silent()
-    _make_folder(folder)
     progress.say(f"making {weeks} weeks of EURUSD-like bars in five timeframes")
     make_bars(folder / "bars", weeks, seed)
     source = BarsSource((folder / "bars",), windows=WINDOWS, horizon=36)
     packed = pack(source, folder / "store", PackOptions(jobs=1), progress)
-    with open_store(folder / "store") as store, _windows_file(folder / "windows.h5") as path:
+    path = folder / "windows.h5"
+    with open_store(folder / "store") as store, contextlib.ExitStack() as at_end:
+        at_end.callback(remove_file, path, always)
         inspection = inspect_store(store, progress)
         plan = _make_plan(store)
         series = measure_series(store)
@@ -206,15 +203,6 @@ def run_demo(
     )
 
 
-@contextlib.contextmanager
-def _windows_file(path: Path) -> Iterator[Path]:
-    """Lend a path; what was written there goes, however the demo ends."""
-    try:
-        yield path
-    finally:
-        remove_file(path, always)
-
-
 def _make_plan(store: Store) -> Plan:
     machine = probe(store.path)
     seen = [gpu.memory_free_bytes for gpu in machine.gpus if gpu.visible is not False]
@@ -228,11 +216,11 @@ def _make_plan(store: Store) -> Plan:
 
 
 def examine(folder: Path, steps: int = EXAMINED_STEPS) -> Examined:
-    """Write two scripts beside their data, and let the doctor look at both, one after the other.
+    """Write two scripts beside their data and run the doctor on both, one after the other.
 
     Args:
-        folder: With `store` and `windows.h5`.
-        steps: After which a script is ended.
+        folder: Contains `store` and `windows.h5`.
+        steps: Steps after which a script is ended.
     """
     found = []
     for name, loader in ((USUAL, _USUAL_LOADER), (OURS, _STOKER_LOADER)):
@@ -246,7 +234,7 @@ def examine(folder: Path, steps: int = EXAMINED_STEPS) -> Examined:
 
 
 def _train_and_tune(folder: Path, progress: Progress) -> tuple[RecipeRun, Tuned]:
-    """Train the same job by a config, on all of its samples, and tune that config."""
+    """Train the same job from a config on all its samples, then tune that config."""
     config = {
         "recipe": {"name": "forex", "store": str(folder / "store"), "options": OPTIONS},
         "training": {"batch_size": BATCH_SIZE, "epochs": _EPOCHS, "lr": LEARNING_RATE},
@@ -264,7 +252,7 @@ def _train_and_tune(folder: Path, progress: Progress) -> tuple[RecipeRun, Tuned]
 
 
 def _free_folder(folder: Path) -> Path:
-    """Return the folder, or one with a number behind it where a demo has been before."""
+    """Return `folder`, with a number appended if an earlier demo used the name."""
     number, free = 1, folder
     while free.exists():
         number += 1

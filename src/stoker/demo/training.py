@@ -1,7 +1,7 @@
-"""The same small forex model trained both ways: a DataLoader over written-out windows, and stoker.
+"""Trains the same small forex model in two ways: with a DataLoader over written-out windows, and with stoker.
 
-Enters: a store of bars and the file of its windows. Leaves: a `Training` each, with equal losses. Costs: about
-ten seconds on two cores. Model, first weights, batches and their order are the same.
+Enters: a store of bars and the file of its windows. Leaves: a `Training` for each, with equal losses. Costs: about
+ten seconds on two cores. Model, initial weights, batches and their order are the same in both.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Training:
-    """One way of training the small forex job.
+    """Measurements of the small forex job, trained in one way.
 
     Attributes:
-        num_samples: Of an epoch.
-        seconds: Of each epoch.
-        wait_shares: Of that time spent waiting for batches.
+        num_samples: Samples per epoch.
+        seconds: Time of each epoch.
+        wait_shares: Share of each epoch spent waiting for batches.
         losses: Mean training loss of each epoch.
     """
 
@@ -56,31 +56,22 @@ class Training:
 
     @property
     def samples_per_second(self) -> float:
-        """Of the fastest epoch: what others on this machine slowed down is no measure."""
+        """Rate of the fastest epoch: slower ones may have shared the machine with other work."""
         return self.num_samples / min(self.seconds)
 
     @property
     def wait_share(self) -> float:
-        """Of the fastest epoch."""
+        """Share of the fastest epoch spent waiting for batches."""
         return self.wait_shares[self.seconds.index(min(self.seconds))]
 
 
-@dataclass(frozen=True)
-class _Small:
-    """A small forex job with its optimizer and its loader."""
-
-    job: Job
-    optimizer: torch.optim.Optimizer
-    loader: Loader
-
-
-def _make_small(store: Store, seed: int) -> _Small:
+def _make_job(store: Store, seed: int) -> tuple[Job, torch.optim.Optimizer, Loader]:
     job = ForexRecipe().make_job(store, OPTIONS, seed)
     samples = job.samples["train"][:_TRAINED_SAMPLES]
     loader = Loader(
         store, BATCH_SIZE, "cpu", order="shuffled", seed=seed, fields=job.fields, samples=samples
     )
-    return _Small(job, job.make_optimizer(job.model.parameters(), LEARNING_RATE), loader)
+    return job, job.make_optimizer(job.model.parameters(), LEARNING_RATE), loader
 
 
 def train_both_ways(store: Store, path: Path, seed: int) -> tuple[Training, Training]:
@@ -91,19 +82,19 @@ def train_both_ways(store: Store, path: Path, seed: int) -> tuple[Training, Trai
         path: HDF5 file with `(n, window, features)` per timeframe, and targets.
         seed: Of weights and order.
     """
-    naive, ours = _make_small(store, seed), _make_small(store, seed)
-    with naive.loader, ours.loader, h5py.File(path) as file:
-        order = [batch.sample_ids.tolist() for batch in naive.loader]
-        windows = _Windows(file)
+    plain_job, plain_optimizer, plain_loader = _make_job(store, seed)
+    job, optimizer, loader = _make_job(store, seed)
+    with plain_loader, loader, h5py.File(path) as file:
+        order = [batch.sample_ids.tolist() for batch in plain_loader]
         trainer = Trainer(
-            ours.job.model, ours.loader, None, ours.job.criterion, ours.optimizer, None,
-            {"precision": "fp32"}, "cpu", unpack=ours.job.unpack, progress=Silent(),
+            job.model, loader, None, job.criterion, optimizer, None,
+            {"precision": "fp32"}, "cpu", unpack=job.unpack, progress=Silent(),
         )  # fmt: skip
         plain, reports = [], []
         for _ in range(_ROUNDS):
-            plain.append(_naive_epoch(naive, windows, order))
+            plain.append(_naive_epoch(plain_job, plain_optimizer, _Windows(file), order))
             reports.append(trainer.train_epoch(0))  # the same batches in every round
-        count = len(naive.loader.samples)
+        count = len(plain_loader.samples)
     return _as_training(count, plain), _as_training(count, reports)
 
 
@@ -126,9 +117,11 @@ class _Windows(torch.utils.data.Dataset[dict[str, Array]]):
         return {name: self._file[name][sample] for name in (*TRAINED, "targets")}
 
 
-def _naive_epoch(small: _Small, windows: _Windows, order: list[list[int]]) -> EpochReport:
-    """Train by a DataLoader and a plain loop, on the given batches."""
-    small.job.model.train()
+def _naive_epoch(
+    job: Job, optimizer: torch.optim.Optimizer, windows: _Windows, order: list[list[int]]
+) -> EpochReport:
+    """Train for one epoch on the given batches with a DataLoader and a plain loop."""
+    job.model.train()
     began = time.perf_counter()
     batches = iter(torch.utils.data.DataLoader(windows, batch_sampler=order))
     waited = total = 0.0
@@ -138,20 +131,15 @@ def _naive_epoch(small: _Small, windows: _Windows, order: list[list[int]]) -> Ep
         waited += time.perf_counter() - asked
         if batch is None:
             break
-        total += _naive_step(small, batch) * len(batch["targets"])
+        for name in TRAINED:
+            batch[f"{name}/gap"] = batch[name].new_zeros(batch[name].shape[:2])
+        inputs, targets = job.unpack(batch)
+        loss = job.criterion(job.model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
+        optimizer.step()
+        total += loss.item() * len(batch["targets"])
     seconds = time.perf_counter() - began
     count = sum(map(len, order))
     return EpochReport(0, total / count, {}, count, seconds, waited / seconds)
-
-
-def _naive_step(small: _Small, batch: dict[str, Any]) -> float:
-    job = small.job
-    for name in TRAINED:
-        batch[f"{name}/gap"] = batch[name].new_zeros(batch[name].shape[:2])
-    inputs, targets = job.unpack(batch)
-    loss = job.criterion(job.model(inputs), targets)
-    small.optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
-    small.optimizer.step()
-    return loss.item()

@@ -5,10 +5,13 @@ Enters: `Measurements`. Leaves: a `Case`, findings, and lines of evidence. Costs
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from stoker.display import command
 from stoker.doctor.findings import Finding, Gain, Patch
 from stoker.doctor.gains import Pace, gain, is_starved, pace_of
 from stoker.doctor.measurements import HostCall, LoaderFacts, Measurements
@@ -90,6 +93,11 @@ class Case:
             patch=Patch(**patch),
         )
 
+    def advise(self, *args: Any, **kwargs: Any) -> Finding | None:
+        """Return a finding as `finding` does if its likely gain is above the noise, else None."""
+        found = self.finding(*args, **kwargs)
+        return found if found.gain.likely >= WORTHWHILE else None
+
 
 Rule = Callable[[Case], Finding | None]
 
@@ -99,9 +107,14 @@ def rule_name(rule: Rule) -> str:
     return rule.__name__.replace("_", "-")
 
 
-def worthwhile(finding: Finding) -> Finding | None:
-    """Return the finding if its likely gain is above the noise, else None."""
-    return finding if finding.gain.likely >= WORTHWHILE else None
+def while_waiting(rule: Callable[[Case, LoaderFacts, Pace], Finding | None]) -> Rule:
+    """Make a rule of a function that is called only if the step waits for its loader."""
+
+    @functools.wraps(rule)
+    def asked(case: Case) -> Finding | None:
+        return None if case.feeding is None else rule(case, *case.feeding)
+
+    return asked
 
 
 def milliseconds(seconds: float) -> str:
@@ -118,7 +131,7 @@ def saved(pace: Pace, seconds: float, low: float = 0.5, likely: float = 0.95) ->
     )
 
 
-def call_lines(calls: Sequence[HostCall | HostCall]) -> list[str]:
+def call_lines(calls: Sequence[HostCall]) -> list[str]:
     """Return the three costliest lines of code as evidence."""
     return [
         f"{call.where}: {call.call}, {call.calls_per_step:.3g} times and "
@@ -183,6 +196,20 @@ def cpu_words(loader: LoaderFacts) -> str:
 def at(where: str | None) -> str:
     """Return " at file:line", or nothing."""
     return f" at {where}" if where else ""
+
+
+def packed_instead(case: Case, loader: LoaderFacts) -> tuple[str, str]:
+    """Return the command that packs the HDF5 file, and a call of stoker's Loader that reads the store.
+
+    Both are "" where `loader_instead` is.
+    """
+    call = loader_instead(case, loader)
+    if not call:
+        return "", ""
+    file = case.measured.hdf5[0].name.rpartition(":")[0]
+    store = str(Path(file).with_suffix("")) + "-store"
+    pack = command("stoker", "pack", "arrays", file, store)
+    return pack, call.replace(repr(file), repr(store), 1)
 
 
 def loader_instead(case: Case, loader: LoaderFacts) -> str:

@@ -7,8 +7,8 @@ larger batches. Before and after are measured in turn, so that a machine that dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from stoker.doctor.ablation import default_patience, examine
@@ -37,89 +37,37 @@ _LONG_SECONDS = 60.0
 """A larger batch is not tried if measuring it would take longer."""
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """A change worth trying.
-
-    Attributes:
-        finding: Name of the finding whose remedy it is.
-        changes: Dotted keys with their new values.
-        reason: Why it may help.
-    """
-
-    finding: str
-    changes: Mapping[str, Any]
-    reason: str
-
-
-def propose(job: JobConfig, measured: Measurements) -> list[Proposal]:
-    """Return the changes that this config allows, without larger batches. Pure."""
-    rules = (_captured, _half_precision, _unhindered_data, _cache_kept, _losses_in_blocks)
-    return [proposal for rule in rules if (proposal := rule(job, measured)) is not None]
-
-
-def _captured(job: JobConfig, measured: Measurements) -> Proposal | None:
-    if measured.machine.device != "cuda" or job.settings.training.capture != "off":
-        return None
-    return Proposal(
-        "launch-bound",
-        {job.key_of("training.capture"): "auto"},
-        f"the step is launched kernel by kernel: {job.settings.reasons['training.capture']}",
-    )
-
-
-def _half_precision(job: JobConfig, measured: Measurements) -> Proposal | None:
-    full = job.settings.training.precision in ("fp32", "tf32")
-    if measured.machine.device != "cuda" or not full:
-        return None
-    changes: dict[str, Any] = {job.key_of("training.precision"): "auto"}
-    amp = job.key_of("training.use_amp")
-    if job.config.written().get(amp) is False:
-        changes[amp] = True
-    return Proposal(
-        "full-precision",
-        changes,
-        f"the step computes in {measured.precision}: {job.settings.reasons['training.precision']}",
-    )
-
-
-def _unhindered_data(job: JobConfig, measured: Measurements) -> Proposal | None:
-    settings = job.settings
+def propose(job: JobConfig, measured: Measurements) -> list[Alternative]:
+    """Return the changes worth trying that this config allows, without larger batches. Pure."""
+    training, data, reasons = job.settings.training, job.settings.data, job.settings.reasons
     tier = measured.loader.tier if measured.loader else None
-    changes: dict[str, Any] = {}
-    if not settings.data.use_chunk_loader and measured.machine.device == "cuda":
-        changes[job.key_of("data.use_chunk_loader")] = True
-    elif settings.data.chunk_bytes is not None and tier == "chunked":
-        changes[job.key_of("data.chunk_size_gb")] = None
-    if not changes:
-        return None
-    told = "chunk_size_gb" if settings.data.use_chunk_loader else "use_chunk_loader"
-    return Proposal(
-        "starved-by-loader", changes, f"the data is {tier}: {settings.reasons[f'data.{told}']}"
-    )
+    on_gpu = measured.machine.device == "cuda"
+    found = []
 
+    def offer(finding: str, key: str, value: Any, why: str, *turn_on: str) -> None:
+        changes = {job.key_of(key): value, **dict.fromkeys(turn_on, True)}
+        found.append(Alternative(finding, changes, f"{why}: {reasons[key]}"))
 
-def _cache_kept(job: JobConfig, measured: Measurements) -> Proposal | None:
-    every = job.settings.training.empty_cache_every_n_batches
-    if measured.machine.device != "cuda" or not 0 < every <= _RARELY:
-        return None
-    return Proposal(
-        "empty-cache-each-step",
-        {job.key_of("training.empty_cache_every_n_batches"): 0},
-        f"the cache is emptied every {every} batches: "
-        f"{job.settings.reasons['training.empty_cache_every_n_batches']}",
-    )
-
-
-def _losses_in_blocks(job: JobConfig, measured: Measurements) -> Proposal | None:
-    every = job.settings.training.read_every
-    if measured.machine.device != "cuda" or every >= _RARELY:
-        return None
-    return Proposal(
-        "sync-every-step",
-        {job.key_of("training.read_every"): 50},
-        f"losses are read every {every} steps: {job.settings.reasons['training.read_every']}",
-    )
+    if on_gpu and training.capture == "off":
+        why = "the step is launched kernel by kernel"
+        offer("launch-bound", "training.capture", "auto", why)
+    if on_gpu and training.precision in ("fp32", "tf32"):
+        amp = job.key_of("training.use_amp")
+        turned_off = [amp] if job.config.written().get(amp) is False else []
+        why = f"the step computes in {measured.precision}"
+        offer("full-precision", "training.precision", "auto", why, *turned_off)
+    if on_gpu and not data.use_chunk_loader:
+        offer("starved-by-loader", "data.use_chunk_loader", True, f"the data is {tier}")
+    elif data.use_chunk_loader and data.chunk_bytes is not None and tier == "chunked":
+        offer("starved-by-loader", "data.chunk_size_gb", None, f"the data is {tier}")
+    every = training.empty_cache_every_n_batches
+    if on_gpu and 0 < every <= _RARELY:
+        why = f"the cache is emptied every {every} batches"
+        offer("empty-cache-each-step", "training.empty_cache_every_n_batches", 0, why)
+    if on_gpu and training.read_every < _RARELY:
+        why = f"losses are read every {training.read_every} steps"
+        offer("sync-every-step", "training.read_every", 50, why)
+    return found
 
 
 # -- larger batches --------------------------------------------------------------------------------
@@ -157,7 +105,7 @@ def find_knee(
     return tried, sizes[knee] if knee else None
 
 
-def batch_proposal(job: JobConfig, size: int) -> Proposal:
+def batch_proposal(job: JobConfig, size: int) -> Alternative:
     """Return the change to a larger batch, with fewer accumulation steps if there are any."""
     settings = job.settings
     factor = size // settings.training.batch_size
@@ -165,7 +113,7 @@ def batch_proposal(job: JobConfig, size: int) -> Proposal:
     if settings.training.gradient_accumulation_steps > 1:
         fewer = max(1, settings.training.gradient_accumulation_steps // factor)
         changes[job.key_of("training.gradient_accumulation_steps")] = fewer
-    return Proposal(
+    return Alternative(
         "batch-too-small",
         changes,
         f"a batch of {settings.training.batch_size:,} leaves the device with little to do: "
@@ -253,7 +201,7 @@ def _larger_batches(
     return find_knee(settings.training.batch_size, ablation.step_seconds.low, most, measure)
 
 
-def _try(run: Run, job: JobConfig, proposal: Proposal, patience: Patience) -> Alternative:
+def _try(run: Run, job: JobConfig, proposal: Alternative, patience: Patience) -> Alternative:
     said = describe_changes(proposal.changes)
     run.told.say(f"everything together with {said}")
     failure, rate = "", None
@@ -270,7 +218,7 @@ def _try(run: Run, job: JobConfig, proposal: Proposal, patience: Patience) -> Al
             raise
         forget_frames(error)
         failure = "it does not fit into memory"
-    return Alternative(proposal.finding, proposal.changes, proposal.reason, rate, failure)
+    return replace(proposal, samples_per_second=rate, failure=failure)
 
 
 # -- judging ---------------------------------------------------------------------------------------

@@ -15,14 +15,10 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
-from stoker.address import masked_values
-from stoker.errors import CorruptError, StoreError
+from stoker.errors import CorruptError
 from stoker.measure.readings import Spread
-from stoker.ownership import SIGNATURE, write_text
-from stoker.strict_json import json_text, parse_json
 
 FORMAT_VERSION = 1
 
@@ -339,13 +335,13 @@ class TimelineSpan:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The whole job, measured with some keys of its config changed.
+    """A change of a job's config that is worth trying, and the whole job measured with it.
 
     Attributes:
         finding: Name of the finding whose remedy it is.
         changes: Dotted keys of the config with their new values.
         reason: Why it was tried, in words.
-        samples_per_second: Its rate; None if it could not run.
+        samples_per_second: Its rate; None if it was not tried or could not run.
         failure: Why it could not run.
     """
 
@@ -495,29 +491,6 @@ class Measurements:
                 "measure again with this version",
             ) from error
         return built
-
-    def write(self, path: str | Path) -> None:
-        """Write them as a JSON file."""
-        document = {"generator": SIGNATURE, **masked_values(self.to_json())}
-        write_text(path, json_text(document, indent=1) + "\n")
-
-    @classmethod
-    def read(cls, path: str | Path) -> Measurements:
-        """Read what `write` wrote.
-
-        Raises:
-            StoreError: There is no such file.
-            CorruptError: It holds something else.
-        """
-        try:
-            document = parse_json(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise StoreError(
-                f"cannot read {path}: {error.strerror}.", "a file of measurements"
-            ) from error
-        except ValueError as error:
-            raise CorruptError(f"{path} is not JSON: {error}.", "a file of measurements") from error
-        return cls.from_json(document)
 
 
 # -- plain values to dataclasses -------------------------------------------------------------------

@@ -16,11 +16,11 @@ from stoker.doctor.cases import (
     busiest_line,
     busy_cores,
     cpu_words,
-    loader_instead,
     milliseconds,
+    packed_instead,
     share_of_work,
+    while_waiting,
     work_line,
-    worthwhile,
 )
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import Pace, gain, gain_of_steps, suggested_workers
@@ -72,11 +72,9 @@ def _ready_seconds(loader: LoaderFacts) -> float:
     return (loader.batch_bytes or 0) / _PLAIN_READ_BYTES_PER_SECOND
 
 
-def decode_bound(case: Case) -> Finding | None:
+@while_waiting
+def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """Decoding samples keeps every core busy."""
-    if case.feeding is None:
-        return None
-    loader, pace = case.feeding
     part = share_of_work(loader, (loader.work.decode or 0) + (loader.work.other or 0))
     if loader.kind == "stoker":
         part = share_of_work(loader, loader.work.decode)
@@ -87,149 +85,131 @@ def decode_bound(case: Case) -> Finding | None:
             return None
     if part < _DOMINANT or blocked_share(loader) >= 0.5 or _hdf5_cause(case, loader) is not None:
         return None
-    return worthwhile(
-        case.finding(
-            "decode-bound",
-            "decoding samples keeps the cores busy",
-            [
-                case.wait_line(),
-                f"{format_count(loader.workers, 'worker')} on {case.cores} cores{cpu_words(loader)}",
-                work_line(loader),
-                busiest_line(loader),
-            ],
-            "Decode once instead of every epoch: `stoker pack` stores the decoded values, and batches are "
-            "then copies.",
-            _without(loader, pace, part, _ready_seconds(loader)),
-            where=loader.dataset_where,
-            script="stoker pack …  # then read the store instead of decoding in __getitem__",
-        )
+    return case.advise(
+        "decode-bound",
+        "decoding samples keeps the cores busy",
+        [
+            case.wait_line(),
+            f"{format_count(loader.workers, 'worker')} on {case.cores} cores{cpu_words(loader)}",
+            work_line(loader),
+            busiest_line(loader),
+        ],
+        "Decode once instead of every epoch: `stoker pack` stores the decoded values, and batches are "
+        "then copies.",
+        _without(loader, pace, part, _ready_seconds(loader)),
+        where=loader.dataset_where,
+        script="stoker pack …  # then read the store instead of decoding in __getitem__",
     )
 
 
-def disk_bound(case: Case) -> Finding | None:
+@while_waiting
+def disk_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """Most of loading is waiting for a disk or a network."""
-    if case.feeding is None:
-        return None
-    loader, pace = case.feeding
     blocked = blocked_share(loader)
     if loader.kind == "stoker":
         blocked = max(blocked, share_of_work(loader, loader.work.read))
     if blocked < 0.5:
         return None
-    return worthwhile(
-        case.finding(
-            "disk-bound",
-            "loading waits for the disk",
-            [
-                case.wait_line(),
-                f"{blocked:.0%} of the loading is waiting, not computing: a disk, a network or a sleep",
-                f"a batch holds {format_bytes(loader.batch_bytes)}" if loader.batch_bytes else None,
-                work_line(loader),
-                busiest_line(loader),
-            ],
-            "Put the data on a local disk in large sequential files (`stoker pack`), so that a batch is one "
-            "read instead of one per sample.",
-            _without(loader, pace, blocked, _ready_seconds(loader)),
-            where=loader.dataset_where,
-            config={"data.use_chunk_loader": True} if loader.kind == "stoker" else {},
-        )
+    return case.advise(
+        "disk-bound",
+        "loading waits for the disk",
+        [
+            case.wait_line(),
+            f"{blocked:.0%} of the loading is waiting, not computing: a disk, a network or a sleep",
+            f"a batch holds {format_bytes(loader.batch_bytes)}" if loader.batch_bytes else None,
+            work_line(loader),
+            busiest_line(loader),
+        ],
+        "Put the data on a local disk in large sequential files (`stoker pack`), so that a batch is one "
+        "read instead of one per sample.",
+        _without(loader, pace, blocked, _ready_seconds(loader)),
+        where=loader.dataset_where,
+        config={"data.use_chunk_loader": True} if loader.kind == "stoker" else {},
     )
 
 
-def augment_on_cpu(case: Case) -> Finding | None:
+@while_waiting
+def augment_on_cpu(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """The step waits for augmentation of single samples on the CPU."""
-    if case.feeding is None:
-        return None
-    loader, pace = case.feeding
     part = share_of_work(loader, loader.work.transform)
     if part < _DOMINANT:
         return None
-    return worthwhile(
-        case.finding(
-            "augment-on-cpu",
-            "samples are augmented one by one on the CPU",
-            [
-                case.wait_line(),
-                f"transforms are {part:.0%} of the loading",
-                work_line(loader),
-                busiest_line(loader),
-            ],
-            "Augment whole batches where they are trained: on the GPU with stoker.augment, on a CPU with one "
-            "call per batch.",
-            _without(loader, pace, part, _ready_seconds(loader)),
-            where=loader.busiest_line or loader.dataset_where,
-            script="augment = stoker.GPUAugmentation(...)\nimages = augment(images)  # in the training loop",
-            config={"training.use_gpu_augmentation": True} if loader.kind == "stoker" else {},
-        )
+    return case.advise(
+        "augment-on-cpu",
+        "samples are augmented one by one on the CPU",
+        [
+            case.wait_line(),
+            f"transforms are {part:.0%} of the loading",
+            work_line(loader),
+            busiest_line(loader),
+        ],
+        "Augment whole batches where they are trained: on the GPU with stoker.augment, on a CPU with one "
+        "call per batch.",
+        _without(loader, pace, part, _ready_seconds(loader)),
+        where=loader.busiest_line or loader.dataset_where,
+        script="augment = stoker.GPUAugmentation(...)\nimages = augment(images)  # in the training loop",
+        config={"training.use_gpu_augmentation": True} if loader.kind == "stoker" else {},
     )
 
 
-def python_collate(case: Case) -> Finding | None:
+@while_waiting
+def python_collate(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """The step waits for samples to be collated into a batch."""
-    if case.feeding is None:
-        return None
-    loader, pace = case.feeding
     part = share_of_work(loader, loader.work.collate)
     if part < _DOMINANT:
         return None
     place = loader.collate_where or "torch's default_collate"
-    return worthwhile(
-        case.finding(
-            "python-collate",
-            "putting samples together in Python takes the time",
-            [
-                case.wait_line(),
-                f"collating is {part:.0%} of the loading, in {place}",
-                work_line(loader),
-            ],
-            "Give the dataset a `__getitems__` that indexes a whole batch at once, or stack arrays in one "
-            "call instead of looping over values.",
-            _without(loader, pace, part, _ready_seconds(loader)),
-            where=loader.collate_where or loader.where,
-            script="def __getitems__(self, indices):\n    return self.values[indices]",
-        )
+    return case.advise(
+        "python-collate",
+        "putting samples together in Python takes the time",
+        [
+            case.wait_line(),
+            f"collating is {part:.0%} of the loading, in {place}",
+            work_line(loader),
+        ],
+        "Give the dataset a `__getitems__` that indexes a whole batch at once, or stack arrays in one "
+        "call instead of looping over values.",
+        _without(loader, pace, part, _ready_seconds(loader)),
+        where=loader.collate_where or loader.where,
+        script="def __getitems__(self, indices):\n    return self.values[indices]",
     )
 
 
-def hdf5_compressed(case: Case) -> Finding | None:
+@while_waiting
+def hdf5_compressed(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """The step waits for h5py to decompress data, behind one lock per process."""
-    if case.feeding is None:
-        return None
-    loader, pace = case.feeding
     data = _hdf5_cause(case, loader)
     if data is None or data.compression is None:
         return None
     plain = data.reads_per_batch * _HDF5_READ_SECONDS
     plain += data.bytes_used_per_batch / _HDF5_BYTES_PER_SECOND
+    pack, call = packed_instead(case, loader)
     asked = max(data.bytes_touched_per_batch, data.bytes_used_per_batch)
     rate = asked / max(data.seconds_per_batch, 1e-9)
-    return worthwhile(
-        case.finding(
-            "hdf5-compressed",
-            "HDF5 data is decompressed at every read",
-            [
-                case.wait_line(),
-                _hdf5_line(data),
-                (
-                    f"{data.compression} comes out at {format_bytes(rate)}/s; uncompressed data is read at about "
-                    f"{format_bytes(_HDF5_BYTES_PER_SECOND)}/s"
-                ),
-            ],
-            "Store the dataset uncompressed and contiguous (`stoker pack`), or with a fast codec in chunks of "
-            "one batch.",
-            _without(loader, pace, _hdf5_share(loader, data), plain),
-            where=loader.where,
-            script="# where the file is written:\nfile.create_dataset(name, data=values)  # no compression=",
-            replacement=loader_instead(case, loader),
-        )
+    return case.advise(
+        "hdf5-compressed",
+        "HDF5 data is decompressed at every read",
+        [
+            case.wait_line(),
+            _hdf5_line(data),
+            (
+                f"{data.compression} comes out at {format_bytes(rate)}/s; uncompressed data is read at about "
+                f"{format_bytes(_HDF5_BYTES_PER_SECOND)}/s"
+            ),
+        ],
+        f"Store the dataset uncompressed and contiguous (`{pack or 'stoker pack'}`), or with a fast codec in chunks of "
+        "one batch.",
+        _without(loader, pace, _hdf5_share(loader, data), plain),
+        where=loader.where,
+        script=pack
+        or "# where the file is written:\nfile.create_dataset(name, data=values)  # no compression=",
+        replacement=call,
     )
 
 
-def hdf5_chunks(case: Case) -> Finding | None:
+@while_waiting
+def hdf5_chunks(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """Reading a row reads whole chunks, and most of their bytes are not used."""
-    if case.feeding is None:
-        return None
-    loader, pace = case.feeding
     data = _hdf5_cause(case, loader)
     waste = data.bytes_read_per_byte_used if data else None
     if data is None or data.chunks is None or waste is None or waste < _WASTEFUL:
@@ -239,25 +219,25 @@ def hdf5_chunks(case: Case) -> Finding | None:
         fitting += data.bytes_used_per_batch / _HDF5_BYTES_PER_SECOND
     else:
         fitting += data.seconds_per_batch / waste
-    return worthwhile(
-        case.finding(
-            "hdf5-chunks",
-            "HDF5 chunks do not fit the way they are read",
-            [
-                case.wait_line(),
-                _hdf5_line(data),
-                (
-                    f"{waste:.0f} bytes are read for every byte used: chunks of {_shape(data.chunks)} in a dataset "
-                    f"of {_shape(data.shape)}"
-                ),
-            ],
-            "Write the dataset contiguous, or in chunks of whole rows as they are read (`stoker pack` does).",
-            _without(loader, pace, _hdf5_share(loader, data), fitting),
-            where=loader.where,
-            script="# where the file is written:\n"
-            f"file.create_dataset(name, data=values, chunks={(1, *data.shape[1:])})",
-            replacement=loader_instead(case, loader),
-        )
+    pack, call = packed_instead(case, loader)
+    return case.advise(
+        "hdf5-chunks",
+        "HDF5 chunks do not fit the way they are read",
+        [
+            case.wait_line(),
+            _hdf5_line(data),
+            (
+                f"{waste:.0f} bytes are read for every byte used: chunks of {_shape(data.chunks)} in a dataset "
+                f"of {_shape(data.shape)}"
+            ),
+        ],
+        f"Write the dataset contiguous, or in chunks of whole rows as they are read (`{pack or 'stoker pack'}` does).",
+        _without(loader, pace, _hdf5_share(loader, data), fitting),
+        where=loader.where,
+        script=pack
+        or "# where the file is written:\n"
+        f"file.create_dataset(name, data=values, chunks={(1, *data.shape[1:])})",
+        replacement=call,
     )
 
 
@@ -278,26 +258,24 @@ def slow_between_steps(case: Case) -> Finding | None:
         f"({case.share_of_step(line.seconds_per_step):.0%})"
         for line in case.measured.between[:3]
     ]
-    return worthwhile(
-        case.finding(
-            "slow-between-steps",
-            "the step waits for code between the model's calls",
-            [
-                (
-                    f"of a step of {milliseconds(step)}, {milliseconds(between)} ({case.share_of_step(between):.0%}) "
-                    "is spent outside of the model, its backward pass and the optimizer"
-                ),
-                *lines,
-            ],
-            "Do this work while the model computes: move loading into a Dataset for a DataLoader with "
-            f"num_workers={workers}{ahead}; log every 50 steps.",
-            # In one background thread it still takes its time; in workers it is divided.
-            gain_of_steps(step, max(rest, between), max(rest, between / workers), rest),
-            where=case.measured.between[0].where if case.measured.between else None,
-            script='for batch in stoker.prefetch(batches, "cuda"):  # a generator of what is made here now'
-            if case.on_gpu
-            else f"DataLoader(dataset, num_workers={workers})  # its __getitem__ does what is done here now",
-        )
+    return case.advise(
+        "slow-between-steps",
+        "the step waits for code between the model's calls",
+        [
+            (
+                f"of a step of {milliseconds(step)}, {milliseconds(between)} ({case.share_of_step(between):.0%}) "
+                "is spent outside of the model, its backward pass and the optimizer"
+            ),
+            *lines,
+        ],
+        "Do this work while the model computes: move loading into a Dataset for a DataLoader with "
+        f"num_workers={workers}{ahead}; log every 50 steps.",
+        # In one background thread it still takes its time; in workers it is divided.
+        gain_of_steps(step, max(rest, between), max(rest, between / workers), rest),
+        where=case.measured.between[0].where if case.measured.between else None,
+        script='for batch in stoker.prefetch(batches, "cuda"):  # a generator of what is made here now'
+        if case.on_gpu
+        else f"DataLoader(dataset, num_workers={workers})  # its __getitem__ does what is done here now",
     )
 
 

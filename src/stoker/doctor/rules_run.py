@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved, worthwhile
+from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import gain, gain_of_steps
 from stoker.units import KIB, MIB, format_bytes, format_count
@@ -94,17 +94,15 @@ def _housekeeping(
         *call_lines(calls),
     ]
     gained = saved(case.pace, seconds, low=0.7)
-    return worthwhile(
-        case.finding(
-            name,
-            title,
-            evidence,
-            remedy,
-            gained,
-            where=calls[0].where,
-            script=script,
-            config=config,
-        )
+    return case.advise(
+        name,
+        title,
+        evidence,
+        remedy,
+        gained,
+        where=calls[0].where,
+        script=script,
+        config=config,
     )
 
 
@@ -117,25 +115,23 @@ def double_precision(case: Case) -> Finding | None:
     products = operators.matmul_seconds
     listed = ", ".join(f"{dtype} {milliseconds(s)}" for dtype, s in products.items() if s > 0)
     floor = replace(pace, device_busy=0.0)
-    return worthwhile(
-        case.finding(
-            "double-precision",
-            "the step computes in float64",
-            [
-                f"{milliseconds(double)} of a step is spent on float64 ({double / pace.compute:.0%} of the computing)",
-                f"matrix products by type: {listed}" if listed else None,
-            ],
-            "Make the data and the model float32: numpy arrays are float64 unless told otherwise.",
-            gain(
-                floor,
-                floor.saving(double * 0.5),
-                floor.saving(double * 0.3),
-                floor.saving(double * 0.65),
-            ),
-            where=case.measured.loader.dataset_where if case.measured.loader else None,
-            script="values = torch.from_numpy(array).float()",
-            config={"training.precision": "auto"},
-        )
+    return case.advise(
+        "double-precision",
+        "the step computes in float64",
+        [
+            f"{milliseconds(double)} of a step is spent on float64 ({double / pace.compute:.0%} of the computing)",
+            f"matrix products by type: {listed}" if listed else None,
+        ],
+        "Make the data and the model float32: numpy arrays are float64 unless told otherwise.",
+        gain(
+            floor,
+            floor.saving(double * 0.5),
+            floor.saving(double * 0.3),
+            floor.saving(double * 0.65),
+        ),
+        where=case.measured.loader.dataset_where if case.measured.loader else None,
+        script="values = torch.from_numpy(array).float()",
+        config={"training.precision": "auto"},
     )
 
 
@@ -225,27 +221,25 @@ def imbalanced_ranks(case: Case) -> Finding | None:
     even = statistics.fmean(own)
     step = statistics.median(rank.step_seconds for rank in ranks)
     shared = max(0.0, step - slowest.own_seconds)
-    return worthwhile(
-        case.finding(
-            "imbalanced-ranks",
-            f"all ranks wait for rank {slowest.rank}",
-            [
-                (
-                    f"rank {slowest.rank} needs {milliseconds(slowest.own_seconds)} per step, the others "
-                    f"{milliseconds(others)}; a step takes {milliseconds(step)}"
-                ),
-                *(
-                    f"rank {rank.rank}: {milliseconds(rank.own_seconds)} of its own, "
-                    f"{milliseconds(max(0.0, rank.step_seconds - rank.own_seconds))} waiting for the others"
-                    for rank in ranks[:8]
-                ),
-            ],
-            "Give every rank the same amount of work: shards of equal length, samples of similar size, the "
-            "same disk.",
-            gain_of_steps(
-                step, (even + slowest.own_seconds) / 2 + shared, even + shared, others + shared
+    return case.advise(
+        "imbalanced-ranks",
+        f"all ranks wait for rank {slowest.rank}",
+        [
+            (
+                f"rank {slowest.rank} needs {milliseconds(slowest.own_seconds)} per step, the others "
+                f"{milliseconds(others)}; a step takes {milliseconds(step)}"
             ),
-        )
+            *(
+                f"rank {rank.rank}: {milliseconds(rank.own_seconds)} of its own, "
+                f"{milliseconds(max(0.0, rank.step_seconds - rank.own_seconds))} waiting for the others"
+                for rank in ranks[:8]
+            ),
+        ],
+        "Give every rank the same amount of work: shards of equal length, samples of similar size, the "
+        "same disk.",
+        gain_of_steps(
+            step, (even + slowest.own_seconds) / 2 + shared, even + shared, others + shared
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved, worthwhile
+from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import Pace, gain
 from stoker.doctor.measurements import LoaderFacts
@@ -40,32 +40,30 @@ def pageable_copies(case: Case) -> Finding | None:
     rate = case.measured.machine.pinned_bytes_per_second or _PINNED_BYTES_PER_SECOND
     saved = max(0.0, seconds - num_bytes / rate)
     pinned = case.measured.loader is not None and bool(case.measured.loader.pin_memory)
-    return worthwhile(
-        case.finding(
-            "pageable-copies",
-            "batches are copied from pageable memory",
-            [
-                (
-                    f"{format_bytes(num_bytes)} per step, {milliseconds(seconds)} "
-                    f"({case.share_of_step(seconds):.0%} of it) with the host waiting"
-                ),
-                *(f"{c.where}: {format_bytes(c.bytes_per_step)} per step" for c in copies[:3]),
-                "the DataLoader pins its batches, but what is copied is not what it gave"
-                if pinned
-                else None,
-            ],
-            "Set pin_memory=True in the DataLoader and copy with .to(device, non_blocking=True).",
-            gain(
-                case.pace,
-                case.pace.saving(saved),
-                case.pace.saving(saved / 2),
-                case.pace.saving(seconds),
+    return case.advise(
+        "pageable-copies",
+        "batches are copied from pageable memory",
+        [
+            (
+                f"{format_bytes(num_bytes)} per step, {milliseconds(seconds)} "
+                f"({case.share_of_step(seconds):.0%} of it) with the host waiting"
             ),
-            loader_arguments={} if pinned else {"pin_memory": True},
-            where=copies[0].where,
-            script="batch = batch.to(device, non_blocking=True)",
-            config={"data.pin_memory": True},
-        )
+            *(f"{c.where}: {format_bytes(c.bytes_per_step)} per step" for c in copies[:3]),
+            "the DataLoader pins its batches, but what is copied is not what it gave"
+            if pinned
+            else None,
+        ],
+        "Set pin_memory=True in the DataLoader and copy with .to(device, non_blocking=True).",
+        gain(
+            case.pace,
+            case.pace.saving(saved),
+            case.pace.saving(saved / 2),
+            case.pace.saving(seconds),
+        ),
+        loader_arguments={} if pinned else {"pin_memory": True},
+        where=copies[0].where,
+        script="batch = batch.to(device, non_blocking=True)",
+        config={"data.pin_memory": True},
     )
 
 
@@ -82,21 +80,19 @@ def sync_every_step(case: Case) -> Finding | None:
         # An unknown part of the wait is the device's own work.
         gained = saved(case.pace, seconds, low=0.0, likely=0.5)
     doing = "waits for the device" if case.on_gpu else "fetches values from tensors"
-    return worthwhile(
-        case.finding(
-            "sync-every-step",
-            f"the host {doing} in every step",
-            [
-                f"{milliseconds(seconds)} of a step ({case.share_of_step(seconds):.0%}) is spent there",
-                *call_lines(syncs),
-            ],
-            "Keep running sums as tensors and read them every 50 steps, instead of calling .item() or .cpu() "
-            "in the loop.",
-            gained,
-            where=syncs[0].where,
-            script="total += loss.detach()  # and total.item() once in a while",
-            config={"training.read_every": 50},
-        )
+    return case.advise(
+        "sync-every-step",
+        f"the host {doing} in every step",
+        [
+            f"{milliseconds(seconds)} of a step ({case.share_of_step(seconds):.0%}) is spent there",
+            *call_lines(syncs),
+        ],
+        "Keep running sums as tensors and read them every 50 steps, instead of calling .item() or .cpu() "
+        "in the loop.",
+        gained,
+        where=syncs[0].where,
+        script="total += loss.detach()  # and total.item() once in a while",
+        config={"training.read_every": 50},
     )
 
 
@@ -124,20 +120,18 @@ def launch_bound(case: Case) -> Finding | None:
         busy = pace.device_busy
         gap = max(0.0, pace.compute - busy)
         gained = gain(pace, pace.saving(gap - 0.1 * busy), pace.saving(0.4 * gap), pace.saving(gap))
-    return worthwhile(
-        case.finding(
-            "launch-bound",
-            "the GPU waits for the next kernel to be launched",
-            [
-                f"{kernels.per_step:.0f} kernels per step of {kernels.mean_seconds * 1e6:.1f} µs on average",
-                f"at least one kernel runs {kernels.busy_share:.0%} of the time",
-            ],
-            "Replay the step as one CUDA graph: stoker's Trainer does with capture=auto, torch.compile with "
-            'mode="reduce-overhead".',
-            gained,
-            script='model = torch.compile(model, mode="reduce-overhead")',
-            config={"training.capture": "auto"},
-        )
+    return case.advise(
+        "launch-bound",
+        "the GPU waits for the next kernel to be launched",
+        [
+            f"{kernels.per_step:.0f} kernels per step of {kernels.mean_seconds * 1e6:.1f} µs on average",
+            f"at least one kernel runs {kernels.busy_share:.0%} of the time",
+        ],
+        "Replay the step as one CUDA graph: stoker's Trainer does with capture=auto, torch.compile with "
+        'mode="reduce-overhead".',
+        gained,
+        script='model = torch.compile(model, mode="reduce-overhead")',
+        config={"training.capture": "auto"},
     )
 
 

@@ -15,8 +15,8 @@ from stoker.doctor.cases import (
     cpu_words,
     loader_instead,
     milliseconds,
+    while_waiting,
     work_line,
-    worthwhile,
 )
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import (
@@ -86,11 +86,9 @@ def _worker_patch(case: Case, loader: LoaderFacts, workers: int) -> dict[str, ob
     }
 
 
-def no_workers(case: Case) -> Finding | None:
+@while_waiting
+def no_workers(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """The training process loads its own data while cores are idle."""
-    if case.feeding is None:
-        return None
-    loader, pace = case.feeding
     if (
         loader.kind != "torch"
         or loader.workers > 0
@@ -98,21 +96,19 @@ def no_workers(case: Case) -> Finding | None:
     ):
         return None
     workers, gained = _more_workers(case, loader, pace)
-    return worthwhile(
-        case.finding(
-            "no-workers",
-            "the training process loads its own data",
-            [
-                case.wait_line(),
-                f"the DataLoader{at(loader.where)} has num_workers=0, and {case.cores} cores may be used",
-                work_line(loader),
-                busiest_line(loader),
-            ],
-            f"Set num_workers={workers} in the DataLoader, so that the next batches are made while this one "
-            f"trains.{_sharing(loader)}",
-            gained,
-            **_worker_patch(case, loader, workers),
-        )
+    return case.advise(
+        "no-workers",
+        "the training process loads its own data",
+        [
+            case.wait_line(),
+            f"the DataLoader{at(loader.where)} has num_workers=0, and {case.cores} cores may be used",
+            work_line(loader),
+            busiest_line(loader),
+        ],
+        f"Set num_workers={workers} in the DataLoader, so that the next batches are made while this one "
+        f"trains.{_sharing(loader)}",
+        gained,
+        **_worker_patch(case, loader, workers),
     )
 
 
@@ -128,23 +124,21 @@ def starved_by_loader(case: Case) -> Finding | None:
     workers, gained = _more_workers(case, loader, pace)
     if workers <= loader.workers:
         return None
-    return worthwhile(
-        case.finding(
-            "starved-by-loader",
-            "too few workers for the step",
-            [
-                case.wait_line(),
-                (
-                    f"the DataLoader{at(loader.where)} has num_workers={loader.workers}, "
-                    f"{case.cores} cores may be used{cpu_words(loader)}"
-                ),
-                work_line(loader),
-                busiest_line(loader),
-            ],
-            f"Raise num_workers from {loader.workers} to {workers}.{_sharing(loader)}",
-            gained,
-            **_worker_patch(case, loader, workers),
-        )
+    return case.advise(
+        "starved-by-loader",
+        "too few workers for the step",
+        [
+            case.wait_line(),
+            (
+                f"the DataLoader{at(loader.where)} has num_workers={loader.workers}, "
+                f"{case.cores} cores may be used{cpu_words(loader)}"
+            ),
+            work_line(loader),
+            busiest_line(loader),
+        ],
+        f"Raise num_workers from {loader.workers} to {workers}.{_sharing(loader)}",
+        gained,
+        **_worker_patch(case, loader, workers),
     )
 
 
@@ -158,29 +152,27 @@ def _slow_hand_over(case: Case) -> Finding | None:
     step = pace.compute + wait.median
     alone = pace.load + pace.compute
     if loader.kind == "torch" and 0 < alone < _WORTH_ALONE * step:
-        return worthwhile(_too_many_workers(case, loader, step, alone))
-    return worthwhile(
-        case.finding(
-            "starved-by-loader",
-            "batches take long from the workers to the step",
-            [
-                case.wait_line(),
-                work_line(loader),
-                f"a batch holds {format_bytes(loader.batch_bytes)}" if loader.batch_bytes else None,
-            ],
-            "Hand over less: keep values compact until they are on the device, or load whole batches in the "
-            "training process from memory (stoker's Loader does both).",
-            gain_of_steps(step, step, step - wait.median / 2, pace.compute),
-            where=loader.where,
-        )
+        return _too_many_workers(case, loader, step, alone)
+    return case.advise(
+        "starved-by-loader",
+        "batches take long from the workers to the step",
+        [
+            case.wait_line(),
+            work_line(loader),
+            f"a batch holds {format_bytes(loader.batch_bytes)}" if loader.batch_bytes else None,
+        ],
+        "Hand over less: keep values compact until they are on the device, or load whole batches in the "
+        "training process from memory (stoker's Loader does both).",
+        gain_of_steps(step, step, step - wait.median / 2, pace.compute),
+        where=loader.where,
     )
 
 
-def _too_many_workers(case: Case, loader: LoaderFacts, step: float, alone: float) -> Finding:
+def _too_many_workers(case: Case, loader: LoaderFacts, step: float, alone: float) -> Finding | None:
     """Making a batch takes less time than getting it from a worker."""
     # torch refuses the last two without workers.
     arguments = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
-    return case.finding(
+    return case.advise(
         "starved-by-loader",
         "samples are cheaper to make than to get from workers",
         [
@@ -213,15 +205,13 @@ def _starved_stoker(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | No
         )
         config = {"data.use_chunk_loader": True, "data.chunk_size_gb": None}
     half = max(pace.compute, pace.load / 2)
-    return worthwhile(
-        case.finding(
-            "starved-by-loader",
-            "the step waits for the loader",
-            [case.wait_line(), f"the plan's tier is {tier}", work_line(loader)],
-            remedy,
-            gain_of_steps(pace.step, (pace.step + half) / 2, half, pace.compute),
-            config=config,
-        )
+    return case.advise(
+        "starved-by-loader",
+        "the step waits for the loader",
+        [case.wait_line(), f"the plan's tier is {tier}", work_line(loader)],
+        remedy,
+        gain_of_steps(pace.step, (pace.step + half) / 2, half, pace.compute),
+        config=config,
     )
 
 
@@ -236,26 +226,24 @@ def workers_restarted(case: Case) -> Finding | None:
         return None
     lost = start / max(1.0, length / loader.batches_per_step)
     # The measured mean already holds the restarts that fell into the measured time.
-    return worthwhile(
-        case.finding(
-            "workers-restarted",
-            "workers are started again for every epoch",
-            [
-                (
-                    f"{format_count(loader.epoch_starts, 'epoch')} began while measuring, each "
-                    f"{milliseconds(start)} late: {format_count(loader.workers, 'worker')} started and filled again"
-                ),
-                (
-                    f"an epoch has {format_count(length, 'batch').replace('batchs', 'batches')} of "
-                    f"{milliseconds(pace.step)}"
-                ),
-            ],
-            "Set persistent_workers=True in the DataLoader, so that workers outlive an epoch.",
-            gain_of_steps(mean, mean - 0.6 * lost, mean - 0.9 * lost, mean - lost),
-            loader_arguments={"persistent_workers": True},
-            where=loader.where,
-            script="DataLoader(..., persistent_workers=True)",
-        )
+    return case.advise(
+        "workers-restarted",
+        "workers are started again for every epoch",
+        [
+            (
+                f"{format_count(loader.epoch_starts, 'epoch')} began while measuring, each "
+                f"{milliseconds(start)} late: {format_count(loader.workers, 'worker')} started and filled again"
+            ),
+            (
+                f"an epoch has {format_count(length, 'batch').replace('batchs', 'batches')} of "
+                f"{milliseconds(pace.step)}"
+            ),
+        ],
+        "Set persistent_workers=True in the DataLoader, so that workers outlive an epoch.",
+        gain_of_steps(mean, mean - 0.6 * lost, mean - 0.9 * lost, mean - lost),
+        loader_arguments={"persistent_workers": True},
+        where=loader.where,
+        script="DataLoader(..., persistent_workers=True)",
     )
 
 

@@ -1,8 +1,8 @@
-"""A stoker `Loader` under Hugging Face Accelerate.
+"""A stoker `Loader` under Hugging Face Accelerate, and the whole step of its loop as one CUDA graph.
 
 Enters: an `Accelerator`, and a Loader or what makes one. Leaves: a loader that passes through
-`accelerator.prepare` as it is: the same batches in the same order, on the process's device, its own share.
-Costs nothing beside `AdaptedLoader`.
+`accelerator.prepare` as it is: the same batches in the same order, on the process's device, its own share; and
+`capture`, which is `stoker.capture` for prepared models. Costs nothing beside `AdaptedLoader`.
 
 Accelerate wraps torch's DataLoader and hands everything else on. What its own wrapper would have told the
 `Accelerator` is told here: when the last batch of an epoch is out (so that a short window of accumulated
@@ -12,16 +12,19 @@ right), and how to leave out the first batches of an epoch (`skip_first_batches`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
 from stoker.errors import MissingExtraError
 from stoker.frameworks.adapted import AdaptedLoader, MakesLoader, PlacedBatch, check_share
 from stoker.loader.loader import Loader
+from stoker.train.capture_function import CapturedFunction
 
 try:
     from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.state import GradientState, PartialState
 except ImportError as error:
     raise MissingExtraError.for_package(
@@ -125,4 +128,48 @@ def load_for(
     return AccelerateLoader(loader, fields)
 
 
-__all__ = ["AccelerateLoader", "adapt", "load_for"]
+def capture(
+    accelerator: Accelerator,
+    step: Callable[[Any], Any],
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    say: Callable[[str], object] | None = None,
+) -> CapturedFunction:
+    """Return a function that does what `step` does, from one launch per call where that is possible.
+
+    As `stoker.capture`, with the model and the optimizer as `accelerator.prepare` returns them. `step` does all of
+    one batch: forward, `accelerator.backward`, `accelerator.clip_grad_norm_`, `optimizer.step` and `zero_grad`. A
+    scheduler is stepped outside.
+
+    Args:
+        accelerator: Of one process, without accumulation and without fp16; with others `step` is called itself, and
+            `reason` of the result says why and what to type.
+        step: Trains on one batch and returns its loss.
+        model: What it trains.
+        optimizer: Of the model.
+        say: Called with a line when steps run eagerly; by default that is a RuntimeWarning.
+    """
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    refusal = find_refusal(accelerator)
+    return CapturedFunction(step, None, model, optimizer, None, None, say, refusal=refusal)
+
+
+def find_refusal(accelerator: Accelerator) -> str | None:
+    """Return why steps under this accelerator are not captured, and what to type instead; None if they may be."""
+    if accelerator.num_processes > 1:
+        return (
+            f"{accelerator.num_processes} processes train together: one process, or stoker.Trainer"
+        )
+    if accelerator.gradient_accumulation_steps > 1:
+        return (
+            f"{accelerator.gradient_accumulation_steps} batches are accumulated per update: "
+            "gradient_accumulation_steps=1 and a larger batch"
+        )
+    if accelerator.scaler is not None:
+        return "Accelerate asks at every step whether fp16 has overflowed: mixed_precision='bf16'"
+    return None
+
+
+__all__ = ["AccelerateLoader", "adapt", "capture", "find_refusal", "load_for"]

@@ -1,9 +1,9 @@
 """A stoker `Loader` under Lightning, and stoker's habits as Lightning callbacks.
 
 Enters: what makes the loaders; a Lightning `Trainer`. Leaves: `StokerData`, a data module whose loaders are
-this process's share on its device; callbacks for the rate (`ScheduleCallback`), the run's log and telemetry
-(`TelemetryCallback`), the doctor (`DoctorCallback`) and memory that runs out (`OomLadderCallback`). Costs
-40 µs of the host per step for the rate; the other callbacks say theirs.
+this process's share on its device; callbacks for the whole step as one CUDA graph (`CaptureCallback`), the rate
+(`ScheduleCallback`), the run's log and telemetry (`TelemetryCallback`), the doctor (`DoctorCallback`) and memory that
+runs out (`OomLadderCallback`). Costs 40 µs of the host per step for the rate; the other callbacks say theirs.
 
 Lightning neither moves nor re-wraps these batches and puts no `DistributedSampler` in. A checkpoint in the
 middle of an epoch holds the loader's place, and a resumed run goes on with the batch after it.
@@ -20,6 +20,7 @@ import torch
 
 from stoker.errors import InputError
 from stoker.frameworks.adapted import AdaptedLoader, MakesLoader, check_share
+from stoker.frameworks.lightning_capture import CaptureCallback
 from stoker.frameworks.lightning_doctor import DoctorCallback
 from stoker.frameworks.lightning_oom import OomLadderCallback
 from stoker.frameworks.lightning_watch import TelemetryCallback, pl, require_adapted
@@ -215,6 +216,7 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 __all__ = [
+    "CaptureCallback",
     "DoctorCallback",
     "OomLadderCallback",
     "ScheduleCallback",

@@ -26,7 +26,6 @@ THROTTLE_WORDS: Mapping[int, str] = {
     0x080: "hardware power brake",
     0x100: "display clock setting",
 }
-_HARMFUL = frozenset(THROTTLE_WORDS.values()) - {"idle"}
 
 # Bytes/s of one lane in one direction after line coding; generation 6 in FLIT mode.
 _PCIE_LANE_BYTES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
@@ -86,13 +85,6 @@ class Gpu:
     utilization_percent: int | None = None
     memory_utilization_percent: int | None = None
     visible: bool | None = None
-
-    @property
-    def throttled(self) -> bool | None:
-        """Whether something but idleness holds the clocks down."""
-        if self.throttle_reasons is None:
-            return None
-        return bool(_HARMFUL & set(self.throttle_reasons))
 
     @property
     def pcie_bytes_per_second(self) -> float | None:

@@ -22,6 +22,7 @@ from stoker import page
 from stoker.packing.window_figures import WARNING, Window, window_facts, window_figure
 from stoker.page import Html
 from stoker.page.charts import chart_grid
+from stoker.sources.images.encoded import decode_bytes
 from stoker.sources.molecules.packed import draw_molecule
 from stoker.store.fields import Array, Dense, Ragged, Series, ShardData
 from stoker.store.inspection import Inspection
@@ -72,7 +73,7 @@ class Samples:
         most, ahead = _most(self.fields), _num_ahead(self.fields)
         about = {"symbol": label} if any(isinstance(each, Series) for each in part.values()) else {}
         self.rows += [
-            about | {name: _value(data, int(at), ahead) for name, data in part.items()}
+            about | {name: _value(name, data, int(at), ahead) for name, data in part.items()}
             for at in _evenly(number, most)
         ]
         if len(self.rows) > most:
@@ -109,19 +110,29 @@ def _most(fields: Mapping[str, FieldInfo]) -> int:
         for info in fields.values()
         if info.kind == "dense"
     )
-    wanted = MAX_MEASURED if "images" in fields else MAX_DRAWN
+    is_raw = "images" in fields and fields["images"].kind == "dense"
+    wanted = MAX_MEASURED if is_raw else MAX_DRAWN
     return max(0, min(wanted, _MAX_BYTES // max(1, row_bytes)))
 
 
 def _stored_value(store: Store, name: str, at: int) -> Any:
     info = store.fields[name]
-    if info.encoding:
+    if info.encoding == "utf8":
         return store.read_text(name, at)
+    if info.encoding == "picture":
+        return _picture(name, store.read_values(name, at), store.manifest.attributes)
     return (
         store.read_values(name, at)
         if info.kind == "ragged"
         else store.read_rows(name, at, at + 1)[0]
     )
+
+
+def _picture(name: str, values: Array, attributes: Mapping[str, Any]) -> Array:
+    """Return the pixels of an encoded picture `(channels, height, width)`, or of a mask `(height, width)`."""
+    if name == "masks":
+        return decode_bytes(values, 1)[0]
+    return decode_bytes(values, attributes.get("channels", 3))
 
 
 def _stored_window(store: Store, shard: int, name: str, at: int, ahead: int) -> Window:
@@ -139,7 +150,7 @@ def _num_ahead(fields: Mapping[str, FieldInfo]) -> int:
     return targets.shape[0] if targets is not None and len(targets.shape) == 1 else 0
 
 
-def _value(data: Any, at: int, ahead: int) -> Any:
+def _value(name: str, data: Any, at: int, ahead: int) -> Any:
     if isinstance(data, Series):
         end = int(data.ends[at])
         part = slice(end - data.window, end + ahead)
@@ -149,6 +160,8 @@ def _value(data: Any, at: int, ahead: int) -> Any:
         return data.values[at].copy()  # a view would keep the whole part in memory
     if isinstance(data, Ragged):
         values = data.values[data.offsets[at] : data.offsets[at + 1]]
+        if data.encoding == "picture":
+            return _picture(name, values, {})
         return bytes(values).decode(errors="replace") if data.encoding else values.copy()
     return None
 
@@ -204,26 +217,30 @@ def sample_facts(samples: Samples) -> dict[str, str]:
     return facts
 
 
-def _picture_facts(images: Array) -> dict[str, str]:
-    channels = images.shape[1]
+def _picture_facts(images: Sequence[Array]) -> dict[str, str]:
+    channels = images[0].shape[0]
     names = ("red", "green", "blue") if channels == 3 else tuple(map(str, range(channels)))
-    ranges = [
-        f"{name if channels > 1 else 'grey'} {int(plane.min())} to {int(plane.max())}, mean {plane.mean():.0f}"
-        for name, plane in zip(names, images.transpose(1, 0, 2, 3), strict=True)
-    ]
+    ranges = []
+    for name, *planes in zip(names, *images, strict=True):
+        mean = sum(int(plane.sum()) for plane in planes) / sum(plane.size for plane in planes)
+        least, most = min(plane.min() for plane in planes), max(plane.max() for plane in planes)
+        ranges.append(f"{name if channels > 1 else 'grey'} {least} to {most}, mean {mean:.0f}")
+    sizes = sorted({image.shape[1:] for image in images})
+    size = " to ".join(
+        f"{height} x {width}" for height, width in dict.fromkeys(sizes[:: max(1, len(sizes) - 1)])
+    )
     shown = {
-        "pictures": f"{images.shape[2]} x {images.shape[3]}, {channels} channels",
+        "pictures": f"{size}, {channels} channels",
         "pixel values": "; ".join(ranges),
     }
-    flat = images.reshape(len(images), -1)
     for name, value in (("white", 255), ("black", 0)):
-        count = int(((flat == value).mean(axis=1) >= _ONE_COLOUR).sum())
+        count = sum(bool((image == value).mean() >= _ONE_COLOUR) for image in images)
         if count:
             shown[f"all {name}"] = f"{count:,} of {len(images):,} pictures that were looked at"
     return shown
 
 
-def _images(samples: Samples) -> Array:
+def _images(samples: Samples) -> list[Array]:
     found = [row["images"] for row in samples.rows if row.get("images") is not None]
     if (
         not found
@@ -231,8 +248,8 @@ def _images(samples: Samples) -> Array:
         or found[0].dtype != np.uint8
         or found[0].shape[0] not in (1, 3)
     ):
-        return np.empty(0)
-    return np.stack(found)
+        return []
+    return found
 
 
 def _names(samples: Samples) -> Sequence[str]:

@@ -158,7 +158,7 @@ def store_facts(
             ", ".join(manifest.fields),
             "stoker inspect STORE",
         )
-    text = tuple(name for name, info in manifest.fields.items() if info.encoding)
+    text = tuple(name for name, info in manifest.fields.items() if info.encoding == "utf8")
     chosen = [name for name in manifest.fields if name not in text] if fields is None else fields
     part = manifest.num_samples if num_samples is None else num_samples
     facts = tuple(_field_facts(n, manifest.fields[n], manifest.shards, part) for n in chosen)

@@ -10,10 +10,14 @@ here: the columns of the inputs, and the repairs of the training store, which ne
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from pathlib import Path
 from typing import Any, cast
 
 import xxhash
 
+import stoker
 from stoker.augment import Compose
 from stoker.errors import InputError
 from stoker.loader.gather import Augments
@@ -23,7 +27,7 @@ from stoker.recipes.registry import blamed
 from stoker.store.reader import Store
 from stoker.strict_json import exact_text, parse_json
 
-_TABLE_FIELD = "features"
+_TABLE_FIELD, _BARS = "features", "bars"
 
 
 def describe_job(recipe: Recipe, job: Job, store: Store) -> dict[str, Any]:
@@ -53,6 +57,9 @@ def describe_job(recipe: Recipe, job: Job, store: Store) -> dict[str, Any]:
         facts["class_names"] = list(attributes["classes"])
     if "table" in attributes and _TABLE_FIELD in inputs:
         facts["table"] = attributes["table"]
+    made_by = store.manifest.provenance
+    if made_by is not None and made_by.kind == _BARS and "scalers" in attributes:
+        facts["bars"] = {"options": made_by.options, "scalers": attributes["scalers"]}
     with blamed(recipe, "describe"):
         return cast(dict[str, Any], parse_json(exact_text(facts)))
 
@@ -80,6 +87,18 @@ def fingerprint(store: Store) -> str:
     about = store.manifest.model_dump(mode="json", include={"num_samples", "fields", "repairs"})
     about["shards"] = [[shard.size_bytes, shard.checksum] for shard in store.manifest.shards]
     return xxhash.xxh3_64_hexdigest(exact_text(about, sort_keys=True).encode())
+
+
+def code_digest(recipe: Recipe) -> str:
+    """Return a digest of the source of stoker and of the recipe's own module: another one is other code."""
+    files = set(Path(stoker.__file__).parent.rglob("*.py"))
+    own = inspect.getsourcefile(type(recipe))
+    files |= {Path(own)} if own else set()
+    made = xxhash.xxh3_64()
+    for path in sorted(files):
+        with contextlib.suppress(OSError):
+            made.update(path.read_bytes())
+    return f"stoker {stoker.__version__}, {made.hexdigest()}"
 
 
 def check_columns(store: Store, facts: Facts) -> None:

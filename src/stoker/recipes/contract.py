@@ -10,8 +10,9 @@ else's is named in a config as `package.module:Class` (docs/extending.md has a w
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +23,11 @@ from stoker.loader.lanes import LanePlan
 from stoker.loader.order import Mode
 from stoker.recipes.export.ports import Layout
 from stoker.recipes.schedule import make_adamw
+from stoker.runs.evaluation import Evaluation
 from stoker.sources.contract import Source
 from stoker.store.fields import Array
 from stoker.store.reader import Store
+from stoker.train.predict import Predicted
 
 Tensors = Mapping[str, torch.Tensor]
 Facts = Mapping[str, Any]
@@ -45,6 +48,22 @@ class Metrics(Protocol):
 
     def compute(self) -> dict[str, float]:
         """Return the metrics of everything seen; waits for the device."""
+
+
+class FinalMetrics(Protocol):
+    """Evaluates the best weights on the test samples as the field does; one object per run."""
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Take a batch of test samples, as `Metrics` does. They come in order, unless the job walks over lanes."""
+
+    def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
+        """Return the evaluation of everything seen, beside baselines fitted on training samples.
+
+        Args:
+            model: With the best weights, in evaluation mode, on `device`.
+            device: Where it is.
+            samples: Numbers of the test samples, rising.
+        """
 
 
 @dataclass(frozen=True)
@@ -72,7 +91,11 @@ class Job:
         monitor: The metric that decides the best checkpoint, and whether more is better.
         strata: Class of each training sample, for a config that asks for a part of them: every class
             then keeps its share. None draws without regard to classes.
+        balance: A field of classes, each of which the training loader draws equally often; None draws every sample
+            once an epoch.
         scales_rate: Whether `make_optimizer` fits the learning rate to the samples per update itself.
+        final_metrics: Makes what evaluates the best weights on the test samples, beside strong simple baselines; None
+            leaves it at `metrics` and `baseline`. Every rank evaluates all test samples.
         notes: What was decided and why, for the log.
     """
 
@@ -93,8 +116,51 @@ class Job:
     augmentation: Compose | None = None
     monitor: tuple[str, bool] = ("loss", False)
     strata: Array | None = None
+    balance: str | None = None
     scales_rate: bool = False
+    final_metrics: Callable[[], FinalMetrics] | None = None
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RawBatch:
+    """Some pieces of raw input on their way to the model.
+
+    Attributes:
+        keys: One per row: row numbers (int64), file names or ids (text), times (datetime64[ns]).
+        batch: What `Rebuilt.unpack` reads, on the host, every tensor with one row per key; `Rebuilt.augment` is not
+            applied to it. Rows that cannot be answered hold zeros.
+        answered: `(rows,)` bool, False where there is a reason instead of an answer; None where all have one.
+        reasons: Per row what a user must know of it, or None.
+        labels: More columns beside the key, such as the file that a row is from.
+        truth: Where the input has targets: `(rows,)` places of the classes, -1 where unknown, or `(rows, values)`, NaN
+            where unknown. The answers are then evaluated.
+    """
+
+    keys: Array
+    batch: Tensors
+    answered: Array | None = None
+    reasons: Sequence[str | None] | None = None
+    labels: Mapping[str, Array] = field(default_factory=dict)
+    truth: Array | None = None
+
+
+class RawReader(Protocol):
+    """Raw input that a recipe has opened: replays on new data what was fitted in training.
+
+    Attributes:
+        key: Name of the column of `RawBatch.keys`: "row", "file", "time", "id".
+        num_rows: How many there are; None where that is not known before the end.
+    """
+
+    key: str
+    num_rows: int | None
+
+    def __iter__(self) -> Iterator[RawBatch]:
+        """Yield every row once, in the order of the input, with an answer or a reason."""
+
+    def notes(self) -> Sequence[str]:
+        """Return what was done to the rows; asked after the last one."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +214,8 @@ class Recipe(Protocol):
         transient: Options that a checkpoint does not keep: a resumed run may have another value.
         files: Options that are paths of files. A checkpoint keeps a digest of the file instead of its
             path, and a resumed run needs the same file.
+        endings: Of outputs that `write_answers` writes besides the tables (.csv, .parquet, .jsonl): ".msp"; "/" is a
+            folder.
     """
 
     name: str
@@ -157,6 +225,7 @@ class Recipe(Protocol):
     uses: tuple[str, ...] = ()
     transient: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    endings: tuple[str, ...] = ()
 
     @abstractmethod
     def make_job(self, store: Store, options: Any, seed: int) -> Job:
@@ -189,6 +258,30 @@ class Recipe(Protocol):
         """Return the inputs and outputs of an ONNX graph; None where the recipe has none."""
         del made, facts
         return None
+
+    def open_raw(
+        self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
+    ) -> RawReader | None:
+        """Open raw input for predictions; None where the recipe reads no input of this kind.
+
+        Args:
+            given: A path, or in Python a frame, mapping or array.
+            made: With its weights.
+            facts: From `describe_job`: with the columns, repairs and class names of training.
+            told: Options of the command line that were given: "text" (a `TextOptions`), "batch_size"; "is_table" says
+                whether the answers become rows of one table, and not files of the recipe's own.
+
+        Raises:
+            InputError: The input lacks what the model was trained on; all of it is named.
+        """
+        del given, made, facts, told
+        return None
+
+    def write_answers(
+        self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
+    ) -> int:
+        """Write answers in one of the recipe's own `endings`; return how many rows."""
+        raise NotImplementedError
 
     def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return options that other keys of the config give.

@@ -29,6 +29,7 @@ from stoker.recipes.contract import Job, Rebuilt
 from stoker.recipes.export.weights_file import SUFFIX, read_weights
 from stoker.recipes.registry import blamed
 from stoker.report import LOG_NAME, Progress, Silent, Topic, read_note, read_run_log
+from stoker.runs.evaluation import Evaluation
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
 from stoker.store.repairs import FittedRepair
@@ -174,6 +175,7 @@ class PredictReport:
         columns: Their names.
         seconds: From the first batch to the whole file.
         notes: What was done to the data on the way, and what a user should know.
+        evaluation: How good the answers are, where the input has targets.
     """
 
     path: Path
@@ -181,6 +183,7 @@ class PredictReport:
     columns: tuple[str, ...]
     seconds: float
     notes: tuple[str, ...]
+    evaluation: Evaluation | None = None
 
 
 def predict_store(
@@ -198,7 +201,7 @@ def predict_store(
     Args:
         trained: From `load_trained`.
         store_path: Needs the fields that the model reads; no targets.
-        out: The Parquet or CSV file, by its ending.
+        out: The Parquet, CSV or JSON lines file, by its ending.
         split: "all", "train", "val" or "test".
         batch_size: Samples per forward pass.
         device: The first GPU by default; int8 weights run on the CPU only.

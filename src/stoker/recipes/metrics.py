@@ -11,7 +11,7 @@ the end say what a constant reaches on the validation samples, chosen from train
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -159,3 +159,78 @@ def class_priors(train: Array, num_classes: int) -> Array:
 def constant_mae(constant: Array | float, val: Array) -> float:
     """Return the mean absolute error of one answer for every sample; NaN without samples."""
     return float(np.abs(np.asarray(val, np.float64) - constant).mean()) if len(val) else math.nan
+
+
+# -- confidence intervals ------------------------------------------------------------------------
+
+_NUM_DRAWS = 1000
+_MOST_BLOCKS = 5000
+_DRAWN_CELLS = 1 << 22
+_LEVEL = 0.95
+
+
+def bootstrap(
+    values: Array,
+    statistic: Callable[[Array], Array] | None = None,
+    *,
+    block: int = 1,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a statistic of means over samples.
+
+    Above 5,000 samples neighbours are drawn together, so that the cost is bounded.
+
+    Args:
+        values: `(n,)` or `(n, k)` values of samples, in their order; rows that are not finite are left out.
+        statistic: `(draws, k)` means to `(draws,)` numbers; None is the mean of a single value.
+        block: Neighbours that are drawn together, where they depend on each other: overlapping windows.
+        seed: Of the draws.
+    """
+    rows = np.asarray(values, np.float64).reshape(len(values), -1)
+    rows = rows[np.isfinite(rows).all(axis=1)]
+    if len(rows) < 2:
+        return math.nan, math.nan
+    size = max(1, min(block, len(rows) // 2), -(-len(rows) // _MOST_BLOCKS))
+    starts = np.arange(0, len(rows), size)
+    sums = np.add.reduceat(rows, starts)
+    sizes = np.diff(np.append(starts, len(rows))).astype(np.float64)
+    drawn = np.random.default_rng(seed).multinomial(
+        len(sums), np.full(len(sums), 1 / len(sums)), _NUM_DRAWS
+    )
+    means = (drawn @ sums) / (drawn @ sizes)[:, None]
+    return interval_of(means[:, 0] if statistic is None else statistic(means))
+
+
+def bootstrap_counts(
+    counts: Array, statistic: Callable[[Array], Array], seed: int = 0
+) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a statistic of a table of counts, such as a confusion matrix.
+
+    Args:
+        counts: Whole numbers of samples per cell; any shape.
+        statistic: `(draws, *shape)` counts to `(draws,)` numbers.
+        seed: Of the draws.
+    """
+    total = int(counts.sum())
+    if total < 2:
+        return math.nan, math.nan
+    filled = np.flatnonzero(counts.reshape(-1))  # cells without samples are never drawn
+    shares = counts.reshape(-1)[filled] / total
+    random = np.random.default_rng(seed)
+    draws: list[Array] = []
+    # In parts, so that a matrix of a thousand classes takes no more memory than one of ten.
+    part = max(1, min(_NUM_DRAWS, _DRAWN_CELLS // counts.size))
+    for _ in range(0, _NUM_DRAWS, part):
+        drawn = np.zeros((part, counts.size))
+        drawn[:, filled] = random.multinomial(total, shares, part)
+        draws.append(statistic(drawn.reshape(part, *counts.shape)))
+    return interval_of(np.concatenate(draws))
+
+
+def interval_of(draws: Array) -> tuple[float, float]:
+    """Return the middle 95 % of bootstrap draws; NaN where none is finite."""
+    known = draws[np.isfinite(draws)]
+    if not len(known):
+        return math.nan, math.nan
+    low, high = np.quantile(known, ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2))
+    return float(low), float(high)

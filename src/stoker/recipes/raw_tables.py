@@ -1,14 +1,15 @@
-"""Predictions for the rows of a raw table: what packing did to the training rows is done to the new ones.
+"""Rows of a raw table for a trained model: what packing did to the training rows is done to the new ones.
 
-Enters: a trained model whose store was packed from a table, and a CSV, Parquet or Feather file of new rows, its columns
-in any order, with or without the target. Leaves: a file with one line per row: an answer, a reason, or an answer with
-a remark. Costs: one streaming read and one forward pass per row, in constant memory.
+Enters: the facts of a model whose store was packed from a table, and new rows: a CSV, Parquet or Feather file, a folder
+or pattern of them, or a frame in memory; columns in any order, with or without the target. Leaves: `RawBatch`es: every
+row is ready for the model or has a reason. Costs: one streaming read, in constant memory.
 """
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,148 +18,232 @@ import pyarrow as pa
 import torch
 
 from stoker.errors import InputError, RefusalList
-from stoker.loader.loader import pick_device
-from stoker.ownership import check_output
-from stoker.recipes.inference import BATCH_SIZE, PredictReport, Trained
-from stoker.recipes.registry import blamed
-from stoker.report import Progress, Silent
+from stoker.recipes.contract import Facts, RawBatch
 from stoker.sources.tables.columns import Column, Fault, as_text
 from stoker.sources.tables.layout import TextOptions, header_advice
-from stoker.sources.tables.reading import TableFile, batches, open_table, shown_names
-from stoker.sources.tables.source import make_features
+from stoker.sources.tables.reading import TableFile, batches, find_files, open_table, shown_names
+from stoker.sources.tables.source import make_features, make_targets
+from stoker.sources.tables.survey import Target
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
-from stoker.train.predict import (
-    ROW_COLUMN,
-    Predicted,
-    check_ending,
-    is_written_here,
-    write_predictions,
-)
+from stoker.train.predict import FILE_COLUMN, ROW_COLUMN
 from stoker.units import format_count
 
 _FIELD = "features"
+_FAR_SHARE = 0.5
+_FAR_SPREADS = 20.0
 
 
-def predict_table(
-    trained: Trained,
-    path: str | Path,
-    out: str | Path,
-    *,
-    text: TextOptions | None = None,
-    batch_size: int = BATCH_SIZE,
-    device: str | torch.device | None = None,
-    progress: Progress | None = None,
-) -> PredictReport:
-    """Write a prediction, or the reason why there is none, for every row of a table.
+def open_raw_table(
+    given: Any,
+    facts: Facts,
+    told: Mapping[str, Any],
+    ranges: tuple[Array, Array] | None = None,
+) -> RawTable:
+    """Open rows for a model that was trained on a table.
 
     Args:
-        trained: From `load_trained`.
-        path: CSV, Parquet or Feather.
-        out: The Parquet or CSV file, by its ending.
-        text: How a text file is written; what was said when the training table was packed by default.
-        batch_size: Rows per forward pass.
-        device: The first GPU by default; int8 weights run on the CPU only.
-        progress: Told how far it is.
+        given: A path of a file or folder, a pattern, or a frame; see `as_frame`.
+        facts: Of the checkpoint.
+        told: "text": how a text file is written; by default as when the training table was packed.
+        ranges: Middle and spread of each feature in training, to notice other units; None leaves that out.
 
     Raises:
-        InputError: The model was not trained on a table, or columns are missing; all are named.
+        InputError: Columns are missing; all are named.
+        SourceError: A file cannot be read.
     """
-    path = Path(path)
-    check_ending(out)
-    check_output(out, [trained.loaded.saved.path, path], is_written_here)
-    recorded = trained.facts.get("table")
-    if recorded is None:
-        raise InputError(
-            f"{trained.loaded.saved.path} was not trained on a store of `stoker pack table`, so it does not say "
-            f"what the columns of {path} become.",
-            "a store with the fields of the training store",
-            "pack the new data like the training data",
-        )
+    recorded = facts["table"]
     columns = [Column.from_json(each) for each in recorded["columns"]]
-    given = text if text is not None and text != TextOptions() else TextOptions(**recorded["text"])
-    file = open_table(path, given)
-    _check_names(file, columns)
-    told = progress or Silent()
-    is_int8 = "int8" in trained.loaded.identity
-    place = pick_device("cpu" if is_int8 and device is None else device)
-    told.start("predicting", file.num_rows, "rows")
-    rows = _Rows(trained, file, columns, np.dtype(recorded["dtype"]), place, batch_size)
-    began = time.perf_counter()
-    about = {
-        "checkpoint": str(trained.loaded.saved.path),
-        "step": trained.loaded.saved.step,
-        "recipe": trained.chosen.key,
-        "table": str(path),
-    }
-    with blamed(trained.chosen.recipe, "predict"):
-        num_rows = write_predictions(
-            out, rows.predict(), about, told, key=ROW_COLUMN, classes=trained.class_names
+    if not isinstance(given, str | Path):
+        table = as_frame(given, [column.name for column in columns])
+        pieces = [_Piece(f"the {type(given).__name__}", tuple(table.column_names), table=table)]
+    else:
+        text = told.get("text")
+        asked = (
+            text if text is not None and text != TextOptions() else TextOptions(**recorded["text"])
         )
-    seconds = time.perf_counter() - began
-    notes = (*_said(file, columns, recorded.get("target")), *rows.notes(), *trained.made.notes)
-    return PredictReport(Path(out), num_rows, tuple(rows.names), seconds, notes)
+        found, _ = find_files([given])
+        opened = [open_table(path, asked, partitions) for path, partitions in found]
+        pieces = [_Piece(str(file.path), file.names, file=file) for file in opened]
+    for piece in pieces:
+        _check_names(piece, columns)
+    return RawTable(pieces, columns, facts, ranges)
 
 
-def _check_names(file: TableFile, columns: Sequence[Column]) -> None:
-    missing = [column.name for column in columns if column.name not in file.names]
+def as_frame(given: Any, names: Sequence[str]) -> pa.Table:
+    """Return a table in memory, of any of the usual kinds, as an Arrow table.
+
+    Args:
+        given: A pandas, polars or pyarrow table, a mapping of columns, a list of mappings, or a numpy array.
+        names: Columns of training, for an array without names.
+
+    Raises:
+        InputError: It is of another kind, or an array has another number of columns.
+    """
+    try:
+        if isinstance(given, pa.Table):
+            return given
+        if isinstance(given, np.ndarray):
+            if given.dtype.names is not None:
+                return pa.table({name: given[name] for name in given.dtype.names})
+            rows = np.atleast_2d(given)
+            if rows.ndim != 2 or rows.shape[1] != len(names):
+                raise InputError(
+                    f"an array of shape {given.shape}.",
+                    f"(rows, {len(names)}), with the columns {shown_names(names, 12)}",
+                    "a frame whose columns have names, in any order",
+                )
+            return pa.table({name: rows[:, place] for place, name in enumerate(names)})
+        if isinstance(given, Mapping):
+            return pa.table({str(name): np.atleast_1d(values) for name, values in given.items()})
+        if isinstance(given, list | tuple) and all(isinstance(row, Mapping) for row in given):
+            return pa.Table.from_pylist(list(given))
+        if hasattr(given, "columns") and hasattr(
+            given, "iloc"
+        ):  # pandas, which stoker does not need
+            return pa.Table.from_pandas(given, preserve_index=False)
+        return pa.table(given)  # record batches, polars: whatever offers Arrow data
+    except (TypeError, ValueError, pa.ArrowException) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"a {type(given).__name__} that is no table: {error}.",
+            "a pandas, polars or pyarrow table, a mapping of columns, a list of mappings, or an array",
+            "pandas.DataFrame(...)",
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One table: a file, or a frame in memory."""
+
+    label: str
+    names: tuple[str, ...]
+    file: TableFile | None = None
+    table: Any = None
+
+    @property
+    def decimal(self) -> str:
+        return "." if self.file is None else self.file.decimal
+
+    @property
+    def num_rows(self) -> int | None:
+        return self.table.num_rows if self.file is None else self.file.num_rows
+
+    def parts(self, wanted: set[str]) -> Iterator[tuple[Any, dict[int, str]]]:
+        """Yield tables of some rows, and the lines between them that are no rows, by number, with their reasons."""
+        if self.file is None:
+            for batch in self.table.to_batches(max_chunksize=1 << 16):
+                yield pa.Table.from_batches([batch]), {}
+            return
+        refused, done = RefusalList(), 0
+        skip = self.file.layout.skip if self.file.layout else 0
+        for batch in batches(self.file, refused, wanted):
+            late = {(each.line or 0) - skip - 1: str(each.reason) for each in refused[done:]}
+            done = len(refused)
+            yield pa.Table.from_batches([batch]), late
+        late = {(each.line or 0) - skip - 1: str(each.reason) for each in refused[done:]}
+        if late:
+            yield None, late
+
+
+def _check_names(piece: _Piece, columns: Sequence[Column]) -> None:
+    missing = [column.name for column in columns if column.name not in piece.names]
     if missing:
         close = [
             f"{name!r} may be {near}"
             for name in missing
-            if (near := header_advice(file.names, name))
+            if (near := header_advice(piece.names, name))
         ]
         raise InputError(
-            f"{file.path} lacks {format_count(len(missing), 'column')} of the training table: {shown_names(missing)}.",
+            f"{piece.label} lacks {format_count(len(missing), 'column')} of the training table: "
+            f"{shown_names(missing)}.",
             shown_names([column.name for column in columns]),
             f"rename: {', '.join(close[:5])}" if close else "a file with these columns",
         )
 
 
-def _said(file: TableFile, columns: Sequence[Column], target: str | None) -> list[str]:
-    used = {column.name for column in columns}
-    left = [name for name in file.names if name not in used and name != target]
-    said = [f"{file.path}: {file.layout.said}"] if file.layout else []
-    return [*said, *([f"not used, as in training: {shown_names(left, 8)}"] if left else [])]
-
-
-class _Rows:
-    """The rows of a file on their way through the model.
+class RawTable:
+    """The rows of one or more tables; a `RawReader`.
 
     Args:
-        trained: The model.
-        file: Where the rows are.
+        pieces: The tables, in order.
         columns: What each column becomes.
-        dtype: Of the features in training.
-        device: For the forward passes.
-        batch_size: Rows of one.
+        facts: Of the checkpoint.
+        ranges: Middle and spread of each feature in training, if known.
     """
+
+    key = ROW_COLUMN
 
     def __init__(
         self,
-        trained: Trained,
-        file: TableFile,
+        pieces: Sequence[_Piece],
         columns: Sequence[Column],
-        dtype: np.dtype[Any],
-        device: torch.device,
-        batch_size: int,
+        facts: Facts,
+        ranges: tuple[Array, Array] | None = None,
     ) -> None:
-        self._trained, self._file, self._columns, self._dtype = trained, file, columns, dtype
-        self._device, self._batch_size = device, batch_size
+        self._pieces, self._columns = pieces, columns
+        recorded = facts["table"]
+        self._dtype = np.dtype(recorded["dtype"])
+        name = recorded.get("target")
+        self._target = None if name is None else Target(name, tuple(recorded["classes"]), True)
+        # A model may predict another thing than the packed target: only the target itself is compared.
+        self._is_comparable = bool(recorded["classes"]) == bool(facts.get("is_classifier"))
         self._outputs = [name for column in columns for name in column.outputs]
-        repairs = trained.facts["repairs"].get(_FIELD, [])
+        repairs = facts["repairs"].get(_FIELD, [])
         self._repairs = [FittedRepair.from_json(entry) for entry in repairs]
-        self._model = trained.made.model.to(device)
-        self.names: list[str] = []
-        self._num_unanswered = self._num_unseen = 0
+        self._ranges = ranges
+        self._num_far = np.zeros(len(self._outputs), np.int64)
+        self._num_rows = self._num_unanswered = self._num_unseen = self._num_strange = 0
+        counts = [piece.num_rows for piece in pieces]
+        known = [count for count in counts if count is not None]
+        self.num_rows = sum(known) if len(known) == len(counts) else None
+
+    def __iter__(self) -> Iterator[RawBatch]:
+        """Yield the rows in the order of the tables, in numbers from 0 in each; lines that are no rows among them."""
+        wanted = {column.name for column in self._columns}
+        wanted |= {self._target.name} if self._target else set()
+        for piece in self._pieces:
+            next_row = 0
+            for table, wrong in piece.parts(wanted):
+                count = 0 if table is None else table.num_rows
+                numbered, next_row = _number_rows(next_row, count, wrong)
+                made = self._make(piece, table, numbered, wrong)
+                if len(self._pieces) > 1:
+                    named = np.full(len(made.keys), piece.label, dtype=object)
+                    made = _with_labels(made, {FILE_COLUMN: named})
+                if len(made.keys):
+                    yield made
 
     def notes(self) -> list[str]:
         """Return what was done to the rows, and how many have a reason instead of an answer."""
+        notes = [
+            f"{piece.label}: {piece.file.layout.said}"
+            for piece in self._pieces
+            if piece.file is not None and piece.file.layout is not None
+        ]
+        used = {column.name for column in self._columns}
+        left = [n for n in self._pieces[0].names if n not in used]
+        left = [n for n in left if self._target is None or n != self._target.name]
+        if left:
+            notes.append(f"not used, as in training: {shown_names(left, 8)}")
         named = ", ".join(str(repair.spec) for repair in self._repairs)
-        notes = [f"repairs of {_FIELD}: made here as in training ({named})"] if named else []
+        if named:
+            notes.append(f"repairs of {_FIELD}: made here as in training ({named})")
+        far = np.flatnonzero(self._num_far > _FAR_SHARE * max(1, self._num_rows))
+        if len(far):
+            names = shown_names([self._outputs[place] for place in far], 8)
+            notes.append(
+                f"most values of {names} lie far outside of what training had: other units, or another column?"
+            )
         if self._num_unseen:
             notes.append(
                 f"{format_count(self._num_unseen, 'row')} with a text that training did not have; see 'reason'"
+            )
+        if self._num_strange and self._target:
+            notes.append(
+                f"{format_count(self._num_strange, 'row')} whose {self._target.name!r} is empty or a class that "
+                "training did not have: answered, not evaluated"
             )
         if self._num_unanswered:
             notes.append(
@@ -166,29 +251,39 @@ class _Rows:
             )
         return notes
 
-    def predict(self) -> Iterator[Predicted]:
-        """Yield the rows in the order of the file, in numbers from 0; lines that are no rows among them."""
-        refused = RefusalList()
-        skip = self._file.layout.skip if self._file.layout else 0
-        next_row, done = 0, 0
-        for batch in batches(self._file, refused, {column.name for column in self._columns}):
-            wrong = {
-                (refusal.line or 0) - skip - 1: str(refusal.reason) for refusal in refused[done:]
-            }
-            done = len(refused)
-            numbers, next_row = _number_rows(next_row, batch.num_rows, wrong)
-            predicted = self._predict_batch(pa.Table.from_batches([batch]), numbers)
-            yield from _with_lines(predicted, wrong)
-            self._num_unanswered += len(wrong)
-        late = {(refusal.line or 0) - skip - 1: refusal.reason for refusal in refused[done:]}
-        if late and self.names:
-            self._num_unanswered += len(late)
-            yield self._empty(late)
+    def _make(
+        self, piece: _Piece, table: Any, numbered: Array, wrong: Mapping[int, str]
+    ) -> RawBatch:
+        features = np.zeros((0, len(self._outputs)), self._dtype)
+        reasons: list[str | None] = []
+        answered = np.zeros(0, bool)
+        truth: Array | None = None
+        if table is not None and table.num_rows:
+            features, reasons, answered = self._features(piece, table)
+            truth = self._truth(piece, table)
+            self._watch(features[answered])
+        self._num_unanswered += len(wrong) + int((~answered).sum())
+        if wrong:
+            lines = sorted(wrong)
+            empty = len(lines)
+            keys = np.concatenate([numbered, np.asarray(lines, np.int64)])
+            order = np.argsort(keys, kind="stable")
+            features = np.concatenate([features, np.zeros((empty, features.shape[1]), self._dtype)])
+            features, numbered = features[order], keys[order]
+            answered = np.concatenate([answered, np.zeros(empty, bool)])[order]
+            reasons = [*reasons, *(wrong[line] for line in lines)]
+            reasons = [reasons[place] for place in order.tolist()]
+            if truth is not None:
+                unknown = np.full((empty, *truth.shape[1:]), -1 if truth.ndim == 1 else math.nan)
+                truth = np.concatenate([truth, unknown.astype(truth.dtype)])[order]
+        return RawBatch(
+            numbered, {_FIELD: torch.from_numpy(features)}, answered, reasons, truth=truth
+        )
 
-    def _predict_batch(self, table: Any, numbers: Array) -> Predicted:
+    def _features(self, piece: _Piece, table: Any) -> tuple[Array, list[str | None], Array]:
         faults: dict[int, Fault] = {}
         features, unseen = make_features(
-            table, self._columns, self._dtype, self._file.decimal, faults, str(self._file.path)
+            table, self._columns, self._dtype, piece.decimal, faults, piece.label
         )
         features = apply_repairs(features, self._repairs, self._outputs)
         reasons: list[str | None] = [None] * table.num_rows
@@ -207,35 +302,31 @@ class _Rows:
             reasons[row] = fault.reason
         answered: Array = np.logical_not(bad.any(axis=1))
         answered[list(faults)] = False
-        self._num_unanswered += int((~answered).sum())
         features[~answered] = 0
-        return Predicted(numbers, self._forward(features), answered, reasons)
+        return features, reasons, answered
 
-    @torch.inference_mode()
-    def _forward(self, features: Array) -> Mapping[str, Array]:
-        made = self._trained.made
-        parts: dict[str, list[Array]] = {}
-        for low in range(0, len(features), self._batch_size):
-            values = torch.from_numpy(features[low : low + self._batch_size]).to(self._device)
-            for name, value in made.predict(self._model, made.unpack({_FIELD: values})).items():
-                parts.setdefault(name, []).append(value.cpu().numpy())
-        columns = {name: np.concatenate(values) for name, values in parts.items()}
-        self.names = [*columns, "reason"]
-        self._shapes = {name: (value.shape[1:], value.dtype) for name, value in columns.items()}
-        return columns
+    def _truth(self, piece: _Piece, table: Any) -> Array | None:
+        """Return the targets, where the table has them: they are not needed, but say how good the answers are."""
+        target = self._target
+        if target is None or target.name not in table.column_names or not self._is_comparable:
+            return None
+        faults: dict[int, Fault] = {}
+        values = make_targets(table, target, piece.decimal, faults)
+        if target.classes:
+            self._num_strange += int((values < 0).sum())
+            return values
+        return values.astype(np.float64).reshape(-1, 1)
 
-    def _empty(self, wrong: Mapping[int, str]) -> Predicted:
-        rows = sorted(wrong)
-        columns = {
-            name: np.zeros((len(rows), *shape), dtype)
-            for name, (shape, dtype) in self._shapes.items()
-        }
-        return Predicted(
-            np.asarray(rows, np.int64),
-            columns,
-            np.zeros(len(rows), bool),
-            [wrong[row] for row in rows],
-        )
+    def _watch(self, features: Array) -> None:
+        """Count values that no training row was near to: data in other units is not refused, but told."""
+        self._num_rows += len(features)
+        if self._ranges is not None and len(features):
+            center, spread = self._ranges
+            self._num_far += (np.abs(features - center) > _FAR_SPREADS * spread).sum(axis=0)
+
+
+def _with_labels(made: RawBatch, labels: Mapping[str, Array]) -> RawBatch:
+    return RawBatch(made.keys, made.batch, made.answered, made.reasons, labels, made.truth)
 
 
 def _number_rows(first: int, count: int, wrong: Mapping[int, str]) -> tuple[Array, int]:
@@ -243,23 +334,3 @@ def _number_rows(first: int, count: int, wrong: Mapping[int, str]) -> tuple[Arra
     span = np.arange(first, first + count + len(wrong), dtype=np.int64)
     kept = span[~np.isin(span, list(wrong))][:count] if wrong else span
     return kept, max([int(kept[-1]) if len(kept) else first - 1, *wrong], default=first - 1) + 1
-
-
-def _with_lines(predicted: Predicted, wrong: Mapping[int, str]) -> Iterator[Predicted]:
-    """Yield the rows with the lines that are no rows between them, in order."""
-    if not wrong:
-        yield predicted
-        return
-    lines = sorted(wrong)
-    ids = np.concatenate([predicted.sample_ids, np.asarray(lines, np.int64)])
-    order = np.argsort(ids, kind="stable")
-    empty = np.zeros(len(lines), np.int64)
-    columns = {
-        name: np.concatenate([value, value[empty]])[order]
-        for name, value in predicted.columns.items()
-    }
-    assert predicted.answered is not None
-    assert predicted.reasons is not None
-    answered = np.concatenate([predicted.answered, np.zeros(len(lines), bool)])[order]
-    reasons = [*predicted.reasons, *(wrong[line] for line in lines)]
-    yield Predicted(ids[order], columns, answered, [reasons[place] for place in order.tolist()])

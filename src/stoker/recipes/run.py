@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -31,13 +32,14 @@ from stoker.loader.loader import Loader, pick_device
 from stoker.loader.splits import draw_samples
 from stoker.machine import probe
 from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan
-from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
+from stoker.recipes.blueprint import as_augments, code_digest, describe_job, fingerprint
 from stoker.recipes.catalogue import Chosen, choose_recipe, with_defaults
-from stoker.recipes.contract import Job
+from stoker.recipes.contract import FinalMetrics, Job, Metrics
 from stoker.recipes.options import as_overrides
 from stoker.recipes.progress import RunProgress
 from stoker.recipes.registry import blamed
 from stoker.report import LOG_NAME, Note, Progress, RunEnd, RunLog, Silent, Topic
+from stoker.runs.evaluation import Evaluation
 from stoker.runs.telemetry import TelemetryLog
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
@@ -69,6 +71,7 @@ class RecipeRun(History):
         baseline: What chance reaches on validation samples.
         val: Metrics of the best checkpoint there.
         test: Its metrics on test samples; empty when the run was cut short or there are none.
+        evaluation: The same as the field evaluates, beside baselines; None where the recipe has no more than `test`.
     """
 
     recipe: str = ""
@@ -78,6 +81,7 @@ class RecipeRun(History):
     baseline: dict[str, float] = field(default_factory=dict)
     val: dict[str, float] = field(default_factory=dict)
     test: dict[str, float] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
 
 
 def run_recipe(
@@ -347,24 +351,34 @@ class Run:
         precision = choose_precision(settings.training.precision, self.device, job.model)
         if len(job.samples["test"]):
             self.told.say(f"evaluating {best.path.name if best else 'the weights'} on test samples")
-            with self._evaluation_loader("test") as loader:
+            final = None if job.final_metrics is None else job.final_metrics()
+            # Final metrics see all test samples on every rank: their results cannot be merged.
+            ranks = self.ranks if final is None else Ranks()
+            with self._evaluation_loader("test", ranks) as loader:
                 test = evaluate(
                     job.model,
                     loader,
                     job.unpack,
                     job.criterion,
-                    job.metrics,
+                    job.metrics if final is None else partial(_WithFinal, job.metrics, final),
                     precision,
                     self.device,
-                    self.ranks,
+                    ranks,
                 )
             made = replace(made, test=test)
+            if final is not None:
+                self.told.say("comparing with baselines that are fitted on the training samples")
+                job.model.eval()
+                with blamed(self.chosen.recipe, "evaluate"), torch.no_grad():
+                    found = final.evaluate(job.model, self.device, job.samples["test"])
+                made = replace(made, evaluation=found)
         result = {
             "best": None if best is None else best.path.name,
             "baseline": made.baseline,
             "val": made.val,
             "test": made.test,
             "num_test": len(job.samples["test"]),
+            "evaluation": None if made.evaluation is None else made.evaluation.to_json(),
         }
 
         def write() -> None:
@@ -396,18 +410,18 @@ class Run:
             samples=job.samples["train"],
             drop_last=settings.data.drop_last,
             lanes=job.lanes,
+            balance=job.balance,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             augment=None if self.drawn_augmentation else as_augments(job.augmentation),
         )
 
-    def _evaluation_loader(self, split: str) -> Loader:
+    def _evaluation_loader(self, split: str, among: Ranks | None = None) -> Loader:
         job, samples = self.job, self.job.samples[split]
+        shared = among or self.ranks
         lanes = None if job.plan_lanes is None or job.lanes is None else job.plan_lanes(samples)
         # Lanes, and samples that do not go round, are evaluated by every rank alike.
-        ranks = (
-            self.ranks if lanes is None and len(samples) >= 2 * self.ranks.world_size else Ranks()
-        )
+        ranks = shared if lanes is None and len(samples) >= 2 * shared.world_size else Ranks()
         return Loader(
             self.store,
             lanes.num_lanes if lanes is not None else _judged_batch(self.rank_batch, ranks),
@@ -484,6 +498,24 @@ class Run:
             log.write("config", {"settings": values, "reasons": self.settings.reasons})
             log.write("plan", train.plan.to_json())
             log.write("machine", probe(self.store.path).to_json())
+            log.write("data", self._data_facts())
+
+    def _data_facts(self) -> dict[str, Any]:
+        """Return what is trained on, what was left out of it and why, and digests of data and code."""
+        samples = {name: len(ids) for name, ids in self.job.samples.items()}
+        unused = self.store.num_samples - sum(samples.values())
+        return {
+            "store": str(as_url(self.store.name) or self.store.path.resolve()),
+            "digest": fingerprint(self.store),
+            "num_samples": self.store.num_samples,
+            "splits": samples | ({"unused": unused} if unused else {}),
+            "counts": self.store.manifest.counts,
+            "repairs": {
+                name: [entry["repair"] for entry in fitted]
+                for name, fitted in self.store.manifest.repairs.items()
+            },
+            "code": code_digest(self.chosen.recipe),
+        }
 
     def _identity(self) -> dict[str, Any]:
         settings, chosen = self.settings, self.chosen
@@ -527,6 +559,21 @@ def _draws(augmentation: Compose | None) -> bool:
     )
 
 
+class _WithFinal:
+    """The metrics of a pass over the test samples, and what evaluates them in full."""
+
+    def __init__(self, make: Callable[[], Metrics] | None, final: FinalMetrics) -> None:
+        self._parts = [final] if make is None else [make(), final]
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        for part in self._parts:
+            part.update(outputs, targets)
+
+    def compute(self) -> dict[str, float]:
+        first = self._parts[0]
+        return {} if len(self._parts) == 1 else cast(Metrics, first).compute()
+
+
 # -- as plain values ------------------------------------------------------------------------------
 
 
@@ -541,6 +588,7 @@ def as_json(run: RecipeRun) -> Mapping[str, Any]:
         "baseline": run.baseline,
         "val": run.val,
         "test": run.test,
+        "evaluation": None if run.evaluation is None else run.evaluation.to_json(),
         "epochs": [
             {**vars(report), "samples_per_second": report.samples_per_second}
             for report in run.epochs

@@ -142,7 +142,7 @@ def _as_field(
     rows = [value for value in column if not isinstance(value, str)]
     if texts and rows:
         raise _differs(name, first, column, "text in some samples and numbers in others")
-    if texts or (like is not None and like.encoding and not rows):
+    if texts or (like is not None and like.encoding == "utf8" and not rows):
         return Ragged.from_strings(texts)
     dtype = rows[0].dtype if like is None else np.dtype(like.dtype)
     shapes = {row.shape for row in rows}

@@ -110,12 +110,12 @@ class Ragged:
     Attributes:
         values: `(m, ...)`, all samples one after the other.
         offsets: `(n + 1,)` int64, from 0 to m, never falling.
-        encoding: "utf8" when the values are text, else None.
+        encoding: "utf8" when the values are text, "picture" when they are the bytes of picture files, else None.
     """
 
     values: Array
     offsets: Array
-    encoding: Literal["utf8"] | None = None
+    encoding: Literal["utf8", "picture"] | None = None
     kind: Literal["ragged"] = field(default="ragged", init=False)
 
     def __post_init__(self) -> None:

@@ -24,7 +24,8 @@ from stoker.errors import CorruptError, StoreError, StoreVersionError
 from stoker.store.fields import PARTS, TIMED_PARTS, FieldData, FieldKind, Ragged, Series
 from stoker.strict_json import exact_text, finite, json_text, parse_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest that is read. 2 has fields of encoded pictures; stores without one are still written as 1."""
 MANIFEST_NAME = "store.json"
 REFUSED_NAME = "refused.jsonl"
 PAGE_NAME = "samples.html"
@@ -53,7 +54,7 @@ class FieldInfo(_Frozen):
     columns: list[str] | None = None
     window: int | None = None
     duration_ns: int | None = None
-    encoding: Literal["utf8"] | None = None
+    encoding: Literal["utf8", "picture"] | None = None
 
     @property
     def parts(self) -> dict[str, str | None]:
@@ -119,7 +120,7 @@ class Provenance(_Frozen):
 class Manifest(_Frozen):
     """The whole of `store.json`."""
 
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
     num_samples: int
     fields: dict[str, FieldInfo]
     shards: list[ShardInfo]
@@ -134,6 +135,11 @@ class Manifest(_Frozen):
         default={}, description="found = packed + refused + ignored, the last two by reason."
     )
     _checksum: str = PrivateAttr("")
+
+    def model_post_init(self, _context: Any) -> None:
+        """Raise the version of a store that older code could not read."""
+        if any(info.encoding == "picture" for info in self.fields.values()):
+            object.__setattr__(self, "format_version", FORMAT_VERSION)
 
     def to_text(self) -> str:
         """Serialise; the same manifest always gives the same bytes."""

@@ -84,6 +84,17 @@ def capture(
 class CapturedFunction:
     """What `capture` returns: call it with a batch.
 
+    Args:
+        step: As for `capture`, like those that follow.
+        example_batch: A batch, or None.
+        model: Modules.
+        optimizer: Optimizers.
+        scaler: Of gradients.
+        loader: A stoker loader.
+        say: Called with a line.
+        calls: Code of a user that `step` calls: what it reads from around it is followed too.
+        refusal: Why it is not to be captured, if the caller knows; the optimizer is then left as it is.
+
     Attributes:
         device: Where the step runs.
     """
@@ -97,6 +108,8 @@ class CapturedFunction:
         scaler: torch.amp.GradScaler | None,
         loader: Loader | None,
         say: Callable[[str], object] | None,
+        calls: Sequence[Any] = (),
+        refusal: str | None = None,
     ) -> None:
         modules = [model] if isinstance(model, torch.nn.Module) else list(model)
         optimizers = (
@@ -119,7 +132,7 @@ class CapturedFunction:
             )
         self._step, self._loader, self._say = step, loader, say
         self._graphs: list[_FunctionGraph] = []
-        others = drawing_objects(step)
+        others = drawing_objects(step, *calls)
 
         def draws() -> list[Any]:
             augmentation = None if loader is None else loader.augment
@@ -127,8 +140,10 @@ class CapturedFunction:
 
         scalers = [] if scaler is None else [scaler]
         ranks = Ranks.current()
-        self._state = StepState(modules, optimizers, scalers, self.device, draws, ranks, [step])
-        self._refusal = self._find_refusal(example_batch, parameters)
+        self._state = StepState(
+            modules, optimizers, scalers, self.device, draws, ranks, [step, *calls]
+        )
+        self._refusal = self._find_refusal(example_batch, parameters) or refusal
         if self._refusal is None:
             for each in optimizers:
                 _make_capturable(each, self.device)
@@ -177,6 +192,12 @@ class CapturedFunction:
         return bool(self._graphs) and self._graphs[0].active
 
     @property
+    def can_capture(self) -> bool:
+        """Whether steps are replayed, or may still be; False where all of them run eagerly for good."""
+        given_up = self._graphs and all(graph.is_given_up for graph in self._graphs)
+        return self._refusal is None and not given_up
+
+    @property
     def slowdown(self) -> float | None:
         """Time of an eager step / time of a replay, as measured while they were compared; None before."""
         return self._graphs[0].slowdown if self._graphs else None
@@ -186,8 +207,7 @@ class CapturedFunction:
         if self._refusal is not None:
             return self.run_eagerly(batch)
         if not isinstance(batch, IndexBatch) and not _is_plain(batch):
-            self._refusal = _name_kind(batch)
-            self._tell(step_note(self.reason, captured=False, fallback=True))
+            self.refuse(_name_kind(batch))
             return self.run_eagerly(batch)
         return self._graph_for(batch).run(batch)
 
@@ -207,6 +227,13 @@ class CapturedFunction:
         """Drop all graphs; the next steps warm up and capture again. After loading an optimizer's state."""
         for graph in self._graphs:
             graph.forget()
+
+    def refuse(self, reason: str) -> None:
+        """Run eagerly from here on, for a reason that only the caller knows."""
+        self._refusal = reason
+        self._graphs.clear()
+        if has_graphs(self.device):
+            self._tell(step_note(self.reason, captured=False, fallback=True))
 
     def _require_loader(self) -> Loader:
         if self._loader is None:

@@ -11,9 +11,11 @@ may draw random numbers.
 from __future__ import annotations
 
 import inspect
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
+from functools import cache
 from operator import itemgetter
 from types import CellType, ModuleType
 from typing import Any
@@ -32,9 +34,15 @@ _MOST_GROUPS = 200
 _LENGTH, _ITEM = object(), object()
 """Keys of a container's length, and of a tensor's only value."""
 _FOREIGN = frozenset(
-    {"torch", "builtins", "numpy", "stoker", "functools", "collections", "logging", "random"}
+    {
+        *("torch", "numpy", "stoker", "functools", "collections", "logging", "random"),
+        *("builtins", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate"),
+    }
 )
 """Packages whose objects and functions are not looked into."""
+_FRAMEWORKS = ["stoker", "frameworks"]
+_OUTSIDE_STEP = re.compile(r"__|on_|validation_|test_|predict_|configure_")
+"""Methods of a Lightning module that are not called by its `training_step`."""
 _MODULE_TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
 """What torch keeps in every module."""
 _Frozen = tuple[dict[str, Any], torch.Tensor | None, list[str], list[Any]]
@@ -112,7 +120,7 @@ class HostNumbers:
         for root in modules:
             for path, module in root.named_modules():
                 name = f"{type(root).__name__}.{path}" if path else type(root).__name__
-                self._look(name, vars(module))
+                self._look(name, vars(module), only=_named_in_step(type(module)))
                 code[id(type(module).forward)] = type(module).__name__, type(module).forward
         for given in functions:
             function = getattr(given, "func", given)  # of a functools.partial
@@ -122,6 +130,8 @@ class HostNumbers:
             owner = getattr(function, "__self__", None)
             if _is_plain_object(owner):  # of a method
                 self._look(type(owner).__name__, vars(owner))
+            elif _is_of_framework(owner) and not isinstance(owner, torch.nn.Module):
+                self._look(type(owner).__name__, vars(owner), only=function.__code__.co_names)
             code[id(function)] = getattr(function, "__name__", ""), function
         for name, function in code.values():
             for variable, container, key in _surroundings(function):
@@ -141,11 +151,13 @@ class HostNumbers:
         self._every = 1 + len(self._groups) // _MOST_GROUPS
         self._num_asked = 0
 
-    def _look(self, name: str, container: Any, deeper: bool = True) -> None:
+    def _look(
+        self, name: str, container: Any, deeper: bool = True, only: Collection[str] | None = None
+    ) -> None:
         # A vocabulary is no setting: of a large container only the length counts.
         keys = range(len(container)) if isinstance(container, list) else list(container)
         for key in keys if len(keys) <= _MOST_COMPARED else ():
-            if key not in _MODULE_TABLES:
+            if key not in _MODULE_TABLES and (only is None or key in only):
                 self._take(f"{name}.{key}", container, key, deeper)
 
     def _take(self, name: str, container: Any, key: Any, deeper: bool = True) -> None:
@@ -226,7 +238,29 @@ def _is_plain_object(value: Any, may_be_called: bool = False) -> bool:
         return False
     if callable(value) and (not may_be_called or inspect.isroutine(value)):
         return False
-    return hasattr(value, "__dict__") and _package(type(value)) not in _FOREIGN
+    is_own = _package(type(value)) not in _FOREIGN and not _is_of_framework(value)
+    return hasattr(value, "__dict__") and is_own
+
+
+def _is_of_framework(value: Any) -> bool:
+    """Whether it is a trainer with one of our mix-ins, which changes its own counts at every step."""
+    return any(kind.__module__.split(".")[:2] == _FRAMEWORKS for kind in type(value).__mro__)
+
+
+@cache
+def _named_in_step(kind: type) -> set[str] | None:
+    """Return the attributes that the code of a Lightning module may read within a step; None if it is another module.
+
+    Its hooks around the step may count and collect as they like.
+    """
+    if not hasattr(kind, "training_step"):
+        return None
+    names = {"training"}
+    for name, value in ((n, v) for base in kind.__mro__ for n, v in vars(base).items()):
+        is_own = inspect.isfunction(value) and _package(value) not in _FOREIGN
+        if is_own and not _OUTSIDE_STEP.match(name):
+            names.update(value.__code__.co_names)
+    return names
 
 
 def _package(thing: Any) -> str:

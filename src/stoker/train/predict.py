@@ -1,4 +1,4 @@
-"""Outputs of a trained model, batch by batch: for metrics, and for a Parquet or CSV file.
+"""Outputs of a trained model, batch by batch: for metrics, and for a Parquet, CSV or JSON lines file.
 
 Enters: a model, a loader, how a batch becomes inputs. Leaves: metrics of a split; or one row per sample
 with its number, in the loader's order. Costs the forward passes; memory for one batch and one row group
@@ -11,7 +11,8 @@ removes again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from stoker.ownership import SIGNATURE, has_signature, writing
 from stoker.report import Progress, Silent
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
-from stoker.strict_json import json_text
+from stoker.strict_json import json_text, parse_json
 from stoker.train.batches import Feed, Unpack
 from stoker.train.evaluation import Evaluator
 from stoker.train.precision import PrecisionChoice
@@ -39,12 +40,14 @@ from stoker.train.ranks import Ranks
 from stoker.train.step import Criterion
 
 Columns = Mapping[str, torch.Tensor]
-SAMPLE_COLUMN, ROW_COLUMN = "sample", "row"
-_KEYS = (SAMPLE_COLUMN, ROW_COLUMN)
+SAMPLE_COLUMN, ROW_COLUMN, TIME_COLUMN, FILE_COLUMN = "sample", "row", "time", "file"
+_KEYS = (SAMPLE_COLUMN, ROW_COLUMN, TIME_COLUMN, FILE_COLUMN, "id")
+_LABELS = {FILE_COLUMN, "symbol"}
 _GROUP_BYTES = 8 << 20
 _MOST_CELLS = 4096
 _HEADER_BYTES = 1 << 20
 _ANSWERS = {"class", "value", "probability", "reason"}
+_FOREX_ANSWERS = {"down", "neutral", "up", "scalp", "swing", "trend"}
 
 
 # -- metrics -------------------------------------------------------------------------------------
@@ -75,16 +78,18 @@ class Predicted:
     """The predictions of one batch, on the host.
 
     Attributes:
-        sample_ids: Samples of the store, or rows of a file; one per row.
+        sample_ids: Samples of the store or rows of a file (int64), times (datetime64[ns]) or names (text); one per row.
         columns: Name to `(batch, ...)` values.
         answered: `(batch,)` bool, False where there is a reason instead of an answer; None where all have one.
         reasons: What a user must know of a row; None for a row without remarks. None where no row has any.
+        labels: More columns beside the key: the file that a row is from.
     """
 
     sample_ids: Array
     columns: Mapping[str, Array]
     answered: Array | None = None
     reasons: Sequence[str | None] | None = None
+    labels: Mapping[str, Array] = field(default_factory=dict)
 
 
 @torch.inference_mode()
@@ -144,20 +149,27 @@ class Repairer:
 
 # -- files ---------------------------------------------------------------------------------------
 
-ENDINGS = (".parquet", ".pq", ".csv")
+ENDINGS = (".parquet", ".pq", ".csv", ".jsonl")
 
 
-def check_ending(path: str | Path) -> None:
+def check_ending(path: str | Path, others: Sequence[str] = ()) -> None:
     """Raise unless the name of an output says which format it is to have.
+
+    Args:
+        path: Of the output.
+        others: Endings that are allowed besides those of tables; "/" is a folder.
 
     Raises:
         InputError: It ends in something else.
     """
     path = Path(path)
-    if path.suffix.lower() not in ENDINGS:
+    suffix = path.suffix.lower() or "/"
+    if suffix not in (*ENDINGS, *others):
+        spelled = [each for each in (*ENDINGS, *others) if each != "/"]
+        folder = ", or a folder" if "/" in others else ""
         raise InputError(
             f"predictions are to be written to {path}.",
-            f"a name that ends in {' or '.join(ENDINGS)}",
+            f"a name that ends in {' or '.join(spelled)}{folder}",
             quoted(path.with_suffix(".csv")),
         )
 
@@ -174,10 +186,11 @@ def write_predictions(
     """Write predictions as they come; return how many rows.
 
     A value per sample is a column of numbers. `(batch, ...)` values are lists of fixed length in Parquet, whose shape
-    stands in the column's metadata, and a column for each value in CSV. Class numbers become class names.
+    stands in the column's metadata, a column for each value in CSV, and in JSON lines a list, or an object by the names
+    of the classes. Class numbers become class names.
 
     Args:
-        path: A Parquet or CSV file, by its ending; replaced when the last row is written.
+        path: A Parquet, CSV or JSON lines file, by its ending; replaced when the last row is written.
         predictions: One or more.
         about: Plain values for the metadata of a Parquet file, under the key "stoker".
         progress: Told about rows.
@@ -187,14 +200,14 @@ def write_predictions(
     path, progress = Path(path), progress or Silent()
     require_utf8(path)
     check_ending(path)
-    rows = (_as_rows(predicted, about, key, classes) for predicted in predictions)
-    is_csv = path.suffix.lower() == ".csv"
-    if is_csv:
+    rows = (as_rows(predicted, about, key, classes) for predicted in predictions)
+    ending = path.suffix.lower()
+    if ending == ".csv":
         rows = (_flattened(batch, classes) for batch in rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with writing(path, is_written_here) as temporary:
-            num_rows = _write(temporary, rows, progress, is_csv)
+            num_rows = _write(temporary, rows, progress, ending, classes)
     except OSError as error:
         raise unwritable(path, error) from error
     return num_rows
@@ -203,30 +216,71 @@ def write_predictions(
 def is_written_here(path: Path) -> bool:
     """Tell whether a file is one of predictions, so that it may be replaced.
 
-    A CSV file has no room for a signature: its header must name the number of the sample or row, an answer, and
-    nothing that predictions do not have.
+    CSV and JSON lines have no room for a signature: the header, or the names of the first object, must be the key of
+    the rows, an answer, and nothing that predictions do not have.
     """
     if has_signature(path):
         return True
     with path.open("rb") as file:
         first = file.read(_HEADER_BYTES).partition(b"\n")[0].decode("utf-8", "replace")
-    names = first.removeprefix('"').removesuffix('"').split('","')
-    stems = {name.partition("_")[0] for name in names[1:]}
-    return names[0] in _KEYS and bool(stems & {"class", "value"}) and stems <= _ANSWERS
+    if first.startswith("{"):
+        try:
+            names = list(parse_json(first))
+        except ValueError:
+            return False
+    else:
+        names = first.removeprefix('"').removesuffix('"').split('","')
+    stems = {name.partition("_")[0] for name in names[1:]} - _LABELS
+    if not names or names[0] not in _KEYS:
+        return False
+    if stems >= _FOREX_ANSWERS:
+        return stems <= _FOREX_ANSWERS | {"reason"}
+    return bool(stems & {"class", "value"}) and stems <= _ANSWERS
 
 
-def _write(path: Path, batches: Iterable[pa.RecordBatch], progress: Progress, is_csv: bool) -> int:
+class _LinesWriter:
+    """Writes rows as JSON objects, one per line."""
+
+    def __init__(self, path: Path, classes: Sequence[str]) -> None:
+        self._file, self._classes = path.open("xb"), classes
+
+    def write_table(self, table: pa.Table) -> None:
+        for row in table.to_pylist():
+            shares = row.get("probability")
+            if shares is not None and len(shares) == len(self._classes):
+                row["probability"] = dict(zip(self._classes, shares, strict=True))
+            plain = {
+                name: value.isoformat() if isinstance(value, datetime) else value
+                for name, value in row.items()
+            }
+            self._file.write(json_text(plain).encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _open_writer(path: Path, ending: str, schema: pa.Schema, classes: Sequence[str]) -> Any:
+    if ending == ".csv":
+        return arrow_csv.CSVWriter(path, schema)
+    if ending == ".jsonl":
+        return _LinesWriter(path, classes)
+    return pq.ParquetWriter(path, schema, compression="zstd")
+
+
+def _write(
+    path: Path,
+    batches: Iterable[pa.RecordBatch],
+    progress: Progress,
+    ending: str,
+    classes: Sequence[str],
+) -> int:
     writer: Any = None
     held: list[pa.RecordBatch] = []
     num_rows = 0
     try:
         for rows in batches:
             if writer is None:
-                writer = (
-                    arrow_csv.CSVWriter(path, rows.schema)
-                    if is_csv
-                    else pq.ParquetWriter(path, rows.schema, compression="zstd")
-                )
+                writer = _open_writer(path, ending, rows.schema, classes)
             held.append(rows)
             num_rows += rows.num_rows
             progress.advance(rows.num_rows)
@@ -246,11 +300,15 @@ def _write(path: Path, batches: Iterable[pa.RecordBatch], progress: Progress, is
     return num_rows
 
 
-def _as_rows(
+def as_rows(
     predicted: Predicted, about: Mapping[str, Any], key: str, classes: Sequence[str]
 ) -> pa.RecordBatch:
-    arrays = [pa.array(predicted.sample_ids, pa.int64())]
-    fields = [pa.field(key, pa.int64(), nullable=False)]
+    """Return predictions as a batch of an Arrow table; see `write_predictions`."""
+    arrays = [_as_column(predicted.sample_ids)]
+    fields = [pa.field(key, arrays[0].type, nullable=False)]
+    for name, labels in predicted.labels.items():
+        arrays.append(_as_column(labels))
+        fields.append(pa.field(name, arrays[-1].type))
     answered = predicted.answered
     hidden = None if answered is None else ~answered
     for name, values in predicted.columns.items():
@@ -274,18 +332,28 @@ def _as_rows(
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
+def _as_column(values: Array) -> Any:
+    """Return keys or labels: whole numbers, times in UTC, or texts."""
+    if values.dtype.kind == "M":
+        return pa.array(values.astype("M8[us]").astype(np.int64), pa.timestamp("us", "UTC"))
+    is_number = values.dtype.kind in "iu"
+    return pa.array(
+        values if is_number else values.tolist(), pa.int64() if is_number else pa.string()
+    )
+
+
 def _flattened(rows: pa.RecordBatch, classes: Sequence[str]) -> pa.RecordBatch:
     """Return the rows with a column for each value of a list: a CSV cell holds one."""
     arrays, names = [], []
-    for field, column in zip(rows.schema, rows.columns, strict=True):
-        if not pa.types.is_fixed_size_list(field.type):
+    for about, column in zip(rows.schema, rows.columns, strict=True):
+        if not pa.types.is_fixed_size_list(about.type):
             arrays.append(column)
-            names.append(field.name)
+            names.append(about.name)
             continue
-        size = field.type.list_size
+        size = about.type.list_size
         if size > _MOST_CELLS:
             raise InputError(
-                f"{field.name!r} has {size:,} values a row, too many for the cells of a CSV file.",
+                f"{about.name!r} has {size:,} values a row, too many for the cells of a CSV file.",
                 f"at most {_MOST_CELLS:,}",
                 "OUT.parquet",
             )
@@ -293,7 +361,7 @@ def _flattened(rows: pa.RecordBatch, classes: Sequence[str]) -> pa.RecordBatch:
             # pc.list_element keeps the nulls of rows without an answer.
             arrays.append(pc.list_element(column, place))
             label = (
-                classes[place] if field.name == "probability" and len(classes) == size else place
+                classes[place] if about.name == "probability" and len(classes) == size else place
             )
-            names.append(f"{field.name}_{label}")
+            names.append(f"{about.name}_{label}")
     return pa.RecordBatch.from_arrays(arrays, names=names)

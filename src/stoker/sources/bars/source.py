@@ -17,7 +17,7 @@ fields of a part of n samples (windows are never stored)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar
@@ -278,6 +278,15 @@ class BarsSource:
                 _total(each) for each in zip(*(extra["accounts"] for extra in extras), strict=True)
             ],
         }
+
+    def read_symbols(self) -> Iterator[tuple[str, dict[str, Bars]]]:
+        """Yield each symbol with its bars by timeframe, read and checked as for packing; for predictions."""
+        wanted, _ = self._wanted()
+        for symbol in sorted({file.symbol for file in wanted}):
+            grouped = self._by_timeframe(wanted, symbol)
+            bars = {name: self._read(files, name) for name, files in grouped.items()}
+            self._check_clocks(bars)
+            yield symbol, bars
 
     def _wanted(self) -> tuple[list[BarFile], list[str]]:
         """The files whose timeframe has a window, one for each symbol in them, and what was passed over."""

@@ -244,6 +244,29 @@ class Samples:
     dropped: dict[str, int]
 
 
+def find_windows(
+    times: Mapping[str, Array],
+    windows: Iterable[tuple[str, int]],
+    base: str,
+    *,
+    latency_ns: int = 0,
+) -> tuple[Array, dict[str, Array], dict[str, Array]]:
+    """Return the decisions, where their windows end per timeframe, and by reason which of them have none.
+
+    Only bars known at a decision are looked at. Arguments as for `make_samples`.
+    """
+    decisions = close_times(times[base], base)
+    ends = {name: window_ends(times[name], name, decisions, latency_ns) for name, _ in windows}
+    short = np.zeros(len(decisions), bool)
+    stale = np.zeros(len(decisions), bool)
+    for name, length in windows:
+        short |= ends[name] < length
+        known = close_times(times[name], name, latency_ns)
+        last = known[np.maximum(ends[name] - 1, 0)] if len(known) else decisions
+        stale |= decisions - last > _STALE_NS + TIMEFRAMES[name]
+    return decisions, ends, {"window_not_full": short, "timeframe_stale": stale}
+
+
 def make_samples(
     times: Mapping[str, Array],
     windows: Iterable[tuple[str, int]],
@@ -267,22 +290,13 @@ def make_samples(
         max_label_gap: Drop samples whose label misses more bars than this in a row; None keeps
             them, marked in `label_gap`.
     """
-    decisions = close_times(times[base], base)
-    ends = {name: window_ends(times[name], name, decisions, latency_ns) for name, _ in windows}
+    decisions, ends, lacks = find_windows(times, windows, base, latency_ns=latency_ns)
     bar = np.arange(len(decisions))
     step = TIMEFRAMES[base]
     missing = np.maximum(np.diff(times[base]) - step, 0) // step
     worst = _forward_max(missing, horizon, len(bar))
-    short = np.zeros(len(bar), bool)
-    stale = np.zeros(len(bar), bool)
-    for name, length in windows:
-        short |= ends[name] < length
-        known = close_times(times[name], name, latency_ns)
-        last = known[np.maximum(ends[name] - 1, 0)] if len(known) else decisions
-        stale |= decisions - last > _STALE_NS + TIMEFRAMES[name]
     faults = {
-        "window_not_full": short,
-        "timeframe_stale": stale,
+        **lacks,
         "label_beyond_data": bar + horizon >= len(bar),
         "label_gap_too_long": worst > (np.inf if max_label_gap is None else max_label_gap),
     }

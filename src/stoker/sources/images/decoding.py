@@ -22,6 +22,7 @@ would make pictures incomparable, so there is none.
 
 from __future__ import annotations
 
+import io
 import re
 import struct
 import warnings
@@ -129,15 +130,20 @@ def pillow() -> Any:
     return Image
 
 
-def open_picture(path: Path) -> Any:
-    """Open a picture without decoding it, within the limits of size and memory."""
+def open_picture(path: Path, data: bytes | None = None) -> Any:
+    """Open a picture without decoding it, within the limits of size and memory.
+
+    Args:
+        path: The file.
+        data: Its bytes, where they were read already; `path` is then for messages.
+    """
     image = pillow()
     try:
         with warnings.catch_warnings():
             # Pillow warns from 89 megapixels on and refuses from 179: ours is one limit, by name. It also warns of
             # damaged tags; pixels that cannot be read are an error.
             warnings.simplefilter("ignore")
-            opened = image.open(path)
+            opened = image.open(path if data is None else io.BytesIO(data))
     except image.DecompressionBombError as error:
         claimed = re.search(r"\((\d+) pixels\)", str(error))
         raise _too_large(path, int(claimed[1]) if claimed else None) from error
@@ -164,14 +170,18 @@ def _too_large(path: Path, pixels: int | None) -> SourceError:
     )
 
 
-def decode(path: Path, first_frame: bool = False) -> Decoded:
+def decode(
+    path: Path, first_frame: bool = False, data: bytes | None = None, *, upright: bool = True
+) -> Decoded:
     """Decode one file and turn it upright.
 
     Args:
         path: The file.
         first_frame: Take the first frame of a file that holds several, instead of refusing it.
+        data: Its bytes, where they were read already.
+        upright: False leaves the picture as it lies in the file.
     """
-    with open_picture(path) as opened, warnings.catch_warnings():
+    with open_picture(path, data) as opened, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             frames = int(getattr(opened, "n_frames", 1)) if opened.format in _ANIMATED else 1
@@ -190,7 +200,7 @@ def decode(path: Path, first_frame: bool = False) -> Decoded:
             orientation = int(exif.get(_ORIENTATION, 1) or 1)
             opened.load()
             known = orientation if 1 <= orientation <= 8 else 1
-            image = turned(opened, known)
+            image = turned(opened, known) if upright else opened
             if image is opened:
                 image = opened.copy()
             return Decoded(image, size, known, _ORIENTATION in exif, opened.format or "", deep)

@@ -19,6 +19,7 @@ from stoker.display import command
 from stoker.errors import InputError, Refusal, SourceError
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.sources.images.decoding import Decoded, decode, pillow
+from stoker.sources.images.encoded import encode_mask, picture_field
 from stoker.sources.images.listing import list_pictures, no_pictures, split_of
 from stoker.sources.images.masks import (
     IGNORE,
@@ -155,7 +156,7 @@ class SegmentationSource(PictureFolder):
         common = Payload((), names, bool(splits) or bool(self.lists), mask_map)
         return Preparation(
             self._parts(items, common, self.images, 1),
-            self._estimate(len(items), 1),
+            self._estimate(items, self.images, 1),
             refused,
             notes,
             found,
@@ -214,23 +215,33 @@ class SegmentationSource(PictureFolder):
         del context
         payload: Payload = part.payload
         columns, masks = Columns(), []
+        coded: list[bytes] = []
         pixels = np.zeros(256, dtype=np.int64)
         for name, mask_names, split in payload.items:
             path = self.images / name
             try:
-                decoded = decode(path, self.first_frame)
-                mask = self._mask(mask_names, decoded, path, payload.mask_map)
-                made = self._pixels(decoded, path)
+                if self.keep_encoded is not None:
+                    kept, decoded = self._encoded(path)
+                    mask = self._mask(mask_names, decoded, path, payload.mask_map, kept.size)
+                else:
+                    decoded = decode(path, self.first_frame)
+                    mask = self._mask(mask_names, decoded, path, payload.mask_map, self.size)
+                    made = self._pixels(decoded, path)
             except ContradictionError:
                 raise
             except SourceError as error:
                 columns.refuse(path, error)
                 continue
-            columns.add(made, decoded, name, split)
-            masks.append(mask)
+            if self.keep_encoded is not None:
+                columns.add_encoded(kept, decoded, name, split)
+                coded.append(encode_mask(mask))
+            else:
+                columns.add(made, decoded, name, split)
+                masks.append(mask)
             pixels += np.bincount(mask.ravel(), minlength=256)
-        fields = columns.fields((self.channels, *self.size), payload.has_split)
-        fields["masks"] = Dense(stack(masks, self.size))
+        shape, is_encoded = (self.channels, *self.size), self.keep_encoded is not None
+        fields = columns.fields(shape, payload.has_split, is_encoded)
+        fields["masks"] = picture_field(coded) if is_encoded else Dense(stack(masks, self.size))
         extra = {
             **columns.extra(payload.classes),
             "mask_pixels": pixels.tolist(),
@@ -239,18 +250,23 @@ class SegmentationSource(PictureFolder):
         return PartData(fields, columns.refused, extra)
 
     def _mask(
-        self, names: Sequence[str], image: Decoded, path: Path, mask_map: MaskMap | None
+        self,
+        names: Sequence[str],
+        image: Decoded,
+        path: Path,
+        mask_map: MaskMap | None,
+        size: tuple[int, int],
     ) -> Array:
         def read() -> Iterator[Array]:
             for name in names:
                 yield read_mask(self.masks / name, image, path, mask_map, self.mask_orientation)
 
         values = join_objects(read(), path) if len(names) > 1 else next(read())
-        if values.shape == self.size:
+        if values.shape == size:
             return values
         image_module = pillow()
         resized = image_module.fromarray(values).resize(
-            (self.size[1], self.size[0]), image_module.Resampling.NEAREST
+            (size[1], size[0]), image_module.Resampling.NEAREST
         )
         return np.asarray(resized, dtype=np.uint8)
 

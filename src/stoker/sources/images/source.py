@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 
@@ -25,9 +25,18 @@ from stoker.sources.images.decoding import (
     Decoded,
     PictureError,
     Pixels,
+    _kind,
     check_ranges,
     decode,
     to_pixels,
+)
+from stoker.sources.images.encoded import (
+    Encoded,
+    KeepEncoded,
+    encoded_facts,
+    encoded_fields,
+    merge_encoded,
+    read_encoded,
 )
 from stoker.sources.images.labels import parse_lists, read_labels, read_lists
 from stoker.sources.images.listing import Listing, list_pictures, no_pictures, split_of
@@ -36,6 +45,8 @@ from stoker.store.fields import Array, Dense, FieldData, Ragged
 
 SPLIT_NAMES = ("train", "val", "test")
 _PART_BYTES = 64 << 20
+_ENCODED_PART, _LEAST_ENCODED = 512, 32
+"""Encoded pictures of one part at most and at least: 512 are 16 to 60 MB of usual photographs."""
 _NAMED = 8
 _LOOK_AT = 16
 
@@ -60,6 +71,7 @@ class PictureFolder:
         value_range: LOW and HIGH of 16-bit, 32-bit and float pictures; None takes the type's own.
         first_frame: Take the first frame of files that hold several; otherwise they are refused.
         lists: Texts such as "train=train.txt": the split of each picture, by lists of names.
+        keep_encoded: Store the bytes of the files instead of pixels of one size; None stores pixels.
     """
 
     size: tuple[int, int]
@@ -67,6 +79,7 @@ class PictureFolder:
     value_range: tuple[float, float] | None = field(default=None, kw_only=True)
     first_frame: bool = field(default=False, kw_only=True)
     lists: tuple[str, ...] = field(default=(), kw_only=True)
+    keep_encoded: KeepEncoded | None = field(default=None, kw_only=True)
 
     version: ClassVar[int] = 2
     row_limit_seconds: ClassVar[float | None] = None
@@ -88,6 +101,7 @@ class PictureFolder:
             "range": list(self.value_range) if self.value_range else None,
             "first_frame": self.first_frame,
             "lists": list(self.lists),
+            **({"keep_encoded": asdict(self.keep_encoded)} if self.keep_encoded else {}),
         }
 
     def _list_files(self) -> list[Path]:
@@ -112,6 +126,9 @@ class PictureFolder:
     ) -> list[Part]:
         image_bytes = self.size[0] * self.size[1] * (self.channels + bytes_more)
         per_part = max(1, _PART_BYTES // image_bytes)
+        if self.keep_encoded:
+            # Small sets in smaller parts, so that every core has some.
+            per_part = min(_ENCODED_PART, max(_LEAST_ENCODED, len(items) // 64))
         return [
             Part(
                 number,
@@ -123,10 +140,20 @@ class PictureFolder:
             if (batch := items[start : start + per_part])
         ]
 
-    def _estimate(self, num_items: int, bytes_more: int) -> int:
+    def _estimate(self, items: Sequence[Any], folder: Path, bytes_more: int) -> int:
+        """Return the most bytes that the store is expected to have."""
+        num_items = len(items)
+        if self.keep_encoded:
+            # Writing a picture anew makes it smaller, as a rule; masks as PNG are small beside photographs.
+            sizes = [_file_bytes(folder / item[0]) for item in items]
+            return 2 * sum(sizes) * (1 + bytes_more) + (1 << 20)
         return num_items * (self.size[0] * self.size[1] * (self.channels + bytes_more) + 64) + (
             1 << 20
         )
+
+    def _encoded(self, path: Path) -> tuple[Encoded, Decoded]:
+        assert self.keep_encoded is not None
+        return read_encoded(path, self.channels, self.keep_encoded, self.first_frame)
 
     def _pixels(self, decoded: Decoded, path: Path) -> Pixels:
         return to_pixels(decoded, path, self.size, self.channels, self.value_range)
@@ -137,12 +164,14 @@ class Columns:
 
     def __init__(self) -> None:
         self.images: list[Array] = []
+        self.encoded: list[Encoded] = []
         self.names: list[str] = []
         self.splits: list[int] = []
         self.refused: list[Refusal] = []
         self.kinds: Counter[str] = Counter()
         self.spans: dict[str, list[float]] = {}
         self.num_turned = 0
+        self.sizes: list[tuple[int, int]] = []
 
     def add(self, pixels: Pixels, decoded: Decoded, name: str, split: int) -> None:
         """Take one picture."""
@@ -151,10 +180,19 @@ class Columns:
         self.splits.append(split)
         self.kinds[pixels.kind] += 1
         self.num_turned += decoded.orientation != 1
+        self.sizes.append((decoded.image.height, decoded.image.width))
         if pixels.span:
             low, high = pixels.span
             known = self.spans.setdefault(pixels.kind, [low, high])
             known[:] = [min(known[0], low), max(known[1], high)]
+
+    def add_encoded(self, kept: Encoded, decoded: Decoded, name: str, split: int) -> None:
+        """Take one picture as the bytes of its file."""
+        self.encoded.append(kept)
+        self.names.append(name)
+        self.splits.append(split)
+        self.kinds[_kind(decoded)] += 1
+        self.num_turned += decoded.orientation != 1
 
     def refuse(self, path: Path, error: SourceError) -> None:
         """List a picture that is not taken, under the kind of its error."""
@@ -163,12 +201,16 @@ class Columns:
             kind, reason = error.kind, error.reason
         self.refused.append(Refusal(str(path), None, reason, kind=kind, fix=error.fix))
 
-    def fields(self, shape: tuple[int, ...], has_split: bool) -> dict[str, FieldData]:
+    def fields(
+        self, shape: tuple[int, ...], has_split: bool, is_encoded: bool
+    ) -> dict[str, FieldData]:
         """Return the fields that both kinds have."""
-        fields: dict[str, FieldData] = {
-            "images": Dense(stack(self.images, shape)),
-            "name": Ragged.from_strings(self.names),
-        }
+        fields: dict[str, FieldData] = (
+            encoded_fields(self.encoded)
+            if is_encoded
+            else {"images": Dense(stack(self.images, shape))}
+        )
+        fields["name"] = Ragged.from_strings(self.names)
         if has_split:
             fields["split"] = Dense(np.array(self.splits, dtype=np.uint8))
         return fields
@@ -180,6 +222,9 @@ class Columns:
             "kinds": dict(self.kinds),
             "spans": self.spans,
             "turned": self.num_turned,
+            # Number of pictures; smallest and largest height and width; sums of 1 / height and 1 / width.
+            "sizes": _summed_sizes(self.sizes),
+            "encoded": encoded_facts(self.encoded),
         }
 
 
@@ -237,7 +282,7 @@ class ImagesSource(PictureFolder):
         common = Payload((), sorted_out.classes, has_split)
         return Preparation(
             self._parts(items, common, self.folder, 0),
-            self._estimate(len(items), 0),
+            self._estimate(items, self.folder, 0),
             refused,
             sorted_out.notes,
             found,
@@ -264,13 +309,17 @@ class ImagesSource(PictureFolder):
         for name, label, split in payload.items:
             path = self.folder / name
             try:
-                decoded = decode(path, self.first_frame)
-                columns.add(self._pixels(decoded, path), decoded, name, split)
+                if self.keep_encoded is not None:
+                    columns.add_encoded(*self._encoded(path), name, split)
+                else:
+                    decoded = decode(path, self.first_frame)
+                    columns.add(self._pixels(decoded, path), decoded, name, split)
             except SourceError as error:
                 columns.refuse(path, error)
                 continue
             labels.append(label)
-        fields = columns.fields((self.channels, *self.size), payload.has_split)
+        shape = (self.channels, *self.size)
+        fields = columns.fields(shape, payload.has_split, self.keep_encoded is not None)
         fields["labels"] = Dense(np.array(labels, dtype=np.int64))
         counts = np.bincount(labels, minlength=len(payload.classes)).tolist() if labels else []
         return PartData(
@@ -414,14 +463,56 @@ def merged_facts(source: PictureFolder, extras: Sequence[Mapping[str, Json]]) ->
     }
     notes += [f"{kinds[kind]:,} {text}" for kind, text in words.items() if kinds[kind]]
     turned = sum(extra["turned"] for extra in extras)
+    encoded: dict[str, Any] = {"size": list(source.size)}
+    if source.keep_encoded is not None:
+        encoded = {"encoded": merge_encoded([extra["encoded"] for extra in extras])}
+        if anew := encoded["encoded"]["encoded_anew"]:
+            notes.append(
+                f"{anew:,} pictures were encoded anew as JPEG, the others kept bit for bit"
+            )
     if turned:
-        notes.append(f"{turned:,} pictures were turned upright as their EXIF says")
+        done = "are turned" if source.keep_encoded else "were turned"
+        notes.append(f"{turned:,} pictures {done} upright as their EXIF says")
     return {
-        "size": list(source.size),
+        **encoded,
         "channels": source.channels,
         "classes": list(extras[0]["classes"]) if extras else [],
         "picture_kinds": dict(kinds),
+        "original_sizes": _original_sizes(source, extras),
         "notes": notes,
+    }
+
+
+def _file_bytes(path: Path) -> int:
+    """Return the size of a file; 0 of one that is gone, which is refused when its part is built."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _summed_sizes(sizes: Sequence[tuple[int, int]]) -> list[float]:
+    if not sizes:
+        return []
+    both = np.array(sizes, dtype=np.float64)
+    return [len(sizes), *both.min(axis=0), *both.max(axis=0), *(1 / both).sum(axis=0)]
+
+
+def _original_sizes(
+    source: PictureFolder, extras: Sequence[Mapping[str, Json]]
+) -> dict[str, Any] | None:
+    """Return how large the pictures were, and the mean share to which each side was resized."""
+    rows = np.array([extra["sizes"] for extra in extras if extra.get("sizes")], dtype=np.float64)
+    if not len(rows):
+        return None
+    count = rows[:, 0].sum()
+    return {
+        "least": [int(side) for side in rows[:, 1:3].min(axis=0)],
+        "most": [int(side) for side in rows[:, 3:5].max(axis=0)],
+        "scale": [
+            float(side * total / count)
+            for side, total in zip(source.size, rows[:, 5:7].sum(axis=0), strict=True)
+        ],
     }
 
 

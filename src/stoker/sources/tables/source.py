@@ -199,7 +199,7 @@ class TableSource:
         )
         fields: dict[str, FieldData] = {"features": Dense(features, plan.outputs)}
         if plan.target is not None:
-            fields["targets"] = Dense(_targets(table, plan.target, piece.decimal, faults))
+            fields["targets"] = Dense(make_targets(table, plan.target, piece.decimal, faults))
         if plan.cuts:
             rows = np.arange(piece.first, piece.first + table.num_rows)
             fields["split"] = Dense(np.searchsorted(plan.cuts, rows, side="right").astype(np.uint8))
@@ -350,7 +350,15 @@ def _check_narrow(values: Array, name: str, path: str) -> None:
         )
 
 
-def _targets(table: Any, target: Target, decimal: str, faults: dict[int, Fault]) -> Array:
+def make_targets(table: Any, target: Target, decimal: str, faults: dict[int, Fault]) -> Array:
+    """Return the targets of a table's rows: places of classes, -1 where there is none, or numbers.
+
+    Args:
+        table: Arrow table with the target's column.
+        target: What it becomes.
+        decimal: The decimal sign of text cells.
+        faults: Gets the rows without a usable target.
+    """
     column = table.column(target.name)
     missing = Fault(
         target.name, f"no value in the target column {target.name!r}", "no value in the target"

@@ -1,0 +1,312 @@
+"""Raw input in, answers out: `stoker predict` and `stoker.load_model(path).predict(frame)`.
+
+Enters: a trained model and what a user has: files, folders, frames; or a store. Leaves: an answer or a reason for every
+row, under its own key, as a file or an Arrow table. Costs: reading the input once and one forward pass per row; a file
+is written in constant memory.
+
+The recipe reads the input (`Recipe.open_raw`) and replays what was fitted in training. Everything after that is here
+and the same for all recipes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import torch
+
+from stoker.address import as_url
+from stoker.display import command, quoted
+from stoker.errors import InputError
+from stoker.loader.loader import pick_device
+from stoker.ownership import check_output
+from stoker.recipes.classification import evaluate_classes
+from stoker.recipes.contract import RawReader
+from stoker.recipes.inference import BATCH_SIZE, PredictReport, Trained, load_trained, predict_store
+from stoker.recipes.metrics import bootstrap
+from stoker.recipes.raw_tables import open_raw_table
+from stoker.recipes.registry import blamed
+from stoker.report import Progress, Silent
+from stoker.runs.evaluation import Evaluation
+from stoker.store.fields import Array
+from stoker.store.reader import MANIFEST_NAME, is_zarr
+from stoker.train.predict import (
+    Predicted,
+    as_rows,
+    check_ending,
+    is_written_here,
+    write_predictions,
+)
+
+_MOST_EVALUATED = 2_000_000
+
+
+class Model:
+    """A trained model that answers for raw input; made by `load_model`.
+
+    Attributes:
+        trained: The checkpoint, its recipe and its network.
+    """
+
+    def __init__(self, trained: Trained) -> None:
+        self.trained = trained
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes, in the order of the probabilities; empty where there are none."""
+        return self.trained.class_names
+
+    def predict(
+        self,
+        given: Any,
+        *,
+        batch_size: int = BATCH_SIZE,
+        device: str | torch.device | None = None,
+        **told: Any,
+    ) -> pa.Table:
+        """Return an answer, or the reason why there is none, for every row.
+
+        Args:
+            given: What `stoker predict` takes, as a path; for tables also a pandas, polars or pyarrow table, a mapping
+                of columns, a list of mappings, or a numpy array with the columns of training in their order.
+            batch_size: Rows per forward pass.
+            device: The first GPU by default; int8 weights run on the CPU only.
+            told: More for the recipe, by the names of the command line's options.
+
+        Returns:
+            A table with the key of each row, the answers, and `reason`; `to_pandas()` makes a frame of it.
+
+        Raises:
+            InputError: The input is of another kind, or lacks what the model was trained on.
+        """
+        reader = open_raw(self.trained, given, {**told, "batch_size": batch_size, "is_table": True})
+        answers = _Answers(self.trained, reader, batch_size, device)
+        batches = [
+            as_rows(predicted, {}, reader.key, self.class_names) for predicted in answers.predict()
+        ]
+        _require_rows(given, batches)
+        return pa.Table.from_batches(batches)
+
+    def __repr__(self) -> str:
+        saved = self.trained.loaded.saved
+        return f"Model({str(saved.path)!r}, recipe {self.trained.chosen.key}, step {saved.step})"
+
+
+def load_model(path: str | Path) -> Model:
+    """Return the model of a checkpoint, ready for raw input.
+
+    Args:
+        path: `best.pt` or `step-*.pt` of a run, or what `stoker export` wrote as .safetensors or with --int8.
+
+    Raises:
+        InputError: It is not the checkpoint of a recipe.
+        CorruptError: Bytes are missing or changed.
+    """
+    return Model(load_trained(path))
+
+
+def predict_file(
+    trained: Trained,
+    given: str | Path,
+    out: str | Path,
+    *,
+    split: str = "all",
+    batch_size: int = BATCH_SIZE,
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+    **told: Any,
+) -> PredictReport:
+    """Write an answer for every sample of a store, or every row of raw input.
+
+    Args:
+        trained: From `load_trained`.
+        given: A store, or raw input that the recipe reads.
+        out: The output, its format by its ending.
+        split: Of a store: "all", "train", "val" or "test".
+        batch_size: Rows per forward pass.
+        device: The first GPU by default; int8 weights run on the CPU only.
+        progress: Told how far it is.
+        told: For `Recipe.open_raw`.
+
+    Raises:
+        InputError: The input or the output cannot be used.
+    """
+    recipe, facts = trained.chosen.recipe, trained.facts
+    if is_store(given):
+        return predict_store(
+            trained,
+            given,
+            out,
+            split=split,
+            batch_size=batch_size,
+            device=device,
+            progress=progress,
+        )
+    out = Path(out)
+    check_ending(out, recipe.endings)
+    is_own = (out.suffix.lower() or "/") in recipe.endings
+    if not is_own:
+        check_output(out, [trained.loaded.saved.path, given], is_written_here)
+    if split != "all":
+        raise InputError(
+            f"--split is {split!r}, and {given} is raw input.",
+            "--split for stores only",
+            "leave --split out",
+        )
+    reader = open_raw(trained, given, {**told, "batch_size": batch_size, "is_table": not is_own})
+    shown = progress or Silent()
+    shown.start("predicting", reader.num_rows, "rows")
+    answers = _Answers(trained, reader, batch_size, device)
+    began = time.perf_counter()
+    with blamed(recipe, "predict"):
+        if is_own:
+            num_rows = recipe.write_answers(out, answers.predict(), trained.made, facts)
+        else:
+            num_rows = write_predictions(
+                out,
+                answers.predict(),
+                _about(trained, given),
+                shown,
+                key=reader.key,
+                classes=trained.class_names,
+            )
+    seconds = time.perf_counter() - began
+    notes = (*reader.notes(), *trained.made.notes)
+    return PredictReport(
+        out, num_rows, tuple(answers.names), seconds, notes, evaluation=answers.evaluation()
+    )
+
+
+def is_store(given: Any) -> bool:
+    """Tell whether an input is a store: a folder of `stoker pack`, an HDF5 file, a Zarr folder, a URL."""
+    if not isinstance(given, str | Path):
+        return False
+    path = Path(given)
+    if as_url(given) is not None or not path.exists():
+        return True  # what is not there is asked for as a store, whose error says so
+    if path.is_dir():
+        return (path / MANIFEST_NAME).exists() or is_zarr(path)
+    return path.name == MANIFEST_NAME or bool(h5py.is_hdf5(path))
+
+
+def open_raw(trained: Trained, given: Any, told: Mapping[str, Any]) -> RawReader:
+    """Return a reader of raw input.
+
+    Raises:
+        InputError: The recipe does not read such input, or it lacks what the model was trained on.
+    """
+    recipe = trained.chosen.recipe
+    if is_store(given):
+        raise InputError(
+            f"{given} is a store." if Path(given).exists() else f"{given} does not exist.",
+            "a file, a folder or a frame of raw input",
+            command("stoker", "predict", trained.loaded.saved.path, given, "OUT.parquet"),
+        )
+    with blamed(recipe, "open_raw"):
+        reader = recipe.open_raw(given, trained.made, trained.facts, told)
+    if reader is None and "table" in trained.facts:
+        reader = open_raw_table(given, trained.facts, told)
+    if reader is None:
+        what = given if isinstance(given, str | Path) else f"a {type(given).__name__}"
+        raise InputError(
+            f"{trained.loaded.saved.path} is a model of the recipe {recipe.name}, which does not read {what} "
+            "as it is.",
+            f"a store with the fields {', '.join(trained.facts['inputs'])}, as in training",
+            f"pack the new data like the training data: {recipe.pack_command}",
+        )
+    return reader
+
+
+def _about(trained: Trained, given: str | Path) -> dict[str, Any]:
+    saved = trained.loaded.saved
+    return {
+        "checkpoint": str(saved.path),
+        "step": saved.step,
+        "recipe": trained.chosen.key,
+        "input": str(given),
+    }
+
+
+def _require_rows(given: Any, batches: Sequence[Any]) -> None:
+    if not batches:
+        what = quoted(given) if isinstance(given, str | Path) else f"the {type(given).__name__}"
+        raise InputError(f"{what} has no rows.", "at least one", "an input with rows")
+
+
+class _Answers:
+    """Raw rows on their way through the model; keeps what is needed to evaluate them where truths are known."""
+
+    def __init__(
+        self,
+        trained: Trained,
+        reader: RawReader,
+        batch_size: int,
+        device: str | torch.device | None,
+    ) -> None:
+        is_int8 = "int8" in trained.loaded.identity
+        self._device = pick_device("cpu" if is_int8 and device is None else device)
+        if is_int8 and self._device.type != "cpu":
+            raise InputError(f"int8 weights on {self._device}.", "the CPU", "--device cpu")
+        self._trained, self._reader, self._batch_size = trained, reader, batch_size
+        self._model = trained.made.model.to(self._device).eval()
+        self._truths: list[Array] = []
+        self._given: list[Array] = []
+        self._num_kept = 0
+        self.names: list[str] = []
+
+    def predict(self) -> Iterator[Predicted]:
+        """Yield the rows in the order of the input."""
+        for raw in self._reader:
+            columns = self._forward(raw.batch, len(raw.keys))
+            self.names = [*columns, *(["reason"] if raw.reasons is not None else [])]
+            if raw.truth is not None:
+                self._keep(raw.truth, columns, raw.answered)
+            yield Predicted(raw.keys, columns, raw.answered, raw.reasons, raw.labels)
+
+    @torch.inference_mode()
+    def _forward(self, batch: Mapping[str, torch.Tensor], count: int) -> dict[str, Array]:
+        made = self._trained.made
+        parts: dict[str, list[Array]] = {}
+        for low in range(0, count, self._batch_size):
+            part = {
+                name: tensor[low : low + self._batch_size].to(self._device)
+                for name, tensor in batch.items()
+            }
+            for name, value in made.predict(self._model, made.unpack(part)).items():
+                parts.setdefault(name, []).append(value.cpu().numpy())
+        return {name: np.concatenate(values) for name, values in parts.items()}
+
+    def _keep(self, truth: Array, columns: Mapping[str, Array], answered: Array | None) -> None:
+        given = columns.get("probability", columns.get("value"))
+        if given is None or self._num_kept > _MOST_EVALUATED:
+            return
+        known = truth >= 0 if truth.ndim == 1 else np.isfinite(truth).all(axis=1)
+        known = known if answered is None else known & answered
+        self._truths.append(truth[known])
+        self._given.append(given[known])
+        self._num_kept += int(known.sum())
+
+    def evaluation(self) -> Evaluation | None:
+        """Return how good the answers are, where the input had targets."""
+        if not self._num_kept:
+            return None
+        truth, given = np.concatenate(self._truths), np.concatenate(self._given)
+        if truth.ndim == 1:
+            names = self._trained.class_names or [str(n) for n in range(given.shape[1])]
+            report = evaluate_classes(given, truth, names)
+            made = Evaluation(len(truth), ("macro_f1", True), **vars(report))
+        else:
+            errors = np.abs(given.reshape(len(truth), -1) - truth).mean(axis=1)
+            made = Evaluation(
+                len(truth),
+                ("mae", False),
+                {"mae": float(errors.mean())},
+                {"mae": bootstrap(errors)},
+            )
+        return replace(made, notes=("of the rows whose target is in the input",))

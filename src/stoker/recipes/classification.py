@@ -1,0 +1,214 @@
+"""A classifier on its test samples as the field evaluates it: per class, calibrated, with intervals.
+
+Enters: probabilities and labels of all test samples. Leaves: metrics, one row per class, the confusion matrix, 95 %
+intervals and the reliability curve, ready for an `Evaluation`. Costs: a sort per class; memory for the probabilities
+(8 MB per million samples and class).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from stoker.recipes.metrics import bootstrap, bootstrap_counts
+from stoker.runs.evaluation import Confusion, Curve, Example
+from stoker.store.fields import Array
+
+MOST_SHOWN_CLASSES = 200
+"""A larger confusion matrix is not kept: nobody can read it, and its intervals would take minutes."""
+_NUM_BINS = 10
+
+
+class ScoreList:
+    """The class scores and labels of a pass, kept on the host as probabilities."""
+
+    def __init__(self) -> None:
+        self._probabilities: list[Array] = []
+        self._labels: list[Array] = []
+
+    def update(
+        self, scores: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor | None = None
+    ) -> None:
+        """Take a batch of `(batch, classes)` logits and `(batch,)` labels; rows that are not valid are left out."""
+        kept = slice(None) if valid is None else valid.bool()
+        self._probabilities.append(scores.float().softmax(dim=1)[kept].cpu().numpy())
+        self._labels.append(labels.long()[kept].cpu().numpy())
+
+    @property
+    def probabilities(self) -> Array:
+        """`(n, classes)`, rows that sum to 1."""
+        return np.concatenate(self._probabilities)
+
+    @property
+    def labels(self) -> Array:
+        """`(n,)` places of the classes."""
+        return np.concatenate(self._labels)
+
+
+@dataclass(frozen=True)
+class ClassReport:
+    """What was counted; the names are those of `Evaluation`."""
+
+    metrics: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
+    groups: dict[str, dict[str, dict[str, float]]]
+    confusion: Confusion | None
+    curves: tuple[Curve, ...]
+
+
+def evaluate_classes(
+    probabilities: Array, labels: Array, names: Sequence[str], *, quiet_class: int | None = None
+) -> ClassReport:
+    """Return the evaluation of a classifier.
+
+    Args:
+        probabilities: `(n, classes)`.
+        labels: `(n,)` places of the true classes.
+        names: Of the classes.
+        quiet_class: The class of samples that should raise no alarm (benign traffic, healthy patients); every other
+            answer for one of them is a false alarm.
+    """
+    answers = probabilities.argmax(axis=1)
+    matrix = confusion_counts(labels, answers, len(names))
+    metrics = class_metrics(probabilities, labels, quiet_class)
+    intervals: dict[str, tuple[float, float]] = {"accuracy": bootstrap(answers == labels)}
+    is_small = len(names) <= MOST_SHOWN_CLASSES
+    if is_small:
+        intervals["macro_f1"] = bootstrap_counts(matrix, macro_f1)
+        intervals["balanced_accuracy"] = bootstrap_counts(matrix, _balanced)
+        if quiet_class is not None:
+            quiet = labels == quiet_class
+            alarms = 1000.0 * (answers != quiet_class)[quiet]
+            intervals["false_alarms_per_1000"] = bootstrap(alarms)
+    curve, _ = reliability(probabilities, labels)
+    return ClassReport(
+        metrics,
+        {name: span for name, span in intervals.items() if math.isfinite(span[0])},
+        {"class": per_class(probabilities, labels, matrix, names)},
+        Confusion(tuple(names), tuple(map(tuple, matrix.tolist()))) if is_small else None,
+        (curve,),
+    )
+
+
+def class_metrics(
+    probabilities: Array, labels: Array, quiet_class: int | None = None
+) -> dict[str, float]:
+    """Return the overall metrics of probabilities, a model's or a baseline's."""
+    matrix = confusion_counts(labels, probabilities.argmax(axis=1), probabilities.shape[1])
+    counts = matrix[None].astype(np.float64)
+    picked = probabilities[np.arange(len(labels)), labels]
+    areas = [
+        average_precision(probabilities[:, place], labels == place)
+        for place in np.flatnonzero(matrix.sum(axis=1)).tolist()
+    ]
+    found = {
+        "accuracy": float(np.trace(matrix) / max(1, matrix.sum())),
+        "balanced_accuracy": float(_balanced(counts)[0]),
+        "macro_f1": float(macro_f1(counts)[0]),
+        "pr_auc": float(np.mean(areas)) if areas else math.nan,
+        "log_loss": float(-np.log(np.maximum(picked, 1e-12)).mean()) if len(labels) else math.nan,
+        "calibration_error": reliability(probabilities, labels)[1],
+    }
+    if quiet_class is not None:
+        quiet = matrix[quiet_class]
+        found["false_alarms_per_1000"] = (
+            1000.0 * float(quiet.sum() - quiet[quiet_class]) / max(1, int(quiet.sum()))
+        )
+    return found
+
+
+def confusion_counts(labels: Array, answers: Array, num_classes: int) -> Array:
+    """Return `(classes, classes)` counts: true class by answer."""
+    cells = np.bincount(labels * num_classes + answers, minlength=num_classes**2)
+    return cells.reshape(num_classes, num_classes)
+
+
+def per_class(
+    probabilities: Array, labels: Array, matrix: Array, names: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Return precision, recall, F1, PR-AUC and the number of samples of each class."""
+    hits = np.diagonal(matrix).astype(np.float64)
+    support, answered = matrix.sum(axis=1), matrix.sum(axis=0)
+    rows: dict[str, dict[str, float]] = {}
+    for place, name in enumerate(names):
+        rows[name] = {
+            "precision": hits[place] / answered[place] if answered[place] else math.nan,
+            "recall": hits[place] / support[place] if support[place] else math.nan,
+            "f1": 2 * hits[place] / max(1, support[place] + answered[place]),
+            "pr_auc": average_precision(probabilities[:, place], labels == place),
+            "samples": float(support[place]),
+        }
+    return rows
+
+
+def average_precision(scores: Array, is_true: Array) -> float:
+    """Return the area under the precision-recall curve, as steps; NaN without a true sample."""
+    total = int(is_true.sum())
+    if not total:
+        return math.nan
+    order = np.argsort(-scores, kind="stable")
+    ranked, hits = scores[order], np.cumsum(is_true[order])
+    # Samples of the same score cannot be told apart: the curve has a point after the last of them.
+    last = np.append(np.flatnonzero(np.diff(ranked)), len(ranked) - 1)
+    recall = hits[last] / total
+    return float(np.sum(np.diff(recall, prepend=0.0) * hits[last] / (last + 1)))
+
+
+def reliability(probabilities: Array, labels: Array) -> tuple[Curve, float]:
+    """Return how often answers of a given confidence are right, and the expected calibration error."""
+    confidence = probabilities.max(axis=1)
+    right = probabilities.argmax(axis=1) == labels
+    bins = np.minimum((confidence * _NUM_BINS).astype(int), _NUM_BINS - 1)
+    count = np.bincount(bins, minlength=_NUM_BINS)
+    used = np.flatnonzero(count)
+    said = np.bincount(bins, confidence, _NUM_BINS)[used] / count[used]
+    was = np.bincount(bins, right, _NUM_BINS)[used] / count[used]
+    error = float((np.abs(said - was) * count[used]).sum() / max(1, count.sum()))
+    lines = {
+        "model": list(zip(said.tolist(), was.tolist(), strict=True)),
+        "perfectly calibrated": [(0.0, 0.0), (1.0, 1.0)],
+    }
+    return Curve("Calibration", "probability of the answer", "share that was right", lines), error
+
+
+def class_examples(
+    keys: Sequence[Any], probabilities: Array, labels: Array, names: Sequence[str], most: int = 12
+) -> tuple[Example, ...]:
+    """Return the most confident mistakes, then right answers of different classes."""
+    answers, confidence = probabilities.argmax(axis=1), probabilities.max(axis=1)
+    wrong = np.flatnonzero(answers != labels)
+    wrong = wrong[np.argsort(-confidence[wrong], kind="stable")][: most // 2]
+    right = np.flatnonzero(answers == labels)
+    _, firsts = np.unique(labels[right], return_index=True)
+    chosen = np.concatenate([wrong, right[firsts][: most - len(wrong)]]).astype(int)
+    return tuple(
+        Example(
+            "text",
+            str(keys[place]),
+            names[labels[place]],
+            f"{names[answers[place]]} ({confidence[place]:.0%})",
+        )
+        for place in chosen.tolist()
+    )
+
+
+def macro_f1(counts: Array) -> Array:
+    """Return the mean F1 of the classes that occur, of `(draws, classes, classes)` counts."""
+    hits = np.diagonal(counts, axis1=1, axis2=2)
+    support, answered = counts.sum(axis=2), counts.sum(axis=1)
+    scores = 2 * hits / np.maximum(support + answered, 1e-12)
+    occurs = support > 0
+    means: Array = (scores * occurs).sum(axis=1) / np.maximum(occurs.sum(axis=1), 1)
+    return means
+
+
+def _balanced(counts: Array) -> Array:
+    support = counts.sum(axis=2)
+    recalls = np.diagonal(counts, axis1=1, axis2=2) / np.maximum(support, 1e-12)
+    means: Array = recalls.sum(axis=1) / np.maximum((support > 0).sum(axis=1), 1)
+    return means

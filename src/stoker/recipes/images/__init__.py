@@ -1,0 +1,3 @@
+"""The images recipe: one class for every picture."""
+
+RECIPES = {"images": "stoker.recipes.images.recipe:ImagesRecipe"}

@@ -1,0 +1,212 @@
+"""How good a classifier of pictures is: while it learns, and at the end as the field says it.
+
+Enters: scores and class numbers on the device; for the baselines, training pictures of the store. Leaves: numbers of
+a validation; at the end an `Evaluation` with metrics per class, a confusion matrix, confidence intervals, two baselines
+and pictures of the worst mistakes. Costs: some small kernels a batch; at the end one read of at most 20,000 training
+pictures and of the test pictures.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from stoker.packing.samples import encode_png
+from stoker.recipes.classification import ScoreList, class_metrics, evaluate_classes
+from stoker.recipes.metrics import add_up, bootstrap
+from stoker.recipes.scaling import evenly
+from stoker.runs.evaluation import Evaluation, Example
+from stoker.store.fields import Array
+from stoker.store.reader import Store
+
+Tensor = torch.Tensor
+_FIT_IMAGES = 20_000
+_READ_BYTES = 64 << 20
+_THUMBNAIL = 8
+_SHOWN = 12
+_SHOWN_SIDE = 72
+_TOP = 5
+_OF_ANSWERS = ("accuracy", "balanced_accuracy", "macro_f1")
+
+
+class ImageMetrics:
+    """Counts classes against answers, and hits among the five best, on the device.
+
+    Args:
+        num_classes: Labels are 0 to num_classes - 1.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        self._num_classes = num_classes
+        self._counts: Tensor | None = None
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Take scores and class numbers of a batch."""
+        num = self._num_classes
+        if self._counts is None:
+            # Per class its samples, its answers and its hits; then the hits among the five best.
+            self._counts = torch.zeros(4, num, dtype=torch.int64, device=outputs.device)
+        labels, answers = targets.long(), outputs.argmax(dim=1)
+        ones = torch.ones_like(labels)
+        for row, places, seen in (
+            (0, labels, ones),
+            (1, answers, ones),
+            (2, labels, (labels == answers).long()),
+            (3, labels, hits_in_top(outputs, labels).long()),
+        ):
+            self._counts[row].index_add_(0, places, seen)
+
+    def state(self) -> Tensor | None:
+        """Return what was counted, for `merge`."""
+        return self._counts
+
+    def merge(self, states: Sequence[Tensor | None]) -> None:
+        """Become what all of these have counted together."""
+        self._counts = add_up(states)
+
+    def compute(self) -> dict[str, float]:
+        """Return accuracy, balanced accuracy, macro F1, and top-5 accuracy where there are more classes."""
+        if self._counts is None:
+            return {}
+        seen, answered, hits, near = self._counts.cpu().double().numpy()
+        occurs = seen > 0
+        found = {
+            "accuracy": float(hits.sum() / seen.sum()),
+            "balanced_accuracy": float((hits[occurs] / seen[occurs]).mean()),
+            "macro_f1": float((2 * hits[occurs] / (seen + answered)[occurs]).mean()),
+        }
+        if self._num_classes > _TOP:
+            found["top5_accuracy"] = float(near.sum() / seen.sum())
+        return found
+
+
+def hits_in_top(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return whether the class is among the five best, `(batch,)`; classes of equal score count as better."""
+    own = scores.gather(1, labels[:, None])
+    return (scores >= own).sum(dim=1) <= _TOP
+
+
+# -- at the end ----------------------------------------------------------------------------------
+
+
+class FinalImageMetrics:
+    """Evaluates the best weights on the test pictures.
+
+    Args:
+        store: Open; its training pictures fit the baselines, its test pictures are shown.
+        train: Training samples.
+        names: Of the classes.
+    """
+
+    def __init__(self, store: Store, train: Array, names: Sequence[str]) -> None:
+        self._store, self._train, self._names = store, train, list(names)
+        self._scores = ScoreList()
+        self._near: list[Array] = []
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Take scores and class numbers of a batch."""
+        self._scores.update(outputs, targets)
+        self._near.append(hits_in_top(outputs, targets.long()).cpu().numpy())
+
+    def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
+        """Return the evaluation of everything seen; see `FinalMetrics`."""
+        del model, device
+        shares, labels = self._scores.probabilities, self._scores.labels
+        report = evaluate_classes(shares, labels, self._names)
+        metrics, intervals = dict(report.metrics), dict(report.intervals)
+        if len(self._names) > _TOP:
+            near = np.concatenate(self._near)
+            metrics["top5_accuracy"] = float(near.mean())
+            intervals["top5_accuracy"] = bootstrap(near)
+        baselines, note = self._baselines(samples, labels)
+        return Evaluation(
+            num_samples=len(labels),
+            compared_by=("accuracy", True),
+            metrics=metrics,
+            intervals=intervals,
+            baselines=baselines,
+            groups=report.groups,
+            confusion=report.confusion,
+            curves=report.curves,
+            examples=tuple(self._mistakes(samples, labels, shares)),
+            notes=(note, "pictures: the mistakes that the model was surest of"),
+        )
+
+    def _baselines(self, samples: Array, labels: Array) -> tuple[dict[str, dict[str, float]], str]:
+        num = len(self._names)
+        known = self._store.gather("labels", self._train)
+        majority = np.bincount(known, minlength=num).argmax()
+        few = evenly(self._train, _FIT_IMAGES)
+        weights = fit_ridge(self._features(few), self._store.gather("labels", few), num)
+        guessed = (self._features(samples) @ weights).argmax(axis=1)
+        linear = f"linear on {_THUMBNAIL} x {_THUMBNAIL} thumbnails"
+        found = {"majority": np.full(len(labels), majority), linear: guessed}
+        return (
+            {name: _of_answers(answers, labels, num) for name, answers in found.items()},
+            f"{linear}: ridge regression on {len(few):,} training pictures",
+        )
+
+    def _features(self, samples: Array) -> Array:
+        return np.concatenate(
+            [thumbnails(images) for _, images in read_images(self._store, samples)]
+        )
+
+    def _mistakes(self, samples: Array, labels: Array, shares: Array) -> Iterator[Example]:
+        """Yield the mistakes that the model was surest of."""
+        answers, sure = shares.argmax(axis=1), shares.max(axis=1)
+        wrong = np.flatnonzero(labels != answers)
+        for place in wrong[np.argsort(-sure[wrong], kind="stable")[:_SHOWN]].tolist():
+            sample = int(samples[place])
+            is_named = "name" in self._store.fields
+            image = self._store.gather("images", np.array([sample]))[0]
+            yield Example(
+                "image",
+                self._store.read_text("name", sample) if is_named else f"sample {sample}",
+                self._names[labels[place]],
+                f"{self._names[answers[place]]} ({sure[place]:.0%})",
+                {"picture": as_data_url(image)},
+            )
+
+
+def _of_answers(answers: Array, labels: Array, num_classes: int) -> dict[str, float]:
+    """Return the metrics of answers that have no probability."""
+    found = class_metrics(np.eye(num_classes, dtype=np.float32)[answers], labels)
+    return {name: found[name] for name in _OF_ANSWERS}
+
+
+def thumbnails(images: Array) -> Array:
+    """Return `(n, features)` means over an 8 x 8 grid of pictures `(n, channels, height, width)`, and a 1."""
+    shrunk = torch.nn.functional.adaptive_avg_pool2d(
+        torch.from_numpy(images).float() / 255 - 0.5, _THUMBNAIL
+    ).numpy()
+    flat = shrunk.reshape(len(images), -1)
+    return np.concatenate([flat, np.ones((len(images), 1), flat.dtype)], axis=1)
+
+
+def fit_ridge(features: Array, labels: Array, num_classes: int, strength: float = 1e-3) -> Array:
+    """Return `(features, classes)` weights of a ridge regression on class indicators."""
+    rows = features.astype(np.float64)
+    wanted = np.eye(num_classes)[labels]
+    gram = rows.T @ rows / len(rows) + strength * np.eye(rows.shape[1])
+    made: Array = np.linalg.solve(gram, rows.T @ wanted / len(rows))
+    return made
+
+
+def read_images(store: Store, samples: Array) -> Iterator[tuple[Array, Array]]:
+    """Yield samples and their pictures, 64 MB at a time."""
+    row_bytes = int(np.prod(store.fields["images"].shape, dtype=np.int64))
+    step = max(1, _READ_BYTES // max(1, row_bytes))
+    for low in range(0, len(samples), step):
+        part = samples[low : low + step]
+        yield part, store.gather("images", part)
+
+
+def as_data_url(image: Array, side: int = _SHOWN_SIDE) -> str:
+    """Return a picture `(channels, height, width)` as a small PNG for a page."""
+    pixels = np.moveaxis(np.broadcast_to(image, (3, *image.shape[1:])), 0, -1)
+    step = max(1, -(-max(pixels.shape[:2]) // side))
+    small = np.ascontiguousarray(pixels[::step, ::step])
+    return f"data:image/png;base64,{base64.b64encode(encode_png(small)).decode()}"

@@ -1,0 +1,466 @@
+"""The images recipe: a class for every picture.
+
+Enters: a store of `stoker pack images`: `images` uint8 (n, channels, height, width), or encoded pictures of any size,
+and `labels` (n,); later a folder of pictures. Leaves: a `Job` for one of our networks or one of torchvision or timm,
+augmented on the device; class names and probabilities for new pictures. Costs: one read of all labels and of at most
+512 training pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+
+from stoker.augment import (
+    ColorJitter,
+    Compose,
+    Normalize,
+    RandAugment,
+    RandomCrop,
+    RandomErasing,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+    ToDtype,
+)
+from stoker.errors import InputError
+from stoker.loader.splits import SPLIT_NAMES, draw_samples, samples_of
+from stoker.recipes.contract import (
+    Columns,
+    Default,
+    Facts,
+    Job,
+    RawReader,
+    Rebuilt,
+    Recipe,
+    Tensors,
+)
+from stoker.recipes.export.ports import BATCH, Layout, Port
+from stoker.recipes.images.classifier import ClassificationLoss, Classifier
+from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics, read_images
+from stoker.recipes.images.networks import (
+    OWN,
+    SMALL_SIDE,
+    choose_network,
+    load_weights,
+    make_network,
+)
+from stoker.recipes.images.pictures import PictureReader
+from stoker.recipes.metrics import majority_baseline
+from stoker.recipes.options import parse_options, require
+from stoker.recipes.scaling import evenly
+from stoker.recipes.schedule import make_adamw, warmup_cosine
+from stoker.recipes.sized import is_encoded, sized_store
+from stoker.store.fields import Array
+from stoker.store.reader import Store
+
+Tensor = torch.Tensor
+_LOOK_IMAGES = 512
+_HELD_BACK = 0.1
+_ENCODED_SIZE = (224, 224)
+
+
+@dataclass(frozen=True)
+class ImagesOptions:
+    """What the images recipe may be told.
+
+    Attributes:
+        network: "auto" (resnet9 up to 64 px, else convnext), "resnet9", "convnext", torchvision/NAME or timm/NAME.
+        width: Channels of the first layer of our own networks.
+        weights: File of pretrained weights, .safetensors or of torch.save; the last layer may have other classes.
+        augmentation: "light" is crop and flip, "standard" adds colours, "strong" adds RandAugment and erased
+            rectangles; "none" normalises only.
+        horizontal_flip: Whether a mirrored picture is of the same class; not so for letters and digits.
+        mixup: Alpha of MixUp; 0 is without, 0.2 is usual.
+        cutmix: Alpha of CutMix; 0 is without, 1.0 is usual.
+        mix_share: Share of the pictures that are mixed, where mixup or cutmix is above 0.
+        label_smoothing: Share of each target that is spread over all classes.
+        balance: Against classes of unequal size: "weights" weighs the loss, "sampling" draws each class equally often.
+        ema: Decay per step of the averaged weights that are evaluated and kept; 0 is without.
+        ratios: Shares of train, val and test, for stores without a split; each class is divided so.
+        size: Height and width that encoded pictures are resized to; None takes the one that all have, else 224 x 224.
+        weight_decay: Of AdamW, on matrices only.
+        warmup_share: Share of the run in which the rate rises.
+    """
+
+    network: str = "auto"
+    width: int = 64
+    weights: str | None = None
+    augmentation: Literal["none", "light", "standard", "strong"] = "standard"
+    horizontal_flip: bool = True
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mix_share: float = 1.0
+    label_smoothing: float = 0.1
+    balance: Literal["none", "weights", "sampling"] = "none"
+    ema: float = 0.999
+    ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    size: tuple[int, int] | None = None
+    weight_decay: float = 0.05
+    warmup_share: float = 0.15
+
+    def __post_init__(self) -> None:
+        require(self.width >= 1, "width", self.width, "1 or more", "width=64")
+        for name in ("mixup", "cutmix"):
+            value = getattr(self, name)
+            require(
+                value == 0 or 1e-3 <= value <= 100, name, value, "0, or 0.001 to 100", f"{name}=0.2"
+            )
+        require(0 <= self.mix_share <= 1, "mix_share", self.mix_share, "0 to 1", "mix_share=1.0")
+        for name in ("label_smoothing", "ema", "warmup_share"):
+            value = getattr(self, name)
+            fix = f"{name}={getattr(type(self), name)}"
+            require(0 <= value < 1, name, value, "0 or more, below 1", fix)
+        require(
+            self.size is None or 1 <= min(self.size) <= max(self.size) <= 16384,
+            "size",
+            self.size,
+            "height and width, 1 to 16384",
+            "size=[224, 224]",
+        )
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What the pictures of a store are, for `describe` and for new ones.
+
+    Attributes:
+        channels: 1 or 3.
+        size: Height and width.
+        num_classes: Labels are 0 to num_classes - 1.
+        value_range: LOW and HIGH that 16-bit and float pictures were packed with.
+        first_frame: Whether the first frame of films was packed.
+        encoded: Whether they are decoded while they are loaded, and brought to the size there.
+    """
+
+    channels: int
+    size: tuple[int, int]
+    num_classes: int
+    value_range: tuple[float, float] | None = None
+    first_frame: bool = False
+    encoded: bool = False
+
+
+class ImagesRecipe(Recipe):
+    """Builds jobs that classify pictures."""
+
+    name = "images"
+    Options = ImagesOptions
+    pack_command = "stoker pack images --help"
+    defaults = (
+        Default("training.lr", 2e-3, "AdamW, rising for warmup_share, then half a cosine"),
+        Default("training.epochs", 30, "enough for a small network from its first weights"),
+        Default("training.batch_size", 128, "batches of a few hundred use a GPU well"),
+    )
+    files = ("weights",)
+
+    def make_job(self, store: Store, options: ImagesOptions | Mapping[str, Any], seed: int) -> Job:
+        """Build the job; see `Recipe`."""
+        chosen = parse_options(ImagesOptions, options, self.name)
+        store = sized_store(store, chosen.size, _ENCODED_SIZE)
+        pictures, names = find_pictures(store)
+        labels = store.read_rows("labels", 0, store.num_samples)
+        samples, split_note = split_pictures(store, labels, chosen.ratios, seed)
+        mean, std = channel_statistics(store, samples["train"])
+        train_labels = labels[samples["train"]]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model, network_notes = _build(pictures, chosen)
+        weights, class_note = class_weights(train_labels, names, chosen.balance)
+        return Job(
+            model=model,
+            criterion=ClassificationLoss(chosen.label_smoothing, weights),
+            unpack=partial(unpack_pictures, pictures=pictures),
+            metrics=partial(ImageMetrics, pictures.num_classes),
+            final_metrics=partial(FinalImageMetrics, store, samples["train"], names),
+            baseline=majority_baseline(train_labels, labels[samples["val"]], pictures.num_classes),
+            samples=samples,
+            make_optimizer=partial(make_adamw, weight_decay=chosen.weight_decay),
+            make_schedule=partial(warmup_cosine, warmup_share=chosen.warmup_share),
+            fields=["images", "labels"],
+            augmentation=make_augmentation(pictures, chosen, mean, std, seed),
+            monitor=("accuracy", True),
+            strata=train_labels,
+            balance="labels" if chosen.balance == "sampling" else None,
+            notes=(
+                f"{pictures.num_classes} classes: {_some(names)}",
+                split_note,
+                *network_notes,
+                *class_note,
+                f"augmentation: {chosen.augmentation}{_mixing(chosen)}",
+                *([f"weights are averaged, decay {chosen.ema}"] if chosen.ema else []),
+            ),
+        )
+
+    def describe(self, job: Job) -> dict[str, Any]:
+        """Return what the pictures are, and their normalisation: it is the loader's, not the model's."""
+        pictures: Pictures = cast("partial[Any]", job.unpack).keywords["pictures"]
+        assert job.augmentation is not None
+        (normalize,) = (op for op in job.augmentation.ops if isinstance(op, Normalize))
+        mean, std = normalize.for_channels(pictures.channels)
+        return {
+            "inputs": ["images"],
+            "is_classifier": True,
+            "channels": pictures.channels,
+            "size": list(pictures.size),
+            "num_classes": pictures.num_classes,
+            "value_range": None if pictures.value_range is None else list(pictures.value_range),
+            "first_frame": pictures.first_frame,
+            **({"encoded": True} if pictures.encoded else {}),
+            "mean": list(mean),
+            "std": list(std),
+        }
+
+    def rebuild(self, options: ImagesOptions, facts: Facts) -> Rebuilt:
+        """Return the network, and the normalisation of its pictures."""
+        model, _ = _build(_pictures_of(facts), options)
+
+        def unpack(batch: Tensors) -> Tensor:
+            return batch["images"]
+
+        resize = [Resize((facts["size"][0], facts["size"][1]))] if facts.get("encoded") else []
+        augment = Compose([*resize, *_normalisation(facts["mean"], facts["std"])])
+        return Rebuilt(model, ["images"], unpack, _predict, augment)
+
+    def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
+        """Return raw pixels of the training size as input; classes and probabilities."""
+        del made
+        normalise = make_normaliser(facts)
+        shape = (BATCH, facts["channels"], *facts["size"])
+        about = "pixels from 0 to 255, channel by channel, resized to this size"
+        port = Port("images", shape, torch.uint8, about, below=256)
+        return Layout([port], lambda named: normalise(named["images"]), _predict)
+
+    def open_raw(
+        self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
+    ) -> RawReader | None:
+        """Open a folder of pictures, or one picture."""
+        del made
+        known = _pictures_of(facts)
+        return PictureReader.open(
+            given,
+            known.size,
+            known.channels,
+            known.value_range,
+            known.first_frame,
+            make_normaliser(facts),
+            int(told.get("batch_size", 64)),
+            facts.get("class_names", ()),
+        )
+
+
+def _pictures_of(facts: Facts) -> Pictures:
+    span = facts["value_range"]
+    return Pictures(
+        facts["channels"],
+        (facts["size"][0], facts["size"][1]),
+        facts["num_classes"],
+        None if span is None else (span[0], span[1]),
+        facts["first_frame"],
+    )
+
+
+def _build(pictures: Pictures, options: ImagesOptions) -> tuple[Classifier, list[str]]:
+    """Return the model with initial or pretrained weights, and what to say about it."""
+    name, why = choose_network(options.network, pictures.size)
+    network = make_network(
+        name, pictures.num_classes, pictures.channels, options.width, pictures.size
+    )
+    count = sum(parameter.numel() for parameter in network.parameters())
+    notes = [f"{why}; {count:,} weights"]
+    if options.weights is not None:
+        notes.append(load_weights(network, options.weights))
+    if name in OWN:
+        network.to(memory_format=torch.channels_last)
+    made = Classifier(network, options.mixup, options.cutmix, options.mix_share, options.ema)
+    return made, notes
+
+
+def _predict(model: Any, images: Tensor) -> Columns:
+    shares = model(images).softmax(dim=1)
+    return {"class": shares.argmax(dim=1), "probability": shares}
+
+
+def make_normaliser(facts: Facts) -> Callable[[Tensor], Tensor]:
+    """Return what makes floats of pixels from 0 to 255, as the loader does in training."""
+    mean, std = torch.tensor([facts["mean"], facts["std"]]).view(2, 1, -1, 1, 1)
+
+    def normalise(pixels: Tensor) -> Tensor:
+        normal: Tensor = (pixels.float() * (1 / 255) - mean) * (1 / std)
+        return normal
+
+    return normalise
+
+
+def unpack_pictures(batch: Tensors, pictures: Pictures) -> tuple[Tensor, Tensor]:
+    """Return images and class numbers."""
+    del pictures  # stands here for `describe`
+    return batch["images"], batch["labels"]
+
+
+# -- from a store --------------------------------------------------------------------------------
+
+
+def find_pictures(store: Store) -> tuple[Pictures, list[str]]:
+    """Return what the pictures are and the names of their classes, or raise where the store has others."""
+    images, labels = store.fields.get("images"), store.fields.get("labels")
+    fits = (
+        images is not None
+        and labels is not None
+        and len(images.shape) == 3
+        and images.shape[0] in (1, 3)
+        and list(labels.shape) == []
+        and np.dtype(images.dtype) == np.uint8
+        and np.dtype(labels.dtype).kind in "iu"
+    )
+    if not fits or images is None:
+        have = ", ".join(
+            f"{name} {info.dtype} {tuple(info.shape)}" for name, info in store.fields.items()
+        )
+        raise _unfit(store, f"has {have or 'no fields'}")
+    numbers = store.read_rows("labels", 0, store.num_samples)
+    names = [str(name) for name in store.manifest.attributes.get("classes") or ()]
+    least, most = int(numbers.min(initial=0)), int(numbers.max(initial=0))
+    num_classes = len(names) or max(2, most + 1)
+    if least < 0 or most >= num_classes:
+        raise _unfit(store, f"has labels from {least} to {most} for {num_classes} classes")
+    if num_classes < 2:
+        raise _unfit(store, f"has one class, {names[0]!r}")
+    packed = {} if store.manifest.provenance is None else store.manifest.provenance.options
+    span = packed.get("range")
+    size = (int(images.shape[1]), int(images.shape[2]))
+    made = Pictures(
+        int(images.shape[0]),
+        size,
+        num_classes,
+        None if span is None else (float(span[0]), float(span[1])),
+        bool(packed.get("first_frame", False)),
+        is_encoded(store),
+    )
+    return made, names or [str(number) for number in range(num_classes)]
+
+
+def _unfit(store: Store, what: str) -> InputError:
+    return InputError(
+        f"{store.name} {what}.",
+        "images uint8 (1 or 3, height, width), and labels of two classes or more, whole numbers from 0",
+        "stoker pack images FOLDER OUT",
+    )
+
+
+def split_pictures(
+    store: Store, labels: Array, ratios: tuple[float, float, float], seed: int
+) -> tuple[dict[str, Array], str]:
+    """Return the samples of each split and how they were found; what is drawn is drawn class by class."""
+    if "split" in store.fields:
+        given = store.read_rows("split", 0, store.num_samples)
+        samples = {name: samples_of(given, name) for name in SPLIT_NAMES}
+        note = "split: the store's own"
+    else:
+        everything = np.arange(store.num_samples)
+        train, rest = _divide(everything, labels, ratios[0], seed)
+        # Of what is left, val takes its part.
+        share = ratios[1] / max(ratios[1] + ratios[2], 1e-9)
+        val, test = _divide(rest, labels, share, seed + 1)
+        samples = {"train": train, "val": val, "test": test}
+        note = f"split: drawn by class, seed {seed}"
+    if not len(samples["train"]):
+        raise InputError(
+            f"{store.name} has no training pictures.",
+            "at least one picture in the training split",
+            "ratios=[0.8, 0.1, 0.1]",
+        )
+    if not len(samples["val"]) and len(samples["test"]):
+        held, kept = _divide(samples["train"], labels, _HELD_BACK, seed)
+        samples |= {"train": kept, "val": held}
+        note += f", and a tenth of train as val ({len(held):,}), since it has none"
+    elif not len(samples["test"]) and len(samples["val"]) > 1:
+        val, test = _divide(samples["val"], labels, 0.5, seed)
+        samples |= {"val": val, "test": test}
+        note += f", and half of val as test ({len(test):,}), since it has none"
+    return samples, f"{note}; " + ", ".join(f"{name} {len(ids):,}" for name, ids in samples.items())
+
+
+def _divide(samples: Array, labels: Array, share: float, seed: int) -> tuple[Array, Array]:
+    """Return a share of the samples, drawn class by class, and the others."""
+    if not len(samples):
+        return samples, samples
+    first = draw_samples(samples, round(share * len(samples)), seed, labels[samples])
+    return first, np.setdiff1d(samples, first)
+
+
+def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation per channel of at most 512 training pictures, scaled to [0, 1]."""
+    channels = store.fields["images"].shape[0]
+    sums = np.zeros((2, channels))
+    count = 0
+    for _, images in read_images(store, evenly(train, _LOOK_IMAGES)):
+        values = images.astype(np.float64) / 255
+        sums += values.sum(axis=(0, 2, 3)), (values**2).sum(axis=(0, 2, 3))
+        count += values[:, 0].size
+    mean = sums[0] / count
+    # One grey for all pictures must not divide by nothing: the smallest step is 1 / 255.
+    std = np.maximum(np.sqrt(np.maximum(sums[1] / count - mean**2, 0)), 1 / 255)
+    return mean.tolist(), std.tolist()
+
+
+def class_weights(labels: Array, names: list[str], balance: str) -> tuple[Tensor | None, list[str]]:
+    """Return the weight of each class in the loss, of mean 1 over the training pictures; and what to say."""
+    counts = np.bincount(labels, minlength=len(names))
+    absent = [name for name, count in zip(names, counts, strict=True) if not count]
+    notes = [f"no training picture of {_some(absent)}"] if absent else []
+    known = counts[counts > 0]
+    spread = f"{known.min():,} to {known.max():,} training pictures a class"
+    if balance == "none":
+        return None, [*notes, spread]
+    if balance == "sampling":
+        return None, [*notes, f"{spread}; each class is drawn equally often"]
+    weights = np.where(counts > 0, len(labels) / (len(known) * np.maximum(counts, 1)), 0.0)
+    return torch.from_numpy(weights).float(), [*notes, f"{spread}; the loss is weighed by 1 / size"]
+
+
+def make_augmentation(
+    pictures: Pictures, options: ImagesOptions, mean: list[float], std: list[float], seed: int
+) -> Compose:
+    """Return the augmentation of training pictures; `.validation()` of it only normalises."""
+    ops: list[Any] = []
+    height, width = pictures.size
+    if options.augmentation != "none":
+        if max(pictures.size) <= SMALL_SIDE:
+            # Small pictures are cut close to what they show: shifted, not enlarged.
+            ops.append(RandomCrop((height, width), padding=max(1, max(pictures.size) // 8)))
+        else:
+            least = {"light": 0.6, "standard": 0.35, "strong": 0.2}[options.augmentation]
+            ops.append(RandomResizedCrop((height, width), scale=(least, 1.0)))
+        if options.horizontal_flip:
+            ops.append(RandomHorizontalFlip(0.5))
+    if options.augmentation == "standard":
+        saturation = 0.2 if pictures.channels == 3 else 0.0
+        ops.append(ColorJitter(0.2, 0.2, saturation, p=0.5))
+    if options.augmentation == "strong":
+        ops += [RandAugment(2, 9), RandomErasing(0.25)]
+    if pictures.encoded and not any(isinstance(op, RandomResizedCrop) for op in ops):
+        ops.insert(0, Resize(pictures.size))
+    return Compose([*ops, *_normalisation(mean, std)], seed=seed)
+
+
+def _normalisation(mean: list[float], std: list[float]) -> list[Any]:
+    # Channels last is how convolutions are fastest, on a GPU and on most CPUs.
+    return [Normalize(mean, std), ToDtype(torch.float32, channels_last=True)]
+
+
+def _mixing(options: ImagesOptions) -> str:
+    parts = [
+        f"{name} {getattr(options, name)}" for name in ("mixup", "cutmix") if getattr(options, name)
+    ]
+    return "".join(f", {part}" for part in parts)
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

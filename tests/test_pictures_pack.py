@@ -1,0 +1,206 @@
+"""`pack images|segmentation --keep-encoded`: the files' own bytes, checked by one decode; what is refused, by name."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from stoker.cli.main import app
+from stoker.errors import InputError, QualityError
+from stoker.packing import PackOptions, pack
+from stoker.sources.images import ImagesSource, KeepEncoded, SegmentationSource
+from stoker.sources.images.encoded import decode_bytes, turned_pixels
+from stoker.store.manifest import FORMAT_VERSION, read_manifest
+from stoker.store.reader import open_store
+
+Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (extra 'vision')")
+ONE = PackOptions(jobs=1)
+LENIENT = PackOptions(jobs=1, on_bad="quarantine", bad_budget="100%")
+
+
+def smooth(height, width, seed=0):
+    small = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def opened(path):
+    with Image.open(path) as image:
+        image.load()
+        return image.copy()
+
+
+def jpeg(image, **options):
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=90, **options)
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number in range(6):
+        home = tmp_path / "in" / "ab"[number % 2]
+        home.mkdir(parents=True, exist_ok=True)
+        picture = smooth(40 + number, 60 - number, number)
+        form = ("JPEG", "PNG", "WEBP")[number % 3]
+        picture.save(home / f"{number}.{form.lower()}", form)
+    return tmp_path / "in"
+
+
+def packed(folder, out, keep=None, options=ONE):
+    return pack(ImagesSource((8, 8), 3, folder, keep_encoded=keep or KeepEncoded()), out, options)
+
+
+def test_files_are_kept_bit_for_bit_with_their_sizes(folder, tmp_path):
+    packed(folder, tmp_path / "s")
+    with open_store(tmp_path / "s") as store:
+        assert store.fields["images"].encoding == "picture"
+        assert store.num_samples == 6
+        for index in range(6):
+            name = store.read_text("name", index)
+            assert bytes(store.read_values("images", index)) == (folder / name).read_bytes()
+            height, width = store.read_rows("image_size", index, index + 1)[0]
+            assert (width, height) == opened(folder / name).size
+            pixels = decode_bytes(store.read_values("images", index), 3)
+            expected = np.asarray(opened(folder / name).convert("RGB")).transpose(2, 0, 1)
+            assert (pixels == expected).all()
+    assert read_manifest(tmp_path / "s").format_version == FORMAT_VERSION == 2
+
+
+def test_a_store_of_pixels_keeps_the_older_format(folder, tmp_path):
+    pack(ImagesSource((8, 8), 3, folder), tmp_path / "raw", ONE)
+    assert read_manifest(tmp_path / "raw").format_version == 1
+
+
+def test_orientation_is_stored_and_turns_as_pillow_does(tmp_path):
+    home = tmp_path / "in" / "a"
+    home.mkdir(parents=True)
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        smooth(16, 24).save(home / f"{orientation}.png", exif=exif)
+    packed(tmp_path / "in", tmp_path / "s")
+    with open_store(tmp_path / "s") as store:
+        from PIL import ImageOps
+
+        for index in range(8):
+            found = int(store.read_rows("image_orientation", index, index + 1)[0])
+            with Image.open(home / f"{found}.png") as lying:
+                shown = ImageOps.exif_transpose(lying)
+            upright = turned_pixels(decode_bytes(store.read_values("images", index), 3), found)
+            assert (upright == np.asarray(shown).transpose(2, 0, 1)).all()
+            size = store.read_rows("image_size", index, index + 1)[0]
+            assert tuple(size) == upright.shape[1:]
+
+
+def bad_files():
+    good = jpeg(smooth(40, 60))
+    frames = io.BytesIO()
+    smooth(9, 9).save(frames, "WEBP", save_all=True, append_images=[smooth(9, 9, 1)])
+    deep = io.BytesIO()
+    Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 900).save(deep, "PNG")
+    header = b"IHDR" + struct.pack(">IIBBBBB", 30000, 30000, 8, 2, 0, 0, 0)
+    bomb = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header
+    bomb += struct.pack(">I", zlib.crc32(header)) + struct.pack(">I", 4) + b"IDATxxxx0000"
+    return {
+        "truncated.jpg": (good[: len(good) // 2], "cannot be decoded"),
+        "ending.png": (good, "wrong ending"),
+        "cmyk.jpg": (jpeg(smooth(9, 9).convert("CMYK")), "CMYK JPEG"),
+        "progressive.jpg": (jpeg(smooth(40, 60), progressive=True), "progressive JPEG"),
+        "deep.png": (deep.getvalue(), "16-bit PNG"),
+        "animated.webp": (frames.getvalue(), "several frames in one file"),
+        "bomb.png": (bomb, "too large to decode"),
+        "empty.jpg": (b"", "empty file"),
+        "text.jpg": (b"not a picture", "cannot be decoded"),
+    }
+
+
+def test_broken_pictures_are_refused_by_name_with_a_count(folder, tmp_path):
+    files = bad_files()
+    for name, (data, _) in files.items():
+        (folder / "a" / name).write_bytes(data)
+    with pytest.raises(QualityError):
+        packed(folder, tmp_path / "s")
+    result = packed(folder, tmp_path / "s", options=LENIENT)
+    lines = (tmp_path / "s" / "refused.jsonl").read_text().splitlines()
+    refused = {json.loads(line)["file"].rpartition("/")[2]: json.loads(line) for line in lines}
+    assert {name: refused[name]["kind"] for name in files} == {
+        name: kind for name, (_, kind) in files.items()
+    }
+    assert result.manifest.num_samples == 6
+    assert result.manifest.num_refused == len(files)
+
+
+def test_a_quality_takes_what_is_refused_otherwise(folder, tmp_path):
+    files = bad_files()
+    for name in ("cmyk.jpg", "progressive.jpg"):
+        (folder / "a" / name).write_bytes(files[name][0])
+    smooth(9, 9).save(folder / "b" / "plain.bmp")
+    result = packed(folder, tmp_path / "s", KeepEncoded(quality=95))
+    assert result.manifest.num_samples == 9
+    assert result.manifest.attributes["encoded"]["encoded_anew"] == 3
+
+
+def test_larger_pictures_are_made_smaller_and_the_others_kept(folder, tmp_path):
+    packed(folder, tmp_path / "s", KeepEncoded(max_side=57))
+    with open_store(tmp_path / "s") as store:
+        sizes = store.read_rows("image_size", 0, 6)
+        assert sizes.max() == 57
+        for index in range(6):
+            name = store.read_text("name", index)
+            is_same = bytes(store.read_values("images", index)) == (folder / name).read_bytes()
+            assert is_same == (max(opened(folder / name).size) <= 57)
+
+
+def test_masks_stay_lossless_and_follow_their_picture(tmp_path):
+    rng = np.random.default_rng(0)
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+    masks = {}
+    for number in range(4):
+        smooth(30, 44, number).save(tmp_path / "images" / f"{number}.jpg", quality=90)
+        masks[number] = rng.integers(0, 5, (30, 44), dtype=np.uint8)
+        Image.fromarray(masks[number]).save(tmp_path / "masks" / f"{number}.png")
+    source = SegmentationSource(
+        (8, 8), 3, tmp_path / "images", tmp_path / "masks", keep_encoded=KeepEncoded()
+    )
+    pack(source, tmp_path / "s", ONE)
+    with open_store(tmp_path / "s") as store:
+        for index in range(4):
+            assert (decode_bytes(store.read_values("masks", index), 1)[0] == masks[index]).all()
+    small = SegmentationSource(
+        (8, 8), 3, tmp_path / "images", tmp_path / "masks", keep_encoded=KeepEncoded(22)
+    )
+    pack(small, tmp_path / "small", ONE)
+    with open_store(tmp_path / "small") as store:
+        assert decode_bytes(store.read_values("masks", 0), 1).shape == (1, 15, 22)
+        assert tuple(store.read_rows("image_size", 0, 1)[0]) == (15, 22)
+
+
+def test_the_command_says_what_it_did_and_what_goes_together(folder, tmp_path):
+    run = CliRunner().invoke
+    done = run(app, ["pack", "images", str(folder), str(tmp_path / "s"), "--keep-encoded", "-j1"])
+    assert done.exit_code == 0, done.output
+    assert "6 pictures found = 6 packed" in done.output
+    for words, told in (
+        (["--keep-encoded", "--size", "64"], "leave --size out"),
+        (["--max-side", "64"], "--keep-encoded --max-side 64"),
+        (["--keep-encoded", "--quality", "0"], "1 to 100"),
+    ):
+        failed = run(app, ["pack", "images", str(folder), str(tmp_path / "t"), *words])
+        assert isinstance(failed.exception, InputError)
+        assert told in str(failed.exception)
+    shown = run(app, ["inspect", str(tmp_path / "s"), "--html", str(tmp_path / "page.html")])
+    assert shown.exit_code == 0
+    assert "40 x 60 to 45 x 55" in shown.output
+
+
+@pytest.mark.parametrize("given", [{"max_side": 0}, {"quality": 101}])
+def test_sizes_and_qualities_are_checked(given):
+    with pytest.raises(InputError):
+        KeepEncoded(**given)

@@ -1,0 +1,103 @@
+"""Predictions for raw bars: the answers of the packed store, one per bar under its time, without a look ahead."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from run_makers import settings_for
+from stoker.errors import InputError
+from stoker.packing import PackOptions, pack
+from stoker.recipes.answers import Model, load_model, predict_file
+from stoker.recipes.inference import predict_store
+from stoker.recipes.run import run_recipe
+from stoker.sources.bars import BarsSource
+from stoker.store.reader import open_store
+from stoker.train.predict import is_written_here
+from test_bars import WINDOWS, make_minutes, resample, write_bars, write_symbol
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Model:
+    folder = tmp_path_factory.mktemp("bars")
+    (folder / "raw").mkdir()
+    write_symbol(folder / "raw", "EURUSD", 1500)
+    source = BarsSource((folder / "raw",), windows=WINDOWS, horizon=4)
+    pack(source, folder / "store", PackOptions(jobs=1))
+    run = run_recipe(settings_for("forex", folder / "store", folder / "run"), device="cpu")
+    assert run.best is not None
+    return load_model(run.best)
+
+
+@pytest.fixture
+def folder(model):
+    return model.trained.loaded.saved.path.parent.parent
+
+
+def test_raw_bars_and_packed_bars_get_the_same_answers(model, folder, tmp_path):
+    predict_store(model.trained, folder / "store", tmp_path / "s.parquet", device="cpu")
+    want = pq.read_table(tmp_path / "s.parquet")
+    with open_store(folder / "store") as store:
+        time = store.read_rows("time", 0, store.num_samples)
+    report = predict_file(model.trained, folder / "raw", tmp_path / "r.parquet", device="cpu")
+    got = pq.read_table(tmp_path / "r.parquet")
+    assert report.num_rows == got.num_rows == 1500 // 5  # a row for every bar of the base timeframe
+    keys = np.array([key.timestamp() for key in got["time"].to_pylist()])
+    rows = np.flatnonzero(np.isin(keys, time // 10**9))
+    assert len(rows) == len(time)
+    for name in ("up", "down", "scalp", "trend"):
+        found = got[name].take(rows).to_numpy()
+        np.testing.assert_allclose(found, want[name].to_numpy(), rtol=1e-5, atol=1e-6)
+    # The last bars have no label, and an answer; the first ones have no window, and a reason.
+    assert got["up"].null_count == int(np.count_nonzero(keys < time[0] / 1e9))
+    assert got["reason"][0].as_py() == "too few bars before this one for a window"
+    assert got["up"][-1].as_py() is not None
+
+
+def test_the_future_changes_no_answer_of_the_past(model, folder, tmp_path):
+    """Bars after a time are replaced by others: every answer up to it is the same, bit for bit."""
+    minutes, rows = make_minutes(1500, 0)
+    other = rows.copy()
+    other[1000:, :4] *= 1.5
+    made = {}
+    for name, values in (("one", rows), ("two", other)):
+        (tmp_path / name).mkdir()
+        for timeframe, _ in WINDOWS:
+            write_bars(tmp_path / name, "EURUSD", timeframe, *resample(minutes, values, timeframe))
+        made[name] = model.predict(tmp_path / name, device="cpu")
+    known = minutes[1000]
+    keys = made["one"]["time"].cast("int64").to_numpy() * 1000
+    past = keys <= known
+    assert past.sum() > 150
+    for name in ("down", "neutral", "up", "scalp", "swing", "trend"):
+        one, two = (made[which][name].to_numpy(zero_copy_only=False) for which in ("one", "two"))
+        np.testing.assert_array_equal(one[past], two[past])
+        assert (one[~past] != two[~past]).any()
+
+
+def test_bars_that_training_did_not_have_are_refused(model, tmp_path):
+    (tmp_path / "other").mkdir()
+    write_symbol(tmp_path / "other", "USDJPY", 200)
+    with pytest.raises(InputError, match="bars of USDJPY, which the model was not trained on"):
+        model.predict(tmp_path / "other")
+    (tmp_path / "few").mkdir()
+    write_symbol(tmp_path / "few", "EURUSD", 200)
+    for path in (tmp_path / "few").glob("*_M15.csv"):
+        path.unlink()
+    with pytest.raises(InputError, match="has no file for M15"):
+        model.predict(tmp_path / "few")
+    with pytest.raises(InputError, match="a dict of bars"):
+        model.predict({"close": [1.0]})
+
+
+def test_answers_for_bars_are_written_by_ending_and_may_be_replaced(model, folder, tmp_path):
+    for name in ("o.csv", "o.jsonl", "o.parquet"):
+        predict_file(model.trained, folder / "raw", tmp_path / name, device="cpu")
+        assert is_written_here(tmp_path / name)
+    head = (tmp_path / "o.csv").read_text().splitlines()[0]
+    assert head == '"time","down","neutral","up","scalp","swing","trend","reason"'
+    (tmp_path / "mine.csv").write_text('"time","open","up","down"\n')
+    assert not is_written_here(tmp_path / "mine.csv")
