@@ -25,14 +25,13 @@ class Gpt(nn.Module):
 
 with tempfile.TemporaryDirectory() as folder:
     Path(folder, "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    # A window has one token more than the model sees: its targets are the tokens behind.
     source = SeriesSource((Path(folder, "text.txt"),), LENGTH + 1, stride=LENGTH, dtype="uint8")
     pack(source, Path(folder, "store"), PackOptions(jobs=1))
     with Loader(Path(folder, "store"), 64, order="shuffled", seed=1) as loader:
         model = Gpt().to(loader.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         for batch in loader:  # batch["series"] is (64, 65), uint8, and already on the device
-            tokens = batch["series"].long()
+            tokens = batch["series"].long()  # one more than the model sees: its targets
             logits = model(tokens[:, :-1]).transpose(1, 2)
             nn.functional.cross_entropy(logits, tokens[:, 1:]).backward()
             optimizer.step()
