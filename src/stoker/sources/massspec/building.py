@@ -186,9 +186,10 @@ class Building:
         if isinstance(mol, Refusal):
             return "RDKit", mol.reason
         try:
-            if wrong := mismatch(mol, record.meta, where):
+            packed = pack_molecule(mol)
+            if wrong := mismatch(mol, record.meta, where, packed.mol_weight):
                 return "structure of another compound", wrong
-            key, packed = _compound_of(record, mol), pack_molecule(mol)
+            key = _compound_of(record, mol)
         except (RuntimeError, ValueError) as error:  # RDKit's violated invariants
             return "RDKit", f"RDKit: {next(iter(str(error).split(chr(10))), '')}"
         self.keys.append(key)
