@@ -299,7 +299,8 @@ def test_a_step_that_waits_without_a_remedy_is_not_called_healthy():
         assert findings[0].name == "no-workers"
         return
     told = why_unjudged(waiting, findings)
-    assert "waits for data 90% of the time, and other work keeps the cores busy" in told
+    assert "waits for data 90% of the time (a DataLoader at train.py:20 with num_workers=" in told
+    assert "), and other work keeps the cores busy; measure again" in told
     assert Consultation(waiting, (), unjudged=told).verdict.startswith("cannot judge: ")
 
 
