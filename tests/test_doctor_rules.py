@@ -347,6 +347,23 @@ def test_workers_are_not_tried_for_a_dataset_with_an_open_hdf5_file():
     assert diagnose(other)[0].patch.replacement == "", "two files are not one store"
 
 
+def test_a_restart_costs_no_more_than_what_is_beyond_a_step():
+    short = job(0.010, 0.001, workers=2, loader={"epoch_starts": 9, "epoch_start_seconds": 2.0})
+    loader = replace(short.loader, persistent_workers=False, steps_per_epoch=8)
+    found = diagnose(replace(short, loader=loader, steps=100, seconds=3.0))
+    finding = next(one for one in found if one.name == "workers-restarted")
+    assert finding.gain.likely == pytest.approx(3.0, rel=0.1), (
+        "0.03 s on average, 0.01 s without restarts"
+    )
+
+
+def test_data_that_is_converted_from_float64_is_no_model_in_float64():
+    computing = OperatorFacts(100, 0.001, double_seconds=0.008, matmul_seconds={"float32": 0.002})
+    assert not diagnose(job(0.010, 0.0, operators=computing))
+    double = replace(computing, matmul_seconds={"float64": 0.002})
+    assert diagnose(job(0.010, 0.0, operators=double))[0].name == "double-precision"
+
+
 def test_a_conversion_comes_with_its_command_and_the_loader_that_reads_the_store():
     packed = replace(ROWS, name="my data/img.h5:/images", chunks=(1, 512), compression="gzip")
     slow = job(0.030, 0.025, load=0.030, work=LoaderWork(read=0.029), hdf5=(packed,))
