@@ -126,6 +126,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["bench", "memory", "--msp", "library.msp", "--ram-gb", "0"]),
         Case(["doctor"]),
         Case(["doctor", "--set", "training.lr=1", "--", "python", "train.py"], "open('train.py', 'w').write('')"),
+        Case(["doctor", "explain", "nothing"]),
+        Case(["doctor", "--pid", "1", "--", "python", "train.py"], then="cannot be looked at"),
         Case(["doctor", "--json", "--", "python", "train.py"], "open('train.py', 'w').write('')"),
         Case(["export", "run/best.pt", "out.safetensors", "--opset", "18"], at="out.safetensors"),
         Case(["export", "run/best.pt", "out.onnx", "--batch", "x"]),
@@ -359,8 +361,11 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["doctor", "--", "train.py"], "open('train.py', 'w').write('')"),
         Case(["doctor", "compare", "none.json", "none.json"], "open('train.py', 'w').write('')"),
         Case(["doctor", "compare", "table.csv", "table.csv"], "open('train.py', 'w').write('')"),
-        Case(["doctor", "explain", "nothing"]),
-        Case(["doctor", "--pid", "4194303"]),
+        Case(
+            ["doctor", "compare", "seen.json", "seen.json"],
+            "open('train.py', 'w').write('')\n"
+            "open('seen.json', 'w').write('{\"findings\": [], \"measurements\": {\"subject\": \"a\"}}')",
+        ),
     ],
     "demo": [Case(["demo", "--folder", "table.csv"])],
     "errors.py": [

@@ -20,6 +20,7 @@ UNTYPED: dict[str, str] = {
     "compat/basics.py: 'buffer = allocator.alloc_pinned(host.nbytes).view(host.dtype); buffer.copy_(host)'": "needs a GPU",
     "compat/massspec_memory.py: command('stoker', 'verify', arguments[0])": "needs a process that the system ends while it measures",
     "compat/max_batch.py: f\"model.to('{device}')\"": "needs a model on two devices, and so a GPU",
+    "doctor/outside.py: command('ps', '-ef')": "lists what runs; which process is meant, only its owner knows",
     "doctor/trace.py: command('df', '-h', out.parent)": "needs a disk without room or write permission",
     "errors.py: 'cd ~'": "a shell's own command, which no process can do for its parent",
     "errors.py: _COMMANDS.get(code, 'df -h; df -i')": "needs a disk without room or write permission",

@@ -628,8 +628,10 @@ STYLES = {
                 with tarfile.open(f"{{FOLDER}}/shard.tar") as shard:
                     for member in shard:
                         raw = shard.extractfile(member).read()
-                        fast = FIXED and "{slow}"
-                        yield READY if fast else torch.frombuffer(bytearray(zlib.decompress(raw)), dtype=torch.float32)[:64]
+                        if FIXED and "{slow}":
+                            yield READY
+                        else:
+                            yield torch.frombuffer(bytearray(zlib.decompress(raw)), dtype=torch.float32)[:64]
 
 
         model = make_model().to(DEVICE)
@@ -781,10 +783,13 @@ class Case:
         title = f"{self.style} loop, {self.data} data: {', '.join(self.causes) or 'healthy'}."
         text = HEAD.format(title=title, width=width, busy=self.busy)
         text += textwrap.dedent(code).strip() + "\n\n\nKEPT = []\n\n\n"
-        text += "def after(step, loss, output, model):\n" + textwrap.indent(after, "    ") + "\n\n\n"
+        text += (
+            "def after(step, loss, output, model):\n" + textwrap.indent(after, "    ") + "\n\n\n"
+        )
         text += body.strip() + "\n"
         if self.notebook:
-            text = f"source = {text!r}\nexec(compile(source, '<ipython-input-3-0f1e>', 'exec'), {{'__name__': '__main__'}})\n"
+            cell = "compile(source, '<ipython-input-3-0f1e>', 'exec')"
+            text = f"source = {text!r}\nexec({cell}, {{'__name__': '__main__'}})\n"
         return text
 
 
@@ -793,6 +798,7 @@ _ONE = "batch_size=32, num_workers=1 if not FIXED else min(4, CORES), persistent
 _ALL = "batch_size=32, num_workers=CORES, persistent_workers=True"
 _TWO = "batch_size=32, num_workers=2, persistent_workers=True"
 _FOUR = "batch_size=4, num_workers=2, persistent_workers=True"
+_MANY = "batch_size=32, num_workers=0 if FIXED else 4 * CORES"
 _OWN = ", collate_fn=collate"
 _SHORT = "batch_size=32, num_workers=2, persistent_workers=FIXED, sampler=range(256)"
 _NEW = "batch_size=32, num_workers=min(4, CORES), persistent_workers=True"
@@ -817,7 +823,7 @@ def _loading() -> list[Case]:
         )
     ]  # fmt: skip
     cases += [
-        Case("too_many_workers", (ONE,), "plain", "memory", "batch_size=32, num_workers=0 if FIXED else 4 * CORES", busy=0.5),
+        Case("too_many_workers", (ONE,), "plain", "memory", _MANY, busy=0.5),
         Case("decode_plain", (DECODE,), "plain", "zlib", _ALL, busy=1),
         Case("decode_class", (DECODE,), "class", "zlib", _ALL, busy=1),
         Case("decode_lightning", (DECODE,), "lightning", "zlib", _ALL, busy=1),
@@ -849,7 +855,14 @@ def _between() -> list[Case]:
         Case("between_arrays", (BETWEEN,), "arrays", slow=True),
         Case("between_tar", (BETWEEN,), "tar", slow=True),
         Case("between_stoker", (BETWEEN,), "stoker", slow=True, also=(SYNC,)),
-        Case("between_log", (BETWEEN,), "plain", after="log", data="collate", arguments="batch_size=32" + _OWN),
+        Case(
+            "between_log",
+            (BETWEEN,),
+            "plain",
+            after="log",
+            data="collate",
+            arguments="batch_size=32" + _OWN,
+        ),
     ]
 
 

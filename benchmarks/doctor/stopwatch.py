@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -22,11 +23,11 @@ top: list[str] = []
 
 
 def note(*_):
-    global profiler
+    global profiler  # noqa: PLW0603  one per process
     times.append(time.perf_counter())
     if len(times) == STEPS:
         try:
-            with open(out, "x") as file:
+            with Path(out).open("x") as file:
                 json.dump({"times": times, "top": top}, file)
         except FileExistsError:
             pass

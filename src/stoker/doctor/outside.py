@@ -4,9 +4,9 @@ Enters: the number of a process. Leaves: a `Look`: where its main thread spends 
 it and its workers are. Costs the seconds of the look; py-spy stops the process for about a millisecond per sample, 25
 times a second.
 
-Before version 3.14 a running Python cannot be entered from outside, so its stacks are read by py-spy, a program of its own. Without it, or
-without permission to look into the process, only the cores are counted, and the `Look` says what is missing. A gain
-cannot be predicted this way: steps are not seen.
+Before version 3.14 a running Python cannot be entered from outside, so its stacks are read by py-spy, a program of its
+own. Without it, or without permission to look into the process, only the cores are counted, and the `Look` says what is
+missing. A gain cannot be predicted this way: steps are not seen.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def look_at(pid: int, seconds: float) -> Look:
         raise InputError(
             f"process {pid} cannot be looked at: {error}.",
             "the number of a process of yours that runs",
-            command("pgrep", "-af", "python"),
+            command("ps", "-ef"),
         ) from error
     before = [_cpu_seconds(one) for one in family]
     began = time.monotonic()

@@ -28,7 +28,16 @@ from stoker.config.names import DISTILL
 from stoker.errors import InputError
 from stoker.loader.ragged import batch_graphs, bin_spectra, expand_fingerprint
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_group
-from stoker.recipes.contract import Columns, Default, Facts, Job, Rebuilt, Recipe, Tensors
+from stoker.recipes.contract import (
+    Columns,
+    Default,
+    Facts,
+    Job,
+    RawReader,
+    Rebuilt,
+    Recipe,
+    Tensors,
+)
 from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.inference import load_trained
 from stoker.recipes.massspec.distillation import (
@@ -37,6 +46,7 @@ from stoker.recipes.massspec.distillation import (
     cosine_loss,
     temperature_at,
 )
+from stoker.recipes.massspec.evaluation import FinalSpectrumMetrics
 from stoker.recipes.massspec.metrics import (
     Ranking,
     SpectrumMetrics,
@@ -45,6 +55,7 @@ from stoker.recipes.massspec.metrics import (
     root_spectra,
 )
 from stoker.recipes.massspec.models import Student, Teacher, graph_inputs
+from stoker.recipes.massspec.molecules import MoleculeReader, as_ragged, write_spectra
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.schedule import warmup_cosine
 from stoker.sources.massspec import MassSpecSource
@@ -52,6 +63,7 @@ from stoker.sources.molecules.packed import ECFP_SIZE, NUM_ATOM_FEATURES, NUM_BO
 from stoker.sources.msp import Rounding
 from stoker.store.fields import Array
 from stoker.store.reader import Store
+from stoker.train.predict import Predicted
 
 LEARNING_RATE = 1e-3
 """Of Adam, for 100 samples per update (NEIMS)."""
@@ -84,7 +96,7 @@ class MassSpecOptions:
     bottleneck: float = 0.5
     dropout: float = 0.25
     mass_power: float = 1.0
-    recall_at: tuple[int, ...] = (1, 10)
+    recall_at: tuple[int, ...] = (1, 5, 10)
     mass_tolerance: float = 5.0
     warmup_share: float = 0.05
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
@@ -115,7 +127,7 @@ class MassSpecOptions:
             "recall_at",
             self.recall_at,
             "one or more ranks of 1 or more",
-            "recall_at=[1, 10]",
+            "recall_at=[1, 5, 10]",
         )
         require(
             self.mass_tolerance >= 0,
@@ -204,6 +216,7 @@ class _SpectrumRecipe(Recipe):
     """What both recipes share: the store, the rate, and what is predicted."""
 
     pack_command = "stoker pack massspec --help"
+    endings = (".msp",)
     defaults = (
         Default("training.lr", LEARNING_RATE, "Adam, as NEIMS trains"),
         Default("training.epochs", 30, "as in the config that ships"),
@@ -261,6 +274,22 @@ class _SpectrumRecipe(Recipe):
         if "atoms" in facts["inputs"]:
             ports += _GRAPH_PORTS
         return Layout(ports, dict, made.predict)
+
+    def open_raw(
+        self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
+    ) -> RawReader | None:
+        """Open a file of molecules: SMILES, SDF, MOL, MSP or CSV."""
+        del made
+        return MoleculeReader.open(
+            given, "atoms" in facts["inputs"], int(told.get("batch_size", 256))
+        )
+
+    def write_answers(
+        self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
+    ) -> int:
+        """Write predicted spectra as an MSP library."""
+        del made, facts
+        return write_spectra(out, answers, f"predicted by stoker, recipe {self.name}")
 
 
 _ATOMS, _EDGES = "atoms", "edges"
@@ -384,6 +413,9 @@ def _make_job(store: Store, options: MassSpecOptions, seed: int) -> tuple[Job, B
         criterion=partial(cosine_loss, mass_power=options.mass_power),
         unpack=partial(unpack_spectra, bins=bins, graphs=False),
         metrics=partial(SpectrumMetrics, library, ranking),
+        final_metrics=partial(
+            FinalSpectrumMetrics, store, samples["train"], library, mean, ranking, bins.rounding
+        ),
         baseline=chance_metrics(store, samples["val"], library, mean, ranking, bins.rounding),
         samples=samples,
         make_optimizer=make_adam,
@@ -489,7 +521,15 @@ def unpack_spectra(
 
 
 def read_molecules(batch: Tensors, graphs: bool) -> Columns:
-    """Return `ecfp (batch, 4096)`, `mol_weight (batch,)` and, if asked for, one graph of all molecules."""
+    """Return `ecfp (batch, 4096)`, `mol_weight (batch,)` and, if asked for, one graph of all molecules.
+
+    Args:
+        batch: Of a loader, or of raw molecules (`as_rows`), whose fingerprints are spread already.
+        graphs: Whether to join graphs.
+    """
+    if "ecfp" in batch:
+        plain = {"ecfp": batch["ecfp"], "mol_weight": batch["mol_weight"]}
+        return plain | graph_inputs(batch_graphs(as_ragged(batch))) if graphs else plain
     counts = batch["ecfp_bits"], batch["ecfp_counts"], batch["ecfp_bits/offsets"]
     inputs = {"ecfp": expand_fingerprint(*counts), "mol_weight": batch["mol_weight"]}
     return inputs | graph_inputs(batch_graphs(batch)) if graphs else inputs
