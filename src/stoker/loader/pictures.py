@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -198,7 +198,7 @@ class Pictures:
 
     # -- batches, ahead ----------------------------------------------------------------------
 
-    def decoded(self, work: Iterable[Work], epoch: int) -> Iterator[Made]:
+    def decoded(self, work: Iterable[Work], epoch: int) -> Generator[Made, None, None]:
         """Yield the batches of `work` decoded, in order, a few batches ahead of the consumer."""
         on_gpu = self._decode_batch is not None
         make = self._on_gpu if on_gpu else self._on_host
