@@ -43,7 +43,7 @@ NEAREST = "nearest neighbour by fingerprint"
 _STEIN_MASS, _STEIN_INTENSITY = 3.0, 0.6
 _LOW_ENTROPY = 3.0
 _BLOCK = 4096
-_LEAST_OF_A_GROUP = 5
+_LEAST_OF_A_GROUP, _MOST_GROUPS = 5, 20
 _SHOWN_PEAKS = 60
 _AROMATIC, _RING = 1 << 19, 1 << 20
 
@@ -201,15 +201,10 @@ class FinalSpectrumMetrics:
             elements.append(element_class(words))
             rings.append(ring_class(words))
         kinds: dict[str, list[str]] = {"elements": elements, "rings": rings}
-        for name, field in (
-            ("spectrum kind", "spectrum_kind"),
-            ("adduct", "adduct"),
-            ("ion mode", "ion_mode"),
-        ):
+        for field in ("spectrum_kind", "adduct", "ion_mode", "collision_energy"):
             if field in self._store.fields:
-                kinds[name] = [
-                    self._store.read_text(field, n) or "not stated" for n in samples.tolist()
-                ]
+                texts = (self._store.read_text(field, sample) for sample in samples.tolist())
+                kinds[field.replace("_", " ")] = [text or "not stated" for text in texts]
         return {
             kind: rows
             for kind, labels in kinds.items()
@@ -244,7 +239,7 @@ def _by_label(labels: Array, values: Mapping[str, Array]) -> dict[str, dict[str,
     """Return the metrics of every label with enough samples to say something, the commonest first."""
     known, counts = np.unique(labels.astype(str), return_counts=True)
     rows = {}
-    for place in np.argsort(-counts, kind="stable").tolist():
+    for place in np.argsort(-counts, kind="stable")[:_MOST_GROUPS].tolist():
         if counts[place] >= _LEAST_OF_A_GROUP:
             mine = labels == known[place]
             means = _means({name: each[mine] for name, each in values.items()})

@@ -104,24 +104,31 @@ class MoleculeReader:
         reasons: list[str | None] = []
         formulas: list[str] = []
         for each in wanted:
-            found = each.why or read_structure(each.text, each.form, file=str(self._path))
-            if isinstance(found, str | Refusal):
-                reasons.append(found if isinstance(found, str) else found.reason)
-                packed.append(None)
-                formulas.append("")
-                self._num_refused += 1
-                continue
-            reasons.append(None)
-            packed.append(pack_molecule(found))
-            formulas.append(molecular_formula(found))
+            made = self._featurise(each)
+            reasons.append(made if isinstance(made, str) else None)
+            packed.append(None if isinstance(made, str) else made[0])
+            formulas.append("" if isinstance(made, str) else made[1])
         structures = [each.text if each.form == "smiles" else "" for each in wanted]
         labels = {
             "formula": np.array(formulas, dtype=object),
             "smiles": np.array(structures, dtype=object),
         }
         answered = np.array([each is not None for each in packed])
+        self._num_refused += int((~answered).sum())
         names = np.array([each.name for each in wanted], dtype=object)
         return RawBatch(names, as_rows(packed, self._graphs), answered, reasons, labels)
+
+    def _featurise(self, wanted: Wanted) -> tuple[PackedMolecule, str] | str:
+        """Return a molecule with its formula, or why there is none."""
+        if wanted.why:
+            return wanted.why
+        found = read_structure(wanted.text, wanted.form, file=str(self._path))
+        if isinstance(found, Refusal):
+            return found.reason
+        try:
+            return pack_molecule(found), molecular_formula(found)
+        except (RuntimeError, ValueError) as error:  # RDKit's violated invariants
+            return f"RDKit: {next(iter(str(error).splitlines()), '')}"
 
     def notes(self) -> Sequence[str]:
         """Return how many molecules have no answer."""
