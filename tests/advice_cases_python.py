@@ -39,7 +39,15 @@ SERIES = (
     "from stoker.augment import Compose, RandomHorizontalFlip; store = open_store('forex-store'); plain = open_store('plain-store'); "
     "batch_size, world_size, num_lanes = 4, 1, 2; ends, window, breaks = np.arange(1, 40), 3, np.zeros(39, bool); "
     "loader = Loader('store', 16, 'cpu'); state = loader.state_dict(); odd = {**state, 'epoch': 'x'}; cut = {**state, 'chunks': 'x'}; "
-    "samples = np.arange(100); split = np.arange(40) % 3; order = Order(9, 3)"
+    "samples = np.arange(100); split = np.arange(40) % 3; order = Order(9, 3); images, labels = np.zeros((9, 3, 8, 8), 'u1'), np.arange(9)"
+)
+# Pictures of several sizes, one of which is cut off.
+ENCODED = (
+    "import io; from PIL import Image; from stoker.augment import Compose, Resize; from stoker.store.memory import memory_store; "
+    "from stoker.sources.images.encoded import picture_field; files = [io.BytesIO() for _ in range(30)]; "
+    "[Image.new('RGB', (8 + n, 9)).save(file, 'PNG') for n, file in enumerate(files)]; data = [file.getvalue() for file in files]; "
+    "data[3] = data[3][:20]; sizes = np.array([(9, 8 + n) for n in range(30)], 'i4'); resize = Compose([Resize(8)]); "
+    "pictures = memory_store({'images': picture_field(data), 'image_size': Dense(sizes), 'image_orientation': Dense(np.ones(30, 'u1'))}, 'pictures')"
 )
 # Times of decisions and labels that do not fit together, by what is wrong.
 TIMES = {
@@ -303,6 +311,7 @@ PYTHON: dict[str, list[Case]] = {
         "plan_store_lanes(store, 2, fields=[])",
         "plan_store_lanes(store, 2, fields=['x'])",
         "loader.set_epoch(-1)",
+        "Loader({'images': images}, 4, augment=[RandomHorizontalFlip()])",
         "loader.load_state_dict(3)",
         "loader.load_state_dict(odd)",
         "loader.load_state_dict(cut)",
@@ -315,7 +324,17 @@ PYTHON: dict[str, list[Case]] = {
         "Order(9, 3, chunks=((0, 3),))",
         "order.epoch(-1)",
     )
+    + _refused(
+        ENCODED,
+        "Loader(pictures, 4, 'cpu')",
+        "Loader(pictures, 4, 'cpu', augment=resize, on_broken='x')",
+    )
     + [
+        Case(
+            "list(Loader(pictures, 4, 'cpu', augment=resize, on_broken='skip', broken_budget=0))",
+            ENCODED,
+            into="Loader",
+        ),
         Case(
             "Loader('forex-store', 4, order='lanes', lanes=plan_store_lanes(store, num_lanes=8))",
             SERIES,

@@ -346,6 +346,15 @@ def test_workers_are_not_tried_for_a_dataset_with_an_open_hdf5_file():
     assert diagnose(other)[0].patch.replacement == "", "two files are not one store"
 
 
+def test_a_conversion_comes_with_its_command_and_the_loader_that_reads_the_store():
+    packed = replace(ROWS, name="my data/img.h5:/images", chunks=(1, 512), compression="gzip")
+    slow = job(0.030, 0.025, load=0.030, work=LoaderWork(read=0.029), hdf5=(packed,))
+    found = diagnose(slow)
+    finding = next(one for one in found if one.name == "hdf5-compressed")
+    assert "`stoker pack arrays 'my data/img.h5' 'my data/img-store'`" in finding.remedy
+    assert finding.patch.replacement.startswith("stoker.Loader('my data/img-store', 64, ")
+
+
 def test_workers_that_are_fast_enough_are_not_blamed():
     # Loading takes a tenth of the step: whatever the step waits for, it is not the decoding.
     waiting = job(0.010, 0.002, load=0.001, work=LoaderWork(decode=0.001))
@@ -553,7 +562,7 @@ def test_a_document_that_is_something_else_is_refused():
 
 def test_a_finding_knows_its_docs():
     finding = Finding("no-workers", "t", ("e",), "r.", Gain(), patch=Patch(config={"a": 1}))
-    assert finding.docs == "docs/doctor.md#no-workers"
+    assert finding.docs == "stoker doctor explain no-workers"
     assert Finding.from_json(finding.to_json()) == finding
 
 

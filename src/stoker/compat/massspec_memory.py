@@ -442,8 +442,10 @@ def _projection_lines(report: MemoryReport) -> list[str]:
             f"{use.resident_bytes / use.num_samples:.0f} bytes per sample {kind}"
             for kind, use in report.uses.items()
         ),
-        f"Training: {training.num_weights / 1e6:.1f} million weights, Adam, batch {training.batch_size}, "
-        f"{training.num_steps} steps on the CPU: {_megabytes(training.peak_bytes)} at most",
+        (
+            f"Training: {training.num_weights / 1e6:.1f} million weights, Adam, batch {training.batch_size}, "
+            f"{training.num_steps} steps on the CPU: {_megabytes(training.peak_bytes)} at most"
+        ),
         f"Up to {HALF:.0%} of the RAM is RECOMMENDED, up to {MOST:.0%} OK, up to all of it tight",
     ]
     for found in report.projections:

@@ -442,6 +442,10 @@ class Trainer(Configured, Resumable):
         self._write("epoch", vars(report) | {"samples_per_second": report.samples_per_second})
         if isinstance(self._progress, EpochLines):
             self._progress.end_epoch(report)
+        for feed in filter(None, (self._train, self._val)):
+            if words := feed.new_broken():
+                text = f"{len(words)} pictures could not be decoded and were left out or replaced"
+                self.note(Note(text, Topic.DATA, {"broken": words}))
 
     def _watch(self, report: EpochReport) -> None:
         """Note that the loss grows from epoch to epoch, or that the monitored metric has stalled."""

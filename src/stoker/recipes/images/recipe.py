@@ -1,8 +1,9 @@
 """The images recipe: a class for every picture.
 
-Enters: a store of `stoker pack images`: `images` uint8 (n, channels, height, width) and `labels` (n,); later a folder
-of pictures. Leaves: a `Job` for one of our networks or one of torchvision or timm, augmented on the device; class names
-and probabilities for new pictures. Costs: one read of all labels and of at most 512 training pictures.
+Enters: a store of `stoker pack images`: `images` uint8 (n, channels, height, width), or encoded pictures of any size,
+and `labels` (n,); later a folder of pictures. Leaves: a `Job` for one of our networks or one of torchvision or timm,
+augmented on the device; class names and probabilities for new pictures. Costs: one read of all labels and of at most
+512 training pictures.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from stoker.augment import (
     RandomErasing,
     RandomHorizontalFlip,
     RandomResizedCrop,
+    Resize,
     ToDtype,
 )
 from stoker.errors import InputError
@@ -53,12 +55,14 @@ from stoker.recipes.metrics import majority_baseline
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.scaling import evenly
 from stoker.recipes.schedule import make_adamw, warmup_cosine
+from stoker.recipes.sized import is_encoded, sized_store
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
 Tensor = torch.Tensor
 _LOOK_IMAGES = 512
 _HELD_BACK = 0.1
+_ENCODED_SIZE = (224, 224)
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class ImagesOptions:
         balance: Against classes of unequal size: "weights" weighs the loss, "sampling" draws each class equally often.
         ema: Decay per step of the averaged weights that are evaluated and kept; 0 is without.
         ratios: Shares of train, val and test, for stores without a split; each class is divided so.
+        size: Height and width that encoded pictures are resized to; None takes the one that all have, else 224 x 224.
         weight_decay: Of AdamW, on matrices only.
         warmup_share: Share of the run in which the rate rises.
     """
@@ -95,6 +100,7 @@ class ImagesOptions:
     balance: Literal["none", "weights", "sampling"] = "none"
     ema: float = 0.999
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    size: tuple[int, int] | None = None
     weight_decay: float = 0.05
     warmup_share: float = 0.15
 
@@ -110,6 +116,13 @@ class ImagesOptions:
             value = getattr(self, name)
             fix = f"{name}={getattr(type(self), name)}"
             require(0 <= value < 1, name, value, "0 or more, below 1", fix)
+        require(
+            self.size is None or 1 <= min(self.size) <= max(self.size) <= 16384,
+            "size",
+            self.size,
+            "height and width, 1 to 16384",
+            "size=[224, 224]",
+        )
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,7 @@ class Pictures:
         num_classes: Labels are 0 to num_classes - 1.
         value_range: LOW and HIGH that 16-bit and float pictures were packed with.
         first_frame: Whether the first frame of films was packed.
+        encoded: Whether they are decoded while they are loaded, and brought to the size there.
     """
 
     channels: int
@@ -129,6 +143,7 @@ class Pictures:
     num_classes: int
     value_range: tuple[float, float] | None = None
     first_frame: bool = False
+    encoded: bool = False
 
 
 class ImagesRecipe(Recipe):
@@ -147,6 +162,7 @@ class ImagesRecipe(Recipe):
     def make_job(self, store: Store, options: ImagesOptions | Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""
         chosen = parse_options(ImagesOptions, options, self.name)
+        store = sized_store(store, chosen.size, _ENCODED_SIZE)
         pictures, names = find_pictures(store)
         labels = store.read_rows("labels", 0, store.num_samples)
         samples, split_note = split_pictures(store, labels, chosen.ratios, seed)
@@ -195,6 +211,7 @@ class ImagesRecipe(Recipe):
             "num_classes": pictures.num_classes,
             "value_range": None if pictures.value_range is None else list(pictures.value_range),
             "first_frame": pictures.first_frame,
+            **({"encoded": True} if pictures.encoded else {}),
             "mean": list(mean),
             "std": list(std),
         }
@@ -206,7 +223,8 @@ class ImagesRecipe(Recipe):
         def unpack(batch: Tensors) -> Tensor:
             return batch["images"]
 
-        augment = Compose(_normalisation(facts["mean"], facts["std"]))
+        resize = [Resize((facts["size"][0], facts["size"][1]))] if facts.get("encoded") else []
+        augment = Compose([*resize, *_normalisation(facts["mean"], facts["std"])])
         return Rebuilt(model, ["images"], unpack, _predict, augment)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
@@ -322,6 +340,7 @@ def find_pictures(store: Store) -> tuple[Pictures, list[str]]:
         num_classes,
         None if span is None else (float(span[0]), float(span[1])),
         bool(packed.get("first_frame", False)),
+        is_encoded(store),
     )
     return made, names or [str(number) for number in range(num_classes)]
 
@@ -425,6 +444,8 @@ def make_augmentation(
         ops.append(ColorJitter(0.2, 0.2, saturation, p=0.5))
     if options.augmentation == "strong":
         ops += [RandAugment(2, 9), RandomErasing(0.25)]
+    if pictures.encoded and not any(isinstance(op, RandomResizedCrop) for op in ops):
+        ops.insert(0, Resize(pictures.size))
     return Compose([*ops, *_normalisation(mean, std)], seed=seed)
 
 
