@@ -85,7 +85,8 @@ def _weighed(rows: Tensor) -> Tensor:
 
 
 def _entropy(shares: Tensor) -> Tensor:
-    return -torch.special.xlogy(shares, shares).sum(dim=1)
+    summed: Tensor = torch.special.xlogy(shares, shares).sum(dim=1)
+    return -summed
 
 
 # -- at the end ----------------------------------------------------------------------------------
@@ -163,10 +164,12 @@ class FinalSpectrumMetrics:
             ):
                 found.setdefault(name, []).append(part.double())
         values: dict[str, Array] = {name: torch.cat(parts).numpy() for name, parts in found.items()}
-        pair = [weighted_units(rows, power).to(device) for rows in (predicted, measured)]
+        answers = weighted_units(predicted, power).to(device)
+        queries = weighted_units(measured, power).to(device)
         for filtered in (False, True):
             tolerance = self._ranking.tolerance if filtered else None
-            ranks = rank_queries(self._library, *pair, groups, masses, tolerance).cpu().numpy()
+            found_ranks = rank_queries(self._library, answers, queries, groups, masses, tolerance)
+            ranks = found_ranks.cpu().numpy()
             for k in self._ranking.recall_at:
                 values[self._ranking.name(k, filtered)] = (ranks <= k).astype(np.float64)
         return values
