@@ -114,7 +114,7 @@ dataset = LazyMassSpecDataset(msp_file, mol_files_dir, cache_dir='lazy', jobs=1)
 COMPAT = """
 from stoker.compat.basics import *; from stoker.compat.basics import DataLoader, PipelinedDataLoader, RandomSampler
 from stoker.compat.chunk_loader import ChunkDataLoader; from stoker.compat.massspec import LazyMassSpecDataset, NISTDataLoader
-from stoker.compat.max_batch import find_max_batch_size
+from stoker.compat.max_batch import find_max_batch_size; from stoker.compat.quantization import quantize_dynamic
 class Fails(torch.utils.data.Dataset):
     __len__ = lambda self: 4
     __getitem__ = lambda self, index: 1 / 0
@@ -570,6 +570,11 @@ PYTHON: dict[str, list[Case]] = {
         "find_max_batch_size(model, (4,), 'cpu', max_batch=0)",
         "find_max_batch_size(model, (4,), 'cpu', max_batch=2, margin=3)",
         "find_max_batch_size(whole, (4,), 'cpu', max_batch=2)",
+        "DataLoader(list(range(9)), shuffle=True, sampler=RandomSampler(9))",
+        "PrefetchingDataLoader()",
+        "quantize_dynamic(torch.nn.Linear(3, 2), dtype=torch.float16)",
+        "Normalize((0.5,), (0.5,)).apply(torch.randn(3, 8, 8))",
+        "RandomCrop(99, padding=1).apply(torch.randn(3, 8, 8))",
     )
     + [
         Case(

@@ -749,7 +749,7 @@ def _facts(result: PackResult) -> dict[str, object]:
     }
 
 
-def print_result(result: PackResult, facts: Mapping[str, str]) -> None:
+def print_result(result: PackResult, facts: Mapping[str, str] | None = None) -> None:
     """Print what a pack made, as a table for people; `facts` are about its samples."""
     from stoker.cli.tables import store_table
     from stoker.sources.contract import Account
@@ -776,7 +776,7 @@ def print_result(result: PackResult, facts: Mapping[str, str]) -> None:
     if result.manifest.num_refused:
         refused = format_count(result.manifest.num_refused, "piece")
         console.print(f"{refused} of input refused; see {result.path / REFUSED_NAME}")
-    for what, value in facts.items():
+    for what, value in (facts or {}).items():
         console.print(printable(f"{what}: {value}"))
     if (result.path / PAGE_NAME).exists():
         console.print(f"samples as the model gets them: {result.path / PAGE_NAME}")

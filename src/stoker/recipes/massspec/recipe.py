@@ -25,7 +25,7 @@ import torch
 
 from stoker.config import Settings
 from stoker.config.names import DISTILL
-from stoker.errors import InputError
+from stoker.errors import ConfigError, InputError
 from stoker.loader.ragged import batch_graphs, bin_spectra, expand_fingerprint
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_group
 from stoker.recipes.contract import (
@@ -359,13 +359,18 @@ class MassSpecRecipe(_SpectrumRecipe):
     files = ("teacher",)
 
     def note_settings(self, settings: Settings, options: StudentOptions) -> list[str]:
-        """Return a note on keys of the distillation stage where there is no teacher."""
+        """Refuse keys of the distillation stage where there is no teacher to learn from."""
         keys = ("training.batch_size", "training.gradient_accumulation_steps")
         origins = [settings.origins[key] for key in keys]
         stage = [str(origin) for origin in origins if origin.key.startswith(f"{DISTILL}.")]
-        if not stage or options.teacher is not None:
-            return []
-        return [f"{'; '.join(stage)}: counts for the whole training, no teacher is named"]
+        if stage and options.teacher is None:
+            raise ConfigError(
+                f"{'; '.join(stage)}: a distillation, and no teacher is named.",
+                "recipe.options.teacher, the checkpoint of a run of massspec-teacher; or training.batch_size and "
+                "training.gradient_accumulation_steps for a training without one",
+                "--set recipe.options.teacher=runs/massspec-teacher/best.pt",
+            )
+        return []
 
     def make_job(self, store: Store, options: StudentOptions | Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""
