@@ -1,4 +1,4 @@
-"""Batches of other people's loaders: those on the device are taken as they are, and a step costs few calls of Python."""
+"""Batches of other loaders: those on the device are taken as they are, and a step costs few calls of Python."""
 
 from __future__ import annotations
 
