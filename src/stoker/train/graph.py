@@ -645,9 +645,18 @@ def copy_into(target: Any, source: Any) -> None:
 def drawing_objects(*functions: Any) -> list[Any]:
     """Return the objects that functions use and that draw from a counter of their own, such as `MixUp`.
 
-    They are found among a function's closure, defaults and globals by their methods `seek`, `state_dict` and
-    `load_state_dict`.
+    They are found by their methods `seek`, `state_dict` and `load_state_dict`.
     """
+    methods = ("seek", "state_dict", "load_state_dict")
+    return [
+        value
+        for value in used_objects(*functions)
+        if all(callable(getattr(value, name, None)) for name in methods)
+    ]
+
+
+def used_objects(*functions: Any) -> list[Any]:
+    """Return the objects in the closures, defaults and globals of functions, and in the owners of methods."""
     found: dict[int, Any] = {}
     for function in functions:
         inner = inspect.unwrap(getattr(function, "__func__", function)) if function else None
@@ -663,8 +672,5 @@ def drawing_objects(*functions: Any) -> list[Any]:
             *owners,
             *(each for owner in owners for each in getattr(owner, "__dict__", {}).values()),
         ]
-        for value in values:
-            methods = ("seek", "state_dict", "load_state_dict")
-            if all(callable(getattr(value, name, None)) for name in methods):
-                found[id(value)] = value
+        found.update((id(value), value) for value in values)
     return list(found.values())
