@@ -1,13 +1,16 @@
-"""Headers with one name fewer than the rows have cells: which name is missing is found and said, or refused."""
+"""Tables and bars of others: a header with one name fewer than cells, dates before 1900."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 from stoker.sources.bars import read_bars
 from stoker.sources.tables import TextOptions
+from stoker.sources.tables.columns import Column, encode, find_kind
 from stoker.sources.tables.layout import find_layout
 
 ROWS = ["1,2,0.5,1.5,7", "1.5,2.5,1,2,8", "2,3,1.5,2.5,9"]
@@ -47,3 +50,15 @@ def test_a_table_says_that_the_first_name_is_missing():
     layout = find_layout(text.encode(), Path("t.csv"), TextOptions(), is_whole=True)
     assert layout.names == ("", "a", "b")
     assert "the header names all columns but the first" in layout.said
+
+
+def test_a_table_has_dates_of_the_eighteenth_century():
+    """Sunspots are counted since 1749."""
+    months = pa.array([f"{1749 + n // 12}-{1 + n % 12:02d}" for n in range(240)])
+    made = find_kind("Month", months, ".", None)
+    assert isinstance(made, Column)
+    assert made.kind == "date"
+    faults: dict = {}
+    values, _ = encode(months, made, ".", faults)
+    assert not faults
+    assert values[0].tolist() == [np.datetime64("1749-01-01").astype(int), 1, 2]  # a Wednesday
