@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -228,8 +228,10 @@ class Loader:
         """Batches of a whole epoch, the same on all ranks."""
         return len(self._order)
 
-    def __getattr__(self, name: str) -> Any:
-        raise no_attribute(name)
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(name)
 
     def __repr__(self) -> str:
         return f"Loader({', '.join(f'{name} {value}' for name, value in self._summary())})"
