@@ -43,12 +43,11 @@ from stoker.loader.columns import (
 )
 from stoker.loader.device_data import DeviceData
 from stoker.loader.drawing import Mixture, Weights, choose_draws
-from stoker.loader.elastic import ElasticEpoch, ResumePoint
+from stoker.loader.elastic import ElasticEpoch, Progress, ResumePoint
 from stoker.loader.gather import Assembler, Augments, check_augment
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import Mode, Order, PlannedBatch, pick_mode
 from stoker.loader.prefetch import prefetch
-from stoker.loader.progress import Progress
 from stoker.loader.ring import superseded
 from stoker.loader.scattered import rows_for_scattered
 from stoker.loader.slabs import usable_device
