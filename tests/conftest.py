@@ -137,10 +137,24 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     return f"{argname} of {len(val)}" if is_long else None
 
 
-def pytest_collection_finish() -> None:
-    """Keep what is imported out of the collector's way: tests collect hundreds of times, 0.2 s each."""
+_frozen = {"modules": 0}
+
+
+def freeze() -> None:
+    """Keep what is imported out of the collector's way: tests collect hundreds of times, 0.3 s each."""
     gc.collect()
     gc.freeze()
+    _frozen["modules"] = len(sys.modules)
+
+
+def pytest_collection_finish() -> None:
+    freeze()
+
+
+def pytest_runtest_teardown() -> None:
+    """Do the same for what a test was the first to import: Lightning, transformers, onnxruntime."""
+    if len(sys.modules) > _frozen["modules"] + 100:
+        freeze()
 
 
 @pytest.fixture(scope="session")

@@ -125,6 +125,7 @@ def test_a_cluster_gives_the_bytes_of_a_local_pack_and_relative_paths_work(
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_quarantine_on_a_cluster_too(address, tmp_path):
     values = np.random.default_rng(0).normal(size=(1000, 4)).astype("f4")
     values[17, 3] = 1e15
@@ -166,6 +167,7 @@ def test_an_error_keeps_its_text_names_part_and_worker_and_leaves_what_was_finis
     assert built(numbers) == [0, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_part_that_dies_outside_any_row_ends_the_pack(address, numbers, tmp_path):
     source = NumbersSource(numbers, parts=1, trouble=((2, "die"),))
     with pytest.raises(StokerError, match="the worker on 'part 0' died again and again"):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from stoker.cli.main import app
 from stoker.demo.reading import WINDOWS
-from stoker.demo.story import _free_folder, run_demo
+from stoker.demo.story import _free_folder, examine, run_demo
 from stoker.demo.training import OPTIONS, TRAINED, train_both_ways
 from stoker.errors import InputError
 from stoker.report import Silent
@@ -32,6 +32,7 @@ def demo(tmp_path_factory):
             patch.setattr(f"stoker.demo.{module}.TRAINED", ("H4",))
         patch.setattr("stoker.demo.training._TRAINED_SAMPLES", 256)
         patch.setattr("stoker.demo.story._SECONDS_PER_TRY", 0.1)
+        patch.setattr(examine, "__defaults__", (15,))  # steps of the two scripts under the doctor
         yield folder, run_demo(folder, weeks=4)
     torch.set_num_threads(before)
 

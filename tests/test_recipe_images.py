@@ -88,7 +88,7 @@ def test_pretrained_weights_keep_all_but_the_last_layer(tmp_path, ending):
     note = load_weights(fresh, path)
     assert torch.equal(fresh.stem[0].weight, trained.stem[0].weight)
     assert torch.equal(fresh.head.weight, before)
-    assert "head.weight, head.bias begin anew" in note
+    assert "head.bias, head.weight begin anew" in note
 
 
 def test_weights_of_another_network_and_pickles_are_refused(tmp_path):
@@ -137,7 +137,9 @@ def test_the_loss_of_a_mixed_picture_is_towards_both_classes():
     logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     share = torch.rand(6)
     loss = ClassificationLoss(smoothing=0.1)
-    soft = torch.eye(4)[labels] * share[:, None] + torch.eye(4)[labels.roll(1)] * (1 - share[:, None])
+    soft = torch.eye(4)[labels] * share[:, None] + torch.eye(4)[labels.roll(1)] * (
+        1 - share[:, None]
+    )
     soft = soft * 0.9 + 0.1 / 4
     wanted = -(soft * logits.log_softmax(dim=1)).sum(dim=1).mean()
     assert torch.allclose(loss((logits, share), labels), wanted)
@@ -225,11 +227,16 @@ def test_pictures_without_a_split_are_divided_class_by_class(tmp_path):
         labels = store.read_rows("labels", 0, 90)
         samples, _ = split_pictures(store, labels, (0.8, 0.1, 0.1), 0)
     assert sorted(np.concatenate(list(samples.values())).tolist()) == list(range(90))
-    assert [np.bincount(labels[ids]).tolist() for ids in samples.values()] == [[24] * 3, [3] * 3, [3] * 3]
+    assert [np.bincount(labels[ids]).tolist() for ids in samples.values()] == [
+        [24] * 3,
+        [3] * 3,
+        [3] * 3,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("given", "note"), [((0, 2), "a tenth of train as val (6)"), ((0, 1), "half of val as test (6)")]
+    ("given", "note"),
+    [((0, 2), "a tenth of train as val (6)"), ((0, 1), "half of val as test (6)")],
 )
 def test_a_split_that_is_absent_is_taken_from_another(tmp_path, given, note):
     split = np.array([given[0]] * 60 + [given[1]] * 12, np.uint8)
@@ -268,7 +275,10 @@ def test_options_out_of_range_are_refused():
 
 def test_a_store_of_something_else_is_refused(tmp_path):
     fields = {"features": Dense(np.zeros((4, 3), "f4"))}
-    with write_store(tmp_path / "store", [fields]) as store, pytest.raises(InputError, match="labels"):
+    with (
+        write_store(tmp_path / "store", [fields]) as store,
+        pytest.raises(InputError, match="labels"),
+    ):
         ImagesRecipe().make_job(store, {}, 0)
 
 
@@ -305,8 +315,9 @@ def trained(folder):
     run("pack", "images", folder / "pictures", folder / "store", "--size", "16x16", "--jobs", "1")
     told = run(
         "train", "--config", "images", "--store", folder / "store", "--device", "cpu", "--json",
-        *("--set", f"run.dir={folder / 'run'}", "--set", "training.epochs=4", "--set", "training.batch_size=16"),
-        *("--set", "recipe.options.width=4", "--set", "recipe.options.cutmix=0.5"),
+        *("--set", f"run.dir={folder / 'run'}", "--set", "training.epochs=8"),
+        *("--set", "training.batch_size=16", "--set", "training.lr=0.02"),
+        *("--set", "recipe.options.width=8", "--set", "recipe.options.cutmix=0.5"),
     )  # fmt: skip
     return folder, json.loads(told)
 
@@ -340,6 +351,15 @@ def test_new_pictures_get_class_names_or_a_reason(trained):
     assert "cannot be opened as an image" in rows["broken.png"]["reason"]
 
 
+def test_pictures_in_folders_of_their_class_are_evaluated(trained):
+    folder, _ = trained
+    told = run(
+        *("predict", folder / "run" / "best.pt", folder / "pictures", folder / "all.csv"),
+        *("--device", "cpu", "--json"),
+    )
+    assert json.loads(told)["evaluation"]["num_samples"] == 60
+
+
 def test_the_graph_answers_as_the_model_does(trained):
     import onnx
     import onnxruntime
@@ -351,11 +371,19 @@ def test_the_graph_answers_as_the_model_does(trained):
     about = {entry.key: entry.value for entry in graph.metadata_props}
     assert json.loads(about["stoker.classes"]) == ["blue sky", "green", "red"]
     session = onnxruntime.InferenceSession(folder / "model.onnx")
-    picture = Image.open(folder / "pictures" / "red" / "3.png").resize((16, 16), Image.Resampling.BILINEAR)
+    with Image.open(folder / "pictures" / "red" / "3.png") as opened:
+        picture = opened.resize((16, 16), Image.Resampling.BILINEAR)
     pixels = np.moveaxis(np.asarray(picture), -1, 0)[None]
     names = [output.name for output in session.get_outputs()]
     made = dict(zip(names, session.run(None, {"images": pixels}), strict=True))
-    run("predict", folder / "run" / "best.pt", folder / "pictures" / "red" / "3.png", folder / "one.csv", "--device", "cpu")
+    run(
+        "predict",
+        folder / "run" / "best.pt",
+        folder / "pictures" / "red" / "3.png",
+        folder / "one.csv",
+        "--device",
+        "cpu",
+    )
     with (folder / "one.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert np.allclose(made["probability"][0, 2], float(row["probability_red"]), atol=1e-4)

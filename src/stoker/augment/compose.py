@@ -351,6 +351,12 @@ class Compose(Positioned):
             backend=self.backend,
         )
 
+    def split_sizing(self) -> tuple[Any, Compose] | None:
+        """Return the first op, where it brings pictures of any size to one, and the rest; see `sizing.py`."""
+        from stoker.augment.sizing import split_sizing
+
+        return split_sizing(self)
+
     # -- inside ----------------------------------------------------------------------------------
 
     def _apply(

@@ -250,7 +250,7 @@ def _from_dataset(dataset: Any) -> Opened:
         )
     fields = collect(dataset[number] for number in range(count))
     store = memory_store(fields, f"{kind} in memory")
-    loaded = tuple(name for name, info in store.fields.items() if info.encoding is None)
+    loaded = tuple(name for name, info in store.fields.items() if info.encoding != "utf8")
     if form == "dict" or not loaded:
         return Opened(store)
     return Opened(store, loaded[0] if form == "single" else loaded)

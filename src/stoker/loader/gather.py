@@ -295,20 +295,30 @@ class Assembler:
         self._tensors = tensors
         self._augment = augment
         self._memory = Recycled()
-        self._gathers, self._ragged = _plan_gathers(columns, tensors, self._memory)
-        self._images = [] if augment is None else _find_images(self._gathers)
+        self._gathers, ragged = _plan_gathers(columns, tensors, self._memory)
+        self._ragged = [(column, row) for column, row in ragged if not column.is_encoded]
+        self._encoded = [(column, row) for column, row in ragged if column.is_encoded]
+        self._is_resident = is_resident
+        coded = [column.field for column, _ in self._encoded]
+        self._images = [] if augment is None or coded else _find_images(self._gathers)
+        self._image_names = [gather.name for gather in self._images] or [
+            name for name in ("images", "masks") if name in coded
+        ]
         drawn = {gather.name for gather in self._images}
         self._others = [gather for gather in self._gathers if gather.name not in drawn]
         room = AHEAD_BYTES
         if is_resident and any(tensor.is_cuda for tensor in tensors.values()):
             held = sum(tensor.nbytes for tensor in tensors.values())
             room = max(room, min(RESIDENT_AHEAD_BYTES, held))
-        self._ahead = MadeAhead(self._others, room, augment, self._images)
+        drawing = augment if self._images else None
+        self._ahead = MadeAhead(self._others, room, drawing, self._images)
         self._num_fields = len(self._others) + len(self._images)
 
     def seek(self, epoch: int, step: int) -> None:
         """Make the augmentation's next draw that of (epoch, step)."""
         self._ahead.seek(epoch, step)
+        if self._augment is not None and not self._images:
+            self._augment.seek(epoch, step)
 
     def close(self) -> None:
         """Drop the references to the values, so that their memory can be freed."""
@@ -343,7 +353,7 @@ class Assembler:
         elif known is not None and in_turn and self._images:
             size = known.table.sizes[known.number]
             self._name(batch, self._ahead.augmented(rows, known.planned.step, size))
-        elif self._augment is not None:
+        elif self._images and self._augment is not None:
             values = (gather.values for gather in self._images)
             self._name(batch, self._augment(*values, rows=rows[self._images[0].row]))
         return batch
@@ -357,16 +367,31 @@ class Assembler:
             self._gather_ragged(batch, column, rows[row], rows[row + 1], totals)
         return batch
 
+    def pictures(self, rows: Rows) -> dict[str, Sequence[torch.Tensor]]:
+        """Return the bytes of each encoded picture of a batch, by field, in host memory.
+
+        Views of resident data; copies of data that is loaded in chunks, whose memory will be written again.
+        """
+        found: dict[str, Sequence[torch.Tensor]] = {}
+        for column, row in self._encoded:
+            values = self._tensors[column.values[0].name]
+            pairs = zip(rows[row].tolist(), rows[row + 1].tolist(), strict=True)
+            pieces = [values[start : start + length] for start, length in pairs]
+            if not self._is_resident:
+                pieces = list(torch.cat(pieces).split([len(piece) for piece in pieces]))
+            found[column.field] = pieces
+        return found
+
     def augment(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
-        """Augment what `gather` has returned, possibly copied to another device since."""
+        """Augment what `gather` has returned, possibly decoded or copied to another device since."""
         batch = Batch(tensors)
         if self._augment is not None:
-            self._name(batch, self._augment(*(batch[gather.name] for gather in self._images)))
+            self._name(batch, self._augment(*(batch[name] for name in self._image_names)))
         return batch
 
     def _name(self, batch: Batch, made: Any) -> None:
         made = (made,) if isinstance(made, torch.Tensor) else made
-        batch.update({each.name: value for each, value in zip(self._images, made, strict=True)})
+        batch.update(dict(zip(self._image_names, made, strict=True)))
 
     def _gather_ragged(
         self,

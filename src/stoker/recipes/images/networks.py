@@ -9,8 +9,8 @@ Files of weights are read as tensors only (`weights_only`, or safetensors): noth
 
 from __future__ import annotations
 
+import copy
 import importlib
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -202,6 +202,12 @@ def _from_library(library: str, bare: str, name: str, num_classes: int, channels
         except ImportError:
             missing.append(each)
             continue
+        except Exception as error:  # a build for another torch raises anything
+            raise InputError(
+                f"{each} is installed and cannot be imported: {error}.",
+                f"a build of {each} for torch {torch.__version__}",
+                command("pip", "install", "--force-reinstall", each),
+            ) from error
         names = list(found.list_models())
         offered += names
         if bare not in names:
@@ -237,11 +243,11 @@ def _unknown(name: str, offered: list[str]) -> InputError:
 def _tasted(
     network: nn.Module, name: str, num_classes: int, channels: int, size: tuple[int, int]
 ) -> nn.Module:
-    """Return the network after one picture went through it: many take one size only, some give more than scores."""
-    network.eval()
+    """Return the network after pictures went through a copy: many take one size only, some give more than scores."""
     try:
         with torch.no_grad():
-            made = network(torch.zeros(2, channels, *size))
+            # Some have further outputs in training only.
+            made = copy.deepcopy(network).train()(torch.zeros(2, channels, *size))
     except (RuntimeError, ValueError, AssertionError) as error:
         raise InputError(
             f"the network {name} does not take pictures of {size[0]} x {size[1]} px: {error}.",
@@ -250,11 +256,11 @@ def _tasted(
         ) from error
     if not isinstance(made, Tensor) or made.shape != (2, num_classes):
         raise InputError(
-            f"the network {name} gives {type(made).__name__}, not one row of {num_classes} scores a picture.",
-            "a classifier",
+            f"the network {name} gives {type(made).__name__} in training, not a row of {num_classes} scores a picture.",
+            "a classifier with one output",
             "network='auto'",
         )
-    return network.train()
+    return network
 
 
 # -- pretrained weights --------------------------------------------------------------------------
@@ -274,7 +280,9 @@ def load_weights(network: nn.Module, path: str | Path) -> str:
         InputError: The file cannot be read safely, or does not fit the network.
     """
     given = {name.removeprefix("module."): value for name, value in read_tensors(path).items()}
-    given = {name.removeprefix("network."): value for name, value in given.items()}
+    # Our own checkpoints hold the network and perhaps its average, which is the better one.
+    prefix = "averaged." if any(name.startswith("averaged.") for name in given) else "network."
+    given = {name.removeprefix(prefix): value for name, value in given.items()}
     own = network.state_dict()
     fits = {
         name: value
@@ -294,7 +302,7 @@ def load_weights(network: nn.Module, path: str | Path) -> str:
             f"network='{LIBRARIES[1]}/NAME', the network that they are of",
         )
     network.load_state_dict(fits, strict=False)
-    new = [*others, *absent]
+    new = sorted([*others, *absent])
     rest = f"; {', '.join(new[:_TASTES])} begin anew" if new else ""
     return f"weights of {Path(path).name}: {len(fits):,} of {len(own):,} tensors{rest}"
 
@@ -318,8 +326,8 @@ def read_tensors(path: str | Path) -> Mapping[str, Tensor]:
             raise _unreadable(path, str(error)) from error
     try:
         held = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
-        raise _unreadable(path, str(error).partition("\n")[0]) from error
+    except Exception as error:  # a file of something else raises anything: KeyError, IndexError
+        raise _unreadable(path, type(error).__name__) from error
     for key in ("state_dict", "model", "model_ema", "state"):
         while isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
             held = held[key]
@@ -332,9 +340,5 @@ def _unreadable(path: Path, why: str) -> InputError:
     return InputError(
         f"{path} cannot be read as weights: {why.rstrip('.')}.",
         "tensors by name: .safetensors, or torch.save(model.state_dict(), FILE)",
-        command(
-            "python",
-            "-c",
-            f"import torch; print(type(torch.load({str(path)!r}, weights_only=True)))",
-        ),
+        look_in(path.parent),
     )
