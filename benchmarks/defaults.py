@@ -89,7 +89,7 @@ def pack_images(data: Path, store: Path) -> str:
             target.mkdir(parents=True, exist_ok=True)
             picture = Image.open(io.BytesIO(raw[offsets[number] : offsets[number + 1]].tobytes()))
             picture.save(target / f"{number}.png")
-    pack("images", folder, store)
+    pack("images", folder, store, "--size", "32x32")
     return "CIFAR-10, 60,000 pictures"
 
 
@@ -149,6 +149,8 @@ def main() -> None:
                 print(f"{name}: left out, {error}", file=sys.stderr)
                 continue
             values = {"recipe.name": name, "recipe.store": store, "run.dir": Path(folder) / "run"}
+            if name == "segmentation":
+                values["recipe.options.ignore_values"] = "[11]"  # CamVid's void is no class
             overrides = [f"{key}={value}" for key, value in values.items()]
             began, used = time.perf_counter(), time.process_time()
             run = run_recipe(resolve(parse_config("", overrides=overrides)), device=given.device)

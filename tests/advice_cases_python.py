@@ -413,7 +413,15 @@ PYTHON: dict[str, list[Case]] = {
     + _refused(
         "import os; os.environ.update(RANK='0', WORLD_SIZE='1')", "Loader('store', 16, rank=5)"
     ),
-    "train": _refused(
+    "train": [
+        Case(
+            "stoker.capture(step, model=maker, optimizer=[first, second])",
+            CAPTURING
+            + "maker, judge = torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)\n"
+            + "first, second = (torch.optim.SGD(m.parameters()) for m in (maker, judge))",
+        )
+    ]
+    + _refused(
         CAPTURING,
         "stoker.capture(3, model=model, optimizer=optimizer)",
         "stoker.capture(step, 'x', model=model, optimizer=optimizer)",
@@ -447,6 +455,14 @@ PYTHON: dict[str, list[Case]] = {
             "move_model(model, 'cpu')", TRAINING + "; model = torch.nn.Linear(3, 2, device='meta')"
         ),
         Case("check_parameters(model, other, 'cpu')", TRAINING, at="other"),
+        Case("check_optimizer(model)", TRAINING, at="model"),
+        Case(
+            "check_optimizer([first, second])",
+            TRAINING
+            + "; import stoker; maker, judge = torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)"
+            + "; first, second = (torch.optim.SGD(m.parameters()) for m in (maker, judge)); step = print",
+            at="check_optimizer([first, second])",
+        ),
         Case("check_steps(slow, None)", TRAINING, at="slow"),
         Case("check_steps(optimizer, plateau)", TRAINING, at="plateau"),
         Case("read_config(config=3)", TRAINING, fill={"my.yaml": "tabular.yaml"}),
