@@ -138,7 +138,7 @@ class ClassTable:
             **vars(report),
             baselines=baselines,
             importance=importance,
-            examples=class_examples(samples, chances, labels, names, _NUM_EXAMPLES),
+            examples=class_examples(samples.tolist(), chances, labels, names, _NUM_EXAMPLES),
             notes=(*self._notes, note, *told),
         )
 
