@@ -57,7 +57,6 @@ UNTYPED: dict[str, str] = {
     'recipes/forex/raw_bars.py: \'load_model("best.pt").predict("bars/")\'': "needs a run on bars; test_raw_bars.py types it",
     "recipes/raw_tables.py: 'pandas.DataFrame(...)'": "pandas is not needed by stoker",
     "recipes/raw_tables.py: f\"rename: {', '.join(close[:5])}\" if close else 'a file with these columns'": "the user's file is to be changed: no command does it",
-    "sources/series.py: 'mend that line'": "the user's file is to be changed: no command does it",
     "recipes/sized.py: 'leave size out, or pack the pictures again'": "no command leaves an option of a config out; test_pictures_recipe.py has the refusal",
     "report.py: 'pip install tensorboard, or set training.tensorboard to false'": "would install packages into the environment of the tests",
     "sources/images/decoding.py: 'leave --range out'": "needs a colour picture of 16 bits, which Pillow cannot write; cases_pictures.py makes one",
