@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -309,6 +311,25 @@ def test_a_spawned_copy_continues_with_the_same_batches(tmp_path):
         pickle.loads(pickle.dumps(loader)) as copy,
     ):
         assert equal(epoch_of(copy), epoch_of(loader))
+
+
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
+    from stoker.packing import PackOptions, pack
+    from stoker.sources.images import ImagesSource, KeepEncoded
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    for number in range(3):
+        picture(number).save(tmp_path / "in" / "a" / f"{number}.png")
+    source = ImagesSource((8, 8), 3, tmp_path / "in", keep_encoded=KeepEncoded())
+    pack(source, tmp_path / "photographs", PackOptions(jobs=1))
+    page = (Path(__file__).parent.parent / "docs" / "pictures.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    state: dict = {}
+    exec(compile(example, "docs/pictures.md", "exec"), state)
+    (batch,) = list(state["loader"])
+    state["loader"].close()
+    assert batch["images"].shape == (3, 3, 224, 224)
 
 
 # -- faults ----------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_damaged_pictures_are_refused_or_taken_and_disturb_no_other(tmp_path):
                 assert torch.equal(image, wanted[label])
         assert all(label >= BATCH // 2 for label in broken)
         assert {*labels.tolist(), *broken} == set(range(len(data)))
-    print(counts)
+        print(counts, flush=True)  # a campaign that is cut short says how far it came
 
 
 def size_of(data: bytes) -> tuple[int, int]:

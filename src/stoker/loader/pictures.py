@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -170,6 +170,7 @@ class Pictures:
         self.policy = policy
         self.channels = int(store.manifest.attributes.get("channels", 3))
         self.sizing: Sizing | None = None
+        self._slabs: dict[int, torch.Tensor] = {}
         self._store, self._samples = store, samples
         num = store.num_samples
         self.sizes = store.read_rows("image_size", 0, num)[samples]
@@ -197,7 +198,7 @@ class Pictures:
 
     # -- batches, ahead ----------------------------------------------------------------------
 
-    def decoded(self, work: Iterable[Work], epoch: int) -> Iterator[Made]:
+    def decoded(self, work: Iterable[Work], epoch: int) -> Generator[Made, None, None]:
         """Yield the batches of `work` decoded, in order, a few batches ahead of the consumer."""
         on_gpu = self._decode_batch is not None
         make = self._on_gpu if on_gpu else self._on_host
@@ -217,6 +218,7 @@ class Pictures:
                 yield self._hand_out(waiting.popleft()(), epoch)
         finally:  # the consumer went away, a picture failed, or all is done
             pool.shutdown(wait=True, cancel_futures=True)
+            self._slabs.clear()
 
     def _hand_out(self, made: Made, epoch: int) -> Made:
         if made.done is not None:
@@ -256,28 +258,20 @@ class Pictures:
     def _on_host(self, pool: ThreadPoolExecutor, one: Work, epoch: int) -> Callable[[], Made]:
         planned, count = one.planned, len(one.planned.positions)
         boxes = self._boxes(planned, epoch).tolist()
-        made = {
-            name: np.empty((count, *self.out_size, *self._tail(name)), dtype=np.uint8)
-            for name in self.names
-        }
+        shapes = {"images": (self.channels, *self.out_size), "masks": self.out_size}
+        made = {name: np.empty((count, *shapes[name]), dtype=np.uint8) for name in self.names}
         tasks: list[Future[str | None]] = [
             pool.submit(self._one, one, made, boxes[row], row) for row in range(count)
         ]
 
         def finish() -> Made:
             reasons = {row: why for row, task in enumerate(tasks) if (why := task.result())}
-            tensors = dict(one.tensors)
-            for name, values in made.items():
-                tensor = torch.from_numpy(values)
-                tensors[name] = tensor if name == "masks" else tensor.permute(0, 3, 1, 2)
+            tensors = one.tensors | {name: torch.from_numpy(each) for name, each in made.items()}
             if self.device.type == "cuda":
                 tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
             return self._settle(planned, tensors, reasons)
 
         return finish
-
-    def _tail(self, name: str) -> tuple[int, ...]:
-        return () if name == "masks" else (self.channels,)
 
     def _one(self, one: Work, made: dict[str, Array], box: list[int], row: int) -> str | None:
         """Decode one sample into its row; return what is wrong with it, if anything is."""
@@ -286,7 +280,8 @@ class Pictures:
             for name in self.names:
                 image = self._open(name, one.pictures[name][row], position)
                 pixels = self._resized(image, box, name == "masks")
-                made[name][row] = pixels.reshape(made[name].shape[1:])
+                # Planes, not pixels side by side: augmenting them takes a quarter less time.
+                made[name][row] = np.moveaxis(pixels, -1, 0) if pixels.ndim == 3 else pixels
         except StokerError as error:
             if self.policy.on_broken == "stop":
                 raise self._refusal(position, error) from error
@@ -345,7 +340,9 @@ class Pictures:
         jpegs = [row for row, each in enumerate(data) if _is_jpeg(each)]
         assert self._decode_batch is not None
         try:
-            decoded = self._decode_batch([data[row] for row in jpegs]) if jpegs else []
+            decoded = (
+                self._decode_batch(self._pinned([data[row] for row in jpegs])) if jpegs else []
+            )
             images = dict(zip(jpegs, decoded, strict=True))
         except torch.OutOfMemoryError:
             raise
@@ -376,6 +373,20 @@ class Pictures:
                 shape = (self.channels, height, width)
                 images[row] = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         return [images[row] for row in range(len(data))], reasons
+
+    def _pinned(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of encoded bytes in this thread's pinned memory, which holds one batch.
+
+        nvJPEG copies picture by picture; from pageable memory each copy is staged by the driver, 10 µs of the host.
+        """
+        lengths = [len(each) for each in data]
+        total, thread = sum(lengths), threading.get_ident()
+        slab = self._slabs.get(thread)
+        if slab is None or len(slab) < total:
+            slab = torch.empty(total + total // 4, dtype=torch.uint8, pin_memory=True)
+            self._slabs[thread] = slab
+        torch.cat(data, out=slab[:total])
+        return list(slab[:total].split(lengths))
 
     def _masks(self, one: Work, boxes: Array, reasons: dict[int, str]) -> torch.Tensor:
         """Return the masks of a batch: PNG, decoded on the host."""

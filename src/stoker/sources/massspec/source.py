@@ -15,6 +15,8 @@ Fields of the store:
     name, inchikey, formula, identifier   text as the record has it; empty where it has none
     precursor_mz, adduct, charge, ion_mode, collision_energy, instrument, instrument_type, ms_level,
     retention_index, retention_time, spectrum_kind   the same, each where some record of the source has one
+    conditions               dense    float32, the same as numbers, see `conditions.CONDITION_COLUMNS`; where other
+                                      kinds of spectra than EI are taken
     group                    dense    int64, same for all records of one compound
     split                    dense    uint8, 0 train, 1 validation, 2 test
 
