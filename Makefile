@@ -10,7 +10,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 TESTS := $(BIN)/pytest -q -n 3 --dist worksteal -m "not whole_gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: run test test-gpu lint types check campaign mutate bench docs clean help
+.PHONY: run test test-gpu lint types check campaign mutate bench audit docs clean help
 
 run: $(STAMP) ## the main job: `stoker demo`, on data it makes itself
 	$(BIN)/stoker demo
@@ -39,6 +39,9 @@ mutate: $(STAMP) ## change twenty random lines of loader, store and train: how m
 
 bench: $(BENCH_STAMP) ## the benchmarks, with their peers; JSON lands in benchmarks/results/
 	for script in $$(grep -l '^if __name__' benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+audit: $(STAMP) ## the pinned versions against the database of known weaknesses, where it can be reached
+	$(BIN)/python -m wheel_build.audit
 
 docs: $(DOCS_STAMP) ## the documentation site, into site/; a warning is an error
 	rm -rf site

@@ -340,6 +340,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         packing = time.perf_counter() - began
         with open_store(encoded) as store:
             share = store.num_bytes / num_bytes
+        distance = pixel_distance(folder, device) if cuda else None  # loads nvJPEG, too
         before = rss_bytes()
         ways: list[Way | None] = [loader_way("encoded", encoded, options.batch, device, cuda)]
         ways[0].run(1.0, cuda)  # type: ignore[union-attr]
@@ -369,7 +370,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             "store_share_of_jpeg_bytes": round(share, 4),
             "packed_per_second": round(options.count / packing, 1),
             "rss_growth_bytes": growth,
-            "nvjpeg_from_pillow": pixel_distance(folder, device) if cuda else None,
+            "nvjpeg_from_pillow": distance,
         }
         ours = rows["encoded"]["images_per_second"]
         result[kind]["ratios"] = {

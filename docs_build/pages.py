@@ -29,6 +29,7 @@ MOVED = {
     **{f"README.{code}.md": f"{code}/index.md" for code in LANGUAGES},
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "reporting.md",
     "benchmarks/README.md": "benchmarks.md",
 }
 

@@ -113,6 +113,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["augment", "preview", "pictures/cat", "pictures/cat/x.png"], at="pictures/cat/x.png"),
     ],
     "cli": [
+        Case(["pack", "images", "pictures", "made", "--size", "16x16", "--keep-encoded"]),
+        Case(["pack", "images", "pictures", "made", "--max-side", "8"]),
         Case(["inspect", "table.csv", "--rows", "4"]),
         Case(["pack", "table", "table.csv", "made", "--missing", "x"]),
         Case([*PREVIEW, "--size", "1x1"]),
@@ -173,6 +175,9 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["plan", "store", "--gpu-memory", "16GB"], "write_store(Path('store'), [{'a': Dense(np.zeros((0, 3), 'f4'))}])", fill={"STORE": "plain-store"}),
     ],
     "sources": [
+        Case(["pack", "images", "pictures", "made", "--keep-encoded", "--max-side", "0"]),
+        Case(["pack", "images", "pictures", "made", "--keep-encoded", "--quality", "0"]),
+        Case(["pack", "images", "pictures", "made", "--keep-encoded"], "from PIL import Image; Image.new('RGB', (16, 16)).save('pictures/cat/new.jpg', progressive=True)"),
         Case(["pack", "arrays", "two.npz", "made", "--names", "a"]),
         Case(["pack", "arrays", "two.npz", "a.npy", "made", "--rows", "4"]),
         Case(["inspect", "uneven.npz"], "np.savez('uneven.npz', a=np.eye(9)[:, :3], b=np.ones(4))"),

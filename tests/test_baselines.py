@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from run_makers import make_store, settings_for
+from stoker.errors import InputError
 from stoker.recipes.baselines import Boosting, Ridge, summary_rows, thin_samples
 from stoker.recipes.run import as_json, run_recipe
+from stoker.recipes.tabular.evaluation import find_quiet
 from stoker.report import read_run_log
 from stoker.runs.evaluation import Evaluation
 from stoker.store.fields import Dense, Series
@@ -141,3 +143,12 @@ def test_a_regression_is_evaluated_in_its_own_units(tmp_path):
     assert "not worth training" in made.verdict
     best = max(made.importance, key=made.importance.__getitem__)
     assert best == "column 0"
+
+
+def test_the_class_without_alarm_is_found_or_named():
+    assert find_quiet(["Attack", " Benign "], None)[0] == 1
+    assert find_quiet(["normal", "benign"], None) == (None, ())
+    assert find_quiet(["a", "b"], "b") == (1, ())
+    with pytest.raises(InputError, match="'quiet_class' is 'x'") as error:
+        find_quiet(["a", "b"], "x")
+    assert error.value.fix == "quiet_class='a'"

@@ -232,7 +232,9 @@ def test_the_change_of_the_readme_runs_before_and_after(side, tmp_path, monkeypa
         seen.append(targets.cpu())
 
     lines = [line for line in DIFF.text.splitlines() if line[0] in (side, " ")]
-    assert len([line for line in DIFF.text.splitlines() if line[0] == side]) == {"-": 3, "+": 2}[side]
+    assert (
+        len([line for line in DIFF.text.splitlines() if line[0] == side]) == {"-": 3, "+": 2}[side]
+    )
     code = "\n".join(line[1:] for line in lines)
     names = {"Windows": Windows, "device": device, "step": step}
     exec(compile(code, "README.md", "exec"), names)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -304,9 +306,30 @@ def test_a_spawned_copy_continues_with_the_same_batches(tmp_path):
         picture(number).save(tmp_path / "in" / "a" / f"{number}.png")
     source = ImagesSource((8, 8), 3, tmp_path / "in", keep_encoded=KeepEncoded())
     pack(source, tmp_path / "s", PackOptions(jobs=1))
-    with stoker.Loader(tmp_path / "s", 2, "cpu", shuffle=True, augment=random_ops()) as loader:
-        with pickle.loads(pickle.dumps(loader)) as copy:
-            assert equal(epoch_of(copy), epoch_of(loader))
+    with (
+        stoker.Loader(tmp_path / "s", 2, "cpu", shuffle=True, augment=random_ops()) as loader,
+        pickle.loads(pickle.dumps(loader)) as copy,
+    ):
+        assert equal(epoch_of(copy), epoch_of(loader))
+
+
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
+    from stoker.packing import PackOptions, pack
+    from stoker.sources.images import ImagesSource, KeepEncoded
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    for number in range(3):
+        picture(number).save(tmp_path / "in" / "a" / f"{number}.png")
+    source = ImagesSource((8, 8), 3, tmp_path / "in", keep_encoded=KeepEncoded())
+    pack(source, tmp_path / "photographs", PackOptions(jobs=1))
+    page = (Path(__file__).parent.parent / "docs" / "pictures.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    state: dict = {}
+    exec(compile(example, "docs/pictures.md", "exec"), state)
+    (batch,) = list(state["loader"])
+    state["loader"].close()
+    assert batch["images"].shape == (3, 3, 224, 224)
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -322,16 +345,17 @@ def test_a_broken_picture_stops_the_epoch_with_its_name():
 
 
 def test_a_picture_of_another_size_than_packed_is_broken():
-    store, _ = make_store(6, (16, 16))
     data = [encoded(picture(n, (16, 16) if n != 2 else (17, 16))) for n in range(6)]
     fields = {
         "images": picture_field(data),
         "image_size": Dense(np.full((6, 2), 16, np.int32)),
         "image_orientation": Dense(np.ones(6, np.uint8)),
     }
-    with stoker.Loader(memory_store(fields, "other"), 6, "cpu") as loader:
-        with pytest.raises(StoreError, match="decodes to 17 x 16"):
-            next(iter(loader))
+    with (
+        stoker.Loader(memory_store(fields, "other"), 6, "cpu") as loader,
+        pytest.raises(StoreError, match="decodes to 17 x 16"),
+    ):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("policy", ["skip", "replace"])
@@ -365,22 +389,51 @@ def test_broken_pictures_are_skipped_or_replaced_whole(policy):
         assert resumed.order_digest() == digest
 
 
+def test_the_run_log_lists_broken_pictures(tmp_path):
+    from stoker.report import read_run_log
+
+    store, _ = make_store(broken=(3, 7))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 30))
+    options = {"on_broken": "skip", "broken_budget": "10%", "as_tuple": ("images", "labels")}
+    with stoker.Loader(store, 10, "cpu", augment=Compose([Resize(8)]), **options) as loader:
+        stoker.Trainer(
+            model,
+            loader,
+            None,
+            torch.nn.functional.cross_entropy,
+            torch.optim.SGD(model.parameters(), 0.01),
+            None,
+            {"epochs": 2},
+            "cpu",
+            run_dir=tmp_path / "run",
+        ).fit(quiet=True)
+    (log,) = tmp_path.rglob("run.jsonl")
+    notes = [line.values for line in read_run_log(log) if line.event == "note"]
+    found = [note["broken"] for note in notes if "broken" in note]
+    assert [sorted(each) for each in found] == [["3", "7"]]
+    assert "cannot be opened" in found[0]["3"]
+
+
 def test_a_spent_budget_stops_with_names():
     store, _ = make_store(broken=(3, 7, 20))
-    with stoker.Loader(
-        store, 6, "cpu", augment=random_ops(), on_broken="skip", broken_budget=2
-    ) as loader:
-        with pytest.raises(StoreError, match="3 pictures cannot be decoded"):
-            epoch_of(loader)
+    with (
+        stoker.Loader(
+            store, 6, "cpu", augment=random_ops(), on_broken="skip", broken_budget=2
+        ) as loader,
+        pytest.raises(StoreError, match="3 pictures cannot be decoded"),
+    ):
+        epoch_of(loader)
 
 
 def test_a_batch_without_any_intact_picture_stops():
     store, _ = make_store(4, broken=range(4))
-    with stoker.Loader(
-        store, 4, "cpu", augment=random_ops(), on_broken="skip", broken_budget="100%"
-    ) as loader:
-        with pytest.raises(StoreError, match="all 4 pictures of batch 0"):
-            epoch_of(loader)
+    with (
+        stoker.Loader(
+            store, 4, "cpu", augment=random_ops(), on_broken="skip", broken_budget="100%"
+        ) as loader,
+        pytest.raises(StoreError, match="all 4 pictures of batch 0"),
+    ):
+        epoch_of(loader)
 
 
 def test_policies_are_checked():

@@ -7,7 +7,8 @@ which test failed. The file is written after every line, and the same command go
 
 Every slot has a copy of the checkout in a folder of its own. For every change the tests that import the changed
 module run first, then those that name its room, each until the first failure; at the end all other tests run for
-the changes that are left (`--stages 1` and `2` stop before). A failure counts when the same test fails again by itself with the change and passes
+the changes that are left (`--stages 1` and `2` stop before).
+A failure counts when the same test fails again by itself with the change and passes
 without it; a test that does not is noted as unreliable and left out.
 
 Lines whose change no test can notice, because nothing that the package promises depends on it, are named in
@@ -302,6 +303,8 @@ class Slot:
                     break
                 if code == 124:
                     return met("undecided", reason=f"{self.seconds:.0f} s were not enough")
+                if code == 2 and not failed:  # a KeyboardInterrupt that should not have come out
+                    return met("caught", by="pytest itself, which was interrupted")
                 if not failed:
                     return met("undecided", reason=f"pytest ended with {code}")
                 if failed[0] in left_out:

@@ -20,7 +20,6 @@ from stoker.cli.pack import (
     Header,
     Keep,
     Missing,
-    Range,
     Rows,
     Separator,
     Sort,
@@ -30,6 +29,7 @@ from stoker.cli.pack import (
     TimeZone,
     table_source,
 )
+from stoker.cli.picture_options import Range
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command, printable
 
@@ -157,7 +157,9 @@ def inspect(
         from stoker.sources.series import SeriesSource
 
         names = tuple(columns.split(",")) if columns else ()
-        source = SeriesSource((path,), window, stride, (dtype or [None])[0], names, time_column)
+        source = SeriesSource(
+            (path,), window, stride, dtype[0] if dtype else None, names, time_column
+        )
     else:
         source = _picture_or_spectrum_source(
             path, masks, mask_suffix, mask_map, labels, size, value_range, mol_dir

@@ -8,15 +8,23 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from stoker.cli.options import JsonOption
+from stoker.cli.picture_options import (
+    Encoded,
+    FirstFrame,
+    ImageSize,
+    Lists,
+    MaskSize,
+    MaxSide,
+    Quality,
+    Range,
+    kept_encoded,
+)
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from stoker.packing import PackOptions, PackResult
     from stoker.sources.contract import Source
-    from stoker.sources.images import KeepEncoded
     from stoker.sources.tables import TableSource
 
 _NOTES = 12
@@ -249,82 +257,6 @@ BarColumns = Annotated[
 Stamp = Annotated[
     str, typer.Option("--stamp", help="Whether a bar's time is its open or its close.")
 ]
-Range = Annotated[
-    str | None,
-    typer.Option(
-        "--range",
-        help="LOW,HIGH of 16-bit and float pictures, stored as 0 to 255 [default: 0,65535 and 0,1].",
-        show_default=False,
-    ),
-]
-FirstFrame = Annotated[
-    bool, typer.Option("--first-frame", help="Take the first frame of files that hold several.")
-]
-Lists = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--list",
-        help="Split by a list of names, such as train=train.txt; repeatable.",
-        show_default=False,
-    ),
-]
-
-ImageSize = Annotated[
-    str | None,
-    typer.Option("--size", help="Stored HEIGHTxWIDTH.", show_default="224x224"),
-]
-MaskSize = Annotated[
-    str | None,
-    typer.Option("--size", help="Stored HEIGHTxWIDTH.", show_default="512x512"),
-]
-Encoded = Annotated[
-    bool,
-    typer.Option(
-        "--keep-encoded",
-        help="Store the bytes of JPEG, PNG and WebP files, of any size; they are decoded while training.",
-    ),
-]
-MaxSide = Annotated[
-    int | None,
-    typer.Option(
-        "--max-side",
-        help="With --keep-encoded: make larger pictures smaller, to this longer side.",
-        show_default=False,
-    ),
-]
-Quality = Annotated[
-    int | None,
-    typer.Option(
-        "--quality",
-        help="With --keep-encoded: of JPEG that is written anew; takes progressive, CMYK and other files too.",
-        show_default="90 with --max-side",
-    ),
-]
-
-
-def _kept(
-    keep_encoded: bool, size: str | None, max_side: int | None, quality: int | None
-) -> KeepEncoded | None:
-    """Return how pictures are kept encoded, or None where they are stored as pixels."""
-    from stoker.errors import InputError
-    from stoker.sources.images import KeepEncoded
-
-    if keep_encoded and size is not None:
-        raise InputError(
-            f"--size {size} and --keep-encoded were given.",
-            "--size for pixels of one size, or --keep-encoded for files of any size",
-            f"--keep-encoded --max-side {max(map(int, size.split('x')))}"
-            if size.replace("x", "").isdigit()
-            else "--keep-encoded --max-side 256",
-        )
-    for name, value in (("--max-side", max_side), ("--quality", quality)):
-        if value is not None and not keep_encoded:
-            raise InputError(
-                f"{name} {value} was given without --keep-encoded.",
-                f"{name} with --keep-encoded",
-                f"--keep-encoded {name} {value}",
-            )
-    return KeepEncoded(max_side, quality) if keep_encoded else None
 
 
 @app.command()
@@ -369,7 +301,7 @@ def images(
     """Pack class folders of images: as uint8, decoded and resized once, or as the bytes of their files."""
     from stoker.sources.images import ImagesSource, parse_range, parse_size
 
-    kept = _kept(keep_encoded, size, max_side, quality)
+    kept = kept_encoded(keep_encoded, size, max_side, quality)
     source = ImagesSource(
         parse_size(size or "224x224"),
         channels,  # type: ignore[arg-type]
@@ -448,7 +380,7 @@ def segmentation(
     """Pack images and their masks: as uint8, resized once (masks by nearest), or as the bytes of files."""
     from stoker.sources.images import SegmentationSource, parse_range, parse_size
 
-    kept = _kept(keep_encoded, size, max_side, quality)
+    kept = kept_encoded(keep_encoded, size, max_side, quality)
     source = SegmentationSource(
         parse_size(size or "512x512"),
         channels,  # type: ignore[arg-type]
@@ -766,11 +698,12 @@ def _pack(source: Source, out: Path, options: PackOptions, as_json: bool) -> Non
         except KeyboardInterrupt:
             bar.say("finished parts are kept; the same command goes on from there")
             raise
-    facts = {} if result.reused else _write_page(result)
-    if as_json:
-        print_json(_facts(result))
-    else:
-        print_result(result, facts)
+    if not as_json:
+        print_result(result)
+        return
+    if not result.reused:
+        _write_page(result)
+    print_json(_facts(result))
 
 
 def _write_page(result: PackResult) -> dict[str, str]:
@@ -815,8 +748,8 @@ def _facts(result: PackResult) -> dict[str, object]:
     }
 
 
-def print_result(result: PackResult, facts: Mapping[str, str]) -> None:
-    """Print what a pack made, as a table for people; `facts` are about its samples."""
+def print_result(result: PackResult) -> None:
+    """Draw the samples of what a pack made into its page, and print it as a table for people."""
     from stoker.cli.tables import store_table
     from stoker.sources.contract import Account
     from stoker.store.manifest import PAGE_NAME, REFUSED_NAME
@@ -842,7 +775,7 @@ def print_result(result: PackResult, facts: Mapping[str, str]) -> None:
     if result.manifest.num_refused:
         refused = format_count(result.manifest.num_refused, "piece")
         console.print(f"{refused} of input refused; see {result.path / REFUSED_NAME}")
-    for what, value in facts.items():
+    for what, value in ({} if result.reused else _write_page(result)).items():
         console.print(printable(f"{what}: {value}"))
     if (result.path / PAGE_NAME).exists():
         console.print(f"samples as the model gets them: {result.path / PAGE_NAME}")

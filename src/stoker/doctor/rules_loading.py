@@ -95,10 +95,13 @@ def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
             busiest_line(loader),
         ],
         "Decode once instead of every epoch: `stoker pack` stores the decoded values, and batches are "
-        "then copies.",
+        "then copies. Photographs that do not fit into memory as pixels can stay compressed: with `stoker pack "
+        "images FOLDER OUT --keep-encoded` the loader decodes them ahead, on a GPU in batches, and `stoker plan "
+        "OUT` says which is better here.",
         _without(loader, pace, part, _ready_seconds(loader)),
         where=loader.dataset_where,
-        script="stoker pack …  # then read the store instead of decoding in __getitem__",
+        script="stoker pack images FOLDER OUT --size 224x224  # or --keep-encoded; then stoker.Loader('OUT', ...) "
+        "instead of decoding in __getitem__",
     )
 
 

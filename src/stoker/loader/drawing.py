@@ -131,11 +131,16 @@ def spread(rows: Array, strata: Array, generator: np.random.Generator) -> Array:
         generator: Draws where each stratum begins.
     """
     _, strata, sizes = np.unique(strata, return_inverse=True, return_counts=True)
-    by_stratum = np.argsort(strata, kind="stable")
-    rank = np.empty(len(rows), np.int64)
-    rank[by_stratum] = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    quantile = (rank + generator.random(len(sizes))[strata]) / sizes[strata]
+    quantile = (rank_within(strata, sizes) + generator.random(len(sizes))[strata]) / sizes[strata]
     return rows[np.argsort(quantile, kind="stable")]
+
+
+def rank_within(strata: Array, sizes: Array) -> Array:
+    """Return, for each sample, how many before it are in the same stratum; strata count from 0 and have `sizes`."""
+    rank = np.empty(len(strata), np.int64)
+    starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    rank[np.argsort(strata, kind="stable")] = np.arange(len(strata)) - starts
+    return rank
 
 
 def check_weights(weights: Array, count: int, epoch: int | None = None) -> Array:

@@ -353,7 +353,7 @@ class Assembler:
         elif known is not None and in_turn and self._images:
             size = known.table.sizes[known.number]
             self._name(batch, self._ahead.augmented(rows, known.planned.step, size))
-        elif self._images:
+        elif self._images and self._augment is not None:
             values = (gather.values for gather in self._images)
             self._name(batch, self._augment(*values, rows=rows[self._images[0].row]))
         return batch

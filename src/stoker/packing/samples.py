@@ -131,7 +131,8 @@ def _stored_value(store: Store, name: str, at: int) -> Any:
 def _picture(name: str, values: Array, attributes: Mapping[str, Any]) -> Array:
     """Return the pixels of an encoded picture `(channels, height, width)`, or of a mask `(height, width)`."""
     if name == "masks":
-        return decode_bytes(values, 1)[0]
+        mask: Array = decode_bytes(values, 1)[0]
+        return mask
     return decode_bytes(values, attributes.get("channels", 3))
 
 

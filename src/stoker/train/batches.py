@@ -143,6 +143,7 @@ class Feed:
         self._ranks = ranks or Ranks()
         self.device = device
         self.is_stoker = isinstance(loader, Loader)
+        self._told_broken: set[int] = set()
         pair = loader.as_tuple if self.is_stoker else None
         if unpack is None and isinstance(pair, tuple) and len(pair) == 2:
             self.given_unpack = self.unpack = itemgetter(*pair)
@@ -178,6 +179,13 @@ class Feed:
     def augments_itself(self) -> bool:
         """Whether it is a stoker loader with an augmentation that was not given here."""
         return self.augmentation is not None and self.augmentation is not self._augmentation
+
+    def new_broken(self) -> dict[str, str]:
+        """Return samples whose pictures could not be decoded and that were not returned before, with the reasons."""
+        found = self.loader.broken if self.is_stoker else {}
+        new = {str(number): found[number] for number in found.keys() - self._told_broken}
+        self._told_broken |= found.keys()
+        return new
 
     def use_augmentation(self, augmentation: Augments | None) -> None:
         """Augment with another one from the next batch on; None stops it."""
@@ -453,17 +461,22 @@ def unpack_by_name(batch: Any) -> tuple[Any, Any]:
         for inputs, targets in _PAIRS:
             if inputs in batch and targets in batch:
                 return batch[inputs], batch[targets]
+        names = [*batch, *batch][:2]
         raise InputError(
             f"a batch with {', '.join(map(str, batch))}.",
             " or ".join(f"{inputs} and {targets}" for inputs, targets in _PAIRS),
-            "Trainer(..., unpack=lambda batch: (batch['M5'], batch['targets']))",
+            f"Trainer(..., unpack=lambda batch: (batch[{names[0]!r}], batch[{names[-1]!r}]))"
+            if names
+            else "batches with fields",
         )
     if isinstance(batch, Sequence) and len(batch) == 2:
         return batch[0], batch[1]
     raise InputError(
         f"a batch that is a {type(batch).__name__}.",
         "a pair (inputs, targets), or a mapping with named fields",
-        "Trainer(..., unpack=lambda batch: (inputs, targets))",
+        "Trainer(..., unpack=lambda batch: (batch, batch))"
+        if isinstance(batch, torch.Tensor)
+        else "Trainer(..., unpack=lambda batch: (batch[0], batch[1]))",
     )
 
 

@@ -177,7 +177,10 @@ class ForexRecipe(Recipe):
     pack_command = "stoker pack bars --help"
     defaults = (
         Default("training.lr", 1e-3, "AdamW, rising for 5 % of the updates, then half a cosine"),
-        Default("training.epochs", 20, "as in the config that ships"),
+        Default("training.epochs", 20, "at most; bars are noisy, and the best weights come early"),
+        Default(
+            "training.patience", 5, "epochs without a lower validation loss; the best weights count"
+        ),
     )
 
     def make_job(self, store: Store, options: ForexOptions | Mapping[str, Any], seed: int) -> Job:

@@ -87,9 +87,8 @@ class Classifier(nn.Module):
         """Move the average towards the weights that the last step left."""
         self.num_steps += 1
         steps = self.num_steps.double()
-        toward = (
-            1.0 - torch.minimum((1 + steps) / (10 + steps), steps.new_tensor(self.average))
-        ).float()
+        # No tensor is made from a number of the host: a CUDA graph cannot copy it.
+        toward = (1.0 - ((1 + steps) / (10 + steps)).clamp(max=self.average)).float()
         for theirs, own in (
             (averaged.parameters(), self.network.parameters()),
             (averaged.buffers(), self.network.buffers()),

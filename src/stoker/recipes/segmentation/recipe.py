@@ -1,8 +1,8 @@
 """The segmentation recipe: a class for every pixel (S3).
 
-Enters: a store of `stoker pack segmentation`: `images` uint8 (n, channels, height, width) and `masks`
-uint8 (n, height, width). Leaves: a `Job` for `MicroSegFormer`, augmented while batches are gathered.
-Costs: one read of at most 512 training images and masks and of all validation masks.
+Enters: a store of `stoker pack segmentation`: `images` uint8 (n, channels, height, width) and `masks` uint8
+(n, height, width), or both as encoded pictures of any size. Leaves: a `Job` for `MicroSegFormer`, augmented while
+batches are gathered. Costs: one read of at most 512 training images and masks and of all validation masks.
 
 A pixel whose mask is 255, or one of `ignore_values`, counts nowhere: not in the loss, not in the
 metrics, not in the baseline. Augmentation writes 255 where a rotated image has no pixel.
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from stoker.augment import Compose, make_preset
+from stoker.augment.geometry import Resize
 from stoker.augment.ops import Normalize
 from stoker.config import Settings
 from stoker.errors import InputError
@@ -47,6 +48,7 @@ from stoker.recipes.segmentation.metrics import (
     segmentation_loss,
 )
 from stoker.recipes.segmentation.network import Four, MicroSegFormer
+from stoker.recipes.sized import is_encoded, sized_store
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 from stoker.train.predict import Predicted
@@ -58,6 +60,7 @@ LEARNING_RATE = 8e-4
 _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
 _LOOK_IMAGES = 512
+_ENCODED_SIZE = (512, 512)
 _READ_BYTES = 64 << 20
 
 
@@ -85,6 +88,7 @@ class SegmentationOptions:
         split: For stores without a split: "random" samples, or "ordered": the first samples train and
             the last ones test, which keeps most frames of one film on one side.
         ratios: Shares of train, val and test, for stores without a split.
+        size: Height and width that encoded pictures are resized to; None takes the one that all have, else 512 x 512.
         weight_decay: Of AdamW, on matrices only.
         warmup_epochs: In which the rate rises, update by update; at most half of the run.
         epochs: Of the run: what the trainer gets.
@@ -108,6 +112,7 @@ class SegmentationOptions:
     saturation: float | None = None
     split: Literal["random", "ordered"] = "random"
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    size: tuple[int, int] | None = None
     weight_decay: float = 0.01
     warmup_epochs: int = 5
     epochs: int = 100
@@ -163,6 +168,14 @@ class SegmentationOptions:
             "num_classes=19",
         )
 
+        require(
+            self.size is None or 1 <= min(self.size) <= max(self.size) <= 16384,
+            "size",
+            self.size,
+            "height and width, 1 to 16384",
+            "size=[512, 512]",
+        )
+
     @property
     def warmup_share(self) -> float:
         """Share of the run that warms up."""
@@ -181,6 +194,7 @@ class SegmentationRecipe(Recipe):
         ),
         Default("training.epochs", 100, "as in the config that ships"),
         Default("training.batch_size", 32, "as in the config that ships"),
+        Default("training.patience", 30, "epochs without a higher mIoU; the best weights count"),
     )
     uses = ("training.use_gpu_augmentation",)
     endings = ("/",)
@@ -191,11 +205,14 @@ class SegmentationRecipe(Recipe):
     ) -> Job:
         """Build the job; see `Recipe`."""
         chosen = parse_options(SegmentationOptions, options, self.name)
+        store = sized_store(store, chosen.size, _ENCODED_SIZE)
         channels = _check_fields(store)
         num_classes, class_note = find_classes(store, chosen)
         samples, split_note = split_images(store, chosen, seed)
         mean, std = channel_statistics(store, samples["train"])
-        augmentation = make_augmentation(chosen, mean, std, seed)
+        high, wide = store.fields["images"].shape[1:]
+        size = (high, wide) if is_encoded(store) else None
+        augmentation = make_augmentation(chosen, mean, std, seed, size)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = build_network(num_classes, channels, chosen)
@@ -228,6 +245,7 @@ class SegmentationRecipe(Recipe):
                 split_note,
                 f"normalised by training images: mean {_spell(mean)}, std {_spell(std)}",
                 f"augmentation: {chosen.augmentation}",
+                *([f"pictures are resized to {size[0]} x {size[1]}"] if size else []),
             ),
         )
 
@@ -279,7 +297,9 @@ class SegmentationRecipe(Recipe):
             return {"mask": segment(model, images, (high, wide), tile, normalise)}
 
         network = build_network(facts["num_classes"], facts["channels"], options)
-        augment = Compose([Normalize(facts["mean"], facts["std"])])
+        normalize = Normalize(facts["mean"], facts["std"])
+        resize = [Resize((facts["size"][0], facts["size"][1]))] if facts.get("encoded") else []
+        augment = Compose([*resize, normalize])
         return Rebuilt(network, ["images"], unpack, predict, augment)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
@@ -381,6 +401,7 @@ def _packed_as(store: Store) -> dict[str, Any]:
     options = {} if store.manifest.provenance is None else store.manifest.provenance.options
     return {
         "size": list(store.fields["images"].shape[1:]),
+        **({"encoded": True} if is_encoded(store) else {}),
         "original_sizes": store.manifest.attributes.get("original_sizes"),
         "value_range": options.get("range"),
         "first_frame": bool(options.get("first_frame", False)),
@@ -467,9 +488,13 @@ def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[fl
 
 
 def make_augmentation(
-    options: SegmentationOptions, mean: list[float], std: list[float], seed: int
+    options: SegmentationOptions,
+    mean: list[float],
+    std: list[float],
+    seed: int,
+    size: tuple[int, int] | None = None,
 ) -> Compose:
-    """Return the augmentation of training images; `.validation()` of it only normalises."""
+    """Return the augmentation of training images; `.validation()` of it only resizes and normalises."""
     given = {name: getattr(options, name) for name in _JITTER if getattr(options, name) is not None}
     if options.augmentation in ("none", "minimal"):
         strange = [
@@ -484,6 +509,8 @@ def make_augmentation(
         )
     preset = "minimal" if options.augmentation == "none" else options.augmentation
     made = make_preset(preset, **given, mean=mean, std=std, seed=seed, ignore_index=IGNORE)
+    if size is not None:
+        made = Compose([Resize(size), *made.ops], seed=seed, ignore_index=IGNORE)
     return made.validation() if options.augmentation == "none" else made
 
 

@@ -75,9 +75,8 @@ class TableData:
 
     @property
     def class_names(self) -> list[str]:
-        """Names of the classes as the table had them, or their numbers."""
-        named = self.store.manifest.attributes.get("classes") or []
-        return list(named) or [str(number) for number in np.asarray(self.task.classes).tolist()]
+        """Names of the classes."""
+        return class_names(self.store, self.task)
 
     def places(self, split: str) -> Array:
         """Return the targets of a split as places of classes."""
@@ -94,13 +93,19 @@ class TableData:
         return summary_rows(self.store, self.inputs.field, self.samples[split][kept]), kept
 
 
+def class_names(store: Store, task: Task) -> list[str]:
+    """Return the names of the classes as the table had them, or their numbers."""
+    named = store.manifest.attributes.get("classes") or []
+    return list(named) or [str(number) for number in np.asarray(task.classes).tolist()]
+
+
 class ClassTable:
     """Final metrics of a classifier."""
 
     def __init__(self, data: TableData) -> None:
         self._data = data
         self._scores = ScoreList()
-        self._quiet, self._notes = _find_quiet(data.class_names, data.quiet_class)
+        self._quiet, self._notes = find_quiet(data.class_names, data.quiet_class)
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Take a batch."""
@@ -241,7 +246,7 @@ def _spell(values: Array) -> str:
     return ", ".join(f"{value:.4g}" for value in values[:4]) + (", ..." if len(values) > 4 else "")
 
 
-def _find_quiet(names: Sequence[str], asked: str | None) -> tuple[int | None, tuple[str, ...]]:
+def find_quiet(names: Sequence[str], asked: str | None) -> tuple[int | None, tuple[str, ...]]:
     """Return the class that should raise no alarm, and why."""
     if asked is not None:
         if asked not in names:

@@ -45,8 +45,8 @@ from stoker.store.fields import Array, Dense, FieldData, Ragged
 
 SPLIT_NAMES = ("train", "val", "test")
 _PART_BYTES = 64 << 20
-_ENCODED_PART = 512
-"""Encoded pictures of one part: 16 to 60 MB of usual photographs."""
+_ENCODED_PART, _LEAST_ENCODED = 512, 32
+"""Encoded pictures of one part at most and at least: 512 are 16 to 60 MB of usual photographs."""
 _NAMED = 8
 _LOOK_AT = 16
 
@@ -125,7 +125,10 @@ class PictureFolder:
         self, items: Sequence[Any], common: Payload, label: Path, bytes_more: int
     ) -> list[Part]:
         image_bytes = self.size[0] * self.size[1] * (self.channels + bytes_more)
-        per_part = max(1, _PART_BYTES // image_bytes) if not self.keep_encoded else _ENCODED_PART
+        per_part = max(1, _PART_BYTES // image_bytes)
+        if self.keep_encoded:
+            # Small sets in smaller parts, so that every core has some.
+            per_part = min(_ENCODED_PART, max(_LEAST_ENCODED, len(items) // 64))
         return [
             Part(
                 number,
