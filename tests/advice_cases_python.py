@@ -114,7 +114,7 @@ dataset = LazyMassSpecDataset(msp_file, mol_files_dir, cache_dir='lazy', jobs=1)
 COMPAT = """
 from stoker.compat.basics import *; from stoker.compat.basics import DataLoader, PipelinedDataLoader, RandomSampler
 from stoker.compat.chunk_loader import ChunkDataLoader; from stoker.compat.massspec import LazyMassSpecDataset, NISTDataLoader
-from stoker.compat.max_batch import find_max_batch_size
+from stoker.compat.max_batch import find_max_batch_size; from stoker.compat.quantization import quantize_dynamic
 class Fails(torch.utils.data.Dataset):
     __len__ = lambda self: 4
     __getitem__ = lambda self, index: 1 / 0
@@ -413,7 +413,15 @@ PYTHON: dict[str, list[Case]] = {
     + _refused(
         "import os; os.environ.update(RANK='0', WORLD_SIZE='1')", "Loader('store', 16, rank=5)"
     ),
-    "train": _refused(
+    "train": [
+        Case(
+            "stoker.capture(step, model=maker, optimizer=[first, second])",
+            CAPTURING
+            + "maker, judge = torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)\n"
+            + "first, second = (torch.optim.SGD(m.parameters()) for m in (maker, judge))",
+        )
+    ]
+    + _refused(
         CAPTURING,
         "stoker.capture(3, model=model, optimizer=optimizer)",
         "stoker.capture(step, 'x', model=model, optimizer=optimizer)",
@@ -447,6 +455,14 @@ PYTHON: dict[str, list[Case]] = {
             "move_model(model, 'cpu')", TRAINING + "; model = torch.nn.Linear(3, 2, device='meta')"
         ),
         Case("check_parameters(model, other, 'cpu')", TRAINING, at="other"),
+        Case("check_optimizer(model)", TRAINING, at="model"),
+        Case(
+            "check_optimizer([first, second])",
+            TRAINING
+            + "; import stoker; maker, judge = torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)"
+            + "; first, second = (torch.optim.SGD(m.parameters()) for m in (maker, judge)); step = print",
+            at="check_optimizer([first, second])",
+        ),
         Case("check_steps(slow, None)", TRAINING, at="slow"),
         Case("check_steps(optimizer, plateau)", TRAINING, at="plateau"),
         Case("read_config(config=3)", TRAINING, fill={"my.yaml": "tabular.yaml"}),
@@ -570,6 +586,11 @@ PYTHON: dict[str, list[Case]] = {
         "find_max_batch_size(model, (4,), 'cpu', max_batch=0)",
         "find_max_batch_size(model, (4,), 'cpu', max_batch=2, margin=3)",
         "find_max_batch_size(whole, (4,), 'cpu', max_batch=2)",
+        "DataLoader(list(range(9)), shuffle=True, sampler=RandomSampler(9))",
+        "PrefetchingDataLoader()",
+        "quantize_dynamic(torch.nn.Linear(3, 2), dtype=torch.float16)",
+        "Normalize((0.5,), (0.5,)).apply(torch.randn(3, 8, 8))",
+        "RandomCrop(99, padding=1).apply(torch.randn(3, 8, 8))",
     )
     + [
         Case(

@@ -26,7 +26,7 @@ from docs_build.pages import (
     written_pages,
 )
 from docs_build.reference import anchor, find_home, read_package
-from docs_build.results import Row, benchmarks_page, number_words, rows_of
+from docs_build.results import Row, benchmarks_page, defaults_section, number_words, rows_of
 from docs_build.symptoms import findings, symptoms
 from docs_build.verbs import EXIT_CODES, command_tree, leaves, subcommands, verb_pages
 
@@ -494,3 +494,17 @@ def test_translated_pages_say_their_language(site):
     assert '<html lang="en"' in (site / "index.html").read_text("utf-8")
     for code in LANGUAGES:
         assert f'<html lang="{code}"' in (site / code / "quickstart.html").read_text("utf-8")
+
+
+def test_default_runs_stand_in_one_table(tmp_path):
+    assert defaults_section(tmp_path) == []
+    row = {
+        "data": "flows", "minutes": 2.34, "metric": "macro_f1", "value": 0.93, "interval": [0.82, 0.97],
+        "baseline": "boosted trees", "baseline_value": 0.975, "worth": "worse",
+    }  # fmt: skip
+    document = {"benchmark": "defaults", "machine": {"host": "h"}, "result": {"tabular": row}}
+    (tmp_path / "defaults-h.json").write_text(json.dumps(document))
+    (line,) = [line for line in defaults_section(tmp_path) if line.startswith("| tabular")]
+    assert line == (
+        "| tabular | flows | h | 2.3 | macro_f1 | 0.93 (0.82 to 0.97) | boosted trees 0.975 | **not worth training** |"
+    )

@@ -15,8 +15,10 @@ from hypothesis.extra import numpy as npst
 
 pytest.importorskip("rdkit.Chem", reason="the extra 'chem' is not installed")
 
+from molecule_makers import inchikey, msp_record
 from run_makers import make_store, settings_for
 from stoker.errors import InputError
+from stoker.packing import PackOptions, pack
 from stoker.recipes.answers import load_model, predict_file
 from stoker.recipes.inference import load_trained
 from stoker.recipes.massspec.evaluation import (
@@ -31,9 +33,12 @@ from stoker.recipes.massspec.evaluation import (
 )
 from stoker.recipes.massspec.molecules import read_molecules_of
 from stoker.recipes.run import as_json, run_recipe
+from stoker.sources.massspec import MassSpecSource
+from stoker.sources.massspec.conditions import CONDITION_COLUMNS, encode_conditions
 from stoker.sources.molecules.packed import pack_molecule, read_structure
 from stoker.sources.msp import read_msp
 from stoker.store.reader import open_store
+from test_recipe_massspec import made_molecules
 
 SPECTRA = npst.arrays(
     np.float64,
@@ -217,3 +222,83 @@ def test_a_table_without_structures_is_refused(tmp_path):
         csv.writer(file).writerows([["mass", "colour"], [1, "red"]])
     with pytest.raises(InputError, match="mass, colour"):
         list(read_molecules_of(tmp_path / "a.csv"))
+
+
+# -- MS/MS with its conditions ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("meta", "wanted"),
+    [
+        ({}, {"ms/ms": 1}),
+        ({"precursor_type": "[M+H]+"}, {"ms/ms": 1, "positive": 1, "adduct [M+H]+": 1}),
+        (
+            {"adduct": "[M-H]-", "collision_energy": "HCD 35 %"},
+            {"ms/ms": 1, "negative": 1, "adduct [M-H]-": 1, "energy": 0.35, "energy is known": 1},
+        ),
+        (
+            {"adduct": "[M+Li]+", "ion_mode": "P", "collision_energy": "9000"},
+            {"ms/ms": 1, "positive": 1, "other adduct": 1, "energy": 2.0, "energy is known": 1},
+        ),
+        ({"ion_mode": "Negative"}, {"ms/ms": 1, "negative": 1}),
+    ],
+)
+def test_conditions_become_numbers(meta, wanted):
+    found = dict(zip(CONDITION_COLUMNS, encode_conditions("MS/MS", meta), strict=True))
+    assert {name: value for name, value in found.items() if value} == pytest.approx(wanted)
+
+
+def test_a_model_of_ms_ms_reads_the_energy(tmp_path):
+    records = []
+    for number, (smiles, _) in enumerate(made_molecules()[:40]):
+        for energy, peaks in (("10 eV", ((45.0, 999.0),)), ("60 eV", ((29.0, 999.0),))):
+            told = {"Precursor_type": "[M+H]+", "Collision_energy": energy, "Spectrum_type": "MS2"}
+            key = inchikey(smiles)
+            records.append(
+                msp_record(
+                    f"c{number}",
+                    peaks=peaks,
+                    InChIKey=key,
+                    SMILES=smiles,
+                    ID=f"{number}{energy[0]}",
+                    **told,
+                )
+            )
+    (tmp_path / "library.msp").write_text("".join(records))
+    source = MassSpecSource(
+        tmp_path / "library.msp", max_mz=150, seed=3, train_ratio=0.6, val_ratio=0.1
+    )
+    pack(source, tmp_path / "store", PackOptions(jobs=1))
+    made = run_recipe(
+        settings_for(
+            "massspec",
+            tmp_path / "store",
+            tmp_path / "run",
+            "training.epochs=30",
+            "training.patience=30",
+            "training.lr=0.01",
+        ),
+        device="cpu",
+    )
+    assert "collision energy" in made.evaluation.groups
+    rows = (
+        "smiles,collision_energy,adduct",
+        "CCCCCO,10 eV,[M+H]+",
+        "CCCCCO,60 eV,[M+H]+",
+        "CCCCCO,,",
+    )
+    (tmp_path / "new.csv").write_text("\n".join(rows))
+    predict_file(
+        load_trained(tmp_path / "run" / "best.pt"),
+        tmp_path / "new.csv",
+        tmp_path / "out.msp",
+        device="cpu",
+    )
+    (batch,) = read_msp(tmp_path / "out.msp")
+    high, low = (
+        dict(zip(batch.mz[start:stop].tolist(), batch.intensity[start:stop].tolist(), strict=True))
+        for start, stop in zip(batch.offsets[:2], batch.offsets[1:3], strict=True)
+    )
+    # 45 is measured at 10 eV only, 29 at 60 eV only.
+    assert high[45.0] / high[29.0] > 1.5 * low.get(45.0, 0.0) / low[29.0]
+    assert batch.records[1].meta["collision_energy"] == "60 eV"

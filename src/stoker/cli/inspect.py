@@ -157,7 +157,9 @@ def inspect(
         from stoker.sources.series import SeriesSource
 
         names = tuple(columns.split(",")) if columns else ()
-        source = SeriesSource((path,), window, stride, (dtype or [None])[0], names, time_column)
+        source = SeriesSource(
+            (path,), window, stride, dtype[0] if dtype else None, names, time_column
+        )
     else:
         source = _picture_or_spectrum_source(
             path, masks, mask_suffix, mask_map, labels, size, value_range, mol_dir

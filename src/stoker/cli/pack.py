@@ -23,8 +23,6 @@ from stoker.cli.terminal import make_console, print_json
 from stoker.display import command, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from stoker.packing import PackOptions, PackResult
     from stoker.sources.contract import Source
     from stoker.sources.tables import TableSource
@@ -700,11 +698,12 @@ def _pack(source: Source, out: Path, options: PackOptions, as_json: bool) -> Non
         except KeyboardInterrupt:
             bar.say("finished parts are kept; the same command goes on from there")
             raise
-    facts = {} if result.reused else _write_page(result)
-    if as_json:
-        print_json(_facts(result))
-    else:
-        print_result(result, facts)
+    if not as_json:
+        print_result(result)
+        return
+    if not result.reused:
+        _write_page(result)
+    print_json(_facts(result))
 
 
 def _write_page(result: PackResult) -> dict[str, str]:
@@ -749,8 +748,8 @@ def _facts(result: PackResult) -> dict[str, object]:
     }
 
 
-def print_result(result: PackResult, facts: Mapping[str, str] | None = None) -> None:
-    """Print what a pack made, as a table for people; `facts` are about its samples, where they were looked at."""
+def print_result(result: PackResult) -> None:
+    """Draw the samples of what a pack made into its page, and print it as a table for people."""
     from stoker.cli.tables import store_table
     from stoker.sources.contract import Account
     from stoker.store.manifest import PAGE_NAME, REFUSED_NAME
@@ -776,7 +775,7 @@ def print_result(result: PackResult, facts: Mapping[str, str] | None = None) -> 
     if result.manifest.num_refused:
         refused = format_count(result.manifest.num_refused, "piece")
         console.print(f"{refused} of input refused; see {result.path / REFUSED_NAME}")
-    for what, value in (facts or {}).items():
+    for what, value in ({} if result.reused else _write_page(result)).items():
         console.print(printable(f"{what}: {value}"))
     if (result.path / PAGE_NAME).exists():
         console.print(f"samples as the model gets them: {result.path / PAGE_NAME}")

@@ -162,7 +162,11 @@ def _read_stacks(pid: int, seconds: float) -> tuple[list[str], str]:
             [program, *words, "--output", str(raw)], capture_output=True, text=True, check=False
         )
         if done.returncode or not raw.exists():
-            said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            lines = done.stderr.strip().splitlines() or ["it said nothing"]
+            # Its complaint, not the trace below it.
+            said = next(
+                (line for line in lines if "Error" in line or "Permission" in line), lines[0]
+            )
             return [], f"py-spy could not look into process {pid}: {said}"
         return raw.read_text(encoding="utf-8", errors="replace").splitlines(), ""
 

@@ -23,13 +23,13 @@ import pyarrow as pa
 import xxhash
 
 from stoker import bounds
-from stoker.display import command, nearest, quoted
+from stoker.display import command, nearest
 from stoker.errors import InputError, RefusalList, SourceError, require_file
 from stoker.ownership import always, writing
 from stoker.sources.arrays import PART_BYTES, ArraysSource, opened_arrays
 from stoker.sources.contract import Account, Json, Part, PartContext, PartData, Preparation
 from stoker.sources.tables.columns import Column, find_kind, needs_float64, numbers, times
-from stoker.sources.tables.layout import TextOptions, header_advice
+from stoker.sources.tables.layout import TextOptions
 from stoker.sources.tables.reading import batches, is_table, open_table, shown_names
 from stoker.store.fields import Array, Dense, FieldData, Series
 from stoker.store.plain import Selection
@@ -85,7 +85,9 @@ class SeriesSource:
         object.__setattr__(self, "paths", tuple(map(Path, self.paths)))
         if self.window < 1 or self.step < 1:
             raise InputError(
-                f"--window is {self.window}, --stride {self.step}.", "1 or more", "--window 256"
+                f"the window is {self.window} and the stride {self.step}.",
+                "1 or more",
+                "--window 256",
             )
         if self.dtype is not None and self.dtype not in _TYPES:
             near = nearest(self.dtype, _TYPES) or "uint16"
@@ -130,7 +132,7 @@ class SeriesSource:
                 raise SourceError(
                     f"{path} has {length:,} rows, fewer than a window of {self.window:,}.",
                     "a window that is at most as long as the series",
-                    f"--window {max(1, length)}",
+                    command("--window", max(1, length)),
                 )
             count = (length - self.window) // self.step + 1
             unused["behind the last whole window"] += length - (count - 1) * self.step - self.window
@@ -232,7 +234,7 @@ def _open_rows(source: SeriesSource, path: Path, scratch: Path) -> Iterator[_Ope
                 raise SourceError(
                     f"{path} holds the arrays {', '.join(arrays)}.",
                     "one array of it",
-                    f"--columns {quoted(next(iter(arrays)))}",
+                    command("--columns", next(iter(arrays))),
                 )
             (rows,) = arrays.values()
             if len(rows.shape) > 2 or rows.ragged_bytes is not None:
@@ -309,11 +311,11 @@ def _read_table(source: SeriesSource, path: Path) -> tuple[list[str], Array, Arr
     asked = [*wanted, *([source.time_column] if source.time_column else [])]
     unknown = [name for name in asked if name not in file.names]
     if unknown or not wanted:
-        near = header_advice(file.names, unknown[0]) if unknown else ""
+        near = nearest(unknown[0], file.names) if unknown else None
         raise SourceError(
             f"{path} has no column {unknown[0]!r}." if unknown else f"{path} has no columns left.",
             shown_names(file.names),
-            f"--columns {near or quoted(file.names[-1])}",
+            command("--columns", near or file.names[-1]),
         )
     refused = RefusalList()
     table = pa.Table.from_batches(list(batches(file, refused, set(asked))))
@@ -332,7 +334,7 @@ def _read_table(source: SeriesSource, path: Path) -> tuple[list[str], Array, Arr
             raise SourceError(
                 f"{path}: column {name!r} holds {str(column[int(bad[0])])[:40]!r} in row {int(bad[0])}.",
                 "numbers",
-                f"--columns {quoted(','.join(each for each in wanted if each != name) or 'NAME')}",
+                command("--columns", ",".join(each for each in wanted if each != name) or "NAME"),
             )
         is_wide = needs_float64(values[np.isfinite(values)])
         made.append(values if is_wide else values.astype(np.float32))

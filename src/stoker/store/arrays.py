@@ -16,9 +16,11 @@ All methods are thread-safe. Only datasets that go through h5py wait for each ot
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
+import stat
 import threading
 import weakref
 from collections import OrderedDict
@@ -72,7 +74,12 @@ class OpenFile:
 
     def _open(self) -> int:
         try:
-            return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            # Not blocking: a pipe in the place of a shard would wait for its writer for ever.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise OSError(errno.EINVAL, "it is no regular file")
+            return descriptor
         except OSError as error:
             raise StoreError(
                 f"{self.path} cannot be opened: {error.strerror}.",

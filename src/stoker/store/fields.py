@@ -137,7 +137,7 @@ class Ragged:
     def from_strings(cls, texts: list[str]) -> Ragged:
         """Store text as utf-8 bytes, one string per sample."""
         encoded = [text.encode() for text in texts]
-        lengths = np.fromiter((len(text) for text in encoded), dtype=np.int64, count=len(encoded))
+        lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
         return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), offsets_of(lengths), "utf8")
 
     @property

@@ -8,6 +8,7 @@ and 0.1 ms per dataset, once.
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -130,11 +131,12 @@ class Shard:
         if self.info is None or self._fetch is not None or self._file is not None:
             return
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            # Not blocking: a pipe in the place of a shard would wait for its writer for ever.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return
         found = os.fstat(descriptor)
-        if found.st_size != self.info.size_bytes:
+        if found.st_size != self.info.size_bytes or not stat.S_ISREG(found.st_mode):
             os.close(descriptor)
             return
         self._file, self._stamp = OpenFile(self.path, descriptor), _stamp(found)

@@ -461,17 +461,22 @@ def unpack_by_name(batch: Any) -> tuple[Any, Any]:
         for inputs, targets in _PAIRS:
             if inputs in batch and targets in batch:
                 return batch[inputs], batch[targets]
+        names = [*batch, *batch][:2]
         raise InputError(
             f"a batch with {', '.join(map(str, batch))}.",
             " or ".join(f"{inputs} and {targets}" for inputs, targets in _PAIRS),
-            "Trainer(..., unpack=lambda batch: (batch['M5'], batch['targets']))",
+            f"Trainer(..., unpack=lambda batch: (batch[{names[0]!r}], batch[{names[-1]!r}]))"
+            if names
+            else "batches with fields",
         )
     if isinstance(batch, Sequence) and len(batch) == 2:
         return batch[0], batch[1]
     raise InputError(
         f"a batch that is a {type(batch).__name__}.",
         "a pair (inputs, targets), or a mapping with named fields",
-        "Trainer(..., unpack=lambda batch: (inputs, targets))",
+        "Trainer(..., unpack=lambda batch: (batch, batch))"
+        if isinstance(batch, torch.Tensor)
+        else "Trainer(..., unpack=lambda batch: (batch[0], batch[1]))",
     )
 
 

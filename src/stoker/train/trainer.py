@@ -30,6 +30,7 @@ from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
 from stoker.train.capture import CapturedStep, cannot_capture
 from stoker.train.checks import (
+    check_optimizer,
     check_parameters,
     check_skipping,
     check_steps,
@@ -122,6 +123,7 @@ class Trainer(Configured, Resumable):
         identity: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> None:
+        check_optimizer(optimizer)
         rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         self.settings, unread = read_config(config, rates)
         self.ranks = Ranks.current()

@@ -29,7 +29,7 @@ from stoker.augment import (
     ToDtype,
 )
 from stoker.errors import InputError
-from stoker.loader.splits import SPLIT_NAMES, draw_samples, samples_of
+from stoker.loader.splits import SplitName, draw_samples, samples_of
 from stoker.recipes.contract import (
     Columns,
     Default,
@@ -44,7 +44,6 @@ from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.images.classifier import ClassificationLoss, Classifier
 from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics, read_images
 from stoker.recipes.images.networks import (
-    OWN,
     SMALL_SIDE,
     choose_network,
     load_weights,
@@ -60,6 +59,7 @@ from stoker.store.fields import Array
 from stoker.store.reader import Store
 
 Tensor = torch.Tensor
+_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _LOOK_IMAGES = 512
 _HELD_BACK = 0.1
 _ENCODED_SIZE = (224, 224)
@@ -156,6 +156,9 @@ class ImagesRecipe(Recipe):
         Default("training.lr", 2e-3, "AdamW, rising for warmup_share, then half a cosine"),
         Default("training.epochs", 30, "enough for a small network from its first weights"),
         Default("training.batch_size", 128, "batches of a few hundred use a GPU well"),
+        Default(
+            "training.patience", 10, "epochs without a higher accuracy; the best weights count"
+        ),
     )
     files = ("weights",)
 
@@ -275,8 +278,6 @@ def _build(pictures: Pictures, options: ImagesOptions) -> tuple[Classifier, list
     notes = [f"{why}; {count:,} weights"]
     if options.weights is not None:
         notes.append(load_weights(network, options.weights))
-    if name in OWN:
-        network.to(memory_format=torch.channels_last)
     made = Classifier(network, options.mixup, options.cutmix, options.mix_share, options.ema)
     return made, notes
 
@@ -359,7 +360,7 @@ def split_pictures(
     """Return the samples of each split and how they were found; what is drawn is drawn class by class."""
     if "split" in store.fields:
         given = store.read_rows("split", 0, store.num_samples)
-        samples = {name: samples_of(given, name) for name in SPLIT_NAMES}
+        samples = {name: samples_of(given, name) for name in _SPLITS}
         note = "split: the store's own"
     else:
         everything = np.arange(store.num_samples)

@@ -43,7 +43,7 @@ NEAREST = "nearest neighbour by fingerprint"
 _STEIN_MASS, _STEIN_INTENSITY = 3.0, 0.6
 _LOW_ENTROPY = 3.0
 _BLOCK = 4096
-_LEAST_OF_A_GROUP = 5
+_LEAST_OF_A_GROUP, _MOST_GROUPS = 5, 20
 _SHOWN_PEAKS = 60
 _AROMATIC, _RING = 1 << 19, 1 << 20
 
@@ -85,7 +85,8 @@ def _weighed(rows: Tensor) -> Tensor:
 
 
 def _entropy(shares: Tensor) -> Tensor:
-    return -torch.special.xlogy(shares, shares).sum(dim=1)
+    summed: Tensor = torch.special.xlogy(shares, shares).sum(dim=1)
+    return -summed
 
 
 # -- at the end ----------------------------------------------------------------------------------
@@ -163,10 +164,12 @@ class FinalSpectrumMetrics:
             ):
                 found.setdefault(name, []).append(part.double())
         values: dict[str, Array] = {name: torch.cat(parts).numpy() for name, parts in found.items()}
-        pair = [weighted_units(rows, power).to(device) for rows in (predicted, measured)]
+        answers = weighted_units(predicted, power).to(device)
+        queries = weighted_units(measured, power).to(device)
         for filtered in (False, True):
             tolerance = self._ranking.tolerance if filtered else None
-            ranks = rank_queries(self._library, *pair, groups, masses, tolerance).cpu().numpy()
+            found_ranks = rank_queries(self._library, answers, queries, groups, masses, tolerance)
+            ranks = found_ranks.cpu().numpy()
             for k in self._ranking.recall_at:
                 values[self._ranking.name(k, filtered)] = (ranks <= k).astype(np.float64)
         return values
@@ -201,15 +204,10 @@ class FinalSpectrumMetrics:
             elements.append(element_class(words))
             rings.append(ring_class(words))
         kinds: dict[str, list[str]] = {"elements": elements, "rings": rings}
-        for name, field in (
-            ("spectrum kind", "spectrum_kind"),
-            ("adduct", "adduct"),
-            ("ion mode", "ion_mode"),
-        ):
+        for field in ("spectrum_kind", "adduct", "ion_mode", "collision_energy"):
             if field in self._store.fields:
-                kinds[name] = [
-                    self._store.read_text(field, n) or "not stated" for n in samples.tolist()
-                ]
+                texts = (self._store.read_text(field, sample) for sample in samples.tolist())
+                kinds[field.replace("_", " ")] = [text or "not stated" for text in texts]
         return {
             kind: rows
             for kind, labels in kinds.items()
@@ -244,7 +242,7 @@ def _by_label(labels: Array, values: Mapping[str, Array]) -> dict[str, dict[str,
     """Return the metrics of every label with enough samples to say something, the commonest first."""
     known, counts = np.unique(labels.astype(str), return_counts=True)
     rows = {}
-    for place in np.argsort(-counts, kind="stable").tolist():
+    for place in np.argsort(-counts, kind="stable")[:_MOST_GROUPS].tolist():
         if counts[place] >= _LEAST_OF_A_GROUP:
             mine = labels == known[place]
             means = _means({name: each[mine] for name, each in values.items()})

@@ -23,6 +23,12 @@ from stoker.errors import InputError, Refusal, unwritable
 from stoker.ownership import SIGNATURE, has_signature, writing
 from stoker.recipes.contract import RawBatch
 from stoker.recipes.massspec.evaluation import peak_list
+from stoker.sources.massspec.conditions import (
+    CONDITION_COLUMNS,
+    conditions_in,
+    encode_conditions,
+    spectrum_kind,
+)
 from stoker.sources.massspec.structures import healed, own_structure
 from stoker.sources.molecules.packed import (
     ECFP_SIZE,
@@ -41,6 +47,7 @@ _SDF = {".sdf", ".sd", ".mol"}
 _MSP = {".msp", ".msl"}
 _CSV = {".csv", ".tsv"}
 _SMILES_NAMES = ("smiles", "canonical_smiles", "canonicalsmiles", "isomeric_smiles", "structure")
+_CONDITION_LABELS = ("adduct", "ion_mode", "collision_energy")
 _NAME_NAMES = ("name", "title", "compound", "id", "identifier")
 
 
@@ -70,23 +77,32 @@ class MoleculeReader:
         path: The file.
         graphs: Whether the model reads graphs.
         batch_size: Molecules at once.
+        usual: Conditions for molecules whose input says none; empty where the model reads none.
     """
 
     key = "name"
 
-    def __init__(self, path: Path, graphs: bool, batch_size: int) -> None:
+    def __init__(
+        self, path: Path, graphs: bool, batch_size: int, usual: Sequence[float] = ()
+    ) -> None:
         self._path, self._graphs, self._batch_size = path, graphs, batch_size
+        self._usual = list(usual)
+        self._num_usual = 0
         self._num_refused = 0
         self.num_rows: int | None = None
 
     @classmethod
-    def open(cls, given: Any, graphs: bool, batch_size: int) -> MoleculeReader | None:
+    def open(
+        cls, given: Any, graphs: bool, batch_size: int, usual: Sequence[float] = ()
+    ) -> MoleculeReader | None:
         """Return a reader of a file of molecules, or of a list of SMILES; None for anything else."""
         if not isinstance(given, str | os.PathLike):
             return None
         path = Path(given)
         known = _SMILES | _SDF | _MSP | _CSV
-        return cls(path, graphs, batch_size) if path.is_file() and _ending(path) in known else None
+        if not path.is_file() or _ending(path) not in known:
+            return None
+        return cls(path, graphs, batch_size, usual)
 
     def __iter__(self) -> Iterator[RawBatch]:
         """Yield every molecule once."""
@@ -104,29 +120,56 @@ class MoleculeReader:
         reasons: list[str | None] = []
         formulas: list[str] = []
         for each in wanted:
-            found = each.why or read_structure(each.text, each.form, file=str(self._path))
-            if isinstance(found, str | Refusal):
-                reasons.append(found if isinstance(found, str) else found.reason)
-                packed.append(None)
-                formulas.append("")
-                self._num_refused += 1
-                continue
-            reasons.append(None)
-            packed.append(pack_molecule(found))
-            formulas.append(molecular_formula(found))
+            made = self._featurise(each)
+            reasons.append(made if isinstance(made, str) else None)
+            packed.append(None if isinstance(made, str) else made[0])
+            formulas.append("" if isinstance(made, str) else made[1])
         structures = [each.text if each.form == "smiles" else "" for each in wanted]
         labels = {
             "formula": np.array(formulas, dtype=object),
             "smiles": np.array(structures, dtype=object),
         }
         answered = np.array([each is not None for each in packed])
+        self._num_refused += int((~answered).sum())
         names = np.array([each.name for each in wanted], dtype=object)
-        return RawBatch(names, as_rows(packed, self._graphs), answered, reasons, labels)
+        rows = as_rows(packed, self._graphs)
+        if self._usual:
+            rows["conditions"] = torch.tensor([self._conditions(each.meta) for each in wanted])
+            for name in _CONDITION_LABELS:
+                told = conditions_in([each.meta for each in wanted], name)
+                labels[name] = np.array(told, dtype=object)
+        return RawBatch(names, rows, answered, reasons, labels)
+
+    def _conditions(self, meta: Mapping[str, str]) -> list[float]:
+        """Return the conditions that the input says, or the usual ones of training."""
+        if any(meta.get(key) for key in (*_CONDITION_LABELS, "precursor_type", "ms_level")):
+            return encode_conditions(spectrum_kind(meta), meta)
+        self._num_usual += 1
+        return self._usual
+
+    def _featurise(self, wanted: Wanted) -> tuple[PackedMolecule, str] | str:
+        """Return a molecule with its formula, or why there is none."""
+        if wanted.why:
+            return wanted.why
+        found = read_structure(wanted.text, wanted.form, file=str(self._path))
+        if isinstance(found, Refusal):
+            return found.reason
+        try:
+            return pack_molecule(found), molecular_formula(found)
+        except (RuntimeError, ValueError) as error:  # RDKit's violated invariants
+            return f"RDKit: {next(iter(str(error).splitlines()), '')}"
 
     def notes(self) -> Sequence[str]:
         """Return how many molecules have no answer."""
         refused = self._num_refused
-        return [f"{refused:,} molecules have a reason instead of a spectrum"] if refused else []
+        notes = [f"{refused:,} molecules have a reason instead of a spectrum"] if refused else []
+        if self._num_usual:
+            named = zip(CONDITION_COLUMNS, self._usual, strict=True)
+            shown = ", ".join(f"{name} {value:g}" for name, value in named if value) or "EI"
+            notes.append(
+                f"{self._num_usual:,} molecules without conditions have those usual in training: {shown}"
+            )
+        return notes
 
 
 def as_rows(packed: Sequence[PackedMolecule | None], graphs: bool) -> dict[str, Tensor]:
@@ -228,7 +271,7 @@ def _from_msp(path: Path) -> Iterator[Wanted]:
             if found is None:
                 yield Wanted(name, why="the record has neither SMILES nor InChI")
             else:
-                yield Wanted(name, *found)
+                yield Wanted(name, *found, meta=record.meta)
 
 
 def _from_csv(path: Path) -> Iterator[Wanted]:
@@ -251,7 +294,12 @@ def _from_csv(path: Path) -> Iterator[Wanted]:
         for number, row in enumerate(rows, 1):
             text = row[place].strip() if place < len(row) else ""
             name = row[named].strip() if named is not None and named < len(row) else ""
-            yield Wanted(name or f"row {number}", text, why="" if text else "the cell is empty")
+            cells = dict(zip(header, map(str.strip, row), strict=False))
+            meta = {
+                key: value for key, value in cells.items() if value and key in _CONDITION_LABELS
+            }
+            why = "" if text else "the cell is empty"
+            yield Wanted(name or f"row {number}", text, why=why, meta=meta)
 
 
 def _cells(line: str, separator: str) -> list[str]:
@@ -298,7 +346,7 @@ def as_spectra(predicted: Predicted, about: str) -> SpectrumBatch:
     for row, name in enumerate(map(str, predicted.sample_ids)):
         known = predicted.answered is None or bool(predicted.answered[row])
         meta = {"name": name}
-        for key in ("formula", "smiles"):
+        for key in ("formula", "smiles", *_CONDITION_LABELS):
             if key in predicted.labels and predicted.labels[key][row]:
                 meta[key] = str(predicted.labels[key][row])
         reason = (

@@ -194,6 +194,7 @@ class SegmentationRecipe(Recipe):
         ),
         Default("training.epochs", 100, "as in the config that ships"),
         Default("training.batch_size", 32, "as in the config that ships"),
+        Default("training.patience", 30, "epochs without a higher mIoU; the best weights count"),
     )
     uses = ("training.use_gpu_augmentation",)
     endings = ("/",)

@@ -1,0 +1,777 @@
+"""Faults on purpose, for stoker and for its peers in the same harness: noticed, survived, wrong data, hung?
+
+    python benchmarks/faults.py [--only load] [--seconds 20] [--seed 0]
+
+Enters: nothing; 600 samples are made, each holding its own number. Every case is a fork of one process that has torch
+loaded: it gets a fresh copy of the files, the fault, and a time limit. Leaves: JSON with one entry per case. An outcome is
+
+- `named`: an error that names the file, the process or the sample concerned;
+- `error`: another error;
+- `survived`: every sample came once with its own values, or the resumed run is the unbroken one;
+- `wrong`: it ended without an error, and samples were lost, repeated or changed;
+- `hung`: it was still there at the limit; `crashed`: a signal ended it.
+
+Times to an error are wall time on the machine as it was; `load_average` says how busy that machine was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.server
+import importlib.util
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import statistics
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from harness import publish
+from stoker.loader.loader import Loader
+from stoker.packing import PackOptions, pack
+from stoker.sources.arrays import ArraysSource
+from stoker.store import remote_fetch
+from stoker.store.reader import open_store
+from stoker.train.checkpoint import Checkpoints
+from stoker.train.trainer import Trainer
+
+SAMPLES, WIDTH, BATCH = 600, 64, 20
+PEERS = (
+    "h5py loop",
+    "DataLoader, 0 workers",
+    "DataLoader, 2 workers",
+    "StatefulDataLoader, 2 workers",
+)
+OURS = ("stoker store", "stoker, plain HDF5")
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+def rows() -> np.ndarray:
+    """Return samples whose first value is their number and whose others follow from it."""
+    numbers = np.arange(SAMPLES, dtype="f4")[:, None]
+    return numbers + np.arange(WIDTH, dtype="f4") / 1024
+
+
+def make_world(folder: Path) -> None:
+    np.save(folder / "features.npy", rows())
+    with h5py.File(folder / "plain.h5", "w") as file:
+        file["features"] = rows()
+    source = ArraysSource((folder / "features.npy",), part_bytes=SAMPLES * WIDTH * 2)
+    pack(source, folder / "store", PackOptions(jobs=1))
+
+
+class Plain(Dataset):
+    """What people write: a file that is opened at the first sample, in every worker."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, None
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        if self.file is None:
+            self.file = h5py.File(self.path)
+        return self.file["features"][number]
+
+
+def batches(way: str, folder: Path) -> Iterator[Any]:
+    """Yield the batches of one epoch as tensors or arrays."""
+    if way in OURS:
+        path = folder / ("store" if way == OURS[0] else "plain.h5")
+        with Loader(path, BATCH, "cpu", data_bytes=SAMPLES * WIDTH * 2) as loader:
+            for batch in loader:
+                yield batch["features"]
+    elif way == "h5py loop":
+        with h5py.File(folder / "plain.h5") as file:
+            for start in range(0, SAMPLES, BATCH):
+                yield file["features"][start : start + BATCH]
+    else:
+        kind: Any = DataLoader
+        if way.startswith("Stateful"):
+            from torchdata.stateful_dataloader import StatefulDataLoader as kind  # noqa: N813
+        workers = 2 if "2 workers" in way else 0
+        yield from kind(Plain(folder / "plain.h5"), BATCH, num_workers=workers)
+
+
+def read_epoch(way: str, folder: Path, midway: Callable[[], None] | None = None) -> dict[str, Any]:
+    """Return what came: lost, repeated and changed samples."""
+    wanted, seen, changed = rows(), Counter[int](), 0
+    for number, batch in enumerate(batches(way, folder)):
+        values = np.asarray(batch)
+        for row in values:
+            known = 0 <= row[0] < SAMPLES and float(row[0]).is_integer()
+            seen[int(row[0]) if known else -1] += 1
+            changed += not (known and np.array_equal(row, wanted[int(row[0])]))
+        if midway and number == 3:
+            midway()
+    lost = sum(number not in seen for number in range(SAMPLES))
+    return {
+        "lost": lost,
+        "repeated": sum(count - 1 for count in seen.values() if count > 1),
+        "changed": changed,
+    }
+
+
+def file_of(way: str, folder: Path) -> Path:
+    return sorted((folder / "store").glob("*.h5"))[0] if way == OURS[0] else folder / "plain.h5"
+
+
+# -- files that are damaged before they are read ----------------------------------------------------
+
+
+def patch(path: Path, at: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def data_place(path: Path) -> int:
+    """Return a place inside the values: behind the headers, in the middle of the largest run of bytes."""
+    return path.stat().st_size // 2
+
+
+def instead(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+def swap(path: Path) -> None:
+    others = [one for one in sorted(path.parent.glob("*.h5")) if one != path]
+    if not others:
+        with h5py.File(path, "w") as file:
+            file["features"] = rows()[::-1].copy()
+        return
+    first, second = path.read_bytes(), others[0].read_bytes()
+    path.write_bytes(second)
+    others[0].write_bytes(first)
+
+
+AT_REST: dict[str, Callable[[Path], object]] = {
+    "a bit of the values flipped": lambda path: flip(path, data_place(path)),
+    "4 KiB of the values zeroed": lambda path: patch(path, data_place(path), bytes(4096)),
+    "values of noise": lambda path: patch(path, data_place(path), random.Random(0).randbytes(2048)),
+    "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "cut by one byte": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda path: os.truncate(path, 0),
+    "missing": Path.unlink,
+    "a megabyte behind its end": lambda path: patch(path, path.stat().st_size, bytes(1 << 20)),
+    "another signature": lambda path: patch(path, 0, b"notHDF5!"),
+    "noise in its headers": lambda path: patch(path, 48, random.Random(1).randbytes(200)),
+    "a folder in its place": lambda path: instead(path, Path.mkdir),
+    "a link to nowhere": lambda path: instead(path, lambda at: at.symlink_to("nowhere")),
+    "a link to itself": lambda path: instead(path, lambda at: at.symlink_to(at.name)),
+    "a pipe in its place": lambda path: instead(path, os.mkfifo),
+    "exchanged with another file": swap,
+}
+
+MIDWAY: dict[str, Callable[[Path], object]] = {
+    "removed while it is read": Path.unlink,
+    "cut while it is read": lambda path: os.truncate(path, path.stat().st_size // 3),
+    "overwritten while it is read": lambda path: patch(
+        path, path.stat().st_size * 3 // 4, bytes(4096)
+    ),
+}
+
+
+# -- the machine -------------------------------------------------------------------------------------
+
+
+def few_descriptors() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+
+def little_memory() -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20),) * 2)
+
+
+def wrong_clock() -> None:
+    real, begun = time.time, time.time()
+    time.time = lambda: real() - 86400 * (real() - begun)  # type: ignore[assignment]
+
+
+MACHINE = {
+    "64 file descriptors": few_descriptors,
+    "96 MiB of memory": little_memory,
+    "a clock that runs backwards": wrong_clock,
+}
+
+
+def signal_a_worker(number: int) -> None:
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    if not children:
+        raise NotApplicableError
+    os.kill(int(children[0]), number)
+
+
+class NotApplicableError(Exception):
+    """The fault does not exist for this way: it has no workers."""
+
+
+# -- checkpoints -------------------------------------------------------------------------------------
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (os.environ["FAULTS_EVIL"],))
+
+
+def checkpoint_of(way: str, folder: Path, step: int, limit: int = 0) -> Path:
+    state = {"w": torch.full((20_000,), float(step)), "step": step}
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if way == "torch.save":
+        torch.save(state, folder / "last.pt")
+        return folder / "last.pt"
+    return Checkpoints(folder / "run").save(state, step, 0).path
+
+
+def resumed(way: str, folder: Path, least: int = 1) -> dict[str, Any]:
+    """Load the newest checkpoint: its values must all be those of its step."""
+    if way == "torch.save":
+        state = torch.load(folder / "last.pt", weights_only=True)
+    else:
+        state = Checkpoints(folder / "run").load().state
+    whole = bool((state["w"] == state["step"]).all()) and state["step"] >= least
+    return {"lost": 0, "repeated": 0, "changed": int(not whole)}
+
+
+DAMAGED = {
+    "a bit of the weights flipped": lambda path: flip(path, data_place(path)),
+    "4 KiB of the weights zeroed": AT_REST["4 KiB of the values zeroed"],
+    "cut in half": AT_REST["cut in half"],
+    "cut by one byte": AT_REST["cut by one byte"],
+    "empty": AT_REST["empty"],
+    "a pickle that runs code": lambda path: (
+        path.unlink(),
+        torch.save({"w": Evil(), "step": 1}, path),
+    ),
+    "a folder in its place": AT_REST["a folder in its place"],
+}
+
+
+def damaged_checkpoint(way: str, folder: Path, fault: str) -> dict[str, Any]:
+    os.environ["FAULTS_EVIL"] = str(folder / "evil")
+    path = checkpoint_of(way, folder, 1)
+    DAMAGED[fault](path)
+    try:
+        return resumed(way, folder)
+    finally:
+        if (folder / "evil").exists():
+            raise RuntimeError("code of the checkpoint was run")
+
+
+def full_disk_while_saving(way: str, folder: Path) -> dict[str, Any]:
+    checkpoint_of(way, folder, 1)
+    with contextlib.suppress(Exception):
+        checkpoint_of(way, folder, 2, limit=20_000)
+    return resumed(way, folder)
+
+
+def killed_while_saving(way: str, folder: Path, seed: int) -> dict[str, Any]:
+    """Kill a saving process at eight random moments; what is there must load every time."""
+    rng = random.Random(seed)
+    checkpoint_of(way, folder, 1)
+    for _ in range(8):
+        child = os.fork()
+        if child == 0:
+            for step in range(2, 10_000):
+                checkpoint_of(way, folder, step)
+        time.sleep(rng.uniform(0.01, 0.08))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = resumed(way, folder)
+        if found["changed"]:
+            return found
+    return found
+
+
+# -- training, with stoker ---------------------------------------------------------------------------
+
+
+def trained(
+    folder: Path, run: str, resume: bool = False, after: Callable[[int], None] | None = None
+) -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    count = [0]
+
+    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        if after:
+            after(count[0])
+        return torch.nn.functional.mse_loss(output, target)
+
+    def unpack(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        values = batch["features"] / SAMPLES
+        return values, values.mean(1, keepdim=True)
+
+    with Loader(folder / "store", BATCH, "cpu", order="shuffled") as loader:
+        trainer = Trainer(
+            model, loader, None, loss_of, torch.optim.SGD(model.parameters(), 0.05), None,
+            {"epochs": 2, "precision": "fp32", "capture": "off", "checkpoint_every_steps": 7},
+            "cpu", run_dir=folder / run, unpack=unpack,
+        )  # fmt: skip
+        trainer.fit(resume=resume, quiet=True)
+    return [float(value) for one in model.parameters() for value in one.detach().flatten()]
+
+
+def killed_in_training(number: int, folder: Path) -> dict[str, Any]:
+    expected = trained(folder, "unbroken")
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            trained(
+                folder,
+                "run",
+                after=lambda step: os.kill(os.getpid(), number) if step == 40 else None,
+            )
+        os._exit(0)
+    os.waitpid(child, 0)
+    return {
+        "lost": 0,
+        "repeated": 0,
+        "changed": int(trained(folder, "run", resume=True) != expected),
+    }
+
+
+def damaged_in_training(folder: Path) -> dict[str, Any]:
+    flip(file_of(OURS[0], folder), data_place(file_of(OURS[0], folder)))
+    trained(folder, "run")
+    return {"lost": 0, "repeated": 0, "changed": 1}
+
+
+# -- packing and remote stores, with stoker ----------------------------------------------------------
+
+
+def packed(folder: Path, damage: Callable[[Path], object] | None, limit: int = 0) -> dict[str, Any]:
+    path = folder / "features.npy"
+    if damage:
+        damage(path)
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    pack(ArraysSource((path,), part_bytes=SAMPLES * WIDTH * 2), folder / "new", PackOptions(jobs=1))
+    with open_store(folder / "new") as store:
+        sound = not store.verify().problems
+        same = np.array_equal(store.read_rows("features", 0, store.num_samples), rows())
+    return {"lost": 0, "repeated": 0, "changed": int(not (sound and same))}
+
+
+def killed_while_packing(folder: Path, seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    for _ in range(5):
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                packed(folder, None)
+            os._exit(0)
+        time.sleep(rng.uniform(0.0, 0.1))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return packed(folder, None)
+
+
+def onto_own_files(folder: Path) -> dict[str, Any]:
+    (folder / "new").mkdir()
+    (folder / "new" / "thesis.tex").write_text("mine")
+    try:
+        return packed(folder, None)
+    finally:
+        if not (folder / "new" / "thesis.tex").exists():
+            raise RuntimeError("a file of the user's is gone")
+
+
+MANIFEST: dict[str, Callable[[Path], object]] = {
+    "manifest cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "manifest missing": Path.unlink,
+    "manifest edited": lambda path: path.write_text(
+        path.read_text().replace(str(SAMPLES), str(SAMPLES - 1))
+    ),
+    "manifest of 100,000 brackets": lambda path: path.write_text("[" * 100_000),
+    "manifest with a path out of its folder": lambda path: path.write_text(
+        path.read_text().replace("shard-", "../shard-")
+    ),
+}
+
+
+class Lying(http.server.SimpleHTTPRequestHandler):
+    """A server with one fault."""
+
+    fault = ""
+    asked = 0
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        type(self).asked += 1
+        shard, fault = self.path.endswith(".h5"), self.fault
+        if fault == "500 for ever" or (fault == "500 twice" and self.asked <= 2):
+            return self.send_error(500)
+        if fault == "a shard is missing" and shard:
+            return self.send_error(404)
+        path = Path(self.directory) / self.path.lstrip("/")
+        if not path.is_file():
+            return self.send_error(404)
+        data = bytearray(path.read_bytes())
+        if fault == "silence" and shard:
+            time.sleep(3600)
+        if fault == "a wrong byte" and shard:
+            data[len(data) // 2] ^= 1
+        begin, end = 0, len(data)
+        if wanted := self.headers.get("Range"):
+            low, _, high = wanted.removeprefix("bytes=").partition("-")
+            begin, end = int(low), min(end, int(high) + 1) if high else end
+        part = bytes(data[begin:end])
+        self.send_response(206 if wanted else 200)
+        if wanted:
+            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")
+        endless = fault == "an endless manifest" and not shard
+        if not endless:
+            self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        if fault == "cut answers" and shard:
+            part = part[: len(part) // 2]
+        self.wfile.write(part)
+        with contextlib.suppress(OSError):
+            while endless:
+                self.wfile.write(b" " * 65536)
+        return None
+
+
+REMOTE = (
+    "500 twice",
+    "500 for ever",
+    "a wrong byte",
+    "cut answers",
+    "a shard is missing",
+    "an endless manifest",
+    "silence",
+)
+
+
+def remote(folder: Path, fault: str) -> dict[str, Any]:
+    handler = type("Handler", (Lying,), {"fault": fault, "asked": 0})
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(handler, directory=str(folder))
+    )
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    os.environ["STOKER_CACHE"] = str(folder / "cache")
+    remote_fetch.SILENCE_SECONDS = 1.0  # 30 in real life
+    with open_store(f"http://127.0.0.1:{server.server_address[1]}/store") as store:
+        changed = int(not np.array_equal(store.read_rows("features", 0, store.num_samples), rows()))
+    return {"lost": 0, "repeated": 0, "changed": changed}
+
+
+# -- the cases ---------------------------------------------------------------------------------------
+
+Case = tuple[str, str, str, Callable[[Path], dict[str, Any]]]
+
+
+def all_cases(seed: int) -> list[Case]:
+    """Return phase, fault, way and what to run."""
+    ways = [
+        *OURS,
+        *(way for way in PEERS if "Stateful" not in way or importlib.util.find_spec("torchdata")),
+    ]
+    found: list[Case] = []
+
+    def at_rest(way: str, damage: Callable[[Path], object], folder: Path) -> dict[str, Any]:
+        damage(file_of(way, folder))
+        return read_epoch(way, folder)
+
+    def midway(way: str, damage: Callable[[Path], object], folder: Path) -> dict[str, Any]:
+        return read_epoch(way, folder, lambda: damage(file_of(way, folder)))
+
+    def in_machine(way: str, prepare: Callable[[], None], folder: Path) -> dict[str, Any]:
+        prepare()
+        return read_epoch(way, folder)
+
+    for way in ways:
+        found += [
+            ("load", fault, way, partial(at_rest, way, damage)) for fault, damage in AT_REST.items()
+        ]
+        found += [
+            ("load", fault, way, partial(midway, way, damage)) for fault, damage in MIDWAY.items()
+        ]
+        found += [
+            ("load", fault, way, partial(in_machine, way, prepare))
+            for fault, prepare in MACHINE.items()
+        ]
+        for fault, number in (
+            ("a worker is killed", signal.SIGKILL),
+            ("a worker is stopped", signal.SIGSTOP),
+        ):
+            if "2 workers" in way:
+                hit = partial(signal_a_worker, number)
+                found.append(
+                    (
+                        "load",
+                        fault,
+                        way,
+                        lambda folder, way=way, hit=hit: read_epoch(way, folder, hit),
+                    )
+                )
+    for fault, damage in MANIFEST.items():
+        run = lambda folder, damage=damage: (
+            damage(folder / "store/store.json"),
+            read_epoch(OURS[0], folder),
+        )[1]  # noqa: E731
+        found.append(("load", fault, OURS[0], run))
+    for way in ("stoker checkpoint", "torch.save"):
+        found += [("resume", fault, way, partial(_damaged, way, fault)) for fault in DAMAGED]
+        found.append(
+            (
+                "save",
+                "the disk is full",
+                way,
+                lambda folder, way=way: full_disk_while_saving(way, folder),
+            )
+        )
+        found.append(
+            (
+                "save",
+                "killed, eight times",
+                way,
+                lambda folder, way=way: killed_while_saving(way, folder, seed),
+            )
+        )
+    for fault, number in (
+        ("killed", signal.SIGKILL),
+        ("terminated", signal.SIGTERM),
+        ("interrupted", signal.SIGINT),
+    ):
+        found.append(("train", fault, "stoker trainer", partial(killed_in_training, number)))
+    found.append(("train", "a bit of the values flipped", "stoker trainer", damaged_in_training))
+    found.append(
+        (
+            "pack",
+            "killed, five times",
+            "stoker pack",
+            lambda folder: killed_while_packing(folder, seed),
+        )
+    )
+    found.append(
+        ("pack", "the disk is full", "stoker pack", lambda folder: packed(folder, None, 30_000))
+    )
+    found.append(("pack", "a folder of the user's as OUT", "stoker pack", onto_own_files))
+    for fault in (
+        "cut in half",
+        "cut by one byte",
+        "empty",
+        "missing",
+        "a folder in its place",
+        "a pipe in its place",
+    ):
+        found.append(
+            (
+                "pack",
+                f"input {fault}",
+                "stoker pack",
+                lambda folder, fault=fault: packed(folder, AT_REST[fault]),
+            )
+        )
+    if importlib.util.find_spec("aiohttp") and importlib.util.find_spec("fsspec"):
+        found += [("remote", fault, "stoker, http", partial(_remote, fault)) for fault in REMOTE]
+    return found
+
+
+def _damaged(way: str, fault: str, folder: Path) -> dict[str, Any]:
+    return damaged_checkpoint(way, folder, fault)
+
+
+def _remote(fault: str, folder: Path) -> dict[str, Any]:
+    return remote(folder, fault)
+
+
+# -- running -----------------------------------------------------------------------------------------
+
+
+def texts_of(error: BaseException | None) -> str:
+    """Return what an error and those that it was made from say."""
+    said, seen = "", set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        said += f"{type(error).__name__}: {error}\n"
+        error = error.__cause__ or error.__context__
+    return said
+
+
+def child(run: Callable[[Path], dict[str, Any]], folder: Path, out: int) -> None:
+    os.setsid()
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(quiet, number)
+    warnings.simplefilter("ignore")
+    try:
+        answer = run(folder)
+    except NotApplicableError:
+        answer = {"not_applicable": True}
+    except BaseException as error:  # noqa: BLE001  that is what is measured
+        answer = {"error": texts_of(error)[:2000], "where": traceback.format_exc()[-400:]}
+    os.write(out, json.dumps(answer).encode())
+    os._exit(0)
+
+
+def run_case(case: Case, world: Path, seconds: float) -> dict[str, Any]:
+    """Run one case in a fork with a copy of the world; return its outcome."""
+    phase, fault, way, run = case
+    with tempfile.TemporaryDirectory(prefix="stoker-faults-") as name:
+        folder = Path(name, "w")
+        shutil.copytree(world, folder)
+        ours, theirs = os.pipe()
+        began = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            os.close(ours)
+            child(run, folder, theirs)
+        os.close(theirs)
+        said = b""
+        while (left := began + seconds - time.monotonic()) > 0:
+            if not select.select([ours], [], [], left)[0]:
+                break
+            more = os.read(ours, 65536)
+            said += more
+            if not more:
+                break
+        taken = time.monotonic() - began
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.close(ours)
+    entry: dict[str, Any] = {"phase": phase, "fault": fault, "way": way, "seconds": round(taken, 3)}
+    if not said:
+        hung = taken >= seconds
+        return entry | {"outcome": "hung" if hung else "crashed", "status": status}
+    return entry | judged(json.loads(said), way, folder)
+
+
+def judged(answer: dict[str, Any], way: str, folder: Path) -> dict[str, Any]:
+    if answer.get("not_applicable"):
+        return {"outcome": "n/a"}
+    if "error" in answer:
+        names = (
+            "plain.h5",
+            "store",
+            "shard-",
+            "last.pt",
+            "step-0",
+            "features.npy",
+            "worker (pid",
+            "/new",
+        )
+        named = any(name in answer["error"] for name in names)
+        return {
+            "outcome": "named" if named else "error",
+            "said": answer["error"].replace(str(folder), "…")[:300],
+        }
+    bad = answer["lost"] or answer["repeated"] or answer["changed"]
+    return {"outcome": "wrong" if bad else "survived", **answer}
+
+
+def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return per way how often each outcome came, and the times to an error."""
+    found: dict[str, Any] = {}
+    for way in dict.fromkeys(entry["way"] for entry in entries):
+        own = [entry for entry in entries if entry["way"] == way and entry["outcome"] != "n/a"]
+        times = sorted(entry["seconds"] for entry in own if entry["outcome"] in ("named", "error"))
+        found[way] = {
+            "faults": len(own),
+            **{word: sum(entry["outcome"] == word for entry in own) for word in OUTCOMES},
+            "lost": sum(entry.get("lost", 0) for entry in own),
+            "repeated": sum(entry.get("repeated", 0) for entry in own),
+            "changed": sum(entry.get("changed", 0) for entry in own),
+            "error_p50_seconds": round(statistics.median(times), 3) if times else None,
+            "error_worst_seconds": times[-1] if times else None,
+        }
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the summary as the table of docs/faults.md."""
+    head = ["", *OUTCOMES, "samples lost, repeated, changed", "error after (median, worst)"]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    for way, facts in result["summary"].items():
+        times = [facts["error_p50_seconds"], facts["error_worst_seconds"]]
+        cells = [
+            way,
+            *(str(facts[word] or "") for word in OUTCOMES),
+            ", ".join(str(facts[word]) for word in ("lost", "repeated", "changed")),
+            "" if None in times else ", ".join(f"{one:.1f} s" for one in times),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+OUTCOMES = ("named", "error", "survived", "wrong", "hung", "crashed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Faults on purpose, for stoker and its peers.")
+    parser.add_argument(
+        "--only", default="", help="a phase: load, train, save, resume, pack, remote"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="limit of a case")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--out", type=Path, default=None, help="a file instead of benchmarks/results"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # imports a second of torch
+    entries = []
+    with tempfile.TemporaryDirectory(prefix="stoker-faults-") as name:
+        world = Path(name)
+        make_world(world)
+        for case in all_cases(options.seed):
+            if options.only in ("", case[0]):
+                entries.append(run_case(case, world, options.seconds))
+                last = entries[-1]
+                print(
+                    f"{last['outcome']:9} {last['seconds']:7.2f} s  {last['phase']:7} {last['fault']:40} {last['way']}",
+                    flush=True,
+                )
+    result = {
+        "samples": SAMPLES, "limit_seconds": options.seconds, "load_average": os.getloadavg()[1],
+        "summary": summary(entries), "cases": entries,
+    }  # fmt: skip
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1))
+    else:
+        publish("faults", result)
+
+
+if __name__ == "__main__":
+    main()
