@@ -4,8 +4,9 @@
 
 Four ways train the same model on the same eight batches, which are on the device before anything is timed, in
 turns. `plain` is the eager loop that people write. `compiled` adds torch.compile(mode="reduce-overhead") to the
-model, if it compiles in time. `graph` is the whole step as one CUDA graph, made by hand with torch alone: the
-limit. `stoker` is `Trainer`, with what it decided in `step`.
+model, if it compiles in time: in a process of its own, which then waits and is timed when no other works. `graph` is
+the whole step as one CUDA graph, made by hand with torch alone: the limit. `stoker` is `Trainer`, or `stoker.capture`
+for a step with several optimizers, with what it decided in `step`.
 """
 
 from __future__ import annotations
@@ -13,24 +14,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import os
+import queue
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 
+import stoker
 from harness import publish, side_by_side
 from stoker.report import Topic
 from stoker.train.trainer import Trainer
-from zoo_models import BUILDERS, Entry
+from zoo_models import BUILDERS, Entry, Loop
 
 HELD = 8
 TURNS = 3
 SECONDS_A_TURN = 0.2
-COMPILE_SECONDS = 150
+COMPILE_SECONDS = 90
+COMPILE_SECONDS_IN_ALL = 200
 
 
 def autocast(entry: Entry):
@@ -55,18 +61,73 @@ def copied(entry: Entry, device) -> torch.nn.Module:
     return copy.deepcopy(entry.model).to(device).train()
 
 
-def plain_way(entry: Entry, batches, device, compiled: bool = False):
-    own = copied(entry, device)
-    model = torch.compile(own, mode="reduce-overhead") if compiled else own
-    optimizer = torch.optim.AdamW(own.parameters(), lr=1e-4)
+def compile_module(model):
+    return torch.compile(model, mode="reduce-overhead")
+
+
+def loop_way(entry: Loop, batches, device, way: str):
+    """A step of several optimizers: as it is, compiled, as a graph made by hand, or by `stoker.capture`."""
+    torch.manual_seed(0)
+    options = {"fused": True, "capturable": True} if way == "graph" else {}
+    through = compile_module if way == "compiled" else lambda model: model
+    modules, optimizers, step = entry.build(device, through, **options)
+    if way == "stoker":
+        captured = stoker.capture(step, model=modules, optimizer=optimizers)
+        return (
+            lambda steps: run_steps(captured, batches, steps)
+        ), lambda: f"step {captured.reason}"
+    if way != "graph":
+        marks = way == "compiled"
+        return lambda steps: run_steps(step, batches, steps, marks)
+    static = [tensor.clone() for tensor in flat(batches[0])]
+    graph, loss = record(partial(step, (tuple(static), None)))
 
     def run(steps: int) -> None:
-        for number in range(steps):
-            if compiled:
-                torch.compiler.cudagraph_mark_step_begin()
-            train_step(entry, model, optimizer, *batches[number % HELD])
+        assert optimizers  # kept, as are the modules: the graph uses their tensors
+        replay(graph, loss, static, batches, steps)
 
     return run
+
+
+def run_steps(step, batches, steps: int, marks: bool = False) -> None:
+    for number in range(steps):
+        if marks:
+            torch.compiler.cudagraph_mark_step_begin()
+        step(batches[number % HELD])
+
+
+def plain_way(entry: Entry, batches, device, compiled: bool = False):
+    own = copied(entry, device)
+    model = compile_module(own) if compiled else own
+    optimizer = torch.optim.AdamW(own.parameters(), lr=1e-4)
+
+    def step(batch):
+        return train_step(entry, model, optimizer, *batch)
+
+    return lambda steps: run_steps(step, batches, steps, compiled)
+
+
+def record(step):
+    """Record a step as one graph, by torch alone; return the graph and its loss."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    return graph, loss
+
+
+def replay(graph, loss, static, batches, steps: int) -> None:
+    losses = []
+    for number in range(steps):
+        for target, source in zip(static, flat(batches[number % HELD]), strict=True):
+            target.copy_(source)
+        graph.replay()
+        losses.append(loss.clone())
 
 
 def graph_way(entry: Entry, batches, device):
@@ -76,32 +137,20 @@ def graph_way(entry: Entry, batches, device):
     static = [tensor.clone() for tensor in flat(batches[0])]
     is_pair = isinstance(batches[0][0], tuple)
     inputs = tuple(static[:-1]) if is_pair else static[0]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            train_step(entry, model, optimizer, inputs, static[-1])
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = train_step(entry, model, optimizer, inputs, static[-1])
+    graph, loss = record(partial(train_step, entry, model, optimizer, inputs, static[-1]))
 
     def run(steps: int) -> None:
         assert model is not None  # kept, as is the optimizer: the graph uses their tensors
         assert optimizer is not None
-        losses = []
-        for number in range(steps):
-            for target, source in zip(static, flat(batches[number % HELD]), strict=True):
-                target.copy_(source)
-            graph.replay()
-            losses.append(loss.clone())
+        replay(graph, loss, static, batches, steps)
 
     return run
 
 
 def flat(batch) -> list[torch.Tensor]:
     inputs, targets = batch
-    return [*inputs, targets] if isinstance(inputs, tuple) else [inputs, targets]
+    inputs = list(inputs) if isinstance(inputs, tuple) else [inputs]
+    return inputs if targets is None else [*inputs, targets]
 
 
 class Held:
@@ -153,23 +202,29 @@ def one_turn(run, steps: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def measure(name: str, device, can_compile: bool) -> dict:
-    """Rates of one model in every way; a way that fails has its error instead."""
-    torch.manual_seed(0)
-    entry = BUILDERS[name]()
-    batches = [entry.make(device) for _ in range(HELD)]
-    found: dict = {"batch": entry.batch, "precision": entry.precision}
-    parameters = sum(one.numel() for one in entry.model.parameters())
-    found["parameters"] = parameters
-    how = None
-    ways: dict = {}
-    makers = {
+def make_ways(entry: Entry | Loop, batches, device) -> dict:
+    """What makes each way to train."""
+    if isinstance(entry, Loop):
+        names = ("plain", "graph", "stoker")
+        return {way: partial(loop_way, entry, batches, device, way) for way in names}
+    return {
         "plain": partial(plain_way, entry, batches, device),
         "graph": partial(graph_way, entry, batches, device),
         "stoker": partial(stoker_way, entry, batches, device),
     }
-    if can_compile:
-        makers["compiled"] = partial(plain_way, entry, batches, device, compiled=True)
+
+
+def measure(name: str, device) -> dict:
+    """Rates of one model in every way but the compiled one; a way that fails has its error instead."""
+    torch.manual_seed(0)
+    entry = BUILDERS[name]()
+    batches = [entry.make(device) for _ in range(HELD)]
+    found: dict = {"batch": entry.batch, "precision": entry.precision}
+    if isinstance(entry, Entry):
+        found["parameters"] = sum(one.numel() for one in entry.model.parameters())
+    how = None
+    ways: dict = {}
+    makers = make_ways(entry, batches, device)
     for way, make in makers.items():
         try:
             made = make()
@@ -192,25 +247,72 @@ def measure(name: str, device, can_compile: bool) -> dict:
         found[f"{way}_per_second"] = entry.batch / median
     if how is not None:
         found["step"] = how()
-    ours = found.get("stoker_per_second")
-    for other in ("plain", "graph", "compiled"):
-        if ours and f"{other}_per_second" in found:
-            found[f"times_{other}"] = ours / found[f"{other}_per_second"]
     return found
 
 
-def compile_once(name: str) -> bool:
-    """Compile a model in a process of its own, which fills torch's cache; return whether it ended in time."""
-    command = [sys.executable, __file__, "--compile-one", name]
-    try:
-        return (
-            subprocess.run(
-                command, timeout=COMPILE_SECONDS, capture_output=True, check=False
-            ).returncode
-            == 0
-        )
-    except subprocess.TimeoutExpired:
-        return False
+class Compiled:
+    """A model that is compiled in a process of its own, which waits until it is to be timed.
+
+    Args:
+        name: Of the model.
+        until: When all compiling ends.
+    """
+
+    def __init__(self, name: str, until: float) -> None:
+        self.error: str | None = None
+        seconds = min(COMPILE_SECONDS, until - time.monotonic())
+        if seconds < 10:
+            self.error = f"{COMPILE_SECONDS_IN_ALL} s of compiling were over"
+            return
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--compile-one", name],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        if self._hear(seconds) != "ready":
+            self.error = f"it did not compile within {seconds:.0f} s"
+            self._process.kill()
+
+    def _listen(self) -> None:
+        for line in self._process.stdout:
+            self._lines.put(line.strip())
+        self._lines.put("")
+
+    def _hear(self, seconds: float) -> str:
+        try:
+            return self._lines.get(timeout=seconds)
+        except queue.Empty:
+            return ""
+
+    def time(self) -> float | None:
+        """Return the seconds of a step; None if it failed."""
+        if self.error is not None:
+            return None
+        print("go", file=self._process.stdin, flush=True)
+        answer = self._hear(30)
+        self._process.kill()
+        if not answer:
+            self.error = "it failed while it was timed"
+            return None
+        return float(answer)
+
+
+def compile_one(name: str, device) -> None:
+    """In a process of its own: compile, say so, wait, and print the seconds of a step."""
+    entry = BUILDERS[name]()
+    batches = [entry.make(device) for _ in range(HELD)]
+    if isinstance(entry, Loop):
+        run = loop_way(entry, batches, device, "compiled")
+    else:
+        run = plain_way(entry, batches, device, compiled=True)
+    run(6)
+    torch.cuda.synchronize()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    steps = max(8, int(SECONDS_A_TURN / one_turn(run, 16)))
+    print(statistics.median(one_turn(run, steps) for _ in range(TURNS)), flush=True)
 
 
 def main() -> None:
@@ -222,24 +324,33 @@ def main() -> None:
     device = torch.device("cuda")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     if args.compile_one:
-        entry = BUILDERS[args.compile_one]()
-        batches = [entry.make(device) for _ in range(HELD)]
-        plain_way(entry, batches, device, compiled=True)(3)
+        compile_one(args.compile_one, device)
         return
     names = args.only.split(",") if args.only else list(BUILDERS)
-    compiles = {}
+    compiled: dict[str, Compiled] = {}
     if not args.no_compile:
-        with ThreadPoolExecutor(6) as pool:
-            compiles = dict(zip(names, pool.map(compile_once, names), strict=True))
+        until = time.monotonic() + COMPILE_SECONDS_IN_ALL
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as pool:
+            made = pool.map(lambda name: Compiled(name, until), names)
+            compiled = dict(zip(names, made, strict=True))
     results = {}
     for name in names:
         try:
-            results[name] = measure(name, device, compiles.get(name, False))
+            found = results[name] = measure(name, device)
         except Exception as error:  # noqa: BLE001 - the others are measured all the same
-            results[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
-        if not args.no_compile and not compiles.get(name):
-            results[name]["compiled_error"] = f"it did not compile within {COMPILE_SECONDS} s"
-        print(name, results[name], flush=True)
+            found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+            results[name] = found
+        if name in compiled:
+            seconds = compiled[name].time()
+            if seconds is None:
+                found["compiled_error"] = compiled[name].error
+            elif "batch" in found:
+                found["compiled_per_second"] = found["batch"] / seconds
+        ours = found.get("stoker_per_second")
+        for other in ("plain", "graph", "compiled"):
+            if ours and f"{other}_per_second" in found:
+                found[f"times_{other}"] = ours / found[f"{other}_per_second"]
+        print(name, found, flush=True)
         torch.cuda.empty_cache()
     ratios = [found["times_plain"] for found in results.values() if "times_plain" in found]
     limits = [found["times_graph"] for found in results.values() if "times_graph" in found]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-BUILDERS: dict[str, Callable[[], Entry]] = {}
+BUILDERS: dict[str, Callable[[], Any]] = {}
 
 
 @dataclass
@@ -33,7 +33,24 @@ class Entry:
     precision: str = "bf16"
 
 
-def entry(build: Callable[[], Entry]) -> Callable[[], Entry]:
+@dataclass
+class Loop:
+    """A step that no Trainer has: several models and optimizers, trained by a function of one batch.
+
+    Attributes:
+        batch: Samples of a batch.
+        make: Makes (inputs, targets) on a device; the targets are None.
+        build: Makes modules, their optimizers and the step; called with the device, a function that each module goes
+            through (torch.compile, or nothing) and options of the optimizers.
+    """
+
+    batch: int
+    make: Callable[[torch.device], tuple[Any, Any]]
+    build: Callable[..., tuple[list[nn.Module], list[torch.optim.Optimizer], Callable[[Any], Any]]]
+    precision: str = "bf16"
+
+
+def entry(build: Callable[[], Any]) -> Callable[[], Any]:
     BUILDERS[build.__name__] = build
     return build
 
@@ -428,3 +445,55 @@ def autoencoder() -> Entry:
         return images, images
 
     return Entry(model, 64, make, functional.mse_loss)
+
+
+@entry
+def gan() -> Loop:
+    """DCGAN on 32 x 32 pictures: the judge's update, then the maker's, by two optimizers."""
+
+    def build(device, through, **options):
+        def down(enters: int, leaves: int) -> list[nn.Module]:
+            return [nn.Conv2d(enters, leaves, 4, 2, 1), nn.BatchNorm2d(leaves), nn.LeakyReLU(0.2)]
+
+        def up(enters: int, leaves: int) -> list[nn.Module]:
+            layer = nn.ConvTranspose2d(enters, leaves, 4, 2, 1, bias=False)
+            return [layer, nn.BatchNorm2d(leaves), nn.ReLU()]
+
+        maker = nn.Sequential(
+            nn.ConvTranspose2d(100, 256, 4, 1, 0), nn.ReLU(), *up(256, 128), *up(128, 64),
+            nn.ConvTranspose2d(64, 3, 4, 2, 1), nn.Tanh(),
+        ).to(device)  # fmt: skip
+        judge = nn.Sequential(
+            *down(3, 64), *down(64, 128), *down(128, 256), nn.Conv2d(256, 1, 4), nn.Flatten()
+        ).to(device)
+        optimizers = [
+            torch.optim.Adam(one.parameters(), lr=2e-4, betas=(0.5, 0.999), **options)
+            for one in (maker, judge)
+        ]
+        make, judged = through(maker), through(judge)
+
+        def step(batch):
+            (noise, real), _ = batch
+            with torch.autocast(device.type, torch.bfloat16):
+                fake = make(noise)
+                loss = (
+                    functional.softplus(-judged(real).float())
+                    + functional.softplus(judged(fake.detach()).float())
+                ).mean()
+            optimizers[1].zero_grad(set_to_none=True)
+            loss.backward()
+            optimizers[1].step()
+            with torch.autocast(device.type, torch.bfloat16):
+                made = functional.softplus(-judged(fake).float()).mean()
+            optimizers[0].zero_grad(set_to_none=True)
+            made.backward()
+            optimizers[0].step()
+            return loss.detach() + made.detach()
+
+        return [maker, judge], optimizers, step
+
+    def make(device):
+        noise = torch.randn(64, 100, 1, 1, device=device)
+        return (noise, torch.randn(64, 3, 32, 32, device=device)), None
+
+    return Loop(64, make, build)

@@ -22,7 +22,8 @@ from stoker.augment.compose import Compose
 from stoker.augment.mixing import CutMix, MixUp
 from stoker.augment.presets import make_preset
 from stoker.augment.preview import Sample, draw_columns, to_pixels, write_png
-from stoker.augment.sheet import Line, colour_mask, make_sheet, pillow
+from stoker.augment.sheet import Line, colour_mask, make_sheet
+from stoker.sources.images.decoding import pillow
 
 SIZE = (96, 128)
 STEPS = 5

@@ -100,9 +100,48 @@ def benchmarks_page(results: Path, readme: str) -> str:
         "the unit; **bold** ones below 1 are losses. `n/a` was not measured on that machine.",
         "",
     ]
+    lines += defaults_section(results)
     for path in sorted(results.glob("*.json")):
         lines += _section(path)
     return "\n".join(lines) + f"\n## {reading}"
+
+
+def defaults_section(results: Path) -> list[str]:
+    """Return one table of every recipe's default run, on all machines: what it reaches, and its best baseline."""
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for path in sorted(results.glob("defaults-*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        for recipe, row in document["result"].items():
+            found.setdefault(recipe, {})[document["machine"]["host"]] = row
+    if not found:
+        return []
+    lines = [
+        "## What the recipes reach by default { #recipe-defaults }",
+        "",
+        "Each recipe on public data, with no setting but the store; `benchmarks/defaults.py` runs them. An interval is",
+        "that of 95 % over the test samples.",
+        "",
+        "| recipe | data | machine | minutes | metric | model | best baseline | verdict |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    words = {
+        "better": "better",
+        "unclear": "**maybe no better**",
+        "worse": "**not worth training**",
+    }
+    for recipe, machines in found.items():
+        for host, row in machines.items():
+            span = row.get("interval") or []
+            told = f" ({span[0]:.3g} to {span[1]:.3g})" if len(span) == 2 else ""
+            value = f"{row['value']:.3g}{told}" if "value" in row else "n/a"
+            baseline = (
+                f"{row['baseline']} {row['baseline_value']:.3g}" if row.get("baseline") else "n/a"
+            )
+            lines.append(
+                f"| {recipe} | {row['data']} | {host} | {row['minutes']:.1f} | {row.get('metric', 'n/a')} | {value} "
+                f"| {baseline} | {words.get(str(row.get('worth')), 'n/a')} |"
+            )
+    return [*lines, ""]
 
 
 def _section(path: Path) -> list[str]:

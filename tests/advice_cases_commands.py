@@ -113,6 +113,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["augment", "preview", "pictures/cat", "pictures/cat/x.png"], at="pictures/cat/x.png"),
     ],
     "cli": [
+        Case(["pack", "images", "pictures", "made", "--size", "16x16", "--keep-encoded"]),
+        Case(["pack", "images", "pictures", "made", "--max-side", "8"]),
         Case(["inspect", "table.csv", "--rows", "4"]),
         Case(["pack", "table", "table.csv", "made", "--missing", "x"]),
         Case([*PREVIEW, "--size", "1x1"]),
@@ -124,6 +126,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["bench", "memory", "--msp", "library.msp", "--ram-gb", "0"]),
         Case(["doctor"]),
         Case(["doctor", "--set", "training.lr=1", "--", "python", "train.py"], "open('train.py', 'w').write('')"),
+        Case(["doctor", "explain", "nothing"]),
+        Case(["doctor", "--pid", "1", "--", "python", "train.py"], then="cannot be looked at"),
         Case(["doctor", "--json", "--", "python", "train.py"], "open('train.py', 'w').write('')"),
         Case(["export", "run/best.pt", "out.safetensors", "--opset", "18"], at="out.safetensors"),
         Case(["export", "run/best.pt", "out.onnx", "--batch", "x"]),
@@ -171,6 +175,9 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["plan", "store", "--gpu-memory", "16GB"], "write_store(Path('store'), [{'a': Dense(np.zeros((0, 3), 'f4'))}])", fill={"STORE": "plain-store"}),
     ],
     "sources": [
+        Case(["pack", "images", "pictures", "made", "--keep-encoded", "--max-side", "0"]),
+        Case(["pack", "images", "pictures", "made", "--keep-encoded", "--quality", "0"]),
+        Case(["pack", "images", "pictures", "made", "--keep-encoded"], "from PIL import Image; Image.new('RGB', (16, 16)).save('pictures/cat/new.jpg', progressive=True)"),
         Case(["pack", "arrays", "two.npz", "made", "--names", "a"]),
         Case(["pack", "arrays", "two.npz", "a.npy", "made", "--rows", "4"]),
         Case(["inspect", "uneven.npz"], "np.savez('uneven.npz', a=np.eye(9)[:, :3], b=np.ones(4))"),
@@ -289,6 +296,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["export", "run/best.pt", "q.pt", "--int8", "--batch", "0"]),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "store", *ON_CPU], fill={"IMAGES": "pictures/cat", "MASKS": "masks/cat"}),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", "--set", "recipe.options.num_classes=2", *ON_CPU]),
+        Case(["train", "--set", "recipe.name=images", "--store", "seg-store", *ON_CPU], fill={"FOLDER": "pictures", "OUT": "packed"}),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", "--set", "recipe.options.ratios=[0.0,0.5,0.5]", *ON_CPU]),
         Case(["train", "--set", "recipe.name=forex", "--store", "store", *ON_CPU], fill=TWO),
         Case(["train", "--set", "recipe.name=massspec", "--store", "store", *ON_CPU]),
@@ -351,6 +359,13 @@ COMMANDS: dict[str, list[Case]] = {
     "doctor": [
         Case(["profile", "--config", "tabular.yaml", "--active", "0", *ON_CPU]),
         Case(["doctor", "--", "train.py"], "open('train.py', 'w').write('')"),
+        Case(["doctor", "compare", "none.json", "none.json"], "open('train.py', 'w').write('')"),
+        Case(["doctor", "compare", "table.csv", "table.csv"], "open('train.py', 'w').write('')"),
+        Case(
+            ["doctor", "compare", "seen.json", "seen.json"],
+            "open('train.py', 'w').write('')\n"
+            "open('seen.json', 'w').write('{\"findings\": [], \"measurements\": {\"subject\": \"a\"}}')",
+        ),
     ],
     "demo": [Case(["demo", "--folder", "table.csv"])],
     "errors.py": [

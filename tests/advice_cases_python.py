@@ -39,7 +39,15 @@ SERIES = (
     "from stoker.augment import Compose, RandomHorizontalFlip; store = open_store('forex-store'); plain = open_store('plain-store'); "
     "batch_size, world_size, num_lanes = 4, 1, 2; ends, window, breaks = np.arange(1, 40), 3, np.zeros(39, bool); "
     "loader = Loader('store', 16, 'cpu'); state = loader.state_dict(); odd = {**state, 'epoch': 'x'}; cut = {**state, 'chunks': 'x'}; "
-    "samples = np.arange(100); split = np.arange(40) % 3; order = Order(9, 3)"
+    "samples = np.arange(100); split = np.arange(40) % 3; order = Order(9, 3); images, labels = np.zeros((9, 3, 8, 8), 'u1'), np.arange(9)"
+)
+# Pictures of several sizes, one of which is cut off.
+ENCODED = (
+    "import io; from PIL import Image; from stoker.augment import Compose, Resize; from stoker.store.memory import memory_store; "
+    "from stoker.sources.images.encoded import picture_field; files = [io.BytesIO() for _ in range(30)]; "
+    "[Image.new('RGB', (8 + n, 9)).save(file, 'PNG') for n, file in enumerate(files)]; data = [file.getvalue() for file in files]; "
+    "data[3] = data[3][:20]; sizes = np.array([(9, 8 + n) for n in range(30)], 'i4'); resize = Compose([Resize(8)]); "
+    "pictures = memory_store({'images': picture_field(data), 'image_size': Dense(sizes), 'image_orientation': Dense(np.ones(30, 'u1'))}, 'pictures')"
 )
 # Times of decisions and labels that do not fit together, by what is wrong.
 TIMES = {
@@ -106,7 +114,7 @@ dataset = LazyMassSpecDataset(msp_file, mol_files_dir, cache_dir='lazy', jobs=1)
 COMPAT = """
 from stoker.compat.basics import *; from stoker.compat.basics import DataLoader, PipelinedDataLoader, RandomSampler
 from stoker.compat.chunk_loader import ChunkDataLoader; from stoker.compat.massspec import LazyMassSpecDataset, NISTDataLoader
-from stoker.compat.max_batch import find_max_batch_size
+from stoker.compat.max_batch import find_max_batch_size; from stoker.compat.quantization import quantize_dynamic
 class Fails(torch.utils.data.Dataset):
     __len__ = lambda self: 4
     __getitem__ = lambda self, index: 1 / 0
@@ -303,6 +311,7 @@ PYTHON: dict[str, list[Case]] = {
         "plan_store_lanes(store, 2, fields=[])",
         "plan_store_lanes(store, 2, fields=['x'])",
         "loader.set_epoch(-1)",
+        "Loader({'images': images}, 4, augment=[RandomHorizontalFlip()])",
         "loader.load_state_dict(3)",
         "loader.load_state_dict(odd)",
         "loader.load_state_dict(cut)",
@@ -315,7 +324,17 @@ PYTHON: dict[str, list[Case]] = {
         "Order(9, 3, chunks=((0, 3),))",
         "order.epoch(-1)",
     )
+    + _refused(
+        ENCODED,
+        "Loader(pictures, 4, 'cpu')",
+        "Loader(pictures, 4, 'cpu', augment=resize, on_broken='x')",
+    )
     + [
+        Case(
+            "list(Loader(pictures, 4, 'cpu', augment=resize, on_broken='skip', broken_budget=0))",
+            ENCODED,
+            into="Loader",
+        ),
         Case(
             "Loader('forex-store', 4, order='lanes', lanes=plan_store_lanes(store, num_lanes=8))",
             SERIES,
@@ -394,7 +413,15 @@ PYTHON: dict[str, list[Case]] = {
     + _refused(
         "import os; os.environ.update(RANK='0', WORLD_SIZE='1')", "Loader('store', 16, rank=5)"
     ),
-    "train": _refused(
+    "train": [
+        Case(
+            "stoker.capture(step, model=maker, optimizer=[first, second])",
+            CAPTURING
+            + "maker, judge = torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)\n"
+            + "first, second = (torch.optim.SGD(m.parameters()) for m in (maker, judge))",
+        )
+    ]
+    + _refused(
         CAPTURING,
         "stoker.capture(3, model=model, optimizer=optimizer)",
         "stoker.capture(step, 'x', model=model, optimizer=optimizer)",
@@ -428,6 +455,14 @@ PYTHON: dict[str, list[Case]] = {
             "move_model(model, 'cpu')", TRAINING + "; model = torch.nn.Linear(3, 2, device='meta')"
         ),
         Case("check_parameters(model, other, 'cpu')", TRAINING, at="other"),
+        Case("check_optimizer(model)", TRAINING, at="model"),
+        Case(
+            "check_optimizer([first, second])",
+            TRAINING
+            + "; import stoker; maker, judge = torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)"
+            + "; first, second = (torch.optim.SGD(m.parameters()) for m in (maker, judge)); step = print",
+            at="check_optimizer([first, second])",
+        ),
         Case("check_steps(slow, None)", TRAINING, at="slow"),
         Case("check_steps(optimizer, plateau)", TRAINING, at="plateau"),
         Case("read_config(config=3)", TRAINING, fill={"my.yaml": "tabular.yaml"}),
@@ -551,6 +586,11 @@ PYTHON: dict[str, list[Case]] = {
         "find_max_batch_size(model, (4,), 'cpu', max_batch=0)",
         "find_max_batch_size(model, (4,), 'cpu', max_batch=2, margin=3)",
         "find_max_batch_size(whole, (4,), 'cpu', max_batch=2)",
+        "DataLoader(list(range(9)), shuffle=True, sampler=RandomSampler(9))",
+        "PrefetchingDataLoader()",
+        "quantize_dynamic(torch.nn.Linear(3, 2), dtype=torch.float16)",
+        "Normalize((0.5,), (0.5,)).apply(torch.randn(3, 8, 8))",
+        "RandomCrop(99, padding=1).apply(torch.randn(3, 8, 8))",
     )
     + [
         Case(
@@ -621,6 +661,22 @@ PYTHON: dict[str, list[Case]] = {
         ),
         Case("load_trained('run/best.pt', recipe='forex')", RECIPES, fill={"STORE": "forex-store"}),
         Case("split_compounds(apart, (0.8, 0.1, 0.1), 0)", RECIPES),
+        Case("list(read_molecules_of(Path('table.csv')))", "from stoker.recipes.massspec.molecules import read_molecules_of"),
+        *_refused(
+            "from stoker.recipes.images.networks import *; from stoker.recipes.images.recipe import *; "
+            "import torch, sys; from types import SimpleNamespace; "
+            "library = SimpleNamespace(list_models=lambda: ['pair'], create_model=lambda name, num_classes, in_chans: torch.nn.Flatten()); "
+            "sys.modules['timm'] = library; sys.modules.setdefault('torchvision.models', SimpleNamespace(list_models=lambda: []))"
+            "\nsys.modules.setdefault('torchvision', SimpleNamespace())\n"
+            "def call(network): make_network(choose_network(network, (32, 32))[0], 3, 3, 4, (32, 32))\n"
+            "def split(ratios): split_pictures(pictures, np.zeros(9, 'i8'), ratios, 0)\n"
+            "pictures = write_store(Path('pictures-store'), [{'labels': Dense(np.zeros(9, 'i8'))}])",
+            "call(network='resnet99x')",
+            "call(network='timm/pair')",
+            "split(ratios=[0.0, 0.5, 0.5])",
+            "load_weights(ResNet9(3, width=4), 'none/weights.pt')",
+            "load_weights(ResNet9(3, width=4), 'table.csv')",
+        ),
         Case("parse_options(TabularRecipe.Options, dict(hiden=1), 'tabular')", RECIPES),
         Case("lr_factor(128, 128, 'x', None)", RECIPES, at="'x'"),
     ],

@@ -110,7 +110,7 @@ def test_bad_images_and_masks_are_named(street, tmp_path):
     with pytest.raises(SourceError, match="holds no images"):
         read_samples(street / "empty", None, 1, None)
     (street / "note.png").write_text("not an image")
-    with pytest.raises(SourceError, match=r"note\.png cannot be read as an image"):
+    with pytest.raises(SourceError, match=r"note\.png cannot be opened as an image"):
         read_samples(street / "note.png", None, 1, None)
     (street / "masks/2.png").unlink()
     with pytest.raises(InputError, match=r"no mask for 2\.png"):

@@ -399,10 +399,40 @@ def test_bad_arguments_are_named(device):
         stoker.capture(3, **known)
 
 
+def test_what_the_step_trains_must_be_given(device):
+    """A model or an optimizer that was forgotten would be trained twice while both ways are compared."""
+    maker, judge = nn.Linear(4, 6).to(device), nn.Linear(6, 1).to(device)
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (maker, judge))
+
+    def step(batch):
+        loss = judge(maker(batch)).mean()
+        loss.backward()
+        first.step()
+        second.step()
+        return loss
+
+    class Owner:
+        def __init__(self):
+            self.first, self.second = first, second
+
+        def step(self, batch):
+            return step(batch)
+
+    for written in (step, Owner().step):
+        with pytest.raises(InputError, match="trains an optimizer that was not given"):
+            stoker.capture(written, model=[maker, judge], optimizer=first)
+        with pytest.raises(
+            InputError, match="trains a model that was not given: 2 parameters of SGD"
+        ):
+            stoker.capture(written, model=maker, optimizer=[first, second])
+        given = {"model": {"m": maker, "j": judge}, "optimizer": {"m": first, "j": second}}
+        assert stoker.capture(written, **given).reason == "captured after the first steps"
+
+
 def test_what_cannot_be_captured_at_all_says_so_at_once(device, monkeypatch, tmp_path):
     loop, said = Loop(device, OPTIMIZERS["AdamW"]), []
     known = {"optimizer": loop.optimizer, "say": said.append}
-    step = stoker.capture(loop.step, model=nn.DataParallel(make_model()), **known)
+    step = stoker.capture(loop.step, model=[nn.DataParallel(make_model()), loop.model], **known)
     assert "DataParallel starts threads" in step.reason
     monkeypatch.setattr(Ranks, "current", lambda: Ranks(0, 2, 0, 2, joined=True))
     step = stoker.capture(loop.step, model=loop.model, **known)

@@ -109,7 +109,7 @@ def test_an_optimizer_of_others_keeps_its_number_which_must_not_change():
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert frozen.find_change() is None
     optimizer.param_groups[0]["lr"] = 0.2
-    assert frozen.find_change() == "the scheduler changes lr, which a graph cannot follow"
+    assert "the scheduler changes lr, which a graph cannot follow; " in frozen.find_change()
 
 
 # -- draws on the host -----------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def one_cycle(optimizer):
     ("kind", "name"), [(torch.optim.AdamW, "betas"), (torch.optim.SGD, "momentum")]
 )
 def test_a_scheduler_that_changes_more_than_the_rate_ends_capture(path, device, kind, name):
-    reason = f"the scheduler changes {name}, which a graph cannot follow"
+    reason = f"the scheduler changes {name}, which a graph cannot follow; cycle_momentum=False leaves it as it is"
     trainer = make_run(path, device, "auto", scheduler=one_cycle, kind=kind)
     history = trainer.fit()
     assert not trainer._captured.active
@@ -404,3 +404,25 @@ def test_an_update_that_is_left_out_counts_once(tmp_path, device, bad_step):
     trainer.fit()
     assert trainer._captured.active
     assert trainer._step.num_skipped == 1
+
+
+def test_what_ended_a_capture_is_the_first_error_and_its_line():
+    """torch raises a second error when it ends the capture, which says nothing of the cause."""
+
+    def step_of_a_stranger():
+        return int("a host number")
+
+    try:
+        raise KeyError("of the caller, handled before")
+    except KeyError as handled:
+        try:
+            try:
+                step_of_a_stranger()
+            except ValueError:
+                raise RuntimeError("operation failed due to a previous error") from None
+        except RuntimeError as error:
+            said = capturing.describe_failure(error, handled)
+    assert "a host number" in said
+    assert "previous error" not in said
+    assert f"{__name__}.py:" in said
+    assert said.endswith('return int("a host number")')

@@ -45,13 +45,11 @@ def test_check_prints_every_setting_with_its_origin():
 
 
 def test_check_names_keys_that_no_job_reads():
-    stage = "training.student_distill.batch_size=4"
-    result = call("config", "check", "massspec", "--set", "data.pin_memory=false", "--set", stage,
+    result = call("config", "check", "massspec", "--set", "data.pin_memory=false",
                   "--set", "training.init_gain=0.5")  # fmt: skip
     notes = " ".join(line for line in result.stdout.splitlines() if line.startswith("note: "))
     assert "data.pin_memory: false (--set) has no effect in `stoker train`: batches always" in notes
     assert "training.init_gain (--set): no effect" in notes
-    assert "training.student_distill.batch_size (--set): counts for the whole training" in notes
 
 
 def test_check_prints_notes_and_takes_overrides():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import re
 import shutil
@@ -176,10 +175,9 @@ def test_memory_is_counted_and_small(dataset):
 # -- lines ---------------------------------------------------------------------------------------
 
 
-def test_the_documented_lines_of_the_first_and_of_later_runs(library, tmp_path, caplog):
+def test_the_documented_lines_of_the_first_and_of_later_runs(library, tmp_path, capsys):
     cache = tmp_path / "lazy_cache"
-    with caplog.at_level(logging.INFO, logger="stoker.massspec"):
-        dataset = LazyMassSpecDataset(*library, cache_dir=cache, jobs=1)
+    dataset = LazyMassSpecDataset(*library, cache_dir=cache, jobs=1)
     megabytes = sum(file.stat().st_size for file in cache.rglob("*.h5")) / 1e6
     expected = [
         "Building metadata and spectrum cache...",
@@ -194,12 +192,10 @@ def test_the_documented_lines_of_the_first_and_of_later_runs(library, tmp_path, 
         "Dataset ready: 24 samples (Memory-efficient mode)",
         f"Estimated memory usage: ~{dataset.resident_bytes / 1e6:.1f} MB",
     ]
-    said = [message for message in caplog.messages if message != "Processing: 0 of 24"]
-    assert said == expected
-    caplog.clear()
-    with caplog.at_level(logging.INFO, logger="stoker.massspec"):
-        LazyMassSpecDataset(*library, cache_dir=cache, jobs=1)
-    assert caplog.messages == [
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line != "Processing: 0 of 24"] == expected
+    LazyMassSpecDataset(*library, cache_dir=cache, jobs=1)
+    assert capsys.readouterr().out.splitlines() == [
         f"Loading metadata from cache: {cache}/spectra/store.json",
         "Loaded metadata: 24 samples",
         "Dataset ready: 24 samples (Memory-efficient mode)",
@@ -207,7 +203,7 @@ def test_the_documented_lines_of_the_first_and_of_later_runs(library, tmp_path, 
     ]
 
 
-def test_nothing_is_printed_and_say_takes_the_lines(library, cache, dataset, capsys):
+def test_say_takes_the_lines_and_nothing_is_printed(library, cache, dataset, capsys):
     lines = []
     LazyMassSpecDataset(*library, cache_dir=cache, say=lines.append, jobs=1)
     assert len(lines) == 4

@@ -107,6 +107,7 @@ def test_a_total_is_the_measured_training_and_what_more_samples_take():
     found = project_all(uses, TRAINING, 32 * GB)
     assert [(f.num_samples, f.kind) for f in found] == [
         (300_000, "lazy"), (300_000, "precomputed"), (100_000, "lazy"), (100_000, "precomputed"),
+        (50_000, "lazy"), (50_000, "precomputed"),
     ]  # fmt: skip
     lazy = found[2]
     more = USE.project(100_000) - USE.project(1000) + 99_000 * 80
@@ -190,8 +191,8 @@ def test_lines_are_as_documented():
         r"^Memory after accessing samples: \d+\.\d MB$",
         r"^Memory increase: \d+\.\d MB$",
         r"^Recommendations for 32GB RAM System$",
-        r"^300,000 samples:$",
-        r"^100,000 samples:$",
+        r"^300,000 samples \(Full NIST17\):$",
+        r"^100,000 samples \(Large subset\):$",
         r"^    Dataset: \d+\.\d MB$",
         r"^    Total: ~\d+\.\d GB \(dataset \+ model \+ training\)$",
         r"^    Status: ✅ RECOMMENDED$",

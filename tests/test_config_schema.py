@@ -129,6 +129,14 @@ PRESETS: dict[str, dict[str, object]] = {
         "training.epochs": 20, "training.lr": 1e-3, "training.precision": "auto", "training.capture": "auto",
         "training.clip_norm": 1.0, "training.checkpoint_every_steps": 1000,
     },
+    "images": {
+        "recipe.name": "images", "recipe.store": "stores/images", "run.dir": "runs/images",
+        "training.batch_size": 128, "training.epochs": 30, "training.lr": 2e-3,
+    },
+    "cifar": {
+        "recipe.name": "images", "recipe.store": "stores/cifar", "run.dir": "runs/cifar",
+        "training.batch_size": 512, "training.epochs": 24, "training.lr": 4e-3,
+    },
     "massspec": {
         "recipe.name": "massspec", "recipe.store": "stores/massspec", "run.dir": "runs/massspec",
         "training.batch_size": 100, "training.epochs": 30, "training.lr": 1e-3,

@@ -26,7 +26,7 @@ from docs_build.pages import (
     written_pages,
 )
 from docs_build.reference import anchor, find_home, read_package
-from docs_build.results import Row, benchmarks_page, number_words, rows_of
+from docs_build.results import Row, benchmarks_page, defaults_section, number_words, rows_of
 from docs_build.symptoms import findings, symptoms
 from docs_build.verbs import EXIT_CODES, command_tree, leaves, subcommands, verb_pages
 
@@ -92,14 +92,15 @@ def test_a_verb_is_linked_with_the_pages_that_use_it():
 
 
 def test_every_finding_has_its_anchor_and_its_page(pages):
-    from stoker.doctor.findings import Finding
+    from stoker.doctor.findings import explanations
     from stoker.doctor.rules import FINDING_NAMES
 
     doctor = pages["doctor.md"]
+    # The same text in the package, for `stoker doctor explain`: copy the part again after a change of the page.
+    assert explanations() == findings((ROOT / "docs/doctor.md").read_text(encoding="utf-8"))
     assert set(findings(doctor)) == set(symptoms(doctor)) == set(FINDING_NAMES)
     for name in FINDING_NAMES:
-        file, _, place = Finding(name, "t", (), "r").docs.partition("#")
-        assert place in anchors((ROOT / file).read_text(encoding="utf-8"))
+        assert name in anchors((ROOT / "docs/doctor.md").read_text(encoding="utf-8"))
         page = pages[f"symptoms/{name}.md"]
         assert page.startswith(f"# {name}\n")
         assert all(words in page for words in symptoms(doctor)[name])
@@ -493,3 +494,17 @@ def test_translated_pages_say_their_language(site):
     assert '<html lang="en"' in (site / "index.html").read_text("utf-8")
     for code in LANGUAGES:
         assert f'<html lang="{code}"' in (site / code / "quickstart.html").read_text("utf-8")
+
+
+def test_default_runs_stand_in_one_table(tmp_path):
+    assert defaults_section(tmp_path) == []
+    row = {
+        "data": "flows", "minutes": 2.34, "metric": "macro_f1", "value": 0.93, "interval": [0.82, 0.97],
+        "baseline": "boosted trees", "baseline_value": 0.975, "worth": "worse",
+    }  # fmt: skip
+    document = {"benchmark": "defaults", "machine": {"host": "h"}, "result": {"tabular": row}}
+    (tmp_path / "defaults-h.json").write_text(json.dumps(document))
+    (line,) = [line for line in defaults_section(tmp_path) if line.startswith("| tabular")]
+    assert line == (
+        "| tabular | flows | h | 2.3 | macro_f1 | 0.93 (0.82 to 0.97) | boosted trees 0.975 | **not worth training** |"
+    )

@@ -101,7 +101,7 @@ class TestPage:
         assert wanted <= set(parsed.ids)
         assert len(parsed.ids) == len(set(parsed.ids))
         for words in (
-            "1,600", "× 1.50 (1.20 to 1.90)", "train.py:7", "docs/doctor.md#starved-by-loader",
+            "1,600", "× 1.50 (1.20 to 1.90)", "train.py:7", "stoker doctor explain starved-by-loader",
             "waiting for data", "fetching values from the step", "backward pass", "no room",
             "1,000", "1,450", "× 1.45", "12 ms", "decode", "chunked", "note seen",
         ):  # fmt: skip

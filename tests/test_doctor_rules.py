@@ -299,7 +299,8 @@ def test_a_step_that_waits_without_a_remedy_is_not_called_healthy():
         assert findings[0].name == "no-workers"
         return
     told = why_unjudged(waiting, findings)
-    assert "waits for data 90% of the time, and other work keeps the cores busy" in told
+    assert "waits for data 90% of the time (a DataLoader at train.py:20 with num_workers=" in told
+    assert "), and other work keeps the cores busy; measure again" in told
     assert Consultation(waiting, (), unjudged=told).verdict.startswith("cannot judge: ")
 
 
@@ -344,6 +345,32 @@ def test_workers_are_not_tried_for_a_dataset_with_an_open_hdf5_file():
         loader={"open_hdf5": ("f", "img.h5")},
     )
     assert diagnose(other)[0].patch.replacement == "", "two files are not one store"
+
+
+def test_a_restart_costs_no_more_than_what_is_beyond_a_step():
+    short = job(0.010, 0.001, workers=2, loader={"epoch_starts": 9, "epoch_start_seconds": 2.0})
+    loader = replace(short.loader, persistent_workers=False, steps_per_epoch=8)
+    found = diagnose(replace(short, loader=loader, steps=100, seconds=3.0))
+    finding = next(one for one in found if one.name == "workers-restarted")
+    assert finding.gain.likely == pytest.approx(3.0, rel=0.1), (
+        "0.03 s on average, 0.01 s without restarts"
+    )
+
+
+def test_data_that_is_converted_from_float64_is_no_model_in_float64():
+    computing = OperatorFacts(100, 0.001, double_seconds=0.008, matmul_seconds={"float32": 0.002})
+    assert not diagnose(job(0.010, 0.0, operators=computing))
+    double = replace(computing, matmul_seconds={"float64": 0.002})
+    assert diagnose(job(0.010, 0.0, operators=double))[0].name == "double-precision"
+
+
+def test_a_conversion_comes_with_its_command_and_the_loader_that_reads_the_store():
+    packed = replace(ROWS, name="my data/img.h5:/images", chunks=(1, 512), compression="gzip")
+    slow = job(0.030, 0.025, load=0.030, work=LoaderWork(read=0.029), hdf5=(packed,))
+    found = diagnose(slow)
+    finding = next(one for one in found if one.name == "hdf5-compressed")
+    assert "`stoker pack arrays 'my data/img.h5' 'my data/img-store'`" in finding.remedy
+    assert finding.patch.replacement.startswith("stoker.Loader('my data/img-store', 64, ")
 
 
 def test_workers_that_are_fast_enough_are_not_blamed():
@@ -553,7 +580,7 @@ def test_a_document_that_is_something_else_is_refused():
 
 def test_a_finding_knows_its_docs():
     finding = Finding("no-workers", "t", ("e",), "r.", Gain(), patch=Patch(config={"a": 1}))
-    assert finding.docs == "docs/doctor.md#no-workers"
+    assert finding.docs == "stoker doctor explain no-workers"
     assert Finding.from_json(finding.to_json()) == finding
 
 

@@ -24,6 +24,7 @@ SAYS = {
     "lightning_loader.py": r"doctor: a step takes .*\n(.*\n)*120 updates; Done: 3 epochs\. Last loss 0\.\d",
     "own_hdf5.py": r"24 batches, 3000 samples, last loss \d",
     "stateful_dataloader.py": r"(.*missing adds up to 0\.0\n){2}",
+    "tokens.py": r"resident: .* 5 batches trained",
     "windows.py": r"\d+ batches from [\d,]+ bytes; last loss 0\.\d",
 }
 NEEDS = {
@@ -40,6 +41,7 @@ NEEDS = {
 THEIR_WARNINGS = (
     "ignore:`isinstance(treespec, LeafSpec)` is deprecated",
     "ignore:'set_vital' is deprecated",
+    "ignore:The 'train_dataloader' does not have many workers",
 )
 
 

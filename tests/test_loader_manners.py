@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from stoker.augment import RandomHorizontalFlip
 from stoker.errors import InputError, StoreError
 from stoker.loader import arguments
 from stoker.loader.batch import Batch
@@ -394,3 +395,48 @@ def test_what_is_left_aside_is_said_once(grouped):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Loader(grouped, 4, "cpu", rows=12).close()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "typed"),
+    [
+        (torch.utils.data.RandomSampler(X), {"shuffle": True}),
+        (torch.utils.data.WeightedRandomSampler(torch.ones(N), N), {"weights": torch.ones(N)}),
+        (torch.utils.data.SubsetRandomSampler([5, 2]), {"shuffle": True, "samples": [2, 5]}),
+    ],
+)
+def test_a_sampler_of_torch_is_answered_with_what_does_the_same(sampler, typed):
+    with pytest.raises(InputError) as error:
+        loader_of(sampler=sampler)
+    advised = eval(f"dict({error.value.fix})", {"np": np, "sampler": sampler})
+    assert advised.keys() == typed.keys()
+    assert all(np.array_equal(advised[name], typed[name]) for name in typed)
+    assert len(list(loader_of(**advised))) == len(list(loader_of(**typed)))
+
+
+def test_text_in_memory_is_a_field_that_is_not_loaded_by_itself():
+    names = np.array([f"sample {number}" for number in range(N)])
+    for held in (names, names.astype(object)):
+        with loader_of({"x": X, "name": held}) as loader:
+            assert set(next(iter(loader))) == {"x"}
+            assert loader.store.fields["name"].encoding is not None
+
+
+def test_the_dataset_of_a_dataloader_is_asked_for_in_vain_and_told_where_it_is():
+    with loader_of() as loader, pytest.raises(AttributeError, match=r"len\(loader.samples\)"):
+        len(loader.dataset)
+
+
+def test_only_fields_of_classes_are_offered_for_balance():
+    with pytest.raises(InputError) as error:
+        loader_of({"x": X, "kind": Y % 3}, balance="label")
+    assert error.value.fix == "balance='kind'"
+    with pytest.raises(InputError) as error:
+        loader_of({"x": X}, balance="label")
+    assert error.value.fix == "leave balance out"
+
+
+@pytest.mark.parametrize("augment", [[RandomHorizontalFlip()], RandomHorizontalFlip(), len])
+def test_what_is_no_augmentation_is_refused_before_the_first_batch(augment):
+    with pytest.raises(InputError, match="augment is"):
+        loader_of({"images": torch.zeros(N, 3, 4, 4)}, augment=augment)

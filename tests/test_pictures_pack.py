@@ -188,7 +188,7 @@ def test_the_command_says_what_it_did_and_what_goes_together(folder, tmp_path):
     assert done.exit_code == 0, done.output
     assert "6 pictures found = 6 packed" in done.output
     for words, told in (
-        (["--keep-encoded", "--size", "64"], "--keep-encoded --max-side 64"),
+        (["--keep-encoded", "--size", "64"], "leave --size out"),
         (["--max-side", "64"], "--keep-encoded --max-side 64"),
         (["--keep-encoded", "--quality", "0"], "1 to 100"),
     ):

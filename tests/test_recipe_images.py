@@ -88,7 +88,7 @@ def test_pretrained_weights_keep_all_but_the_last_layer(tmp_path, ending):
     note = load_weights(fresh, path)
     assert torch.equal(fresh.stem[0].weight, trained.stem[0].weight)
     assert torch.equal(fresh.head.weight, before)
-    assert "head.weight, head.bias begin anew" in note
+    assert "head.bias, head.weight begin anew" in note
 
 
 def test_weights_of_another_network_and_pickles_are_refused(tmp_path):
@@ -315,8 +315,9 @@ def trained(folder):
     run("pack", "images", folder / "pictures", folder / "store", "--size", "16x16", "--jobs", "1")
     told = run(
         "train", "--config", "images", "--store", folder / "store", "--device", "cpu", "--json",
-        *("--set", f"run.dir={folder / 'run'}", "--set", "training.epochs=4", "--set", "training.batch_size=16"),
-        *("--set", "recipe.options.width=4", "--set", "recipe.options.cutmix=0.5"),
+        *("--set", f"run.dir={folder / 'run'}", "--set", "training.epochs=8"),
+        *("--set", "training.batch_size=16", "--set", "training.lr=0.02"),
+        *("--set", "recipe.options.width=8", "--set", "recipe.options.cutmix=0.5"),
     )  # fmt: skip
     return folder, json.loads(told)
 
@@ -350,6 +351,15 @@ def test_new_pictures_get_class_names_or_a_reason(trained):
     assert "cannot be opened as an image" in rows["broken.png"]["reason"]
 
 
+def test_pictures_in_folders_of_their_class_are_evaluated(trained):
+    folder, _ = trained
+    told = run(
+        *("predict", folder / "run" / "best.pt", folder / "pictures", folder / "all.csv"),
+        *("--device", "cpu", "--json"),
+    )
+    assert json.loads(told)["evaluation"]["num_samples"] == 60
+
+
 def test_the_graph_answers_as_the_model_does(trained):
     import onnx
     import onnxruntime
@@ -361,9 +371,8 @@ def test_the_graph_answers_as_the_model_does(trained):
     about = {entry.key: entry.value for entry in graph.metadata_props}
     assert json.loads(about["stoker.classes"]) == ["blue sky", "green", "red"]
     session = onnxruntime.InferenceSession(folder / "model.onnx")
-    picture = Image.open(folder / "pictures" / "red" / "3.png").resize(
-        (16, 16), Image.Resampling.BILINEAR
-    )
+    with Image.open(folder / "pictures" / "red" / "3.png") as opened:
+        picture = opened.resize((16, 16), Image.Resampling.BILINEAR)
     pixels = np.moveaxis(np.asarray(picture), -1, 0)[None]
     names = [output.name for output in session.get_outputs()]
     made = dict(zip(names, session.run(None, {"images": pixels}), strict=True))

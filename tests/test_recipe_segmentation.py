@@ -246,13 +246,15 @@ def test_ignored_pixels_have_no_gradient_and_samples_are_averaged():
 
 def judge_by_hand(predicted, true, num_classes):
     counts = true != IGNORE
-    shares = []
+    shares, dices = [], []
     for label in range(num_classes):
         said, is_so = (predicted == label) & counts, (true == label) & counts
         if (said | is_so).any():
             shares.append((said & is_so).sum() / (said | is_so).sum())
+            dices.append(2 * (said & is_so).sum() / (said.sum() + is_so.sum()))
     return {
         "miou": np.mean(shares),
+        "mean_dice": np.mean(dices),
         "pixel_accuracy": (predicted == true)[counts].mean(),
     }
 

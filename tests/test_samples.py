@@ -145,5 +145,5 @@ def test_a_finished_pack_tells_the_facts_and_where_to_look(tmp_path, monkeypatch
     outcome = invoke(*words)
     assert outcome.exit_code == 0, outcome.output
     assert "all white: 1 of 1 pictures that were looked at" in outcome.output
-    assert "stoker inspect out --html out.html" in outcome.output
+    assert "samples as the model gets them: out/samples.html" in outcome.output
     assert invoke("inspect", "out", "--html", "out.html").exit_code == 0

@@ -20,6 +20,7 @@ from stoker.cli.main import app
 from stoker.errors import CorruptError, StoreError
 from stoker.loader.loader import Loader
 from stoker.store.reader import open_store
+from stoker.store.zarr import crc32c
 
 COMPRESS = {
     None: lambda raw: raw,
@@ -175,7 +176,7 @@ def change(folder, **facts):
     [
         ({"data_type": "string"}, "has dtype string"),
         ({"data_type": "complex128"}, "has dtype complex128"),
-        ({"codecs": [{"name": "sharding_indexed"}]}, "has the codec sharding_indexed"),
+        ({"codecs": [{"name": "bytes"}, {"name": "sharding_indexed"}]}, "has the codec sharding_indexed"),
         ({"codecs": [{"name": "transpose"}, {"name": "bytes"}]}, "has the codec transpose"),
         ({"codecs": [{"name": "bytes"}, {"name": "nobody"}]}, "nobody"),
         ({"shape": [], "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": []}}}, "is a single value"),
@@ -199,8 +200,8 @@ def test_blosc_says_what_to_install(tmp_path):
 
 def test_a_folder_that_only_zarr_can_read_gets_a_command(tmp_path):
     write_array(tmp_path / "b.zarr", np.arange(9), (9,))
-    change(tmp_path / "b.zarr", codecs=[{"name": "sharding_indexed"}])
-    with pytest.raises(StoreError, match="sharding_indexed") as caught:
+    change(tmp_path / "b.zarr", codecs=[{"name": "transpose"}, {"name": "bytes"}])
+    with pytest.raises(StoreError, match="transpose") as caught:
         open_store(tmp_path / "b.zarr")
     assert "import h5py, zarr" in caught.value.fix
 
@@ -236,3 +237,102 @@ def test_any_metadata_is_read_or_refused(facts, tmp_path_factory):
             store.read_rows("features", 0, min(3, len(store)))
     except StoreError:
         pass
+
+
+def write_sharded(folder, values, chunks, counts, codec="zstd", at_end=True, checked=True, fill=0):
+    """Write an array in shards of `counts` chunks each, as the specification has it."""
+    folder.mkdir(parents=True)
+    shard = tuple(size * count for size, count in zip(chunks, counts, strict=True))
+    compress = COMPRESS[codec]
+    for place in product(*(range(-(-n // s)) for n, s in zip(values.shape, shard, strict=True))):
+        body, entries = [], []
+        size = 16 * int(np.prod(counts)) + 4 * checked
+        offset = 0 if at_end else size
+        for inner in product(*map(range, counts)):
+            numbers = [p * c + i for p, c, i in zip(place, counts, inner, strict=True)]
+            inside = all(n * c < s for n, c, s in zip(numbers, chunks, values.shape, strict=True))
+            raw = chunk_bytes(values, chunks, numbers, fill) if inside else None
+            if raw is None:
+                entries.append((2**64 - 1, 2**64 - 1))
+                continue
+            packed = compress(raw)
+            entries.append((offset, len(packed)))
+            body.append(packed)
+            offset += len(packed)
+        if not body:
+            continue
+        index = np.array(entries, "<u8").tobytes()
+        index += crc32c(index).to_bytes(4, "little") if checked else b""
+        path = folder / "/".join(["c", *map(str, place)])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join([*body, index] if at_end else [index, *body]))
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    inside = {
+        "chunk_shape": chunks,
+        "codecs": [little, *([{"name": codec, "configuration": {}}] if codec else [])],
+        "index_codecs": [little, *([{"name": "crc32c"}] if checked else [])],
+        "index_location": "end" if at_end else "start",
+    }
+    facts = {
+        "zarr_format": 3, "node_type": "array", "shape": values.shape, "fill_value": fill,
+        "data_type": values.dtype.name,
+        "codecs": [{"name": "sharding_indexed", "configuration": inside}],
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+    }  # fmt: skip
+    (folder / "zarr.json").write_text(json.dumps(facts))
+
+
+def test_the_checksum_is_that_of_castagnoli():
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, appendix B.4
+
+
+@given(
+    shape=st.lists(st.integers(1, 14), min_size=1, max_size=3),
+    chunk=st.lists(st.integers(1, 5), min_size=3, max_size=3),
+    counts=st.lists(st.integers(1, 4), min_size=3, max_size=3),
+    codec=st.sampled_from([None, "gzip", "zstd"]),
+    at_end=st.booleans(),
+    checked=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_shards_read_as_they_were_written(
+    shape, chunk, counts, codec, at_end, checked, seed, tmp_path_factory
+):
+    rng = np.random.default_rng(seed)
+    values = rng.integers(0, 2, shape).astype("<f4")
+    folder = tmp_path_factory.mktemp("z") / "x.zarr"
+    dims = len(shape)
+    write_sharded(folder, values, chunk[:dims], counts[:dims], codec, at_end, checked)
+    with open_store(folder) as store:
+        assert (store.read_rows("features", 0, len(store)) == values).all()
+        picks = rng.integers(0, len(store), 9)
+        assert (store.gather("features", picks) == values[picks]).all()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]), "the checksum of its index"),
+        (lambda raw: raw[:20], "too few for its index"),
+        (lambda raw: bytes([raw[0] ^ 255, *raw[1:]]), "x.zarr/c/0: "),
+        (lambda raw: raw[:-20] + bytes(16) + crc32c(raw[-68:-20] + bytes(16)).to_bytes(4, "little"), "x.zarr/c/0: "),
+    ],
+)  # fmt: skip
+def test_a_damaged_shard_names_the_file(damage, words, tmp_path):
+    write_sharded(tmp_path / "x.zarr", np.arange(1, 17.0), (4,), (4,))
+    file = tmp_path / "x.zarr/c/0"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(CorruptError, match=words):  # noqa: SIM117
+        with open_store(tmp_path / "x.zarr") as store:
+            store.read_rows("features", 0, 16)
+
+
+def test_shards_that_do_not_fit_are_refused(tmp_path):
+    write_sharded(tmp_path / "x.zarr", np.arange(1, 17.0), (4,), (4,))
+    facts = json.loads((tmp_path / "x.zarr/zarr.json").read_text())
+    facts["chunk_grid"]["configuration"]["chunk_shape"] = [13]
+    (tmp_path / "x.zarr/zarr.json").write_text(json.dumps(facts))
+    with pytest.raises(CorruptError, match="do not fill shards"):
+        open_store(tmp_path / "x.zarr")

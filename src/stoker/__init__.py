@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         NISTDataLoader as NISTDataLoader,
     )
     from stoker.compat.max_batch import find_max_batch_size as find_max_batch_size
+    from stoker.compat.quantization import quantize_dynamic as quantize_dynamic
     from stoker.config import config_schema as config_schema
     from stoker.config import load_config as load_config
     from stoker.errors import (
@@ -112,6 +113,7 @@ _HOMES = {
     "pack": "stoker.packing",
     "pack_from": "stoker.packing",
     "probe": "stoker.machine",
+    "quantize_dynamic": "stoker.compat.quantization",
     "Trainer": "stoker.train.trainer",
     "TrainSettings": "stoker.train.settings",
     "log_gpu_stats": "stoker.train.memory",

@@ -180,6 +180,19 @@ def test_the_table_is_the_references(seed, epoch, step, stream, batch):
     assert torch.equal(actual[:, whole], expected[:, whole])
 
 
+@pytest.mark.parametrize(("batch", "num_batches"), [(1, 3), (300, 2), (1100, 1)])
+def test_a_table_drawn_by_many_programs_is_the_references(batch, num_batches):
+    tape = encode_tape(EVERYTHING, (29, 33))
+    made = []
+    for backend, device in ((TorchBackend(), "cpu"), (fused.FusedBackend(), DEVICE)):
+        counter = philox.make_counter(6, 2, 11, 3).to(device)
+        table = backend.draw(tape.to(device), counter, batch, num_batches)
+        made.append((table.cpu(), counter.tolist()))
+    (expected, counter), (actual, other) = made
+    assert counter == other == [6, 2, 11 + num_batches, 3]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("batch", [1, 31, 257])
 def test_uniforms_are_bit_equal(batch):
     # A factor from 0 to 1 is the uniform itself: u1, u2 and u3 stand in the table.

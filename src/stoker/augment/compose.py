@@ -15,49 +15,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from stoker.augment import guard
 from stoker.augment.definition import Op, Opcode, Phase, Program, Size, check_size
 from stoker.augment.ops import check_order, encode_tape, make_program, split_program
-from stoker.augment.position import Position, check_state
+from stoker.augment.position import Position, Positioned
 from stoker.augment.reference import TorchBackend, move_boxes, move_keypoints
 from stoker.augment.stages import Stage
 from stoker.errors import InputError
 
+if TYPE_CHECKING:
+    from stoker.augment.fused import FusedBackend
+
+    Backend = TorchBackend | FusedBackend
+
 Tensor = torch.Tensor
 BACKENDS = ("auto", "torch", "fused")
-
-
-class Backend(Protocol):
-    """Draws and applies: `reference.TorchBackend` and `fused.FusedBackend`."""
-
-    name: str
-
-    def draw(
-        self,
-        tape: Tensor,
-        counter: Tensor,
-        batch: int,
-        num_batches: int = 1,
-        *,
-        ids: Tensor | None = None,
-        staged: Tensor | None = None,
-    ) -> Tensor:
-        """Return the table `(num_batches * batch, 16)` and advance the counter's step on the device."""
-
-    def apply(
-        self,
-        images: Tensor,
-        masks: Tensor | None,
-        rows: Tensor | None,
-        table: Tensor,
-        program: Program,
-        faults: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return augmented images and masks."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +63,7 @@ class _Plan:
     num_staged: int
 
 
-class Compose:
+class Compose(Positioned):
     """Augmentations in the order of the phases, with one draw per sample.
 
     Args:
@@ -375,23 +351,11 @@ class Compose:
             backend=self.backend,
         )
 
-    # -- the position in the run -----------------------------------------------------------------
+    def split_sizing(self) -> tuple[Any, Compose] | None:
+        """Return the first op, where it brings pictures of any size to one, and the rest; see `sizing.py`."""
+        from stoker.augment.sizing import split_sizing
 
-    def seek(self, epoch: int, step: int = 0) -> None:
-        """Make the next draw that of (epoch, step); in place, so captured graphs follow."""
-        self._position.move(epoch, step)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch. Its draws do not depend on earlier calls."""
-        self.seek(epoch)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return seed, epoch, step and stream; waits for the device that was drawn on last."""
-        return self._position.read()
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where `state_dict` was taken."""
-        self._position.write(check_state(state))
+        return split_sizing(self)
 
     # -- inside ----------------------------------------------------------------------------------
 

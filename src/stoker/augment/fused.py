@@ -41,6 +41,7 @@ OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_CHANNELS = 16  # unrolled in one kernel
 MAX_PARTIALS = 512  # sums per sample that every program of the main kernel adds up
 MAX_SAMPLES = 65535  # the grid's third axis
+ONE_PROGRAM = 1024  # samples whose parameters one program draws and counts; more take 25 µs and up
 AT_ONCE_TAPS = 5  # blurs up to here in one pass of at most 25 taps; larger ones in two
 _INT32 = 2**31
 _KEPT_PLANS = 64
@@ -237,23 +238,25 @@ class FusedBackend:
     ) -> Tensor:
         """Return the table `(num_batches * batch, 16)` and advance the counter's step.
 
-        One launch for one batch, two for any number of them.
+        One launch for one batch of up to `ONE_PROGRAM` samples, else two: many programs, and the count.
         """
         shape = (batch * num_batches, TABLE_WIDTH)
         table = torch.empty(shape, dtype=torch.float32, device=counter.device)
         num_staged = 0 if staged is None else staged.shape[1]
         key = (batch, num_batches, tape.shape[0], counter.device, ids is None, num_staged)
         launch = self._draws.get(key)
+        alone = num_batches == 1 and batch <= ONE_PROGRAM
         if launch is None:
             from stoker.augment.fused_draw import draw
 
             lanes = min(max(_power(batch), 32), 256)
-            fixed = (batch, tape.shape[0], num_staged, lanes, num_batches == 1)
-            launch = _Launch(draw, (num_batches, 1, 1), fixed, max(1, lanes // 32))
+            fixed = (batch, tape.shape[0], num_staged, lanes, alone)
+            grid = (num_batches, 1 if alone else -(-batch // lanes), 1)
+            launch = _Launch(draw, grid, fixed, max(1, lanes // 32))
             _keep(self._draws, key, launch)
         with _on(counter.device):
             launch(tape, counter, ids, staged, table)
-            if num_batches > 1:
+            if not alone:
                 advance(counter, num_batches)
         return table
 

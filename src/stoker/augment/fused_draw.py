@@ -1,8 +1,8 @@
 """The Triton kernel that draws, and nothing else.
 
 Enters: the tape, the counter `[seed, epoch, step, stream]`, a batch size. Leaves: the parameter
-table; the counter's step is one higher. Costs: one launch of one program, where the torch backend
-(`stoker.augment.draw`) takes some 150 small kernels. Importing this module needs triton.
+table; the counter's step is one higher. Costs: one launch, where the torch backend (`stoker.augment.draw`) takes
+some 150 small kernels. Importing this module needs triton.
 
 The numbers are those of `stoker.augment.draw`, in its order of operations: the uniforms bit for bit,
 the table but for the last bits of sine, cosine and exponential. `numbers` points at `a0` of an op.
@@ -138,7 +138,7 @@ def draw(
     tape, counter, ids, staged, table, batch, num_ops, num_staged,
     LANES: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Draw the table of each batch. Grid: one program for each batch; a lane is a sample.
+    """Draw the table of each batch. Grid: (batches, programs of a batch, 1); a lane is a sample.
 
     With `COUNT` there is one program, which also counts its step: the counter is read by all programs and then
     written, so two of them would race. `ids` and `staged` may be None: the numbers of the images, and
@@ -154,7 +154,7 @@ def draw(
     if staged is not None:
         staged += tl.program_id(0) * batch * num_staged * 8
     stream = tl.load(counter + 3).to(tl.uint32) << 16
-    for first in range(0, batch, LANES):
+    for first in range(tl.program_id(1) * LANES, batch, tl.num_programs(1) * LANES):
         sample = first + tl.arange(0, LANES)
         lanes = sample.to(tl.uint32)
         zero = tl.zeros([LANES], tl.float32)

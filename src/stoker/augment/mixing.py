@@ -12,14 +12,12 @@ on the host; the random numbers come from a counter, as those of `Compose` do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 
 from stoker.augment import philox
 from stoker.augment.definition import check_number
-from stoker.augment.position import Position, check_state
+from stoker.augment.position import Position, Positioned
 from stoker.errors import InputError
 
 Tensor = torch.Tensor
@@ -29,7 +27,7 @@ _GRID_POINTS = 65537
 _MOST_STREAMS = 0x2000
 
 
-class _Mixer:
+class _Mixer(Positioned):
     """Base of both: arguments, position, the drawn share, and the checks of images and targets."""
 
     _first_stream: int
@@ -48,22 +46,6 @@ class _Mixer:
         self._position = Position(seed, self._first_stream + stream)
         self._quantiles: dict[torch.device, Tensor] = {}
         self._looked = False
-
-    def seek(self, epoch: int, step: int = 0) -> None:
-        """Make the next draw that of (epoch, step); in place, so captured graphs follow."""
-        self._position.move(epoch, step)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch. Its draws do not depend on earlier calls."""
-        self.seek(epoch)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return seed, epoch, step and stream on the device drawn on last; waits for it."""
-        return self._position.read()
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state_dict` was taken."""
-        self._position.write(check_state(state))
 
     def _draw(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the share `(batch,)` each sample keeps (1 where it is not mixed), and uniforms."""

@@ -374,9 +374,10 @@ def check_order(ops: Sequence[Any]) -> tuple[Op, ...]:
     for op in ops:
         if not isinstance(op, Op) or type(op) in (Op, _Colour):
             raise InputError(
-                f"{op!r} is not an augmentation.",
-                "ops of stoker.augment",
-                "Compose([RandomHorizontalFlip(), Normalize(0.5, 0.5)])",
+                f"{getattr(op, '__name__', repr(op))} is not an augmentation.",
+                "ops of stoker.augment, your own functions of (images, u) as Function(function), and by "
+                "Compose.from_torchvision(...) transforms of torchvision",
+                "Compose([RandomHorizontalFlip(), Function(lambda images, u: 1 - images)])",
             )
     for before, after in itertools.pairwise(ops):
         if after.phase < before.phase:

@@ -61,6 +61,33 @@ class _Policy(Stage):
         made[:, 11] = 1.0 - level  # values from here on are inverted
         return made
 
+    def level(self, u: Tensor, /) -> Tensor:
+        """Return the strength of one op for each image, 0 to 1, from its uniforms `(B, 8)`."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        images: Tensor,
+        masks: Tensor | None,
+        uniforms: Tensor,
+        ignore_index: int,
+        apply: Apply,
+    ) -> Pair:
+        """Apply the ops in turn."""
+        name, channels = type(self).__name__, images.shape[1]
+        if channels not in (1, 3):
+            raise InputError(
+                f"{name} on images with {channels} channels.",
+                "1 channel (grey) or 3 (RGB)",
+                f"leave out {name}, or augment the three colour channels alone",
+            )
+        pair: Pair = (images, masks)
+        for u in uniforms.unbind(1):
+            chosen = torch.floor(u[:, 1] * len(NAMES)).clamp(max=len(NAMES) - 1).to(torch.int64)
+            sign = torch.where(u[:, 2] < 0.5, -1.0, 1.0)
+            pair = self.run_one(pair, chosen, self.level(u), sign, ignore_index, apply)
+        return pair
+
     def run_one(
         self,
         pair: Pair,
@@ -122,15 +149,6 @@ def _make_program(
     )
 
 
-def _check_channels(images: Tensor, name: str) -> None:
-    if images.shape[1] not in (1, 3):
-        raise InputError(
-            f"{name} on images with {images.shape[1]} channels.",
-            "1 channel (grey) or 3 (RGB)",
-            f"leave out {name}, or augment the three colour channels alone",
-        )
-
-
 @dataclass(frozen=True)
 class RandAugment(_Policy):
     """`num_ops` ops one after the other for each image, all at one strength (Cubuk et al., 2020).
@@ -157,22 +175,9 @@ class RandAugment(_Policy):
         """One row of uniforms per op."""
         return self.num_ops
 
-    def run(
-        self,
-        images: Tensor,
-        masks: Tensor | None,
-        uniforms: Tensor,
-        ignore_index: int,
-        apply: Apply,
-    ) -> Pair:
-        """Apply the ops in turn."""
-        _check_channels(images, "RandAugment")
-        pair: Pair = (images, masks)
-        level = torch.full_like(uniforms[:, 0, 0], self.magnitude / (self.num_magnitude_bins - 1))
-        for number in range(self.num_ops):
-            chosen, sign = _choice(uniforms[:, number, 1]), _sign(uniforms[:, number, 2])
-            pair = self.run_one(pair, chosen, level, sign, ignore_index, apply)
-        return pair
+    def level(self, u: Tensor, /) -> Tensor:
+        """Return the one strength of all ops."""
+        return torch.full_like(u[:, 0], self.magnitude / (self.num_magnitude_bins - 1))
 
 
 @dataclass(frozen=True)
@@ -190,29 +195,10 @@ class TrivialAugment(_Policy):
     def __post_init__(self) -> None:
         check_whole("num_magnitude_bins", self.num_magnitude_bins, 2, 1000, "TrivialAugment()")
 
-    def run(
-        self,
-        images: Tensor,
-        masks: Tensor | None,
-        uniforms: Tensor,
-        ignore_index: int,
-        apply: Apply,
-    ) -> Pair:
-        """Apply the op of each image."""
-        _check_channels(images, "TrivialAugment")
-        u, bins = uniforms[:, 0], self.num_magnitude_bins
-        level = torch.floor(u[:, 3] * bins).clamp(max=bins - 1) / (bins - 1)
-        return self.run_one(
-            (images, masks), _choice(u[:, 1]), level, _sign(u[:, 2]), ignore_index, apply
-        )
-
-
-def _choice(u: Tensor) -> Tensor:
-    return torch.floor(u * len(NAMES)).clamp(max=len(NAMES) - 1).to(torch.int64)
-
-
-def _sign(u: Tensor) -> Tensor:
-    return torch.where(u < 0.5, -1.0, 1.0)
+    def level(self, u: Tensor, /) -> Tensor:
+        """Return a drawn strength for each image."""
+        bins = self.num_magnitude_bins
+        return torch.floor(u[:, 3] * bins).clamp(max=bins - 1) / (bins - 1)
 
 
 # -- ops that no backend has ---------------------------------------------------------------------

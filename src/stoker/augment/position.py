@@ -213,3 +213,25 @@ def check_state(state: object) -> dict[str, int]:
     checked = {name: state[name] for name in FIELDS}
     check_counter(**checked)
     return checked | ({_MIXED: int(state[_MIXED])} if _MIXED in state else {})
+
+
+class Positioned:
+    """An object that draws from a position: how to set, keep and restore it."""
+
+    _position: Position
+
+    def seek(self, epoch: int, step: int = 0) -> None:
+        """Make the next draw that of (epoch, step); in place, so captured graphs follow."""
+        self._position.move(epoch, step)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch. Its draws do not depend on earlier calls."""
+        self.seek(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return seed, epoch, step and stream; waits for the device that was drawn on last."""
+        return self._position.read()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue where `state_dict` was taken."""
+        self._position.write(check_state(state))

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from stoker.augment.compose import Compose
-from stoker.augment.sheet import Classes, Line, Pixels, colour_mask, make_sheet, pillow
+from stoker.augment.sheet import Classes, Line, Pixels, colour_mask, make_sheet
 from stoker.display import command, look_in, quoted
 from stoker.errors import InputError, SourceError
 from stoker.ownership import SIGNATURE, free_name, writing
+from stoker.sources.images.decoding import decode, pillow
+from stoker.sources.images.listing import ENDINGS
 from stoker.store.reader import Store, open_store
 
-ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
-MAX_PIXELS = 1 << 28
 SHOWN_SIDE = 384
 """Without --size, images are shrunk until their longer side is this."""
 _SINGLE_CHANNEL = ("L", "P", "1", "I;16", "I")
@@ -186,25 +186,8 @@ def _read_mask(path: Path, of: Path, expected: tuple[int, int], size: tuple[int,
 
 def _decode(path: Path, mode: str | None) -> Any:
     """Return a decoded image, upright as its EXIF says, converted to `mode`."""
-    image = pillow()
-    from PIL import ImageOps
-
-    try:
-        with image.open(path) as opened:
-            if opened.width * opened.height > MAX_PIXELS:
-                raise SourceError(
-                    f"{path} claims {opened.width}x{opened.height} pixels.",
-                    f"at most {MAX_PIXELS:,}",
-                )
-            upright = ImageOps.exif_transpose(opened) or opened
-            return upright.convert(mode) if mode else upright.copy()
-    except (OSError, ValueError, SyntaxError, EOFError, image.DecompressionBombError) as error:
-        if isinstance(error, SourceError):
-            raise
-        raise SourceError(
-            f"{path} cannot be read as an image: {error}.",
-            "an intact image, a folder of them, a store",
-        ) from error
+    image = decode(path, first_frame=True).image
+    return image.convert(mode) if mode else image
 
 
 def _from_store(store: Store, count: int, size: tuple[int, int] | None) -> list[Sample]:

@@ -6,17 +6,13 @@ Costs nothing beside the stage itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from stoker.augment.compose import Compose, Params
+from stoker.augment.compose import Compose
 from stoker.augment.philox import check_counter
 from stoker.augment.position import check_state
 from stoker.errors import InputError
-
-Tensor = torch.Tensor
 
 
 class ProgressiveAugmentation:
@@ -64,72 +60,25 @@ class ProgressiveAugmentation:
         self.generation += due is not self.current
         self.current, self._epoch = due, epoch
 
-    def __call__(
-        self,
-        images: Tensor,
-        masks: Tensor | None = None,
-        *,
-        rows: Tensor | None = None,
-        ids: Tensor | None = None,
-    ) -> Any:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Augment a batch with the current stage; see `Compose`."""
-        if masks is None:
-            return self.current(images, rows=rows, ids=ids)
-        return self.current(images, masks, rows=rows, ids=ids)
+        return self.current(*arguments, **keywords)
 
-    def draw(
-        self,
-        batch: int,
-        size: Sequence[int],
-        channels: int,
-        device: torch.device | str,
-        num_batches: int = 1,
-        *,
-        ids: Tensor | None = None,
-    ) -> Params:
-        """Draw with the current stage; see `Compose.draw`."""
-        return self.current.draw(batch, size, channels, device, num_batches, ids=ids)
-
-    def apply(
-        self,
-        images: Tensor,
-        params: Params | None = None,
-        masks: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> Any:
-        """Apply with the current stage; see `Compose.apply`."""
-        return self.current.apply(images, params, masks, rows)
-
-    def boxes(self, boxes: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        """Move boxes; see `Compose.boxes`."""
-        return self.current.boxes(boxes, params)
-
-    def keypoints(self, keypoints: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        """Move keypoints; see `Compose.keypoints`."""
-        return self.current.keypoints(keypoints, params)
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the current stage: `draw`, `apply`, `batches`, `boxes`, `state_dict`, ..."""
+        if name.startswith("_") or name == "current":  # copy and pickle look before __init__ ran
+            raise AttributeError(name)
+        return getattr(self.current, name)
 
     def check(self) -> None:
         """Wait for the device and raise the faults that any stage found."""
         for stage in self.stages.values():
             stage.check()
 
-    def validation(self) -> Compose:
-        """Return the non-random part of the current stage, for validation images."""
-        return self.current.validation()
-
     @property
     def needs_ids(self) -> bool:
         """Whether a stage has to know images from epoch to epoch."""
         return any(stage.needs_ids for stage in self.stages.values())
-
-    @property
-    def backend_reason(self) -> str:
-        """The backend of the current stage, and why it was chosen."""
-        return self.current.backend_reason
-
-    def state_dict(self) -> dict[str, int]:
-        """Return seed, epoch, step and stream of the current stage."""
-        return self.current.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue where `state_dict` was taken, with the stage of that epoch."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stoker.errors import MissingExtraError
+from stoker.sources.images.decoding import pillow
 
 Pixels = npt.NDArray[np.uint8]
 Classes = npt.NDArray[np.int64]
@@ -44,15 +44,6 @@ class Line:
 
     tiles: Sequence[Pixels]
     caption: str = ""
-
-
-def pillow() -> Any:
-    """Return `PIL.Image`, or say which extra brings it."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise MissingExtraError.for_package("pillow", "vision", "drawing previews") from None
-    return Image
 
 
 def colour_mask(classes: Classes, ignore_index: int) -> Pixels:

@@ -49,20 +49,24 @@ def memory(
     from stoker.errors import InputError
     from stoker.units import GB
 
-    if msp is None:
+    if msp is None and mode != "estimate":
         raise InputError(
             "there is no library to measure with.",
-            "an MSP file, and its structures",
+            "an MSP file, and its structures; --mode estimate needs none",
             "stoker bench memory --msp LIBRARY.msp --mol-dir MOLS",
         )
     if not 0 < ram_gb < 1e6:
         raise InputError(f"--ram-gb is {ram_gb:g}.", "more than 0, in GB", "--ram-gb 32")
-    from stoker.compat.massspec_memory import bench_memory, report_lines
+    from stoker.compat.massspec_memory import bench_memory, estimate_memory, report_lines
 
-    with Bar(quiet=as_json) as bar:
-        report = bench_memory(
-            msp, mol_dir, mode=mode, ram_bytes=int(ram_gb * GB), num_samples=samples, say=bar.say
-        )
+    ram_bytes = int(ram_gb * GB)
+    if msp is None:
+        report = estimate_memory(ram_bytes)
+    else:
+        with Bar(quiet=as_json) as bar:
+            report = bench_memory(
+                msp, mol_dir, mode=mode, ram_bytes=ram_bytes, num_samples=samples, say=bar.say
+            )
     if as_json:
         print_json(report.to_json())
     else:

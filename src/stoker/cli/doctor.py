@@ -6,7 +6,8 @@ document, a chrome trace, a changed config or a suggested patch where asked. Cos
 script its own time, or `--steps` and `--seconds` of it.
 
 A config ends with 0 whatever is found; a script with its own exit code, or 0 when the doctor ended it after
-its steps or seconds. Ctrl-C and SIGTERM end the script as well: 130 and 143.
+its steps or seconds. Ctrl-C and SIGTERM end the script as well: 130 and 143. `compare`, `explain` and `--pid` are in
+`doctor_verbs.py`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ def doctor(
         typer.Argument(
             metavar="-- COMMAND", help="A script to run and look at, such as -- python train.py.",
             show_default=False,
+        ),
+    ] = None,
+    pid: Annotated[
+        int | None,
+        typer.Option(
+            "--pid", min=1, show_default=False, help="A process that already runs: where its time goes (by py-spy)."
         ),
     ] = None,
     config: Annotated[
@@ -96,11 +103,27 @@ def doctor(
 ) -> None:  # fmt: skip
     """Find out why a training job is slow, what would help, and by how much.
 
-    Give a config of stoker's own, or any command behind two dashes: it runs unmodified.
+    Give a config of stoker's own, or any command behind two dashes: it runs unmodified. `stoker doctor compare A.json
+    B.json` compares two results of --out, for CI; `stoker doctor explain NAME` prints what a finding means.
     """
     from stoker.cli.trace import require_trace
     from stoker.errors import InputError
 
+    if command and command[0] in ("compare", "explain"):
+        from stoker.cli.doctor_verbs import run_verb
+
+        raise typer.Exit(run_verb(command) or 0)
+    if pid is not None:
+        from stoker.cli.doctor_verbs import look_at_process
+
+        if command or config is not None:
+            raise InputError(
+                "--pid and something to run were given.",
+                "a process that runs, or a job to start",
+                f"stoker doctor --pid {pid}",
+            )
+        look_at_process(pid, seconds or 10.0, as_json)
+        return
     if bool(command) == (config is not None):
         given = (
             "nothing to examine was given." if not command else "a config and a command were given."

@@ -9,6 +9,8 @@ import typer
 
 from stoker.cli.options import JsonOption, require_output
 from stoker.cli.pack import (
+    BarColumns,
+    DayFirst,
     Decimal,
     Drop,
     Dtype,
@@ -18,11 +20,16 @@ from stoker.cli.pack import (
     Header,
     Keep,
     Missing,
-    Range,
     Rows,
     Separator,
+    Sort,
+    Stamp,
+    Stride,
+    TimeColumn,
+    TimeZone,
     table_source,
 )
+from stoker.cli.picture_options import Range
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command, printable
 
@@ -31,8 +38,8 @@ if TYPE_CHECKING:
 
     from stoker.packing.samples import Samples
     from stoker.report import Progress
+    from stoker.sources.bars import BarsSource
     from stoker.sources.contract import Source
-    from stoker.sources.tables import TableSource
     from stoker.store.fields import ShardData
     from stoker.store.inspection import Inspection
     from stoker.store.plain import Selection
@@ -45,7 +52,8 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            help="Store folder, its URL, .h5, .npy, .npz; a table, pictures, a spectrum library; or a folder of them.",
+            help="Store folder, its URL, .h5, .npy, .npz; a table, bars (also SYMBOL:TF=file), pictures, a spectrum "
+            "library; or a folder of them.",
             show_default=False,
         ),
     ],
@@ -54,6 +62,14 @@ def inspect(
         typer.Option(
             "--html",
             help="Write a page: samples as the model gets them, a histogram per column.",
+            show_default=False,
+        ),
+    ] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            help="Read CSV, Parquet or Feather as table or as bars [default: bars if name and columns say so].",
             show_default=False,
         ),
     ] = None,
@@ -100,47 +116,81 @@ def inspect(
         Path | None,
         typer.Option("--mol-dir", help="Structures of a spectrum library.", show_default=False),
     ] = None,
+    windows: Annotated[
+        str | None,
+        typer.Option(
+            "--windows", help="As in `stoker pack bars` [default: what fits].", show_default=False
+        ),
+    ] = None,
+    horizon: Annotated[
+        int | None,
+        typer.Option(
+            "--horizon", help="As in `stoker pack bars` [default: what fits].", show_default=False
+        ),
+    ] = None,
+    day_first: DayFirst = None,
+    time_zone: TimeZone = None,
+    sort: Sort = False,
+    time_column: TimeColumn = None,
+    columns: BarColumns = None,
+    stamp: Stamp = "open",
+    window: Annotated[
+        int | None,
+        typer.Option("--window", min=1, help="As in `stoker pack series`.", show_default=False),
+    ] = None,
+    stride: Stride = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check every value of a file or store; exit code 3 if the quality gate would refuse the data."""
     from stoker.address import shown
     from stoker.cli.progress import Bar
-    from stoker.errors import EXIT_REFUSED
+    from stoker.errors import EXIT_REFUSED, InputError
     from stoker.store.plain import Selection
 
+    if kind not in (None, "table", "bars"):
+        raise InputError(f"--as is {kind!r}.", "table or bars", "--as table")
     chosen = Selection(group, tuple(fields.split(",")) if fields else (), rows)
     require_output(html, "--html", [path])
     name = shown(path)
-    source = table_source(
-        (path,), target, drop, keep, dtype, missing, sep, decimal, encoding, header
-    )
-    raw = _raw_source(path, masks, mask_suffix, mask_map, labels, size, value_range, mol_dir)
-    with Bar(quiet=as_json) as bar:
-        if raw is not None:
-            inspection, facts, samples = _look_at_source(raw, bar)
-        else:
-            inspection, facts, samples = _look(path, source, chosen, bar)
-    if samples is not None:
-        from stoker.packing.samples import sample_facts
+    source: Source | None
+    if window is not None:
+        from stoker.sources.series import SeriesSource
 
-        facts |= sample_facts(samples)
+        names = tuple(columns.split(",")) if columns else ()
+        source = SeriesSource(
+            (path,), window, stride, dtype[0] if dtype else None, names, time_column
+        )
+    else:
+        source = _picture_or_spectrum_source(
+            path, masks, mask_suffix, mask_map, labels, size, value_range, mol_dir
+        )
+    if source is None and _holds_bars(path, kind):
+        source = _bars_source(
+            path, windows, horizon, day_first, time_zone, sort, time_column, columns, drop, stamp, decimal
+        )  # fmt: skip
+    if source is None:
+        table = table_source(
+            (path,), target, drop, keep, dtype, missing, sep, decimal, encoding, header
+        )
+        source = _array_or_table_source(path, table, chosen)
+    with Bar(quiet=as_json) as bar:
+        if source is None:
+            inspection, facts, samples = _look_at_store(path, chosen, bar)
+        else:
+            inspection, facts, samples = _look_at_source(source, bar)
     if html is not None:
         from stoker.ownership import write_text
-        from stoker.packing.samples import samples_section
-        from stoker.store.quality_page import quality_page
+        from stoker.packing.samples import samples_page
 
-        drawn = None if samples is None else samples_section(samples)
         title = f"stoker inspect {name}"
-        page = quality_page(title, inspection.stats, inspection.findings, facts, drawn)
-        write_text(html, page)
+        write_text(html, samples_page(title, inspection, facts, samples))
     if as_json:
         stats = {name: stats.to_json(compact=True) for name, stats in inspection.stats.items()}
         findings = [finding.to_json() for finding in inspection.findings]
-        refused = bool(inspection.refused)
         print_json(
             {
                 "path": name,
-                "refused": refused,
+                "refused": bool(inspection.refused),
                 "findings": findings,
                 "stats": stats,
                 "facts": facts,
@@ -152,7 +202,10 @@ def inspect(
         raise typer.Exit(EXIT_REFUSED)
 
 
-def _raw_source(
+# -- what lies there -----------------------------------------------------------------------------
+
+
+def _picture_or_spectrum_source(
     path: Path,
     masks: Path | None,
     mask_suffix: str,
@@ -195,82 +248,155 @@ def _raw_source(
     return None
 
 
-def _look_at_source(
-    source: Source, bar: Progress
-) -> tuple[Inspection, dict[str, str], Samples | None]:
+def _holds_bars(path: Path, kind: str | None) -> bool:
+    from stoker.sources.bars.files import holds_bars
+
+    return kind == "bars" or (kind is None and holds_bars(path))
+
+
+def _bars_source(
+    path: Path,
+    windows: str | None,
+    horizon: int | None,
+    day_first: bool | None,
+    time_zone: str | None,
+    sort: bool,
+    time_column: str | None,
+    columns: str | None,
+    drop: list[str] | None,
+    stamp: str,
+    decimal: str | None,
+) -> BarsSource:
+    from stoker.sources.bars import BarsSource, Naming, parse_windows
+    from stoker.sources.bars.files import fitting_windows
+
+    naming = Naming.parse(time_column, columns, drop or ())
+    chosen, fitting = fitting_windows((path,), naming, decimal)
+    return BarsSource(
+        (path,),
+        windows=parse_windows(windows) if windows else chosen,
+        horizon=fitting if horizon is None else horizon,
+        day_first=day_first,
+        tz=time_zone,
+        sort=sort,
+        naming=naming,
+        stamp=stamp,
+        decimal=decimal,
+    )
+
+
+def _array_or_table_source(path: Path, table: Source, chosen: Selection) -> Source | None:
+    """Return the source of arrays or of a table; None for a store and for what is opened in place."""
+    from stoker.errors import InputError
+    from stoker.sources.arrays import ArraysSource
+    from stoker.sources.tables.reading import is_table
+    from stoker.store.manifest import MANIFEST_NAME
+    from stoker.store.plain import Selection
+
+    is_array = bool({suffix.lower() for suffix in path.suffixes} & _ARRAYS)
+    is_file = path.is_file() and (is_array or is_table(path))
+    is_folder = path.is_dir() and not (path / MANIFEST_NAME).exists()
+    if not is_file and not (is_folder and any(map(is_table, path.rglob("*")))):
+        return None
+    if is_array:
+        return ArraysSource((path,), chosen=chosen)
+    if chosen != Selection():
+        raise InputError(
+            f"--fields, --group or --rows with the table {path}.",
+            "these options with an HDF5 or .npz file",
+            command("stoker", "inspect", path),
+        )
+    return table
+
+
+# -- looking -------------------------------------------------------------------------------------
+
+
+def _look_at_source(source: Source, bar: Progress) -> tuple[Inspection, dict[str, str], Samples]:
     """Build all parts of a source in memory, one after the other, as `pack` would."""
     from dataclasses import replace
 
-    from stoker.errors import RefusalList
+    from stoker.errors import RefusalList, count_refused
     from stoker.ownership import temporary_folder
-    from stoker.packing.samples import Samples
+    from stoker.packing.samples import Samples, sample_facts
     from stoker.packing.worker import unguarded
-    from stoker.sources.contract import PartContext, make_accounts
+    from stoker.sources.arrays import ArraysSource
+    from stoker.sources.bars.files import bars_hint
+    from stoker.sources.contract import PartContext, Preparation, make_accounts
     from stoker.sources.massspec import MassSpecSource
+    from stoker.sources.tables import TableSource
     from stoker.store.inspection import inspect_parts
+    from stoker.units import format_bytes, format_count
 
     refused = RefusalList()
     samples = Samples()
     extras, ignored = [], []
     with temporary_folder("stoker-inspect-") as scratch:
-        preparation = source.prepare(scratch)
+        if isinstance(source, ArraysSource):
+            preparation = Preparation([], 0, unit="rows")
+        else:
+            preparation = source.prepare(scratch)
         is_empty = not any(part.num_samples for part in preparation.parts)
         if isinstance(source, MassSpecSource) and is_empty:
             source = replace(source, structures="none")
             preparation = source.prepare(scratch)
 
         def parts() -> Iterator[ShardData]:
-            bar.start("inspecting", sum(part.num_samples for part in preparation.parts), "samples")
+            total = sum(part.num_samples for part in preparation.parts)
+            bar.start("inspecting", total or None, preparation.unit)
+            if isinstance(source, ArraysSource):  # as a stream: an .npz is not unpacked for a look
+                for num_rows, fields in source.blocks(scratch):
+                    samples.take(fields)
+                    yield fields
+                    bar.advance(num_rows)
             for part in preparation.parts:
                 built = source.build(part, PartContext(scratch, unguarded, {}))
                 refused.extend(built.refused)
                 extras.append(built.extra)
                 ignored.append(built.ignored)
-                samples.take(built.fields)
+                samples.take(built.fields, part.label)
                 yield built.fields
                 bar.advance(part.num_samples)
 
         inspection = inspect_parts(parts())
     everything = [*preparation.refused, *refused]
     samples.attributes = source.finish(extras) if extras else {}
-    own = samples.attributes.get("accounts", [])
     accounts = make_accounts(
-        preparation, own, everything, [preparation.ignored, *ignored], samples.num_samples
+        preparation,
+        samples.attributes.get("accounts", []),
+        everything,
+        [preparation.ignored, *ignored],
+        samples.num_samples,
     )
-    lines = [line for account in accounts for line in account.lines()]
-    facts = {"input": "; ".join(line.strip() for line in lines)}
+    lines = [line.strip() for account in accounts for line in account.lines()]
+    files = [file for file in source.files() if file.is_file()]
+    unit = "rows" if preparation.unit == "rows" else "samples"
+    facts = {unit: format_count(samples.num_samples)}
+    if files:
+        facts["on disk"] = format_bytes(sum(file.stat().st_size for file in files))
+    facts |= {"files": format_count(len(files))} if len(files) > 1 else {}
+    facts |= {"input": "; ".join(lines)} if extras else {}
+    facts |= sample_facts(samples)
     notes = [*preparation.notes, *(samples.attributes.get("notes") or ())]
+    if isinstance(source, TableSource) and (hint := bars_hint(files)):
+        notes.append(hint)
     facts |= {f"note {number}": note for number, note in enumerate(notes, 1)}
-    facts |= {f"refused {n}": str(refusal) for n, refusal in enumerate(everything[:_LISTED], 1)}
+    total = count_refused(everything)
+    for number, refusal in enumerate(everything[:_LISTED], 1):
+        facts[f"refused {number} of {total}"] = str(refusal)
     return inspection, facts, samples
 
 
-def _look(
-    path: Path, source: TableSource, chosen: Selection, bar: Progress
+def _look_at_store(
+    path: Path, chosen: Selection, bar: Progress
 ) -> tuple[Inspection, dict[str, str], Samples | None]:
-    """Inspect a store in place, or a raw file part by part as `pack` would read it."""
-    from stoker.errors import InputError
-    from stoker.sources.tables.reading import is_table
-    from stoker.store.manifest import MANIFEST_NAME
-    from stoker.store.plain import Selection
-    from stoker.units import format_bytes, format_count
-
-    is_array = bool({suffix.lower() for suffix in path.suffixes} & _ARRAYS)
-    is_file = path.is_file() and (is_array or is_table(path))
-    is_folder = path.is_dir() and not (path / MANIFEST_NAME).exists()
-    if is_file or (is_folder and any(map(is_table, path.rglob("*")))):
-        if not is_array and chosen != Selection():
-            raise InputError(
-                f"--fields, --group or --rows with the table {path}.",
-                "these options with an HDF5 or .npz file",
-                command("stoker", "inspect", path),
-            )
-        return _look_at_file(path, source, chosen, not is_array, bar)
+    """Inspect a store, an HDF5 file or a Zarr folder in place."""
     from stoker.address import as_url
-    from stoker.packing.samples import samples_of
+    from stoker.packing.samples import sample_facts, samples_of
     from stoker.sources.contract import Account
     from stoker.store.inspection import inspect_store
     from stoker.store.reader import open_store
+    from stoker.units import format_bytes, format_count
 
     with open_store(path, **vars(chosen)) as store:
         inspection = inspect_store(store, bar)
@@ -286,6 +412,8 @@ def _look(
         for number, note in enumerate(notes):
             facts[f"note {number + 1}"] = str(note)
         samples = None if as_url(path) else samples_of(store)
+        if samples is not None:
+            facts |= sample_facts(samples)
         for array in {
             name: array for shard in store.shards[:1] for name, array in shard.arrays.items()
         }.values():
@@ -293,59 +421,6 @@ def _look(
                 facts[f"slow: {array.location.dataset}"] = (
                     f"read through h5py: {array.location.reason}"
                 )
-    return inspection, facts, samples
-
-
-def _look_at_file(
-    path: Path, source: TableSource, chosen: Selection, is_table: bool, bar: Progress
-) -> tuple[Inspection, dict[str, str], Samples | None]:
-    from stoker.errors import RefusalList, count_refused
-    from stoker.ownership import temporary_folder
-    from stoker.packing.samples import Samples
-    from stoker.packing.worker import unguarded
-    from stoker.sources.arrays import ArraysSource
-    from stoker.sources.contract import PartContext
-    from stoker.store.inspection import inspect_parts
-    from stoker.units import format_bytes, format_count
-
-    refused = RefusalList()
-    samples = Samples()
-    total = 0
-    notes: list[str] = []
-
-    def array_parts(scratch: Path) -> Iterator[ShardData]:
-        nonlocal total
-        bar.start("inspecting", None, "rows")
-        for num_rows, fields in ArraysSource((path,), chosen=chosen).blocks(scratch):
-            samples.take(fields)
-            yield fields
-            total += num_rows
-            bar.advance(num_rows)
-
-    def table_parts(scratch: Path) -> Iterator[ShardData]:
-        nonlocal total
-        context = PartContext(scratch, unguarded, {})
-        preparation = source.prepare(scratch)
-        total = sum(part.num_samples for part in preparation.parts)
-        notes.extend(preparation.notes)
-        bar.start("inspecting", total, "rows")
-        refused.extend(preparation.refused)
-        for part in preparation.parts:
-            built = source.build(part, context)
-            refused.extend(built.refused)
-            samples.take(built.fields)
-            yield built.fields
-            bar.advance(part.num_samples)
-
-    with temporary_folder("stoker-inspect-") as scratch:
-        inspection = inspect_parts((table_parts if is_table else array_parts)(scratch))
-    files = source.files() if is_table else [path]
-    size = sum(file.stat().st_size for file in files)
-    facts = {"rows": format_count(total), "on disk": format_bytes(size)}
-    facts |= {"files": format_count(len(files))} if len(files) > 1 else {}
-    facts |= {f"note {number}": note for number, note in enumerate(notes, 1)}
-    for number, refusal in enumerate(refused[:20]):
-        facts[f"refused {number + 1} of {count_refused(refused)}"] = str(refusal)
     return inspection, facts, samples
 
 

@@ -8,13 +8,23 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from stoker.cli.options import JsonOption
+from stoker.cli.picture_options import (
+    Encoded,
+    FirstFrame,
+    ImageSize,
+    Lists,
+    MaskSize,
+    MaxSide,
+    Quality,
+    Range,
+    kept_encoded,
+)
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command, printable
 
 if TYPE_CHECKING:
     from stoker.packing import PackOptions, PackResult
     from stoker.sources.contract import Source
-    from stoker.sources.images import KeepEncoded
     from stoker.sources.tables import TableSource
 
 _NOTES = 12
@@ -222,82 +232,31 @@ def table_source(
     )
 
 
-Range = Annotated[
+DayFirst = Annotated[
+    bool | None,
+    typer.Option(
+        "--day-first/--month-first", help="How 10/11/2020 reads [default: found out, or asked]."
+    ),
+]
+TimeZone = Annotated[
+    str | None, typer.Option("--tz", help="Zone of the files' clock, such as Europe/Athens.")
+]
+Sort = Annotated[bool, typer.Option("--sort", help="Sort files of bars that are in no order.")]
+TimeColumn = Annotated[
     str | None,
     typer.Option(
-        "--range",
-        help="LOW,HIGH of 16-bit and float pictures, stored as 0 to 255 [default: 0,65535 and 0,1].",
-        show_default=False,
+        "--time-column", help="Name of the time column, or DATE+TIME for two [default: found]."
     ),
 ]
-FirstFrame = Annotated[
-    bool, typer.Option("--first-frame", help="Take the first frame of files that hold several.")
-]
-Lists = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--list",
-        help="Split by a list of names, such as train=train.txt; repeatable.",
-        show_default=False,
-    ),
-]
-
-ImageSize = Annotated[
+BarColumns = Annotated[
     str | None,
-    typer.Option("--size", help="Stored HEIGHTxWIDTH.", show_default="224x224"),
-]
-MaskSize = Annotated[
-    str | None,
-    typer.Option("--size", help="Stored HEIGHTxWIDTH.", show_default="512x512"),
-]
-Encoded = Annotated[
-    bool,
     typer.Option(
-        "--keep-encoded",
-        help="Store the bytes of JPEG, PNG and WebP files, of any size; they are decoded while training.",
+        "--columns", help="What the file calls them: open=NAME,high=NAME,low=NAME,close=NAME."
     ),
 ]
-MaxSide = Annotated[
-    int | None,
-    typer.Option(
-        "--max-side",
-        help="With --keep-encoded: make larger pictures smaller, to this longer side.",
-        show_default=False,
-    ),
+Stamp = Annotated[
+    str, typer.Option("--stamp", help="Whether a bar's time is its open or its close.")
 ]
-Quality = Annotated[
-    int | None,
-    typer.Option(
-        "--quality",
-        help="With --keep-encoded: of JPEG that is written anew; takes progressive, CMYK and other files too.",
-        show_default="90 with --max-side",
-    ),
-]
-
-
-def _kept(
-    keep_encoded: bool, size: str | None, max_side: int | None, quality: int | None
-) -> KeepEncoded | None:
-    """Return how pictures are kept encoded, or None where they are stored as pixels."""
-    from stoker.errors import InputError
-    from stoker.sources.images import KeepEncoded
-
-    if keep_encoded and size is not None:
-        raise InputError(
-            f"--size {size} and --keep-encoded were given.",
-            "--size for pixels of one size, or --keep-encoded for files of any size",
-            f"--keep-encoded --max-side {max(map(int, size.split('x')))}"
-            if size.replace("x", "").isdigit()
-            else "--keep-encoded --max-side 256",
-        )
-    for name, value in (("--max-side", max_side), ("--quality", quality)):
-        if value is not None and not keep_encoded:
-            raise InputError(
-                f"{name} {value} was given without --keep-encoded.",
-                f"{name} with --keep-encoded",
-                f"--keep-encoded {name} {value}",
-            )
-    return KeepEncoded(max_side, quality) if keep_encoded else None
 
 
 @app.command()
@@ -342,7 +301,7 @@ def images(
     """Pack class folders of images: as uint8, decoded and resized once, or as the bytes of their files."""
     from stoker.sources.images import ImagesSource, parse_range, parse_size
 
-    kept = _kept(keep_encoded, size, max_side, quality)
+    kept = kept_encoded(keep_encoded, size, max_side, quality)
     source = ImagesSource(
         parse_size(size or "224x224"),
         channels,  # type: ignore[arg-type]
@@ -421,7 +380,7 @@ def segmentation(
     """Pack images and their masks: as uint8, resized once (masks by nearest), or as the bytes of files."""
     from stoker.sources.images import SegmentationSource, parse_range, parse_size
 
-    kept = _kept(keep_encoded, size, max_side, quality)
+    kept = kept_encoded(keep_encoded, size, max_side, quality)
     source = SegmentationSource(
         parse_size(size or "512x512"),
         channels,  # type: ignore[arg-type]
@@ -475,16 +434,9 @@ def bars(
     latency: Annotated[
         float, typer.Option("--latency", help="Seconds after its close before a bar may be used.")
     ] = 0.0,
-    day_first: Annotated[
-        bool | None,
-        typer.Option(
-            "--day-first/--month-first", help="How 10/11/2020 reads [default: found out, or asked]."
-        ),
-    ] = None,
-    time_zone: Annotated[
-        str | None, typer.Option("--tz", help="Zone of the files' clock, such as Europe/Athens.")
-    ] = None,
-    sort: Annotated[bool, typer.Option("--sort", help="Sort files that are in no order.")] = False,
+    day_first: DayFirst = None,
+    time_zone: TimeZone = None,
+    sort: Sort = False,
     split_at: Annotated[
         str | None,
         typer.Option("--split-at", help="Last dates of train and validation, instead of shares."),
@@ -495,22 +447,10 @@ def bars(
             "--max-label-gap", help="Leave out samples whose label misses more bars in a row."
         ),
     ] = None,
-    time_column: Annotated[
-        str | None,
-        typer.Option(
-            "--time-column", help="Name of the time column, or DATE+TIME for two [default: found]."
-        ),
-    ] = None,
-    columns: Annotated[
-        str | None,
-        typer.Option(
-            "--columns", help="What the file calls them: open=NAME,high=NAME,low=NAME,close=NAME."
-        ),
-    ] = None,
+    time_column: TimeColumn = None,
+    columns: BarColumns = None,
     drop: Drop = None,
-    stamp: Annotated[
-        str, typer.Option("--stamp", help="Whether a bar's time is its open or its close.")
-    ] = "open",
+    stamp: Stamp = "open",
     decimal: Decimal = None,
     jobs: Jobs = 0,
     cluster: Cluster = None,
@@ -540,6 +480,76 @@ def bars(
         naming=Naming.parse(time_column, columns, drop or ()),
         stamp=stamp,
         decimal=decimal,
+    )
+    _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
+
+
+Stride = Annotated[
+    int | None,
+    typer.Option(
+        "--stride",
+        min=1,
+        help="Rows from one window to the next [default: the window].",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def series(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help=".npy, .npz, .h5, CSV, Parquet, or any file and --dtype; then OUT.",
+            show_default=False,
+        ),
+    ],
+    window: Annotated[int, typer.Option("--window", min=1, help="Rows of a window.")],
+    stride: Stride = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            help="Type of raw numbers, such as uint16, or uint8 for bytes of a text.",
+            show_default=False,
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            "--columns", help="Columns of a table, by commas, or one array.", show_default=False
+        ),
+    ] = None,
+    time_column: Annotated[
+        str | None,
+        typer.Option(
+            "--time-column", help="Column of times, stored with gaps.", show_default=False
+        ),
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option("--split", help="Shares of train, validation, test in row order.")
+    ] = None,
+    name: Annotated[str, typer.Option("--name", help="Name of the field.")] = "series",
+    jobs: Jobs = 0,
+    cluster: Cluster = None,
+    force_recreate: Force = False,
+    on_bad: OnBad = "stop",
+    bad_budget: Budget = "1%",
+    as_json: JsonOption = False,
+) -> None:
+    """Pack a series of numbers or tokens: each row once, windows cut on the device."""
+    from stoker.sources.series import SeriesSource
+
+    paths, out = _split_out(files)
+    source = SeriesSource(
+        paths,
+        window,
+        stride,
+        dtype,
+        tuple(columns.split(",")) if columns else (),
+        time_column,
+        _shares(split) if split else (),
+        name,
     )
     _pack(source, out, _options(jobs, cluster, force_recreate, on_bad, bad_budget), as_json)
 
@@ -688,15 +698,43 @@ def _pack(source: Source, out: Path, options: PackOptions, as_json: bool) -> Non
         except KeyboardInterrupt:
             bar.say("finished parts are kept; the same command goes on from there")
             raise
-    if as_json:
-        print_json(_facts(result))
-    else:
+    if not as_json:
         print_result(result)
+        return
+    if not result.reused:
+        _write_page(result)
+    print_json(_facts(result))
+
+
+def _write_page(result: PackResult) -> dict[str, str]:
+    """Draw samples of a store that was just packed into its page; return the facts about them."""
+    from stoker.address import shown
+    from stoker.ownership import write_text
+    from stoker.packing.samples import sample_facts, samples_of, samples_page
+    from stoker.sources.contract import Account
+    from stoker.store.manifest import PAGE_NAME
+    from stoker.store.reader import open_store
+
+    with open_store(result.path) as store:
+        samples = samples_of(store)
+    assert result.inspection is not None
+    facts = sample_facts(samples)
+    counts = Account.from_json(result.manifest.counts).lines() if result.manifest.counts else []
+    notes = [str(note) for note in result.manifest.attributes.get("notes", [])]
+    about = {"input": "; ".join(line.strip() for line in counts)}
+    about |= facts | {f"note {number}": note for number, note in enumerate(notes, 1)}
+    text = samples_page(f"samples of {shown(result.path)}", result.inspection, about, samples)
+    write_text(result.path / PAGE_NAME, text)
+    return facts
 
 
 def _facts(result: PackResult) -> dict[str, object]:
+    from stoker.store.manifest import PAGE_NAME
+
+    page = result.path / PAGE_NAME
     return {
         "path": str(result.path),
+        "page": str(page) if page.exists() else None,
         "reused": result.reused,
         "reason": result.reason,
         "num_samples": result.manifest.num_samples,
@@ -711,10 +749,10 @@ def _facts(result: PackResult) -> dict[str, object]:
 
 
 def print_result(result: PackResult) -> None:
-    """Print what a pack made, as a table for people."""
+    """Draw the samples of what a pack made into its page, and print it as a table for people."""
     from stoker.cli.tables import store_table
     from stoker.sources.contract import Account
-    from stoker.store.manifest import REFUSED_NAME
+    from stoker.store.manifest import PAGE_NAME, REFUSED_NAME
     from stoker.store.reader import open_store
     from stoker.units import format_count, format_seconds
 
@@ -737,16 +775,10 @@ def print_result(result: PackResult) -> None:
     if result.manifest.num_refused:
         refused = format_count(result.manifest.num_refused, "piece")
         console.print(f"{refused} of input refused; see {result.path / REFUSED_NAME}")
-    if not result.reused:
-        from stoker.packing.samples import sample_facts, samples_of
-
-        with open_store(result.path) as store:
-            for what, value in sample_facts(samples_of(store)).items():
-                console.print(printable(f"{what}: {value}"))
-        page = result.path.with_name(f"{result.path.name}.html")
-        console.print(
-            f"see the samples: {command('stoker', 'inspect', result.path, '--html', page)}"
-        )
+    for what, value in ({} if result.reused else _write_page(result)).items():
+        console.print(printable(f"{what}: {value}"))
+    if (result.path / PAGE_NAME).exists():
+        console.print(f"samples as the model gets them: {result.path / PAGE_NAME}")
     if result.inspection is not None:
         for line in result.inspection.lines()[:10]:
             console.print(f"  {line}")

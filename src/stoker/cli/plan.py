@@ -18,6 +18,7 @@ from stoker.cli.terminal import make_console, print_json
 if TYPE_CHECKING:
     from stoker.machine import Machine
     from stoker.plan import ModelCost, Plan
+    from stoker.plan.pictures import PictureChoice
 
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
@@ -83,10 +84,14 @@ def plan(
         from stoker.address import shown
 
         cost = _model(parameters, activations, optimizer)
-        made, origins = _make(store, gpu_memory, ram, batch_size, cost, share, ranks_per_host)
+        made, origins, pictures = _make(
+            store, gpu_memory, ram, batch_size, cost, share, ranks_per_host
+        )
         documents.append({"store": shown(store), "origins": origins, **made.to_json()})
+        if pictures is not None:
+            documents.append({"pictures": pictures.to_json()})
         if not as_json:
-            _print_plan(shown(store), made, origins)
+            _print_plan(shown(store), made, origins, pictures)
     if table:
         from stoker.compat.published import published_json
 
@@ -129,8 +134,8 @@ def _make(
     model: ModelCost | None,
     share: str,
     ranks_per_host: int,
-) -> tuple[Plan, list[str]]:
-    """Return the plan, and where each amount of memory comes from."""
+) -> tuple[Plan, list[str], PictureChoice | None]:
+    """Return the plan, where each amount of memory comes from, and which kind of store suits pictures."""
     from dataclasses import replace
 
     from stoker.address import as_url
@@ -138,6 +143,7 @@ def _make(
     from stoker.loader.columns import check_samples, column_facts, make_columns
     from stoker.machine import probe
     from stoker.plan import FALLBACK_SHARE, make_plan, store_facts
+    from stoker.plan.pictures import choose_kind, picture_bytes
     from stoker.store.reader import open_store
     from stoker.units import parse_memory, parse_share
 
@@ -149,6 +155,13 @@ def _make(
             facts = column_facts(opened, make_columns(opened, None, samples), len(samples))
             facts = replace(facts, left_out=store_facts(opened.manifest).left_out)
         machine = probe(opened.path)
+        stored = picture_bytes(opened.manifest)
+        is_encoded = stored is not None and stored.kind == "encoded"
+        decoded_per_second = None
+        if is_encoded and as_url(path) is None:
+            from stoker.loader.pictures import measure_decoding
+
+            decoded_per_second = measure_decoding(opened)
     gpu_bytes, gpu_origin = _gpu_memory(gpu_memory, machine)
     ram_bytes = machine.ram_available_bytes if ram is None else parse_memory(ram, "--ram")
     if ram_bytes is None:
@@ -157,7 +170,8 @@ def _make(
     data_share = parse_share(share)
     made = make_plan(
         facts,
-        gpu_memory_bytes=gpu_bytes,
+        # Decoders read encoded pictures from host memory, so that is where they are kept.
+        gpu_memory_bytes=None if is_encoded else gpu_bytes,
         ram_bytes=ram_bytes,
         batch_size=batch_size,
         model=model,
@@ -166,7 +180,17 @@ def _make(
         threads=min(16, machine.cores_usable or 8),
         ranks_per_host=ranks_per_host,
     )
-    return made, [gpu_origin, ram_origin]
+    origins = [gpu_origin, ram_origin]
+    if is_encoded:
+        origins.append(
+            "encoded pictures stay in RAM and are decoded ahead, on a GPU where there is one"
+        )
+    choice = (
+        None
+        if stored is None
+        else choose_kind(stored, gpu_bytes, ram_bytes, decoded_per_second, data_share)
+    )
+    return made, origins, choice
 
 
 def _gpu_memory(given: str | None, machine: Machine) -> tuple[int | None, str]:
@@ -184,7 +208,9 @@ def _gpu_memory(given: str | None, machine: Machine) -> tuple[int | None, str]:
     return first.memory_free_bytes, f"GPU: free now on GPU {first.index}, {first.name or 'unnamed'}"
 
 
-def _print_plan(name: str, made: Plan, origins: list[str]) -> None:
+def _print_plan(
+    name: str, made: Plan, origins: list[str], pictures: PictureChoice | None = None
+) -> None:
     from stoker.cli.tables import make_table
     from stoker.units import format_bytes
 
@@ -200,7 +226,7 @@ def _print_plan(name: str, made: Plan, origins: list[str]) -> None:
             free = f"of {format_bytes(caps[where])} free"
             table.add_row(where, "total", format_bytes(total), free, style="bold", end_section=True)
     console.print(table)
-    for reason in (*made.reasons, *origins):
+    for reason in (*made.reasons, *origins, *(pictures.reasons if pictures else ())):
         console.print(f"- {reason}")
 
 

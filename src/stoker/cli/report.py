@@ -32,18 +32,20 @@ def report(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Write an HTML page about a run: speed, waits, memory, GPU, loss, plan, events, config, machine."""
+    """Write an HTML page about a run: what it is worth, data, speed, waits, memory, loss, plan, config, machine."""
     from stoker.errors import unwritable
     from stoker.ownership import write_text
     from stoker.runs.comparison import compare
+    from stoker.runs.evaluation import Evaluation
     from stoker.runs.figures import all_charts
-    from stoker.runs.reading import read_run
+    from stoker.runs.reading import find_previous, read_run
     from stoker.runs.run_page import run_page, verdict, with_unique_names
 
     records = with_unique_names([read_run(path) for path in runs])
     target = out or (records[0].folder / PAGE_NAME if len(records) == 1 else Path(PAGE_NAME))
     try:
-        write_text(target, run_page(records))
+        previous = find_previous(records[0]) if len(records) == 1 else None
+        write_text(target, run_page(records, previous))
     except OSError as error:
         raise unwritable(target, error, "the page") from error
     plots: list[Path] = []
@@ -57,6 +59,9 @@ def report(
         return
     echo(verdict(records))
     for record in records:
+        worth = Evaluation.from_json(record.result.get("evaluation"))
+        if worth is not None:
+            echo(f"{record.name}: {worth.verdict}" if len(records) > 1 else worth.verdict)
         for problem in record.problems:
             echo(f"{record.name}: {problem}" if len(records) > 1 else problem)
     if plots:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from stoker.config import Settings
     from stoker.recipes.run import RecipeRun
+    from stoker.recipes.walk_forward import WalkForward
 
 _MOST_EPOCHS = 20
 
@@ -55,6 +56,15 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the run's latest checkpoint.")
     ] = False,
+    folds: Annotated[
+        int | None,
+        typer.Option(
+            "--folds",
+            help="Walk forward: train so many times, each time on the past of another test span.",
+            min=2,
+            show_default=False,
+        ),
+    ] = None,
     device: DeviceOption = None,
     gpus: Annotated[
         int | None,
@@ -76,11 +86,13 @@ def train(
     """Train a ready job, evaluate its best checkpoint, and compare it with chance."""
     from stoker.cli.progress import Bar
     from stoker.recipes import run as runs
+    from stoker.recipes.walk_forward import walk_forward
 
     settings = _settle(config, overrides or [], store, run_dir)
     if msp is not None or mol_dir is not None:
         _pack_first(settings, msp, mol_dir, quiet=as_json)
     words = _typed(config, overrides or [], store, run_dir, device)
+    words += ["--folds", str(folds)] if folds is not None else []
     if gpus is not None:
         _train_in_processes(
             settings, words, gpus, max_restarts, device, resume=resume, as_json=as_json
@@ -91,7 +103,11 @@ def train(
     is_other_rank = os.environ.get("RANK", "0") != "0"
     with Bar(quiet=as_json or is_other_rank) as bar:
         try:
-            run = runs.run_recipe(settings, resume=resume, device=device, progress=bar)
+            if folds is not None:
+                walk = walk_forward(settings, folds, resume=resume, device=device, progress=bar)
+                run = walk.runs[-1]
+            else:
+                run = runs.run_recipe(settings, resume=resume, device=device, progress=bar)
         except KeyboardInterrupt:
             if not is_other_rank:
                 again = command(*words, "--resume")
@@ -99,7 +115,9 @@ def train(
             raise
     if is_other_rank:
         return
-    if as_json:
+    if folds is not None:
+        _print_folds(walk, command(*words, "--resume"), as_json=as_json)
+    elif as_json:
         print_json(runs.as_json(run))
     else:
         _print(run, settings, command(*words, "--resume"))
@@ -204,6 +222,8 @@ def _typed(
 
 
 def _print(run: RecipeRun, settings: Settings, again: str) -> None:
+    from stoker.cli.tables import print_evaluation
+
     console = make_console(width=200)
     if run.epochs:
         _print_epochs(console, run)
@@ -212,6 +232,8 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
         print_commands(console, [again])
         return
     _print_metrics(console, run)
+    if run.evaluation is not None:
+        print_evaluation(console, run.evaluation)
     if run.fallback is not None:
         console.print(run.fallback.text, soft_wrap=True, markup=False)
     console.print(f"checkpoints and log: {run.run_dir}")
@@ -224,6 +246,26 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
         )
         int8 = command("stoker", "export", best, run.run_dir / "int8.pt", "--int8")
         print_commands(console, [predict, int8])
+
+
+def _print_folds(walk: WalkForward, again: str, *, as_json: bool) -> None:
+    from stoker.cli.tables import print_evaluation
+    from stoker.recipes.run import as_json as plain
+
+    made = walk.evaluation
+    if as_json:
+        folds = [plain(run) for run in walk.runs]
+        print_json({"folds": folds, "evaluation": None if made is None else made.to_json()})
+        return
+    console = make_console(width=200)
+    if made is None:
+        last = walk.runs[-1]
+        if last.ended != "done":
+            console.print(f"{last.ended}: saved in {last.run_dir}. Go on with:", soft_wrap=True)
+            print_commands(console, [again])
+        return
+    print_evaluation(console, made)
+    console.print(f"a run per fold, and the log of all: {walk.folder}")
 
 
 def _print_epochs(console: Console, run: RecipeRun) -> None:

@@ -4,13 +4,13 @@ Enters: arrays, datasets, batches. Leaves: the chapter's classes under the chapt
 was wrong there done right. Costs: what torch's classes cost; nothing here is an engine of its own.
 
     Dataset, ImageDataset, CustomDataset      items by index, bounds checked
-    RandomSampler, BatchSampler               which index comes when, from a seed
+    Sampler, RandomSampler, BatchSampler      which index comes when, from a seed
     DataLoader                                torch's, with batches fixed at `iter()`
     ParallelDataLoader                        threads, and a bound on the batches under way
     PrefetchBuffer, PrefetchingDataLoader     a queue, and a loader that fills one ahead
     PinnedMemoryAllocator, PipelinedDataLoader  pinned memory, one copy stream and events
     GradientAccumulator                       several small batches, one step
-    Transform, Normalize, RandomHorizontalFlip, RandomCrop, Compose
+    Transform, ToTensor, Normalize, RandomHorizontalFlip, RandomCrop, Compose
                                               `apply(image_CHW)`; also whole batches, on the device
 
 A sample that fails is an error with its index, everywhere; none is ever left out in silence. For
@@ -32,8 +32,15 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
-from stoker.augment import Normalize, RandomCrop, RandomHorizontalFlip, Transform
-from stoker.augment.compose import Compose
+from stoker.compat.max_batch import find_max_batch_size
+from stoker.compat.transforms import (
+    Compose,
+    Normalize,
+    RandomCrop,
+    RandomHorizontalFlip,
+    ToTensor,
+    Transform,
+)
 from stoker.errors import InputError, StokerError
 from stoker.loader.background import Background
 from stoker.loader.slabs import (
@@ -65,7 +72,10 @@ __all__ = [
     "RandomHorizontalFlip",
     "RandomSampler",
     "SampleError",
+    "Sampler",
+    "ToTensor",
     "Transform",
+    "find_max_batch_size",
 ]
 
 T = TypeVar("T")
@@ -142,9 +152,12 @@ class CustomDataset(Dataset):
         return len(self.data)
 
     def get(self, index: int) -> tuple[Any, Any]:
-        """Return `(item, label)`."""
+        """Return `(item, label)`; the item is a copy, so that changing it leaves the dataset as it is."""
         index = self.check_index(index)
-        return self.data[index], self.labels[index]
+        item = self.data[index]
+        if isinstance(item, torch.Tensor):
+            return item.clone(), self.labels[index]
+        return item.copy() if isinstance(item, np.ndarray) else item, self.labels[index]
 
 
 class ImageDataset(CustomDataset):
@@ -175,7 +188,22 @@ class ImageDataset(CustomDataset):
 # -- samplers ----------------------------------------------------------------------------------
 
 
-class RandomSampler(torch_data.Sampler[int]):
+class Sampler(torch_data.Sampler[int], ABC):
+    """Which index comes when. Inherit it and write `sample` and `__len__`; torch's loaders take it as it is."""
+
+    @abstractmethod
+    def sample(self, n: int) -> Sequence[int]:
+        """Return `n` indices."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of indices of an epoch."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sample(len(self)))
+
+
+class RandomSampler(Sampler):
     """All indices once, in a new order each time; torch's loaders take it as it is.
 
     The order is a function of (seed, epoch). The epoch counts the orders drawn so far; `set_epoch`
@@ -248,10 +276,28 @@ def _count_samples(source: Any) -> Any:
     )
 
 
+class _Drawn(Sampler):
+    """Somebody's sampler that has `sample(n)` and a length, and inherits nothing."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def sample(self, n: int) -> Sequence[int]:
+        drawn: Sequence[int] = self._sampler.sample(n)
+        return drawn
+
+
 class BatchSampler(torch_data.BatchSampler):
     """Consecutive groups of a sampler's indices; the last may be short, or is left out."""
 
-    def __init__(self, sampler: Iterable[int], batch_size: int, drop_last: bool = False) -> None:
+    def __init__(
+        self, sampler: Iterable[int] | Any, batch_size: int, drop_last: bool = False
+    ) -> None:
+        if not isinstance(sampler, Iterable) and hasattr(sampler, "sample"):
+            sampler = _Drawn(sampler)
         super().__init__(sampler, usable_count("batch_size", batch_size, example=4), drop_last)
 
     def batches(self) -> list[list[int]]:
@@ -294,6 +340,8 @@ class DataLoader:
         seed: Of the shuffle.
         collate_fn: Makes a batch of a list of items.
         multiprocessing_context: "fork", "forkserver" or "spawn", for torch's workers.
+        pin_memory: Give batches in pinned memory; without a GPU there is none, and they are as they are.
+        sampler: Of your own, instead of `shuffle`.
     """
 
     def __init__(
@@ -307,12 +355,19 @@ class DataLoader:
         seed: int = 0,
         collate_fn: Collate | None = None,
         multiprocessing_context: str | None = None,
+        pin_memory: bool = False,
+        sampler: Any = None,
     ) -> None:
         self.num_workers = usable_count("num_workers", num_workers, least=0, example=4)
         self.dataset = dataset
         self._collate_fn = collate_fn
         self._context = multiprocessing_context
-        self.sampler = RandomSampler(dataset, shuffle, seed)
+        self.pin_memory = pin_memory
+        if sampler is not None and shuffle:
+            raise InputError(
+                "shuffle=True and a sampler.", "one of the two decides the order", "shuffle=False"
+            )
+        self.sampler = RandomSampler(dataset, shuffle, seed) if sampler is None else sampler
         self.batch_sampler = BatchSampler(self.sampler, batch_size, drop_last)
 
     def __len__(self) -> int:
@@ -322,8 +377,9 @@ class DataLoader:
         return self.iter()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next `iter()` that of `epoch`."""
-        self.sampler.set_epoch(epoch)
+        """Make the next `iter()` that of `epoch`; a sampler of your own may have no epochs."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
 
     def iter(self) -> Iterator[Any]:
         """Fix the batches of one epoch now, and return an iterator over them.
@@ -340,6 +396,7 @@ class DataLoader:
                 num_workers=workers,
                 collate_fn=self._collate_fn,
                 multiprocessing_context=self._context if workers else None,
+                pin_memory=self.pin_memory and torch.cuda.is_available(),
             )
         )
 
@@ -387,6 +444,10 @@ class ParallelDataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`."""
         self.sampler.set_epoch(epoch)
+
+    def iter(self) -> Iterator[Any]:
+        """Return an iterator over the batches of one epoch."""
+        return iter(self)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches; the threads end with the iteration, however it ends.
@@ -448,11 +509,23 @@ class PrefetchingDataLoader:
     Args:
         loader: Anything that can be iterated.
         prefetch_size: Batches ready ahead of the caller.
+        dataloader: The chapter's other name of `loader`.
     """
 
-    def __init__(self, loader: Iterable[Any], prefetch_size: int = 2) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any] | None = None,
+        prefetch_size: int = 2,
+        *,
+        dataloader: Iterable[Any] | None = None,
+    ) -> None:
         self.prefetch_size = usable_count("prefetch_size", prefetch_size)
-        self.loader = loader
+        given = [each for each in (loader, dataloader) if each is not None]
+        if len(given) != 1:
+            raise InputError(
+                f"{len(given)} loaders were given.", "one", "PrefetchingDataLoader(loader)"
+            )
+        self.loader = given[0]
         self._work: Background[Any] | None = None
 
     def next_batch(self) -> Any | None:
@@ -521,13 +594,13 @@ class PinnedMemoryAllocator:
         )
 
     def alloc_pinned(self, size: int) -> torch.Tensor:
-        """Return `size` bytes as a uint8 tensor; `.view(dtype)` gives them a type.
+        """Return `size` float32 values; `.view(dtype)` gives their bytes another type.
 
         Allocate once and reuse: pinning 64 MB takes up to 0.1 s. Torch's host allocator rounds up to
         a power of two and keeps what you let go of until the copies out of it are done.
         """
         size = usable_count("size", size, least=0, example=4096)
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.is_pinned)
+        return torch.empty(size, dtype=torch.float32, device="cpu", pin_memory=self.is_pinned)
 
     def copy_to_device_async(
         self, host: torch.Tensor, stream: torch.cuda.Stream | None = None
@@ -547,7 +620,7 @@ class PinnedMemoryAllocator:
             raise InputError(
                 f"a pageable tensor of {host.nbytes} bytes: its copy cannot be asynchronous.",
                 "memory from alloc_pinned",
-                "buffer = allocator.alloc_pinned(host.nbytes).view(host.dtype); buffer.copy_(host)",
+                "buffer = allocator.alloc_pinned(host.numel()); buffer.copy_(host)",
             )
         user = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(stream or user):
@@ -579,8 +652,10 @@ class PipelinedDataLoader:
         if self.device.type == "cuda":
             self._stager = Stager(CudaEngine(self.device, torch.cuda.Stream(self.device)))
 
-    def load_batch_async(self, batch_idx: int, batch: Any) -> None:
-        """Queue the copies of a batch (tensors in any nesting); `batch` may be reused afterwards.
+    def load_batch_async(self, batch_idx: int, batch: Any) -> Any:
+        """Queue the copies of a batch (tensors in any nesting) and return them, not yet filled: `synchronize` first.
+
+        `batch` may be reused afterwards.
 
         Pageable memory is copied to a pinned slab here. Memory that you pinned yourself is read by the
         device directly, and this call returns when that is done.
@@ -594,9 +669,10 @@ class PipelinedDataLoader:
             )
         if self._stager is None:
             self._under_way[batch_idx] = Staged(map_batch(batch, _copy_to_host), [], [])
-            return
-        self._under_way[batch_idx] = self._stager.stage(batch)
-        self._stager.settle()
+        else:
+            self._under_way[batch_idx] = self._stager.stage(batch)
+            self._stager.settle()
+        return self._under_way[batch_idx].batch
 
     def synchronize(self, batch_idx: int) -> Any:
         """Return the batch on the device; your current stream waits for its copy, the host does not."""

@@ -101,6 +101,7 @@ class ChunkDataLoader:
         seed, rank = whole_number("seed", seed), whole_number("rank", rank)
         world_size = whole_number("world_size", world_size)
         self.device = usable_device(device)
+        self.hdf5_path = hdf5_path
         self.store = open_store(hdf5_path)
         infos = _find_fields(self.store)
         self.chunk_size_gb = chunk_size_gb

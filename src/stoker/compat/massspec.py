@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import numbers
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
+from stoker.display import printable
 from stoker.errors import InputError, StokerError, StoreError
 from stoker.loader.splits import split_by_group
 from stoker.packing import PackOptions, PackResult, pack
@@ -71,7 +73,7 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
         use_functional_groups: Give the 48 flags with every item.
         precompute_graphs: Keep all packed graphs in memory instead of reading each from the disk.
         max_samples: Take only the first so many compounds that have a structure.
-        say: Takes the printed lines; `print` shows them. By default they are logged.
+        say: Takes the lines about the cache and the dataset; by default they are printed.
         jobs: Processes that build the cache; 0 means one per usable core.
 
     Attributes:
@@ -93,7 +95,7 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
         say: Say | None = None,
         jobs: int = 0,
     ) -> None:
-        self._say = say or _LOGGER.info
+        self._say = say or _print_line
         source = MassSpecSource(
             Path(msp_file),
             Path(mol_files_dir),
@@ -279,6 +281,12 @@ class _Chosen(Sequence[Item]):
 
     def __getitem__(self, number: Any) -> Any:
         return self.dataset[self.indices[number]]
+
+
+def _print_line(line: str) -> None:
+    """Show a line, as the document's scripts do; a worker process that opens the dataset again shows none."""
+    sys.stdout.write(f"{printable(line)}\n")
+    sys.stdout.flush()
 
 
 def _build(source: MassSpecSource, folder: Path, jobs: int, say: Say) -> PackResult:

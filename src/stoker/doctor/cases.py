@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from stoker.display import command
 from stoker.doctor.findings import Finding, Gain, Patch
 from stoker.doctor.gains import Pace, gain, is_starved, pace_of
 from stoker.doctor.measurements import HostCall, LoaderFacts, Measurements
@@ -194,6 +196,20 @@ def cpu_words(loader: LoaderFacts) -> str:
 def at(where: str | None) -> str:
     """Return " at file:line", or nothing."""
     return f" at {where}" if where else ""
+
+
+def packed_instead(case: Case, loader: LoaderFacts) -> tuple[str, str]:
+    """Return the command that packs the HDF5 file, and a call of stoker's Loader that reads the store.
+
+    Both are "" where `loader_instead` is.
+    """
+    call = loader_instead(case, loader)
+    if not call:
+        return "", ""
+    file = case.measured.hdf5[0].name.rpartition(":")[0]
+    store = str(Path(file).with_suffix("")) + "-store"
+    pack = command("stoker", "pack", "arrays", file, store)
+    return pack, call.replace(repr(file), repr(store), 1)
 
 
 def loader_instead(case: Case, loader: LoaderFacts) -> str:

@@ -7,15 +7,18 @@ without it.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from stoker.address import masked_values
+from stoker.display import command
 from stoker.doctor.measurements import Measurements, build
 from stoker.strict_json import json_text
 
-DOCS_PAGE = "docs/doctor.md"
+_EXPLANATIONS = Path(__file__).with_name("explanations.md")
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Finding:
     """One cause of lost time, or of a run that will fail.
 
     Attributes:
-        name: Such as "sync-every-step"; its anchor on the docs page.
+        name: Such as "sync-every-step"; the name of its explanation.
         title: The cause in a few words.
         evidence: Lines with numbers and file:line.
         remedy: One sentence.
@@ -81,8 +84,8 @@ class Finding:
 
     @property
     def docs(self) -> str:
-        """Its section in the docs."""
-        return f"{DOCS_PAGE}#{self.name}"
+        """The command that prints what it means and what to do; it works wherever stoker is installed."""
+        return command("stoker", "doctor", "explain", self.name)
 
     @property
     def predicted_samples_per_second(self) -> tuple[float, float, float] | None:
@@ -106,6 +109,12 @@ class Finding:
         known = {item.name for item in dataclasses.fields(cls)}
         built: Finding = build(cls, {n: value for n, value in document.items() if n in known})
         return built
+
+
+def explanations() -> dict[str, str]:
+    """Return the text on every finding, by name: the findings' part of docs/doctor.md, which ships with the package."""
+    pieces = re.split(r"^### (\S+)$", _EXPLANATIONS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(pieces[1::2], (text.strip() for text in pieces[2::2]), strict=True))
 
 
 HEALTHY = "nothing to fix"

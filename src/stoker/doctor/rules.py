@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stoker.doctor import rules_loading, rules_run, rules_step, rules_workers
-from stoker.doctor.cases import Case, Rule, blocked_share, busy_cores, rule_name
+from stoker.doctor.cases import Case, Rule, at, blocked_share, busy_cores, rule_name
 from stoker.doctor.findings import Finding
 from stoker.doctor.measurements import Measurements
 
@@ -68,12 +68,20 @@ def why_unjudged(measurements: Measurements, findings: Sequence[Finding]) -> str
         return "; ".join(measurements.unjudged)
     share = measurements.wait_share or 0.0
     if share > _MUCH_WAITING:
-        queued = measurements.loader.queued_share if measurements.loader else None
-        busy = (queued or 0.0) > _MUCH_QUEUEING
+        loader = measurements.loader
+        busy = loader is not None and (loader.queued_share or 0.0) > _MUCH_QUEUEING
         why = (
             "other work keeps the cores busy"
             if busy
             else "no remedy is predicted to help by itself"
         )
-        return f"the step waits for data {share:.0%} of the time, and {why}; measure again on a quiet machine"
+        place = [
+            f"a DataLoader{at(loader.where)} with num_workers={loader.workers}" if loader else None,
+            f"most of it at {loader.busiest_line}" if loader and loader.busiest_line else None,
+        ]
+        told = ", ".join(filter(None, place))
+        return (
+            f"the step waits for data {share:.0%} of the time{f' ({told})' if told else ''}, and {why}; "
+            "measure again on a quiet machine"
+        )
     return ""

@@ -16,8 +16,8 @@ from stoker.doctor.cases import (
     busiest_line,
     busy_cores,
     cpu_words,
-    loader_instead,
     milliseconds,
+    packed_instead,
     share_of_work,
     while_waiting,
     work_line,
@@ -95,10 +95,13 @@ def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
             busiest_line(loader),
         ],
         "Decode once instead of every epoch: `stoker pack` stores the decoded values, and batches are "
-        "then copies.",
+        "then copies. Photographs that do not fit into memory as pixels can stay compressed: with `stoker pack "
+        "images FOLDER OUT --keep-encoded` the loader decodes them ahead, on a GPU in batches, and `stoker plan "
+        "OUT` says which is better here.",
         _without(loader, pace, part, _ready_seconds(loader)),
         where=loader.dataset_where,
-        script="stoker pack …  # then read the store instead of decoding in __getitem__",
+        script="stoker pack images FOLDER OUT --size 224x224  # or --keep-encoded; then stoker.Loader('OUT', ...) "
+        "instead of decoding in __getitem__",
     )
 
 
@@ -183,6 +186,7 @@ def hdf5_compressed(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | No
         return None
     plain = data.reads_per_batch * _HDF5_READ_SECONDS
     plain += data.bytes_used_per_batch / _HDF5_BYTES_PER_SECOND
+    pack, call = packed_instead(case, loader)
     asked = max(data.bytes_touched_per_batch, data.bytes_used_per_batch)
     rate = asked / max(data.seconds_per_batch, 1e-9)
     return case.advise(
@@ -196,12 +200,13 @@ def hdf5_compressed(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | No
                 f"{format_bytes(_HDF5_BYTES_PER_SECOND)}/s"
             ),
         ],
-        "Store the dataset uncompressed and contiguous (`stoker pack`), or with a fast codec in chunks of "
+        f"Store the dataset uncompressed and contiguous (`{pack or 'stoker pack'}`), or with a fast codec in chunks of "
         "one batch.",
         _without(loader, pace, _hdf5_share(loader, data), plain),
         where=loader.where,
-        script="# where the file is written:\nfile.create_dataset(name, data=values)  # no compression=",
-        replacement=loader_instead(case, loader),
+        script=pack
+        or "# where the file is written:\nfile.create_dataset(name, data=values)  # no compression=",
+        replacement=call,
     )
 
 
@@ -217,6 +222,7 @@ def hdf5_chunks(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
         fitting += data.bytes_used_per_batch / _HDF5_BYTES_PER_SECOND
     else:
         fitting += data.seconds_per_batch / waste
+    pack, call = packed_instead(case, loader)
     return case.advise(
         "hdf5-chunks",
         "HDF5 chunks do not fit the way they are read",
@@ -228,12 +234,13 @@ def hdf5_chunks(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
                 f"of {_shape(data.shape)}"
             ),
         ],
-        "Write the dataset contiguous, or in chunks of whole rows as they are read (`stoker pack` does).",
+        f"Write the dataset contiguous, or in chunks of whole rows as they are read (`{pack or 'stoker pack'}` does).",
         _without(loader, pace, _hdf5_share(loader, data), fitting),
         where=loader.where,
-        script="# where the file is written:\n"
+        script=pack
+        or "# where the file is written:\n"
         f"file.create_dataset(name, data=values, chunks={(1, *data.shape[1:])})",
-        replacement=loader_instead(case, loader),
+        replacement=call,
     )
 
 

@@ -113,6 +113,8 @@ def double_precision(case: Case) -> Finding | None:
         return None
     double = min(operators.double_seconds, pace.compute)
     products = operators.matmul_seconds
+    if products and not products.get("float64"):
+        return None  # only data is converted from float64; the model computes in something else
     listed = ", ".join(f"{dtype} {milliseconds(s)}" for dtype, s in products.items() if s > 0)
     floor = replace(pace, device_busy=0.0)
     return case.advise(

@@ -240,7 +240,8 @@ def workers_restarted(case: Case) -> Finding | None:
             ),
         ],
         "Set persistent_workers=True in the DataLoader, so that workers outlive an epoch.",
-        gain_of_steps(mean, mean - 0.6 * lost, mean - 0.9 * lost, mean - lost),
+        # No remedy for restarts makes the steps between them shorter.
+        gain_of_steps(mean, *(max(pace.step, mean - part * lost) for part in (0.6, 0.9, 1.0))),
         loader_arguments={"persistent_workers": True},
         where=loader.where,
         script="DataLoader(..., persistent_workers=True)",

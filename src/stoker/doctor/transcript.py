@@ -14,10 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from stoker.doctor.measurements import Hdf5Facts, LoaderFacts, LoaderWork
-from stoker.doctor.probe.recorder import DISTURBED, OTHER_LOADER, WARM_UP, Fetch, Row
+from stoker.doctor.probe.recorder import (
+    DISTURBED,
+    OTHER_LOADER,
+    PROFILED,
+    UNWATCHED,
+    WARM_UP,
+    Fetch,
+    Row,
+)
 from stoker.measure.readings import Spread
 from stoker.strict_json import parse_json
 
+_ENOUGH_ROWS = 12
+"""Steps of one kind from which on the others are left out."""
 _LONG_AFTER_SECONDS = 2.0
 """Time after the last step that is normal for the end of a script."""
 
@@ -94,7 +104,19 @@ def usual_rows(main: Process) -> tuple[list[Row], int | None]:
     ]
     if len(good) < len(warm) / 3:
         good = [row for row in warm if not row.flags & DISTURBED] or warm
-    return good, number
+    before = [row for row in good if not row.flags & PROFILED]
+    return (before if len(before) >= _ENOUGH_ROWS else good), number
+
+
+def unwatched_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the steps that the probe did not slow: those in which it timed no calls, if there are enough."""
+    plain = [row for row in rows if row.flags & UNWATCHED]
+    return plain if len(plain) >= _ENOUGH_ROWS else list(rows)
+
+
+def watched_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the steps in which calls were timed."""
+    return [row for row in rows if not row.flags & UNWATCHED]
 
 
 @dataclass(frozen=True)
@@ -346,6 +368,11 @@ def _epoch_starts(facts: Mapping[str, Any], usual_wait: float) -> tuple[int, flo
     return len(began), statistics.median(began) + (statistics.median(ended) if ended else 0.0)
 
 
+def num_watched_steps(state: Mapping[str, Any]) -> int:
+    """Return the number of steps in which calls were timed, the divisor of their totals; 1 at least."""
+    return max(1, state.get("num_watched", state["num_steps"]))
+
+
 def read_hdf5(
     main: Process, processes: Sequence[Process], number: int | None
 ) -> tuple[Hdf5Facts, ...]:
@@ -354,7 +381,9 @@ def read_hdf5(
     if facts is None:
         return ()
     workers = loading_processes(main, processes, number, facts["workers"])
-    num_fetches = max(1, sum(one.state["num_fetches"] for one in workers))
+    num_fetches = max(
+        1, sum(one.state.get("num_watched_fetches", one.state["num_fetches"]) for one in workers)
+    )
     fetches = [fetch for one in workers for fetch in one.fetches]
     on_core = 1 - sum(f.delay for f in fetches) / max(1e-9, sum(f.seconds for f in fetches))
     together: dict[str, dict[str, Any]] = {}

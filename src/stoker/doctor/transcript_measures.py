@@ -35,12 +35,15 @@ from stoker.doctor.transcript import (
     find_elsewhere,
     loading_processes,
     main_process,
+    num_watched_steps,
     read_hdf5,
     read_loader,
     running,
     spread_of_rounds,
     undisturbed,
+    unwatched_rows,
     usual_rows,
+    watched_rows,
 )
 from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread, creep
 
@@ -69,17 +72,21 @@ def measure(
     clock = Clock.of(main, processes)
     said += _notes(main, processes, rows, clock)
     said += _notes_elsewhere(main, elsewhere, loader_number)
-    per_step = 1.0 / max(1, state["num_steps"])
+    per_step = 1.0 / num_watched_steps(state)
+    plain, watched = unwatched_rows(rows), watched_rows(rows)
     facts = facts_of(main, loader_number)
     workers = facts["workers"] if facts else 0
-    step = spread_of_rounds(rows, workers, clock.seconds)
-    wait = spread_of_rounds(rows, workers, clock.wait) if facts else None
+    step = spread_of_rounds(plain, workers, clock.seconds)
+    wait = spread_of_rounds(plain, workers, clock.wait) if facts else None
     between, between_seconds, unjudged = _between(state, step, wait)
     # Syncs are too many to read the scheduler's clock at each: assume that they queue like the rest of the step.
     on_core = statistics.median(map(running, rows)) if rows else 1.0
-    usual_sync = _usual_sync(state, rows, per_step * on_core)
+    usual_sync = _usual_sync(state, watched, per_step * on_core)
     sites = [(site, site.pop("family")) for site in map(dict, state["sites"])]
-    seconds = sum(map(clock.seconds, rows))
+    # What timing the calls costs a usual step is taken off those in which they were timed.
+    slowed = spread_of_rounds(watched, workers, clock.seconds)
+    cost = max(0.0, slowed.median - step.median) if slowed and step and plain != rows else 0.0
+    seconds = max(0.0, sum(map(clock.seconds, rows)) - cost * len(watched))
     samples = sum(row.samples for row in rows)
     return Measurements(
         subject,
@@ -95,10 +102,12 @@ def measure(
         samples_per_step=samples / len(rows) if rows and samples else None,
         step_seconds=step,
         wait_seconds=wait,
-        compute_seconds=Spread.of(map(computing, rows)),
-        backward_seconds=Spread.of(row.backward * undisturbed(row) for row in rows if row.backward),
+        compute_seconds=Spread.of(map(computing, plain)),
+        backward_seconds=Spread.of(
+            row.backward * undisturbed(row) for row in plain if row.backward
+        ),
         optimizer_seconds=Spread.of(
-            row.optimizer * undisturbed(row) for row in rows if row.optimizer
+            row.optimizer * undisturbed(row) for row in plain if row.optimizer
         ),
         loader=read_loader(main, processes, rows, loader_number),
         syncs=tuple(
@@ -116,9 +125,9 @@ def measure(
         ),
         kernels=_kernels(state["profile"], step),
         operators=_operators(state["profile"]),
-        allocator=_allocator(state, sites, per_step),
+        allocator=_allocator(state, sites),
         memory=_memory(main.rows),
-        host_calls=_calls(sites, "host", per_step),
+        host_calls=_calls(state, sites, "host"),
         between=between,
         between_seconds=between_seconds,
         hdf5=read_hdf5(main, processes, loader_number),
@@ -272,8 +281,10 @@ def _usual_sync(state: Mapping[str, Any], rows: Sequence[Row], otherwise: float)
 
 
 def _calls(
-    sites: Sequence[tuple[dict[str, Any], str]], family: str, per_step: float
+    state: Mapping[str, Any], sites: Sequence[tuple[dict[str, Any], str]], family: str
 ) -> tuple[HostCall, ...]:
+    """Return the calls of a family that is timed in every step."""
+    per_step = 1.0 / max(1, state["num_steps"])
     return tuple(
         HostCall(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * per_step)
         for s in _costliest(sites, family)
@@ -281,9 +292,7 @@ def _calls(
 
 
 def _allocator(
-    state: Mapping[str, Any],
-    sites: Sequence[tuple[dict[str, Any], str]],
-    per_step: float,
+    state: Mapping[str, Any], sites: Sequence[tuple[dict[str, Any], str]]
 ) -> AllocatorFacts:
     now, first = state["torch"], state["first_torch"]
 
@@ -296,7 +305,7 @@ def _allocator(
     return AllocatorFacts(
         per_step_of("retries"),
         per_step_of("device_allocs"),
-        _calls(sites, "empty", per_step),
+        _calls(state, sites, "empty"),
     )
 
 

@@ -25,9 +25,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from torchmetrics import Metric
 
 from stoker.frameworks.lightning_oom import OomLadderCallback
 from stoker.frameworks.lightning_watch import pl, tell
@@ -146,7 +143,7 @@ class CaptureCallback(pl.Callback):
             step.refuse(
                 f"training_step reads {' and '.join(changing)}, which a graph cannot follow"
             )
-        elif any(isinstance(value, Metric) for value in logged):
+        elif any(isinstance(value, torch.nn.Module) for value in logged):
             step.refuse("training_step logs a Metric, which counts on the host: log a tensor")
         elif not output:
             step.refuse("training_step returned None: a graph cannot leave an update out")
@@ -223,14 +220,14 @@ def _find_refusal(trainer: pl.Trainer, module: pl.LightningModule) -> str | None
     """Return why a trainer's steps are not captured, and what to type instead; None if they may be."""
     if not module.automatic_optimization:
         return "the module optimizes by hand: a loop of your own with stoker.capture"
-    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+    if not isinstance(trainer.strategy, pl.strategies.SingleDeviceStrategy):
         return f"{type(trainer.strategy).__name__} trains in several processes: devices=1"
     if trainer.accumulate_grad_batches > 1:
         return (
             f"{trainer.accumulate_grad_batches} batches are accumulated per update: "
             "accumulate_grad_batches=1 and a larger batch"
         )
-    if isinstance(trainer.precision_plugin, MixedPrecision) and trainer.precision_plugin.scaler:
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return "Lightning asks at every step whether fp16 has overflowed: precision='bf16-mixed'"
     if any(isinstance(one, OomLadderCallback) for one in trainer.callbacks):
         return "OomLadderCallback repeats a step in Python: CaptureCallback without it"

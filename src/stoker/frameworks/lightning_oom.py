@@ -22,10 +22,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 
 from stoker.frameworks.adapted import AdaptedLoader, count_samples
-from stoker.frameworks.lightning_watch import pl, require_adapted, tell
+from stoker.frameworks.lightning_watch import Closure, ClosureResult, pl, require_adapted, tell
 from stoker.loader.batch import Batch
 from stoker.report import Note
 from stoker.train.batches import Work

@@ -32,6 +32,7 @@ from stoker.train.run_folder import RunLock
 
 try:
     import lightning.pytorch as pl
+    from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
     from lightning.pytorch.utilities.rank_zero import rank_zero_info
 except ImportError as error:
     raise MissingExtraError.for_package(
@@ -363,4 +364,13 @@ class TelemetryCallback(pl.Callback):
         )
 
 
-__all__ = ["TelemetryCallback", "WaitClock", "pl", "rank_zero_info", "require_adapted", "tell"]
+__all__ = [
+    "Closure",
+    "ClosureResult",
+    "TelemetryCallback",
+    "WaitClock",
+    "pl",
+    "rank_zero_info",
+    "require_adapted",
+    "tell",
+]

@@ -43,6 +43,13 @@ _INSTEAD = {
     "generator": "a seed: seed=0",
     "transform": "an augmentation on the device: augment=, with a Compose of stoker.augment",
 }  # fmt: skip
+_SAMPLERS = {
+    "RandomSampler": "shuffle=True",
+    "SubsetRandomSampler": "shuffle=True, samples=np.sort(sampler.indices)",
+    "WeightedRandomSampler": "weights=sampler.weights",
+    "DistributedSampler": "rank=sampler.rank, world_size=sampler.num_replicas",
+}
+_ATTRIBUTES = {"dataset": "len(loader.samples) counts its samples, and loader.store holds them"}
 
 _told: set[str] = set()
 
@@ -67,13 +74,25 @@ def check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:
             tell_once(f"stoker.Loader needs no {name}: {_NEEDLESS[name]}")
             continue
         if name in _INSTEAD:
-            raise InputError(f"a Loader has no {name}.", _INSTEAD[name], f"leave {name} out")
+            raise InputError(
+                f"a Loader has no {name}.",
+                _INSTEAD[name],
+                _SAMPLERS.get(type(given[name]).__name__, f"leave {name} out"),
+            )
         near = nearest(name, known)
         raise InputError(
             f"a Loader has no argument {name!r}.",
             ", ".join(known),
             f"{near}={given[name]!r}" if near else f"leave {name} out",
         )
+
+
+def no_attribute(name: str) -> AttributeError:
+    """Return the error for an attribute that a Loader does not have, with what it has instead."""
+    instead = _ATTRIBUTES.get(name)
+    return AttributeError(
+        f"a Loader has no attribute {name!r}" + (f": {instead}" if instead else "")
+    )
 
 
 def check_names(names: Any, known: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -187,6 +206,8 @@ def _from_arrays(arrays: Mapping[str, Any], name: str) -> Store:
     names = field_names(arrays)
     for field in names:
         value = arrays[field]
+        if isinstance(value, np.ndarray) and value.dtype.kind in "UO" and value.ndim == 1:
+            value = value.tolist()  # text, as numpy and pandas hold it
         if isinstance(value, list):
             fields[field] = collect([{field: each} for each in value])[field]
             continue
@@ -204,7 +225,7 @@ def _from_arrays(arrays: Mapping[str, Any], name: str) -> Store:
         raise InputError(
             f"the arrays have different or no rows: {counts}.",
             "one row per sample in each, and one sample at least",
-            f"{longest}[:{least}]" if least else "",
+            f"{longest}[:{least}]" if least else "look at what chose the rows",
         )
     return memory_store(fields, name)
 
@@ -212,7 +233,7 @@ def _from_arrays(arrays: Mapping[str, Any], name: str) -> Store:
 def _from_dataset(dataset: Any) -> Opened:
     count = len(dataset)
     if not count:
-        raise InputError("the dataset is empty.", "one sample or more", "")
+        raise InputError("the dataset is empty.", "one sample or more", "look at what chose them")
     sample = dataset[0]
     form, kind = form_of(sample), type(dataset).__name__
     each = sum(data.values.nbytes for data in collect([sample]).values())
@@ -229,7 +250,7 @@ def _from_dataset(dataset: Any) -> Opened:
         )
     fields = collect(dataset[number] for number in range(count))
     store = memory_store(fields, f"{kind} in memory")
-    loaded = tuple(name for name, info in store.fields.items() if info.encoding is None)
+    loaded = tuple(name for name, info in store.fields.items() if info.encoding != "utf8")
     if form == "dict" or not loaded:
         return Opened(store)
     return Opened(store, loaded[0] if form == "single" else loaded)

@@ -100,17 +100,18 @@ class IndexTable:
     """The indices of many batches. They are split with one call for all batches, which is fastest.
 
     Args:
-        indices: `(rows, samples)` int64 on the device.
+        indices: `(rows, samples)` int64 on the device; or `(1, samples)` if all rows are the same.
         sizes: Samples of each batch; an attribute too.
+        num_rows: Rows.
     """
 
-    def __init__(self, indices: torch.Tensor, sizes: list[int]) -> None:
+    def __init__(self, indices: torch.Tensor, sizes: list[int], num_rows: int) -> None:
         self.sizes = sizes
         self._starts = [0, *accumulate(sizes)]
         # The last two batches of an epoch may be shorter than the others.
         shorter = (number for number, size in enumerate(sizes) if size != sizes[0])
         self._num_equal = next(shorter, len(sizes))
-        self._indices = indices
+        self._indices = indices.expand(num_rows, -1)
         self._by_row: dict[int, Sequence[torch.Tensor]] = {}
 
     @cached_property

@@ -10,7 +10,7 @@ All three kinds are ranges of rows of one array, so chunks, rings and gathers ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, cast
@@ -23,8 +23,12 @@ from stoker.errors import InputError
 from stoker.plan.facts import FieldFacts, StoreFacts, even_chunks, store_facts
 from stoker.store.arrays import StoredArray
 from stoker.store.fields import Array, SplitCodes
+from stoker.store.manifest import FieldInfo
 from stoker.store.reader import Store
 from stoker.store.shard import Shard
+
+BESIDE_PICTURES = ("image_size", "image_orientation")
+"""Fields beside encoded pictures. The loader reads them itself; they come into batches only when they are named."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Column:
         values: Its datasets; they share `starts`.
         starts: First row of each position's range.
         lengths: Rows of each position's range; one number when all are equal.
+        is_encoded: Whether the rows are bytes of pictures, which are decoded on the way into a batch.
     """
 
     field: str
@@ -75,6 +80,7 @@ class Column:
     values: tuple[Values, ...]
     starts: Array
     lengths: Array | int
+    is_encoded: bool = False
 
     def extent(self, start: int, stop: int) -> tuple[int, int]:
         """Rows that positions `start` to `stop` need: from the first to one past the last."""
@@ -100,6 +106,15 @@ class Column:
         """Whether a range's first and last sample say where its rows begin and end."""
         ends = self.starts + self.lengths
         return bool((np.diff(self.starts) >= 0).all() and (np.diff(ends) >= 0).all())
+
+    @cached_property
+    def counts_samples(self) -> bool:
+        """Whether position i has row i alone."""
+        if self.kind != "dense" or not len(self.starts):
+            return False
+        return bool(
+            self.starts[-1] == len(self.starts) - 1
+        )  # they rise from 0 or more, without repeats
 
     @property
     def row_bytes(self) -> int:
@@ -183,10 +198,17 @@ def digest_samples(samples: Array) -> str:
     return str(xxhash.xxh3_64_hexdigest(np.ascontiguousarray(samples, dtype=np.int64).data))
 
 
+def default_fields(fields: Mapping[str, FieldInfo]) -> list[str]:
+    """Return the fields that are loaded when none are named: all but text, and what lies beside encoded pictures."""
+    is_encoded = any(info.encoding == "picture" for info in fields.values())
+    beside = BESIDE_PICTURES if is_encoded else ()
+    return [name for name, info in fields.items() if info.encoding != "utf8" and name not in beside]
+
+
 def make_columns(store: Store, fields: Sequence[str] | None, samples: Array) -> list[Column]:
     """Return the columns of `fields` (all but text when None) for the given samples, in order."""
     if fields is None:
-        fields = [name for name, info in store.fields.items() if info.encoding is None]
+        fields = default_fields(store.fields)
     if isinstance(fields, str):
         raise InputError(f"fields is {fields!r}.", "a list of names", f"fields=[{fields!r}]")
     unknown = [name for name in fields if name not in store.fields]
@@ -213,7 +235,8 @@ def batch_names(columns: Sequence[Column]) -> list[str]:
     names: list[str] = []
     for column in columns:
         names += [values.name for values in column.values]
-        names += [f"{column.field}/offsets"] if column.kind == "ragged" else []
+        has_offsets = column.kind == "ragged" and not column.is_encoded
+        names += [f"{column.field}/offsets"] if has_offsets else []
     return names
 
 
@@ -250,17 +273,18 @@ def _ragged(store: Store, name: str, samples: Array) -> Column:
         starts[first:last] = offsets[:-1] + base
         lengths[first:last] = np.diff(offsets)
         first, base = last, base + int(offsets[-1])
-    return Column(name, "ragged", (values,), starts[samples], lengths[samples])
+    is_encoded = info.encoding == "picture"
+    return Column(name, "ragged", (values,), starts[samples], lengths[samples], is_encoded)
 
 
 def _series(store: Store, name: str, samples: Array) -> Column:
     info = store.fields[name]
     rows = _values(store, f"{name}/rows", name, info.shape, info.dtype)
-    gap = _values(store, f"{name}/gap", f"{name}/gap", (), "|u1")
+    gaps = [_values(store, f"{name}/gap", f"{name}/gap", (), "|u1")] if "/gap" in info.parts else []
     window = info.window or 0
     ends = [
         shard.whole(f"{name}/ends") + base
         for shard, (base, _, _) in zip(store.shards, rows.pieces, strict=True)
     ]
     starts = (np.concatenate(ends) if ends else np.empty(0, np.int64)) - window
-    return Column(name, "series", (rows, gap), starts[samples], window)
+    return Column(name, "series", (rows, *gaps), starts[samples], window)

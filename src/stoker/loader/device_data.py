@@ -2,7 +2,7 @@
 
 Enters: a store's columns, the chunks of a plan, the order of an epoch. Leaves: the ring's tensors, filled ahead of
 the consumer by a feeder thread, and `IndexBatch`es into them. Costs: the ring's bytes on the device. Per batch no
-more than a view: indices are computed on the host for 2, 16, 128 … batches at once and uploaded in one copy.
+more than a view: indices are computed on the host for many batches at once and uploaded in one copy.
 
 Resident data is a ring with one slot. Streamed data has its ring in host memory, and `device` is the CPU.
 
@@ -30,12 +30,12 @@ from stoker.plan import Plan
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
-_BLOCK_SAMPLES, _BLOCK_BATCHES = 1 << 15, 256
-"""Most samples and batches whose indices are uploaded together: 256 kB per column. More would delay the host."""
+_BLOCK_SAMPLES, _BLOCK_BATCHES = 1 << 16, 512
+"""Most samples and batches whose indices are uploaded together: 512 kB per column. More would delay the host."""
 
 _FIRST_BATCHES, _GROWTH = 2, 8
-"""Batches of an epoch's first block, and by how much each later block is longer. The device waits for the
-first block; it trains on each block while the host computes the next."""
+"""Of chunks: batches of an epoch's first block, and by how much each later block is longer. The device waits for
+the first block; it trains on each block while the host computes the next."""
 
 
 class DeviceData:
@@ -132,25 +132,26 @@ class DeviceData:
         device until the next index is asked for.
         """
         epoch, position = progress.current, progress.batch
-        is_stale = True
+        is_stale, begun = True, position
         while is_stale:
             is_stale, ring = False, self.ring
             if not self.is_resident:
                 self._store.check_unchanged()  # a replaced file would mix two versions of the data
             feeder, first, loads = self._feed(progress, epoch, position)
-            for number, block in enumerate(_blocks(epoch.batches(position))):
+            most = _BLOCK_BATCHES if self.is_resident else _FIRST_BATCHES
+            for block in _blocks(epoch.batches(position), most):
                 needed = (0,) if self.is_resident else loads.needed_by(block[0])
                 feeder.release_before(first + needed[0])
                 for index in self._index_block(block, feeder, first, loads, needed):
                     yield index
+                    if position == begun:  # not earlier: the device waits for the first batch
+                        progress.get(epoch.epoch + 1).prepare()
                     position += 1
                     if self.ring is not ring:  # what was computed ahead refers to the old ring
                         is_stale = True
                         break
                 if is_stale:
                     break
-                if number == 0:  # not earlier: the device waits for the first batch
-                    progress.get(epoch.epoch + 1).prepare()
             else:
                 if not self.is_resident:
                     feeder.release_before(feeder.num_visits - len(self._promised[1]))
@@ -240,16 +241,29 @@ class DeviceData:
         """Wait for the chunks of many batches, compute their indices on the host, upload them in one copy."""
         slots = [feeder.wait(first + visit) for visit in needed]
         visits = [loads.visits[visit] for visit in needed]
-        positions = np.maximum(np.concatenate([batch.positions for batch in block]), 0)
+        positions = np.concatenate([batch.positions for batch in block])
+        if block[0].reset is not None:
+            np.maximum(positions, 0, out=positions)  # lanes that have ended
         host: list[Array] = []
         lengths: dict[str, Array] = {}
+        known: dict[tuple[int, int], Array] = {}  # dense fields have the same rows
         for number, column in enumerate(self.ring.columns):
-            host.append(column.starts[positions] + self._shifts(number, positions, visits, slots))
+            shift = self._shifts(number, positions, visits, slots)
+            if not isinstance(shift, int):
+                host.append(column.starts[positions] + shift)
+            elif (row := known.get((id(column.starts), shift))) is not None:
+                host.append(row)
+            else:
+                row = positions if column.counts_samples else column.starts[positions]
+                row = row + shift if shift else row
+                known[id(column.starts), shift] = row
+                host.append(row)
             if not isinstance(column.lengths, int):
                 lengths[column.field] = column.lengths[positions]
                 host.append(lengths[column.field])
         sizes = [len(batch.positions) for batch in block]
-        table = IndexTable(self._tables.upload(np.stack(host)), sizes)
+        different = host[:1] if all(row is host[0] for row in host) else host
+        table = IndexTable(self._tables.upload(different, self.is_resident), sizes, len(host))
         at, totals = 0, {}
         for number, batch in enumerate(block):
             if lengths:
@@ -275,10 +289,10 @@ class DeviceData:
         return shifts
 
 
-def _blocks(batches: Iterator[PlannedBatch]) -> Iterator[list[PlannedBatch]]:
-    """Group consecutive batches that touch the same chunks, into blocks of growing size."""
+def _blocks(batches: Iterator[PlannedBatch], most: int) -> Iterator[list[PlannedBatch]]:
+    """Group consecutive batches that touch the same chunks, into blocks of growing size; `most` is the first's."""
     block: list[PlannedBatch] = []
-    samples, most = 0, _FIRST_BATCHES
+    samples = 0
     for batch in batches:
         if block and (
             batch.chunks != block[0].chunks

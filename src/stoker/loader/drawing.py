@@ -58,7 +58,8 @@ class Draws:
 
     def __post_init__(self) -> None:
         if not callable(self.weights):
-            check_weights(self.weights, self.num_positions)
+            checked = check_weights(self.weights, self.num_positions)
+            object.__setattr__(self, "weights", checked)
 
     @property
     def digest(self) -> str:
@@ -74,8 +75,9 @@ class Draws:
         """Return the samples of an epoch, ascending, `(num_draws,)`; those of the last few epochs are kept."""
         with self._drawing:
             if (found := self._known.get((seed, epoch))) is None:
-                weights = self.weights(epoch) if callable(self.weights) else self.weights
-                weights = check_weights(weights, self.num_positions, epoch)
+                weights = self.weights
+                if callable(weights):
+                    weights = check_weights(weights(epoch), self.num_positions, epoch)
                 found = draw(weights, self.num_draws, seed, epoch, self.strata)
                 while len(self._known) >= _KEPT:
                     del self._known[next(iter(self._known))]
@@ -107,9 +109,11 @@ def draw(
     sums = np.cumsum(weights[shuffled])
     ends = sums * (num_draws / sums[-1])
     # Exactly all draws by the last sample with a weight: rounding must give none to samples without one.
-    ends[sums == sums[-1]] = num_draws
-    reached = np.minimum(np.floor(ends + generator.random()), num_draws).astype(np.int64)
-    counts = np.diff(reached, prepend=0)
+    ends[np.searchsorted(sums, sums[-1]) :] = num_draws
+    ends += generator.random()
+    reached = np.minimum(ends, num_draws, out=ends).astype(np.int64)  # rounds down: none is below 0
+    counts = reached.copy()
+    counts[1:] -= reached[:-1]
     per_position = np.empty(len(weights), np.int64)
     per_position[shuffled] = counts
     return np.repeat(np.arange(len(weights)), per_position)
@@ -127,11 +131,16 @@ def spread(rows: Array, strata: Array, generator: np.random.Generator) -> Array:
         generator: Draws where each stratum begins.
     """
     _, strata, sizes = np.unique(strata, return_inverse=True, return_counts=True)
-    by_stratum = np.argsort(strata, kind="stable")
-    rank = np.empty(len(rows), np.int64)
-    rank[by_stratum] = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    quantile = (rank + generator.random(len(sizes))[strata]) / sizes[strata]
+    quantile = (rank_within(strata, sizes) + generator.random(len(sizes))[strata]) / sizes[strata]
     return rows[np.argsort(quantile, kind="stable")]
+
+
+def rank_within(strata: Array, sizes: Array) -> Array:
+    """Return, for each sample, how many before it are in the same stratum; strata count from 0 and have `sizes`."""
+    rank = np.empty(len(strata), np.int64)
+    starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    rank[np.argsort(strata, kind="stable")] = np.arange(len(strata)) - starts
+    return rank
 
 
 def check_weights(weights: Array, count: int, epoch: int | None = None) -> Array:
@@ -226,12 +235,16 @@ def choose_draws(
         return mixture.draws(samples, num_draws)
     if balance is not None:
         if balance not in store.fields or store.fields[balance].kind != "dense":
-            dense = [name for name, info in store.fields.items() if info.kind == "dense"]
-            near = nearest(balance, dense) or next(iter(dense), "")
+            classes = [
+                name
+                for name, info in store.fields.items()
+                if info.kind == "dense" and not info.shape and np.dtype(info.dtype).kind in "iub"
+            ]
+            near = nearest(balance, classes) or next(iter(classes), None)
             raise InputError(
                 f"balance={balance!r}.",
-                f"a field of classes: {', '.join(dense)}",
-                f"balance={near!r}",
+                f"a field with one whole number per sample, its class: {', '.join(classes) or 'none here'}",
+                f"balance={near!r}" if near else "leave balance out",
             )
         classes = store.gather(balance, samples)
         made, strata = class_weights(classes, balance)

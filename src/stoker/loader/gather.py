@@ -7,9 +7,9 @@ Everything is queued on the current stream; the host never waits for the device.
 for ragged values whose exact total is given. A batch can therefore be assembled inside a CUDA graph.
 
 A gather costs the host 20 to 50 µs whatever its size, and a training step of small kernels waits for the host. So
-consecutive batches share the gathers of their small fields (labels, weights, flags): `GatheredAhead`. Drawing and
-applying an augmentation costs it about 100 µs, so small images share those too: `AugmentedAhead`. Large fields
-gain little: gathering four batches at once saved no more than splitting them cost.
+consecutive batches share the gathers of their small fields (labels, weights, flags). Drawing and applying an
+augmentation costs it about 90 µs, so small images share those too: `MadeAhead`. Large fields gain little: gathering
+four batches at once saved no more than splitting them cost.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from stoker.loader.columns import Column
 from stoker.loader.staging import restore_sign
 from stoker.loader.straight import Recycled
 
-AHEAD_BYTES, RESIDENT_AHEAD_BYTES = 2 << 20, 64 << 20
-"""Most bytes gathered ahead; the second from data that is resident on a GPU, where memory is not short, and at most
-half of what the data takes. A tensor that the user keeps keeps its neighbours' memory too."""
+AHEAD_BYTES, RESIDENT_AHEAD_BYTES = 2 << 20, 128 << 20
+"""Most bytes made ahead; the second from data that is resident on a GPU, where memory is not short, and at most as
+much as the data takes. A tensor that the user keeps keeps its neighbours' memory too."""
 
 _LEAST_BATCHES, _MOST_BATCHES = {"cpu": 32, "cuda": 8}, 64
 """A field is small if so many batches of it fit. Splitting more than `_MOST_BATCHES` delays the host."""
@@ -115,82 +115,6 @@ class FieldGather(NamedTuple):
         return restore_sign(taken, self.dtype) if self.unsigned else taken
 
 
-class _Made(NamedTuple):
-    """Gathered fields of a table's batches up to `end`; `parts` has those that were not handed out yet."""
-
-    table: IndexTable | None
-    end: int
-    where: tuple[int, bool]
-    parts: dict[int, dict[str, torch.Tensor]]
-
-
-_NOTHING = _Made(None, 0, (0, False), {})
-
-
-class GatheredAhead:
-    """Small fields of the next batches of an iteration, gathered with one kernel per field.
-
-    A batch's tensors are views of one allocation that it shares with its neighbours, 16-byte aligned. They do
-    not overlap, so changing one in place changes no other batch. Each batch's tensors are handed out once. They
-    are used on the stream that gathered them only; on another stream, in inference mode or inside a CUDA graph
-    the batch is gathered anew. Thread safe: a race costs one more gather.
-    """
-
-    def __init__(self, fields: Sequence[FieldGather], room_bytes: int) -> None:
-        self._fields = fields
-        self._room_bytes = room_bytes
-        device = fields[0].values.device if fields else torch.device("cpu")
-        self._least = _LEAST_BATCHES.get(device.type, 32)
-        self._gpu = device.index if device.type == "cuda" else None
-        self._chosen: dict[int, tuple[Sequence[FieldGather], int]] = {}
-        self._made = _NOTHING
-
-    def pop(self, table: IndexTable, number: int) -> dict[str, torch.Tensor]:
-        """Return the small fields of a batch by name; empty if it is out of turn or was handed out before."""
-        stream = 0
-        if self._gpu is not None:
-            if torch.cuda.is_current_stream_capturing():
-                # A graph must record its own gathers: its replays read new indices.
-                return {}
-            stream = torch._C._cuda_getCurrentRawStream(self._gpu)
-        where = stream, torch.is_inference_mode_enabled()
-        made = self._made  # read once: another thread may replace it
-        if table is made.table and number < made.end:
-            return made.parts.pop(number, {}) if made.where == where else {}
-        if number != 0 and (table is not made.table or number != made.end):
-            return {}
-        self._made = made = (
-            _NOTHING  # free the batches before, so that the next can use their memory
-        )
-        size = table.sizes[number]
-        fields, most = self._chosen.get(size) or self._choose(size)
-        if not fields:
-            return {}
-        end = table.equal_from(number, most)
-        rows = table.rows_of(number, end)
-        parts: dict[int, dict[str, torch.Tensor]] = {at: Batch() for at in range(number, end)}
-        for field in fields:
-            # unsafe_split: views with version counters of their own. With a shared counter, changing one
-            # batch in place would make autograd refuse all the others.
-            for at, part in enumerate(torch.unsafe_split(field(rows), size), number):
-                parts[at][field.name] = part
-        self._made = _Made(table, end, where, parts)
-        return parts.pop(number)
-
-    def _choose(self, size: int) -> tuple[Sequence[FieldGather], int]:
-        """Return the fields that are small at this batch size, and how many batches to gather at once."""
-        small, total = [], 0
-        for field in self._fields:
-            num_bytes = size * field.values[:1].nbytes
-            is_small = 0 < num_bytes * self._least <= self._room_bytes
-            if is_small and num_bytes % _ALIGNMENT == 0:
-                small.append(field)
-                total += num_bytes
-        most = min(self._room_bytes // max(1, total), _MOST_BATCHES)
-        self._chosen[size] = chosen = (small, most) if most > 1 else ([], 1)
-        return chosen
-
-
 class Augments(Protocol):
     """An augmentation that gathers its images itself: `stoker.augment.Compose` and similar classes."""
 
@@ -207,74 +131,148 @@ class Augments(Protocol):
         """Make the next draw that of (epoch, step)."""
 
 
-class AugmentedAhead:
-    """Augmented images (and masks) of the next batches of an iteration: one draw, one pass for all of them.
+class _Made(NamedTuple):
+    """Batches of a table up to `end`; `parts` has those that were not handed out yet."""
 
-    Draws are those of a call for each batch. The augmentation counts a step for each batch when it is made, not
-    when it is handed out; so its position is set again when batches that were made are not used. Views of one
-    allocation, as in `GatheredAhead`. One consumer thread.
+    table: IndexTable | None
+    end: int
+    where: tuple[int, bool] = (0, False)
+    parts: dict[int, Batch] = {}  # noqa: RUF012  nothing is ever put into this one
+    has_images: bool = False
+
+
+_NOTHING = _Made(None, 0)
+
+
+class MadeAhead:
+    """Small fields and augmented images of the next batches of an iteration: one kernel for many batches.
+
+    A batch's tensors are views of one allocation that it shares with its neighbours, 16-byte aligned. They do
+    not overlap, so changing one in place changes no other batch. Each batch is handed out once, on the stream that
+    made it only; on another stream, in inference mode or inside a CUDA graph it is made anew.
+
+    Fields are thread safe: a race costs one more gather. Images are for one thread that takes every batch in turn.
+    Their draws are those of a call for each batch. The augmentation counts a step for each batch when it is made,
+    not when it is handed out; so its position is set again when batches that were made are not used.
+
+    Args:
+        fields: Gathered ahead where they are small.
+        room_bytes: Most bytes of batches that are made at once.
+        augment: Its images are made ahead if it has `batches`, as `Compose` has.
+        images: Images, then masks if there are any.
     """
 
-    def __init__(self, augment: Augments, images: Sequence[FieldGather], room_bytes: int) -> None:
-        self._augment = augment
-        self._batches = getattr(augment, "batches", None)
-        self._images = images
-        device = images[0].values.device
-        self._gpu = device.index if device.type == "cuda" else None
+    def __init__(
+        self,
+        fields: Sequence[FieldGather],
+        room_bytes: int,
+        augment: Any = None,
+        images: Sequence[FieldGather] = (),
+    ) -> None:
+        self._fields, self._images, self._augment = fields, images, augment
         self._room_bytes = room_bytes
-        self._most: dict[int, int] = {}
+        gathers = [*fields, *images]
+        device = gathers[0].values.device if gathers else torch.device("cpu")
+        self._least = _LEAST_BATCHES.get(device.type, 32)
+        self._gpu = device.index if device.type == "cuda" else None
+        self._chosen: dict[tuple[int, int], tuple[Sequence[FieldGather], int]] = {}
+        # By batch size: bytes of the augmented images, 0 where they are made one by one.
+        self._image_bytes: dict[int, int] = {}
         self._made = _NOTHING
         self._at: tuple[int, int] | None = None
 
     def seek(self, epoch: int, step: int) -> None:
-        """Make the next batch that of (epoch, step)."""
-        self._augment.seek(epoch, step)
-        self._made, self._at = _NOTHING, (epoch, step)
+        """Make the next draw that of (epoch, step)."""
+        if self._augment is not None:
+            self._augment.seek(epoch, step)
+            self._made, self._at = _NOTHING, (epoch, step)
 
-    def pop(self, rows: IndexBatch) -> Sequence[torch.Tensor]:
-        """Return the augmented images of the next batch, then its masks if there are any."""
-        table, number, step = rows.table, rows.number, rows.planned.step
-        stream = 0 if self._gpu is None else torch._C._cuda_getCurrentRawStream(self._gpu)
+    def pop(self, rows: IndexBatch, in_turn: bool) -> Batch:
+        """Return what was made of a batch; empty if it is out of turn or was handed out before.
+
+        Args:
+            rows: The batch.
+            in_turn: Whether all batches of the iteration are asked for, so that images may be made ahead.
+        """
+        stream = 0
+        if self._gpu is not None:
+            stream = torch._C._cuda_getCurrentRawStream(self._gpu)
+            # A graph must record its own gathers: its replays read new indices. The stream 0 cannot be captured.
+            if stream and torch.cuda.is_current_stream_capturing():
+                return Batch()
         where = stream, torch.is_inference_mode_enabled()
-        made = self._made
-        if table is made.table and number in made.parts and made.where == where:
-            return tuple(made.parts.pop(number).values())
-        size = table.sizes[number]
-        most = self._most.get(size, 1)
-        if made.parts:  # some that were made are not used, and would be made twice again and again
-            most = 1
-        self._made = _NOTHING
-        if self._at is not None and self._at[1] != step:
-            self._augment.seek(self._at[0], step)
+        table, number = rows.table, rows.number
+        made = self._made  # read once: another thread may replace it
+        if table is made.table and number < made.end:
+            usable = made.where == where and (in_turn or not made.has_images)
+            return (made.parts.pop(number, None) if usable else None) or Batch()
+        if number != 0 and (table is not made.table or number != made.end):
+            return Batch()
+        self._made = _NOTHING  # free the batches before, so that the next can use their memory
+        size, image_bytes = table.sizes[number], 0
+        if in_turn and self._augment is not None:
+            image_bytes = self._image_bytes.get(size, -1)
+            if image_bytes < 0:  # `augmented` finds out
+                self._made = _Made(table, number + 1)
+                return Batch()
+        fields, most = self._chosen.get((size, image_bytes)) or self._choose(size, image_bytes)
+        if most < 2:
+            return Batch()
         end = table.equal_from(number, most)
-        values = (gather.values for gather in self._images)
-        row = self._images[0].row
-        if end - number == 1 or self._batches is None:
-            taken = self._augment(*values, rows=rows[row])
-            taken = (taken,) if isinstance(taken, torch.Tensor) else taken
-            self._most.setdefault(size, self._choose(taken))
-            self._count(step + 1)
-            return tuple(taken)
-        taken = self._batches(*values, rows=table.rows_of(number, end)[row], batch_size=size)
-        taken = (taken,) if isinstance(taken, torch.Tensor) else taken
-        parts: dict[int, dict[str, torch.Tensor]] = {at: {} for at in range(number, end)}
-        for gather, tensor in zip(self._images, taken, strict=True):
-            for at, part in enumerate(torch.unsafe_split(tensor, size), number):
-                parts[at][gather.name] = part
-        self._made = _Made(table, end, where, parts)
-        self._count(step + end - number)
-        return tuple(parts.pop(number).values())
+        parts = [Batch() for _ in range(number, end)]
+        indices = table.rows_of(number, end)
+        for field in fields:
+            _hand_out(field.name, field(indices), parts)
+        if image_bytes:
+            images = self.augmented(indices, rows.planned.step, size, len(parts))
+            for gather, tensor in zip(self._images, images, strict=True):
+                _hand_out(gather.name, tensor, parts)
+        self._made = _Made(table, end, where, dict(enumerate(parts, number)), image_bytes > 0)
+        return self._made.parts.pop(number)
 
-    def _count(self, step: int) -> None:
+    def augmented(self, indices: Rows, step: int, size: int, count: int = 1) -> Sequence[Any]:
+        """Augment `count` batches of `size` samples, the first of which is batch number `step` of the epoch."""
         if self._at is not None:
-            self._at = self._at[0], step
+            if self._at[1] != step:
+                self._augment.seek(self._at[0], step)
+            self._at = self._at[0], step + count
+        values = [gather.values for gather in self._images]
+        row = indices[self._images[0].row]
+        if count > 1:
+            taken = self._augment.batches(*values, rows=row, batch_size=size)
+        else:
+            taken = self._augment(*values, rows=row)
+        made: Sequence[Any] = (taken,) if isinstance(taken, torch.Tensor) else taken
+        if size not in self._image_bytes:
+            sizes = [tensor.nbytes for tensor in made]
+            apart = not hasattr(self._augment, "batches") or any(n % _ALIGNMENT for n in sizes)
+            one_by_one = apart or 2 * sum(sizes) > self._room_bytes
+            self._image_bytes[size] = 0 if one_by_one else sum(sizes)
+        return made
 
-    def _choose(self, batch: Sequence[torch.Tensor]) -> int:
-        """Return how many batches like this one are made at once."""
-        num_bytes = sum(tensor.nbytes for tensor in batch)
-        if self._batches is None or any(tensor.nbytes % _ALIGNMENT for tensor in batch):
-            return 1
-        return max(1, min(self._room_bytes // max(1, num_bytes), _MOST_BATCHES))
+    def _choose(self, size: int, image_bytes: int) -> tuple[Sequence[FieldGather], int]:
+        """Return the fields that are small at this batch size, and how many batches to make at once."""
+        small, total = [], image_bytes
+        for field in self._fields:
+            num_bytes = size * field.values[:1].nbytes
+            is_small = 0 < num_bytes * self._least <= self._room_bytes
+            if is_small and num_bytes % _ALIGNMENT == 0:
+                small.append(field)
+                total += num_bytes
+        most = min(self._room_bytes // total, _MOST_BATCHES) if total else 1
+        self._chosen[size, image_bytes] = chosen = small, most
+        return chosen
+
+
+def _hand_out(name: str, tensor: torch.Tensor, parts: Sequence[Batch]) -> None:
+    """Give each batch its share of a tensor.
+
+    unsafe_split: views with version counters of their own. With a shared counter, changing one batch in place would
+    make autograd refuse all the others.
+    """
+    shares = torch.unsafe_split(tensor, len(tensor) // len(parts))
+    for part, share in zip(parts, shares, strict=True):
+        part[name] = share
 
 
 class Assembler:
@@ -297,26 +295,35 @@ class Assembler:
         self._tensors = tensors
         self._augment = augment
         self._memory = Recycled()
-        self._gathers, self._ragged = _plan_gathers(columns, tensors, self._memory)
-        self._images = [] if augment is None else _find_images(self._gathers)
+        self._gathers, ragged = _plan_gathers(columns, tensors, self._memory)
+        self._ragged = [(column, row) for column, row in ragged if not column.is_encoded]
+        self._encoded = [(column, row) for column, row in ragged if column.is_encoded]
+        self._is_resident = is_resident
+        coded = [column.field for column, _ in self._encoded]
+        self._images = [] if augment is None or coded else _find_images(self._gathers)
+        self._image_names = [gather.name for gather in self._images] or [
+            name for name in ("images", "masks") if name in coded
+        ]
         drawn = {gather.name for gather in self._images}
         self._others = [gather for gather in self._gathers if gather.name not in drawn]
         room = AHEAD_BYTES
         if is_resident and any(tensor.is_cuda for tensor in tensors.values()):
-            half = sum(tensor.nbytes for tensor in tensors.values()) // 2
-            room = max(room, min(RESIDENT_AHEAD_BYTES, half))
-        self._ahead = GatheredAhead(self._others, room)
-        self._augmented = None if augment is None else AugmentedAhead(augment, self._images, room)
+            held = sum(tensor.nbytes for tensor in tensors.values())
+            room = max(room, min(RESIDENT_AHEAD_BYTES, held))
+        drawing = augment if self._images else None
+        self._ahead = MadeAhead(self._others, room, drawing, self._images)
+        self._num_fields = len(self._others) + len(self._images)
 
     def seek(self, epoch: int, step: int) -> None:
         """Make the augmentation's next draw that of (epoch, step)."""
-        if self._augmented is not None:
-            self._augmented.seek(epoch, step)
+        self._ahead.seek(epoch, step)
+        if self._augment is not None and not self._images:
+            self._augment.seek(epoch, step)
 
     def close(self) -> None:
         """Drop the references to the values, so that their memory can be freed."""
         self._gathers, self._others, self._images, self._tensors = [], [], [], {}
-        self._ahead, self._augmented = GatheredAhead([], 0), None
+        self._ahead = MadeAhead([], 0)
         self._memory.close()
 
     def assemble(
@@ -331,21 +338,22 @@ class Assembler:
             in_turn: Whether this is an `IndexBatch` and all batches of the iteration are asked for in turn. Only
                 then may images be augmented ahead: a captured step draws by itself in between.
         """
-        ready: Mapping[str, torch.Tensor] = {}
-        if isinstance(rows, IndexBatch):
-            ready = self._ahead.pop(rows.table, rows.number)
-        if isinstance(ready, Batch) and len(ready) == len(self._others):
-            batch = ready
-        else:
-            batch = Batch()
-            for gather in self._others:
-                taken = ready.get(gather.name)
-                batch[gather.name] = gather(rows) if taken is None else taken
+        known = rows if isinstance(rows, IndexBatch) else None
+        ready = Batch() if known is None else self._ahead.pop(known, in_turn)
+        if len(ready) == self._num_fields and not self._ragged:
+            return ready
+        batch = Batch()
+        for gather in self._others:
+            taken = ready.get(gather.name)
+            batch[gather.name] = gather(rows) if taken is None else taken
         for column, row in self._ragged:
             self._gather_ragged(batch, column, rows[row], rows[row + 1], totals)
-        if self._augmented is not None and in_turn and isinstance(rows, IndexBatch):
-            self._name(batch, self._augmented.pop(rows))
-        elif self._augment is not None:
+        if self._images and self._images[0].name in ready:
+            self._name(batch, [ready[gather.name] for gather in self._images])
+        elif known is not None and in_turn and self._images:
+            size = known.table.sizes[known.number]
+            self._name(batch, self._ahead.augmented(rows, known.planned.step, size))
+        elif self._images and self._augment is not None:
             values = (gather.values for gather in self._images)
             self._name(batch, self._augment(*values, rows=rows[self._images[0].row]))
         return batch
@@ -359,16 +367,31 @@ class Assembler:
             self._gather_ragged(batch, column, rows[row], rows[row + 1], totals)
         return batch
 
+    def pictures(self, rows: Rows) -> dict[str, Sequence[torch.Tensor]]:
+        """Return the bytes of each encoded picture of a batch, by field, in host memory.
+
+        Views of resident data; copies of data that is loaded in chunks, whose memory will be written again.
+        """
+        found: dict[str, Sequence[torch.Tensor]] = {}
+        for column, row in self._encoded:
+            values = self._tensors[column.values[0].name]
+            pairs = zip(rows[row].tolist(), rows[row + 1].tolist(), strict=True)
+            pieces = [values[start : start + length] for start, length in pairs]
+            if not self._is_resident:
+                pieces = list(torch.cat(pieces).split([len(piece) for piece in pieces]))
+            found[column.field] = pieces
+        return found
+
     def augment(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
-        """Augment what `gather` has returned, possibly copied to another device since."""
+        """Augment what `gather` has returned, possibly decoded or copied to another device since."""
         batch = Batch(tensors)
         if self._augment is not None:
-            self._name(batch, self._augment(*(batch[gather.name] for gather in self._images)))
+            self._name(batch, self._augment(*(batch[name] for name in self._image_names)))
         return batch
 
     def _name(self, batch: Batch, made: Any) -> None:
         made = (made,) if isinstance(made, torch.Tensor) else made
-        batch.update({each.name: value for each, value in zip(self._images, made, strict=True)})
+        batch.update(dict(zip(self._image_names, made, strict=True)))
 
     def _gather_ragged(
         self,
@@ -416,8 +439,14 @@ def _plan_gathers(
     return gathers, ragged
 
 
-def check_ids(augment: Augments | None, tier: str) -> None:
-    """Raise if an augmentation has to know images from epoch to epoch, and rows do not tell."""
+def check_augment(augment: Augments | None, tier: str) -> None:
+    """Raise for what is no augmentation, and for one that has to know images where rows do not tell them."""
+    if augment is not None and not (callable(augment) and hasattr(augment, "seek")):
+        raise InputError(
+            f"augment is {getattr(augment, '__name__', repr(augment))}.",
+            "a Compose of ops; Compose.from_torchvision(...) makes one of transforms of torchvision",
+            "augment=Compose([RandomHorizontalFlip()])",
+        )
     if getattr(augment, "needs_ids", False) and tier != "resident":
         raise InputError(
             f"AlternatingFlip with data that is {tier}: rows change their images from chunk to chunk.",
@@ -433,6 +462,6 @@ def _find_images(gathers: Sequence[FieldGather]) -> list[FieldGather]:
         raise InputError(
             f"an augmentation was given, but the loader has no images; it has {', '.join(found)}.",
             "a dense field 'images' (n, channels, height, width), and 'masks' if there are any",
-            "stoker pack images FOLDER OUT --size 224x224",
+            "Loader({'images': images, 'labels': labels}, 64), or stoker pack images FOLDER OUT --size 224x224",
         )
     return [found[name] for name in ("images", "masks") if name in found]

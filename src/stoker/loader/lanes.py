@@ -282,8 +282,11 @@ def _look_at_shard(
 
 def _broken_rows(store: Store, name: str, shard: int, max_gap_rows: int) -> Array:
     """Rows before which too many are missing."""
+    duration = store.fields[name].duration_ns
+    if duration is None:  # no times, and so no gaps
+        return np.zeros(len(store.read_series(name, "rows", shard)), bool)
     broken: Array = store.read_series(name, "gap", shard) != 0
     if max_gap_rows:
-        time, duration = store.read_series(name, "time", shard), store.fields[name].duration_ns
+        time = store.read_series(name, "time", shard)
         broken[1:] &= np.diff(time) // duration - 1 > max_gap_rows
     return broken

@@ -25,7 +25,13 @@ import torch
 
 from stoker.display import table_html
 from stoker.errors import InputError
-from stoker.loader.arguments import check_keywords, check_names, open_data, tell_once
+from stoker.loader.arguments import (
+    check_keywords,
+    check_names,
+    no_attribute,
+    open_data,
+    tell_once,
+)
 from stoker.loader.background import JANITOR
 from stoker.loader.batch import Batch, IndexBatch
 from stoker.loader.columns import (
@@ -38,9 +44,10 @@ from stoker.loader.columns import (
 from stoker.loader.device_data import DeviceData
 from stoker.loader.drawing import Mixture, Weights, choose_draws
 from stoker.loader.elastic import ElasticEpoch, ResumePoint
-from stoker.loader.gather import Assembler, Augments, check_ids
+from stoker.loader.gather import Assembler, Augments, check_augment
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import Mode, Order, PlannedBatch, pick_mode
+from stoker.loader.pictures import Pictures, Work, make_policy, one_thread, read_ledger
 from stoker.loader.prefetch import prefetch
 from stoker.loader.progress import Progress
 from stoker.loader.ring import superseded
@@ -90,7 +97,11 @@ class Loader:
         epoch_samples: Samples of an epoch; as many as there are by default.
         augment: Applied to `images` (and `masks`, where they are loaded) while they are gathered, without
             a copy between. It draws from (its seed, epoch, batch), so a resumed epoch continues with the
-            same draws. For validation: `augmentation.validation()`.
+            same draws. For validation: `augmentation.validation()`. Encoded pictures of several sizes need one
+            whose first op is `RandomResizedCrop` or `Resize`; it is done while they are decoded.
+        on_broken: What is done with an encoded picture that cannot be decoded: "stop", "skip" (the sample is left out
+            of its batch) or "replace" (by another sample of its batch, with all fields). `broken` lists them.
+        broken_budget: How many samples may be broken before an error is raised: a share or a number.
         **others: Arguments of torch's DataLoader. Those that are needless here are accepted with a note
             (`num_workers`, `pin_memory`, ...); others are refused with what to type.
 
@@ -130,6 +141,8 @@ class Loader:
         balance: str | None = None,
         epoch_samples: int | None = None,
         augment: Augments | None = None,
+        on_broken: str = "stop",
+        broken_budget: str | float = "1%",
         **others: Any,
     ) -> None:
         self._closed = False
@@ -163,15 +176,29 @@ class Loader:
             "samples": None if samples is None else self.samples, "drop_last": drop_last,
             "rank": rank, "world_size": world_size, "augment": augment,
             "weights": weights, "balance": balance, "epoch_samples": epoch_samples,
+            "on_broken": on_broken, "broken_budget": broken_budget,
         }  # fmt: skip
+        encoded = [column.field for column in self.columns if column.is_encoded]
+        policy = make_policy(on_broken, broken_budget, len(self.samples))
+        self._pictures: Pictures | None = None
+        if encoded:
+            if on_broken != "stop" and any(
+                column.kind == "ragged" and not column.is_encoded for column in self.columns
+            ):
+                raise InputError(
+                    f"on_broken={on_broken!r} with a field of several values per sample.",
+                    "fields with one row per sample beside the pictures",
+                    "fields=['images', 'labels']",
+                )
+            self._pictures = Pictures(self.store, encoded, self.samples, self.device, policy)
         self.plan = self._take_plan(plan, batch_size, data_bytes, chunk_bytes, num_slots)
         # Streamed batches are assembled in host memory by the same code, then copied to the device.
         local = self.plan.host or self.plan
-        streamed = self.plan.tier == "streamed"
+        streamed = self.plan.tier == "streamed" or self._pictures is not None
         home = torch.device("cpu") if streamed else self.device
         chunks, reason = self._choose_chunks(local, lanes)
         self.tier: Tier = "streamed" if streamed else "resident" if chunks is None else "chunked"
-        check_ids(augment, self.tier)
+        check_augment(augment, self.tier)
         count, digest = len(self.samples), digest_samples(self.samples)
         if draws is not None and draws.per_batch and chunks is not None:
             raise InputError(
@@ -193,6 +220,8 @@ class Loader:
             draws,
         )
         self._progress = Progress(made)
+        if self._pictures is not None:
+            reason = f"encoded pictures in host memory, {self._pictures.reason} ({reason})"
         self.reason = f"{reason}; {self._order.reason}"
         slots = 1 if chunks is None else max(local.num_slots, self._order.most_chunks_per_batch)
         is_straight = (
@@ -221,6 +250,9 @@ class Loader:
     def __len__(self) -> int:
         """Batches of a whole epoch, the same on all ranks."""
         return len(self._order)
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(name)
 
     def __repr__(self) -> str:
         return f"Loader({', '.join(f'{name} {value}' for name, value in self._summary())})"
@@ -356,7 +388,8 @@ class Loader:
             return given
         from stoker.machine import probe
 
-        cuda = self.device.type == "cuda"
+        # Decoders read encoded pictures from host memory, so that is where they are kept.
+        cuda = self.device.type == "cuda" and self._pictures is None
         return make_plan(
             column_facts(self.store, self.columns, len(self.samples)),
             gpu_memory_bytes=torch.cuda.mem_get_info(self.device)[0] if cuda else None,
@@ -432,9 +465,10 @@ class Loader:
         wrapped = iter(source if self.on_iteration is None else self.on_iteration(source))
         try:
             while True:
-                self._waits = (self._waits[0], time.perf_counter())
+                began = time.perf_counter()
+                self._waits = (self._waits[0], began)
                 batch = next(wrapped, None)
-                self._waits = (self.waited_seconds, None)
+                self._waits = (self._waits[0] + time.perf_counter() - began, None)
                 if batch is None:
                     break
                 self._check_open()
@@ -455,9 +489,33 @@ class Loader:
         return finished if since is None else finished + time.perf_counter() - since
 
     def _batches(self) -> Iterable[Batch]:
+        if self._pictures is not None:
+            return self._picture_batches(self._pictures)
         if self.tier == "streamed" or self._reads_straight:
             return self._host_batches()
-        return map(partial(self.assemble, in_turn=True), self._data.indices(self._progress))
+        return map(partial(self._assemble, in_turn=True), self._data.indices(self._progress))
+
+    def _picture_batches(self, pictures: Pictures) -> Iterator[Batch]:
+        """Yield batches whose pictures were decoded ahead."""
+        work = (
+            Work(
+                index.planned,
+                self._assembler.gather(index, index.totals),
+                self._assembler.pictures(index),
+            )
+            for index in self._data.indices(self._progress)
+        )
+        with contextlib.closing(pictures.decoded(work, self.epoch)) as decoded:
+            for made in decoded:
+                with one_thread(self.device):
+                    batch = self._finish(self._assembler.augment(made.tensors), made.planned)
+                batch.positions = made.positions
+                yield batch
+
+    @property
+    def broken(self) -> dict[int, str]:
+        """Samples whose pictures could not be decoded so far, with the reason; see `on_broken`."""
+        return {} if self._pictures is None else dict(self._pictures.policy.samples)
 
     @property
     def _reads_straight(self) -> bool:
@@ -496,8 +554,6 @@ class Loader:
         self,
         indices: torch.Tensor | IndexBatch,
         totals: Mapping[str, int] | None = None,
-        *,
-        in_turn: bool = False,
     ) -> Batch:
         """Build a batch on the device. No host synchronisation: safe to capture in a CUDA graph.
 
@@ -507,15 +563,16 @@ class Loader:
                 that knows its samples, also after `shrink`.
             totals: Number of values per ragged field. Without it the shapes are static: ragged
                 values are padded with zeros to the most that any batch can have.
-            in_turn: Whether every batch of the iteration is asked for in turn, and none is drawn elsewhere in
-                between; then small images are augmented for several batches at once.
         """
         self._check_open()
+        if self._pictures is not None:
+            raise InputError(
+                "encoded pictures are decoded ahead of the step, not assembled from indices.",
+                "an iteration over the loader",
+                "for batch in loader: ...",
+            )
         if isinstance(indices, IndexBatch):
-            if indices.ring_number != self._data.ring_number:
-                indices = self._data.renewed(indices, self._progress)
-            batch = self._assembler.assemble(indices, indices.totals, in_turn=in_turn)
-            return self._finish(batch, indices.planned)
+            return self._assemble(indices)
         if indices.dim() == 1:
             if self.tier != "resident":
                 raise InputError(
@@ -525,6 +582,13 @@ class Loader:
                 )
             indices = self._positions_table.index_select(1, indices)
         return self._assembler.assemble(indices.unbind(0), totals)
+
+    def _assemble(self, index: IndexBatch, *, in_turn: bool = False) -> Batch:
+        """Build a batch; `in_turn` if every batch of the iteration is built, one after the other."""
+        if index.ring_number != self._data.ring_number:
+            index = self._data.renewed(index, self._progress)
+        batch = self._assembler.assemble(index, index.totals, in_turn=in_turn)
+        return self._finish(batch, index.planned)
 
     @cached_property
     def _positions_table(self) -> torch.Tensor:
@@ -587,12 +651,16 @@ class Loader:
 
     def _make_assembler(self) -> Assembler:
         tensors, is_resident = self._data.ring.tensors, self.tier == "resident"
-        return Assembler(self.columns, tensors, self.augment, is_resident)
+        augment = self.augment
+        if self._pictures is not None:
+            is_resident = self._data.is_resident
+            augment = self._pictures.use(augment)
+        return Assembler(self.columns, tensors, augment, is_resident)
 
     def use_augmentation(self, augment: Augments | None) -> None:
         """Augment from the next batch on; None stops it."""
         self._check_open()
-        check_ids(augment, self.tier)
+        check_augment(augment, self.tier)
         self.augment = augment
         self._assembler = self._make_assembler()
         self._seek_augment()
@@ -619,13 +687,19 @@ class Loader:
         """Return a digest of the samples yielded so far in this epoch, in order.
 
         After an epoch's last batch and before the next one's first: of the whole epoch. In an epoch that
-        other ranks began: of those yielded since.
+        other ranks began: of those yielded since. Samples that were skipped or replaced change it.
         """
-        return self._progress.digest()
+        return self._progress.digest(self._broken_ledger())
+
+    def _broken_ledger(self) -> list[tuple[int, int, int]]:
+        return [] if self._pictures is None else self._pictures.policy.ledger
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in plain values; every rank can continue from the state of any rank."""
-        return self._progress.state_dict()
+        state = self._progress.state_dict()
+        if ledger := self._broken_ledger():
+            state["broken"] = [list(entry) for entry in ledger]
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Continue from the `state_dict` of a loader over the same samples in the same order.
@@ -641,7 +715,13 @@ class Loader:
             InputError: The state belongs to other samples, another order or another number of lanes; the
                 message names the difference.
         """
+        broken: Any = []
+        if isinstance(state, Mapping):
+            broken = state.get("broken", [])
+            state = {name: value for name, value in state.items() if name != "broken"}
         point = self._progress.load_state_dict(state)
+        if self._pictures is not None:
+            self._pictures.policy.ledger = read_ledger(broken)
         self._turn = None
         if point.begun is not None and not self._data.is_resident:
             num_slots = self._data.ring.num_slots

@@ -44,7 +44,6 @@ from stoker.errors import InputError, StokerError
 from stoker.loader.background import Background
 from stoker.loader.slabs import (
     CudaEngine,
-    Engine,
     Mark,
     Staged,
     Stager,
@@ -110,7 +109,7 @@ class Prefetcher:
         *,
         depth: int = 2,
         background: bool = True,
-        engine: Callable[[], Engine] | None = None,
+        engine: Callable[[], CudaEngine] | None = None,
     ) -> None:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise InputError(
@@ -282,7 +281,7 @@ class _Batches(Iterator[Any]):
     """One iteration, on the consumer's side. The thread has no reference to it, so it can be collected."""
 
     def __init__(
-        self, owner: Prefetcher, engine: Engine, course: _Course, fetcher: _Fetcher
+        self, owner: Prefetcher, engine: CudaEngine, course: _Course, fetcher: _Fetcher
     ) -> None:
         self._owner = owner
         self._engine = engine

@@ -6,8 +6,10 @@ orders of two epochs are kept, so that none is permuted twice. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import xxhash
 
 from stoker.loader.elastic import Cut, ResumePoint, find_resume_point, save_state
 from stoker.loader.order import EpochOrder, Order
@@ -70,12 +72,23 @@ class Progress:
         self.epoch, self.batch = point.epoch, point.batch
         self.is_begun = self.is_over = False
 
-    def digest(self) -> str:
-        """Return the digest of the current epoch's batches so far; see `Loader.order_digest`."""
+    def digest(self, broken: Sequence[tuple[int, int, int]] = ()) -> str:
+        """Return the digest of the current epoch's batches so far; see `Loader.order_digest`.
+
+        Args:
+            broken: (epoch, step, sample) of samples that were skipped or replaced; those before this position count.
+        """
         if self._ended is not None and self.batch == 0:
             number, begun = self._ended
-            return (begun or self.order.epoch(number)).digest()
-        return self.current.digest(self.batch)
+            epoch = begun or self.order.epoch(number)
+            digest, stop = epoch.digest(), epoch.num_batches
+        else:
+            number, stop = self.epoch, self.batch
+            digest = self.current.digest(stop)
+        left_out = [entry for entry in broken if entry[0] == number and entry[1] < stop]
+        return (
+            str(xxhash.xxh3_64_hexdigest(f"{digest} {left_out}".encode())) if left_out else digest
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in plain values."""

@@ -104,11 +104,7 @@ def expand_fingerprint(
     bits: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, size: int = ECFP_SIZE
 ) -> torch.Tensor:
     """Return `(batch, size)` float32 counts of a sparse fingerprint."""
-    num = len(offsets) - 1
-    owner = owners(offsets, len(bits))
-    cell = torch.where(owner < num, owner * size + _plain(bits).to(torch.int64), num * size)
-    flat = torch.zeros(num * size + 1, dtype=torch.float32, device=bits.device)
-    return flat.index_add_(0, cell, counts.to(torch.float32))[:-1].view(num, size)
+    return dense_rows(counts, bits, offsets, size)
 
 
 def expand_flags(words: torch.Tensor, num_flags: int = NUM_GROUPS) -> torch.Tensor:

@@ -13,8 +13,8 @@ Contract of `Stager.stage`:
     cancel    nothing runs in the background: there is nothing to cancel
     threads   one thread at a time
 
-The ordering rules are plain Python in this file. CUDA is behind `Engine`, so that a test can replace it with
-an engine that performs every copy as late as the rules allow.
+The ordering rules are plain Python in this file. CUDA is behind `CudaEngine`, so that a test can replace it with
+one that performs every copy as late as the rules allow.
 """
 
 from __future__ import annotations
@@ -77,45 +77,13 @@ def wait_for(mark: Mark) -> None:
         mark.synchronize()
 
 
-class Engine(Protocol):
-    """The operations that staging needs from a device; the only connection between this file and CUDA."""
-
-    def home(self) -> contextlib.AbstractContextManager[Any]:
-        """Work inside goes to the consumer's stream."""
-
-    def pin(self, num_bytes: int) -> torch.Tensor:
-        """Return pinned uint8 memory."""
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether copies from it need no staging."""
-
-    def is_here(self, tensor: torch.Tensor) -> bool:
-        """Whether it is on the device already."""
-
-    def copying(self) -> contextlib.AbstractContextManager[Any]:
-        """Work inside goes to the copy stream."""
-
-    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Inside `copying`: return device memory of this shape, type and layout."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Inside `copying`: queue a copy from pinned memory."""
-
-    def mark_copies(self) -> Mark:
-        """Mark the end of the copies queued so far."""
-
-    def mark_user(self) -> Mark:
-        """Mark the end of the work queued so far on the calling thread's stream."""
-
-    def move(self, thing: Any) -> Any:
-        """Inside `copying`: move by its own `.to`, on the stream that was current before it."""
-
-    def receive(self, tensors: list[torch.Tensor], marks: list[Mark]) -> None:
-        """Make the calling thread's stream wait for the marks, and keep the tensors' memory until it is done."""
-
-
 class CudaEngine:
-    """`Engine` for a CUDA device; `copies` is the side stream."""
+    """The operations that staging needs from a device; the only connection between this file and CUDA.
+
+    Args:
+        device: A CUDA device.
+        copies: Its stream for copies.
+    """
 
     def __init__(self, device: torch.device, copies: torch.cuda.Stream) -> None:
         self._device = device
@@ -123,49 +91,49 @@ class CudaEngine:
         self._home = self._outside = torch.cuda.current_stream(device)
 
     def home(self) -> contextlib.AbstractContextManager[Any]:
-        """See `Engine`; also makes the device the current one."""
+        """Work inside goes to the consumer's stream, on its device."""
         return torch.cuda.stream(self._home)
 
     def pin(self, num_bytes: int) -> torch.Tensor:
-        """See `Engine`."""
+        """Return pinned uint8 memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """See `Engine`."""
+        """Whether copies from it need no staging."""
         return tensor.is_pinned()
 
     def is_here(self, tensor: torch.Tensor) -> bool:
-        """See `Engine`."""
+        """Whether it is on the device already."""
         return tensor.device == self._device
 
     def copying(self) -> contextlib.AbstractContextManager[Any]:
-        """See `Engine`."""
+        """Work inside goes to the copy stream."""
         self._outside = torch.cuda.current_stream(self._device)
         return torch.cuda.stream(self._copies)
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Engine`."""
+        """Inside `copying`: return device memory of this shape, type and layout."""
         return torch.empty_like(tensor, device=self._device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Engine`."""
+        """Inside `copying`: queue a copy from pinned memory."""
         target.copy_(source, non_blocking=True)
 
     def mark_copies(self) -> Mark:
-        """See `Engine`."""
+        """Mark the end of the copies queued so far."""
         return self._mark(self._copies)
 
     def mark_user(self) -> Mark:
-        """See `Engine`."""
+        """Mark the end of the work queued so far on the calling thread's stream."""
         return self._mark(torch.cuda.current_stream(self._device))
 
     def move(self, thing: Any) -> Any:
-        """See `Engine`."""
+        """Inside `copying`: move by its own `.to`, on the stream that was current before it."""
         with torch.cuda.stream(self._outside):
             return thing.to(self._device)
 
     def receive(self, tensors: list[torch.Tensor], marks: list[Mark]) -> None:
-        """See `Engine`."""
+        """Make the calling thread's stream wait for the marks, and keep the tensors' memory until it is done."""
         stream = torch.cuda.current_stream(self._device)
         for mark in marks:
             stream.wait_event(mark)  # type: ignore[arg-type]
@@ -207,7 +175,7 @@ class Stager:
 
     def __init__(
         self,
-        engine: Engine | None = None,
+        engine: CudaEngine | None = None,
         max_slab_bytes: int = MAX_SLAB_BYTES,
         num_slabs: int = NUM_SLABS,
     ) -> None:
@@ -221,7 +189,7 @@ class Stager:
         self._borrowed: list[torch.Tensor] = []
         self._lent: Mark | None = None
 
-    engine: Engine
+    engine: CudaEngine
 
     @property
     def pinned_bytes(self) -> int:

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from stoker.errors import InputError
+from stoker.loader.drawing import rank_within
 from stoker.sources.massspec import SPLIT_NAMES, assign_splits, group_of
 from stoker.store.fields import Array, SplitCodes
 from stoker.store.reader import Store
@@ -196,10 +197,7 @@ def draw_samples(samples: Array, most: int, seed: int, strata: Array | None = No
     _, classes, sizes = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
     # Each class is shuffled and spread evenly from 0 to 1; the samples with the lowest quantiles are kept.
     shuffled = classes.ravel()[shuffled_rows]
-    by_class = np.argsort(shuffled, kind="stable")
-    starts = np.cumsum(sizes) - sizes
-    rank = np.empty(len(samples), np.int64)
-    rank[by_class] = np.arange(len(samples)) - np.repeat(starts, sizes)
+    rank = rank_within(shuffled, sizes)
     quantile = np.where(rank == 0, 0.0, (rank + 0.5) / sizes[shuffled])
     kept = np.argsort(quantile, kind="stable")[:most]
     return samples[np.sort(shuffled_rows[kept])]

@@ -417,26 +417,36 @@ class TableUploader:
         self._slabs: deque[_Slab] = deque()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def upload(self, table: Array) -> torch.Tensor:
-        """Return the table on the device; the current stream waits for it.
+    def upload(self, rows: Sequence[Array], at_once: bool) -> torch.Tensor:
+        """Return the rows as one table on the device; the current stream waits for it.
 
         Blocks only until the table `_NUM_TABLES` calls ago has arrived.
+
+        Args:
+            rows: Of the same length and type.
+            at_once: Whether nothing else is copied to the device, so that the current stream can copy it.
         """
         if self._stream is None:
-            return torch.from_numpy(table)
+            return torch.from_numpy(np.stack(rows))
+        num_bytes = sum(row.nbytes for row in rows)
         slab = self._slabs.popleft() if len(self._slabs) == _NUM_TABLES else None
-        if slab is None or slab.num_bytes < table.nbytes:
+        if slab is None or slab.num_bytes < num_bytes:
             if slab is not None:
                 slab.release()
-            slab = _Slab(max(_LEAST_TABLE_BYTES, 1 << (table.nbytes - 1).bit_length()))
-        host = slab.array(table.shape, table.dtype)
-        host[...] = table
+            slab = _Slab(max(_LEAST_TABLE_BYTES, 1 << (num_bytes - 1).bit_length()))
+        host = slab.array((len(rows), len(rows[0])), rows[0].dtype)
+        for number, row in enumerate(rows):
+            host[number] = row
         user = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._stream):
+        if at_once:
             made = torch.from_numpy(host).to(self._device, non_blocking=True)
-        slab.free.record(self._stream)
-        user.wait_event(slab.free)
-        made.record_stream(user)  # the allocator must not reuse it while the loop reads it
+            slab.free.record(user)
+        else:
+            with torch.cuda.stream(self._stream):
+                made = torch.from_numpy(host).to(self._device, non_blocking=True)
+            slab.free.record(self._stream)
+            user.wait_event(slab.free)
+            made.record_stream(user)  # the allocator must not reuse it while the loop reads it
         self._slabs.append(slab)
         return made
 

@@ -1,4 +1,4 @@
-"""Samples as the model will get them: pictures with their masks, spectra beside the molecule, rows of a table.
+"""Samples as the model will get them: pictures with masks, spectra beside the molecule, windows of bars, table rows.
 
 Enters: a store, or the parts of a source. Leaves: facts for a terminal, and a section for a page. Costs: at most 24
 samples are drawn and 256 pictures measured; labels are read whole.
@@ -19,11 +19,15 @@ from typing import Any
 import numpy as np
 
 from stoker import page
+from stoker.packing.window_figures import WARNING, Window, window_facts, window_figure
 from stoker.page import Html
+from stoker.page.charts import chart_grid
 from stoker.sources.images.encoded import decode_bytes
 from stoker.sources.molecules.packed import draw_molecule
-from stoker.store.fields import Array, Dense, Ragged, ShardData
+from stoker.store.fields import Array, Dense, Ragged, Series, ShardData
+from stoker.store.inspection import Inspection
 from stoker.store.manifest import FieldInfo
+from stoker.store.quality_page import quality_page
 from stoker.store.reader import Store
 
 MAX_DRAWN = 24
@@ -43,7 +47,8 @@ class Samples:
 
     Attributes:
         fields: What each field is.
-        rows: Field to value of each sample: a row, the values of a ragged field, or a text.
+        rows: Field to value of each sample: a row, the values of a ragged field, a text or a `Window`; under "symbol"
+            the label of the part that a window is from.
         attributes: Of the manifest; names of classes are looked for there.
         num_samples: All of them.
         label_counts: Class number to samples; empty where there are no labels.
@@ -57,7 +62,7 @@ class Samples:
     label_counts: dict[int, int] = field(default_factory=dict)
     mask_counts: dict[int, int] = field(default_factory=dict)
 
-    def take(self, part: ShardData) -> None:
+    def take(self, part: ShardData, label: str = "") -> None:
         """Add the samples of one part of a source: a few of each, so that the last part is seen too."""
         self.fields = {name: FieldInfo.of(data) for name, data in part.items()}
         counts = [data.num_samples for data in part.values()]
@@ -65,9 +70,10 @@ class Samples:
         self.num_samples += number
         _add(self.label_counts, part.get("labels"))
         _add(self.mask_counts, part.get("masks"))
-        most = _most(self.fields)
+        most, ahead = _most(self.fields), _num_ahead(self.fields)
+        about = {"symbol": label} if any(isinstance(each, Series) for each in part.values()) else {}
         self.rows += [
-            {name: _value(name, data, int(at)) for name, data in part.items()}
+            about | {name: _value(name, data, int(at), ahead) for name, data in part.items()}
             for at in _evenly(number, most)
         ]
         if len(self.rows) > most:
@@ -78,11 +84,17 @@ def samples_of(store: Store) -> Samples:
     """Return samples of a store, evenly spaced."""
     attributes = store.manifest.attributes
     made = Samples(dict(store.fields), [], attributes, store.num_samples)
-    wanted = [name for name, info in store.fields.items() if info.kind != "series"]
-    made.rows = [
-        {name: _stored_value(store, name, int(at)) for name in wanted}
-        for at in _evenly(store.num_samples, _most(store.fields))
-    ]
+    ends = np.cumsum([shard.num_samples for shard in store.manifest.shards])
+    series = [name for name, info in store.fields.items() if info.kind == "series"]
+    ahead = _num_ahead(store.fields)
+    for at in _evenly(store.num_samples, _most(store.fields)).tolist():
+        row = {name: _stored_value(store, name, at) for name in store.fields if name not in series}
+        number = int(np.searchsorted(ends, at, side="right"))
+        first = int(ends[number]) - store.manifest.shards[number].num_samples
+        for name in series:
+            row[name] = _stored_window(store, number, name, at - first, ahead)
+        about = {"symbol": store.manifest.shards[number].label} if series else {}
+        made.rows.append(about | row)
     info = store.fields.get("labels")
     if info is not None and info.kind == "dense" and not info.shape and info.dtype[1] in "iu":
         _add(made.label_counts, Dense(store.read_rows("labels", 0, store.num_samples)))
@@ -119,11 +131,32 @@ def _stored_value(store: Store, name: str, at: int) -> Any:
 def _picture(name: str, values: Array, attributes: Mapping[str, Any]) -> Array:
     """Return the pixels of an encoded picture `(channels, height, width)`, or of a mask `(height, width)`."""
     if name == "masks":
-        return decode_bytes(values, 1)[0]
+        mask: Array = decode_bytes(values, 1)[0]
+        return mask
     return decode_bytes(values, attributes.get("channels", 3))
 
 
-def _value(name: str, data: Any, at: int) -> Any:
+def _stored_window(store: Store, shard: int, name: str, at: int, ahead: int) -> Window:
+    arrays, length = store.shards[shard].arrays, store.fields[name].window or 0
+    end = int(store.shards[shard].whole(f"{name}/ends")[at])
+    stop = min(end + ahead, len(arrays[f"{name}/rows"]))
+    time = arrays.get(f"{name}/time")
+    rows = arrays[f"{name}/rows"].read(end - length, stop)
+    return Window(rows, length, None if time is None else time.read(end - length, stop))
+
+
+def _num_ahead(fields: Mapping[str, FieldInfo]) -> int:
+    """Return how many rows behind a window are looked at: as many as there are targets."""
+    targets = fields.get("targets")
+    return targets.shape[0] if targets is not None and len(targets.shape) == 1 else 0
+
+
+def _value(name: str, data: Any, at: int, ahead: int) -> Any:
+    if isinstance(data, Series):
+        end = int(data.ends[at])
+        part = slice(end - data.window, end + ahead)
+        time = None if data.time is None else data.time[part].copy()
+        return Window(data.rows[part].copy(), data.window, time)
     if isinstance(data, Dense):
         return data.values[at].copy()  # a view would keep the whole part in memory
     if isinstance(data, Ragged):
@@ -155,7 +188,7 @@ def _evenly(total: int, most: int) -> Array:
 
 def sample_facts(samples: Samples) -> dict[str, str]:
     """Return what a person should see in ten seconds: classes, value ranges, sizes, lengths."""
-    facts: dict[str, str] = {}
+    facts = window_facts(samples.fields, samples.rows, samples.attributes)
     images = _images(samples)
     if len(images):
         facts |= _picture_facts(images)
@@ -250,21 +283,32 @@ def samples_section(samples: Samples) -> page.Section | None:
     figures: list[Html] = []
     if len(_images(samples)):
         figures = [_picture_figure(row, _names(samples), n) for n, row in enumerate(drawn)]
+    elif any(isinstance(value, Window) for value in (drawn[0] if drawn else {}).values()):
+        figures = [
+            window_figure(samples.fields, row, samples.attributes, n)
+            for n, row in enumerate(drawn[: MAX_DRAWN // 2])
+        ]
     elif any("mz" in row for row in drawn):
         figures = [_spectrum_figure(row, n) for n, row in enumerate(drawn)]
-    elif any(_is_row(row.get("features")) for row in drawn):
-        return page.Section("samples", "Samples", _rows_table(samples, drawn))
+    elif drawn and (table := _rows_table(samples, drawn)):
+        return page.Section("samples", "Samples", table)
     if not figures:
         return None
     facts = sample_facts(samples)
-    parts = [
+    warning = facts.pop(WARNING, "")
+    parts = (
+        [Html(f"<p>{page.badge('warning', 'warn')} {page.escape(warning)}</p>")] if warning else []
+    )
+    parts += [
         page.facts({what: facts[what] for what in facts if what not in ("classes", "mask classes")})
     ]
     if samples.mask_counts:
         parts.append(_legend(samples))
     if samples.label_counts:
         parts.append(_class_table(samples))
-    return page.Section("samples", "Samples", page.join([*parts, page.grid(figures)]))
+    has_windows = any(info.kind == "series" for info in samples.fields.values())
+    grid = chart_grid(figures) if has_windows else page.grid(figures)
+    return page.Section("samples", "Samples", page.join([*parts, grid]))
 
 
 def _class_table(samples: Samples) -> Html:
@@ -374,31 +418,46 @@ def _sticks(mz: Array, intensity: Array, number: int) -> Html:
     )
 
 
-def _is_row(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.ndim == 1
-
-
 def _rows_table(samples: Samples, rows: Sequence[Mapping[str, Any]]) -> Html:
-    """Return rows of a table with the names that its columns have in the store."""
-    info = samples.fields["features"]
-    width = info.shape[0]
-    columns = list(info.columns or map(str, range(width)))[:_COLUMNS]
-    others = [
-        name
-        for name in samples.fields
-        if rows[0].get(name) is not None
-        and not isinstance(rows[0][name], str)
-        and not rows[0][name].ndim
-    ][:4]
+    """Return rows with the names that columns have in the store; nothing where no field has short rows.
+
+    `features`, or else the first field with one row of numbers a sample, beside up to four fields of single numbers;
+    of fields with values of any number, how many there are.
+    """
+    flat = {
+        name: np.ndim(value)
+        for name, value in rows[0].items()
+        if isinstance(value, np.ndarray | np.generic)
+    }
+    table = next((name for name in ("features", *flat) if flat.get(name) == 1), None)
+    is_dense = table is not None and samples.fields[table].kind == "dense"
+    others = [name for name, dims in flat.items() if not dims][:4]
+    lengths = [name for name in flat if samples.fields[name].kind == "ragged"][:4]
+    if not (is_dense or others or lengths):
+        return Html("")
+    width = samples.fields[table].shape[0] if table is not None and is_dense else 0
+    known = samples.fields[table].columns if table is not None and is_dense else None
+    columns = list(known or (f"{table}[{number}]" for number in range(min(width, _COLUMNS))))[
+        :_COLUMNS
+    ]
     names = _names(samples)
     body = []
     for row in rows:
-        cells = [page.format_number(float(value)) for value in row["features"][:_COLUMNS]]
+        values = row[table][:_COLUMNS] if table is not None and is_dense else ()
+        cells = [page.format_number(float(value)) for value in values]
         for name in others:
             value = row[name]
             is_class = name in ("labels", "targets") and names and float(value) == int(value)
             cells.append(_class_name(int(value), names) if is_class else str(value))
-        body.append(cells)
+        body.append([*cells, *(f"{len(row[name]):,} values" for name in lengths)])
     note = f"{width - len(columns)} more columns, not shown." if width > len(columns) else ""
-    table = page.table([*columns, *others], body, key="rows", numeric=range(len(columns)))
-    return page.join([table, page.paragraph(note, quiet=True)] if note else [table])
+    made = page.table([*columns, *others, *lengths], body, key="rows", numeric=range(len(columns)))
+    return page.join([made, page.paragraph(note, quiet=True)] if note else [made])
+
+
+def samples_page(
+    title: str, inspection: Inspection, facts: Mapping[str, str], samples: Samples | None
+) -> str:
+    """Return the page of `inspect`, and of a finished pack: samples first, then what every column holds."""
+    drawn = None if samples is None else samples_section(samples)
+    return quality_page(title, inspection.stats, inspection.findings, facts, drawn)

@@ -57,6 +57,7 @@ from stoker.ownership import (
 from stoker.sources.fingerprint import difference
 from stoker.store.manifest import (
     MANIFEST_NAME,
+    PAGE_NAME,
     REFUSED_NAME,
     REPLACED_NAME,
     WORK_SUFFIX,
@@ -72,7 +73,7 @@ _SHARD = r"shard-\d{5,}\.h5"
 _OURS = re.compile(
     rf"{_LOCK}|{_JOB}|scratch/.*"
     rf"|(?:(?:built|repaired|kept-\d+)-[0-9a-f]{{16}}|{REPLACED_NAME})/"
-    rf"(?:{_SHARD}|part-\d{{5,}}\.json|{re.escape(MANIFEST_NAME)}|{re.escape(REFUSED_NAME)}|{re.escape(MARK_NAME)})?"
+    rf"(?:{_SHARD}|part-\d{{5,}}\.json|{re.escape(MANIFEST_NAME)}|{re.escape(REFUSED_NAME)}|{re.escape(PAGE_NAME)}|{re.escape(MARK_NAME)})?"
 )
 
 
@@ -181,7 +182,7 @@ def _store_files(out: Path, target: Path) -> tuple[str, ...]:
 
 
 def _names(manifest: Manifest) -> tuple[str, ...]:
-    return (*(shard.file for shard in manifest.shards), MANIFEST_NAME, REFUSED_NAME)
+    return (*(shard.file for shard in manifest.shards), MANIFEST_NAME, REFUSED_NAME, PAGE_NAME)
 
 
 def check_replaceable(out: Path, target: Path) -> None:

@@ -90,6 +90,13 @@ font-size:.75rem;color:var(--quiet);font-variant-numeric:tabular-nums}
 .chart .xs span.first{transform:none}.chart .xs span.last{transform:translateX(-100%)}
 .chart .along{grid-column:2;text-align:center}
 .chart figcaption{margin-top:8px}
+.share{display:block;margin:-4px -8px;padding:4px 8px;border-radius:5px;
+background:color-mix(in srgb,var(--bar) calc(var(--share)*.55),transparent)}
+.meter{display:inline-block;min-width:4.5rem;padding:1px 6px;border-radius:4px;
+background:linear-gradient(90deg,color-mix(in srgb,var(--bar) 38%,transparent) var(--share),transparent var(--share))}
+figure figure{border:0;padding:6px 0 0;background:none}
+.pictures{display:flex;flex-wrap:wrap;gap:6px}
+.pictures img{max-width:100%;min-width:64px;image-rendering:pixelated;border-radius:4px}
 .curve{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round;
 vector-effect:non-scaling-stroke}
 .curve.dots{stroke-width:5.5}.curve.dashed{stroke-dasharray:6 4}

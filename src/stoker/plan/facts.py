@@ -158,7 +158,7 @@ def store_facts(
             ", ".join(manifest.fields),
             "stoker inspect STORE",
         )
-    text = tuple(name for name, info in manifest.fields.items() if info.encoding)
+    text = tuple(name for name, info in manifest.fields.items() if info.encoding == "utf8")
     chosen = [name for name in manifest.fields if name not in text] if fields is None else fields
     part = manifest.num_samples if num_samples is None else num_samples
     facts = tuple(_field_facts(n, manifest.fields[n], manifest.shards, part) for n in chosen)
@@ -203,12 +203,13 @@ def _series_facts(
 ) -> FieldFacts:
     window = info.window or 0
     num_rows = sum(shard.rows[f"{name}/rows"] for shard in shards)
-    padded = row_bytes + 1  # the gap flag
+    is_timed = not shards or f"{name}/gap" in shards[0].rows
+    padded = row_bytes + is_timed  # the gap flag
     rate = _densest(shards, f"{name}/rows")
     return FieldFacts(
         name, "series", num_rows, row_bytes,
         device_bytes=num_rows * padded,
-        sample_bytes=window * (row_bytes + 1),
+        sample_bytes=window * padded,
         position_bytes=_round_up(_UNEVEN * rate * padded),
         # A chunk begins inside one shard and may end inside another: one halo for each.
         halo_bytes=min(2, max(1, len(shards))) * window * padded,

@@ -85,7 +85,7 @@ class Model:
         Raises:
             InputError: The input is of another kind, or lacks what the model was trained on.
         """
-        reader = open_raw(self.trained, given, told)
+        reader = open_raw(self.trained, given, {**told, "batch_size": batch_size, "is_table": True})
         answers = _Answers(self.trained, reader, batch_size, device)
         batches = [
             as_rows(predicted, {}, reader.key, self.class_names) for predicted in answers.predict()
@@ -159,7 +159,7 @@ def predict_file(
             "--split for stores only",
             "leave --split out",
         )
-    reader = open_raw(trained, given, told)
+    reader = open_raw(trained, given, {**told, "batch_size": batch_size, "is_table": not is_own})
     shown = progress or Silent()
     shown.start("predicting", reader.num_rows, "rows")
     answers = _Answers(trained, reader, batch_size, device)

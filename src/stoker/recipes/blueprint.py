@@ -10,10 +10,14 @@ here: the columns of the inputs, and the repairs of the training store, which ne
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from pathlib import Path
 from typing import Any, cast
 
 import xxhash
 
+import stoker
 from stoker.augment import Compose
 from stoker.errors import InputError
 from stoker.loader.gather import Augments
@@ -83,6 +87,18 @@ def fingerprint(store: Store) -> str:
     about = store.manifest.model_dump(mode="json", include={"num_samples", "fields", "repairs"})
     about["shards"] = [[shard.size_bytes, shard.checksum] for shard in store.manifest.shards]
     return xxhash.xxh3_64_hexdigest(exact_text(about, sort_keys=True).encode())
+
+
+def code_digest(recipe: Recipe) -> str:
+    """Return a digest of the source of stoker and of the recipe's own module: another one is other code."""
+    files = set(Path(stoker.__file__).parent.rglob("*.py"))
+    own = inspect.getsourcefile(type(recipe))
+    files |= {Path(own)} if own else set()
+    made = xxhash.xxh3_64()
+    for path in sorted(files):
+        with contextlib.suppress(OSError):
+            made.update(path.read_bytes())
+    return f"stoker {stoker.__version__}, {made.hexdigest()}"
 
 
 def check_columns(store: Store, facts: Facts) -> None:

@@ -79,7 +79,7 @@ def evaluate_classes(
     intervals: dict[str, tuple[float, float]] = {"accuracy": bootstrap(answers == labels)}
     is_small = len(names) <= MOST_SHOWN_CLASSES
     if is_small:
-        intervals["macro_f1"] = bootstrap_counts(matrix, _macro_f1)
+        intervals["macro_f1"] = bootstrap_counts(matrix, macro_f1)
         intervals["balanced_accuracy"] = bootstrap_counts(matrix, _balanced)
         if quiet_class is not None:
             quiet = labels == quiet_class
@@ -109,7 +109,7 @@ def class_metrics(
     found = {
         "accuracy": float(np.trace(matrix) / max(1, matrix.sum())),
         "balanced_accuracy": float(_balanced(counts)[0]),
-        "macro_f1": float(_macro_f1(counts)[0]),
+        "macro_f1": float(macro_f1(counts)[0]),
         "pr_auc": float(np.mean(areas)) if areas else math.nan,
         "log_loss": float(-np.log(np.maximum(picked, 1e-12)).mean()) if len(labels) else math.nan,
         "calibration_error": reliability(probabilities, labels)[1],
@@ -197,7 +197,7 @@ def class_examples(
     )
 
 
-def _macro_f1(counts: Array) -> Array:
+def macro_f1(counts: Array) -> Array:
     """Return the mean F1 of the classes that occur, of `(draws, classes, classes)` counts."""
     hits = np.diagonal(counts, axis1=1, axis2=2)
     support, answered = counts.sum(axis=2), counts.sum(axis=1)

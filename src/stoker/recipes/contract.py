@@ -91,6 +91,8 @@ class Job:
         monitor: The metric that decides the best checkpoint, and whether more is better.
         strata: Class of each training sample, for a config that asks for a part of them: every class
             then keeps its share. None draws without regard to classes.
+        balance: A field of classes, each of which the training loader draws equally often; None draws every sample
+            once an epoch.
         scales_rate: Whether `make_optimizer` fits the learning rate to the samples per update itself.
         final_metrics: Makes what evaluates the best weights on the test samples, beside strong simple baselines; None
             leaves it at `metrics` and `baseline`. Every rank evaluates all test samples.
@@ -114,6 +116,7 @@ class Job:
     augmentation: Compose | None = None
     monitor: tuple[str, bool] = ("loss", False)
     strata: Array | None = None
+    balance: str | None = None
     scales_rate: bool = False
     final_metrics: Callable[[], FinalMetrics] | None = None
     notes: tuple[str, ...] = ()
@@ -265,7 +268,8 @@ class Recipe(Protocol):
             given: A path, or in Python a frame, mapping or array.
             made: With its weights.
             facts: From `describe_job`: with the columns, repairs and class names of training.
-            told: Options of the command line that were given: "text" (a `TextOptions`), "batch_size".
+            told: Options of the command line that were given: "text" (a `TextOptions`), "batch_size"; "is_table" says
+                whether the answers become rows of one table, and not files of the recipe's own.
 
         Raises:
             InputError: The input lacks what the model was trained on; all of it is named.

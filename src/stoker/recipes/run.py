@@ -32,7 +32,7 @@ from stoker.loader.loader import Loader, pick_device
 from stoker.loader.splits import draw_samples
 from stoker.machine import probe
 from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan
-from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
+from stoker.recipes.blueprint import as_augments, code_digest, describe_job, fingerprint
 from stoker.recipes.catalogue import Chosen, choose_recipe, with_defaults
 from stoker.recipes.contract import FinalMetrics, Job, Metrics
 from stoker.recipes.options import as_overrides
@@ -410,6 +410,7 @@ class Run:
             samples=job.samples["train"],
             drop_last=settings.data.drop_last,
             lanes=job.lanes,
+            balance=job.balance,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             augment=None if self.drawn_augmentation else as_augments(job.augmentation),
@@ -497,6 +498,24 @@ class Run:
             log.write("config", {"settings": values, "reasons": self.settings.reasons})
             log.write("plan", train.plan.to_json())
             log.write("machine", probe(self.store.path).to_json())
+            log.write("data", self._data_facts())
+
+    def _data_facts(self) -> dict[str, Any]:
+        """Return what is trained on, what was left out of it and why, and digests of data and code."""
+        samples = {name: len(ids) for name, ids in self.job.samples.items()}
+        unused = self.store.num_samples - sum(samples.values())
+        return {
+            "store": str(as_url(self.store.name) or self.store.path.resolve()),
+            "digest": fingerprint(self.store),
+            "num_samples": self.store.num_samples,
+            "splits": samples | ({"unused": unused} if unused else {}),
+            "counts": self.store.manifest.counts,
+            "repairs": {
+                name: [entry["repair"] for entry in fitted]
+                for name, fitted in self.store.manifest.repairs.items()
+            },
+            "code": code_digest(self.chosen.recipe),
+        }
 
     def _identity(self) -> dict[str, Any]:
         settings, chosen = self.settings, self.chosen

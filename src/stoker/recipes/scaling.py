@@ -55,6 +55,8 @@ class RobustScale(torch.nn.Module):
         center: `(columns,)`.
         scale: `(columns,)`, above 0.
         clip: Largest magnitude that leaves; None for no limit.
+        is_squashed: Whether scaled values go through sign(x) log(1 + |x|) before the limit, so that long tails keep
+            their order instead of being cut.
         dtype: Of the arithmetic. A store of float64 has values that float32 cannot tell apart before the median is
             taken off: times in milliseconds, long numbers.
     """
@@ -68,15 +70,20 @@ class RobustScale(torch.nn.Module):
         scale: Array,
         clip: float | None,
         dtype: torch.dtype = torch.float32,
+        *,
+        is_squashed: bool = False,
     ) -> None:
         super().__init__()
         self.clip = clip
+        self.is_squashed = is_squashed
         self.register_buffer("center", torch.as_tensor(center, dtype=dtype))
         self.register_buffer("scale", torch.as_tensor(scale, dtype=dtype))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Scale `(..., columns)` of any number type; the result is float32."""
         scaled = ((values.to(self.center.dtype) - self.center) / self.scale).float()
+        if self.is_squashed:
+            scaled = scaled.sign() * scaled.abs().log1p()
         return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
 
 

@@ -152,8 +152,8 @@ class Evaluation:
         against = f"{shown} on {self.num_samples:,} test samples, {best[0]} {best[1]:.4g}"
         return {
             "better": f"The model is better than its baselines: {against}.",
-            "unclear": f"The model may be no better than {best[0]}, whose result is within its interval: {against}.",
-            "worse": f"The model is not worth training: {best[0]} does as well or better: {against}.",
+            "unclear": f"The model may be no better than its baseline {best[0]}, which is in its interval: {against}.",
+            "worse": f"The model is not worth training: its baseline {best[0]} is as good or better: {against}.",
         }[self.worth]
 
     def to_json(self) -> dict[str, Any]:

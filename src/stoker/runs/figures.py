@@ -12,6 +12,7 @@ from statistics import median
 
 from stoker.page import format_number
 from stoker.page.charts import Chart, Line, Mark, Points, Style, thin
+from stoker.runs.evaluation import Evaluation
 from stoker.runs.record import RunRecord, as_mapping, as_number, largest
 from stoker.runs.telemetry import BUSY, MEMORY, TEMPERATURE
 from stoker.units import GB, GIB, MIB
@@ -92,6 +93,10 @@ def _metric_chart(number: int, name: str, runs: Sequence[RunRecord]) -> Chart:
     ]
     chance = as_number(as_mapping(runs[0].result.get("baseline")).get(name))
     marks = [] if chance is None else [Mark("chance", chance)]
+    made = Evaluation.from_json(runs[0].result.get("evaluation"))
+    for who, metrics in list(made.baselines.items())[-1:] if made is not None else []:
+        if name in metrics:
+            marks.append(Mark(f"{who}, on test samples", metrics[name]))
     return Chart(
         f"metric-{number}",
         f"Validation: {name}",

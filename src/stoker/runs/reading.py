@@ -35,6 +35,30 @@ Holder = tuple[int, str, bool | None]
 """Process, host, and whether it is alive; None where that cannot be known."""
 
 _SILENT_SECONDS = 60.0
+_MOST_NEIGHBOURS = 500
+_FIRST_BYTES = 1 << 20
+
+
+def find_previous(run: RunRecord) -> RunRecord | None:
+    """Return the run beside this one that began last before it and has the same recipe; None without one."""
+    if run.began is None:
+        return None
+    found: list[tuple[float, Path]] = []
+    for log in sorted(run.folder.resolve().parent.glob(f"*/{LOG_NAME}"))[:_MOST_NEIGHBOURS]:
+        if log.parent == run.folder.resolve():
+            continue
+        try:
+            with log.open("rb") as file:
+                line = parse_line(file.readline(_FIRST_BYTES))
+        except OSError:
+            continue
+        if line is not None and line.time < run.began:
+            found.append((line.time, log.parent))
+    for _, folder in sorted(found, reverse=True):
+        other = read_run(folder)
+        if other.config.get("recipe.name") == run.config.get("recipe.name"):
+            return other
+    return None
 
 
 def read_run(path: str | Path, *, now: Callable[[], float] = time.time) -> RunRecord:
@@ -75,6 +99,7 @@ def read_run(path: str | Path, *, now: Callable[[], float] = time.time) -> RunRe
         reasons=read_settings(config, "reasons"),
         plan=_last(log, "plan"),
         machine=_last(log, "machine"),
+        data=_last(log, "data"),
         result=_last(session, "result"),
         findings=_findings(folder / DOCTOR_NAME, problems),
         problems=tuple(problems),
@@ -156,7 +181,7 @@ class _Clock:
                     self._starts.append(line.time)
                     self._pauses.append(self._pauses[-1] + line.time - before.time)
                 fresh = True
-            elif line.event not in ("plan", "machine", "note"):
+            elif line.event not in ("plan", "machine", "data", "note"):
                 fresh = False
             before = line
         self.length = self.at(lines[-1].time) if lines else 0.0

@@ -79,6 +79,7 @@ class RunRecord:
         reasons: Key to the origin of its value.
         plan: As `Plan.to_json`; empty where not recorded.
         machine: As `Machine.to_json`; empty where not recorded.
+        data: What was trained on, what was left out of it, and a digest of data and code; empty where not recorded.
         result: The best checkpoint on validation and test samples, and chance; empty before the end.
         findings: Of the doctor, if it was asked.
         problems: What could not be read.
@@ -100,6 +101,7 @@ class RunRecord:
     reasons: Mapping[str, str]
     plan: Mapping[str, Any]
     machine: Mapping[str, Any]
+    data: Mapping[str, Any]
     result: Mapping[str, Any]
     findings: tuple[Mapping[str, Any], ...]
     problems: tuple[str, ...]

@@ -14,6 +14,8 @@ from stoker import page
 from stoker.page import Html, Section
 from stoker.page.charts import Chart, chart_grid, line_chart
 from stoker.runs.comparison import QUANTITIES, format_rate, format_share, ratio
+from stoker.runs.evaluation import Evaluation
+from stoker.runs.evaluation_page import evaluation_section
 from stoker.runs.figures import gpu_charts, loss_charts, memory_charts, speed_charts
 from stoker.runs.record import RunRecord, as_mapping, as_mappings, as_number
 from stoker.runs.telemetry import BUSY_FOOTNOTE
@@ -28,11 +30,18 @@ _MAX_EPOCHS = 200
 _MAX_EVENTS = 300
 
 
-def run_page(runs: Sequence[RunRecord]) -> str:
-    """Return the page of one run, or of several, which are compared with the first."""
+def run_page(runs: Sequence[RunRecord], previous: RunRecord | None = None) -> str:
+    """Return the page of one run, or of several, which are compared with the first.
+
+    Args:
+        runs: One or more.
+        previous: The run before a single one, to say what has changed since.
+    """
     runs = with_unique_names(runs)
     sections = [
         Section("summary", "Summary", _summary(runs)),
+        *_per_run(runs, "worth", "Is it worth having", _worth),
+        *([Section("since", "Since the last run", _since(runs[0], previous))] if previous else []),
         *_per_run(runs, "findings", "Findings", _findings),
         Section("speed", "Speed", _charts(speed_charts(runs))),
         Section(
@@ -41,6 +50,7 @@ def run_page(runs: Sequence[RunRecord]) -> str:
         Section("memory", "Memory", _charts(memory_charts(runs))),
         Section("gpu", "GPU", _gpu(runs)),
         *_per_run(runs, "events", "Events", _events),
+        *_per_run(runs, "data", "Data", _data),
         *_per_run(runs, "plan", "Plan and choices", _plan),
         *_per_run(runs, "epochs", "Epochs", _epochs),
         Section("config", "Config", _config(runs)),
@@ -180,6 +190,72 @@ def _comparison(runs: Sequence[RunRecord]) -> Html:
 
 
 # -- parts ---------------------------------------------------------------------------------------
+
+
+def _worth(run: RunRecord, key: str) -> Html | None:
+    made = Evaluation.from_json(run.result.get("evaluation"))
+    return None if made is None else evaluation_section(made, key)
+
+
+def _data(run: RunRecord, key: str) -> Html | None:
+    """Return the splits, and every piece of input that is in none of them, with its reason."""
+    if not run.data:
+        return None
+    splits = {name: format_count(_int(n)) for name, n in as_mapping(run.data.get("splits")).items()}
+    parts = [page.facts({"Store": str(run.data.get("store", "")), **splits})]
+    counts = as_mapping(run.data.get("counts"))
+    rows = [
+        (page.name(str(reason)), format_count(_int(count)), kind)
+        for kind in ("refused", "ignored")
+        for reason, count in as_mapping(counts.get(kind)).items()
+    ]
+    if rows:
+        header = ("left out, and why", "pieces", "how")
+        parts.append(page.table(header, rows, key=f"{key}-left", numeric=(1,), wide=(0,)))
+    elif counts:
+        parts.append(page.paragraph("Nothing was left out when the store was packed.", quiet=True))
+    if "unused" in splits:
+        told = "Unused samples are in no split: purged at a border in time, dropped by an option, or not drawn."
+        parts.append(page.paragraph(told, quiet=True))
+    repairs = [
+        f"{name}: {', '.join(map(str, made))}"
+        for name, made in as_mapping(run.data.get("repairs")).items()
+        if isinstance(made, list)
+    ]
+    return page.join([*parts, *([_listed("Repaired", repairs)] if repairs else [])])
+
+
+def _int(value: Any) -> int | None:
+    number = as_number(value)
+    return None if number is None else int(number)
+
+
+def _since(run: RunRecord, before: RunRecord) -> Html:
+    """Return how a run differs from the one before it: settings, data, code, result, and how busy the machine was."""
+    began = "" if before.began is None else f", {local_time(before.began):%Y-%m-%d %H:%M}"
+    parts = [page.paragraph(f"The run before it in the same folder: {before.name}{began}.")]
+    facts = {}
+    for title, name in (("Data", "digest"), ("Code", "code")):
+        one, two = before.data.get(name), run.data.get(name)
+        known = one is not None and two is not None
+        facts[title] = "not recorded" if not known else "the same" if one == two else "changed"
+    for title, each in (("Other work then", before), ("Other work now", run)):
+        cores = "n/a" if each.other_cores is None else f"{each.other_cores:.1f} cores"
+        facts[title] = f"{cores}{', disturbed: rates do not compare' if each.is_disturbed else ''}"
+    parts.append(page.facts(facts))
+    if run.config and before.config:
+        parts.append(_differences([before, run]))
+    made = [Evaluation.from_json(each.result.get("evaluation")) for each in (before, run)]
+    metrics = [{} if each is None else each.metrics for each in made]
+    rows = [
+        (page.name(name), *(page.format_number(each.get(name)) for each in metrics))
+        for name in metrics[1]
+        if name in metrics[0]
+    ]
+    if rows:
+        header = ("test metric", page.shorten(before.name, 60), page.shorten(run.name, 60))
+        parts.append(page.table(header, rows, key="since-metrics", numeric=(1, 2), labels=(0,)))
+    return page.join(parts)
 
 
 def _findings(run: RunRecord, key: str) -> Html | None:

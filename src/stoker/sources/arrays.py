@@ -83,7 +83,7 @@ class ArraysSource:
     def prepare(self, scratch: Path) -> Preparation:
         """Check that all arrays have the same rows, and cut them into parts."""
         notes: list[str] = []
-        with _opened(self, scratch, notes=notes) as arrays:
+        with opened_arrays(self, scratch, notes=notes) as arrays:
             names = self._names(arrays)
             num_rows, row_bytes = _measure(self.paths[0], names, arrays)
         renamed = {old: new for old, new in zip(arrays, names, strict=True) if "/" in old}
@@ -110,7 +110,7 @@ class ArraysSource:
 
         An `.npz` is decompressed as a stream; only one in Fortran order goes through `scratch`.
         """
-        with _opened(self, scratch, in_order=True) as arrays:
+        with opened_arrays(self, scratch, in_order=True) as arrays:
             names = self._names(arrays)
             num_rows, row_bytes = _measure(self.paths[0], names, arrays)
             step = max(1, _BLOCK_BYTES // max(1, row_bytes))
@@ -126,7 +126,7 @@ class ArraysSource:
 
     def build(self, part: Part, context: PartContext) -> PartData:
         """Read one range of rows of every array."""
-        with _opened(self, context.scratch) as arrays:
+        with opened_arrays(self, context.scratch) as arrays:
             names = self._names(arrays)
             stop = part.payload + part.num_samples
             fields = {
@@ -220,7 +220,7 @@ class _Rows:
 
 
 @contextmanager
-def _opened(
+def opened_arrays(
     source: ArraysSource, scratch: Path, in_order: bool = False, notes: list[str] | None = None
 ) -> Iterator[dict[str, _Rows]]:
     """Open all files; duplicate names and unusable arrays are refused.

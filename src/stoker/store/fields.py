@@ -7,9 +7,9 @@ values are not copied unless their layout forces it.
 dense    `(n, ...)`, one row per sample, dataset `/<field>`.
 ragged   `values` and `offsets`, dataset group `/<field>`; sample i owns
          `values[offsets[i]:offsets[i + 1]]`.
-series   `rows` of a time series stored once, with the open `time` of each row, a `gap` flag and
-         per sample the exclusive `ends` of its window: sample i is `rows[ends[i] - window : ends[i]]`.
-         Windows are never stored.
+series   `rows` of a series stored once, and per sample the exclusive `ends` of its window: sample i is
+         `rows[ends[i] - window : ends[i]]`. A time series has the open `time` of each row and a `gap` flag as well;
+         a stream of tokens has neither. Windows are never stored.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ PARTS: Mapping[str, Mapping[str, str | None]] = {
     "series": {"/rows": None, "/time": "<i8", "/gap": "|u1", "/ends": "<i8"},
 }
 """Kind of field to its datasets: suffix of the name, and dtype; None is the field's own."""
+TIMED_PARTS = ("/time", "/gap")
+"""Those that only a series with a time has."""
 
 
 class SplitCodes(np.ndarray[Any, np.dtype[Any]]):
@@ -135,7 +137,7 @@ class Ragged:
     def from_strings(cls, texts: list[str]) -> Ragged:
         """Store text as utf-8 bytes, one string per sample."""
         encoded = [text.encode() for text in texts]
-        lengths = np.fromiter((len(text) for text in encoded), dtype=np.int64, count=len(encoded))
+        lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
         return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), offsets_of(lengths), "utf8")
 
     @property
@@ -153,40 +155,53 @@ class Series:
     """Windows over a series that is stored once.
 
     Attributes:
-        rows: `(r, features)` values, in time order.
-        time: `(r,)` int64, open time of each row in nanoseconds since 1970.
+        rows: `(r, features)` values, in time order; `(r,)` where a row is one number.
+        time: `(r,)` int64, open time of each row in nanoseconds since 1970; None for a series without times.
         ends: `(n,)` int64, exclusive end row of each sample's window; `ends >= window`.
         window: Rows per window.
-        gap: `(r,)` uint8, 1 where rows are missing right before this one.
-        columns: Names of the features.
-        duration_ns: Time from a row's open to its close: a row is known at `time + duration_ns`.
+        gap: `(r,)` uint8, 1 where rows are missing right before this one; None without times.
+        columns: Names of the features; None where they have none.
+        duration_ns: Time from a row's open to its close: a row is known at `time + duration_ns`; None without times.
     """
 
     rows: Array
-    time: Array
+    time: Array | None
     ends: Array
     window: int
-    gap: Array
-    columns: tuple[str, ...]
-    duration_ns: int
+    gap: Array | None
+    columns: tuple[str, ...] | None
+    duration_ns: int | None
     kind: Literal["series"] = field(default="series", init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", _stored(self.rows, "a series"))
-        object.__setattr__(self, "time", np.ascontiguousarray(self.time, dtype="<i8"))
         object.__setattr__(self, "ends", np.ascontiguousarray(self.ends, dtype="<i8"))
-        object.__setattr__(self, "gap", np.ascontiguousarray(self.gap, dtype=np.uint8))
         num_rows = len(self.rows)
-        if self.rows.ndim != 2 or self.time.shape != (num_rows,) or self.gap.shape != (num_rows,):
+        if (self.time is None) != (self.gap is None) or (self.time is None) != (
+            self.duration_ns is None
+        ):
             raise InputError(
-                f"a series has rows {self.rows.shape}, time {self.time.shape}, gap {self.gap.shape}.",
-                "rows (r, features), time (r,), gap (r,)",
+                "a series has only some of time, gap and duration_ns.", "all of them, or none", ""
             )
-        if num_rows > 1 and (np.diff(self.time) <= 0).any():
-            row = int(np.argmax(np.diff(self.time) <= 0)) + 1
-            raise InputError(
-                f"series time goes backwards or repeats at row {row}.", "strictly rising time", ""
-            )
+        if self.time is not None and self.gap is not None:
+            time = np.ascontiguousarray(self.time, dtype="<i8")
+            gap = np.ascontiguousarray(self.gap, dtype=np.uint8)
+            object.__setattr__(self, "time", time)
+            object.__setattr__(self, "gap", gap)
+            if self.rows.ndim != 2 or time.shape != (num_rows,) or gap.shape != (num_rows,):
+                raise InputError(
+                    f"a series has rows {self.rows.shape}, time {time.shape}, gap {gap.shape}.",
+                    "rows (r, features), time (r,), gap (r,)",
+                )
+            if num_rows > 1 and (np.diff(time) <= 0).any():
+                row = int(np.argmax(np.diff(time) <= 0)) + 1
+                raise InputError(
+                    f"series time goes backwards or repeats at row {row}.",
+                    "strictly rising time",
+                    "",
+                )
+        elif self.rows.ndim not in (1, 2):
+            raise InputError(f"a series has rows {self.rows.shape}.", "rows (r,) or (r, features)")
         if len(self.ends) and not (self.window <= self.ends.min() and self.ends.max() <= num_rows):
             raise InputError(
                 f"window ends run from {self.ends.min()} to {self.ends.max()}.",
@@ -201,10 +216,10 @@ class Series:
 
     def arrays(self, name: str) -> dict[str, Array]:
         """Datasets of the shard, by path."""
+        timed = {f"{name}/time": self.time, f"{name}/gap": self.gap}
         return {
             f"{name}/rows": self.rows,
-            f"{name}/time": self.time,
-            f"{name}/gap": self.gap,
+            **{dataset: values for dataset, values in timed.items() if values is not None},
             f"{name}/ends": self.ends,
         }
 

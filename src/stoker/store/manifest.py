@@ -21,13 +21,15 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from stoker.bounds import CHUNK, MANIFEST
 from stoker.display import look_in
 from stoker.errors import CorruptError, StoreError, StoreVersionError
-from stoker.store.fields import PARTS, FieldData, FieldKind, Ragged, Series
+from stoker.store.fields import PARTS, TIMED_PARTS, FieldData, FieldKind, Ragged, Series
 from stoker.strict_json import exact_text, finite, json_text, parse_json
 
 FORMAT_VERSION = 2
 """The newest that is read. 2 has fields of encoded pictures; stores without one are still written as 1."""
 MANIFEST_NAME = "store.json"
 REFUSED_NAME = "refused.jsonl"
+PAGE_NAME = "samples.html"
+"""Page with samples of the store, which `stoker pack` draws when the store is done."""
 WORK_SUFFIX = ".partial"
 """A store is made in the folder of its name and this."""
 REPLACED_NAME = "replaced"
@@ -53,6 +55,12 @@ class FieldInfo(_Frozen):
     window: int | None = None
     duration_ns: int | None = None
     encoding: Literal["utf8", "picture"] | None = None
+
+    @property
+    def parts(self) -> dict[str, str | None]:
+        """Datasets of the field: suffix of the name, and dtype; None is the field's own."""
+        left_out = TIMED_PARTS if self.kind == "series" and self.duration_ns is None else ()
+        return {part: dtype for part, dtype in PARTS[self.kind].items() if part not in left_out}
 
     @classmethod
     def of(cls, data: FieldData) -> FieldInfo:
@@ -307,7 +315,7 @@ def _check_shard(manifest: Manifest, shard: ShardInfo, name: str) -> None:
         )
     for field, info in manifest.fields.items():
         wanted = {"": 0, "/offsets": 1, "/ends": 0}
-        for part in PARTS[info.kind]:
+        for part in info.parts:
             rows = shard.rows.get(field + part, -1)
             if rows < 0 or (part in wanted and rows != shard.num_samples + wanted[part]):
                 raise CorruptError(

@@ -27,7 +27,7 @@ from stoker.bounds import require_memory
 from stoker.display import command, table_html
 from stoker.errors import CorruptError, InputError, StokerError, StoreError
 from stoker.store.arrays import PIECE_BYTES, StoredArray, Task, split_range
-from stoker.store.fields import PARTS, Array, offsets_of
+from stoker.store.fields import Array, offsets_of
 from stoker.store.manifest import MANIFEST_NAME, FieldInfo, Manifest, find_store, read_manifest
 from stoker.store.plain import Selection, describe_plain_file
 from stoker.store.remote import Mirror, update_mirror
@@ -184,7 +184,7 @@ def _datasets(fields: Mapping[str, FieldInfo]) -> dict[str, tuple[str, list[int]
     return {
         name + part: (info.dtype, info.shape) if dtype is None else (dtype, [])
         for name, info in fields.items()
-        for part, dtype in PARTS[info.kind].items()
+        for part, dtype in info.parts.items()
     }
 
 
@@ -413,9 +413,9 @@ class Store:
 
     def read_series(self, field: str, part: str, shard: int = 0) -> Array:
         """Return `rows`, `time`, `gap` or `ends` of one shard's series, entirely."""
-        self._field(field, "series")
-        if f"/{part}" not in PARTS["series"]:
-            raise InputError(f"a series has no part {part!r}.", "rows, time, gap or ends", "")
+        parts = [name.removeprefix("/") for name in self._field(field, "series").parts]
+        if part not in parts:
+            raise InputError(f"the series {field!r} has no part {part!r}.", ", ".join(parts), "")
         array = self.shards[shard].arrays[f"{field}/{part}"]
         out = np.empty(array.shape, dtype=array.dtype)
         self._run(list(array.tasks(0, len(array), out)), out.nbytes)

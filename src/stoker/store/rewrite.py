@@ -32,14 +32,15 @@ def _load(shard: Shard, name: str, info: FieldInfo) -> FieldData:
         return Dense(array(name), columns)
     if info.kind == "ragged":
         return Ragged(array(f"{name}/values"), array(f"{name}/offsets"), info.encoding)
+    is_timed = info.duration_ns is not None
     return Series(
         rows=array(f"{name}/rows"),
-        time=array(f"{name}/time"),
+        time=array(f"{name}/time") if is_timed else None,
         ends=array(f"{name}/ends"),
         window=cast(int, info.window),
-        gap=array(f"{name}/gap"),
-        columns=columns or (),
-        duration_ns=cast(int, info.duration_ns),
+        gap=array(f"{name}/gap") if is_timed else None,
+        columns=columns,
+        duration_ns=info.duration_ns,
     )
 
 

@@ -92,8 +92,9 @@ def _describe(node: h5py.Dataset | h5py.Group, info: FieldInfo, data: object) ->
         )
     if isinstance(data, Series):
         node.attrs["window"] = data.window
-        node.attrs["duration_ns"] = data.duration_ns
-        node.attrs["time_unit"] = "nanoseconds since 1970-01-01, open of the bar"
+        if data.duration_ns is not None:
+            node.attrs["duration_ns"] = data.duration_ns
+            node.attrs["time_unit"] = "nanoseconds since 1970-01-01, open of the bar"
 
 
 def block_digests(array: Array, block_bytes: int) -> Array:

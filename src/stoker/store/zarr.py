@@ -4,9 +4,9 @@ Enters: a folder with `zarr.json`, `.zgroup` or `.zarray`, and what the caller c
 plain HDF5 file: dense and ragged fields, and notes on what was left aside. Costs: the metadata of every array is read
 when the folder is opened, a file per chunk when rows are read.
 
-Decoded here, by any thread: no compression, zlib, gzip, zstd. Others, blosc above all, need the package numcodecs.
-Arrays in shards, transposed ones, and types that numpy has not are left aside by name. Checksums (crc32c) are taken off
-and not compared.
+Decoded here, by any thread: no compression, zlib, gzip, zstd; chunks in shards (`sharding_indexed`), whose index is
+compared with its checksum and kept. Other codecs, blosc above all, need the package numcodecs. Transposed arrays, and
+types that numpy has not, are left aside by name. Checksums of chunks (crc32c) are taken off and not compared.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from stoker.strict_json import parse_json
 
 _NAMES = ("zarr.json", ".zarray", ".zgroup")
 _CHUNK_SLACK = 64 << 10
+_NO_CHUNK = (1 << 64) - 1
+"""Offset and size of a chunk that is not in its shard."""
 
 Decode = Callable[[Any, int], Any]
 """Called with the bytes of a chunk and the number that must come out."""
@@ -44,6 +46,28 @@ Decode = Callable[[Any, int], Any]
 def is_zarr(folder: Path) -> bool:
     """Return whether a folder is a Zarr array or group."""
     return any((folder / name).is_file() for name in _NAMES)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How chunks lie in a shard: one file for many of them, with an index of (offset, bytes) pairs.
+
+    Attributes:
+        counts: Chunks of a shard along each axis.
+        dtype: Of the index.
+        is_checked: A crc32c follows the index.
+        at_end: The index stands at the end of the file, not at its start.
+    """
+
+    counts: tuple[int, ...]
+    dtype: np.dtype[Any]
+    is_checked: bool
+    at_end: bool
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index with its checksum."""
+        return 16 * math.prod(self.counts) + 4 * self.is_checked
 
 
 @dataclass(frozen=True)
@@ -58,7 +82,8 @@ class ZarrArray:
         fill: Value of chunks that are not there.
         order: "C" or "F", within a chunk.
         decode: To undo, in this order.
-        key: The file of a chunk by its numbers.
+        key: The file of a chunk, or of a shard, by its numbers.
+        sharding: How chunks lie in shards; None where each is a file.
     """
 
     folder: Path
@@ -69,6 +94,7 @@ class ZarrArray:
     order: str
     decode: tuple[Decode, ...]
     key: Callable[[Sequence[int]], str]
+    sharding: Sharding | None = None
 
 
 @dataclass(frozen=True)
@@ -232,10 +258,14 @@ def _read_v3(folder: Path, facts: dict[str, Any]) -> ZarrArray:
         dtype = np.dtype(facts["data_type"])
     except TypeError:
         raise _UnusableError(f"has dtype {facts['data_type']}") from None
-    first, *others = facts["codecs"]
-    if first["name"] != "bytes":
-        raise _UnusableError(f"has the codec {first['name']}")
-    endian = first.get("configuration", {}).get("endian", "little")
+    codecs = facts["codecs"]
+    chunks = tuple(facts["chunk_grid"]["configuration"]["chunk_shape"])
+    sharding = None
+    if [each["name"] for each in codecs] == ["sharding_indexed"]:
+        inside = codecs[0]["configuration"]
+        sharding = _read_sharding(chunks, inside)
+        chunks, codecs = tuple(inside["chunk_shape"]), inside["codecs"]
+    endian, decode = _read_codecs(codecs)
     encoding = facts["chunk_key_encoding"]
     default = {"default": "/", "v2": "."}[encoding["name"]]
     separator = encoding.get("configuration", {}).get("separator", default)
@@ -247,13 +277,45 @@ def _read_v3(folder: Path, facts: dict[str, Any]) -> ZarrArray:
     return ZarrArray(
         folder,
         tuple(facts["shape"]),
-        dtype.newbyteorder("<" if endian == "little" else ">"),
-        tuple(facts["chunk_grid"]["configuration"]["chunk_shape"]),
+        dtype.newbyteorder(endian),
+        chunks,
         _fill(facts["fill_value"], dtype),
         "C",
-        tuple(_codec(each["name"], each.get("configuration", {})) for each in reversed(others)),
+        decode,
         key,
+        sharding,
     )
+
+
+def _read_codecs(codecs: Sequence[dict[str, Any]]) -> tuple[Any, tuple[Decode, ...]]:
+    """Return the byte order, and what undoes the codecs behind "bytes"."""
+    first, *others = codecs
+    if first["name"] != "bytes":
+        raise _UnusableError(f"has the codec {first['name']}")
+    endian = first.get("configuration", {}).get("endian", "little")
+    decode = (_codec(each["name"], each.get("configuration", {})) for each in reversed(others))
+    return "<" if endian == "little" else ">", tuple(decode)
+
+
+def _read_sharding(shape: Sequence[int], facts: Mapping[str, Any]) -> Sharding:
+    inner = facts["chunk_shape"]
+    if len(inner) != len(shape) or any(
+        not size or length % size for length, size in zip(shape, inner, strict=True)
+    ):
+        raise ValueError(f"chunks {inner} do not fill shards {shape}")
+    first, *others = facts["index_codecs"]
+    if first["name"] != "bytes" or [each["name"] for each in others] not in ([], ["crc32c"]):
+        raise _UnusableError("has shards with a compressed index")
+    endian = first.get("configuration", {}).get("endian", "little")
+    counts = tuple(length // size for length, size in zip(shape, inner, strict=True))
+    made = Sharding(
+        counts,
+        np.dtype("<u8" if endian == "little" else ">u8"),
+        bool(others),
+        {"end": True, "start": False}[facts.get("index_location", "end")],
+    )
+    bounds.CHUNK.check(made.index_bytes, "the index of a shard", "", StoreError)
+    return made
 
 
 def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
@@ -278,7 +340,7 @@ def _codec(name: str, options: Mapping[str, Any]) -> Decode:
     }
     if name in known:
         return known[name]
-    if name in ("sharding_indexed", "transpose", "vlen-utf8", "vlen-bytes"):
+    if name in ("sharding_indexed", "transpose", "vlen-utf8", "vlen-bytes"):  # shards inside shards
         raise _UnusableError(f"has the codec {name}")
     try:
         import numcodecs
@@ -367,24 +429,22 @@ class _ChunkFiles(StoredArray):
         )
         super().__init__(cast(OpenFile, _NoFile()), location, None, 1 << 20)
         self._array = array
+        # One entry for each shard that was read: 16 bytes a chunk.
+        self._indices: dict[Path, Array | None] = {}
 
     def _read_chunk(self, chunk: Chunk) -> Array:
         array = self._array
         numbers = [at // size for at, size in zip(chunk.origin, array.chunks, strict=True)]
-        path = array.folder / array.key(numbers)
         size = math.prod(array.chunks) * array.dtype.itemsize
-        try:
-            with path.open("rb") as file:
-                # Compression makes random bytes a little longer; a file beyond that is no chunk.
-                raw: Any = file.read(size + size // 8 + _CHUNK_SLACK)
-        except FileNotFoundError:
+        # Compression makes random bytes a little longer; a chunk beyond that is none.
+        most = size + size // 8 + _CHUNK_SLACK
+        if array.sharding is None:
+            path = array.folder / array.key(numbers)
+            raw: Any = _read_at(path, 0, most)
+        else:
+            path, raw = self._read_inside(array.sharding, numbers, most)
+        if raw is None:
             return np.full(array.chunks, array.fill, dtype=array.dtype)
-        except OSError as error:
-            raise StoreError(
-                f"{path} cannot be read: {error.strerror}.",
-                "a readable file",
-                command("ls", "-l", path),
-            ) from error
         try:
             # A checksum that was added before the compression makes what comes out 4 bytes longer.
             for number, decode in enumerate(array.decode, 1):
@@ -395,6 +455,80 @@ class _ChunkFiles(StoredArray):
         if len(values) != size:
             raise _damaged(path, f"it decodes to {len(values)} bytes instead of {size}")
         return values.view(array.dtype).reshape(array.chunks, order=cast(Any, array.order))
+
+    def _read_inside(
+        self, sharding: Sharding, numbers: Sequence[int], most: int
+    ) -> tuple[Path, bytes | None]:
+        """Return the file of a shard, and the bytes of one chunk in it; None where it is not there."""
+        counts = sharding.counts
+        path = self._array.folder / self._array.key(
+            [number // count for number, count in zip(numbers, counts, strict=True)]
+        )
+        if path not in self._indices:
+            self._indices[path] = _read_index(path, sharding)
+        index = self._indices[path]
+        place = tuple(number % count for number, count in zip(numbers, counts, strict=True))
+        entry = None if index is None else index[int(np.ravel_multi_index(place, counts))]
+        if entry is None or (entry == _NO_CHUNK).all():
+            return path, None
+        offset, num_bytes = map(int, entry)
+        if num_bytes > most or offset >= 1 << 62:
+            raise _damaged(path, f"its index says {num_bytes} bytes at {offset} for one chunk")
+        raw = _read_at(path, offset, num_bytes)
+        if raw is None or len(raw) < num_bytes:
+            raise _damaged(path, f"it ends inside the chunk at byte {offset}")
+        return path, raw
+
+
+def _read_index(path: Path, sharding: Sharding) -> Array | None:
+    """Return `(chunks, 2)` offsets and sizes of a shard; None where there is no such file."""
+    try:
+        size = path.stat().st_size
+    except OSError:
+        size = 0
+    if size and size < sharding.index_bytes:
+        raise _damaged(path, f"its {size} bytes are too few for its index")
+    raw = _read_at(path, -sharding.index_bytes if sharding.at_end else 0, sharding.index_bytes)
+    if raw is None:
+        return None
+    if sharding.is_checked:
+        raw, stored = raw[:-4], int.from_bytes(raw[-4:], "little")
+        if (found := crc32c(raw)) != stored:
+            raise _damaged(
+                path, f"the checksum of its index is {found:#010x}, stored is {stored:#010x}"
+            )
+    return np.frombuffer(raw, sharding.dtype).reshape(-1, 2)
+
+
+def _read_at(path: Path, offset: int, num_bytes: int) -> bytes | None:
+    """Return bytes of a file; from its end where the offset is negative. None where there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
+            return file.read(num_bytes)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be read: {error.strerror}.",
+            "a readable file",
+            command("ls", "-l", path),
+        ) from error
+
+
+_CRC32C = []
+for _byte in range(256):
+    for _ in range(8):
+        _byte = _byte >> 1 ^ (0x82F63B78 if _byte & 1 else 0)
+    _CRC32C.append(_byte)
+
+
+def crc32c(data: bytes) -> int:
+    """Return the checksum of Castagnoli, 10 MB/s: for indices, not for chunks."""
+    value = 0xFFFFFFFF
+    for byte in data:
+        value = value >> 8 ^ _CRC32C[(value ^ byte) & 0xFF]
+    return value ^ 0xFFFFFFFF
 
 
 def _damaged(path: Path, why: str) -> CorruptError:

@@ -115,9 +115,17 @@ class GradientAccumulator:
         steps: Batches per update.
         num_batches: Batches per epoch. The last update may then have fewer: its losses are divided by
             their own number. Without it only complete updates happen.
+        accumulation_steps: Another name of `steps`.
     """
 
-    def __init__(self, steps: int, num_batches: int | None = None) -> None:
+    def __init__(
+        self,
+        steps: int | None = None,
+        num_batches: int | None = None,
+        *,
+        accumulation_steps: int | None = None,
+    ) -> None:
+        steps = accumulation_steps if steps is None else steps
         _check_positive("steps", steps)
         if num_batches is not None:
             _check_positive("num_batches", num_batches)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +37,7 @@ from stoker.train.ranks import Ranks, as_ranks, check_alike
 
 Unpack = Callable[[Any], tuple[Any, Any]]
 _SHARED = ("num_samples", "order", "seed", "drop_last", "batch_size", "chunks", "weights")
+_CPU = torch.device("cpu")
 _PAIRS = (("features", "targets"), ("images", "masks"), ("images", "labels"))
 
 
@@ -141,6 +143,7 @@ class Feed:
         self._ranks = ranks or Ranks()
         self.device = device
         self.is_stoker = isinstance(loader, Loader)
+        self._told_broken: set[int] = set()
         pair = loader.as_tuple if self.is_stoker else None
         if unpack is None and isinstance(pair, tuple) and len(pair) == 2:
             self.given_unpack = self.unpack = itemgetter(*pair)
@@ -150,6 +153,7 @@ class Feed:
             loader.loader if isinstance(loader, Prefetcher) else loader
         )
         self._failed: list[Any] = []
+        self._may_be_there = False
         if self.is_stoker:
             _check_device(loader.device, device)
             if augmentation is not None and loader.augment not in (None, augmentation):
@@ -162,6 +166,9 @@ class Feed:
                 loader.use_augmentation(augmentation)
         elif device.type == "cuda" and not hasattr(loader, "pinned_bytes"):
             self.loader = prefetch(loader, device)
+            self._may_be_there = not (
+                self._position.knows_itself or isinstance(loader, torch.utils.data.DataLoader)
+            )
 
     @property
     def augmentation(self) -> Augments | None:
@@ -172,6 +179,13 @@ class Feed:
     def augments_itself(self) -> bool:
         """Whether it is a stoker loader with an augmentation that was not given here."""
         return self.augmentation is not None and self.augmentation is not self._augmentation
+
+    def new_broken(self) -> dict[str, str]:
+        """Return samples whose pictures could not be decoded and that were not returned before, with the reasons."""
+        found = self.loader.broken if self.is_stoker else {}
+        new = {str(number): found[number] for number in found.keys() - self._told_broken}
+        self._told_broken |= found.keys()
+        return new
 
     def use_augmentation(self, augmentation: Augments | None) -> None:
         """Augment with another one from the next batch on; None stops it."""
@@ -341,11 +355,25 @@ class Feed:
             )  # a new iterator of it would start the epoch again
         source = self._position.begin(also_taken=len(self._failed))
         if source is None:
-            return self.loader
+            return self._look_at_first() if self._may_be_there else self.loader
         if isinstance(self.loader, Prefetcher):
             self.loader.close()
             return prefetch(source, self.device, depth=self.loader.depth)
         return source
+
+    def _look_at_first(self) -> Iterable[Any]:
+        """Return the epoch's batches; if the first one is on the device already, no thread fetches from here on.
+
+        A thread that has nothing to copy still takes the interpreter's lock: 0.1 ms of a step.
+        """
+        self._may_be_there = False
+        batches = iter(self.loader.loader)
+        first = list(itertools.islice(batches, 1))
+        batches = itertools.chain(first, batches)
+        if all(tensor.device == self.loader.device for tensor in iterate_tensors(first)):
+            self.loader = self.loader.loader
+            return batches
+        return prefetch(batches, self.device, depth=self.loader.depth)
 
     def make_work(self, batch: Any) -> Work:
         """Turn a loader's batch into work; the host does not wait for the device."""
@@ -356,7 +384,9 @@ class Feed:
             count = len(places) if batch.valid is None else int((places >= 0).sum())
             together = batch.num_together if self._ranks.are_several else None
             return Work(inputs, targets, count, places, batch, num_together=together)
-        inputs, targets = self.unpack(map_tensors(self._bring, batch))
+        if not self._is_prefetched:
+            batch = map_tensors(self._bring, batch)
+        inputs, targets = self.unpack(batch)
         if self.augmentation is not None:
             if self._unchecked_loss is not None and _are_masks(targets):
                 check_loss(self._unchecked_loss, self.augmentation)
@@ -365,6 +395,10 @@ class Feed:
         count = _count_samples(inputs, targets)
         together = int(self._ranks.total(count)[0]) if self._shares_epoch else None
         return Work(inputs, targets, count, num_together=together)
+
+    @property
+    def _is_prefetched(self) -> bool:
+        return isinstance(self.loader, Prefetcher) and self.loader.device == self.device != _CPU
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -421,21 +455,28 @@ def _unpack_presented(wrapper: WrapsLoader, unpack: Unpack) -> Unpack:
 
 def unpack_by_name(batch: Any) -> tuple[Any, Any]:
     """Return (inputs, targets) of a pair, or of a mapping with the usual names."""
+    if type(batch) in (tuple, list) and len(batch) == 2:  # most often
+        return batch[0], batch[1]
     if isinstance(batch, Mapping):
         for inputs, targets in _PAIRS:
             if inputs in batch and targets in batch:
                 return batch[inputs], batch[targets]
+        names = [*batch, *batch][:2]
         raise InputError(
             f"a batch with {', '.join(map(str, batch))}.",
             " or ".join(f"{inputs} and {targets}" for inputs, targets in _PAIRS),
-            "Trainer(..., unpack=lambda batch: (batch['M5'], batch['targets']))",
+            f"Trainer(..., unpack=lambda batch: (batch[{names[0]!r}], batch[{names[-1]!r}]))"
+            if names
+            else "batches with fields",
         )
     if isinstance(batch, Sequence) and len(batch) == 2:
         return batch[0], batch[1]
     raise InputError(
         f"a batch that is a {type(batch).__name__}.",
         "a pair (inputs, targets), or a mapping with named fields",
-        "Trainer(..., unpack=lambda batch: (inputs, targets))",
+        "Trainer(..., unpack=lambda batch: (batch, batch))"
+        if isinstance(batch, torch.Tensor)
+        else "Trainer(..., unpack=lambda batch: (batch[0], batch[1]))",
     )
 
 
@@ -453,9 +494,11 @@ def map_tensors(
         in_records: Whether to change dataclasses too, such as a model's outputs. One in which no tensor
             changes is returned as it is.
     """
-    again = partial(map_tensors, change, in_records=in_records)
     if isinstance(value, torch.Tensor):
         return change(value)
+    again = partial(map_tensors, change, in_records=in_records)
+    if type(value) in (tuple, list):  # most often
+        return type(value)(map(again, value))
     if isinstance(value, Mapping):
         made = {name: again(item) for name, item in value.items()}
         return made if type(value) is dict else _with_items(value, made)

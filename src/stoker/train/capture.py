@@ -50,13 +50,14 @@ def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
     if not has_graphs(parts.device):
         return f"there are no CUDA graphs on the {parts.device.type.upper()}"
     if parts.accumulation_steps > 1:
-        return "several batches are accumulated per update"
+        together = parts.accumulation_steps * parts.nominal_batch
+        return f"several batches are accumulated per update; one batch of {together} is captured"
     if parts.recurrent is not None:
         return "recurrent state is carried from batch to batch"
     if feed.is_stoker and feed.loader.walks_in_lanes:
         return "lanes end at different batches"
-    if not step.guarded:
-        return f"{type(parts.optimizer).__name__} is not a fused optimizer"
+    if not step.guarded and parts.scaler.is_enabled():
+        return f"{type(parts.optimizer).__name__} asks the host whether fp16 has overflowed; bf16 is captured"
     if feed.is_stoker and any(column.kind == "ragged" for column in feed.loader.columns):
         return "ragged fields have another size in every batch"
     if not parts.parallel.can_capture:
@@ -138,7 +139,8 @@ class CapturedStep(GraphedStep):
         try:
             loss = self._run_captured(work)
         except RuntimeError as error:
-            if not self._update.survives or not is_oom(error):
+            # An optimizer that is not fused may have changed some weights already.
+            if not self._update.survives or not is_oom(error) or not self.step.guarded:
                 raise
             if self.step.parts.ranks.are_several:
                 raise self._update.next_time() from error

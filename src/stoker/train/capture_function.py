@@ -22,8 +22,8 @@ Contract:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ from stoker.train.graph import (
     drawing_objects,
     has_graphs,
     step_note,
+    used_objects,
 )
 from stoker.train.oom import forget_frames, is_oom, let_go
 from stoker.train.ranks import Ranks
@@ -47,14 +48,17 @@ from stoker.train.step import fill_momentum, make_guarded
 MOST_GRAPHS = 4
 """Shapes of a batch that get a graph each; every graph keeps the memory of a step."""
 StepFunction = Callable[[Any], Any]
+_T = TypeVar("_T")
+Several: TypeAlias = _T | Sequence[_T] | Mapping[str, _T]
+"""One, a list of them, or a dict of them by name."""
 
 
 def capture(
     step: StepFunction,
     example_batch: Any = None,
     *,
-    model: torch.nn.Module | Sequence[torch.nn.Module],
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    model: Several[torch.nn.Module],
+    optimizer: Several[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler | None = None,
     loader: Loader | None = None,
     say: Callable[[str], object] | None = None,
@@ -76,7 +80,8 @@ def capture(
         say: Called with a line when steps continue eagerly; by default that is a RuntimeWarning.
 
     Raises:
-        InputError: There is nothing to capture: no function, no parameters, or a batch without tensors.
+        InputError: There is nothing to capture: no function, no parameters, or a batch without tensors. Or the step
+            trains what was not given here.
     """
     return CapturedFunction(step, example_batch, model, optimizer, scaler, loader, say)
 
@@ -103,18 +108,16 @@ class CapturedFunction:
         self,
         step: StepFunction,
         example_batch: Any,
-        model: torch.nn.Module | Sequence[torch.nn.Module],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        model: Several[torch.nn.Module],
+        optimizer: Several[torch.optim.Optimizer],
         scaler: torch.amp.GradScaler | None,
         loader: Loader | None,
         say: Callable[[str], object] | None,
         calls: Sequence[Any] = (),
         refusal: str | None = None,
     ) -> None:
-        modules = [model] if isinstance(model, torch.nn.Module) else list(model)
-        optimizers = (
-            [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        )
+        modules = _listed(model, torch.nn.Module)
+        optimizers = _listed(optimizer, torch.optim.Optimizer)
         parameters = [parameter for module in modules for parameter in module.parameters()]
         if not callable(step) or not parameters or not optimizers:
             raise InputError(
@@ -123,6 +126,7 @@ class CapturedFunction:
                 "a function of one batch, and what it trains",
                 "stoker.capture(step, batch, model=model, optimizer=optimizer)",
             )
+        _check_trained(step, parameters, optimizers)
         self.device = parameters[0].device
         if loader is not None and (loader.tier == "streamed" or loader.walks_in_lanes):
             raise InputError(
@@ -146,7 +150,8 @@ class CapturedFunction:
         self._refusal = self._find_refusal(example_batch, parameters) or refusal
         if self._refusal is None:
             for each in optimizers:
-                _make_capturable(each, self.device)
+                make_guarded(each, self.device)
+                fill_momentum(each)
         elif has_graphs(self.device):
             self._tell(step_note(self.reason, captured=False, fallback=True))
 
@@ -163,13 +168,13 @@ class CapturedFunction:
                 )
         if not has_graphs(self.device):
             return f"there are no CUDA graphs on the {self.device.type.upper()}"
+        if any(isinstance(module, torch.nn.DataParallel) for module in self._state.modules):
+            return "DataParallel starts threads in the forward pass"
         if len({parameter.device for parameter in parameters}) > 1:
             return "the model is on several devices"
         if self._state.ranks.are_several:
             # One rank's short batch would leave the others waiting in a comparison.
             return "several processes train together, and only a Trainer knows the batches of all"
-        if any(isinstance(module, torch.nn.DataParallel) for module in self._state.modules):
-            return "DataParallel starts threads in the forward pass"
         ragged = (
             [c.field for c in self._loader.columns if c.kind == "ragged"] if self._loader else []
         )
@@ -336,6 +341,39 @@ class _FunctionGraph(GraphedStep):
         return int(getattr(self._loader.augment, "generation", 0)), self._loader.ring_number
 
 
+def _listed(given: Any, kind: type[_T]) -> list[_T]:
+    """Return what was given as a list; things of another kind are left out."""
+    if isinstance(given, kind):
+        return [given]
+    several = given.values() if isinstance(given, Mapping) else given
+    return [one for one in several if isinstance(one, kind)] if several is not None else []
+
+
+def _check_trained(
+    step: StepFunction,
+    parameters: Sequence[torch.Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    """Raise if the step trains parameters that were not given: they would not be put back between two ways.
+
+    Raises:
+        InputError: An optimizer has other parameters, or the step uses an optimizer that was not given.
+    """
+    known = {id(parameter) for parameter in parameters}
+    used = [one for one in used_objects(step) if isinstance(one, torch.optim.Optimizer)]
+    trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    for one in (*optimizers, *used):
+        own = {id(p) for group in one.param_groups for p in group["params"]}
+        if not own <= known or not own <= trained:
+            what = "a model" if not own <= known else "an optimizer"
+            raise InputError(
+                f"the step trains {what} that was not given: {len(own - (known & trained))} parameters of "
+                f"{type(one).__name__}.",
+                "every module that the step changes, and every optimizer that it steps",
+                "stoker.capture(step, model=[maker, judge], optimizer=[first, second])",
+            )
+
+
 def _checked_result(result: Any) -> Any:
     """Return a step's result, detached; raise if there is no tensor in it."""
     if isinstance(result, torch.Tensor):
@@ -360,16 +398,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return isinstance(value, torch.Tensor | str | bytes | bool | int | float | type(None))
-
-
-def _make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Let an optimizer keep its counts on the device, where it has a switch for that."""
-    make_guarded(optimizer, device)
-    fill_momentum(optimizer)
-    if device.type != "cuda" or not all("capturable" in g for g in optimizer.param_groups):
-        return
-    for group in optimizer.param_groups:
-        group["capturable"] = True
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].to(device)

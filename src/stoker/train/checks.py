@@ -48,6 +48,22 @@ def check_parameters(
         )
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raise if it is not one optimizer."""
+    if isinstance(optimizer, list | tuple | dict):
+        raise InputError(
+            f"a {type(optimizer).__name__} of {len(optimizer)} optimizers.",
+            "one optimizer, with a group of parameters for each rate; or a loop of your own with several",
+            "stoker.capture(step, model=[maker, judge], optimizer=[first, second])",
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"an optimizer that is a {type(optimizer).__name__}.",
+            "a torch optimizer, or a class of one's own that inherits from torch.optim.Optimizer",
+            "torch.optim.AdamW(model.parameters(), lr=1e-4)",
+        )
+
+
 def check_steps(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
     """Raise if `step` of the optimizer or scheduler needs an argument, such as a closure or a metric."""
     if _needs(optimizer):

@@ -84,7 +84,7 @@ class FrozenGroups:
             if not is_equal(now, values):
                 alike = map(is_equal, now, values)
                 changed = [name for name, same in zip(names, alike, strict=True) if not same]
-                return f"the scheduler changes {', '.join(changed)}, which a graph cannot follow"
+                return f"the scheduler changes {', '.join(changed)}, which a graph cannot follow{_advise(changed)}"
         if self._list_trained() != self._trained:
             return "parameters were frozen or thawed, which a graph cannot follow"
         return None
@@ -359,6 +359,15 @@ def _compared_names(
         and not isinstance(value, torch.Tensor)
         and (name != "lr" or rate is None)
     ]
+
+
+def _advise(changed: list[str]) -> str:
+    """Return how to avoid that these values of a group change, as the end of a sentence."""
+    if "lr" in changed:
+        return "; it follows an lr that is a tensor on the GPU"
+    if {"betas", "momentum"} & {*changed}:
+        return "; cycle_momentum=False leaves it as it is"
+    return ""
 
 
 def _put_back(group: dict[str, Any], rate: torch.Tensor) -> None:

@@ -24,13 +24,17 @@ import functools
 import gc
 import inspect
 import math
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import stoker
 from stoker.errors import InputError
 from stoker.report import Note, Topic
 from stoker.train.batches import iterate_tensors, map_tensors
@@ -53,7 +57,7 @@ from stoker.train.replay_check import (
     same_counts,
     spread,
 )
-from stoker.train.step import compact_recurrent, is_guarded
+from stoker.train.step import compact_recurrent, is_capturable, is_guarded
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_RANKS = 11
@@ -62,6 +66,30 @@ CHECKED_REPLAYS = 3
 _WORTH_TELLING = 1.05
 _FIRST_RECHECK, _RECHECK_GROWTH = 64, 8
 """Replays until a trusted graph is compared again, and the factor for each later time."""
+
+
+def describe_failure(error: BaseException, handled: BaseException | None = None) -> str:
+    """Return what ended a capture, and the last line outside torch and stoker that led to it.
+
+    torch ends a failed capture with an error of its own ("operation failed due to a previous error"), raised while
+    the error that matters was on its way.
+
+    Args:
+        error: As caught around the capture.
+        handled: The error that the caller was handling before the capture; it has nothing to do with this one.
+    """
+    while error.__context__ is not None and error.__context__ is not handled:
+        error = error.__context__
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    ours = tuple(str(Path(module.__file__).parent) for module in (torch, stoker) if module.__file__)
+    theirs = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*ours, "<"))
+    ]
+    if not theirs:
+        return said
+    return f"{said}; {Path(theirs[-1].filename).name}:{theirs[-1].lineno}: {theirs[-1].line}"
 
 
 def refuse_eager(reason: str) -> InputError:
@@ -123,6 +151,19 @@ class StepState:
                 value = getattr(scaler, name, None)
                 if isinstance(value, torch.Tensor):
                     yield value
+
+    def find_on_host(self) -> str | None:
+        """Return the name of an optimizer with a state that is not on the device; None if there is none."""
+        return next(
+            (
+                type(optimizer).__name__
+                for optimizer in self.optimizers
+                for state in optimizer.state.values()
+                for value in state.values()
+                if isinstance(value, torch.Tensor) and value.device.type != self.device.type
+            ),
+            None,
+        )
 
     def positions(self) -> list[Any]:
         """Return what the host knows of the state: counts of optimizers, and where each of `draws` is."""
@@ -329,16 +370,21 @@ class GraphedStep:
     def _capture(self) -> bool:
         """Capture the step; False if it cannot be. Nothing is computed, and the host's numbers stay."""
         state = self._state
+        on_host = state.find_on_host()
+        if on_host is not None:
+            self._give_up(f"{on_host} keeps its counts on the host")
+            return False
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        generator, on_host = self._copy_generator(), quiet_host_rng(self._others_draw)
+        generator, host_rng = self._copy_generator(), quiet_host_rng(self._others_draw)
         for module in state.modules:
             compact_recurrent(module)
         self._frozen = [
-            FrozenGroups(each, state.device, is_guarded(each)) for each in state.optimizers
+            FrozenGroups(each, state.device, is_guarded(each) or is_capturable(each))
+            for each in state.optimizers
         ]
         self._numbers = HostNumbers(state.modules, state.functions, state.device)
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
-        why = ""
+        why, handled = "", sys.exception()
         # Collected before, not during the capture: to free another graph's memory there would end it.
         gc.collect()
         collects = gc.isenabled()
@@ -352,8 +398,7 @@ class GraphedStep:
             self._heal(generator, pool)
             if is_oom(error):
                 raise
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            why = f"the step cannot be captured ({lines[0].rstrip('.')})"
+            why = f"the step cannot be captured ({describe_failure(error, handled)})"
         finally:
             if collects:
                 gc.enable()
@@ -361,9 +406,9 @@ class GraphedStep:
         self._numbers.put_back()
         for drawing, position in draws:
             drawing.load_state_dict(position)
-        if on_host is not None and has_drawn(on_host):
+        if host_rng is not None and has_drawn(host_rng):
             # The eager step that follows must draw the same numbers. A graph would repeat them at every replay.
-            restore_rng(on_host)
+            restore_rng(host_rng)
             why = why or DRAWS_ON_HOST
         if not state.ranks.all_of(not why):
             self._give_up(why or "the step cannot be captured (on another rank)")
@@ -600,9 +645,18 @@ def copy_into(target: Any, source: Any) -> None:
 def drawing_objects(*functions: Any) -> list[Any]:
     """Return the objects that functions use and that draw from a counter of their own, such as `MixUp`.
 
-    They are found among a function's closure, defaults and globals by their methods `seek`, `state_dict` and
-    `load_state_dict`.
+    They are found by their methods `seek`, `state_dict` and `load_state_dict`.
     """
+    methods = ("seek", "state_dict", "load_state_dict")
+    return [
+        value
+        for value in used_objects(*functions)
+        if all(callable(getattr(value, name, None)) for name in methods)
+    ]
+
+
+def used_objects(*functions: Any) -> list[Any]:
+    """Return the objects in the closures, defaults and globals of functions, and in the owners of methods."""
     found: dict[int, Any] = {}
     for function in functions:
         inner = inspect.unwrap(getattr(function, "__func__", function)) if function else None
@@ -618,8 +672,5 @@ def drawing_objects(*functions: Any) -> list[Any]:
             *owners,
             *(each for owner in owners for each in getattr(owner, "__dict__", {}).values()),
         ]
-        for value in values:
-            methods = ("seek", "state_dict", "load_state_dict")
-            if all(callable(getattr(value, name, None)) for name in methods):
-                found[id(value)] = value
+        found.update((id(value), value) for value in values)
     return list(found.values())

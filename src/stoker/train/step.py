@@ -358,34 +358,55 @@ def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
     can be captured in a CUDA graph. The mathematics is the same. SGD with dampening treats its first update
     specially, so that update cannot be skipped on a GPU: there it stays unfused.
     """
-    kind = type(optimizer)
+    kind, groups = type(optimizer), optimizer.param_groups
+    on_gpu = device.type == "cuda"
     if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
-        return f"{kind.__name__} runs as it is"
-    groups = optimizer.param_groups
+        return _keep_unfused(optimizer, device)
     floating = all(p.is_floating_point() for group in groups for p in group["params"])
     if any(is_spread(p) for group in groups for p in group["params"]):
         return f"{kind.__name__} runs as it is (parameters in parts)"
-    on_gpu = device.type == "cuda"
     unlike = [name for name in ("differentiable", "amsgrad") if any(g.get(name) for g in groups)]
     if on_gpu and any(g.get("momentum") and g.get("dampening") for g in groups):
         unlike.append("dampening")
     if not floating or unlike:
-        return (
-            f"{kind.__name__} runs as it is ({', '.join(unlike) or 'parameters are not floating'})"
-        )
+        why = ", ".join(unlike) or "parameters are not floating"
+        return f"{_keep_unfused(optimizer, device)} ({why})"
     for group in groups:
         group["fused"], group["foreach"] = True, False
+    _bring_counts(optimizer, device)
+    fill_momentum(optimizer)
+    vars(optimizer)["_step_supports_amp_scaling"] = True
+    return f"{kind.__name__} runs fused"
+
+
+def _keep_unfused(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    """Leave an optimizer as it is, but for counts and rates that torch's own can keep on a GPU; say so."""
+    name = type(optimizer).__name__
+    if device.type != "cuda" or not is_capturable(optimizer):
+        return f"{name} runs as it is"
+    _bring_counts(optimizer, device)
+    return f"{name} runs unfused, with its counts on the GPU"
+
+
+def is_capturable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's own that can keep its counts and its rate on the device."""
+    is_torchs = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+    return is_torchs and all("capturable" in group for group in optimizer.param_groups)
+
+
+def _bring_counts(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Put an optimizer's counts of steps and its rates on the device: a graph would repeat those of the host.
+
+    Also after loading a checkpoint.
+    """
+    for group in optimizer.param_groups:
         if "capturable" in group:
-            group["capturable"] = on_gpu
-        if on_gpu:
-            # On the device, also after loading a checkpoint: a graph would repeat a rate from the host.
+            group["capturable"] = device.type == "cuda"
+        if device.type == "cuda":
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(device)
-    fill_momentum(optimizer)
-    vars(optimizer)["_step_supports_amp_scaling"] = True
-    return f"{kind.__name__} runs fused"
 
 
 def is_guarded(optimizer: torch.optim.Optimizer) -> bool:

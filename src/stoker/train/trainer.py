@@ -30,6 +30,7 @@ from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
 from stoker.train.capture import CapturedStep, cannot_capture
 from stoker.train.checks import (
+    check_optimizer,
     check_parameters,
     check_skipping,
     check_steps,
@@ -122,6 +123,7 @@ class Trainer(Configured, Resumable):
         identity: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> None:
+        check_optimizer(optimizer)
         rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         self.settings, unread = read_config(config, rates)
         self.ranks = Ranks.current()
@@ -442,6 +444,10 @@ class Trainer(Configured, Resumable):
         self._write("epoch", vars(report) | {"samples_per_second": report.samples_per_second})
         if isinstance(self._progress, EpochLines):
             self._progress.end_epoch(report)
+        for feed in filter(None, (self._train, self._val)):
+            if words := feed.new_broken():
+                text = f"{len(words)} pictures could not be decoded and were left out or replaced"
+                self.note(Note(text, Topic.DATA, {"broken": words}))
 
     def _watch(self, report: EpochReport) -> None:
         """Note that the loss grows from epoch to epoch, or that the monitored metric has stalled."""

@@ -54,6 +54,7 @@ RECIPE_OPTIONS: Mapping[str, Mapping[str, str]] = {
     }
     for recipe, options in {
         "forex": ("d_model", _HEADS, _LAYERS, "dropout", "weight_decay", "timeframes", "stateful", "order"),
+        "images": ("weight_decay", "label_smoothing", "mixup", "cutmix", "ema"),
         "massspec": ("width", "num_blocks", "bottleneck", "dropout", "max_mz", "mass_power", "ratios"),
         "massspec-teacher": ("width", "num_blocks", "dropout", "max_mz", "num_layers", "drop_edge"),
         "segmentation": ("ce_weight", "dice_weight", "dropout", "weight_decay", "warmup_epochs", "num_classes"),

@@ -109,7 +109,8 @@ def _reading(original: Any, call: str) -> Any:
     """Wrap a method that turns a tensor into a number or a list. Cheap: an optimizer may call it per weight."""
 
     def method(self: Any) -> Any:
-        if loading.is_inside():  # a collate function may call it for every value
+        # A collate function may call it for every value.
+        if not recorder.watching or loading.is_inside():
             return original(self)
         frame = sys._getframe(1)
         known = _KNOWN.get(id(frame.f_code))
@@ -133,7 +134,7 @@ def _fetching(original: Any, call: str) -> Any:
     """Wrap a method that waits for the device only if the tensor is on a GPU."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_cuda:
+        if not recorder.watching or not self.is_cuda:
             return original(self, *args, **kwargs)
         began = time.perf_counter()
         value = original(self, *args, **kwargs)
@@ -170,6 +171,8 @@ def _check(value: float) -> None:
 
 def _moving(original: Any, name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.watching:
+            return original(self, *args, **kwargs)
         began = time.perf_counter()
         moved = original(self, *args, **kwargs)
         if moved is self:
@@ -191,6 +194,9 @@ def _moving(original: Any, name: str) -> Any:
 
 def _waiting(original: Any, family: str, call: str) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
+        # Waits for other ranks belong to every step, and housekeeping is rare: those are always timed.
+        if not recorder.watching and family == "sync":
+            return original(*args, **kwargs)
         delay, began = clocks.run_delay(), time.perf_counter()
         try:
             return original(*args, **kwargs)

@@ -29,6 +29,8 @@ def install(h5py: Any) -> None:
 
 def _timed_getitem(original: Any) -> Any:
     def __getitem__(self: Any, args: Any, *more: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if not recorder.watching:
+            return original(self, args, *more, **kwargs)
         began = time.perf_counter()
         values = original(self, args, *more, **kwargs)
         ended = time.perf_counter()
@@ -41,6 +43,8 @@ def _timed_getitem(original: Any) -> Any:
 
 def _timed_read_direct(original: Any) -> Any:
     def read_direct(self: Any, dest: Any, source_sel: Any = None, dest_sel: Any = None) -> Any:
+        if not recorder.watching:
+            return original(self, dest, source_sel, dest_sel)
         began = time.perf_counter()
         result = original(self, dest, source_sel, dest_sel)
         ended = time.perf_counter()

@@ -285,11 +285,16 @@ def _timed_fetch(original: Any) -> Any:
         if sampling.active_thread:
             return original(self, possibly_batched_index)
         seen.num_fetches += 1
+        if seen.role == "worker":
+            recorder.watching = recorder.is_watched(seen.num_fetches)
+        seen.num_watched_fetches += recorder.watching
         if seen.num_fetches > _ALL_FETCHES and seen.num_fetches % 8 and seen.short_fetches:
             return _counted_fetch(original, self, possibly_batched_index)
         sampling.begin()
         self._stoker_collate = 0.0
-        indices = _StampedIndices.of(self, possibly_batched_index)
+        indices = possibly_batched_index
+        if recorder.watching:
+            indices = _StampedIndices.of(self, indices)
         sampling.active_thread = clocks.current_thread()
         began, cpu, delay = time.perf_counter(), _fetching_cpu(seen), clocks.run_delay()
         try:

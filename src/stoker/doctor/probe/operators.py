@@ -20,6 +20,8 @@ from typing import Any
 from . import clocks, hooks, recorder
 
 FIRST_STEP = 6
+_GPU_STEP, _GPU_SECONDS = 36, 1.5
+"""On a GPU the profiler waits for this step, or this long: what it leaves behind slows the launches of later steps."""
 _NUM_STEPS, _NUM_LONG_STEPS, _LONG_SECONDS = 3, 1, 0.5
 _MOST_EVENTS = 400_000
 _PRODUCTS = frozenset(
@@ -115,8 +117,15 @@ def _step(seen: Any) -> None:
         _marks.append(time.time_ns())
         if len(_marks) > _num_steps:
             _stop(seen, keep=True)
-    elif seen.num_steps >= FIRST_STEP and not seen.profile:
+    elif seen.num_steps >= FIRST_STEP and not seen.profile and _is_due(seen):
         _start(seen)
+
+
+def _is_due(seen: Any) -> bool:
+    if not clocks.uses_cuda(sys.modules["torch"]) or seen.num_steps >= _GPU_STEP:
+        return True
+    taken = sum(row.seconds for row in seen.rows[recorder.WARM_UP :])
+    return bool(taken > _GPU_SECONDS or 2 * seen.num_counted >= seen.stop_at)
 
 
 def _start(seen: Any) -> None:
@@ -132,6 +141,7 @@ def _start(seen: Any) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if clocks.uses_cuda(torch):
         torch.cuda.synchronize()
+        seen.was_profiled = True
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     profiler = torch.profiler.profile(activities=activities, record_shapes=True)
     profiler.start()

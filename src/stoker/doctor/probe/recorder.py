@@ -30,14 +30,30 @@ WARM_UP = 3
 """First steps that are measured but not counted: they fill caches and initialise libraries."""
 FLUSH_SECONDS = 1.0
 _NEVER = 1 << 60
-FIRST_DRAWN, NUM_DRAWN = 12, 6
+FIRST_DRAWN, NUM_DRAWN = 10, 6
 """First step, and number of steps, whose spans of time are kept for the page's picture."""
 _STOP_POLL_SECONDS = 0.2
 _STUCK_SECONDS = 2.0
 _HIGH_NUMBER = 1000
 
-DISTURBED, OTHER_LOADER, EPOCH_START = 1, 2, 4
-"""Flags of a step: the probe disturbed it; another loader (validation) ran in it; an epoch began in it."""
+DISTURBED, OTHER_LOADER, EPOCH_START, UNWATCHED, PROFILED = 1, 2, 4, 8, 16
+"""Flags of a step: the probe disturbed it; another loader (validation) ran in it; an epoch began in it; only the
+clocks at its ends and around its waits ran; torch's profiler had run before it, which slows launches on a GPU."""
+
+_FIRST_WATCHED, _FIRST_UNWATCHED, _WINDOW = 20, 36, 16
+_PATTERN = 0b0110100110010110_1001011001101001
+watching = True
+"""Whether calls are timed and threads sampled now: in some windows of steps (in a worker: of batches) they are, in
+others not, and the time of a step is taken from the others."""
+
+
+def is_watched(number: int) -> bool:
+    """Return whether step or batch `number` is one in which calls are timed."""
+    if number < _FIRST_UNWATCHED:
+        return number < _FIRST_WATCHED
+    # An uneven pattern: with an even one, work that repeats (an epoch, a checkpoint) could hide in one half.
+    return bool(_PATTERN >> (number // _WINDOW % 32) & 1)
+
 
 KINDS = {"batch": 0, "backward": 1, "optimizer": 2, "replay": 3}
 """Events that may end a step, by rank. The highest kind that was seen counts: an optimizer's update if there is
@@ -138,6 +154,8 @@ class Recorder:
 
     def reset(self, role: str) -> None:
         """Forget everything, for a new process."""
+        global watching  # noqa: PLW0603
+        watching = True
         self.pid, self.ppid = os.getpid(), os.getppid()
         self.role = role
         self.lock = threading.RLock()
@@ -148,6 +166,8 @@ class Recorder:
         self.rows: list[Row] = []
         self.num_steps = 0
         self.num_counted = 0
+        self.num_watched = 0
+        self.was_profiled = False
         self.num_written = 0
         self.num_replays = 0
         self.step_start = self.step_delay = self.step_cpu = 0.0
@@ -171,6 +191,7 @@ class Recorder:
         # Of loading, in whichever process does it.
         self.fetches: list[Fetch] = []
         self.num_fetches = 0
+        self.num_watched_fetches = 0
         self.seen_doing: dict[str, int] = {}
         self.seen_lines: dict[str, int] = {}
         # Of the training thread, sampled.
@@ -218,7 +239,7 @@ class Recorder:
             self.kind = kind
             self.training_thread = threading.get_ident()
             self.rows.clear()
-            self.num_steps = self.num_counted = self.num_written = 0
+            self.num_steps = self.num_counted = self.num_watched = self.num_written = 0
             self.sites.clear()
             self.spans.clear()
             self.training_doing.clear()
@@ -232,6 +253,8 @@ class Recorder:
                 call()
 
     def _begin_step(self) -> None:
+        global watching  # noqa: PLW0603
+        watching = is_watched(self.num_steps)
         self.wait = self.wait_delay = 0.0
         self.backward = self.optimizer = self.sync = self.collective = 0.0
         self.batches = self.samples = self.flags = 0
@@ -249,6 +272,12 @@ class Recorder:
         if self.disturbed_steps:
             self.disturbed_steps -= 1
             self.flags |= DISTURBED
+        if watching:
+            self.num_watched += 1
+        else:
+            self.flags |= UNWATCHED
+        if self.was_profiled:
+            self.flags |= PROFILED
         self.num_steps += 1
         self.num_replays = 0
         if self.num_steps > WARM_UP and not self.flags & DISTURBED:
@@ -324,6 +353,7 @@ class Recorder:
             "role": self.role,
             "kind": self.kind,
             "num_steps": self.num_steps,
+            "num_watched": self.num_watched,
             "cpu": cpu,
             "busy": busy,
             "running": running if self.kind else None,
@@ -332,6 +362,7 @@ class Recorder:
             "hdf5": [dict(data) for data in list(self.hdf5.values())],
             "bad": {what: list(counts) for what, counts in list(self.bad.items())},
             "num_fetches": self.num_fetches,
+            "num_watched_fetches": self.num_watched_fetches,
             "doing": dict(self.seen_doing),
             "lines": dict(sorted(self.seen_lines.items(), key=lambda item: -item[1])[:50]),
             "training": dict(self.training_doing),

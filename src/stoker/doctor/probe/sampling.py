@@ -29,7 +29,7 @@ from typing import Any
 from . import places, recorder
 
 LOOK_SECONDS = 0.005
-TRAINING_LOOK_SECONDS = 0.02
+TRAINING_LOOK_SECONDS, _FIRST_LOOK_SECONDS, _FIRST_LOOKS = 0.02, 0.01, 100
 _IDLE_SECONDS = 0.02
 _DEEPEST = 80
 _TIMED = ("torch/utils/data/", "torch/distributed/")
@@ -107,12 +107,15 @@ def _look_forever() -> None:
     while _pid == os.getpid():
         # Uneven intervals, so that samples do not fall into step with a periodic script.
         uneven = 0.6 + 0.8 * jitter.random()
-        if active_thread:
+        if not recorder.watching:
+            time.sleep(_IDLE_SECONDS)
+        elif active_thread:
             time.sleep(LOOK_SECONDS * uneven)
             with recorder.guarded("sampling"):
                 _look()
         elif recorder.get().training_thread:
-            time.sleep(TRAINING_LOOK_SECONDS * uneven)
+            few = sum(recorder.get().training_doing.values()) < _FIRST_LOOKS
+            time.sleep((_FIRST_LOOK_SECONDS if few else TRAINING_LOOK_SECONDS) * uneven)
             with recorder.guarded("sampling"):
                 _look_at_training(recorder.get())
         else:
@@ -120,7 +123,7 @@ def _look_forever() -> None:
 
 
 def _look() -> None:
-    if not active_thread or collating:
+    if not active_thread or collating or not recorder.watching:
         return
     frame = sys._current_frames().get(active_thread)
     if frame is None:
@@ -135,6 +138,8 @@ def _look() -> None:
 def _look_at_training(seen: Any) -> None:
     """Count what the training thread does in a step that counts; loading is counted by `_look`."""
     if active_thread or seen.num_steps < recorder.WARM_UP or seen.disturbed_steps:
+        return
+    if not recorder.watching:
         return
     frame = sys._current_frames().get(seen.training_thread)
     if frame is None:

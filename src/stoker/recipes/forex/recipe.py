@@ -34,6 +34,7 @@ from stoker.recipes.contract import (
     Tensors,
 )
 from stoker.recipes.export.ports import BATCH, Layout, Port
+from stoker.recipes.forex.evaluation import BarData, BarEvaluation
 from stoker.recipes.forex.labels import (
     ForexMetrics,
     LabelPlan,
@@ -55,6 +56,7 @@ from stoker.store.fields import Array
 from stoker.store.reader import Store
 
 _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
+_FIRST_SHARE, _VAL_SHARE = 0.4, 0.15
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class ForexOptions:
         input_clip: Largest scaled input; None for no limit.
         label_gaps: "keep" samples whose label runs over missing bars, or "drop" them.
         pip: Log return of one pip. 1e-4 is the basis point; a pip of EURUSD at 1.17 is 0.85 of it.
+        cost_pips: What one trade costs in pips, both ways, in the evaluation: spread, commission, slippage.
         neutral_share: Share of the training samples that are to be NEUTRAL.
         direction_step: Bars ahead that decide the direction; None is the whole horizon.
         scalp_step: Bars ahead of the scalp move; None finds the step whose median training move is
@@ -84,6 +87,8 @@ class ForexOptions:
         ratios: Shares of train, val and test in time order, for stores without a split.
         embargo: Decisions left out after each border, for stores without a split; None is the
             horizon.
+        fold: Fold and number of folds of a walk forward, such as [2, 5], instead of the split: the last 60 % of the
+            time in equal test spans, each after everything that is trained on. `stoker train --folds 5` trains all.
         weight_decay: Of AdamW, on matrices only.
         warmup_share: Share of the updates in which the rate rises.
         order: "shuffled", or "time". Each sample carries its whole past, so shuffling is right.
@@ -106,6 +111,7 @@ class ForexOptions:
     input_clip: float | None = 10.0
     label_gaps: Literal["keep", "drop"] = "keep"
     pip: float = 1e-4
+    cost_pips: float = 1.0
     neutral_share: float = 1 / 3
     direction_step: int | None = None
     scalp_step: int | None = None
@@ -113,6 +119,7 @@ class ForexOptions:
     loss_weights: LossWeights = (0.40, 0.35, 0.15, 0.10)
     ratios: tuple[float, float, float] = (0.70, 0.15, 0.15)
     embargo: int | None = None
+    fold: tuple[int, int] | None = None
     weight_decay: float = 1e-2
     warmup_share: float = 0.05
     order: Literal["shuffled", "time"] = "shuffled"
@@ -137,6 +144,9 @@ class ForexOptions:
         for name, value in (shares | {"warmup_share": self.warmup_share}).items():
             require(0 <= value < 1, name, value, "0 or more, below 1", f"{name}=0.1")
         require(self.pip > 0, "pip", self.pip, "a return above 0", "pip=1e-4")
+        number, count = self.fold or (1, 1)
+        require(1 <= number <= count, "fold", self.fold, "[1, N] to [N, N]", "fold=[1, 5]")
+        require(self.cost_pips >= 0, "cost_pips", self.cost_pips, "0 or more", "cost_pips=1")
         require(
             min(self.loss_weights) >= 0 and sum(self.loss_weights) > 0,
             "loss_weights",
@@ -167,7 +177,10 @@ class ForexRecipe(Recipe):
     pack_command = "stoker pack bars --help"
     defaults = (
         Default("training.lr", 1e-3, "AdamW, rising for 5 % of the updates, then half a cosine"),
-        Default("training.epochs", 20, "as in the config that ships"),
+        Default("training.epochs", 20, "at most; bars are noisy, and the best weights come early"),
+        Default(
+            "training.patience", 5, "epochs without a lower validation loss; the best weights count"
+        ),
     )
 
     def make_job(self, store: Store, options: ForexOptions | Mapping[str, Any], seed: int) -> Job:
@@ -191,6 +204,16 @@ class ForexRecipe(Recipe):
         )
         criterion = partial(forex_loss, weights=chosen.loss_weights)
         baseline = find_baseline(returns["train"], returns["val"], plan, chosen.loss_weights)
+        base = store.manifest.attributes.get("base")
+        data = BarData(
+            store,
+            base if base in timeframes else timeframes[0],
+            plan,
+            samples,
+            returns,
+            chosen.cost_pips,
+            seed,
+        )
         notes += [describe_labels(plan, returns["train"]), *([lanes.reason] if lanes else [])]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -200,6 +223,8 @@ class ForexRecipe(Recipe):
             criterion=criterion,
             unpack=partial(unpack_forex, timeframes=timeframes, plan=plan),
             metrics=ForexMetrics,
+            # A walk over lanes gives samples in another order than that of time.
+            final_metrics=None if lanes else partial(BarEvaluation, data),
             baseline=baseline,
             samples=samples,
             make_optimizer=partial(make_adamw, weight_decay=chosen.weight_decay),
@@ -328,23 +353,28 @@ def build_network(
 def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], list[str]]:
     """Return the samples of train, val and test, and how they were divided."""
     samples: dict[str, Array]
-    if "split" in store.fields:
+    if "split" in store.fields and options.fold is None:
         samples = {name: select_samples(store, name) for name in _SPLITS}
         how = "as packed (by time, with purge and embargo)"
     else:
         missing = [name for name in ("time", "label_time") if name not in store.fields]
         if missing:
+            lacks = "no" if options.fold else "neither 'split' nor"
             raise InputError(
-                f"{store.name} has neither 'split' nor {' and '.join(map(repr, missing))}.",
+                f"{store.name} has {lacks} {' and '.join(map(repr, missing))}.",
                 "a split, or the times of decisions and labels to make one by",
                 "stoker pack bars FOLDER OUT --windows M5=288,H1=96",
             )
         total = store.num_samples
         time, label_time = (store.read_rows(n, 0, total) for n in ("time", "label_time"))
         embargo = options.embargo if options.embargo is not None else _horizon(store)
-        division = split_by_time(time, label_time, options.ratios, embargo)
-        samples = {name: samples_of(division, name) for name in _SPLITS}
-        how = f"by time, labels purged at the borders, an embargo of {embargo} decisions"
+        known, ratios = np.arange(total), options.ratios
+        if options.fold is not None:
+            known, ratios = _cut_fold(time, *options.fold)
+        division = split_by_time(time[known], label_time[known], ratios, embargo)
+        samples = {name: known[samples_of(division, name)] for name in _SPLITS}
+        how = f"fold {options.fold[0]} of {options.fold[1]}, " if options.fold else ""
+        how += f"by time, labels purged at the borders, an embargo of {embargo} decisions"
     if options.label_gaps == "drop":
         samples, dropped = _drop_label_gaps(store, samples)
         how += f"; {dropped:,} samples left out whose label runs over missing bars"
@@ -354,6 +384,15 @@ def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], 
         )
     counts = ", ".join(f"{len(ids):,} {name}" for name, ids in samples.items())
     return samples, [f"samples: {counts}; {how}"]
+
+
+def _cut_fold(time: Array, number: int, count: int) -> tuple[Array, tuple[float, float, float]]:
+    """Return the samples that a fold may know of, and the shares of train, val and test among them."""
+    ends = [_FIRST_SHARE + (1 - _FIRST_SHARE) * k / count for k in (number - 1, number)]
+    start, stop = (max(1, round(end * len(time))) for end in ends)
+    order = np.argsort(time, kind="stable")
+    val = round(_VAL_SHARE * start)
+    return np.sort(order[:stop]), ((start - val) / stop, val / stop, (stop - start) / stop)
 
 
 def _drop_label_gaps(store: Store, samples: Mapping[str, Array]) -> tuple[dict[str, Array], int]:

@@ -4,7 +4,8 @@ Enters: a network, normalised images and class numbers on the device. Leaves: sc
 of each picture, and a loss that knows it. Costs: MixUp one pass over the batch, CutMix one or two; the average three
 passes over the weights per step. Static shapes and no host synchronisation: all of it is captured in the step's graph.
 
-Draws come from torch's generator on the device, which a checkpoint keeps: a resumed run draws what an unbroken one does.
+Draws come from torch's generator on the device, which a checkpoint keeps, so that a resumed run
+draws what an unbroken one does.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Classifier(nn.Module):
         self.averaged = copy.deepcopy(network).requires_grad_(False) if average else None
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
         self._shares = [alpha for alpha in (mixup, cutmix) if alpha]
-        self._cut_from = {(True, True): 0.5, (False, True): 0.0}.get((bool(mixup), bool(cutmix)), 1.0)
+        self._cut_from = {(True, True): 0.5, (False, True): 0.0}.get(
+            (bool(mixup), bool(cutmix)), 1.0
+        )
         self.mix_share = mix_share if self._shares else 0.0
         for number, alpha in enumerate(self._shares):
             # Not kept: it follows from alpha.
@@ -84,7 +87,8 @@ class Classifier(nn.Module):
         """Move the average towards the weights that the last step left."""
         self.num_steps += 1
         steps = self.num_steps.double()
-        toward = (1.0 - torch.minimum((1 + steps) / (10 + steps), steps.new_tensor(self.average))).float()
+        # No tensor is made from a number of the host: a CUDA graph cannot copy it.
+        toward = (1.0 - ((1 + steps) / (10 + steps)).clamp(max=self.average)).float()
         for theirs, own in (
             (averaged.parameters(), self.network.parameters()),
             (averaged.buffers(), self.network.buffers()),

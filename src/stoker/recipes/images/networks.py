@@ -9,8 +9,8 @@ Files of weights are read as tensors only (`weights_only`, or safetensors): noth
 
 from __future__ import annotations
 
+import copy
 import importlib
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,9 @@ class ConvNorm(nn.Sequential):
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__(
-            nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.CELU(0.3)
+            nn.Conv2d(channels, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.CELU(0.3),
         )
 
 
@@ -189,17 +191,23 @@ def make_network(
     return _tasted(network, name, num_classes, channels, size)
 
 
-def _from_library(
-    library: str, bare: str, name: str, num_classes: int, channels: int
-) -> nn.Module:
+def _from_library(library: str, bare: str, name: str, num_classes: int, channels: int) -> nn.Module:
     offered: list[str] = []
     missing: list[str] = []
     for each in [library] if library else LIBRARIES:
         try:
-            found: Any = importlib.import_module("torchvision.models" if each == "torchvision" else each)
+            found: Any = importlib.import_module(
+                "torchvision.models" if each == "torchvision" else each
+            )
         except ImportError:
             missing.append(each)
             continue
+        except Exception as error:  # a build for another torch raises anything
+            raise InputError(
+                f"{each} is installed and cannot be imported: {error}.",
+                f"a build of {each} for torch {torch.__version__}",
+                command("pip", "install", "--force-reinstall", each),
+            ) from error
         names = list(found.list_models())
         offered += names
         if bare not in names:
@@ -235,11 +243,11 @@ def _unknown(name: str, offered: list[str]) -> InputError:
 def _tasted(
     network: nn.Module, name: str, num_classes: int, channels: int, size: tuple[int, int]
 ) -> nn.Module:
-    """Return the network after one picture went through it: many take one size only, some give more than scores."""
-    network.eval()
+    """Return the network after pictures went through a copy: many take one size only, some give more than scores."""
     try:
         with torch.no_grad():
-            made = network(torch.zeros(2, channels, *size))
+            # Some have further outputs in training only.
+            made = copy.deepcopy(network).train()(torch.zeros(2, channels, *size))
     except (RuntimeError, ValueError, AssertionError) as error:
         raise InputError(
             f"the network {name} does not take pictures of {size[0]} x {size[1]} px: {error}.",
@@ -248,11 +256,11 @@ def _tasted(
         ) from error
     if not isinstance(made, Tensor) or made.shape != (2, num_classes):
         raise InputError(
-            f"the network {name} gives {type(made).__name__}, not one row of {num_classes} scores a picture.",
-            "a classifier",
+            f"the network {name} gives {type(made).__name__} in training, not a row of {num_classes} scores a picture.",
+            "a classifier with one output",
             "network='auto'",
         )
-    return network.train()
+    return network
 
 
 # -- pretrained weights --------------------------------------------------------------------------
@@ -272,9 +280,15 @@ def load_weights(network: nn.Module, path: str | Path) -> str:
         InputError: The file cannot be read safely, or does not fit the network.
     """
     given = {name.removeprefix("module."): value for name, value in read_tensors(path).items()}
-    given = {name.removeprefix("network."): value for name, value in given.items()}
+    # Our own checkpoints hold the network and perhaps its average, which is the better one.
+    prefix = "averaged." if any(name.startswith("averaged.") for name in given) else "network."
+    given = {name.removeprefix(prefix): value for name, value in given.items()}
     own = network.state_dict()
-    fits = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
+    fits = {
+        name: value
+        for name, value in given.items()
+        if name in own and own[name].shape == value.shape
+    }
     others = [name for name in given if name in own and name not in fits]
     absent = [name for name in own if name not in given]
     # One layer may be another: the classifier of other classes. More is another network.
@@ -288,7 +302,7 @@ def load_weights(network: nn.Module, path: str | Path) -> str:
             f"network='{LIBRARIES[1]}/NAME', the network that they are of",
         )
     network.load_state_dict(fits, strict=False)
-    new = [*others, *absent]
+    new = sorted([*others, *absent])
     rest = f"; {', '.join(new[:_TASTES])} begin anew" if new else ""
     return f"weights of {Path(path).name}: {len(fits):,} of {len(own):,} tensors{rest}"
 
@@ -303,15 +317,17 @@ def read_tensors(path: str | Path) -> Mapping[str, Tensor]:
             from safetensors import SafetensorError
             from safetensors.torch import load_file
         except ImportError:
-            raise MissingExtraError.for_package("safetensors", "safetensors", f"reading {path.name}") from None
+            raise MissingExtraError.for_package(
+                "safetensors", "safetensors", f"reading {path.name}"
+            ) from None
         try:
             return load_file(path)
         except SafetensorError as error:
             raise _unreadable(path, str(error)) from error
     try:
         held = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
-        raise _unreadable(path, str(error).partition("\n")[0]) from error
+    except Exception as error:  # a file of something else raises anything: KeyError, IndexError
+        raise _unreadable(path, type(error).__name__) from error
     for key in ("state_dict", "model", "model_ema", "state"):
         while isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
             held = held[key]
@@ -324,5 +340,5 @@ def _unreadable(path: Path, why: str) -> InputError:
     return InputError(
         f"{path} cannot be read as weights: {why.rstrip('.')}.",
         "tensors by name: .safetensors, or torch.save(model.state_dict(), FILE)",
-        command("python", "-c", f"import torch; print(type(torch.load({str(path)!r}, weights_only=True)))"),
+        look_in(path.parent),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ class PictureReader:
         first_frame: Take the first frame of files that hold several.
         normalise: Pixels `(n, channels, height, width)` uint8 to what the network takes.
         batch_size: Pictures at once.
+        classes: Names of the classes: a folder that is called like one says the truth.
         told: What to say at the end.
     """
 
@@ -48,6 +49,7 @@ class PictureReader:
         first_frame: bool,
         normalise: Callable[[torch.Tensor], torch.Tensor],
         batch_size: int,
+        classes: Sequence[str] = (),
         told: Sequence[str] = (),
     ) -> None:
         self._root, self._names = root, names
@@ -56,6 +58,7 @@ class PictureReader:
         self._normalise = normalise
         self._batch_size, self._told = batch_size, list(told)
         self._num_refused = 0
+        self._places = {name: place for place, name in enumerate(classes)}
         self.num_rows: int | None = len(names)
 
     @classmethod
@@ -68,6 +71,7 @@ class PictureReader:
         first_frame: bool,
         normalise: Callable[[torch.Tensor], torch.Tensor],
         batch_size: int,
+        classes: Sequence[str] = (),
     ) -> PictureReader | None:
         """Return a reader of a folder of pictures or of one picture; None for anything else.
 
@@ -77,7 +81,7 @@ class PictureReader:
         if not isinstance(given, str | os.PathLike):
             return None
         path = Path(given)
-        more = (size, channels, value_range, first_frame, normalise, batch_size)
+        more = (size, channels, value_range, first_frame, normalise, batch_size, classes)
         if path.is_file() and path.suffix.lower() in ENDINGS:
             return cls(path.parent, [path.name], *more)
         if not path.is_dir():
@@ -106,7 +110,8 @@ class PictureReader:
                 self._num_refused += 1
         keys = np.asarray(names, dtype=object)
         made = self._normalise(torch.from_numpy(images))
-        return RawBatch(keys, {"images": made}, answered, reasons)
+        truth = np.array([self._places.get(PurePosixPath(name).parent.name, -1) for name in names])
+        return RawBatch(keys, {"images": made}, answered, reasons, truth=truth)
 
     def _decode(self, path: Path) -> Array:
         decoded = decode(path, self._first_frame)
@@ -116,4 +121,7 @@ class PictureReader:
     def notes(self) -> Sequence[str]:
         """Return what was left out."""
         refused = self._num_refused
-        return [*self._told, *([f"{refused:,} pictures have a reason instead of an answer"] if refused else [])]
+        return [
+            *self._told,
+            *([f"{refused:,} pictures have a reason instead of an answer"] if refused else []),
+        ]

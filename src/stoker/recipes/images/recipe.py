@@ -1,8 +1,9 @@
 """The images recipe: a class for every picture.
 
-Enters: a store of `stoker pack images`: `images` uint8 (n, channels, height, width) and `labels` (n,); later a folder
-of pictures. Leaves: a `Job` for one of our networks or one of torchvision or timm, augmented on the device; class names
-and probabilities for new pictures. Costs: one read of all labels and of at most 512 training pictures.
+Enters: a store of `stoker pack images`: `images` uint8 (n, channels, height, width), or encoded pictures of any size,
+and `labels` (n,); later a folder of pictures. Leaves: a `Job` for one of our networks or one of torchvision or timm,
+augmented on the device; class names and probabilities for new pictures. Costs: one read of all labels and of at most
+512 training pictures.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from stoker.augment import (
     RandomErasing,
     RandomHorizontalFlip,
     RandomResizedCrop,
+    Resize,
     ToDtype,
 )
 from stoker.errors import InputError
-from stoker.loader.splits import SPLIT_NAMES, draw_samples, samples_of
+from stoker.loader.splits import SplitName, draw_samples, samples_of
 from stoker.recipes.contract import (
     Columns,
     Default,
@@ -42,7 +44,6 @@ from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.images.classifier import ClassificationLoss, Classifier
 from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics, read_images
 from stoker.recipes.images.networks import (
-    OWN,
     SMALL_SIDE,
     choose_network,
     load_weights,
@@ -53,12 +54,15 @@ from stoker.recipes.metrics import majority_baseline
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.scaling import evenly
 from stoker.recipes.schedule import make_adamw, warmup_cosine
+from stoker.recipes.sized import is_encoded, sized_store
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
 Tensor = torch.Tensor
+_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _LOOK_IMAGES = 512
 _HELD_BACK = 0.1
+_ENCODED_SIZE = (224, 224)
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class ImagesOptions:
         balance: Against classes of unequal size: "weights" weighs the loss, "sampling" draws each class equally often.
         ema: Decay per step of the averaged weights that are evaluated and kept; 0 is without.
         ratios: Shares of train, val and test, for stores without a split; each class is divided so.
+        size: Height and width that encoded pictures are resized to; None takes the one that all have, else 224 x 224.
         weight_decay: Of AdamW, on matrices only.
         warmup_share: Share of the run in which the rate rises.
     """
@@ -95,6 +100,7 @@ class ImagesOptions:
     balance: Literal["none", "weights", "sampling"] = "none"
     ema: float = 0.999
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    size: tuple[int, int] | None = None
     weight_decay: float = 0.05
     warmup_share: float = 0.15
 
@@ -110,6 +116,13 @@ class ImagesOptions:
             value = getattr(self, name)
             fix = f"{name}={getattr(type(self), name)}"
             require(0 <= value < 1, name, value, "0 or more, below 1", fix)
+        require(
+            self.size is None or 1 <= min(self.size) <= max(self.size) <= 16384,
+            "size",
+            self.size,
+            "height and width, 1 to 16384",
+            "size=[224, 224]",
+        )
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,7 @@ class Pictures:
         num_classes: Labels are 0 to num_classes - 1.
         value_range: LOW and HIGH that 16-bit and float pictures were packed with.
         first_frame: Whether the first frame of films was packed.
+        encoded: Whether they are decoded while they are loaded, and brought to the size there.
     """
 
     channels: int
@@ -129,6 +143,7 @@ class Pictures:
     num_classes: int
     value_range: tuple[float, float] | None = None
     first_frame: bool = False
+    encoded: bool = False
 
 
 class ImagesRecipe(Recipe):
@@ -141,12 +156,16 @@ class ImagesRecipe(Recipe):
         Default("training.lr", 2e-3, "AdamW, rising for warmup_share, then half a cosine"),
         Default("training.epochs", 30, "enough for a small network from its first weights"),
         Default("training.batch_size", 128, "batches of a few hundred use a GPU well"),
+        Default(
+            "training.patience", 10, "epochs without a higher accuracy; the best weights count"
+        ),
     )
     files = ("weights",)
 
     def make_job(self, store: Store, options: ImagesOptions | Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""
         chosen = parse_options(ImagesOptions, options, self.name)
+        store = sized_store(store, chosen.size, _ENCODED_SIZE)
         pictures, names = find_pictures(store)
         labels = store.read_rows("labels", 0, store.num_samples)
         samples, split_note = split_pictures(store, labels, chosen.ratios, seed)
@@ -195,6 +214,7 @@ class ImagesRecipe(Recipe):
             "num_classes": pictures.num_classes,
             "value_range": None if pictures.value_range is None else list(pictures.value_range),
             "first_frame": pictures.first_frame,
+            **({"encoded": True} if pictures.encoded else {}),
             "mean": list(mean),
             "std": list(std),
         }
@@ -206,7 +226,8 @@ class ImagesRecipe(Recipe):
         def unpack(batch: Tensors) -> Tensor:
             return batch["images"]
 
-        augment = Compose(_normalisation(facts["mean"], facts["std"]))
+        resize = [Resize((facts["size"][0], facts["size"][1]))] if facts.get("encoded") else []
+        augment = Compose([*resize, *_normalisation(facts["mean"], facts["std"])])
         return Rebuilt(model, ["images"], unpack, _predict, augment)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
@@ -232,6 +253,7 @@ class ImagesRecipe(Recipe):
             known.first_frame,
             make_normaliser(facts),
             int(told.get("batch_size", 64)),
+            facts.get("class_names", ()),
         )
 
 
@@ -256,8 +278,6 @@ def _build(pictures: Pictures, options: ImagesOptions) -> tuple[Classifier, list
     notes = [f"{why}; {count:,} weights"]
     if options.weights is not None:
         notes.append(load_weights(network, options.weights))
-    if name in OWN:
-        network.to(memory_format=torch.channels_last)
     made = Classifier(network, options.mixup, options.cutmix, options.mix_share, options.ema)
     return made, notes
 
@@ -303,27 +323,15 @@ def find_pictures(store: Store) -> tuple[Pictures, list[str]]:
         have = ", ".join(
             f"{name} {info.dtype} {tuple(info.shape)}" for name, info in store.fields.items()
         )
-        raise InputError(
-            f"{store.name} has {have or 'no fields'}.",
-            "images uint8 (1 or 3, height, width) and labels, one whole number each",
-            "stoker pack images FOLDER OUT",
-        )
+        raise _unfit(store, f"has {have or 'no fields'}")
     numbers = store.read_rows("labels", 0, store.num_samples)
     names = [str(name) for name in store.manifest.attributes.get("classes") or ()]
     least, most = int(numbers.min(initial=0)), int(numbers.max(initial=0))
     num_classes = len(names) or max(2, most + 1)
     if least < 0 or most >= num_classes:
-        raise InputError(
-            f"the labels of {store.name} go from {least} to {most}.",
-            f"0 to {num_classes - 1}",
-            "stoker pack images FOLDER OUT",
-        )
+        raise _unfit(store, f"has labels from {least} to {most} for {num_classes} classes")
     if num_classes < 2:
-        raise InputError(
-            f"{store.name} has one class, {names[0]!r}.",
-            "two classes or more",
-            "stoker pack images FOLDER OUT, with a folder for each class in FOLDER",
-        )
+        raise _unfit(store, f"has one class, {names[0]!r}")
     packed = {} if store.manifest.provenance is None else store.manifest.provenance.options
     span = packed.get("range")
     size = (int(images.shape[1]), int(images.shape[2]))
@@ -333,8 +341,17 @@ def find_pictures(store: Store) -> tuple[Pictures, list[str]]:
         num_classes,
         None if span is None else (float(span[0]), float(span[1])),
         bool(packed.get("first_frame", False)),
+        is_encoded(store),
     )
     return made, names or [str(number) for number in range(num_classes)]
+
+
+def _unfit(store: Store, what: str) -> InputError:
+    return InputError(
+        f"{store.name} {what}.",
+        "images uint8 (1 or 3, height, width), and labels of two classes or more, whole numbers from 0",
+        "stoker pack images FOLDER OUT",
+    )
 
 
 def split_pictures(
@@ -343,7 +360,7 @@ def split_pictures(
     """Return the samples of each split and how they were found; what is drawn is drawn class by class."""
     if "split" in store.fields:
         given = store.read_rows("split", 0, store.num_samples)
-        samples = {name: samples_of(given, name) for name in SPLIT_NAMES}
+        samples = {name: samples_of(given, name) for name in _SPLITS}
         note = "split: the store's own"
     else:
         everything = np.arange(store.num_samples)
@@ -393,9 +410,7 @@ def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[fl
     return mean.tolist(), std.tolist()
 
 
-def class_weights(
-    labels: Array, names: list[str], balance: str
-) -> tuple[Tensor | None, list[str]]:
+def class_weights(labels: Array, names: list[str], balance: str) -> tuple[Tensor | None, list[str]]:
     """Return the weight of each class in the loss, of mean 1 over the training pictures; and what to say."""
     counts = np.bincount(labels, minlength=len(names))
     absent = [name for name, count in zip(names, counts, strict=True) if not count]
@@ -430,6 +445,8 @@ def make_augmentation(
         ops.append(ColorJitter(0.2, 0.2, saturation, p=0.5))
     if options.augmentation == "strong":
         ops += [RandAugment(2, 9), RandomErasing(0.25)]
+    if pictures.encoded and not any(isinstance(op, RandomResizedCrop) for op in ops):
+        ops.insert(0, Resize(pictures.size))
     return Compose([*ops, *_normalisation(mean, std)], seed=seed)
 
 
@@ -439,7 +456,9 @@ def _normalisation(mean: list[float], std: list[float]) -> list[Any]:
 
 
 def _mixing(options: ImagesOptions) -> str:
-    parts = [f"{name} {getattr(options, name)}" for name in ("mixup", "cutmix") if getattr(options, name)]
+    parts = [
+        f"{name} {getattr(options, name)}" for name in ("mixup", "cutmix") if getattr(options, name)
+    ]
     return "".join(f", {part}" for part in parts)
 
 

@@ -105,6 +105,10 @@ def _trunk(width: int, num_blocks: int, bottleneck: float, dropout: float) -> nn
     return nn.Sequential(*blocks, nn.LayerNorm(width), nn.ReLU())
 
 
+def _condition_layer(num_conditions: int, width: int) -> nn.Linear | None:
+    return nn.Linear(num_conditions, width, bias=False) if num_conditions else None
+
+
 class Student(nn.Module):
     """Fingerprint to spectrum: an MLP with residual blocks and a `BidirectionalHead`.
 
@@ -117,6 +121,7 @@ class Student(nn.Module):
         num_blocks: Residual blocks.
         bottleneck: Share of the width inside a block.
         dropout: Inside a block.
+        num_conditions: Numbers that say how a spectrum is measured, as `conditions (batch, numbers)`; 0 is none.
     """
 
     def __init__(
@@ -126,16 +131,21 @@ class Student(nn.Module):
         num_blocks: int = 3,
         bottleneck: float = 0.5,
         dropout: float = 0.25,
+        num_conditions: int = 0,
     ) -> None:
         super().__init__()
         self.num_bins = num_bins
         self.inlet = nn.Linear(ECFP_SIZE, width)
+        self.conditions = _condition_layer(num_conditions, width)
         self.trunk = _trunk(width, num_blocks, bottleneck, dropout)
         self.head = BidirectionalHead(width, num_bins)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the predicted spectra."""
-        features = self.trunk(torch.relu(self.inlet(inputs["ecfp"])))
+        seen = self.inlet(inputs["ecfp"])
+        if self.conditions is not None:
+            seen = seen + self.conditions(inputs["conditions"])
+        features = self.trunk(torch.relu(seen))
         return {"spectrum": self.head(features, inputs["mol_weight"])}
 
 
@@ -191,6 +201,7 @@ class Teacher(nn.Module):
         drop_edge: Share of bonds that carry no message in a training step, both ways.
         bottleneck: As for the student.
         dropout: As for the student.
+        num_conditions: As for the student.
     """
 
     def __init__(
@@ -203,10 +214,12 @@ class Teacher(nn.Module):
         drop_edge: float = 0.2,
         bottleneck: float = 0.5,
         dropout: float = 0.25,
+        num_conditions: int = 0,
     ) -> None:
         super().__init__()
         self.num_bins = num_bins
         self.drop_edge = drop_edge
+        self.conditions = _condition_layer(num_conditions, width)
         self.atom = nn.Linear(NUM_ATOM_FEATURES, graph_width)
         self.layers = nn.ModuleList(GineLayer(graph_width) for _ in range(num_layers))
         self.pooled = nn.LayerNorm(2 * graph_width)
@@ -218,7 +231,10 @@ class Teacher(nn.Module):
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the predicted spectra."""
         graphs = self.graph(self.pooled(self.embed_graphs(inputs)))
-        features = self.trunk(torch.relu(graphs + self.fingerprint(inputs["ecfp"])))
+        seen = graphs + self.fingerprint(inputs["ecfp"])
+        if self.conditions is not None:
+            seen = seen + self.conditions(inputs["conditions"])
+        features = self.trunk(torch.relu(seen))
         return {"spectrum": self.head(features, inputs["mol_weight"])}
 
     def embed_graphs(self, inputs: Mapping[str, Tensor]) -> Tensor:

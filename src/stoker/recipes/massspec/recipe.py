@@ -25,10 +25,19 @@ import torch
 
 from stoker.config import Settings
 from stoker.config.names import DISTILL
-from stoker.errors import InputError
+from stoker.errors import ConfigError, InputError
 from stoker.loader.ragged import batch_graphs, bin_spectra, expand_fingerprint
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_group
-from stoker.recipes.contract import Columns, Default, Facts, Job, Rebuilt, Recipe, Tensors
+from stoker.recipes.contract import (
+    Columns,
+    Default,
+    Facts,
+    Job,
+    RawReader,
+    Rebuilt,
+    Recipe,
+    Tensors,
+)
 from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.inference import load_trained
 from stoker.recipes.massspec.distillation import (
@@ -37,6 +46,7 @@ from stoker.recipes.massspec.distillation import (
     cosine_loss,
     temperature_at,
 )
+from stoker.recipes.massspec.evaluation import FinalSpectrumMetrics
 from stoker.recipes.massspec.metrics import (
     Ranking,
     SpectrumMetrics,
@@ -45,13 +55,16 @@ from stoker.recipes.massspec.metrics import (
     root_spectra,
 )
 from stoker.recipes.massspec.models import Student, Teacher, graph_inputs
+from stoker.recipes.massspec.molecules import MoleculeReader, as_ragged, write_spectra
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.schedule import warmup_cosine
 from stoker.sources.massspec import MassSpecSource
+from stoker.sources.massspec.conditions import CONDITION_COLUMNS
 from stoker.sources.molecules.packed import ECFP_SIZE, NUM_ATOM_FEATURES, NUM_BOND_FEATURES
 from stoker.sources.msp import Rounding
 from stoker.store.fields import Array
 from stoker.store.reader import Store
+from stoker.train.predict import Predicted
 
 LEARNING_RATE = 1e-3
 """Of Adam, for 100 samples per update (NEIMS)."""
@@ -84,7 +97,7 @@ class MassSpecOptions:
     bottleneck: float = 0.5
     dropout: float = 0.25
     mass_power: float = 1.0
-    recall_at: tuple[int, ...] = (1, 10)
+    recall_at: tuple[int, ...] = (1, 5, 10)
     mass_tolerance: float = 5.0
     warmup_share: float = 0.05
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
@@ -115,7 +128,7 @@ class MassSpecOptions:
             "recall_at",
             self.recall_at,
             "one or more ranks of 1 or more",
-            "recall_at=[1, 10]",
+            "recall_at=[1, 5, 10]",
         )
         require(
             self.mass_tolerance >= 0,
@@ -194,20 +207,29 @@ class Binning:
     Attributes:
         max_mz: Last bin.
         rounding: How an m/z finds its bin.
+        usual_conditions: The commonest conditions of the store's spectra; empty where it has none.
     """
 
     max_mz: int
     rounding: Rounding
+    usual_conditions: tuple[float, ...] = ()
+
+    @property
+    def condition_fields(self) -> list[str]:
+        """The field of conditions, where the model reads it."""
+        return ["conditions"] if self.usual_conditions else []
 
 
 class _SpectrumRecipe(Recipe):
     """What both recipes share: the store, the rate, and what is predicted."""
 
     pack_command = "stoker pack massspec --help"
+    endings = (".msp",)
     defaults = (
         Default("training.lr", LEARNING_RATE, "Adam, as NEIMS trains"),
         Default("training.epochs", 30, "as in the config that ships"),
         Default("training.batch_size", 100, "NEIMS"),
+        Default("training.patience", 10, "epochs without a higher cosine; the best weights count"),
     )
 
     def make_source(self, **paths: Any) -> MassSpecSource:
@@ -222,9 +244,11 @@ class _SpectrumRecipe(Recipe):
     def describe(self, job: Job) -> dict[str, Any]:
         """Return the packed inputs, and the number of bins."""
         graphs = list(_GRAPH_FIELDS) if isinstance(job.model, Teacher) else []
+        bins: Binning = cast("partial[Any]", job.unpack).keywords["bins"]
         return {
-            "inputs": ["ecfp_bits", "ecfp_counts", "mol_weight", *graphs],
+            "inputs": ["ecfp_bits", "ecfp_counts", "mol_weight", *graphs, *bins.condition_fields],
             "num_bins": int(cast(Any, job.model).num_bins),
+            "usual_conditions": list(bins.usual_conditions),
         }
 
     def rebuild(self, options: MassSpecOptions, facts: Facts) -> Rebuilt:
@@ -237,7 +261,8 @@ class _SpectrumRecipe(Recipe):
         def predict(model: Any, inputs: Any) -> Columns:
             return dict(model(inputs))
 
-        return Rebuilt(build_network(facts["num_bins"], options), facts["inputs"], unpack, predict)
+        network = build_network(facts["num_bins"], options, len(facts.get("usual_conditions", ())))
+        return Rebuilt(network, facts["inputs"], unpack, predict)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return fingerprints, weights and graphs as they are unpacked on the device."""
@@ -258,9 +283,31 @@ class _SpectrumRecipe(Recipe):
                 below=facts["num_bins"],
             ),
         ]
+        if usual := facts.get("usual_conditions"):
+            about = f"how the spectrum is measured: {', '.join(CONDITION_COLUMNS)}"
+            ports.append(Port("conditions", (BATCH, len(usual)), torch.float32, about, below=1))
         if "atoms" in facts["inputs"]:
             ports += _GRAPH_PORTS
         return Layout(ports, dict, made.predict)
+
+    def open_raw(
+        self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
+    ) -> RawReader | None:
+        """Open a file of molecules: SMILES, SDF, MOL, MSP or CSV."""
+        del made
+        return MoleculeReader.open(
+            given,
+            "atoms" in facts["inputs"],
+            int(told.get("batch_size", 256)),
+            facts.get("usual_conditions", ()),
+        )
+
+    def write_answers(
+        self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
+    ) -> int:
+        """Write predicted spectra as an MSP library."""
+        del made, facts
+        return write_spectra(out, answers, f"predicted by stoker, recipe {self.name}")
 
 
 _ATOMS, _EDGES = "atoms", "edges"
@@ -312,13 +359,18 @@ class MassSpecRecipe(_SpectrumRecipe):
     files = ("teacher",)
 
     def note_settings(self, settings: Settings, options: StudentOptions) -> list[str]:
-        """Return a note on keys of the distillation stage where there is no teacher."""
+        """Refuse keys of the distillation stage where there is no teacher to learn from."""
         keys = ("training.batch_size", "training.gradient_accumulation_steps")
         origins = [settings.origins[key] for key in keys]
         stage = [str(origin) for origin in origins if origin.key.startswith(f"{DISTILL}.")]
-        if not stage or options.teacher is not None:
-            return []
-        return [f"{'; '.join(stage)}: counts for the whole training, no teacher is named"]
+        if stage and options.teacher is None:
+            raise ConfigError(
+                f"{'; '.join(stage)}: a distillation, and no teacher is named.",
+                "recipe.options.teacher, the checkpoint of a run of massspec-teacher; or training.batch_size and "
+                "training.gradient_accumulation_steps for a training without one",
+                "--set recipe.options.teacher=runs/massspec-teacher/best.pt",
+            )
+        return []
 
     def make_job(self, store: Store, options: StudentOptions | Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""
@@ -345,15 +397,22 @@ class MassSpecTeacherRecipe(_SpectrumRecipe):
         return replace(
             job,
             unpack=partial(unpack_spectra, bins=bins, graphs=True),
-            fields=[*_SPECTRUM_FIELDS, *_GRAPH_FIELDS],
+            fields=[*_SPECTRUM_FIELDS, *_GRAPH_FIELDS, *bins.condition_fields],
         )
 
 
-def build_network(num_bins: int, options: MassSpecOptions) -> torch.nn.Module:
+def build_network(
+    num_bins: int, options: MassSpecOptions, num_conditions: int = 0
+) -> torch.nn.Module:
     """Return the student or the teacher with initial weights."""
     if not isinstance(options, TeacherOptions):
         return Student(
-            num_bins, options.width, options.num_blocks, options.bottleneck, options.dropout
+            num_bins,
+            options.width,
+            options.num_blocks,
+            options.bottleneck,
+            options.dropout,
+            num_conditions,
         )
     return Teacher(
         num_bins=num_bins,
@@ -364,6 +423,7 @@ def build_network(num_bins: int, options: MassSpecOptions) -> torch.nn.Module:
         drop_edge=options.drop_edge,
         bottleneck=options.bottleneck,
         dropout=options.dropout,
+        num_conditions=num_conditions,
     )
 
 
@@ -372,7 +432,7 @@ def _make_job(store: Store, options: MassSpecOptions, seed: int) -> tuple[Job, B
     bins = _find_bins(store, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = build_network(bins.max_mz + 1, options)
+        model = build_network(bins.max_mz + 1, options, len(bins.usual_conditions))
     samples, note = split_compounds(store, options.ratios, seed)
     samples, told = _with_spectra(store, samples)
     library, mean = make_library(
@@ -384,11 +444,14 @@ def _make_job(store: Store, options: MassSpecOptions, seed: int) -> tuple[Job, B
         criterion=partial(cosine_loss, mass_power=options.mass_power),
         unpack=partial(unpack_spectra, bins=bins, graphs=False),
         metrics=partial(SpectrumMetrics, library, ranking),
+        final_metrics=partial(
+            FinalSpectrumMetrics, store, samples["train"], library, mean, ranking, bins.rounding
+        ),
         baseline=chance_metrics(store, samples["val"], library, mean, ranking, bins.rounding),
         samples=samples,
         make_optimizer=make_adam,
         make_schedule=partial(warmup_cosine, warmup_share=options.warmup_share),
-        fields=list(_SPECTRUM_FIELDS),
+        fields=[*_SPECTRUM_FIELDS, *bins.condition_fields],
         monitor=("weighted_cosine", True),
         notes=(
             note,
@@ -414,9 +477,12 @@ def _with_spectra(store: Store, samples: Mapping[str, Array]) -> tuple[dict[str,
     kinds = store.manifest.attributes.get("spectrum_kinds") or {}
     others = [f"{count:,} {kind}" for kind, count in kinds.items() if kind != "EI"]
     if others:
-        told.append(
-            f"the store holds {', '.join(others)} spectra: the model sees the molecule, not adduct or energy"
+        sees = (
+            "the model sees kind, ion mode, energy and adduct beside the molecule"
+            if "conditions" in store.fields
+            else "the model sees the molecule, not adduct or energy; a store packed anew has them"
         )
+        told.append(f"the store holds {', '.join(others)} spectra: {sees}")
     return kept, told
 
 
@@ -454,7 +520,7 @@ def _distil(job: Job, given: Any, options: StudentOptions, bins: Binning) -> Job
         criterion=loss,
         unpack=partial(unpack_with_teacher, bins=bins, teacher=teacher),
         make_schedule=make_schedule,
-        fields=[*_SPECTRUM_FIELDS, *_GRAPH_FIELDS],
+        fields=[*_SPECTRUM_FIELDS, *_GRAPH_FIELDS, *bins.condition_fields],
         notes=(
             *job.notes,
             f"distilled: {hard:g} hard + {soft:g} soft + {shape:g} shape, temperature {start:g} to {end:g}",
@@ -489,9 +555,18 @@ def unpack_spectra(
 
 
 def read_molecules(batch: Tensors, graphs: bool) -> Columns:
-    """Return `ecfp (batch, 4096)`, `mol_weight (batch,)` and, if asked for, one graph of all molecules."""
+    """Return `ecfp (batch, 4096)`, `mol_weight (batch,)` and, if asked for, one graph of all molecules.
+
+    Args:
+        batch: Of a loader, or of raw molecules (`as_rows`), whose fingerprints are spread already.
+        graphs: Whether to join graphs.
+    """
+    conditions = {"conditions": batch["conditions"]} if "conditions" in batch else {}
+    if "ecfp" in batch:
+        plain = {"ecfp": batch["ecfp"], "mol_weight": batch["mol_weight"], **conditions}
+        return plain | graph_inputs(batch_graphs(as_ragged(batch))) if graphs else plain
     counts = batch["ecfp_bits"], batch["ecfp_counts"], batch["ecfp_bits/offsets"]
-    inputs = {"ecfp": expand_fingerprint(*counts), "mol_weight": batch["mol_weight"]}
+    inputs = {"ecfp": expand_fingerprint(*counts), "mol_weight": batch["mol_weight"], **conditions}
     return inputs | graph_inputs(batch_graphs(batch)) if graphs else inputs
 
 
@@ -505,7 +580,8 @@ def unpack_with_teacher(
         teacher.to(device)  # once, by the first batch
     with torch.no_grad():
         targets["teacher"] = teacher(inputs)["spectrum"].float()
-    return {name: inputs[name] for name in ("ecfp", "mol_weight")}, targets
+    own = ("ecfp", "mol_weight", *bins.condition_fields)
+    return {name: inputs[name] for name in own}, targets
 
 
 # -- from a store --------------------------------------------------------------------------------
@@ -571,4 +647,9 @@ def _find_bins(store: Store, options: MassSpecOptions) -> Binning:
         )
     about = store.manifest.attributes
     max_mz = options.max_mz or about.get("max_mz", 500)
-    return Binning(int(max_mz), about.get("rounding", "nearest"))
+    usual: tuple[float, ...] = ()
+    if "conditions" in store.fields:
+        rows = store.read_rows("conditions", 0, store.num_samples)
+        known, counts = np.unique(rows, axis=0, return_counts=True)
+        usual = tuple(known[counts.argmax()].tolist()) if len(known) else (0.0,) * rows.shape[1]
+    return Binning(int(max_mz), about.get("rounding", "nearest"), usual)

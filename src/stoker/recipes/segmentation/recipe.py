@@ -1,8 +1,8 @@
 """The segmentation recipe: a class for every pixel (S3).
 
-Enters: a store of `stoker pack segmentation`: `images` uint8 (n, channels, height, width) and `masks`
-uint8 (n, height, width). Leaves: a `Job` for `MicroSegFormer`, augmented while batches are gathered.
-Costs: one read of at most 512 training images and masks and of all validation masks.
+Enters: a store of `stoker pack segmentation`: `images` uint8 (n, channels, height, width) and `masks` uint8
+(n, height, width), or both as encoded pictures of any size. Leaves: a `Job` for `MicroSegFormer`, augmented while
+batches are gathered. Costs: one read of at most 512 training images and masks and of all validation masks.
 
 A pixel whose mask is 255, or one of `ignore_values`, counts nowhere: not in the loss, not in the
 metrics, not in the baseline. Augmentation writes 255 where a rotated image has no pixel.
@@ -10,24 +10,37 @@ metrics, not in the baseline. Augmentation writes 255 where a rotated image has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 
 from stoker.augment import Compose, make_preset
+from stoker.augment.geometry import Resize
 from stoker.augment.ops import Normalize
 from stoker.config import Settings
 from stoker.errors import InputError
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_randomly
-from stoker.recipes.contract import Columns, Default, Facts, Job, Rebuilt, Recipe, Tensors
+from stoker.recipes.contract import (
+    Columns,
+    Default,
+    Facts,
+    Job,
+    RawReader,
+    Rebuilt,
+    Recipe,
+    Tensors,
+)
 from stoker.recipes.export.ports import BATCH, IMAGE_SIZES, Layout, Port
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.scaling import evenly
 from stoker.recipes.schedule import make_adamw, warmup_cosine
+from stoker.recipes.segmentation.evaluation import FinalSegmentationMetrics, class_names
+from stoker.recipes.segmentation.masks import Scale, ScenePictures, segment, write_masks
 from stoker.recipes.segmentation.metrics import (
     IGNORE,
     SegmentationMetrics,
@@ -35,8 +48,10 @@ from stoker.recipes.segmentation.metrics import (
     segmentation_loss,
 )
 from stoker.recipes.segmentation.network import Four, MicroSegFormer
+from stoker.recipes.sized import is_encoded, sized_store
 from stoker.store.fields import Array
 from stoker.store.reader import Store
+from stoker.train.predict import Predicted
 
 Tensor = torch.Tensor
 LEARNING_RATE = 8e-4
@@ -45,6 +60,7 @@ LEARNING_RATE = 8e-4
 _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
 _LOOK_IMAGES = 512
+_ENCODED_SIZE = (512, 512)
 _READ_BYTES = 64 << 20
 
 
@@ -72,6 +88,7 @@ class SegmentationOptions:
         split: For stores without a split: "random" samples, or "ordered": the first samples train and
             the last ones test, which keeps most frames of one film on one side.
         ratios: Shares of train, val and test, for stores without a split.
+        size: Height and width that encoded pictures are resized to; None takes the one that all have, else 512 x 512.
         weight_decay: Of AdamW, on matrices only.
         warmup_epochs: In which the rate rises, update by update; at most half of the run.
         epochs: Of the run: what the trainer gets.
@@ -95,6 +112,7 @@ class SegmentationOptions:
     saturation: float | None = None
     split: Literal["random", "ordered"] = "random"
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    size: tuple[int, int] | None = None
     weight_decay: float = 0.01
     warmup_epochs: int = 5
     epochs: int = 100
@@ -150,6 +168,14 @@ class SegmentationOptions:
             "num_classes=19",
         )
 
+        require(
+            self.size is None or 1 <= min(self.size) <= max(self.size) <= 16384,
+            "size",
+            self.size,
+            "height and width, 1 to 16384",
+            "size=[512, 512]",
+        )
+
     @property
     def warmup_share(self) -> float:
         """Share of the run that warms up."""
@@ -168,8 +194,10 @@ class SegmentationRecipe(Recipe):
         ),
         Default("training.epochs", 100, "as in the config that ships"),
         Default("training.batch_size", 32, "as in the config that ships"),
+        Default("training.patience", 30, "epochs without a higher mIoU; the best weights count"),
     )
     uses = ("training.use_gpu_augmentation",)
+    endings = ("/",)
     transient = ("epochs",)
 
     def make_job(
@@ -177,11 +205,14 @@ class SegmentationRecipe(Recipe):
     ) -> Job:
         """Build the job; see `Recipe`."""
         chosen = parse_options(SegmentationOptions, options, self.name)
+        store = sized_store(store, chosen.size, _ENCODED_SIZE)
         channels = _check_fields(store)
         num_classes, class_note = find_classes(store, chosen)
         samples, split_note = split_images(store, chosen, seed)
         mean, std = channel_statistics(store, samples["train"])
-        augmentation = make_augmentation(chosen, mean, std, seed)
+        high, wide = store.fields["images"].shape[1:]
+        size = (high, wide) if is_encoded(store) else None
+        augmentation = make_augmentation(chosen, mean, std, seed, size)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = build_network(num_classes, channels, chosen)
@@ -190,8 +221,18 @@ class SegmentationRecipe(Recipe):
             criterion=partial(
                 segmentation_loss, ce_weight=chosen.ce_weight, dice_weight=chosen.dice_weight
             ),
-            unpack=partial(unpack_images, ignore_values=chosen.ignore_values),
+            unpack=partial(
+                unpack_images, ignore_values=chosen.ignore_values, packed=_packed_as(store)
+            ),
             metrics=partial(SegmentationMetrics, num_classes),
+            final_metrics=partial(
+                FinalSegmentationMetrics,
+                store,
+                samples["train"],
+                class_names(store.manifest.attributes.get("classes") or (), num_classes),
+                chosen.ignore_values,
+                make_normaliser(mean, std),
+            ),
             baseline=majority_metrics(store, samples, num_classes, chosen.ignore_values),
             samples=samples,
             make_optimizer=partial(make_adamw, weight_decay=chosen.weight_decay),
@@ -204,6 +245,7 @@ class SegmentationRecipe(Recipe):
                 split_note,
                 f"normalised by training images: mean {_spell(mean)}, std {_spell(std)}",
                 f"augmentation: {chosen.augmentation}",
+                *([f"pictures are resized to {size[0]} x {size[1]}"] if size else []),
             ),
         )
 
@@ -235,38 +277,80 @@ class SegmentationRecipe(Recipe):
             "num_classes": int(model.head.classes[-1].out_channels),
             "mean": list(mean),
             "std": list(std),
+            **cast("partial[Any]", job.unpack).keywords["packed"],
         }
 
     def rebuild(self, options: SegmentationOptions, facts: Facts) -> Rebuilt:
         """Return the network, and the normalisation of its images."""
+        normalise = make_normaliser(facts["mean"], facts["std"])
 
-        def unpack(batch: Tensors) -> Tensor:
-            return batch["images"]
+        def unpack(batch: Tensors) -> tuple[Tensor, Tensor | None]:
+            return batch["images"], batch.get("original_size")
 
-        def predict(model: Any, images: Tensor) -> Columns:
+        def predict(model: Any, inputs: tuple[Tensor, Tensor | None]) -> Columns:
             # The class of every pixel; scores would be four bytes and a class for each.
-            return {"mask": model(images).argmax(dim=1).to(torch.uint8)}
+            images, original = inputs
+            if original is None:  # of a store: normalised while they were gathered
+                return {"mask": model(images).argmax(dim=1).to(torch.uint8)}
+            high, wide = original[0].tolist()
+            tile = (facts["size"][0], facts["size"][1])
+            return {"mask": segment(model, images, (high, wide), tile, normalise)}
 
         network = build_network(facts["num_classes"], facts["channels"], options)
-        augment = Compose([Normalize(facts["mean"], facts["std"])])
+        normalize = Normalize(facts["mean"], facts["std"])
+        resize = [Resize((facts["size"][0], facts["size"][1]))] if facts.get("encoded") else []
+        augment = Compose([*resize, normalize])
         return Rebuilt(network, ["images"], unpack, predict, augment)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return raw pixels as input, of any size; scores beside the classes."""
         del made
-        mean, std = torch.tensor([facts["mean"], facts["std"]]).view(2, 1, -1, 1, 1)
+        normalise = make_normaliser(facts["mean"], facts["std"])
 
-        def normalise(named: Tensors) -> Tensor:
-            normal: Tensor = (named["images"].float() * (1 / 255) - mean) * (1 / std)
-            return normal
-
-        def segment(model: Any, images: Tensor) -> Columns:
+        def answer(model: Any, images: Tensor) -> Columns:
             scores = model(images)
             return {"mask": scores.argmax(dim=1).to(torch.uint8), "scores": scores}
 
         shape = (BATCH, facts["channels"], *IMAGE_SIZES)
         about = "pixels from 0 to 255, channel by channel"
-        return Layout([Port("images", shape, torch.uint8, about, below=256)], normalise, segment)
+        port = Port("images", shape, torch.uint8, about, below=256)
+        return Layout([port], lambda named: normalise(named["images"]), answer)
+
+    def open_raw(
+        self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
+    ) -> RawReader | None:
+        """Open a folder of pictures, or one picture."""
+        del made
+        if "size" not in facts:
+            raise InputError(
+                "the checkpoint was written before stoker answered for raw pictures.",
+                "a store of pictures, or a new run",
+                "stoker pack segmentation --help",
+            )
+        sizes, span = facts["original_sizes"], facts["value_range"]
+        size = (facts["size"][0], facts["size"][1])
+        scale = (
+            Scale(size)
+            if sizes is None
+            else Scale(size, tuple(sizes["most"]), tuple(sizes["scale"]))
+        )
+        return ScenePictures.open(
+            given,
+            scale=scale,
+            channels=facts["channels"],
+            value_range=None if span is None else (span[0], span[1]),
+            first_frame=facts["first_frame"],
+            batch_size=int(told.get("batch_size", 8)),
+            is_table=bool(told.get("is_table")),
+        )
+
+    def write_answers(
+        self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
+    ) -> int:
+        """Write a folder of masks."""
+        del made
+        names = class_names(facts.get("class_names", ()), facts["num_classes"])
+        return write_masks(out, answers, names)
 
 
 def build_network(num_classes: int, channels: int, options: SegmentationOptions) -> MicroSegFormer:
@@ -286,8 +370,23 @@ def build_network(num_classes: int, channels: int, options: SegmentationOptions)
 # -- batches -------------------------------------------------------------------------------------
 
 
-def unpack_images(batch: Tensors, ignore_values: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def make_normaliser(mean: list[float], std: list[float]) -> Callable[[Tensor], Tensor]:
+    """Return what makes floats of pixels from 0 to 255, as the loader does in training."""
+    means, deviations = torch.tensor([mean, std]).view(2, 1, -1, 1, 1)
+
+    def normalise(pixels: Tensor) -> Tensor:
+        on = pixels.device
+        normal: Tensor = (pixels.float() * (1 / 255) - means.to(on)) * (1 / deviations.to(on))
+        return normal
+
+    return normalise
+
+
+def unpack_images(
+    batch: Tensors, ignore_values: tuple[int, ...], packed: Mapping[str, Any] | None = None
+) -> tuple[Tensor, Tensor]:
     """Return images, and masks with 255 wherever a pixel counts nowhere; device work only."""
+    del packed  # stands here for `describe`
     masks = batch["masks"]
     for value in ignore_values:
         masks = masks.masked_fill(masks == value, IGNORE)
@@ -295,6 +394,18 @@ def unpack_images(batch: Tensors, ignore_values: tuple[int, ...]) -> tuple[Tenso
 
 
 # -- from a store --------------------------------------------------------------------------------
+
+
+def _packed_as(store: Store) -> dict[str, Any]:
+    """Return how the pictures were packed, for new ones."""
+    options = {} if store.manifest.provenance is None else store.manifest.provenance.options
+    return {
+        "size": list(store.fields["images"].shape[1:]),
+        **({"encoded": True} if is_encoded(store) else {}),
+        "original_sizes": store.manifest.attributes.get("original_sizes"),
+        "value_range": options.get("range"),
+        "first_frame": bool(options.get("first_frame", False)),
+    }
 
 
 def find_classes(store: Store, options: SegmentationOptions) -> tuple[int, str]:
@@ -377,9 +488,13 @@ def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[fl
 
 
 def make_augmentation(
-    options: SegmentationOptions, mean: list[float], std: list[float], seed: int
+    options: SegmentationOptions,
+    mean: list[float],
+    std: list[float],
+    seed: int,
+    size: tuple[int, int] | None = None,
 ) -> Compose:
-    """Return the augmentation of training images; `.validation()` of it only normalises."""
+    """Return the augmentation of training images; `.validation()` of it only resizes and normalises."""
     given = {name: getattr(options, name) for name in _JITTER if getattr(options, name) is not None}
     if options.augmentation in ("none", "minimal"):
         strange = [
@@ -394,6 +509,8 @@ def make_augmentation(
         )
     preset = "minimal" if options.augmentation == "none" else options.augmentation
     made = make_preset(preset, **given, mean=mean, std=std, seed=seed, ignore_index=IGNORE)
+    if size is not None:
+        made = Compose([Resize(size), *made.ops], seed=seed, ignore_index=IGNORE)
     return made.validation() if options.augmentation == "none" else made
 
 

@@ -27,6 +27,7 @@ from stoker.recipes.metrics import (
 )
 from stoker.recipes.options import require
 from stoker.recipes.scaling import OnDevice, fit_robust
+from stoker.recipes.tabular.evaluation import ClassTable, TableData, ValueTable
 from stoker.store.fields import Array
 
 ClassWeights = Literal["none", "balanced"] | tuple[float, ...]
@@ -91,6 +92,10 @@ class Classify:
         """Return accumulators for one pass."""
         return ClassCounts(len(self._classes))
 
+    def final_metrics(self, data: TableData) -> ClassTable:
+        """Return what evaluates the best weights."""
+        return ClassTable(data)
+
     def _find_baseline(self, known: Array, wanted: Array) -> dict[str, float]:
         """Return what the commonest class and the training shares reach."""
         if not len(wanted):
@@ -141,6 +146,10 @@ class Regress:
     def metrics(self) -> Metrics:
         """Return accumulators for one pass."""
         return RegressionMetrics(self._scale_on, self._mean)
+
+    def final_metrics(self, data: TableData) -> ValueTable:
+        """Return what evaluates the best weights."""
+        return ValueTable(data, self._center, self._scale)
 
     def _find_baseline(self, val: Array) -> dict[str, float]:
         """Return what the training median reaches; R2 is counted from the training mean, so 0."""

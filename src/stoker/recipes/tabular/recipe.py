@@ -38,6 +38,7 @@ from stoker.recipes.tabular.data import (
     find_task,
     split_samples,
 )
+from stoker.recipes.tabular.evaluation import TableData, class_names, find_quiet
 from stoker.recipes.tabular.goals import Classify, ClassWeights, Regress, RegressionLoss
 from stoker.recipes.tabular.model import (
     BoundMode,
@@ -75,8 +76,12 @@ class TabularOptions:
             training targets' spread (S4 used 10); None for no bound.
         output_bound_mode: "soft" keeps gradients; "clamp" does not and is there to compare with.
         scale_inputs: Scale by median and quartiles of training rows, inside the model.
+        input_tails: "log" passes scaled inputs through sign(x) log(1 + |x|), which keeps the order of values far out;
+            "cut" leaves that to `input_clip` alone.
         input_clip: Largest scaled input; None for no limit.
         class_weights: "none"; "balanced" by the training shares; or a weight per class.
+        quiet_class: Name of the class that should raise no alarm, for the rate of false alarms; None finds one that is
+            called benign, normal, negative or the like.
         loss: Of a regression: Huber with delta 1, or mean squares, of scaled targets.
         split: See `split_samples`.
         ratios: Shares of train, val and test where the store has no split.
@@ -106,8 +111,10 @@ class TabularOptions:
     output_bound: float | None = None
     output_bound_mode: BoundMode = "soft"
     scale_inputs: bool = True
+    input_tails: Literal["log", "cut"] = "log"
     input_clip: float | None = 10.0
     class_weights: ClassWeights = "none"
+    quiet_class: str | None = None
     loss: RegressionLoss = "huber"
     split: SplitMode = "auto"
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
@@ -164,8 +171,15 @@ class TabularRecipe(Recipe):
     Options = TabularOptions
     pack_command = "stoker pack table --help"
     defaults = (
-        Default("training.lr", 1e-4, "AdamW, for reference_batch samples per update"),
-        Default("training.epochs", 20, "as in the config that ships"),
+        Default(
+            "training.lr",
+            5e-4,
+            "AdamW, for reference_batch samples per update; log loss 0.097 on intrusion data, 0.160 at 1e-4",
+        ),
+        Default("training.epochs", 40, "at most; rows are cheap"),
+        Default(
+            "training.patience", 8, "epochs without a lower validation loss; the best weights count"
+        ),
     )
     uses = ("training.init_gain", "training.output_bound", "training.output_bound_mode")
 
@@ -196,6 +210,19 @@ class TabularRecipe(Recipe):
             goal = Regress(targets["train"], targets["val"], chosen.loss)
         else:
             goal = Classify(task.classes, targets["train"], targets["val"], chosen.class_weights)
+        if task.classes is not None:  # a wrong name is refused before the training
+            find_quiet(class_names(store, task), chosen.quiet_class)
+        data = TableData(
+            store,
+            inputs,
+            chosen.target_field,
+            task,
+            samples,
+            targets,
+            chosen.quiet_class,
+            partial(read_inputs, inputs=inputs),
+            seed,
+        )
         factor, why_lr = lr_factor(
             chosen.batch_size, chosen.reference_batch, chosen.lr_rule, len(samples["train"])
         )
@@ -209,6 +236,7 @@ class TabularRecipe(Recipe):
                 unpack_tabular, inputs=inputs, target=chosen.target_field, encode=goal.encode
             ),
             metrics=goal.metrics,
+            final_metrics=partial(goal.final_metrics, data),
             baseline=goal.baseline,
             samples=samples,
             make_optimizer=partial(_scaled_adamw, factor=factor, decay=chosen.weight_decay),
@@ -252,6 +280,7 @@ class TabularRecipe(Recipe):
             "num_outputs": int(head.out_features),
             "is_classifier": model.is_classifier,
             "is_wide": model.scaler.center.dtype == torch.float64,
+            "is_squashed": model.scaler.is_squashed,
             "body": "mlp" if isinstance(model.body, RowMlp) else "patchtst",
         }
 
@@ -274,6 +303,7 @@ class TabularRecipe(Recipe):
             known,
             options,
             is_wide=facts.get("is_wide", False),
+            is_squashed=facts.get("is_squashed", False),
         )
 
         def unpack(batch: Tensors) -> torch.Tensor:
@@ -377,7 +407,15 @@ def _make_model(
     )
     is_wide = options.scale_inputs and np.dtype(store.fields[inputs.field].dtype) == np.float64
     model = _build_network(
-        name, inputs, task.num_outputs, center, scale, goal.model_facts, options, is_wide=is_wide
+        name,
+        inputs,
+        task.num_outputs,
+        center,
+        scale,
+        goal.model_facts,
+        options,
+        is_wide=is_wide,
+        is_squashed=options.scale_inputs and options.input_tails == "log",
     )
     count = sum(parameter.numel() for parameter in model.parameters())
     why = "asked for" if options.model != "auto" else "windows" if windowed else "rows"
@@ -394,6 +432,7 @@ def _build_network(
     options: TabularOptions,
     *,
     is_wide: bool = False,
+    is_squashed: bool = False,
 ) -> TabularModel:
     """Return the network with initial weights; `known` is what the model must know of the targets."""
     body: nn.Module
@@ -416,6 +455,7 @@ def _build_network(
             scale,
             options.input_clip if options.scale_inputs else None,
             torch.float64 if is_wide else torch.float32,
+            is_squashed=is_squashed,
         ),
         body,
         bound=options.output_bound,

@@ -10,12 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stoker.display import quoted
-from stoker.errors import SourceError, require_file
+from stoker.display import command, quoted
+from stoker.errors import SourceError, StokerError, require_file
 from stoker.sources.bars.dialects import PRICES, find_dialect
 from stoker.sources.bars.naming import Naming
+from stoker.sources.bars.reading import read_bars
 from stoker.sources.bars.text import find_text, read_head
-from stoker.sources.bars.timeframes import name_file, parse_timeframe
+from stoker.sources.bars.timeframes import (
+    DEFAULT_WINDOWS,
+    TIMEFRAMES,
+    name_file,
+    observed_spacing,
+    parse_timeframe,
+)
 
 _SUFFIXES = (
     ".csv", ".csv.gz", ".txt", ".txt.gz", ".tsv", ".tsv.gz", ".parquet", ".pq", ".feather", ".arrow",
@@ -145,3 +152,63 @@ def shared_extras(
             left = ", ".join(sorted(every - set(shared[name])))
             notes.append(f"{name}: not in every file, so left out: {left}")
     return shared, notes
+
+
+def holds_bars(path: Path) -> bool:
+    """Tell whether a path is a file of bars, or a folder of them: by a name and by columns that say so."""
+    label, equals, file = str(path).partition("=")
+    if equals and ":" in label and not path.exists():
+        return Path(file).is_file()
+    if path.is_dir():
+        inside = [file for file in sorted(path.iterdir()) if _may_hold_bars(file)]
+        return bool(inside) and all(map(_reads_as_bars, inside[:3]))
+    return _may_hold_bars(path) and _reads_as_bars(path)
+
+
+def _may_hold_bars(path: Path) -> bool:
+    return path.is_file() and path.name.lower().endswith(_SUFFIXES) and None not in name_file(path)
+
+
+def _reads_as_bars(path: Path) -> bool:
+    try:
+        find_dialect(read_head(path)[0], str(path), day_first=True)
+    except StokerError:
+        return False
+    return True
+
+
+def bars_hint(paths: Sequence[Path]) -> str:
+    """Return how to look at a table as bars, where its header has their names; else nothing."""
+    if len(paths) != 1 or not paths[0].name.lower().endswith(_SUFFIXES):
+        return ""
+    try:
+        bars = read_bars(paths[0], day_first=True)
+    except StokerError:
+        return ""
+    spacing = observed_spacing(bars.time)
+    names = [name for name, known in TIMEFRAMES.items() if known == spacing]
+    if not names:
+        return ""
+    label = f"{name_file(paths[0])[0] or 'SYMBOL'}:{names[0]}={paths[0]}"
+    return (
+        f"these are bars of {names[0]}: to see their windows, {command('stoker', 'inspect', label)}"
+    )
+
+
+def fitting_windows(
+    paths: Sequence[str | Path], naming: Naming, decimal: str | None
+) -> tuple[tuple[tuple[str, int], ...], int]:
+    """Return windows and a horizon to look at files with: the usual ones, at most a quarter of the bars each."""
+    files, _ = find_files(paths)
+    by_symbol: dict[str, set[str]] = {}
+    for file in files:
+        by_symbol.setdefault(file.symbol, set()).add(file.timeframe)
+    shared = set.intersection(*by_symbol.values()) if by_symbol else set()
+    usual = dict(DEFAULT_WINDOWS)
+    windows, horizon = {}, 36
+    for file in files:
+        if file.timeframe in shared:
+            most = max(1, look(file, None, naming, decimal).num_rows // 4)
+            known = windows.get(file.timeframe, usual.get(file.timeframe, 96))
+            windows[file.timeframe], horizon = min(known, most), min(horizon, most)
+    return tuple(windows.items()) or DEFAULT_WINDOWS, horizon

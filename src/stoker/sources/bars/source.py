@@ -212,6 +212,8 @@ class BarsSource:
                 bars[name], name, window, samples.ends[name], boundaries[0], extras
             )
             made[name], scalers[name] = series, scaler.to_json()
+            assert series.time is not None
+            assert series.gap is not None
             facts[name] = {
                 "file": bars[name].file,
                 "bars_read": len(bars[name]),

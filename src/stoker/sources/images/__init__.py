@@ -2,8 +2,7 @@
 
 `listing` finds the files and says what is ignored; `pairing` brings images and masks together; `labels` reads a CSV of
 labels and lists of splits; `decoding` turns a file into 8-bit pixels by a stated rule; `encoded` keeps the bytes of the
-file; `masks` turns mask values and
-colours into classes; `source` and `segmentation` have the two sources.
+file; `masks` turns mask values and colours into classes; `source` and `segmentation` have the two sources.
 """
 
 from stoker.sources.images.encoded import KeepEncoded

@@ -45,8 +45,8 @@ from stoker.store.fields import Array, Dense, FieldData, Ragged
 
 SPLIT_NAMES = ("train", "val", "test")
 _PART_BYTES = 64 << 20
-_ENCODED_PART = 512
-"""Encoded pictures of one part: 16 to 60 MB of usual photographs."""
+_ENCODED_PART, _LEAST_ENCODED = 512, 32
+"""Encoded pictures of one part at most and at least: 512 are 16 to 60 MB of usual photographs."""
 _NAMED = 8
 _LOOK_AT = 16
 
@@ -125,7 +125,10 @@ class PictureFolder:
         self, items: Sequence[Any], common: Payload, label: Path, bytes_more: int
     ) -> list[Part]:
         image_bytes = self.size[0] * self.size[1] * (self.channels + bytes_more)
-        per_part = max(1, _PART_BYTES // image_bytes) if not self.keep_encoded else _ENCODED_PART
+        per_part = max(1, _PART_BYTES // image_bytes)
+        if self.keep_encoded:
+            # Small sets in smaller parts, so that every core has some.
+            per_part = min(_ENCODED_PART, max(_LEAST_ENCODED, len(items) // 64))
         return [
             Part(
                 number,
@@ -168,6 +171,7 @@ class Columns:
         self.kinds: Counter[str] = Counter()
         self.spans: dict[str, list[float]] = {}
         self.num_turned = 0
+        self.sizes: list[tuple[int, int]] = []
 
     def add(self, pixels: Pixels, decoded: Decoded, name: str, split: int) -> None:
         """Take one picture."""
@@ -176,6 +180,7 @@ class Columns:
         self.splits.append(split)
         self.kinds[pixels.kind] += 1
         self.num_turned += decoded.orientation != 1
+        self.sizes.append((decoded.image.height, decoded.image.width))
         if pixels.span:
             low, high = pixels.span
             known = self.spans.setdefault(pixels.kind, [low, high])
@@ -217,6 +222,8 @@ class Columns:
             "kinds": dict(self.kinds),
             "spans": self.spans,
             "turned": self.num_turned,
+            # Number of pictures; smallest and largest height and width; sums of 1 / height and 1 / width.
+            "sizes": _summed_sizes(self.sizes),
             "encoded": encoded_facts(self.encoded),
         }
 
@@ -471,6 +478,7 @@ def merged_facts(source: PictureFolder, extras: Sequence[Mapping[str, Json]]) ->
         "channels": source.channels,
         "classes": list(extras[0]["classes"]) if extras else [],
         "picture_kinds": dict(kinds),
+        "original_sizes": _original_sizes(source, extras),
         "notes": notes,
     }
 
@@ -481,6 +489,31 @@ def _file_bytes(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def _summed_sizes(sizes: Sequence[tuple[int, int]]) -> list[float]:
+    if not sizes:
+        return []
+    both = np.array(sizes, dtype=np.float64)
+    return [len(sizes), *both.min(axis=0), *both.max(axis=0), *(1 / both).sum(axis=0)]
+
+
+def _original_sizes(
+    source: PictureFolder, extras: Sequence[Mapping[str, Json]]
+) -> dict[str, Any] | None:
+    """Return how large the pictures were, and the mean share to which each side was resized."""
+    rows = np.array([extra["sizes"] for extra in extras if extra.get("sizes")], dtype=np.float64)
+    if not len(rows):
+        return None
+    count = rows[:, 0].sum()
+    return {
+        "least": [int(side) for side in rows[:, 1:3].min(axis=0)],
+        "most": [int(side) for side in rows[:, 3:5].max(axis=0)],
+        "scale": [
+            float(side * total / count)
+            for side, total in zip(source.size, rows[:, 5:7].sum(axis=0), strict=True)
+        ],
+    }
 
 
 def some(names: Sequence[str], most: int = _NAMED) -> str:

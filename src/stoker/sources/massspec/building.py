@@ -17,7 +17,13 @@ import numpy as np
 
 from stoker.errors import Refusal, RefusalList, SourceError
 from stoker.sources.contract import Json, PartContext, PartData
-from stoker.sources.massspec.conditions import KINDS, SpectrumKind, conditions_in
+from stoker.sources.massspec.conditions import (
+    CONDITION_COLUMNS,
+    KINDS,
+    SpectrumKind,
+    conditions_in,
+    encode_conditions,
+)
 from stoker.sources.massspec.structures import (
     INCHIKEY,
     healed,
@@ -114,7 +120,7 @@ class Building:
     refused: list[Refusal] = field(default_factory=RefusalList)
     reasons: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
-    record_kinds: list[str] = field(default_factory=list)
+    record_kinds: list[SpectrumKind] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     spectra: list[tuple[Array, Array, Array]] = field(default_factory=list)
     molecules: list[PackedMolecule] = field(default_factory=list)
@@ -186,9 +192,10 @@ class Building:
         if isinstance(mol, Refusal):
             return "RDKit", mol.reason
         try:
-            if wrong := mismatch(mol, record.meta, where):
+            packed = pack_molecule(mol)
+            if wrong := mismatch(mol, record.meta, where, packed.mol_weight):
                 return "structure of another compound", wrong
-            key, packed = _compound_of(record, mol), pack_molecule(mol)
+            key = _compound_of(record, mol)
         except (RuntimeError, ValueError) as error:  # RDKit's violated invariants
             return "RDKit", f"RDKit: {next(iter(str(error).split(chr(10))), '')}"
         self.keys.append(key)
@@ -205,6 +212,7 @@ class Building:
             **self._spectrum_fields(),
             **(self._molecule_fields() if source.structures != "none" else {}),
             **self._text_fields(),
+            **self._condition_fields(),
             "group": Dense(groups),
             "split": Dense(splits),
         }
@@ -245,6 +253,17 @@ class Building:
                 np.array([molecule.mol_weight for molecule in packed], dtype=np.float32)
             ),
         }
+
+    def _condition_fields(self) -> dict[str, FieldData]:
+        """Return the conditions as numbers, where they differ: EI alone has one set of them."""
+        if set(self.payload.kinds) <= {"EI"}:
+            return {}
+        rows = [
+            encode_conditions(kind, record.meta)
+            for kind, record in zip(self.record_kinds, self.records, strict=True)
+        ]
+        values = np.array(rows, dtype=np.float32).reshape(len(rows), len(CONDITION_COLUMNS))
+        return {"conditions": Dense(values, CONDITION_COLUMNS)}
 
     def _text_fields(self) -> dict[str, FieldData]:
         metas = [record.meta for record in self.records]

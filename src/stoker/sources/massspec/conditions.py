@@ -74,6 +74,41 @@ def _level(text: str) -> int | None:
     return int(digits[1]) if digits else None
 
 
+ADDUCTS = (
+    "[M+H]+", "[M-H]-", "[M+Na]+", "[M+NH4]+", "[M+K]+", "[M]+", "[M+H-H2O]+", "[M+Cl]-", "[M+2H]2+",
+)  # fmt: skip
+CONDITION_COLUMNS = (
+    *("ms/ms", "ms1", "positive", "negative", "energy", "energy is known"),
+    *(f"adduct {name}" for name in ADDUCTS),
+    "other adduct",
+)
+"""Columns of the field `conditions`, which a model reads beside the molecule."""
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_MOST_ENERGY = 200.0
+
+
+def encode_conditions(kind: SpectrumKind, meta: Mapping[str, str]) -> list[float]:
+    """Return the conditions of a spectrum as numbers, one for each of `CONDITION_COLUMNS`.
+
+    The energy is the first number of its text over 100, whatever its unit: eV and normalised energies lie alike.
+    """
+    adduct = (meta.get("precursor_type") or meta.get("adduct", "")).replace(" ", "")
+    mode = meta.get("ion_mode", "").strip().casefold()[:1]
+    is_negative = mode in ("n", "-") or (not mode and adduct[-1:] == "-")
+    is_positive = not is_negative and (mode in ("p", "+") or adduct[-1:] == "+")
+    found = _NUMBER.search(meta.get("collision_energy", ""))
+    energy = min(float(found[0]), _MOST_ENERGY) / 100 if found else 0.0
+    known = [float(adduct == name) for name in ADDUCTS]
+    flags = (kind == "MS/MS", kind == "MS1", is_positive, is_negative)
+    return [
+        *map(float, flags),
+        energy,
+        float(bool(found)),
+        *known,
+        float(bool(adduct) and not any(known)),
+    ]
+
+
 def conditions_in(metas: Sequence[Mapping[str, str]], name: str) -> list[str]:
     """Return one condition of each record as it is written there; empty where there is none."""
     first, *others = CONDITIONS[name]

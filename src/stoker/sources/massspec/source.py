@@ -15,6 +15,8 @@ Fields of the store:
     name, inchikey, formula, identifier   text as the record has it; empty where it has none
     precursor_mz, adduct, charge, ion_mode, collision_energy, instrument, instrument_type, ms_level,
     retention_index, retention_time, spectrum_kind   the same, each where some record of the source has one
+    conditions               dense    float32, the same as numbers, see `conditions.CONDITION_COLUMNS`; where other
+                                      kinds of spectra than EI are taken
     group                    dense    int64, same for all records of one compound
     split                    dense    uint8, 0 train, 1 validation, 2 test
 
@@ -79,7 +81,7 @@ class _Survey:
 
     Attributes:
         rows: Row of the structure in the index; -1 where there is none.
-        own: Whether the record has a structure of its own, or needs none.
+        own: Whether the record, without a MOL file, has a structure of its own, or needs none.
         kinds: Place of its kind of spectrum in `KINDS`.
         num_peaks: Of all records.
         whole_mz: Every m/z is a whole number.
@@ -334,11 +336,11 @@ def _survey(
     num_peaks, whole_mz = 0, True
     for batch in read_range(msp, piece):
         for record in batch.records:
-            rows.append(index.find(record.meta, in_place) if index is not None else -1)
-            own.append(
-                structures == "none"
-                or (structures != "mol" and own_structure(record.meta) is not None)
-            )
+            row = index.find(record.meta, in_place) if index is not None else -1
+            rows.append(row)
+            # Only asked where no MOL file was found.
+            may_own = row < 0 and structures != "mol"
+            own.append(structures == "none" or (may_own and own_structure(record.meta) is not None))
             kinds.append(KINDS.index(spectrum_kind(record.meta)))
             keys.update(record.meta)
         num_peaks += len(batch.mz)

@@ -122,7 +122,7 @@ class MolIndex:
         """
         if in_place:
             return int(meta.get("sdf_record") or -1)
-        for key in _record_keys(meta, by_name=self.home == "sdf"):
+        for key in _record_keys(meta, is_sdf=self.home == "sdf"):
             row = self._rows.get(key)
             if row is not None:
                 return row
@@ -231,13 +231,19 @@ def _digits(text: str) -> str:
     return text.replace("-", "").strip()
 
 
-def _record_keys(meta: Mapping[str, Any], by_name: bool) -> Iterator[str]:
-    """Names that a record's MOL file may have, best first, without extension."""
-    for noun in ("inchikey", "inchi", "smiles"):
-        if text := str(meta.get(noun) or "").strip().casefold():
-            yield f"{noun}:{text}"
-            if noun == "inchikey":
-                yield text
+def _record_keys(meta: Mapping[str, Any], is_sdf: bool) -> Iterator[str]:
+    """Names that a record's MOL file may have, best first, without extension; of an SDF its properties too."""
+    inchikey = str(meta.get("inchikey") or "").strip().casefold()
+    if is_sdf:
+        for noun, text in (
+            ("inchikey", inchikey),
+            ("inchi", meta.get("inchi")),
+            ("smiles", meta.get("smiles")),
+        ):
+            if text := str(text or "").strip().casefold():
+                yield f"{noun}:{text}"
+    if inchikey:
+        yield inchikey
     if identifier := str(meta.get("id") or "").strip().casefold():
         yield f"id{identifier}"
     if cas := str(meta.get("cas") or "").strip().casefold():
@@ -245,7 +251,7 @@ def _record_keys(meta: Mapping[str, Any], by_name: bool) -> Iterator[str]:
         yield f"s{cas}"
     if database := str(meta.get("db") or "").strip().casefold():
         yield database
-    if by_name and (name := str(meta.get("name") or "").strip().casefold()):
+    if is_sdf and (name := str(meta.get("name") or "").strip().casefold()):
         yield name
 
 

@@ -300,12 +300,15 @@ def pack_molecule(mol: Mol) -> PackedMolecule:
     bonds, bonds_present = _bond_words(mol)
     counts = tools.count_fingerprint(mol).GetNonzeroElements()
     bits = sorted(counts)
+    times = list(map(counts.__getitem__, bits))
+    if times and max(times) > 255:
+        times = [min(each, 255) for each in times]
     return PackedMolecule(
         atoms=np.array(atoms, dtype=np.uint32),
         bonds=np.array(bonds, dtype=np.uint32),
         functional_groups=find_functional_groups(mol, present | bonds_present),
         ecfp_bits=np.array(bits, dtype=np.uint16),
-        ecfp_counts=np.array([min(counts[bit], 255) for bit in bits], dtype=np.uint8),
+        ecfp_counts=np.array(times, dtype=np.uint8),
         mol_weight=tools.exact_mass(mol),
     )
 
@@ -441,6 +444,12 @@ def draw_molecule(atoms: Array, bonds: Array, width: int = 210, height: int = 15
 def exact_mass(mol: Mol) -> float:
     """Return the monoisotopic mass in dalton."""
     return _toolkit().exact_mass(mol)
+
+
+def element_mass(symbol: str) -> float:
+    """Return the mass of the most common isotope in dalton."""
+    mass: float = _toolkit().chem.GetPeriodicTable().GetMostCommonIsotopeMass(symbol)
+    return mass
 
 
 def average_mass(mol: Mol) -> float:

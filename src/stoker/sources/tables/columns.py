@@ -346,7 +346,7 @@ def _date_column(name: str, column: Any, asked: str) -> Column | Unusable:
                     how = "in both orders" if left else "that read day-first and month-first"
                     return Unusable(name, f"holds dates {how}, such as {shown}", "date")
                 made = replace(made, day_first=left)
-    ns, good = _times(column, made)
+    ns, good = times(column, made)
     clock = ns[good] % DAY_NS
     is_wide = made.is_wide or bool((clock % SECOND_NS).any())
     return replace(made, has_clock=bool(clock.any()), is_wide=is_wide)
@@ -403,7 +403,7 @@ def _numbers_one_by_one(
     return values, np.asarray(bad, np.int64)
 
 
-def _times(column: Any, made: Column) -> tuple[Array, Array]:
+def times(column: Any, made: Column) -> tuple[Array, Array]:
     """Return nanoseconds since 1970, and where they are known."""
     column = plain(column)
     kind = column.type
@@ -474,7 +474,7 @@ def _encode_texts(column: Any, made: Column) -> tuple[Array, Array]:
 
 
 def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault]) -> Array:
-    ns, good = _times(column, made)
+    ns, good = times(column, made)
     column = plain(column)
     texts = trimmed(column) if is_text(column.type) else column
     known = texts.is_valid().to_numpy(zero_copy_only=False)

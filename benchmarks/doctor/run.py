@@ -1,0 +1,428 @@
+"""The benchmark of doctors: does the doctor name the true cause of a slow script, and predict what its fix brings?
+
+    python benchmarks/doctor/run.py                      # all scripts, one after the other: about half an hour
+    python benchmarks/doctor/run.py --jobs 8             # eight at once, each on two cores of its own
+    python benchmarks/doctor/run.py --only no_workers    # those whose name contains it
+    python benchmarks/doctor/run.py --peers              # also py-spy's top line and torch's profiler
+
+Each script runs three times: alone, under `stoker doctor`, and as its fixed twin. The measured gain is the rate of the
+twin by that of the script; the overhead is the step under the doctor by the step alone. GPUs are hidden unless `--gpu`
+is given, and each script may use two cores. Finished scripts are kept in `--state` and not run again; one whose
+framework is not installed is listed as not run. The result is `doctor-<machine>.json` in `--out`, and a page beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import queue
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from cases import CASES, Case  # noqa: E402
+
+from harness import RESULTS, machine_facts, machine_name  # noqa: E402
+
+STEPS, WARM_UP = 120, 20
+CLOSE = 0.3
+SPOTS = {
+    # Functions of the scripts at which a tool that shows lines points at the cause.
+    "no-workers": {"__getitem__"},
+    "decode-bound": {"decode", "__getitem__"},
+    "disk-bound": {"read", "__getitem__", "__iter__"},
+    "augment-on-cpu": {"augment"},
+    "python-collate": {"collate"},
+    "hdf5-compressed": {"__getitem__"},
+    "hdf5-chunks": {"__getitem__"},
+    "sync-every-step": {"after"},
+    "gc-each-step": {"after"},
+    "saves-too-often": {"after"},
+    "slow-between-steps": {"get_batch", "__getitem__", "batches", "samples", "after", "rows"},
+}
+LOADING = (
+    "no-workers",
+    "starved-by-loader",
+    "decode-bound",
+    "disk-bound",
+    "augment-on-cpu",
+    "python-collate",
+)
+OPERATORS = dict.fromkeys((*LOADING, "hdf5-compressed", "hdf5-chunks"), ("enumerate(DataLoader)",))
+OPERATORS["sync-every-step"] = ("aten::item", "aten::_local_scalar_dense")
+
+
+# -- one script --------------------------------------------------------------------------------------
+
+
+def rate_of(
+    words: Sequence[str], folder: Path, name: str, batch: int, cores: set[int], **more: str
+) -> dict[str, Any]:
+    """Run a script with the stopwatch; return samples per second, or how it failed."""
+    out = folder / f"{name}.times"
+    stopwatch = [sys.executable, str(HERE / "stopwatch.py"), str(out)]
+    place = words.index("SCRIPT")
+    done = subprocess.run(
+        [*words[:place], *stopwatch, *words[place + 1 :]],
+        env={
+            **os.environ,
+            "STEPS": str(STEPS),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(folder),
+            **more,
+        },
+        cwd=folder,
+        preexec_fn=partial(os.sched_setaffinity, 0, cores),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if not out.exists():
+        return {"failure": (done.stderr or done.stdout)[-600:]}
+    seen = json.loads(out.read_text())
+    times = seen["times"][WARM_UP:]
+    steps = [after - before for before, after in itertools.pairwise(times)]
+    return {
+        "rate": batch * len(steps) / (times[-1] - times[0]),
+        "median_step_seconds": statistics.median(steps),
+        "top": seen["top"],
+    }
+
+
+def examine(case: Case, folder: Path, cores: set[int], peers: bool) -> dict[str, Any]:
+    """Run one case in all ways."""
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / f"{case.name}.py"
+    script.write_text(case.source(), encoding="utf-8")
+    fixed_batch = case.fixed_batch or case.batch
+    result: dict[str, Any] = {
+        "causes": case.causes,
+        "also": case.also,
+        "style": case.style,
+        "has_gain": case.has_gain,
+    }
+    report = folder / "doctor.json"
+    doctor = [sys.executable, "-m", "stoker", "doctor", "--out", str(report), "--"]
+    result["alone"] = rate_of(["SCRIPT", str(script)], folder, "alone", case.batch, cores)
+    if "failure" in result["alone"]:
+        return result
+    result["doctored"] = rate_of(
+        [*doctor, "SCRIPT", str(script)], folder, "doctored", case.batch, cores
+    )
+    if case.causes:
+        result["fixed"] = rate_of(
+            ["SCRIPT", str(script), "--fixed"], folder, "fixed", fixed_batch, cores
+        )
+    if report.exists():
+        found = json.loads(report.read_text())
+        result["verdict"] = found["verdict"]
+        result["unjudged"] = found["unjudged"]
+        result["step_seconds"] = found["measurements"]["step_seconds"]
+        result["findings"] = [
+            {"name": one["name"], "gain": one["gain"], "evidence": one["evidence"][:3]}
+            for one in found["findings"]
+        ]
+    if peers:
+        result["py_spy"] = top_line(script, folder, cores)
+        words = {"STOPWATCH_PROFILE": "1"}
+        result["torch_profiler"] = rate_of(
+            ["SCRIPT", str(script)], folder, "profiled", case.batch, cores, **words
+        ).get("top")
+    return result
+
+
+def top_line(script: Path, folder: Path, cores: set[int]) -> str | None:
+    """Return the line of the script with most samples of py-spy, as `function (file:line)`; None without py-spy."""
+    program = shutil.which("py-spy")
+    if program is None:
+        return None
+    raw = folder / "stacks"
+    words = [
+        "record",
+        "--rate",
+        "50",
+        "--format",
+        "raw",
+        "--full-filenames",
+        "--subprocesses",
+        "--output",
+        str(raw),
+    ]
+    subprocess.run(
+        [program, *words, "--", sys.executable, str(script)],
+        env={**os.environ, "STEPS": str(STEPS), "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        preexec_fn=partial(os.sched_setaffinity, 0, cores),
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    lines: Counter[str] = Counter()
+    for stack in raw.read_text(errors="replace").splitlines() if raw.exists() else ():
+        frames, _, count = stack.rpartition(" ")
+        own = [frame for frame in frames.split(";") if script.name in frame or "<ipython" in frame]
+        if own and not own[-1].startswith("<module>"):
+            lines[own[-1]] += int(count)
+    return lines.most_common(1)[0][0] if lines else None
+
+
+# -- all of them -------------------------------------------------------------------------------------
+
+
+def judge(name: str, result: dict[str, Any]) -> dict[str, Any]:
+    """Return what came out of one case in a row: whether the top finding is right, gains, overhead."""
+    causes, found = result["causes"], result.get("findings", [])
+    names = [one["name"] for one in found]
+    row: dict[str, Any] = {"case": name, "style": result["style"], "causes": causes, "found": names}
+    row["verdict"] = "unjudged" if result.get("unjudged") else names[0] if names else "healthy"
+    row["is_right"] = (
+        row["verdict"] in (*causes, *result["also"])
+        if causes
+        else not names and not result.get("unjudged")
+    )
+    row["all_named"] = all(cause in names for cause in causes)
+    alone, fixed = result["alone"].get("rate"), result.get("fixed", {}).get("rate")
+    right = next((one for one in found if one["name"] in (*causes, *result["also"])), None)
+    row["measured"] = fixed / alone if alone and fixed else None
+    row["predicted"] = (
+        right["gain"]["likely"] if right and len(causes) == 1 and result["has_gain"] else None
+    )
+    slow, fast = (
+        result["doctored"].get("median_step_seconds"),
+        result["alone"].get("median_step_seconds"),
+    )
+    row["overhead"] = slow / fast - 1 if slow and fast else None
+    row["step_ms"] = fast * 1e3 if fast else None
+    if causes:
+        row["py_spy"] = named_by(result.get("py_spy"), causes)
+        row["torch_profiler"] = any(
+            word in (result.get("torch_profiler") or ()) for cause in causes for word in OPERATORS.get(cause, ())
+        ) if result.get("torch_profiler") else None  # fmt: skip
+    return row
+
+
+def named_by(line: str | None, causes: Sequence[str]) -> bool | None:
+    """Return whether a tool's top line is in a function that is the cause; None if the tool did not run."""
+    if line is None:
+        return None
+    function = re.split(r"[ .]", line.partition(" (")[0])[-1]
+    return any(
+        function in SPOTS.get(cause, ())
+        or (function == "<listcomp>" and cause == "sync-every-step")
+        for cause in causes
+    )
+
+
+def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of the benchmark."""
+    slow = [row for row in rows if row["causes"]]
+    healthy = [row for row in rows if not row["causes"]]
+    one = [row for row in slow if len(row["causes"]) == 1]
+    pairs = [
+        (row["predicted"], row["measured"]) for row in one if row["predicted"] and row["measured"]
+    ]
+    errors = [abs(predicted / measured - 1) for predicted, measured in pairs]
+    overheads = sorted(row["overhead"] for row in rows if row["overhead"] is not None)
+    matrix: dict[str, dict[str, int]] = {}
+    for row in (*one, *healthy):
+        told = matrix.setdefault(row["causes"][0] if row["causes"] else "healthy", {})
+        told[row["verdict"]] = told.get(row["verdict"], 0) + 1
+    by_tool = {
+        tool: {"right": sum(bool(row[tool]) for row in tried), "of": len(tried)}
+        for tool in ("py_spy", "torch_profiler")
+        if (tried := [row for row in slow if row.get(tool) is not None])
+    }
+    return {
+        "num_scripts": len(rows),
+        "top_right": {"right": sum(row["is_right"] for row in slow), "of": len(slow)},
+        "both_named": {"right": sum(row["all_named"] for row in slow if len(row["causes"]) > 1),
+                       "of": sum(len(row["causes"]) > 1 for row in slow)},
+        "false_alarms": {"alarms": sum(bool(row["found"]) for row in healthy), "of": len(healthy)},
+        "healthy_unjudged": sum(row["verdict"] == "unjudged" for row in healthy),
+        "predictions": {
+            "count": len(errors),
+            "median_error": statistics.median(errors) if errors else None,
+            "within_30_percent": sum(error <= CLOSE for error in errors) / len(errors) if errors else None,
+        },
+        "overhead": {
+            "p50": overheads[len(overheads) // 2] if overheads else None,
+            "p95": overheads[int(0.95 * (len(overheads) - 1))] if overheads else None,
+        },
+        "confusion": matrix,
+        "peers": by_tool,
+    }  # fmt: skip
+
+
+def result_page(summary: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """Return the page: figures, the scatter of gains, the confusion matrix, every script."""
+    from stoker import page
+    from stoker.page.charts import Chart, Line, chart_grid, line_chart
+
+    def share(part: dict[str, int], name: str = "right") -> str:
+        return f"{part[name]} of {part['of']}"
+
+    def percent(value: float | None) -> str:
+        return "n/a" if value is None else f"{value:.1%}"
+
+    facts = {
+        "Top finding right": share(summary["top_right"]),
+        "Both of two causes named": share(summary["both_named"]),
+        "False alarms": share(summary["false_alarms"], "alarms"),
+        "Predicted gain, median error": percent(summary["predictions"]["median_error"]),
+        "Predicted within ± 30 %": percent(summary["predictions"]["within_30_percent"]),
+        "Overhead of the probe, p50": percent(summary["overhead"]["p50"]),
+        "Overhead of the probe, p95": percent(summary["overhead"]["p95"]),
+        **{f"Named by {tool}": share(part) for tool, part in summary["peers"].items()},
+    }  # fmt: skip
+    points = sorted(
+        (row["measured"], row["predicted"]) for row in rows if row["predicted"] and row["measured"]
+    )
+    most = max((measured for measured, _ in points), default=1.0)
+    scatter = Chart("scatter", "Predicted against measured gain", [
+        Line("a script", points, 0, "dots"), Line("equal", [(1.0, 1.0), (most, most)], 1, "dashed"),
+    ], "predicted gain", scale="count", along="measured gain", begin=1.0)  # fmt: skip
+    overheads = sorted(
+        (row["step_ms"], row["overhead"] * 100) for row in rows if row["overhead"] is not None
+    )
+    cost = Chart("cost", "What the probe costs", [Line("a script", overheads, 0, "dots")], "%", scale="count",
+                 along="ms per step", low=None)  # fmt: skip
+    told = sorted({verdict for verdicts in summary["confusion"].values() for verdict in verdicts})
+    matrix = [
+        (cause, *(str(verdicts.get(verdict, "")) for verdict in told))
+        for cause, verdicts in sorted(summary["confusion"].items())
+    ]
+    every = [
+        (
+            row["case"], row["style"], ", ".join(row["causes"]) or "healthy", ", ".join(row["found"]) or row["verdict"],
+            "yes" if row["is_right"] else "no",
+            *("n/a" if row[name] is None else f"× {row[name]:.2f}" for name in ("predicted", "measured")),
+            percent(row["overhead"]),
+        )
+        for row in rows
+    ]  # fmt: skip
+    header = (
+        "script",
+        "style",
+        "true cause",
+        "found",
+        "right",
+        "predicted",
+        "measured",
+        "overhead",
+    )
+    return page.html(
+        "A benchmark for doctors",
+        [
+            page.Section("figures", "Figures", page.facts(facts)),
+            page.Section("pictures", "Gains and cost", chart_grid([line_chart(scatter), line_chart(cost)])),
+            page.Section("matrix", "True cause (rows) and top finding (columns)",
+                         page.table(("", *told), matrix, key="confusion", numeric=range(1, len(told) + 1))),
+            page.Section("scripts", "Every script", page.table(header, every, key="every", wide=(3,))),
+        ],
+        subtitle=f"{summary['num_scripts']} scripts on {machine_name()}; python benchmarks/doctor/run.py",
+    )  # fmt: skip
+
+
+def core_sets(num_jobs: int, each: int) -> list[set[int]]:
+    """Return cores for every job: its own, or all of them where there are not enough."""
+    usable = sorted(os.sched_getaffinity(0))
+    own = [set(usable[at * each : (at + 1) * each]) for at in range(num_jobs)]
+    return own if num_jobs * each <= len(usable) else [set(usable)] * num_jobs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="parts of the names of scripts to run, by commas"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="scripts at once")
+    parser.add_argument("--cores", type=int, default=2, help="cores of each script")
+    parser.add_argument("--gpu", action="store_true", help="let scripts use the GPU")
+    parser.add_argument("--peers", action="store_true", help="also run py-spy and torch's profiler")
+    parser.add_argument("--again", action="store_true", help="run scripts whose result is kept")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no script after so long")
+    parser.add_argument("--state", type=Path, default=Path(tempfile.gettempdir()) / "doctor-bench")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON and page")
+    asked = parser.parse_args()
+    if not asked.gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Imported packages are the same for a script as for its doctor.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(HERE.parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    )
+    asked.state.mkdir(parents=True, exist_ok=True)
+    free: queue.Queue[set[int]] = queue.Queue()
+    for cores in core_sets(asked.jobs, asked.cores):
+        free.put(cores)
+    until = time.monotonic() + asked.seconds
+
+    def run(case: Case) -> None:
+        kept = asked.state / f"{case.name}.json"
+        if (kept.exists() and not asked.again) or time.monotonic() > until:
+            return
+        cores, folder = free.get(), asked.state / "work" / case.name
+        try:
+            result = examine(case, folder, cores, asked.peers)
+        except subprocess.TimeoutExpired as error:
+            print(f"{case.name}: {error}", flush=True)
+            return
+        finally:
+            free.put(cores)
+            shutil.rmtree(folder, ignore_errors=True)
+        kept.write_text(json.dumps(result))
+        if "failure" in result["alone"]:
+            print(f"--  {case.name}: {result['alone']['failure'][-300:]}", flush=True)
+            return
+        row = judge(case.name, result)
+        gains = [row["predicted"], row["measured"]] if row["causes"] else []
+        mark = "ok " if row["is_right"] else "NO "
+        print(mark, case.name, row["found"] or row["verdict"], *gains, flush=True)
+
+    wanted = [case for case in CASES if any(part in case.name for part in asked.only.split(","))]
+    # Mixed, so that a run that is cut short has some of every kind.
+    random.Random(1).shuffle(wanted)
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        list(pool.map(run, wanted))
+    kept = {case.name: asked.state / f"{case.name}.json" for case in CASES}
+    results = {name: json.loads(path.read_text()) for name, path in kept.items() if path.exists()}
+    rows = [judge(name, one) for name, one in results.items() if "failure" not in one["alone"]]
+    if not rows:
+        return
+    summary = summarise(rows)
+    done = {row["case"] for row in rows}
+    summary["not_run"] = [case.name for case in CASES if case.name not in done]
+    print(json.dumps(summary, indent=1))
+    asked.out.mkdir(parents=True, exist_ok=True)
+    name = (
+        f"doctor-{machine_name()}" if asked.gpu else f"doctor-{asked.cores}-cores-{machine_name()}"
+    )
+    document = {
+        "benchmark": "doctor",
+        "machine": machine_facts(),
+        "result": {"summary": summary, "rows": rows},
+    }
+    (asked.out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    (asked.out / f"{name}.html").write_text(result_page(summary, rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Which kind of store suits some pictures here: raw pixels or the bytes of their files.
+
+Enters: the bytes of both kinds, free memory, the measured decode rate. Leaves: a `PictureChoice`: the kind, and
+the reasons with their numbers. Costs microseconds; pure.
+
+Pixels need no decoding, so they are better wherever they fit into memory. Where only the encoded bytes fit, decoding
+them costs less than reading pixels from a disk again in every epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from stoker.plan.decision import GPU_SHARE
+from stoker.store.manifest import Manifest
+from stoker.units import format_bytes
+
+PictureKind = Literal["raw", "encoded"]
+_ASSUMED_SIZE = (224, 224)
+
+
+@dataclass(frozen=True)
+class PictureBytes:
+    """The bytes of pictures, stored either way.
+
+    Attributes:
+        num_pictures: All of the store.
+        kind: How the store has them.
+        raw_bytes: As pixels.
+        raw_size: Height and width that this is for.
+        encoded_bytes: As the bytes of files; None where the store does not say what it was made of.
+    """
+
+    num_pictures: int
+    kind: PictureKind
+    raw_bytes: int
+    raw_size: tuple[int, int]
+    encoded_bytes: int | None
+
+
+@dataclass(frozen=True)
+class PictureChoice:
+    """Which kind is better here, and why."""
+
+    kind: PictureKind
+    reasons: tuple[str, ...]
+    bytes: PictureBytes
+    decoded_per_second: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def picture_bytes(manifest: Manifest) -> PictureBytes | None:
+    """Return the bytes of a store's pictures, both ways; None where it has none."""
+    images = manifest.fields.get("images")
+    if images is None:
+        return None
+    count = manifest.num_samples
+    if images.encoding == "picture":
+        encoded = int(manifest.attributes["encoded"]["bytes"])
+        channels = int(manifest.attributes["channels"])
+        raw = count * channels * math.prod(_ASSUMED_SIZE)
+        return PictureBytes(count, "encoded", raw, _ASSUMED_SIZE, encoded)
+    if images.kind != "dense" or len(images.shape) != 3:
+        return None
+    raw = count * math.prod(images.shape)
+    size = (images.shape[1], images.shape[2])
+    made_of = manifest.provenance
+    is_files = made_of is not None and made_of.kind == "images" and made_of.files
+    files = sum(file.size_bytes for file in made_of.files) if is_files and made_of else None
+    return PictureBytes(count, "raw", raw, size, files)
+
+
+def choose_kind(
+    pictures: PictureBytes,
+    gpu_memory_bytes: int | None,
+    ram_bytes: int,
+    decoded_per_second: float | None = None,
+    share: float = GPU_SHARE,
+) -> PictureChoice:
+    """Return which kind of store is better here.
+
+    Args:
+        pictures: Their bytes.
+        gpu_memory_bytes: Free on the GPU; None without one.
+        ram_bytes: Free.
+        decoded_per_second: As measured here; None where it is not known.
+        share: Of memory that data may take.
+    """
+    raw_where = _where(pictures.raw_bytes, gpu_memory_bytes, ram_bytes, share)
+    size = f"{pictures.raw_size[0]} x {pictures.raw_size[1]}"
+    raw = f"as pixels of {size}: {format_bytes(pictures.raw_bytes)}, {raw_where}"
+    if pictures.encoded_bytes is None:
+        reason = "how many bytes their files have is not known"
+        return PictureChoice(pictures.kind, (raw, reason), pictures, decoded_per_second)
+    # Decoders read from host memory, so encoded bytes are kept there.
+    coded_where = _where(pictures.encoded_bytes, None, ram_bytes, share)
+    rate = (
+        "decode rate not measured"
+        if decoded_per_second is None
+        else f"{decoded_per_second:,.0f} pictures/s are decoded here"
+    )
+    coded = f"encoded: {format_bytes(pictures.encoded_bytes)}, {coded_where}; {rate}"
+    if raw_where != "read from disk in every epoch":
+        kind: PictureKind = "raw"
+        why = "raw pixels are better here: they fit, and nothing is decoded"
+    else:
+        kind = "encoded"
+        times = pictures.raw_bytes / max(1, pictures.encoded_bytes)
+        why = (
+            f"encoded pictures are better here: pixels do not fit, and are {times:.1f} x the bytes"
+        )
+        if pictures.raw_bytes < pictures.encoded_bytes:
+            kind, why = "raw", "raw pixels are better here: they have fewer bytes"
+    return PictureChoice(kind, (why, raw, coded), pictures, decoded_per_second)
+
+
+def _where(num_bytes: int, gpu_memory_bytes: int | None, ram_bytes: int, share: float) -> str:
+    if gpu_memory_bytes is not None and num_bytes <= share * gpu_memory_bytes:
+        return "resident on the GPU"
+    return "resident in RAM" if num_bytes <= share * ram_bytes else "read from disk in every epoch"

@@ -1,0 +1,279 @@
+"""The forex recipe on its test samples: directions, and what trading on them would have earned after costs.
+
+Enters: the store, the split, the label plan; then the outputs for the test samples in time order. Leaves: an
+`Evaluation`. Costs: one read of the targets, and of a linear fit (seconds).
+
+Every number of a baseline comes from training samples, or from labels that were known at the decision: the last value
+is the return of the latest decision whose whole label had been seen. Decisions overlap: intervals are drawn in blocks
+of a horizon, and a position is a share of one in `horizon` bars.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from stoker.recipes.baselines import Ridge, summary_rows, thin_samples
+from stoker.recipes.classification import ScoreList, class_metrics, evaluate_classes
+from stoker.recipes.forex.labels import NUM_DIRECTIONS, LabelPlan
+from stoker.recipes.forex.model import DOWN, NEUTRAL, UP
+from stoker.recipes.metrics import bootstrap
+from stoker.runs.evaluation import Curve, Evaluation, Example
+from stoker.store.fields import Array
+from stoker.store.reader import Store
+
+NAMES = ("down", "neutral", "up")
+_NUM_PARTS = 5
+_FIT_ROWS = 20_000
+_MOST_POINTS = 200
+_NUM_EXAMPLES = 6
+
+
+@dataclass(frozen=True, eq=False)
+class BarData:
+    """What the evaluation needs of the job.
+
+    Attributes:
+        store: Open while the run goes on.
+        base: The series that a linear baseline reads.
+        plan: How returns become labels.
+        samples: Of the splits, in time order within a symbol.
+        returns: Of the splits, `(n, horizon)` log returns.
+        cost_pips: Of one trade, both ways.
+        seed: Of the random baseline.
+    """
+
+    store: Store
+    base: str
+    plan: LabelPlan
+    samples: Mapping[str, Array]
+    returns: Mapping[str, Array]
+    cost_pips: float
+    seed: int
+
+
+class BarEvaluation:
+    """Final metrics of a forex run."""
+
+    def __init__(self, data: BarData) -> None:
+        self._data = data
+        self._scores = ScoreList()
+
+    def update(
+        self, outputs: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Take a batch."""
+        self._scores.update(outputs["direction"], targets["direction"])
+
+    def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
+        """Return the evaluation, beside holding, chance, the last value and a line."""
+        del model, device
+        data, plan = self._data, self._data.plan
+        chances, labels = self._scores.probabilities, self._scores.labels
+        moves = data.returns["test"] / plan.pip
+        step, horizon = plan.direction_step - 1, moves.shape[1]
+        sides = chances.argmax(axis=1) - NEUTRAL
+        others = self._baseline_sides(samples, sides, moves)
+        report = evaluate_classes(chances, labels, NAMES)
+        kept = ("accuracy", "balanced_accuracy", "macro_f1", "log_loss", "calibration_error")
+        metrics = {name: report.metrics[name] for name in kept}
+        earned = {"model": _earned(sides, moves[:, step], data.cost_pips)}
+        baselines = {}
+        for name, taken in others.items():
+            cost = 0.0 if name == "buy and hold" else data.cost_pips
+            earned[name] = _earned(taken, moves[:, step], cost)
+            shares = np.eye(NUM_DIRECTIONS)[taken + NEUTRAL]
+            told = class_metrics(shares, labels)
+            baselines[name] = {
+                **{metric: told[metric] for metric in kept[:3]},
+                **_traded(taken, moves[:, step], earned[name]),
+            }
+        metrics |= _traded(sides, moves[:, step], earned["model"])
+        traded = sides != 0
+        hits = np.where(traded, np.sign(moves[:, step]) == sides, np.nan)
+        intervals = {
+            "accuracy": bootstrap(chances.argmax(axis=1) == labels, block=horizon),
+            "net_pips": bootstrap(earned["model"], block=horizon),
+            "hit_rate": bootstrap(hits[traded].astype(float), block=horizon),
+        }
+        return Evaluation(
+            len(labels),
+            ("net_pips", True),
+            metrics,
+            {name: span for name, span in intervals.items() if math.isfinite(span[0])},
+            baselines,
+            {
+                "class": report.groups["class"],
+                "side": _by_side(sides, moves[:, step], data.cost_pips),
+                "horizon": _by_horizon(sides, moves, data.cost_pips),
+                "part of the test span": _by_part(
+                    data.store, samples, sides, moves[:, step], earned["model"]
+                ),
+            },
+            report.confusion,
+            (_curve(earned, horizon), *report.curves),
+            examples=_examples(data, samples, chances, moves),
+            notes=(
+                f"net_pips: per decision, closed after {plan.direction_step} bars, {data.cost_pips:g} pips a trade",
+                f"intervals are drawn in blocks of {horizon} decisions, since neighbours share their labels",
+            ),
+        )
+
+    def _baseline_sides(self, samples: Array, sides: Array, moves: Array) -> dict[str, Array]:
+        """Return each baseline's sides: -1, 0 or 1 per test sample."""
+        data, plan = self._data, self._data.plan
+        step = plan.direction_step - 1
+        random = np.random.default_rng(data.seed)
+        found = {
+            "buy and hold": np.ones(len(moves), np.int64),
+            # As often in the market as the model, on sides that are drawn.
+            "random": random.permutation(np.abs(sides)) * random.choice((-1, 1), len(sides)),
+        }
+        last = last_values(data.store, samples, step)
+        if last is not None:
+            found["last value"] = _sides(last, plan.neutral)
+        fitted = thin_samples(np.arange(len(data.samples["train"])), _FIT_ROWS, data.seed)
+        known = summary_rows(data.store, data.base, data.samples["train"][fitted])
+        line = Ridge(known, data.returns["train"][fitted][:, [step]].astype(np.float64))
+        said = np.abs(line.predict(known)[:, 0])
+        tested = line.predict(summary_rows(data.store, data.base, samples))[:, 0]
+        # A line says small returns: it trades as often as training samples moved.
+        share = float(np.mean(np.abs(data.returns["train"][:, step]) <= plan.neutral))
+        found["linear regression"] = _sides(tested, float(np.quantile(said, share)))
+        return found
+
+
+def last_values(store: Store, samples: Array, step: int) -> Array | None:
+    """Return for each sample the latest return that was known at its decision; 0 where there is none.
+
+    Args:
+        store: With `time`, `label_time` and `targets`.
+        samples: Rising sample numbers.
+        step: Which of the returns of a label.
+    """
+    if not {"time", "label_time"} <= store.fields.keys():
+        return None
+    found, first = np.zeros(len(samples)), 0
+    for shard in store.manifest.shards:  # one symbol each; their times overlap
+        stop = first + shard.num_samples
+        low, high = np.searchsorted(samples, (first, stop))
+        if high > low:
+            time = store.gather("time", samples[low:high])
+            known_at = store.read_rows("label_time", first, stop)
+            returns = store.read_rows("targets", first, stop).reshape(shard.num_samples, -1)[
+                :, step
+            ]
+            order = np.argsort(known_at, kind="stable")
+            place = np.searchsorted(known_at[order], time, side="right") - 1
+            found[low:high] = np.where(place >= 0, returns[order][np.maximum(place, 0)], 0.0)
+        first = stop
+    return found
+
+
+def _sides(returns: Array, neutral: float) -> Array:
+    return (returns > neutral).astype(np.int64) - (returns < -neutral).astype(np.int64)
+
+
+def _earned(sides: Array, moves: Array, cost_pips: float) -> Array:
+    """Return pips per decision after costs."""
+    earned: Array = sides * moves - cost_pips * (sides != 0)
+    return earned
+
+
+def _traded(sides: Array, moves: Array, earned: Array) -> dict[str, float]:
+    traded = sides != 0
+    count = int(traded.sum())
+    return {
+        "net_pips": float(earned.mean()),
+        "gross_pips": float((sides * moves).mean()),
+        "traded": float(traded.mean()),
+        "hit_rate": float((np.sign(moves[traded]) == sides[traded]).mean()) if count else math.nan,
+    }
+
+
+def _by_side(sides: Array, moves: Array, cost_pips: float) -> dict[str, dict[str, float]]:
+    rows = {}
+    for name, side in (("long", 1), ("short", -1)):
+        mine = sides == side
+        gross = side * moves[mine]
+        rows[name] = {
+            "trades": float(mine.sum()),
+            "hit_rate": float((gross > 0).mean()) if mine.any() else math.nan,
+            "gross_pips": float(gross.mean()) if mine.any() else math.nan,
+            "net_pips": float(gross.mean() - cost_pips) if mine.any() else math.nan,
+        }
+    return rows
+
+
+def _by_horizon(sides: Array, moves: Array, cost_pips: float) -> dict[str, dict[str, float]]:
+    """Return what the same sides earn when a trade is closed earlier or later."""
+    last = moves.shape[1]
+    steps = sorted({1, max(1, last // 4), max(1, last // 2), last})
+    return {
+        f"{step} bars" if step > 1 else "1 bar": _traded(
+            sides, moves[:, step - 1], _earned(sides, moves[:, step - 1], cost_pips)
+        )
+        for step in steps
+    }
+
+
+def _by_part(
+    store: Store, samples: Array, sides: Array, moves: Array, earned: Array
+) -> dict[str, dict[str, float]]:
+    """Return consecutive parts of the test span: one good week makes no strategy."""
+    order, names = np.arange(len(samples)), None
+    if "time" in store.fields:
+        time = store.gather("time", samples)
+        order = np.argsort(time, kind="stable")
+        names = time.astype("M8[ns]").astype("M8[D]")
+    rows = {}
+    for number, part in enumerate(np.array_split(order, min(_NUM_PARTS, len(order)))):
+        span = "" if names is None else f", {names[part[0]]} to {names[part[-1]]}"
+        values = _traded(sides[part], moves[part], earned[part])
+        rows[f"{number + 1}{span}"] = {"samples": float(len(part)), **values}
+    return rows
+
+
+def _curve(earned: Mapping[str, Array], horizon: int) -> Curve:
+    """Return what was earned so far, of one unit that is shared by the decisions of a horizon."""
+    lines = {}
+    for name, pips in earned.items():
+        total = np.cumsum(pips) / horizon
+        kept = np.unique(np.linspace(0, len(total) - 1, _MOST_POINTS).astype(int))
+        lines[name] = [(float(place), float(total[place])) for place in kept]
+    return Curve("Earned after costs", "decision", "pips", lines)
+
+
+def _examples(data: BarData, samples: Array, chances: Array, moves: Array) -> tuple[Example, ...]:
+    """Return the most confident answers of different parts of the test span, with what came after."""
+    if not len(samples):
+        return ()
+    confidence = np.maximum(chances[:, UP], chances[:, DOWN])
+    parts = np.array_split(np.arange(len(samples)), min(_NUM_EXAMPLES, len(samples)))
+    chosen = [int(part[np.argmax(confidence[part])]) for part in parts]
+    has_time = "time" in data.store.fields
+    keys: Sequence[Any] = (
+        data.store.gather("time", samples[np.asarray(chosen)])
+        .astype("M8[ns]")
+        .astype("M8[m]")
+        .tolist()
+        if has_time
+        else samples[np.asarray(chosen)].tolist()
+    )
+    step = data.plan.direction_step - 1
+    made = []
+    for place, key in zip(chosen, keys, strict=True):
+        answer = int(chances[place].argmax())
+        path = [(0.0, 0.0), *((float(k + 1), float(v)) for k, v in enumerate(moves[place]))]
+        band = data.plan.neutral / data.plan.pip
+        forecast = {"up": band, "down": -band, "neutral": 0.0}[NAMES[answer]]
+        lines = {"what came": path, "forecast": [(0.0, 0.0), (float(step + 1), forecast)]}
+        truth = f"{moves[place, step]:+.1f} pips after {step + 1} bars"
+        told = f"{NAMES[answer]} ({chances[place, answer]:.0%})"
+        made.append(Example("series", str(key), truth, told, lines=lines))
+    return tuple(made)

@@ -1,0 +1,297 @@
+"""A segmentation on its test images as the field evaluates it: per class, at the edges, beside two priors.
+
+Enters: logits and masks of all test images; training masks for the baselines. Leaves: an `Evaluation`: IoU, Dice and
+boundary F1 per class with intervals over images, the confusion of pixels, and the worst images with their masks. Costs:
+per batch one count of pixels per image and some poolings per class; at the end one read of at most 512 training masks.
+
+Boundary F1 (Csurka et al., 2013): the pixels at the edge of a class, true and answered, match when they are within
+0.75 % of the image's diagonal, counted in steps to any of the eight neighbours. Per image and class, the harmonic mean
+of the shares that match; a class's is the mean over the images that have it in mask or answer.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from stoker.packing.samples import colour_of, encode_png
+from stoker.recipes.metrics import bootstrap
+from stoker.recipes.scaling import evenly
+from stoker.recipes.segmentation.metrics import IGNORE, compute_metrics
+from stoker.runs.evaluation import Confusion, Evaluation, Example
+from stoker.store.fields import Array
+from stoker.store.reader import Store
+
+Tensor = torch.Tensor
+EDGE_SHARE = 0.0075
+_FIT_MASKS = 512
+_SHOWN = 6
+_SHOWN_SIDE = 120
+_READ_BYTES = 64 << 20
+
+
+class FinalSegmentationMetrics:
+    """Evaluates the best weights on the test images.
+
+    Args:
+        store: Open; its training masks fit the baselines, its test images are shown.
+        train: Training samples.
+        names: Of the classes.
+        ignore_values: Mask values that count nowhere, besides 255.
+        normalise: Images `(n, channels, height, width)` uint8 to what the network takes.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        train: Array,
+        names: Sequence[str],
+        ignore_values: Sequence[int],
+        normalise: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._store, self._train, self._names = store, train, list(names)
+        self._ignored, self._normalise = list(ignore_values), normalise
+        self._confusions: list[Array] = []
+        self._edges: list[Array] = []
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Take logits and masks of a batch."""
+        answers, masks = outputs.argmax(dim=1), targets.long()
+        num = len(self._names)
+        self._confusions.append(count_each(answers, masks, num).cpu().numpy())
+        self._edges.append(boundary_scores(answers, masks, num).cpu().numpy())
+
+    def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
+        """Return the evaluation of everything seen; see `FinalMetrics`."""
+        each, edges = np.concatenate(self._confusions), np.concatenate(self._edges)
+        total = each.sum(axis=0)
+        ious, dices = class_scores(total[None].astype(np.float64))
+        by_class = _known_mean(edges, axis=0)
+        metrics = {**compute_metrics(total), "boundary_f1": _mean(by_class)}
+        rows = each.reshape(len(each), -1)
+        num = len(self._names)
+        baselines, note = self._baselines(samples)
+        return Evaluation(
+            num_samples=len(each),
+            compared_by=("miou", True),
+            metrics=metrics,
+            intervals={
+                "miou": bootstrap(rows, partial(_drawn_mean, place=0, num_classes=num)),
+                "mean_dice": bootstrap(rows, partial(_drawn_mean, place=1, num_classes=num)),
+                "pixel_accuracy": bootstrap(rows, partial(_drawn_accuracy, num_classes=num)),
+                "boundary_f1": bootstrap(_known_mean(edges, axis=1)),
+            },
+            baselines=baselines,
+            groups={"class": self._per_class(total, ious[0], dices[0], by_class)},
+            confusion=Confusion(tuple(self._names), tuple(map(tuple, total.tolist()))),
+            examples=tuple(self._worst(model, device, samples, each)),
+            notes=(note, "confusion: pixels", "pictures: the images of the lowest mIoU"),
+        )
+
+    def _per_class(
+        self, total: Array, ious: Array, dices: Array, edges: Array
+    ) -> dict[str, dict[str, float]]:
+        pixels = total.sum(axis=1)
+        answered = total.sum(axis=0)
+        return {
+            name: {
+                "iou": float(ious[place]),
+                "dice": float(dices[place]),
+                "boundary_f1": float(edges[place]),
+                "precision": float(total[place, place] / max(1, answered[place])),
+                "recall": float(total[place, place] / max(1, pixels[place])),
+                "share_of_pixels": float(pixels[place] / max(1, pixels.sum())),
+            }
+            for place, name in enumerate(self._names)
+            if pixels[place] or answered[place]
+        }
+
+    def _baselines(self, samples: Array) -> tuple[dict[str, dict[str, float]], str]:
+        num = len(self._names)
+        fitted = evenly(self._train, _FIT_MASKS)
+        counts = self._place_counts(fitted)
+        majority = int(counts.reshape(num, -1).sum(axis=1).argmax())
+        prior = counts.argmax(axis=0)
+        found = {
+            "majority class": np.zeros((num, num), np.int64),
+            "prior of each pixel": np.zeros((num, num), np.int64),
+        }
+        answers = {"majority class": np.full_like(prior, majority), "prior of each pixel": prior}
+        for masks in self._masks(samples):
+            counted = masks != IGNORE
+            for name, answer in answers.items():
+                said = np.broadcast_to(answer, masks.shape)[counted]
+                cells = masks[counted].astype(np.int64) * num + said
+                found[name] += np.bincount(cells, minlength=num * num).reshape(num, num)
+        note = f"prior of each pixel: the commonest class at its place in {len(fitted):,} training masks"
+        return {name: compute_metrics(table) for name, table in found.items()}, note
+
+    def _place_counts(self, samples: Array) -> Array:
+        """Return how often each class is at each place, `(classes, height, width)`."""
+        shape = (len(self._names), *self._store.fields["masks"].shape)
+        counts = np.zeros(shape, np.uint16)  # of at most 512 masks
+        for masks in self._masks(samples):
+            for place in range(len(self._names)):
+                counts[place] += (masks == place).sum(axis=0, dtype=np.uint16)
+        return counts
+
+    def _masks(self, samples: Array) -> Iterator[Array]:
+        """Yield masks with 255 wherever a pixel counts nowhere."""
+        row_bytes = int(np.prod(self._store.fields["masks"].shape, dtype=np.int64))
+        step = max(1, _READ_BYTES // max(1, row_bytes))
+        for low in range(0, len(samples), step):
+            masks = self._store.gather("masks", samples[low : low + step])
+            masks[np.isin(masks, self._ignored)] = IGNORE
+            yield masks
+
+    def _worst(
+        self, model: torch.nn.Module, device: torch.device, samples: Array, each: Array
+    ) -> Iterator[Example]:
+        scores = np.array([compute_metrics(table)["miou"] for table in each])
+        order = np.argsort(np.where(np.isfinite(scores), scores, np.inf), kind="stable")
+        for place in order[:_SHOWN].tolist():
+            sample = int(samples[place])
+            image = self._store.gather("images", np.array([sample]))
+            (truth,) = next(iter(self._masks(np.array([sample]))))
+            inputs = self._normalise(torch.from_numpy(image)).to(device)
+            answer = model(inputs).argmax(dim=1)[0].cpu().numpy().astype(np.uint8)
+            is_named = "name" in self._store.fields
+            shown = np.moveaxis(np.broadcast_to(image[0], (3, *image.shape[2:])), 0, -1)
+            yield Example(
+                "image",
+                self._store.read_text("name", sample) if is_named else f"sample {sample}",
+                self._words(truth),
+                f"{self._words(answer)}; mIoU {scores[place]:.2f}",
+                {
+                    "picture": as_data_url(shown),
+                    "truth": as_data_url(palette()[truth]),
+                    "answer": as_data_url(palette()[answer]),
+                },
+            )
+
+    def _words(self, mask: Array) -> str:
+        counts = np.bincount(mask[mask != IGNORE], minlength=len(self._names))
+        first = np.argsort(-counts, kind="stable")[:3]
+        total = max(1, counts.sum())
+        return ", ".join(f"{self._names[n]} {counts[n] / total:.0%}" for n in first if counts[n])
+
+
+# -- counts --------------------------------------------------------------------------------------
+
+
+def count_each(answers: Tensor, masks: Tensor, num_classes: int) -> Tensor:
+    """Return `(batch, true, answered)` pixels of each image; those of mask 255 count nowhere."""
+    batch, cells_each = len(masks), num_classes * num_classes + 1
+    cells = torch.where(masks == IGNORE, num_classes * num_classes, masks * num_classes + answers)
+    cells = cells + torch.arange(batch, device=masks.device).view(-1, 1, 1) * cells_each
+    counts = torch.zeros(batch * cells_each, dtype=torch.int64, device=masks.device)
+    counts.index_add_(0, cells.flatten(), torch.ones_like(cells.flatten()))
+    return counts.view(batch, cells_each)[:, :-1].view(batch, num_classes, num_classes)
+
+
+def class_scores(confusions: Array) -> tuple[Array, Array]:
+    """Return IoU and Dice, `(draws, classes)`, of `(draws, true, answered)` pixels; NaN for absent classes."""
+    both = np.diagonal(confusions, axis1=1, axis2=2)
+    either = confusions.sum(axis=1) + confusions.sum(axis=2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return both / (either - both), 2 * both / either
+
+
+def _drawn_mean(means: Array, place: int, num_classes: int) -> Array:
+    scores = class_scores(means.reshape(-1, num_classes, num_classes))[place]
+    return _known_mean(scores, axis=1)
+
+
+def _drawn_accuracy(means: Array, num_classes: int) -> Array:
+    tables = means.reshape(-1, num_classes, num_classes)
+    made: Array = np.trace(tables, axis1=1, axis2=2) / np.maximum(tables.sum(axis=(1, 2)), 1e-12)
+    return made
+
+
+def _known_mean(values: Array, axis: int) -> Array:
+    """Return the mean of the values that are known; NaN where none is."""
+    known = np.isfinite(values)
+    count = known.sum(axis=axis)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        made: Array = np.where(known, values, 0.0).sum(axis=axis) / np.where(count, count, np.nan)
+    return made
+
+
+def _mean(values: Array) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else math.nan
+
+
+# -- edges ---------------------------------------------------------------------------------------
+
+
+def boundary_scores(answers: Tensor, masks: Tensor, num_classes: int) -> Tensor:
+    """Return `(batch, classes)` boundary F1, NaN where a class is in neither mask nor answer.
+
+    Args:
+        answers: `(batch, height, width)` class numbers.
+        masks: The same of the truth; pixels of 255, and those next to one, are no edge of anything.
+        num_classes: Classes are 0 to num_classes - 1.
+    """
+    height, width = masks.shape[1:]
+    reach = max(1, round(EDGE_SHARE * math.hypot(height, width)))
+    ignored = (masks == IGNORE)[:, None]
+    near_ignored = _grown(ignored, 1)
+    rows = []
+    for number in range(num_classes):
+        true = _edges((masks == number)[:, None]) & ~near_ignored
+        said = _edges((answers == number)[:, None] & ~ignored) & ~near_ignored
+        hit_true = (true & _grown(said, reach)).sum(dim=(1, 2, 3))
+        hit_said = (said & _grown(true, reach)).sum(dim=(1, 2, 3))
+        num_true, num_said = true.sum(dim=(1, 2, 3)), said.sum(dim=(1, 2, 3))
+        precision = hit_said / num_said.clamp(min=1)
+        recall = hit_true / num_true.clamp(min=1)
+        score = 2 * precision * recall / (precision + recall).clamp(min=1e-12)
+        rows.append(torch.where(num_true + num_said > 0, score, math.nan))
+    return torch.stack(rows, dim=1)
+
+
+def _grown(inside: Tensor, reach: int) -> Tensor:
+    """Return the pixels within `reach` of the inside, in steps to any of the eight neighbours."""
+    # One axis after the other: a square of 2 reach + 1 pixels costs as much as two lines.
+    lines = functional.max_pool2d(inside.float(), (1, 2 * reach + 1), 1, (0, reach))
+    return functional.max_pool2d(lines, (2 * reach + 1, 1), 1, (reach, 0)) > 0
+
+
+def _edges(inside: Tensor) -> Tensor:
+    """Return the pixels of the inside with a neighbour outside of it; the image's border is no edge."""
+    return inside & _grown(~inside, 1)
+
+
+# -- colours -------------------------------------------------------------------------------------
+
+
+def palette() -> Array:
+    """Return the colours of mask values, `(256, 3)` uint8; those of `stoker inspect`."""
+    return np.array([colour_of(value) for value in range(256)], dtype=np.uint8)
+
+
+def as_data_url(pixels: Array, side: int = _SHOWN_SIDE) -> str:
+    """Return pixels `(height, width, 3)` as a small PNG for a page."""
+    step = max(1, -(-max(pixels.shape[:2]) // side))
+    small = np.ascontiguousarray(pixels[::step, ::step])
+    return f"data:image/png;base64,{base64.b64encode(encode_png(small)).decode()}"
+
+
+def class_names(store_names: Sequence[str], num_classes: int) -> list[str]:
+    """Return a name for every class: the store's, else its number."""
+    return [
+        str(store_names[place]) if place < len(store_names) else f"class {place}"
+        for place in range(num_classes)
+    ]
+
+
+def legend(names: Sequence[str]) -> Mapping[int, tuple[str, str]]:
+    """Return mask value to the name and the colour (`#rrggbb`) of its class."""
+    return {place: (name, "#" + bytes(palette()[place]).hex()) for place, name in enumerate(names)}

@@ -1,0 +1,309 @@
+"""The tabular recipe on its test samples: per class, calibrated, beside boosted trees, with the inputs that matter.
+
+Enters: the store, the split, the task; then the outputs for the test samples. Leaves: an `Evaluation`. Costs: fitting
+the baseline (seconds, see `recipes/baselines.py`), and a forward pass over a few hundred rows for every column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from stoker.errors import InputError
+from stoker.recipes.baselines import (
+    MOST_TREE_CLASSES,
+    Boosting,
+    Ridge,
+    summary_rows,
+    thin_samples,
+)
+from stoker.recipes.classification import (
+    ScoreList,
+    class_examples,
+    class_metrics,
+    confusion_counts,
+    evaluate_classes,
+    macro_f1,
+)
+from stoker.recipes.contract import Tensors
+from stoker.recipes.metrics import bootstrap, class_priors
+from stoker.recipes.tabular.data import Inputs, Task
+from stoker.runs.evaluation import Curve, Evaluation, Example
+from stoker.store.fields import Array
+from stoker.store.reader import Store
+
+_FIT_ROWS = 20_000
+_PERMUTED_ROWS, _PERMUTED_WINDOWS = 1000, 200
+_MOST_COLUMNS = 200
+_NUM_EXAMPLES = 12
+_MOST_POINTS = 200
+_QUIET = {
+    "benign", "normal", "negative", "none", "no", "false", "healthy", "ok", "legitimate", "ham", "clean", "good",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class TableData:
+    """What the evaluation needs of the job.
+
+    Attributes:
+        store: Open while the run goes on.
+        inputs: What is learned from.
+        target_field: What is predicted.
+        task: Classes or values.
+        samples: Of the splits.
+        targets: Of the splits, as stored.
+        quiet_class: Name of the class that should raise no alarm; None finds it by its name.
+        unpack: Batch to the model's inputs.
+        seed: Of draws and permutations.
+    """
+
+    store: Store
+    inputs: Inputs
+    target_field: str
+    task: Task
+    samples: Mapping[str, Array]
+    targets: Mapping[str, Array]
+    quiet_class: str | None
+    unpack: Callable[[Tensors], torch.Tensor]
+    seed: int
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes."""
+        return class_names(self.store, self.task)
+
+    def places(self, split: str) -> Array:
+        """Return the targets of a split as places of classes."""
+        assert self.task.classes is not None
+        return np.searchsorted(self.task.classes, self.targets[split].reshape(-1))
+
+    def values(self, split: str) -> Array:
+        """Return the targets of a split as `(n, values)` float64."""
+        return self.targets[split].reshape(len(self.targets[split]), -1).astype(np.float64)
+
+    def rows_for(self, split: str, most: int) -> tuple[Array, Array]:
+        """Return rows for a baseline, and their places in the split."""
+        kept = thin_samples(np.arange(len(self.samples[split])), most, self.seed)
+        return summary_rows(self.store, self.inputs.field, self.samples[split][kept]), kept
+
+
+def class_names(store: Store, task: Task) -> list[str]:
+    """Return the names of the classes as the table had them, or their numbers."""
+    named = store.manifest.attributes.get("classes") or []
+    return list(named) or [str(number) for number in np.asarray(task.classes).tolist()]
+
+
+class ClassTable:
+    """Final metrics of a classifier."""
+
+    def __init__(self, data: TableData) -> None:
+        self._data = data
+        self._scores = ScoreList()
+        self._quiet, self._notes = find_quiet(data.class_names, data.quiet_class)
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Take a batch."""
+        self._scores.update(outputs, targets)
+
+    def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
+        """Return the evaluation, beside the majority and boosted trees."""
+        data, names = self._data, self._data.class_names
+        chances, labels = self._scores.probabilities, self._scores.labels
+        report = evaluate_classes(chances, labels, names, quiet_class=self._quiet)
+        known = data.places("train")
+        priors = np.tile(class_priors(known, len(names)), (len(labels), 1))
+        baselines = {"majority": class_metrics(priors, labels, self._quiet)}
+        rows, kept = data.rows_for("train", _FIT_ROWS)
+        tested = summary_rows(data.store, data.inputs.field, samples)
+        if len(names) <= MOST_TREE_CLASSES:
+            trees = Boosting(rows, known[kept], len(names), data.seed)
+            baselines["boosted trees"] = class_metrics(trees.predict(tested), labels, self._quiet)
+            note = _tree_note(trees)
+        else:
+            line = Ridge(rows, np.eye(len(names))[known[kept]])
+            scores = np.clip(line.predict(tested), 1e-6, None)
+            scores /= scores.sum(axis=1, keepdims=True)
+            baselines["linear"] = class_metrics(scores, labels, self._quiet)
+            note = f"linear baseline: least squares on {len(rows):,} training samples"
+        importance, told = _importance(data, model, device, samples, labels)
+        return Evaluation(
+            len(labels),
+            ("macro_f1", True),
+            **vars(report),
+            baselines=baselines,
+            importance=importance,
+            examples=class_examples(samples, chances, labels, names, _NUM_EXAMPLES),
+            notes=(*self._notes, note, *told),
+        )
+
+
+class ValueTable:
+    """Final metrics of a regression, in the units of the targets.
+
+    Args:
+        data: Of the job.
+        center: `(values,)` that scaled targets are counted from.
+        scale: `(values,)` one unit of them.
+    """
+
+    def __init__(self, data: TableData, center: Array, scale: Array) -> None:
+        self._data, self._center, self._scale = data, center, scale
+        self._answers: list[Array] = []
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Take a batch."""
+        del targets
+        self._answers.append(outputs.double().cpu().numpy() * self._scale + self._center)
+
+    def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
+        """Return the evaluation, beside the median and boosted trees."""
+        data = self._data
+        known, wanted = data.values("train"), data.values("test")
+        answers = np.concatenate(self._answers)
+        mean = known.mean(axis=0)
+        rows, kept = data.rows_for("train", _FIT_ROWS)
+        tested = summary_rows(data.store, data.inputs.field, samples)
+        trees = Boosting(rows, known[kept], None, data.seed)
+        baselines = {
+            "median": _value_metrics(np.broadcast_to(self._center, wanted.shape), wanted, mean),
+            "linear": _value_metrics(Ridge(rows, known[kept]).predict(tested), wanted, mean),
+            "boosted trees": _value_metrics(trees.predict(tested), wanted, mean),
+        }
+        errors = np.abs(answers - wanted).mean(axis=1)
+        names = data.store.fields[data.target_field].columns or [
+            f"value {number}" for number in range(wanted.shape[1])
+        ]
+        groups = {}
+        if wanted.shape[1] > 1:
+            groups["value"] = {
+                str(names[k]): _value_metrics(answers[:, [k]], wanted[:, [k]], mean[[k]])
+                for k in range(min(wanted.shape[1], _MOST_COLUMNS))
+            }
+        importance, told = _importance(data, model, device, samples, wanted)
+        drawn = thin_samples(np.arange(len(wanted)), _MOST_POINTS, data.seed)
+        drawn = drawn[np.argsort(wanted[drawn, 0], kind="stable")]
+        lines = {
+            "answer": [(float(wanted[k, 0]), float(answers[k, 0])) for k in drawn],
+            "truth": [(float(wanted[k, 0]), float(wanted[k, 0])) for k in drawn],
+        }
+        worst = np.argsort(-errors, kind="stable")[: _NUM_EXAMPLES // 2].tolist()
+        best = np.argsort(errors, kind="stable")[: _NUM_EXAMPLES // 2].tolist()
+        return Evaluation(
+            len(wanted),
+            ("mae", False),
+            _value_metrics(answers, wanted, mean),
+            {"mae": bootstrap(errors), "r2": _r2_interval(answers, wanted, mean)},
+            baselines,
+            groups,
+            curves=(Curve("Answers along the truth", "truth", "answer", lines),),
+            importance=importance,
+            examples=tuple(
+                Example("text", str(samples[k]), _spell(wanted[k]), _spell(answers[k]))
+                for k in dict.fromkeys([*worst, *best])
+            ),
+            notes=(_tree_note(trees), *told),
+        )
+
+
+def _tree_note(trees: Boosting) -> str:
+    return (
+        f"boosted trees: {trees.num_rounds} rounds on {trees.num_rows:,} training samples, untuned"
+    )
+
+
+def _value_metrics(answers: Array, wanted: Array, mean: Array) -> dict[str, float]:
+    errors = answers - wanted
+    return {
+        "mae": float(np.abs(errors).mean()),
+        "rmse": float(math.sqrt(np.square(errors).mean())),
+        "r2": _r2(answers, wanted, mean),
+    }
+
+
+def _r2(answers: Array, wanted: Array, mean: Array) -> float:
+    """Return 1 minus the error over that of the training mean; the mean over values."""
+    held = np.square(wanted - mean).sum(axis=0)
+    lost = np.square(answers - wanted).sum(axis=0)
+    known = held > 0
+    return float((1 - lost[known] / held[known]).mean()) if known.any() else math.nan
+
+
+def _r2_interval(answers: Array, wanted: Array, mean: Array) -> tuple[float, float]:
+    lost, held = np.square(answers - wanted).mean(axis=1), np.square(wanted - mean).mean(axis=1)
+    return bootstrap(
+        np.stack([lost, held], axis=1),
+        lambda means: 1 - means[:, 0] / np.maximum(means[:, 1], 1e-300),
+    )
+
+
+def _spell(values: Array) -> str:
+    return ", ".join(f"{value:.4g}" for value in values[:4]) + (", ..." if len(values) > 4 else "")
+
+
+def find_quiet(names: Sequence[str], asked: str | None) -> tuple[int | None, tuple[str, ...]]:
+    """Return the class that should raise no alarm, and why."""
+    if asked is not None:
+        if asked not in names:
+            raise InputError(
+                f"the option 'quiet_class' is {asked!r}.",
+                ", ".join(names),
+                f"quiet_class={names[0]!r}",
+            )
+        return list(names).index(asked), ()
+    found = [place for place, name in enumerate(names) if name.strip().lower() in _QUIET]
+    if len(found) != 1:
+        return None, ()
+    return found[0], (
+        f"false alarms are answers other than {names[found[0]]!r} for samples of it (quiet_class)",
+    )
+
+
+# -- importance ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _importance(
+    data: TableData, model: torch.nn.Module, device: torch.device, samples: Array, truth: Array
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Return how much the metric loses when a column is permuted among samples; largest first."""
+    info = data.store.fields[data.inputs.field]
+    if data.inputs.is_series or info.shape[-1] > _MOST_COLUMNS:
+        why = "windows of a series" if data.inputs.is_series else f"{info.shape[-1]:,} columns"
+        return {}, (f"no importance by permutation: {why}",)
+    most = _PERMUTED_WINDOWS if data.inputs.window else _PERMUTED_ROWS
+    chosen = thin_samples(np.arange(len(samples)), most, data.seed)
+    if len(chosen) < 2:
+        return {}, ()
+    values = torch.from_numpy(data.store.gather(data.inputs.field, samples[chosen])).to(device)
+    wanted = truth[chosen]
+
+    def reached(rows: torch.Tensor) -> float:
+        outputs: Any = model(data.unpack({data.inputs.field: rows}))
+        if data.task.classes is not None:
+            answers = outputs.argmax(dim=1).cpu().numpy()
+            counts = confusion_counts(wanted, answers, data.task.num_outputs)
+            return float(macro_f1(counts[None].astype(np.float64))[0])
+        model_any: Any = model
+        answers = (
+            (outputs * model_any.target_scale + model_any.target_center).double().cpu().numpy()
+        )
+        return -float(np.abs(answers - wanted).mean())
+
+    whole = reached(values)
+    order = torch.from_numpy(np.random.default_rng(data.seed).permutation(len(chosen))).to(device)
+    names = info.columns or [f"column {number}" for number in range(info.shape[-1])]
+    lost = {}
+    for place, name in enumerate(names):
+        changed = values.clone()
+        changed[..., place] = values[order][..., place]
+        lost[str(name)] = whole - reached(changed)
+    ranked = dict(sorted(lost.items(), key=lambda pair: -pair[1]))
+    return ranked, (
+        f"importance: one permutation of each column among {len(chosen):,} test samples",
+    )

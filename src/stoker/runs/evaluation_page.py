@@ -1,0 +1,216 @@
+"""The part of a run's page about what the model is worth: baselines, classes, confusion, curves, examples.
+
+Enters: an `Evaluation`. Leaves: markup. Costs string work, a few kB; pictures of examples are in the log already.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from stoker import page
+from stoker.page import Html
+from stoker.page.charts import Chart, Line, chart_grid, line_chart
+from stoker.runs.evaluation import Confusion, Curve, Evaluation, Example
+
+_WORTH_KINDS = {"better": "good", "unclear": "warn", "worse": "refuse", "unknown": "note"}
+_WORTH_WORDS = {
+    "better": "better than its baselines",
+    "unclear": "maybe no better",
+    "worse": "not worth training",
+    "unknown": "nothing to compare with",
+}
+_MOST_GROUPS = 60
+_MOST_CONFUSED = 30
+_MOST_INPUTS = 15
+_PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
+
+
+def evaluation_section(made: Evaluation, key: str) -> Html:
+    """Return the verdict first, then the numbers, then pictures."""
+    badge = page.badge(_WORTH_WORDS[made.worth], _WORTH_KINDS[made.worth])
+    parts = [Html(f"<p>{badge} {page.escape(made.verdict)}</p>"), _overall(made, key)]
+    if made.confusion is not None:
+        parts.append(_confusion(made.confusion, key))
+    for number, (kind, rows) in enumerate(made.groups.items()):
+        parts.append(_group(kind, rows, f"{key}-group-{number}"))
+    curves = [line_chart(_chart(curve, f"{key}-curve-{n}")) for n, curve in enumerate(made.curves)]
+    if curves:
+        parts += [Html("<h3>Curves</h3>"), chart_grid(curves)]
+    if made.importance:
+        parts.append(_importance(made))
+    if made.examples:
+        parts += [Html("<h3>Examples</h3>"), page.grid(_examples(made.examples, key))]
+    parts += [page.paragraph(note, quiet=True) for note in made.notes]
+    return page.join(parts)
+
+
+def _overall(made: Evaluation, key: str) -> Html:
+    header = (
+        "metric",
+        "model",
+        "95 % interval",
+        *(page.shorten(name, 40) for name in made.baselines),
+    )
+    rows = []
+    for name, value in made.metrics.items():
+        span = made.intervals.get(name)
+        spelled = "" if span is None else f"{_number(span[0])} to {_number(span[1])}"
+        mark = " (compared by)" if name == made.compared_by[0] else ""
+        others = (_number(metrics.get(name)) for metrics in made.baselines.values())
+        rows.append((page.name(f"{name}{mark}"), _number(value), spelled, *others))
+    return page.table(
+        header, rows, key=f"{key}-overall", numeric=range(1, len(header)), labels=(0,), tight=True
+    )
+
+
+def _confusion(made: Confusion, key: str) -> Html:
+    """Return the matrix as a table whose cells are shaded by their share of the true class."""
+    names = made.names[:_MOST_CONFUSED]
+    rows = []
+    for name, counts in zip(names, made.counts, strict=False):
+        whole = sum(counts)
+        cells = [_shaded(count, count / whole if whole else 0.0) for count in counts[: len(names)]]
+        rows.append((page.name(name), *cells))
+    header = ("true class", *(page.shorten(name, 24) for name in names))
+    table = page.table(
+        header, rows, key=f"{key}-confusion", numeric=range(1, len(header)), labels=(0,), tight=True
+    )
+    cut = (
+        f" The first {len(names)} of {len(made.names)} classes."
+        if len(names) < len(made.names)
+        else ""
+    )
+    told = f"Answers stand in the columns; cells are shaded by their share of the row.{cut}"
+    return page.join([Html("<h3>Confusion</h3>"), table, page.paragraph(told, quiet=True)])
+
+
+def _shaded(count: int, share: float) -> Html:
+    if not count:
+        return Html('<span class="quiet">0</span>')
+    return Html(f'<span class="share" style="--share:{100 * share:.0f}%">{count:,}</span>')
+
+
+def _group(kind: str, rows: Mapping[str, Mapping[str, float]], key: str) -> Html:
+    """Return a table with a row per class or group; shares from 0 to 1 get a bar."""
+    # What is not known of a row is missing in it: the longest row has the right order.
+    longest = sorted(rows.values(), key=len, reverse=True)
+    metrics = list(dict.fromkeys(name for row in longest for name in row))
+    shown = list(rows.items())[:_MOST_GROUPS]
+    is_share = {
+        name: all(0 <= row[name] <= 1 for _, row in shown if math.isfinite(row.get(name, math.nan)))
+        and name not in ("samples", "trades")
+        for name in metrics
+    }
+    cells = [
+        (
+            page.name(who),
+            *(
+                _bar(row.get(name)) if is_share[name] else _number(row.get(name))
+                for name in metrics
+            ),
+        )
+        for who, row in shown
+    ]
+    header = (kind, *(page.shorten(name, 40) for name in metrics))
+    table = page.table(
+        header, cells, key=key, numeric=range(1, len(header)), labels=(0,), tight=True
+    )
+    cut = f", {len(shown)} of {len(rows)}" if len(shown) < len(rows) else ""
+    return page.join([Html(f"<h3>By {page.escape(kind)}{cut}</h3>"), table])
+
+
+def _bar(value: float | None) -> Html:
+    if value is None or not math.isfinite(value):
+        return Html("n/a")
+    return Html(
+        f'<span class="meter" style="--share:{100 * value:.0f}%">{page.escape(_number(value))}</span>'
+    )
+
+
+def _chart(curve: Curve, key: str) -> Chart:
+    lines = [
+        Line(name, list(points), number, "plain" if number == 0 else "dashed")
+        for number, (name, points) in enumerate(curve.lines.items())
+    ]
+    return Chart(
+        key,
+        curve.title,
+        lines,
+        curve.unit,
+        scale="count",
+        along=curve.along,
+        begin=math.inf,
+        low=None,
+    )
+
+
+def _importance(made: Evaluation) -> Html:
+    top = list(made.importance.items())[:_MOST_INPUTS]
+    most = max((loss for _, loss in top), default=0.0) or 1.0
+    items = "".join(
+        f"<tr><td class=label>{page.name(name)}</td><td class=number>"
+        f'<span class="meter" style="--share:{max(0.0, 100 * loss / most):.0f}%">{page.escape(_number(loss))}</span>'
+        "</td></tr>"
+        for name, loss in top
+    )
+    title = f"Inputs: {page.escape(made.compared_by[0])} lost when permuted"
+    return Html(
+        f"<h3>{title}</h3><div class=scroll><table class=tight><tbody>{items}</tbody></table></div>"
+    )
+
+
+def _examples(examples: Sequence[Example], key: str) -> Iterable[Html]:
+    for number, example in enumerate(examples):
+        told = page.join(
+            [
+                Html("truth: "), page.name(example.truth), Html("<br>answer: "), page.name(example.answer),
+            ]
+        ) if example.truth or example.answer else Html("")  # fmt: skip
+        yield page.figure(
+            page.name(example.key), _picture(example, f"{key}-example-{number}"), told
+        )
+
+
+def _picture(example: Example, key: str) -> Html:
+    if example.kind == "image":
+        # Only pictures as bytes: a log must not make a browser ask a server.
+        shown = [
+            f'<img alt="{page.escape(name)}" title="{page.escape(name)}" src="{url}">'
+            for name, url in example.pictures.items()
+            if _PICTURE.fullmatch(url)
+        ]
+        return Html(f'<div class="pictures">{"".join(shown)}</div>')
+    if example.kind == "spectrum":
+        return _mirror(example, key)
+    if example.kind == "series":
+        lines = [
+            Line(name, list(points), number, "plain" if number == 0 else "dashed")
+            for number, (name, points) in enumerate(example.lines.items())
+        ]
+        return line_chart(Chart(key, "", lines, "", scale="count", low=None))
+    return Html("")
+
+
+def _mirror(example: Example, key: str) -> Html:
+    """Return a mirror plot: the true peaks upwards, the answer's downwards, each to its own base peak."""
+    truth, answer = (example.lines.get(name, ()) for name in ("truth", "answer"))
+    last = max((x for x, _ in (*truth, *answer)), default=1.0) or 1.0
+    paths = []
+    for peaks, sign, colour in ((truth, -1, "c0"), (answer, 1, "c1")):
+        base = max((y for _, y in peaks), default=0.0) or 1.0
+        strokes = "".join(
+            f"M{20 + 960 * x / last:.1f} 50v{sign * 48 * max(0.0, y) / base:.1f}" for x, y in peaks
+        )
+        paths.append(f'<path class="curve {colour}" d="{strokes}"/>')
+    told = f"{len(truth)} true peaks above, {len(answer)} predicted below, up to m/z {last:g}"
+    return Html(
+        f'<svg role="img" aria-labelledby="{page.escape(key)}-t" viewBox="0 0 1000 100" '
+        f'preserveAspectRatio="none" style="height:110px"><title id="{page.escape(key)}-t">{page.escape(told)}</title>'
+        f'<path class="base" d="M0 50h1000"/>{"".join(paths)}</svg>'
+    )
+
+
+def _number(value: float | None) -> str:
+    return page.format_number(value)
