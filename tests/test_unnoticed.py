@@ -6,11 +6,15 @@ import io
 import os
 import pickle
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from stoker.loader import device_data
 from stoker.loader.loader import Loader
 from stoker.store.fields import Dense
 from stoker.train import ranks
@@ -37,6 +41,16 @@ def test_nothing_that_another_rank_sends_is_run(tmp_path, monkeypatch):
     with pytest.raises(pickle.UnpicklingError):
         Ranks(0, 2, joined=True).gather({"metrics": 1.0})
     assert not (tmp_path / "evil").exists()
+
+
+@given(st.lists(st.integers(1, 40_000), max_size=60), st.integers(1, 8))
+def test_blocks_of_batches_are_whole_and_hold_no_more_samples_than_they_may(sizes, most):
+    batches = [SimpleNamespace(chunks=(0,), positions=range(size)) for size in sizes]
+    blocks = list(device_data._blocks(iter(batches), most))
+    assert [batch for block in blocks for batch in block] == batches
+    for block in blocks:
+        held = sum(len(batch.positions) for batch in block)
+        assert held <= device_data._BLOCK_SAMPLES or len(block) == 1
 
 
 def test_a_process_two_forks_away_from_a_run_has_no_lock_to_close(tmp_path):
