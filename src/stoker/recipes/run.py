@@ -441,9 +441,12 @@ class Run:
 
     def _make_plan(self, samples: Array, share: float, fallback: float, **told: Any) -> Plan:
         """Plan with the memory that all ranks have: free memory differs, chunks must not."""
-        on_gpu = self.device.type == "cuda"
-        free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else None
         columns = make_columns(self.store, self.job.fields, samples)
+        # Encoded pictures stay in host memory, where decoders read them.
+        on_gpu = self.device.type == "cuda" and not any(column.is_encoded for column in columns)
+        if not on_gpu:
+            told.pop("streamed", None)
+        free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else None
         return make_plan(
             column_facts(self.store, columns, len(samples)),
             gpu_memory_bytes=None if free is None else self.ranks.smallest(free),
