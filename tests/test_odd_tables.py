@@ -17,6 +17,8 @@ from stoker.sources.bars import read_bars
 from stoker.sources.tables import TextOptions
 from stoker.sources.tables.columns import Column, encode, find_kind
 from stoker.sources.tables.layout import find_layout
+from stoker.store.fields import Dense
+from stoker.store.inspection import inspect_parts
 from stoker.store.reader import open_store
 
 ROWS = ["1,2,0.5,1.5,7", "1.5,2.5,1,2,8", "2,3,1.5,2.5,9"]
@@ -87,3 +89,12 @@ def test_inspect_takes_a_pattern_as_pack_does(tmp_path):
         (tmp_path / f"day{number}.csv").write_text("a,b\n1,2\n3,4\n")
     done = CliRunner().invoke(app, ["inspect", str(tmp_path / "day*.csv"), "--json"])
     assert json.loads(done.stdout)["facts"]["rows"] == "6"
+
+
+def test_columns_that_nobody_chose_are_not_said_to_be_constant():
+    """`pack massspec` stores the same conditions of every library, and has no --drop."""
+    values = np.zeros((20, 2), np.float32)
+    assert not inspect_parts([{"conditions": Dense(values, ("ms1", "energy"))}]).findings
+    assert inspect_parts([{"features": Dense(values, ("ms1", "energy"))}]).findings
+    values[3, 1] = np.nan
+    assert inspect_parts([{"conditions": Dense(values, ("ms1", "energy"))}]).refused
