@@ -274,7 +274,7 @@ def test_zone_turns_the_brokers_clock_into_utc(tmp_path):
         read_bars(write(tmp_path, DIALECTS["iso T Z"]), tz="Europe/Athens")
 
 
-moments = st.datetimes(datetime(1700, 1, 1), datetime(2199, 12, 31), timezones=st.just(UTC))  # noqa: DTZ001
+moments = st.datetimes(datetime(1900, 1, 1), datetime(2199, 12, 31), timezones=st.just(UTC))  # noqa: DTZ001
 
 
 @given(moments.map(lambda m: m.replace(microsecond=0)), st.sampled_from([

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pyarrow as pa
 import pytest
+from typer.testing import CliRunner
 
+from stoker.cli.main import app
+from stoker.errors import StoreError
 from stoker.sources.bars import read_bars
 from stoker.sources.tables import TextOptions
 from stoker.sources.tables.columns import Column, encode, find_kind
 from stoker.sources.tables.layout import find_layout
+from stoker.store.fields import Dense
+from stoker.store.inspection import inspect_parts
+from stoker.store.reader import open_store
 
 ROWS = ["1,2,0.5,1.5,7", "1.5,2.5,1,2,8", "2,3,1.5,2.5,9"]
 
@@ -62,3 +70,31 @@ def test_a_table_has_dates_of_the_eighteenth_century():
     values, _ = encode(months, made, ".", faults)
     assert not faults
     assert values[0].tolist() == [np.datetime64("1749-01-01").astype(int), 1, 2]  # a Wednesday
+
+
+def test_a_pandas_table_deep_in_a_file_is_known_by_the_index_below_it(tmp_path):
+    """PyTables keeps an index of many arrays beside the table: none of them is a sample."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        group = file.create_group("A/B/ohlcv")
+        group.attrs["pandas_type"] = b"frame_table"
+        group["table"] = np.zeros(9, [("index", "i8"), ("values_block_0", "f8", 3)])
+        group["_i_table/index/sortedLR"] = np.arange(50)
+        group["_i_table/index/indicesLR"] = np.arange(50)
+    with pytest.raises(StoreError, match="it is a pandas file: the values of 'A/B/ohlcv'"):
+        open_store(tmp_path / "x.h5")
+
+
+def test_inspect_takes_a_pattern_as_pack_does(tmp_path):
+    for number in range(3):
+        (tmp_path / f"day{number}.csv").write_text("a,b\n1,2\n3,4\n")
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path / "day*.csv"), "--json"])
+    assert json.loads(done.stdout)["facts"]["rows"] == "6"
+
+
+def test_columns_that_nobody_chose_are_not_said_to_be_constant():
+    """`pack massspec` stores the same conditions of every library, and has no --drop."""
+    values = np.zeros((20, 2), np.float32)
+    assert not inspect_parts([{"conditions": Dense(values, ("ms1", "energy"))}]).findings
+    assert inspect_parts([{"features": Dense(values, ("ms1", "energy"))}]).findings
+    values[3, 1] = np.nan
+    assert inspect_parts([{"conditions": Dense(values, ("ms1", "energy"))}]).refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -293,6 +294,8 @@ def _array_or_table_source(path: Path, table: Source, chosen: Selection) -> Sour
     from stoker.store.manifest import MANIFEST_NAME
     from stoker.store.plain import Selection
 
+    if not path.exists() and re.search(r"[*?\[]", path.name):  # a pattern, as `pack table` takes it
+        return table
     is_array = bool({suffix.lower() for suffix in path.suffixes} & _ARRAYS)
     is_file = path.is_file() and (is_array or is_table(path))
     is_folder = path.is_dir() and not (path / MANIFEST_NAME).exists()

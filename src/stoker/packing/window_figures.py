@@ -21,7 +21,7 @@ from stoker.page import Html
 from stoker.store.fields import Array
 from stoker.store.manifest import FieldInfo
 
-_SHOWN_ROWS = 72
+_SHOWN_BARS, _SHOWN_ROWS = 72, 400
 _MOST_LINES = 6
 _MOST_TOKENS = 96
 _WIDTH, _HEIGHT = 400, 130
@@ -164,11 +164,11 @@ def window_figure(
         bars = bars_of(window, columns, _scaler(attributes, row, name))
         if bars is not None:
             targets = row.get("targets") if name == base else None
-            drawn += [_label(name, window), _candles(bars, window.length, targets)]
+            drawn += [_label(name, window, _SHOWN_BARS), _candles(bars, window.length, targets)]
         elif window.rows.dtype.kind in "iu" and window.rows.ndim == 1:
             drawn.append(_tokens(window))
         else:
-            drawn += [_label(name, window), _lines(window, columns)]
+            drawn += [_label(name, window, _SHOWN_ROWS), _lines(window, columns)]
     about = []
     if (moment := _moment(row)) is not None:
         about.append(f"t = {show_time(moment)}")
@@ -188,8 +188,8 @@ def show_time(time_ns: int) -> str:
     return text.removesuffix(":00")
 
 
-def _label(name: str, window: Window) -> Html:
-    shown = min(window.length, _SHOWN_ROWS)
+def _label(name: str, window: Window, most: int) -> Html:
+    shown = min(window.length, most)
     rows = (
         f"{window.length:,} rows"
         if shown == window.length
@@ -199,7 +199,7 @@ def _label(name: str, window: Window) -> Html:
 
 
 def _candles(bars: _Bars, length: int, targets: Array | None) -> Html:
-    start = max(0, length - _SHOWN_ROWS)
+    start = max(0, length - _SHOWN_BARS)
     # Behind t only as far as the target goes.
     stop = length + (0 if targets is None else min(len(targets), len(bars.close) - length))
     ahead = 0 if targets is None else len(targets)

@@ -160,7 +160,8 @@ def recognise(
 
 def _some_groups(file: h5py.File, arrays: Arrays) -> list[str]:
     """Return the first groups of a file, those at the top before those below."""
-    below = {name.rpartition("/")[0] for name in arrays}
+    # All groups above an array: the mark of pandas stands above the groups of an index.
+    below = {name[:at] for name in arrays for at, letter in enumerate(name) if letter == "/"}
     top = {name.partition("/")[0] for name in below}
     hard = [name for name in file if isinstance(file.get(name, getlink=True), h5py.HardLink)]
     groups = [name for name in hard if isinstance(file[name], h5py.Group)]

@@ -43,6 +43,8 @@ _ROW_COPIES = 4
 """As read, in native order, as floats, and the temporaries of a block."""
 _VALUES = {"dense": "", "ragged": "/values", "series": "/rows"}
 _TARGET_FIELD, _TIME_FIELD = "targets", "time"
+_FIXED = ("conditions",)
+"""Fields with the same columns whatever the data: most of them are constant, and nobody can drop them."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ def _judge(stats: Mapping[str, TableStats]) -> list[Finding]:
         finding
         for name, about in stats.items()
         for finding in judge(about, target=target if _comparable(name, about, target) else None)
+        if name not in _FIXED or finding.name not in ("constant", "duplicate-rows")
     ]
     return sorted_findings(findings)
 
