@@ -52,6 +52,35 @@ def _windows(kind: str) -> Measure:
     )
 
 
+def _pictures(kind: str) -> Measure:
+    def rate(way: str) -> Keys:
+        return (kind, "loading", way, "images_per_second")
+
+    return Measure(
+        f"encoded photographs, {kind}, augmented",
+        "images/s",
+        rate("encoded"),
+        {"torch DataLoader, Pillow": rate("dataloader, 16 workers")},
+        ("nvJPEG alone", rate("decoder")),
+    )
+
+
+def _trained_pictures(kind: str) -> Measure:
+    def rate(way: str) -> Keys:
+        return (kind, "training", way, "images_per_second")
+
+    return Measure(
+        f"training resnet18 on encoded photographs, {kind}",
+        "images/s",
+        rate("encoded"),
+        {
+            "torch DataLoader, Pillow": rate("dataloader, 16 workers"),
+            "a store of pixels": rate("raw"),
+        },
+        ("one batch again and again", rate("held batch")),
+    )
+
+
 def _step(batch: str) -> Measure:
     return Measure(
         f"training step of an MLP, batch {batch}",
@@ -251,6 +280,7 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
         ),
         Measure("the segmentation recipe", "images/s", ("segmentation", "images_per_second")),
     ),
+    "pictures": (_pictures("256 px"), _pictures("full"), _trained_pictures("256 px")),
     "loader_cpu": (
         _seconds(
             "an epoch without a GPU, four chunks",
