@@ -9,9 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.augment import Compose, Normalize, RandomCrop, RandomHorizontalFlip, ToDtype
+from stoker.augment import (
+    Compose,
+    Normalize,
+    ProgressiveAugmentation,
+    RandomCrop,
+    RandomHorizontalFlip,
+    ToDtype,
+)
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
+from stoker.loader.staging import TableUploader
 
 on_each_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -112,3 +120,35 @@ def test_batches_are_made_together_and_a_step_is_counted_for_each(store):
     with pytest.raises(InputError, match="30 rows in batches of 7"):
         compose.batches(images, rows=rows, batch_size=7)
     assert compose.batches(images, rows=rows, batch_size=30).shape[0] == 30
+
+
+def test_an_epoch_of_small_images_takes_one_table_and_few_passes(store, monkeypatch):
+    tables, passes = [], []
+    upload, batches = TableUploader.upload, Compose.batches
+
+    def noted_upload(self, rows, at_once):
+        tables.append(len(rows))
+        return upload(self, rows, at_once)
+
+    def noted_batches(self, *values, rows, batch_size):
+        passes.append(len(rows) // batch_size)
+        return batches(self, *values, rows=rows, batch_size=batch_size)
+
+    monkeypatch.setattr(TableUploader, "upload", noted_upload)
+    monkeypatch.setattr(Compose, "batches", noted_batches)
+    with Loader(store, 10, "cpu", order="shuffled", augment=make()) as loader:
+        assert len(list(loader)) == 30
+        assert tables == [1], "images, masks and labels have the same rows"
+        assert passes == [29], "the first batch alone tells how large they are"
+        assert len(list(loader)) == 30
+    assert tables == [1, 1]
+    assert passes == [29, 30]
+
+
+def test_a_schedule_of_stages_is_augmented_ahead_too(store):
+    stages = {0: make(), 1: make(seed=9)}
+    runs = []
+    for augment in (ProgressiveAugmentation(stages), OneByOne(ProgressiveAugmentation(stages))):
+        with Loader(store, 16, "cpu", order="shuffled", augment=augment) as loader:
+            runs.append([*loader, *loader])
+    same(*runs)
