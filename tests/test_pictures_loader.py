@@ -353,7 +353,7 @@ def test_a_picture_of_another_size_than_packed_is_broken():
     }
     with (
         stoker.Loader(memory_store(fields, "other"), 6, "cpu") as loader,
-        pytest.raises(StoreError, match="decodes to 17 x 16"),
+        pytest.raises(StoreError, match="17 x 16 pixels, and 16 x 16 when it was packed"),
     ):
         next(iter(loader))
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -43,13 +43,12 @@ from stoker.loader.columns import (
 )
 from stoker.loader.device_data import DeviceData
 from stoker.loader.drawing import Mixture, Weights, choose_draws
-from stoker.loader.elastic import ElasticEpoch, ResumePoint
+from stoker.loader.elastic import ElasticEpoch, Progress, ResumePoint
 from stoker.loader.gather import Assembler, Augments, check_augment
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import Mode, Order, PlannedBatch, pick_mode
 from stoker.loader.pictures import Pictures, Work, make_policy, one_thread, read_ledger
 from stoker.loader.prefetch import prefetch
-from stoker.loader.progress import Progress
 from stoker.loader.ring import superseded
 from stoker.loader.scattered import rows_for_scattered
 from stoker.loader.slabs import usable_device
@@ -251,8 +250,10 @@ class Loader:
         """Batches of a whole epoch, the same on all ranks."""
         return len(self._order)
 
-    def __getattr__(self, name: str) -> Any:
-        raise no_attribute(name)
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(name)
 
     def __repr__(self) -> str:
         return f"Loader({', '.join(f'{name} {value}' for name, value in self._summary())})"

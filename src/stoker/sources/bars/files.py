@@ -182,6 +182,8 @@ def bars_hint(paths: Sequence[Path]) -> str:
     if len(paths) != 1 or not paths[0].name.lower().endswith(_SUFFIXES):
         return ""
     try:
+        if not _reads_as_bars(paths[0]):  # by its first lines: most tables are not read again
+            return ""
         bars = read_bars(paths[0], day_first=True)
     except StokerError:
         return ""
