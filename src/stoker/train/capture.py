@@ -116,7 +116,7 @@ class CapturedStep(GraphedStep):
     def works(self) -> Iterator[Work]:
         """Yield an epoch's work. From a loader on the device it has indices only: the graph gathers the batch."""
         loader = self.feed.loader
-        if not isinstance(loader, Loader) or loader.tier == "streamed" or self._given_up:
+        if not isinstance(loader, Loader) or loader.tier == "streamed" or self.is_given_up:
             yield from self.feed
             return
         for index in loader.index_batches():
@@ -127,9 +127,9 @@ class CapturedStep(GraphedStep):
 
     def run(self, work: Work) -> torch.Tensor:
         """Train on one batch; return its loss on the device."""
-        if self._update.is_lowered and not self._given_up:
-            self._give_up("memory ran out, and a batch that goes through in parts is not captured")
-        if self._given_up or not self._is_full(work) or not self._fits(work):
+        if self._update.is_lowered and not self.is_given_up:
+            self.give_up("memory ran out, and a batch that goes through in parts is not captured")
+        if self.is_given_up or not self._is_full(work) or not self._fits(work):
             return self._run_eagerly(work)
         loss: torch.Tensor
         if self._is_trusted:  # a replay allocates nothing, so it cannot run out of memory
@@ -150,7 +150,7 @@ class CapturedStep(GraphedStep):
         self.forget()
         self._update.restore()
         if not self._update.give_way():
-            self._give_up("memory ran out while the step was being captured")
+            self.give_up("memory ran out while the step was being captured")
         return self._run_eagerly(work, again=True)
 
     # -- what the step is --------------------------------------------------------------------
@@ -226,5 +226,5 @@ class CapturedStep(GraphedStep):
             return True
         self._num_misfits += 1
         if self._num_misfits == MOST_MISFITS:
-            self._give_up("batches change their shape")
+            self.give_up("batches change their shape")
         return False

@@ -219,7 +219,13 @@ class CapturedFunction:
     def run_eagerly(self, batch: Any) -> Any:
         """Call the step itself."""
         if isinstance(batch, IndexBatch):
-            batch = self._require_loader().assemble(batch)
+            if self._loader is None:
+                raise InputError(
+                    "the step was called with the indices of a batch.",
+                    "the loader that they are of",
+                    "stoker.capture(step, model=model, optimizer=optimizer, loader=loader)",
+                )
+            batch = self._loader.assemble(batch)
         return _checked_result(self._step(batch))
 
     def run_static(self, static: Any) -> Any:
@@ -239,15 +245,6 @@ class CapturedFunction:
         self._graphs.clear()
         if has_graphs(self.device):
             self._tell(step_note(self.reason, captured=False, fallback=True))
-
-    def _require_loader(self) -> Loader:
-        if self._loader is None:
-            raise InputError(
-                "the step was called with the indices of a batch.",
-                "the loader that they are of",
-                "stoker.capture(step, model=model, optimizer=optimizer, loader=loader)",
-            )
-        return self._loader
 
     def _graph_for(self, batch: Any) -> _FunctionGraph:
         """Return the graph for batches of this shape, which becomes the first in the list."""
@@ -286,22 +283,13 @@ class _FunctionGraph(GraphedStep):
         super().__init__(state, say)
         self.shape = map_tensors(lambda x: torch.empty_like(x, device="meta"), self.shape)
 
-    @property
-    def is_given_up(self) -> bool:
-        """Whether batches of this shape run eagerly for good."""
-        return self._given_up
-
-    def give_up(self, reason: str) -> None:
-        """Run batches of this shape eagerly."""
-        self._give_up(reason)
-
     def matches(self, batch: Any) -> bool:
         """Whether a batch has this shape."""
         return alike(self.shape, self._given(batch))
 
     def run(self, batch: Any) -> Any:
         """Train on a batch of this shape."""
-        if self._given_up:
+        if self.is_given_up:
             return self._run_eagerly(batch)
         if self._is_trusted or self._num_warm < self._warm_up_steps:
             return self._run_captured(batch)
@@ -313,7 +301,7 @@ class _FunctionGraph(GraphedStep):
             forget_frames(error)
         self.forget()
         let_go(self._state.device)
-        self._give_up("memory ran out while the step was being captured")
+        self.give_up("memory ran out while the step was being captured")
         return self._run_eagerly(batch)
 
     def _given(self, work: Any) -> Any:

@@ -249,6 +249,7 @@ class GraphedStep:
     Attributes:
         reason: How steps run, and why.
         active: Whether steps are replayed now.
+        is_given_up: Whether they run eagerly for good.
         slowdown: Time of an eager step / time of a replay, as measured while they were compared; None before.
     """
 
@@ -266,7 +267,7 @@ class GraphedStep:
         self._warm_up_steps = WARM_UP_STEPS_OF_RANKS if state.ranks.joined else WARM_UP_STEPS
         self.active = False
         self.reason = f"captured after {self._warm_up_steps} steps of warm-up"
-        self._given_up = False
+        self.is_given_up = False
         self._num_short = 0
         self.slowdown: float | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -328,7 +329,7 @@ class GraphedStep:
             return self._run_eagerly(work)
         change = next(filter(None, (frozen.find_change() for frozen in self._frozen)), None)
         if change is not None:  # it often changes at every step: a new graph would not last
-            self._give_up(change)
+            self.give_up(change)
             return self._run_eagerly(work)
         changed = self._numbers.find_change()
         if changed is not None:
@@ -372,7 +373,7 @@ class GraphedStep:
         state = self._state
         on_host = state.find_on_host()
         if on_host is not None:
-            self._give_up(f"{on_host} keeps its counts on the host")
+            self.give_up(f"{on_host} keeps its counts on the host")
             return False
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         generator, host_rng = self._copy_generator(), quiet_host_rng(self._others_draw)
@@ -411,7 +412,7 @@ class GraphedStep:
             restore_rng(host_rng)
             why = why or DRAWS_ON_HOST
         if not state.ranks.all_of(not why):
-            self._give_up(why or "the step cannot be captured (on another rank)")
+            self.give_up(why or "the step cannot be captured (on another rank)")
             return False
         self._graph, self.active = graph, True
         return True
@@ -473,12 +474,12 @@ class GraphedStep:
         if away > 1.0 and self._num_checked >= CHECKED_REPLAYS:
             self._renew("a later replay no longer agreed with the eager step")
         elif away > 1.0:
-            self._give_up(
+            self.give_up(
                 f"a replayed step differed from the eager one by {first:.3g} times the tolerance"
             )
         else:
             moved = left_behind or "a number"
-            self._give_up(f"the step changes {moved} on the host, which a graph cannot follow")
+            self.give_up(f"the step changes {moved} on the host, which a graph cannot follow")
         return self._run_eagerly(work)
 
     def _compare_again(self, work: Any, keep: Snapshot) -> float:
@@ -569,17 +570,17 @@ class GraphedStep:
         """Drop the graph and capture the step as it is now, unless graphs do not last."""
         self._num_short += self._num_replays < _FIRST_RECHECK
         if self._num_short > CHECKED_REPLAYS:
-            self._give_up(
+            self.give_up(
                 f"{reason}, for the {self._num_short}th time within {_FIRST_RECHECK} steps"
             )
             return
         self.forget()
         self._say(step_note(f"captured anew: {reason}", captured=True))
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Continue eagerly from here on; with capture="on" raise the reason as an error."""
         self.forget()
-        self._given_up, self.reason = True, f"eager: {reason}"
+        self.is_given_up, self.reason = True, f"eager: {reason}"
         self._before_giving_up()
         if self._demanded:
             raise refuse_eager(reason)
