@@ -81,8 +81,8 @@ def thin(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
-NO_GPU = "need a CUDA device, and there is none on this machine"
-CAMPAIGN = "belong to a campaign: `make campaign`"
+NO_GPU = "no CUDA device on this machine"
+CAMPAIGN = "a campaign: `make campaign`"
 _left_out: Counter[str] = Counter()
 
 
@@ -128,7 +128,7 @@ def pytest_testnodedown(node: object) -> None:
 
 def pytest_terminal_summary(terminalreporter: object) -> None:
     for reason, count in _left_out.items():
-        terminalreporter.write_line(f"{count:,} tests {reason}")
+        terminalreporter.write_line(f"left out {count:,}: {reason}")
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
