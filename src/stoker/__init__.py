@@ -83,7 +83,7 @@ _HOMES = {
     "ChunkDataLoader": "stoker.compat.chunk_loader",
     "GPUAugmentation": "stoker.compat.augmentation",
     "MinimalGPUAugmentation": "stoker.compat.augmentation",
-    "ProgressiveAugmentation": "stoker.augment.schedule",
+    "ProgressiveAugmentation": "stoker.augment.presets",
     "StrongGPUAugmentation": "stoker.compat.augmentation",
     "LazyMassSpecDataset": "stoker.compat.massspec",
     "Loader": "stoker.loader.loader",

@@ -5,7 +5,7 @@ Files: `definition.py`, `geometry.py`, `ops.py` define the ops; `philox.py` and 
 parameters of each sample; `reference.py` applies them with torch, `fused.py` with one Triton kernel;
 `compose.py` puts both together; `position.py` keeps the position in the run; `stages.py` and `policies.py` are
 functions of your own, RandAugment and TrivialAugment; `conversion.py` reads torchvision's transforms; `mixing.py`
-has MixUp and CutMix; `presets.py` ready lists of ops; `schedule.py` stages over epochs; `guard.py` checks input.
+has MixUp and CutMix; `presets.py` ready lists of ops, and stages over epochs; `guard.py` checks input.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from stoker.augment.ops import (
     ToDtype,
 )
 from stoker.augment.policies import RandAugment, TrivialAugment
-from stoker.augment.presets import make_preset
-from stoker.augment.schedule import ProgressiveAugmentation
+from stoker.augment.presets import ProgressiveAugmentation, make_preset
 from stoker.augment.stages import Function
 
 __all__ = [

@@ -18,12 +18,12 @@ import torch
 from stoker.augment.compose import Compose
 from stoker.augment.presets import (
     Channels,
+    ProgressiveAugmentation,
     add_normalisation,
     minimal_ops,
     standard_ops,
     strong_ops,
 )
-from stoker.augment.schedule import ProgressiveAugmentation
 from stoker.config import AugmentOptions
 
 __all__ = [

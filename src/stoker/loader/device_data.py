@@ -21,8 +21,8 @@ import torch
 from stoker.loader.background import JANITOR
 from stoker.loader.batch import IndexBatch, IndexTable
 from stoker.loader.columns import Column
+from stoker.loader.elastic import Progress
 from stoker.loader.order import EpochOrder, PlannedBatch, Visit
-from stoker.loader.progress import Progress
 from stoker.loader.ring import Feeder
 from stoker.loader.scattered import Loads, ScatteredBatch, ScatteredRing, plan_loads
 from stoker.loader.staging import TableUploader, Uploader

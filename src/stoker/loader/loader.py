@@ -1,8 +1,9 @@
 """The Loader: batches that are already on the device, in an order you can repeat, resume and check.
 
 Enters: a store, a batch size, a device, an order. Leaves: `Batch`es, assembled on the device from an
-index tensor. Costs: the plan's bytes on the device (its reserve holds up to 4 MB of coming batches); per batch
-one gather per large field. Indices and small fields (`small_fields.py`) are made for many batches at once.
+index tensor. Costs: the plan's bytes on the device (its reserve holds up to 4 MB of coming batches; 256 MB beside data
+that is resident on a GPU, but no more than twice the data); per batch one gather per large field. Indices, small fields
+and small augmented images are made for many batches at once.
 
 Contract: every sample comes once per epoch. The order depends on (seed, epoch) alone. A state resumes at any
 batch. Device memory stays within the plan while the consumer holds a batch. An error in a background thread
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -43,13 +44,12 @@ from stoker.loader.columns import (
 )
 from stoker.loader.device_data import DeviceData
 from stoker.loader.drawing import Mixture, Weights, choose_draws
-from stoker.loader.elastic import ElasticEpoch, ResumePoint
+from stoker.loader.elastic import ElasticEpoch, Progress, ResumePoint
 from stoker.loader.gather import Assembler, Augments, check_augment
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import Mode, Order, PlannedBatch, pick_mode
 from stoker.loader.pictures import Pictures, Work, make_policy, one_thread, read_ledger
 from stoker.loader.prefetch import prefetch
-from stoker.loader.progress import Progress
 from stoker.loader.ring import superseded
 from stoker.loader.scattered import rows_for_scattered
 from stoker.loader.slabs import usable_device
@@ -251,8 +251,10 @@ class Loader:
         """Batches of a whole epoch, the same on all ranks."""
         return len(self._order)
 
-    def __getattr__(self, name: str) -> Any:
-        raise no_attribute(name)
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(name)
 
     def __repr__(self) -> str:
         return f"Loader({', '.join(f'{name} {value}' for name, value in self._summary())})"
@@ -384,6 +386,12 @@ class Loader:
                     f"a plan and {' and '.join(told)} were given.",
                     "one of them",
                     f"leave {next(iter(told))} out",
+                )
+            if self._pictures is not None and given.gpu_memory_bytes is not None:
+                raise InputError(
+                    "a plan for the memory of a GPU, and encoded pictures stay in host memory.",
+                    "a plan for host memory: make_plan(..., gpu_memory_bytes=None)",
+                    "leave plan out",
                 )
             return given
         from stoker.machine import probe
