@@ -91,6 +91,7 @@ def _replace_methods() -> list[tuple[Any, str, Any]]:
     try:
         loading.install(torch)
         fetching.install(torch)
+        steps._torch = torch
         hooks.replace(torch.autograd, "backward", steps._timed_backward)
     finally:
         hooks.replace = put_in
