@@ -664,7 +664,10 @@ PYTHON: dict[str, list[Case]] = {
         ),
         Case("load_trained('run/best.pt', recipe='forex')", RECIPES, fill={"STORE": "forex-store"}),
         Case("split_compounds(apart, (0.8, 0.1, 0.1), 0)", RECIPES),
-        Case("list(read_molecules_of(Path('table.csv')))", "from stoker.recipes.massspec.molecules import read_molecules_of"),
+        Case(
+            "list(read_molecules_of(Path('table.csv')))",
+            "from stoker.recipes.massspec.molecules import read_molecules_of",
+        ),
         *_refused(
             "from stoker.recipes.images.networks import *; from stoker.recipes.images.recipe import *; "
             "import torch, sys; from types import SimpleNamespace; "

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import xxhash
@@ -566,15 +566,15 @@ class _WithFinal:
     """The metrics of a pass over the test samples, and what evaluates them in full."""
 
     def __init__(self, make: Callable[[], Metrics] | None, final: FinalMetrics) -> None:
-        self._parts = [final] if make is None else [make(), final]
+        self._metrics, self._final = None if make is None else make(), final
 
     def update(self, outputs: Any, targets: Any) -> None:
-        for part in self._parts:
-            part.update(outputs, targets)
+        if self._metrics is not None:
+            self._metrics.update(outputs, targets)
+        self._final.update(outputs, targets)
 
     def compute(self) -> dict[str, float]:
-        first = self._parts[0]
-        return {} if len(self._parts) == 1 else cast(Metrics, first).compute()
+        return {} if self._metrics is None else self._metrics.compute()
 
 
 # -- as plain values ------------------------------------------------------------------------------
