@@ -3,7 +3,7 @@
     python benchmarks/faults.py [--only load] [--seconds 20] [--seed 0]
 
 Enters: nothing; 600 samples are made, each holding its own number. Every case is a fork of one process that has torch
-loaded: it gets a fresh copy of the files, the fault, and a time limit. Leaves: JSON with one entry per case. An outcome is
+loaded: it gets a fresh copy of the files, the fault, and a time limit. Leaves: JSON with one entry per case. Outcomes:
 
 - `named`: an error that names the file, the process or the sample concerned;
 - `error`: another error;
@@ -23,6 +23,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import resource
 import select
 import shutil
@@ -515,6 +516,10 @@ def all_cases(seed: int) -> list[Case]:
     def midway(way: str, damage: Callable[[Path], object], folder: Path) -> dict[str, Any]:
         return read_epoch(way, folder, lambda: damage(file_of(way, folder)))
 
+    def with_manifest(damage: Callable[[Path], object], folder: Path) -> dict[str, Any]:
+        damage(folder / "store/store.json")
+        return read_epoch(OURS[0], folder)
+
     def in_machine(way: str, prepare: Callable[[], None], folder: Path) -> dict[str, Any]:
         prepare()
         return read_epoch(way, folder)
@@ -545,11 +550,7 @@ def all_cases(seed: int) -> list[Case]:
                     )
                 )
     for fault, damage in MANIFEST.items():
-        run = lambda folder, damage=damage: (
-            damage(folder / "store/store.json"),
-            read_epoch(OURS[0], folder),
-        )[1]  # noqa: E731
-        found.append(("load", fault, OURS[0], run))
+        found.append(("load", fault, OURS[0], partial(with_manifest, damage)))
     for way in ("stoker checkpoint", "torch.save"):
         found += [("resume", fault, way, partial(_damaged, way, fault)) for fault in DAMAGED]
         found.append(
@@ -675,30 +676,29 @@ def run_case(case: Case, world: Path, seconds: float) -> dict[str, Any]:
     if not said:
         hung = taken >= seconds
         return entry | {"outcome": "hung" if hung else "crashed", "status": status}
-    return entry | judged(json.loads(said), way, folder)
+    return entry | judged(json.loads(said), folder)
 
 
-def judged(answer: dict[str, Any], way: str, folder: Path) -> dict[str, Any]:
+def judged(answer: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the outcome of an answer, and what an error said."""
     if answer.get("not_applicable"):
         return {"outcome": "n/a"}
     if "error" in answer:
         names = (
-            "plain.h5",
-            "store",
-            "shard-",
-            "last.pt",
-            "step-0",
-            "features.npy",
-            "worker (pid",
-            "/new",
-        )
+            "plain.h5", "store", "shard-", "last.pt", "step-0", "features.npy", "worker (pid", "/new",
+        )  # fmt: skip
         named = any(name in answer["error"] for name in names)
-        return {
-            "outcome": "named" if named else "error",
-            "said": answer["error"].replace(str(folder), "…")[:300],
-        }
+        said = scrubbed(answer["error"].replace(str(folder), "…"))
+        return {"outcome": "named" if named else "error", "said": said[:300]}
     bad = answer["lost"] or answer["repeated"] or answer["changed"]
     return {"outcome": "wrong" if bad else "survived", **answer}
+
+
+def scrubbed(text: str) -> str:
+    """Return a text without the places of this machine."""
+    return re.sub(
+        r"/\S*site-packages", "site-packages", re.sub(r"/tmp/stoker-faults-\w+", "…", text)
+    )
 
 
 def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def test_damaged_lines_are_refused_with_line_and_reason(tmp_path, careful):
         1: "'-(2020-10-15 11:59' is not a time",
         3: "a comment",
         4: "6 cells instead of 5",
-        5: "'2020-13-15 12:02' is no date between 1900 and 2199",
+        5: "'2020-13-15 12:02' is no date between 1700 and 2199",
         6: "close is 'abc', not a number",
         7: "low is '', not a number",
         8: "high is 'nan', not a number",
@@ -274,7 +274,7 @@ def test_zone_turns_the_brokers_clock_into_utc(tmp_path):
         read_bars(write(tmp_path, DIALECTS["iso T Z"]), tz="Europe/Athens")
 
 
-moments = st.datetimes(datetime(1900, 1, 1), datetime(2199, 12, 31), timezones=st.just(UTC))  # noqa: DTZ001
+moments = st.datetimes(datetime(1700, 1, 1), datetime(2199, 12, 31), timezones=st.just(UTC))  # noqa: DTZ001
 
 
 @given(moments.map(lambda m: m.replace(microsecond=0)), st.sampled_from([

@@ -72,7 +72,7 @@ def test_it_is_installed_in_the_home_folder_only(tmp_path):
         ("stoker mig", []),  # old spellings work and are not offered
         ("stoker config mi", ["migrate"]),
         ("stoker export --op", ["--opset"]),
-        ("stoker pack se", ["segmentation"]),
+        ("stoker pack se", ["segmentation", "series"]),
     ],
 )
 def test_bash_gets_the_words_that_fit(words, wanted):

@@ -42,7 +42,7 @@ def test_a_pipe_in_the_place_of_a_shard_is_refused_and_not_waited_for(tmp_path):
 
 def test_outcomes_are_told_apart(faults, tmp_path):
     def judged(**answer):
-        return faults.judged(answer, "way", tmp_path)["outcome"]
+        return faults.judged(answer, tmp_path)["outcome"]
 
     whole = {"lost": 0, "repeated": 0, "changed": 0}
     assert judged(**whole) == "survived"

@@ -127,7 +127,7 @@ def test_first_batches_are_left_out_without_being_loaded(accelerator, rows, skip
         plain.set_epoch(1)
         wanted = [taken(batch) for batch in plain]
     loader = adapt(makes(rows)(device="cpu"))
-    made, assemble = [], Loader.assemble
+    made, assemble = [], Loader._assemble
 
     def counting(self, *args, **named):
         made.append(1)
@@ -135,7 +135,7 @@ def test_first_batches_are_left_out_without_being_loaded(accelerator, rows, skip
 
     rest = accelerator.skip_first_batches(loader, skip)
     rest.batch_sampler.batch_sampler.set_epoch(1)  # as the Hugging Face Trainer does
-    monkeypatch.setattr(Loader, "assemble", counting)
+    monkeypatch.setattr(Loader, "_assemble", counting)
     batches = list(rest)
     assert [taken(batch) for batch in batches] == wanted[skip:]
     assert len(batches) == len(rest) == 11 - skip

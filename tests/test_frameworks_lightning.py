@@ -392,8 +392,8 @@ def test_the_doctor_sees_a_stoker_loader_by_its_waits(rows, monkeypatch):
         time.sleep(0.004)
         return original(self, *args, **named)
 
-    original = Loader.assemble
-    monkeypatch.setattr(Loader, "assemble", slowly)
+    original = Loader._assemble
+    monkeypatch.setattr(Loader, "_assemble", slowly)
     doctor = frameworks.DoctorCallback(say=lambda line: None)
     fit(rows, [doctor], max_epochs=3)
     assert [finding.name for finding in doctor.consultation.findings][:1] == ["starved-by-loader"]

@@ -23,7 +23,10 @@ FOLDERS = tuple(f"recipes/{target.split('.')[2]}" for target in ready_recipes().
 KINDS = re.compile(
     r"stoker pack [\w|]+|--config \w+|stoker\.(sources|compat)\.\w+|stoker/(sources|compat)/\w+"
 )
-NAMES = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, ready_recipes()))})(?![\w-])")
+# `images` is left out: it is also the name of a field, which every room may use.
+NAMES = re.compile(
+    rf"(?<![\w-])({'|'.join(re.escape(name) for name in ready_recipes() if name != 'images')})(?![\w-])"
+)
 
 
 def names_in(text: str) -> list[str]:

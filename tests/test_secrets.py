@@ -330,6 +330,7 @@ def test_every_process_that_we_start_is_known():
         if any(start in path.read_text() for start in starts)
     }
     assert found == {
+        "doctor/outside.py",  # py-spy and a process number
         "doctor/attach.py",  # somebody's own command, as typed
         "lifetime.py",  # a folder and a process number
         "packing/workers.py",  # no words; the work comes through a pipe

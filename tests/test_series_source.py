@@ -129,8 +129,8 @@ def test_windows_over_a_boundary_are_purged_and_rows_balance(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 0}, "1 or more"),
-        ({"stride": 0}, "1 or more"),
+        ({"window": 0}, "1 row or more"),
+        ({"stride": 0}, "1 row or more"),
         ({"dtype": "uint12"}, "uint16"),
         ({"split": (0.5, 0.5)}, "add up to 1"),
     ],

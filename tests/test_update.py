@@ -321,10 +321,10 @@ def test_validation_lets_the_training_data_give_way_first(store):
     large = train.device_bytes
 
     class Val(Loader):
-        def assemble(self, *args, **named):
+        def _assemble(self, *args, **named):
             if train.device_bytes == large:
                 raise out_of_memory()
-            return super().assemble(*args, **named)
+            return super()._assemble(*args, **named)
 
     _, expected = judge(store, 16)
     trainer, history = judge(store, 16, Val(store, 16, "cpu"), train=train)
@@ -340,7 +340,7 @@ def test_validation_that_cannot_be_made_smaller_is_an_error(store):
         judge(store, 9, survive_oom=False)
 
     class Val(Loader):
-        def assemble(self, *args, **named):
+        def _assemble(self, *args, **named):
             raise out_of_memory()
 
     with pytest.raises(torch.OutOfMemoryError):

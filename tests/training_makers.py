@@ -148,13 +148,13 @@ def fail_while_large(loader, at=5):
 
 def inject(monkeypatch, where, check):
     if where == "assembly":
-        assemble = Loader.assemble
+        assemble = Loader._assemble
 
         def guarded(self, *args, **named):
             check()
             return assemble(self, *args, **named)
 
-        monkeypatch.setattr(Loader, "assemble", guarded)
+        monkeypatch.setattr(Loader, "_assemble", guarded)
         return
     name = {"forward": "forward_backward", "update": "update"}[where]
     original = getattr(Step, name)

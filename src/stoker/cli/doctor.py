@@ -107,6 +107,7 @@ def doctor(
     B.json` compares two results of --out, for CI; `stoker doctor explain NAME` prints what a finding means.
     """
     from stoker.cli.trace import require_trace
+    from stoker.display import quoted
     from stoker.errors import InputError
 
     if command and command[0] in ("compare", "explain"):
@@ -120,7 +121,7 @@ def doctor(
             raise InputError(
                 "--pid and something to run were given.",
                 "a process that runs, or a job to start",
-                f"stoker doctor --pid {pid}",
+                f"stoker doctor --pid {quoted(pid)}",
             )
         look_at_process(pid, seconds or 10.0, as_json)
         return

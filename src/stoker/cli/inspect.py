@@ -136,7 +136,7 @@ def inspect(
     stamp: Stamp = "open",
     window: Annotated[
         int | None,
-        typer.Option("--window", min=1, help="As in `stoker pack series`.", show_default=False),
+        typer.Option("--window", help="As in `stoker pack series`.", show_default=False),
     ] = None,
     stride: Stride = None,
     as_json: JsonOption = False,

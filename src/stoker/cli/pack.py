@@ -488,7 +488,6 @@ Stride = Annotated[
     int | None,
     typer.Option(
         "--stride",
-        min=1,
         help="Rows from one window to the next [default: the window].",
         show_default=False,
     ),
@@ -504,7 +503,7 @@ def series(
             show_default=False,
         ),
     ],
-    window: Annotated[int, typer.Option("--window", min=1, help="Rows of a window.")],
+    window: Annotated[int, typer.Option("--window", help="Rows of a window.")],
     stride: Stride = None,
     dtype: Annotated[
         str | None,

@@ -66,6 +66,7 @@ def kept_encoded(
     keep_encoded: bool, size: str | None, max_side: int | None, quality: int | None
 ) -> KeepEncoded | None:
     """Return how pictures are kept encoded, or None where they are stored as pixels."""
+    from stoker.display import quoted
     from stoker.errors import InputError
     from stoker.sources.images import KeepEncoded
 
@@ -80,6 +81,6 @@ def kept_encoded(
             raise InputError(
                 f"{name} {value} was given without --keep-encoded.",
                 f"{name} with --keep-encoded",
-                f"--keep-encoded {name} {value}",
+                f"--keep-encoded {quoted(name)} {quoted(value)}",
             )
     return KeepEncoded(max_side, quality) if keep_encoded else None

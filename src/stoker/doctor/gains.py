@@ -20,6 +20,8 @@ from stoker.doctor.measurements import LoaderFacts, LoaderWork, Measurements
 STARVED_SHARE = 0.10
 """Waiting below this share of a step is the normal cost of receiving a batch."""
 _HAND_OVER_SECONDS, _HAND_OVER_BYTES_PER_SECOND = 7e-4, 2e9
+_LEAST_WAIT_SECONDS = 5e-4
+"""Without workers a shorter wait is the cost of collating a batch that lies ready, and no remedy is shorter."""
 _EXPLAINED = 0.5
 """Loading explains the waiting if the workers, all busy, need at least this share of a step for it."""
 
@@ -139,11 +141,13 @@ def waits(measured: Measurements) -> bool:
 
 def is_starved(measured: Measurements) -> bool:
     """Return whether the step waits for data because loading it takes so long."""
-    loader, step = measured.loader, measured.step_seconds
-    if not waits(measured) or loader is None or step is None:
+    loader, step, wait = measured.loader, measured.step_seconds, measured.wait_seconds
+    if not waits(measured) or loader is None or step is None or wait is None:
         return False
-    if loader.kind == "stoker" or loader.workers == 0:
+    if loader.kind == "stoker":
         return True
+    if loader.workers == 0:
+        return wait.median >= _LEAST_WAIT_SECONDS
     # The workers take the cores from the training process: loading is too expensive for any number of them.
     if (loader.crowding_share or 0.0) > STARVED_SHARE:
         return True

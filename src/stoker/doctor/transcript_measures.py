@@ -78,15 +78,29 @@ def measure(
     workers = facts["workers"] if facts else 0
     step = spread_of_rounds(plain, workers, clock.seconds)
     wait = spread_of_rounds(plain, workers, clock.wait) if facts else None
-    between, between_seconds, unjudged = _between(state, step, wait)
     # Syncs are too many to read the scheduler's clock at each: assume that they queue like the rest of the step.
     on_core = statistics.median(map(running, rows)) if rows else 1.0
-    usual_sync = _usual_sync(state, watched, per_step * on_core)
     sites = [(site, site.pop("family")) for site in map(dict, state["sites"])]
     # What timing the calls costs a usual step is taken off those in which they were timed.
     slowed = spread_of_rounds(watched, workers, clock.seconds)
     cost = max(0.0, slowed.median - step.median) if slowed and step and plain != rows else 0.0
     seconds = max(0.0, sum(map(clock.seconds, rows)) - cost * len(watched))
+    # In a loop of thousands of calls the timing of each takes longer than the call.
+    shrunk = 1 - cost / slowed.median if slowed and slowed.median > 0 else 1.0
+    usual_sync = _usual_sync(state, watched, per_step * on_core) * shrunk
+    waited = wait.median if wait else 0.0
+    timed = (
+        statistics.median(row.backward * undisturbed(row) + row.collective for row in plain)
+        if plain
+        else 0.0
+    )
+    for site, family in sites:
+        timed += site["seconds"] * {
+            "sync": usual_sync,
+            "copy": per_step * on_core,
+            "host": 1 / max(1, state["num_steps"]),
+        }.get(family, 0.0)
+    between, between_seconds, unjudged = _between(state, step, waited + timed)
     samples = sum(row.samples for row in rows)
     return Measurements(
         subject,
@@ -146,11 +160,17 @@ def measure(
 
 
 def _between(
-    state: Mapping[str, Any], step: Spread | None, wait: Spread | None
+    state: Mapping[str, Any], step: Spread | None, known: float
 ) -> tuple[tuple[HostCall, ...], float | None, list[str]]:
     """Return lines between model calls, their seconds per step, and why they cannot be judged.
 
-    The training thread was sampled while no DataLoader was working, so samples are shares of the rest of the step.
+    The training thread was sampled while no DataLoader was working. Calls that are timed anyway are known by the clock,
+    and a call that holds Python's lock, such as `gc.collect`, is never sampled: samples are shares of the rest.
+
+    Args:
+        state: With the samples.
+        step: Seconds of a step.
+        known: Of these, waiting for data and in calls that are timed.
     """
     doing = state.get("training", {})
     looks = sum(doing.values())
@@ -159,7 +179,7 @@ def _between(
     if looks < _FEW_LOOKS:
         few = f"the training thread was sampled {looks} times only: let it run for more steps"
         return (), None, [] if state["loaders"] else [few]
-    seconds = max(0.0, step.median - (wait.median if wait else 0.0)) / looks
+    seconds = max(0.0, step.median - known) / max(1, looks - doing.get("timed", 0))
     lines = tuple(
         HostCall(where, "between", 0.0, count * seconds)
         for where, count in sorted(state["between"].items(), key=lambda item: -item[1])[:20]
@@ -273,10 +293,10 @@ def _costliest(sites: Sequence[tuple[dict[str, Any], str]], family: str) -> list
     return sorted(merged.values(), key=lambda site: -site["seconds"])[:20]
 
 
-def _usual_sync(state: Mapping[str, Any], rows: Sequence[Row], otherwise: float) -> float:
-    """Return the factor from the seconds of all syncs to those of a median step."""
+def _usual_sync(state: Mapping[str, Any], watched: Sequence[Row], otherwise: float) -> float:
+    """Return the factor from the seconds of all syncs to those of a median watched step."""
     whole = sum(site["seconds"] for site in state["sites"] if site["family"] == "sync")
-    usual = statistics.median(row.sync * running(row) for row in rows) if rows else 0.0
+    usual = statistics.median(row.sync * running(row) for row in watched) if watched else 0.0
     return usual / whole if usual > 0 and whole > 0 else otherwise
 
 

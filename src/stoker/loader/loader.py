@@ -387,6 +387,12 @@ class Loader:
                     "one of them",
                     f"leave {next(iter(told))} out",
                 )
+            if self._pictures is not None and given.gpu_memory_bytes is not None:
+                raise InputError(
+                    "a plan for the memory of a GPU, and encoded pictures stay in host memory.",
+                    "a plan for host memory: make_plan(..., gpu_memory_bytes=None)",
+                    "leave plan out",
+                )
             return given
         from stoker.machine import probe
 

@@ -47,6 +47,7 @@ _AHEAD = 2
 _GPU_THREADS = 3
 """One decodes (nvJPEG takes one batch at a time), one resamples, one gathers the bytes of the next batch."""
 _MEASURED = 64
+_FORMATS = ("JPEG", "PNG", "WEBP")
 _MOST_THREADS = 16
 _NAMED = 5
 
@@ -171,6 +172,7 @@ class Pictures:
         self.channels = int(store.manifest.attributes.get("channels", 3))
         self.sizing: Sizing | None = None
         self._slabs: dict[int, torch.Tensor] = {}
+        self._streams: dict[int, Any] = {}
         self._store, self._samples = store, samples
         num = store.num_samples
         self.sizes = store.read_rows("image_size", 0, num)[samples]
@@ -178,28 +180,30 @@ class Pictures:
         self._decode_batch, self.reason = choose_decoder(device, self.channels)
 
     def use(self, augment: Any) -> Any:
-        """Bring pictures to one size by the first op of an augmentation; return the rest of it.
-
-        Raises:
-            InputError: They have several sizes, and nothing gives them one.
-        """
+        """Bring pictures to one size by the first op of an augmentation; return the rest of it."""
         split = getattr(augment, "split_sizing", lambda: None)()
-        sizing, rest = split or (None, augment)
+        self.sizing, rest = split or (None, augment)
+        return rest
+
+    def _check_sizing(self) -> None:
+        """Raise where pictures have several sizes and nothing gives them one.
+
+        Not before batches are asked for: a `Trainer` may give the loader its augmentation.
+        """
         low, high = self.sizes.min(axis=0), self.sizes.max(axis=0)
-        if sizing is None and (low != high).any():
+        if self.sizing is None and (low != high).any():
             raise InputError(
                 f"the pictures of {self._store.name} are {low[0]} x {low[1]} to {high[0]} x {high[1]}, "
                 "and a batch has one size.",
                 "an augmentation whose first op gives them one: RandomResizedCrop or Resize",
                 "augment=stoker.augment.Compose([stoker.augment.Resize(224)])",
             )
-        self.sizing = sizing
-        return rest
 
     # -- batches, ahead ----------------------------------------------------------------------
 
     def decoded(self, work: Iterable[Work], epoch: int) -> Generator[Made, None, None]:
         """Yield the batches of `work` decoded, in order, a few batches ahead of the consumer."""
+        self._check_sizing()
         on_gpu = self._decode_batch is not None
         make = self._on_gpu if on_gpu else self._on_host
         cores = len(os.sched_getaffinity(0))
@@ -219,6 +223,7 @@ class Pictures:
         finally:  # the consumer went away, a picture failed, or all is done
             pool.shutdown(wait=True, cancel_futures=True)
             self._slabs.clear()
+            self._streams.clear()
 
     def _hand_out(self, made: Made, epoch: int) -> Made:
         if made.done is not None:
@@ -292,15 +297,16 @@ class Pictures:
         """Return one picture as Pillow's image, upright and of the size that it was packed with."""
         channels = 1 if name == "masks" else self.channels
         orientation = 1 if name == "masks" else int(self._orientations[position])
-        image = turned(open_bytes(data, channels), orientation)
-        self._check_size(image.size[::-1], position)
-        return image
+        height, width = self.sizes[position].tolist()
+        # Before it is decoded: damaged bytes may claim a picture of gigabytes.
+        lying = (width, height) if orientation < 5 else (height, width)
+        return turned(open_bytes(data, channels, lying), orientation)
 
     def _check_size(self, found: Sequence[int], position: int) -> None:
         if tuple(found) != tuple(self.sizes[position]):
             height, width = self.sizes[position]
             raise PictureError(
-                f"decodes to {found[0]} x {found[1]} pixels, not to {height} x {width} as it was packed."
+                f"has {found[0]} x {found[1]} pixels, and {height} x {width} when it was packed."
             )
 
     # -- on a GPU ----------------------------------------------------------------------------
@@ -311,7 +317,7 @@ class Pictures:
     def _batch_on_gpu(self, one: Work, epoch: int) -> Made:
         planned = one.planned
         boxes = self._boxes(planned, epoch)
-        with torch.cuda.device(self.device), torch.cuda.stream(_own_stream(self.device)):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._own_stream()):
             images, reasons = self._images_on_gpu(one)
             tensors = {
                 name: tensor.to(self.device, non_blocking=True)
@@ -373,6 +379,13 @@ class Pictures:
                 shape = (self.channels, height, width)
                 images[row] = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         return [images[row] for row in range(len(data))], reasons
+
+    def _own_stream(self) -> Any:
+        """Return this thread's stream."""
+        thread = threading.get_ident()
+        if thread not in self._streams:
+            self._streams[thread] = torch.cuda.Stream(self.device)
+        return self._streams[thread]
 
     def _pinned(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of encoded bytes in this thread's pinned memory, which holds one batch.
@@ -492,20 +505,33 @@ def _reason(error: StokerError) -> str:
     return error.reason if isinstance(error, PictureError) else error.given
 
 
-def open_bytes(data: torch.Tensor, channels: int) -> Any:
+def open_bytes(data: torch.Tensor, channels: int, size: tuple[int, int] | None = None) -> Any:
     """Return the bytes of one picture as Pillow's image, grey or RGB, as it lies in the file.
 
+    Args:
+        data: Of a file.
+        channels: 1 or 3.
+        size: (width, height) that it must have; None takes any.
+
     Raises:
-        PictureError: They are no intact picture.
+        PictureError: They are no intact picture of that size.
     """
     raw = data.numpy().tobytes()
+    try:
+        image = pillow().open(BytesIO(raw), formats=_FORMATS)
+        found = image.size
+    except Exception as error:  # Pillow raises many kinds on damaged bytes
+        raise PictureError(f"cannot be opened as an image: {error}.") from error
+    if size is not None and found != size:
+        raise PictureError(
+            f"has {found[1]} x {found[0]} pixels, and {size[1]} x {size[0]} when it was packed."
+        )
     if channels == 3 and _is_jpeg(data):
         # The short way for photographs: no look at frames, palettes and transparency, which JPEG does not have.
         try:
-            image = pillow().open(BytesIO(raw), formats=("JPEG",))
             image.load()
             return image if image.mode == "RGB" else image.convert("RGB")
-        except Exception as error:  # Pillow raises many kinds on damaged bytes
+        except Exception as error:
             raise PictureError(f"cannot be decoded: {error}.") from error
     return _converted(decode(Path("picture"), True, raw, upright=False).image, channels)
 
@@ -523,17 +549,6 @@ def _turned_tensor(image: torch.Tensor, orientation: int) -> torch.Tensor:
     if orientation in (3, 4, 7, 8):
         image = image.flip(1)
     return image
-
-
-_STREAMS: dict[tuple[int, torch.device], Any] = {}
-
-
-def _own_stream(device: torch.device) -> Any:
-    """Return this thread's stream for decoding."""
-    key = threading.get_ident(), device
-    if key not in _STREAMS:
-        _STREAMS[key] = torch.cuda.Stream(device)
-    return _STREAMS[key]
 
 
 DecodeBatch = Callable[[list[torch.Tensor]], list[torch.Tensor]]

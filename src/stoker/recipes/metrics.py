@@ -186,7 +186,8 @@ def bootstrap(
         block: Neighbours that are drawn together, where they depend on each other: overlapping windows.
         seed: Of the draws.
     """
-    rows = np.asarray(values, np.float64).reshape(len(values), -1)
+    rows = np.asarray(values, np.float64)
+    rows = rows[:, None] if rows.ndim == 1 else rows
     rows = rows[np.isfinite(rows).all(axis=1)]
     if len(rows) < 2:
         return math.nan, math.nan

@@ -57,7 +57,7 @@ def walk_forward(
     if "fold" not in {field.name for field in fields(chosen.recipe.Options)}:
         raise InputError(
             f"--folds is {count}, and the recipe {chosen.recipe.name} has no option 'fold'.",
-            "a recipe of samples in time, such as forex",
+            "a recipe of samples in time, whose options have 'fold'",
             "leave --folds out",
         )
     folder = run_folder(settings)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from stoker.errors import Refusal, count_kinds
+from stoker.errors import InputError, Refusal, count_kinds
 from stoker.store.fields import ShardData
 
 Json = Any  # what JSON has: dict, list, str, int, float, bool, None
@@ -169,6 +169,16 @@ def make_accounts(
     if found is None:
         found = num_samples + sum(why_refused.values()) + why_ignored.total()
     return [Account(preparation.unit, found, num_samples, why_refused, why_ignored)]
+
+
+def check_shares(split: Sequence[float]) -> None:
+    """Refuse shares of train, validation and test that do not add up; none at all are fine."""
+    if split and (len(split) != 3 or abs(sum(split) - 1) > 1e-6 or min(split) < 0):
+        raise InputError(
+            f"the split shares are {tuple(split)}.",
+            "three shares that add up to 1",
+            "split=(0.8, 0.1, 0.1), or --split 0.8,0.1,0.1",
+        )
 
 
 @dataclass(frozen=True)

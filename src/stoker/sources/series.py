@@ -27,7 +27,15 @@ from stoker.display import command, nearest
 from stoker.errors import InputError, RefusalList, SourceError, require_file
 from stoker.ownership import always, writing
 from stoker.sources.arrays import PART_BYTES, ArraysSource, opened_arrays
-from stoker.sources.contract import Account, Json, Part, PartContext, PartData, Preparation
+from stoker.sources.contract import (
+    Account,
+    Json,
+    Part,
+    PartContext,
+    PartData,
+    Preparation,
+    check_shares,
+)
 from stoker.sources.tables.columns import Column, find_kind, needs_float64, numbers, times
 from stoker.sources.tables.layout import TextOptions
 from stoker.sources.tables.reading import batches, is_table, open_table, shown_names
@@ -86,20 +94,13 @@ class SeriesSource:
         if self.window < 1 or self.step < 1:
             raise InputError(
                 f"the window is {self.window} and the stride {self.step}.",
-                "1 or more",
-                "--window 256",
+                "1 row or more",
+                "--window 16 --stride 16 (window=16, stride=16)",
             )
         if self.dtype is not None and self.dtype not in _TYPES:
             near = nearest(self.dtype, _TYPES) or "uint16"
             raise InputError(f"--dtype is {self.dtype!r}.", ", ".join(_TYPES), f"--dtype {near}")
-        if self.split and (
-            len(self.split) != 3 or abs(sum(self.split) - 1) > 1e-6 or min(self.split) < 0
-        ):
-            raise InputError(
-                f"the split shares are {self.split}.",
-                "three shares that add up to 1",
-                "split=(0.8, 0.1, 0.1), or --split 0.8,0.1,0.1",
-            )
+        check_shares(self.split)
 
     @property
     def step(self) -> int:
@@ -117,12 +118,6 @@ class SeriesSource:
 
     def prepare(self, scratch: Path) -> Preparation:
         """Count the windows of every file, and cut them into parts."""
-        if not self.paths:
-            raise SourceError(
-                "no series was given.",
-                "a file of numbers",
-                "stoker pack series tokens.npy OUT --window 256",
-            )
         found = [_measure(self, path, scratch) for path in self.paths]
         total, first_row, size = sum(length for length, _ in found), 0, 1 << 20
         parts: list[Part] = []
@@ -261,8 +256,8 @@ def _open_rows(source: SeriesSource, path: Path, scratch: Path) -> Iterator[_Ope
     else:
         raise SourceError(
             f"{path} does not say what numbers it holds.",
-            ".npy, .npz, .h5, CSV, Parquet, or any file and --dtype",
-            "--dtype uint8 (bytes, as of a text), or uint16, float32, ...",
+            ".npy, .npz, .h5, CSV, Parquet; or any file and its --dtype, such as uint8 for the bytes of a text",
+            "--dtype uint8",
         )
 
 
@@ -290,12 +285,11 @@ def _table(source: SeriesSource, path: Path, scratch: Path) -> _Opened:
         names, rows, time = _read_table(source, path)
         bounds.require_disk(scratch, rows.nbytes, f"rows of {path}")
         with writing(place, always) as temporary, temporary.open("xb") as file:
-            np.savez(
-                file, names=np.array(names), rows=rows, **({} if time is None else {"time": time})
-            )
+            empty = np.empty(0, np.int64)
+            np.savez(file, names=np.array(names), rows=rows, time=empty if time is None else time)
     with np.load(place) as kept:
         rows, columns = kept["rows"], tuple(map(str, kept["names"]))
-        time = kept.get("time")
+        time = kept["time"] if len(kept["time"]) else None
     if len(columns) == 1 and time is None:
         rows, columns = rows[:, 0], ()
     return _Opened(

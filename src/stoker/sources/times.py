@@ -28,7 +28,7 @@ from stoker.store.fields import Array
 
 SECOND_NS = 1_000_000_000
 DAY_NS = 86_400 * SECOND_NS
-FIRST_YEAR, LAST_YEAR = 1900, 2199
+FIRST_YEAR, LAST_YEAR = 1700, 2199
 
 _EPOCH_DAY = date(1970, 1, 1).toordinal()
 EARLIEST_NS = (date(FIRST_YEAR, 1, 1).toordinal() - _EPOCH_DAY) * DAY_NS

@@ -79,13 +79,13 @@ class OpenFile:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
                 raise OSError(errno.EINVAL, "it is no regular file")
-            return descriptor
         except OSError as error:
             raise StoreError(
                 f"{self.path} cannot be opened: {error.strerror}.",
                 "a readable file",
                 look_in(self.path.parent, "-l"),
             ) from error
+        return descriptor
 
     def read(self, offset: int, out: memoryview, dataset: str) -> None:
         """Fill `out` from `offset`, or say where the file ended."""

@@ -63,6 +63,8 @@ _VIEWS = frozenset(
     )
 )
 """Operators that move no data themselves."""
+_FETCHES = ("aten::item", "aten::_local_scalar_dense")
+"""Not work of the model, whose operators are counted: a loop over values has thousands of them."""
 _SHORT = {
     "c10::BFloat16": "bfloat16",
     "c10::Half": "float16",
@@ -250,7 +252,7 @@ def _host_totals(host: list[Any]) -> dict[str, Any]:
         around = own or (stack[-1][5] if stack else "")
         if not own:
             outermost = all(above[3].startswith((_UPDATE, _LOAD)) for above in stack)
-            totals["operators"] += outermost and around != _LOAD
+            totals["operators"] += outermost and around != _LOAD and name not in _FETCHES
             if stack:
                 stack[-1][2] -= seconds
         stack.append([thread, start + seconds, seconds, name, event, around])

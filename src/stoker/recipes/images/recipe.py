@@ -358,6 +358,7 @@ def split_pictures(
     store: Store, labels: Array, ratios: tuple[float, float, float], seed: int
 ) -> tuple[dict[str, Array], str]:
     """Return the samples of each split and how they were found; what is drawn is drawn class by class."""
+    samples: dict[str, Array]
     if "split" in store.fields:
         given = store.read_rows("split", 0, store.num_samples)
         samples = {name: samples_of(given, name) for name in _SPLITS}

@@ -336,7 +336,10 @@ def _headed_layout(header: list[str], rows: list[list[str]], naming: Naming) -> 
     """Names and time cells under a header; None when the header does not fit the rows."""
     num_cells = len(rows[0]) if rows else len(header)
     header = header[:-1] if len(header) == num_cells + 1 and not header[-1].strip() else header
-    header = [*header, ""] if len(header) == num_cells - 1 else header
+    left_out = []
+    if len(header) == num_cells - 1:
+        header, missing = _named_all(header, rows)
+        left_out += [missing] if missing else []
     if len(header) != num_cells:
         return None
     names: list[str | None] = [*naming.named(header)]
@@ -348,7 +351,6 @@ def _headed_layout(header: list[str], rows: list[list[str]], naming: Naming) -> 
     time_cells, is_close = _time_cells(names, header, rows, naming)
     if not time_cells:
         return None
-    left_out = []
     complete_cell = names.index("complete") if "complete" in names else None
     symbol_cell = next((i for i, name in enumerate(names) if name in TICKER_NAMES), None)
     ticker_cell = symbol_cell if naming.ticker is not None and not tickers else None
@@ -370,6 +372,19 @@ def _headed_layout(header: list[str], rows: list[list[str]], naming: Naming) -> 
         is_close=is_close, tickers=tickers,
         gone=tuple(name for name, left in zip(names, kept, strict=True) if name and left is None),
     )  # fmt: skip
+
+
+def _named_all(header: list[str], rows: list[list[str]]) -> tuple[list[str], str]:
+    """Return a header that has one name fewer than the rows have cells, with the name that is missing; and a note."""
+    if not any(row[-1].strip() for row in rows):
+        return [*header, ""], ""
+    if clean_name(header[0]) not in TIME_NAMES:
+        return ["", *header], ""  # an index, as R and pandas write it
+    if any(":" in row[1] and match_time(f"{row[0]} {row[1]}") for row in rows[:20]):
+        return [header[0], "time", *header[1:]], (
+            "the header has no name for the second column, which is taken as the time of day"
+        )
+    return [*header, ""], "the last column has no name in the header and is left out"
 
 
 def _one_ticker(

@@ -18,7 +18,8 @@ import numpy as np
 
 from stoker.errors import InputError
 from stoker.sources.bars.dialects import PRICES, VOLUMES
-from stoker.sources.bars.timeframes import DAY_NS, TIMEFRAMES
+from stoker.sources.bars.timeframes import TIMEFRAMES
+from stoker.sources.times import DAY_NS
 from stoker.store.fields import Array
 
 # A bar's range below a millionth of its price is a flat bar: wicks count against this instead.

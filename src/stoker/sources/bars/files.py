@@ -182,6 +182,8 @@ def bars_hint(paths: Sequence[Path]) -> str:
     if len(paths) != 1 or not paths[0].name.lower().endswith(_SUFFIXES):
         return ""
     try:
+        if not _reads_as_bars(paths[0]):  # by its first lines: most tables are not read again
+            return ""
         bars = read_bars(paths[0], day_first=True)
     except StokerError:
         return ""
@@ -205,7 +207,8 @@ def fitting_windows(
         by_symbol.setdefault(file.symbol, set()).add(file.timeframe)
     shared = set.intersection(*by_symbol.values()) if by_symbol else set()
     usual = dict(DEFAULT_WINDOWS)
-    windows, horizon = {}, 36
+    windows: dict[str, int] = {}
+    horizon = 36
     for file in files:
         if file.timeframe in shared:
             most = max(1, look(file, None, naming, decimal).num_rows // 4)

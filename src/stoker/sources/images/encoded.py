@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from stoker import bounds
+from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.sources.images.decoding import (
     Decoded,
@@ -108,7 +109,7 @@ def read_encoded(
         raise PictureError(
             f"is {plain}, which --keep-encoded does not keep.",
             "baseline JPEG; PNG and WebP of 8 bits",
-            f"--quality {DEFAULT_QUALITY}",
+            f"--quality {quoted(DEFAULT_QUALITY)}",
             path=path,
             kind=plain,
         )

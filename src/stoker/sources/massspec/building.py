@@ -274,7 +274,9 @@ class Building:
         texts["identifier"] = [_identifier(meta) for meta in metas]
         for name in self.payload.conditions:
             texts[name] = (
-                self.record_kinds if name == "spectrum_kind" else conditions_in(metas, name)
+                list(map(str, self.record_kinds))
+                if name == "spectrum_kind"
+                else conditions_in(metas, name)
             )
         return {name: Ragged.from_strings(values) for name, values in texts.items()}
 

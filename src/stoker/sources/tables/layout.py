@@ -186,11 +186,12 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
     start = next(i for i, (_, cells) in enumerate(rows) if len(cells) == width)
     first_line, first = rows[start]
     body = [cells for _, cells in rows[start + 1 :] if len(cells) == width]
-    before = rows[start - 1][1] if start else []
+    before, is_short = rows[start - 1][1] if start else [], False
     if len(before) == width - 1 and width > 2 and asked.header is not False and _names_only(before):
         # R and pandas leave the name of the first column, the row's own name, out.
         first_line, first, body = rows[start - 1][0], ["", *before], [first, *body]
         asked = replace(asked, header=True)
+        is_short = True
     # A quoted cell may span lines: a row ends at its line number, and begins after the row before.
     preamble = first_line - 1 - sum(cell.count("\n") for cell in first)
     decimal = asked.decimal or _find_decimal([first, *body], sep)
@@ -204,6 +205,7 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
     said += ["decimal comma"] if decimal == "," else []
     said += [f"encoding {encoding}"] if encoding != "utf-8" else []
     said += [] if has_header else [f"no header, so columns are named c0 to c{width - 1}"]
+    said += ["the header names all columns but the first"] if is_short else []
     said += [f"{format_count(preamble, 'line')} above the table ignored"] if preamble else []
     skip = first_line if has_header else preamble
     return Layout(sep, decimal, encoding, skip, preamble, names, has_header, ", ".join(said))

@@ -26,7 +26,14 @@ from stoker import bounds
 from stoker.display import quoted
 from stoker.errors import InputError, Refusal, RefusalList, SourceError
 from stoker.ownership import always, writing
-from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
+from stoker.sources.contract import (
+    Json,
+    Part,
+    PartContext,
+    PartData,
+    Preparation,
+    check_shares,
+)
 from stoker.sources.tables.columns import (
     KINDS,
     Column,
@@ -81,14 +88,7 @@ class TableSource:
     row_limit_seconds: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
-        if self.split and (
-            len(self.split) != 3 or abs(sum(self.split) - 1) > 1e-6 or min(self.split) < 0
-        ):
-            raise InputError(
-                f"the split shares are {self.split}.",
-                "three shares that add up to 1",
-                "split=(0.8, 0.1, 0.1), or --split 0.8,0.1,0.1",
-            )
+        check_shares(self.split)
         if self.missing not in MISSING:
             raise InputError(f"missing is {self.missing!r}.", ", ".join(MISSING), "missing='flag'")
         wrong = [kind for kind in self.dtypes.values() if kind not in KINDS]
