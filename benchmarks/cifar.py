@@ -6,8 +6,8 @@ Loading: flip, crop with padding 4, normalise, fp16 channels-last, batches of 50
 a loader of 40 lines that keeps all images on the GPU and augments an epoch with a few torch operations. Limit:
 one kernel that copies the epoch's images.
 
-Sampling: epochs of batches of 500 with about 0.1 ms of work on the GPU for each, in a shuffled order and drawn by weight, by
-class and from two stores; the ratio to shuffled.
+Sampling: epochs of batches of 500 with about 0.1 ms of work on the GPU for each, in a shuffled order and drawn by
+weight, by class and from two stores; the ratio to shuffled.
 
 Training, where the file of pictures is present: one network, one schedule, `EPOCHS` epochs of batches of 500 in
 bf16, by a plain loop over `HandLoader`, by the same loop with torch.compile, and by `Trainer` over `Loader`, with the
