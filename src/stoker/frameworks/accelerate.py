@@ -150,10 +150,15 @@ def capture(
         optimizer: Of the model.
         say: Called with a line when steps run eagerly; by default that is a RuntimeWarning.
     """
+    own, refusal = plain_optimizer(optimizer), find_refusal(accelerator)
+    return CapturedFunction(step, None, model, own, None, None, say, refusal=refusal)
+
+
+def plain_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside Accelerate's wrappers."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
-    refusal = find_refusal(accelerator)
-    return CapturedFunction(step, None, model, optimizer, None, None, say, refusal=refusal)
+    return optimizer
 
 
 def find_refusal(accelerator: Accelerator) -> str | None:
@@ -172,4 +177,4 @@ def find_refusal(accelerator: Accelerator) -> str | None:
     return None
 
 
-__all__ = ["AccelerateLoader", "adapt", "capture", "find_refusal", "load_for"]
+__all__ = ["AccelerateLoader", "adapt", "capture", "find_refusal", "load_for", "plain_optimizer"]

@@ -33,7 +33,7 @@ except ImportError as error:
         "transformers", "huggingface", "stoker.frameworks.huggingface"
     ) from error
 
-from stoker.frameworks.accelerate import AcceleratedOptimizer, AccelerateLoader, find_refusal
+from stoker.frameworks.accelerate import AccelerateLoader, find_refusal, plain_optimizer
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -103,7 +103,7 @@ class StokerTrainerMixin(_Base):
 
     def training_step(
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
+    ) -> Any:
         """Train on a batch: all of the step where it is captured, else forward and backward."""
         if self._capture and self.captured is None:
             self.captured = self._make_captured(model)
@@ -136,9 +136,7 @@ class StokerTrainerMixin(_Base):
             model.zero_grad()
             return loss, norm
 
-        optimizer = self.optimizer
-        while isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
+        optimizer = plain_optimizer(self.optimizer)
         calls, refusal = [self.compute_loss], self._find_refusal()
         return CapturedFunction(step, None, model, optimizer, None, None, None, calls, refusal)
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import inspect
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from copy import copy
 from functools import cache
 from operator import itemgetter
 from types import CellType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -120,7 +120,7 @@ class HostNumbers:
         for root in modules:
             for path, module in root.named_modules():
                 name = f"{type(root).__name__}.{path}" if path else type(root).__name__
-                self._look(name, vars(module), only=_named_in_step(type(module)))
+                self._look(name, vars(module), only=_named_in_step(cast(Hashable, type(module))))
                 code[id(type(module).forward)] = type(module).__name__, type(module).forward
         for given in functions:
             function = getattr(given, "func", given)  # of a functools.partial
@@ -248,7 +248,7 @@ def _is_of_framework(value: Any) -> bool:
 
 
 @cache
-def _named_in_step(kind: type) -> set[str] | None:
+def _named_in_step(kind: Hashable) -> set[str] | None:
     """Return the attributes that the code of a Lightning module may read within a step; None if it is another module.
 
     Its hooks around the step may count and collect as they like.
@@ -256,7 +256,9 @@ def _named_in_step(kind: type) -> set[str] | None:
     if not hasattr(kind, "training_step"):
         return None
     names = {"training"}
-    for name, value in ((n, v) for base in kind.__mro__ for n, v in vars(base).items()):
+    for name, value in (
+        (n, v) for base in inspect.getmro(cast(type, kind)) for n, v in vars(base).items()
+    ):
         is_own = inspect.isfunction(value) and _package(value) not in _FOREIGN
         if is_own and not _OUTSIDE_STEP.match(name):
             names.update(value.__code__.co_names)
