@@ -10,7 +10,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 TESTS := $(BIN)/pytest -q -n 3 --dist worksteal -m "not whole_gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: run test test-gpu lint types check campaign mutate bench audit docs clean help
+.PHONY: run test test-gpu lint types check campaign proof mutate bench audit docs clean help
 
 run: $(STAMP) ## the main job: `stoker demo`, on data it makes itself
 	$(BIN)/stoker demo
@@ -33,6 +33,9 @@ test-gpu: $(STAMP) ## what needs a CUDA device; tests that measure its memory on
 
 campaign: $(STAMP) ## fuzz, fault injection, planted bottlenecks, all combinations: half an hour, quiet machine
 	$(BIN)/pytest -q -m "slow or random" --hypothesis-profile campaign
+
+proof: campaign ## the campaigns, and faults on purpose under stoker and its peers (docs/faults.md)
+	$(BIN)/python benchmarks/faults.py
 
 mutate: $(STAMP) ## change twenty random lines of loader, store and train: how many do the tests notice?
 	$(BIN)/python tests/campaign/mutate.py --count 20 --seed 1

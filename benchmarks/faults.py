@@ -23,6 +23,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import resource
 import select
 import shutil
@@ -679,26 +680,25 @@ def run_case(case: Case, world: Path, seconds: float) -> dict[str, Any]:
 
 
 def judged(answer: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the outcome of an answer, and what an error said."""
     if answer.get("not_applicable"):
         return {"outcome": "n/a"}
     if "error" in answer:
         names = (
-            "plain.h5",
-            "store",
-            "shard-",
-            "last.pt",
-            "step-0",
-            "features.npy",
-            "worker (pid",
-            "/new",
-        )
+            "plain.h5", "store", "shard-", "last.pt", "step-0", "features.npy", "worker (pid", "/new",
+        )  # fmt: skip
         named = any(name in answer["error"] for name in names)
-        return {
-            "outcome": "named" if named else "error",
-            "said": answer["error"].replace(str(folder), "…")[:300],
-        }
+        said = scrubbed(answer["error"].replace(str(folder), "…"))
+        return {"outcome": "named" if named else "error", "said": said[:300]}
     bad = answer["lost"] or answer["repeated"] or answer["changed"]
     return {"outcome": "wrong" if bad else "survived", **answer}
+
+
+def scrubbed(text: str) -> str:
+    """Return a text without the places of this machine."""
+    return re.sub(
+        r"/\S*site-packages", "site-packages", re.sub(r"/tmp/stoker-faults-\w+", "…", text)
+    )
 
 
 def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:

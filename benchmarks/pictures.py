@@ -185,6 +185,14 @@ class Way:
             "images_per_second": round(middle, 1),
             "spread": round((rates[-1] - rates[0]) / middle, 3),
             "busy_cores": round(statistics.median(self.cores), 2),
+            # What a busy machine leaves of the cores changes the rate, and this not.
+            "images_per_core_second": round(
+                statistics.median(
+                    rate / max(cores, 1e-9)
+                    for rate, cores in zip(self.rates, self.cores, strict=True)
+                ),
+                1,
+            ),
         }
 
 
@@ -378,7 +386,14 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             for name, row in rows.items()
             if name != "encoded"
         }
-        print(f"  ratios: {result[kind]['ratios']}", flush=True)
+        each = rows["encoded"]["images_per_core_second"]
+        result[kind]["ratios_per_core_second"] = {
+            name: round(each / row["images_per_core_second"], 3)
+            for name, row in rows.items()
+            if name != "encoded"
+        }
+        print(f"  ratios: {result[kind]['ratios']}, by core-second: ", end="")
+        print(result[kind]["ratios_per_core_second"], flush=True)
         step = make_step(device) if cuda and not options.no_training else None
         if step is not None:
             held = next(found[0].batches)

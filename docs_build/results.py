@@ -137,8 +137,10 @@ def defaults_section(results: Path) -> list[str]:
             baseline = (
                 f"{row['baseline']} {row['baseline_value']:.3g}" if row.get("baseline") else "n/a"
             )
+            cpu = row.get("cpu_minutes")
+            minutes = f"{row['minutes']:.1f}" + ("" if cpu is None else f", {cpu:.1f} of the CPU")
             lines.append(
-                f"| {recipe} | {row['data']} | {host} | {row['minutes']:.1f} | {row.get('metric', 'n/a')} | {value} "
+                f"| {recipe} | {row['data']} | {host} | {minutes} | {row.get('metric', 'n/a')} | {value} "
                 f"| {baseline} | {words.get(str(row.get('worth')), 'n/a')} |"
             )
     return [*lines, ""]

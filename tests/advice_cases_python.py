@@ -47,7 +47,9 @@ ENCODED = (
     "from stoker.sources.images.encoded import picture_field; files = [io.BytesIO() for _ in range(30)]; "
     "[Image.new('RGB', (8 + n, 9)).save(file, 'PNG') for n, file in enumerate(files)]; data = [file.getvalue() for file in files]; "
     "data[3] = data[3][:20]; sizes = np.array([(9, 8 + n) for n in range(30)], 'i4'); resize = Compose([Resize(8)]); "
-    "pictures = memory_store({'images': picture_field(data), 'image_size': Dense(sizes), 'image_orientation': Dense(np.ones(30, 'u1'))}, 'pictures')"
+    "fields = {'images': picture_field(data), 'image_size': Dense(sizes), 'image_orientation': Dense(np.ones(30, 'u1'))}; "
+    "pictures = memory_store(fields, 'pictures'); from stoker.store.fields import Ragged; "
+    "several = memory_store({**fields, 'labels': Dense(np.arange(30)), 'v': Ragged(np.arange(30), np.arange(31))}, 'several')"
 )
 # Times of decisions and labels that do not fit together, by what is wrong.
 TIMES = {
@@ -326,10 +328,11 @@ PYTHON: dict[str, list[Case]] = {
     )
     + _refused(
         ENCODED,
-        "Loader(pictures, 4, 'cpu')",
         "Loader(pictures, 4, 'cpu', augment=resize, on_broken='x')",
+        "Loader(several, 4, 'cpu', augment=resize, on_broken='skip')",
     )
     + [
+        Case("list(Loader(pictures, 4, 'cpu', on_broken='skip'))", ENCODED, into="Loader"),
         Case(
             "list(Loader(pictures, 4, 'cpu', augment=resize, on_broken='skip', broken_budget=0))",
             ENCODED,
@@ -661,7 +664,10 @@ PYTHON: dict[str, list[Case]] = {
         ),
         Case("load_trained('run/best.pt', recipe='forex')", RECIPES, fill={"STORE": "forex-store"}),
         Case("split_compounds(apart, (0.8, 0.1, 0.1), 0)", RECIPES),
-        Case("list(read_molecules_of(Path('table.csv')))", "from stoker.recipes.massspec.molecules import read_molecules_of"),
+        Case(
+            "list(read_molecules_of(Path('table.csv')))",
+            "from stoker.recipes.massspec.molecules import read_molecules_of",
+        ),
         *_refused(
             "from stoker.recipes.images.networks import *; from stoker.recipes.images.recipe import *; "
             "import torch, sys; from types import SimpleNamespace; "

@@ -137,14 +137,14 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     return f"{argname} of {len(val)}" if is_long else None
 
 
-_frozen = {"modules": 0}
+_frozen = {"blocks": 0}
 
 
 def freeze() -> None:
-    """Keep what is imported out of the collector's way: tests collect hundreds of times, 0.3 s each."""
+    """Keep what is there to stay out of the collector's way: tests collect hundreds of times, 0.3 s each."""
     gc.collect()
     gc.freeze()
-    _frozen["modules"] = len(sys.modules)
+    _frozen["blocks"] = sys.getallocatedblocks()
 
 
 def pytest_collection_finish() -> None:
@@ -152,8 +152,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_teardown() -> None:
-    """Do the same for what a test was the first to import: Lightning, transformers, onnxruntime."""
-    if len(sys.modules) > _frozen["modules"] + 100:
+    """Do the same for what tests keep: Lightning and transformers, and the parsed sources of the package."""
+    if sys.getallocatedblocks() > _frozen["blocks"] + 200_000:
         freeze()
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from run_makers import make_store, settings_for
 from stoker.errors import InputError
+from stoker.recipes import baselines
 from stoker.recipes.baselines import Boosting, Ridge, summary_rows, thin_samples
 from stoker.recipes.run import as_json, run_recipe
 from stoker.recipes.tabular.evaluation import find_quiet
@@ -80,6 +81,19 @@ def test_summaries_of_windows_are_those_of_the_windows_themselves(tmp_path):
         window = rows[ends[sample % len(ends)] - 6 : ends[sample % len(ends)]].astype("f8")
         want = np.concatenate([window[-1], window.mean(axis=0), window.std(axis=0)])
         np.testing.assert_allclose(row, want, rtol=1e-5, atol=1e-6)
+
+
+def test_dense_windows_are_summarised_in_parts(tmp_path, monkeypatch):
+    windows = np.random.default_rng(0).normal(size=(11, 5, 2)).astype("f4")
+    store = write_store(tmp_path / "s", [{"features": Dense(windows)}])
+    samples = np.arange(11)
+    whole = summary_rows(store, "features", samples)
+    monkeypatch.setattr(baselines, "_PART_BYTES", 3 * 8 * 10)
+    monkeypatch.setattr(baselines, "_PART_ROWS", 4)
+    np.testing.assert_array_equal(summary_rows(store, "features", samples), whole)
+    line = Ridge(whole, windows[:, -1].astype("f8"))
+    made = baselines.answer_samples(line, store, "features", samples)
+    np.testing.assert_allclose(made, line.predict(whole))
 
 
 def test_thinned_samples_keep_their_order():

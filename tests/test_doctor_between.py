@@ -85,6 +85,19 @@ def test_samples_are_shares_of_the_step():
     assert finding.gain.likely == pytest.approx(0.02 / 0.004, rel=0.3)
 
 
+def test_time_that_the_clock_knows_is_not_shared_out_by_samples():
+    site = {"family": "host", "where": "a.py:3", "call": "gc.collect", "calls": 40, "bytes": 0}
+    rows = [row(seconds=0.200) for _ in range(40)]
+    told = state(
+        training={"model": 20, "between": 20, "timed": 4},
+        between={"a.py:5": 20},
+        modules=True,
+        sites=[{**site, "seconds": 40 * 0.180}],
+    )
+    found = measure([Process(rows, [], told)], "python train.py", MachineFacts(cores=8))
+    assert found.between_seconds == pytest.approx(0.010), "half of the 20 ms that no clock explains"
+
+
 def test_a_step_that_is_mostly_the_model_is_healthy():
     assert judged(measured({"model": 95, "between": 5})).verdict == "nothing to fix"
 

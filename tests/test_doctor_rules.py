@@ -347,6 +347,14 @@ def test_workers_are_not_tried_for_a_dataset_with_an_open_hdf5_file():
     assert diagnose(other)[0].patch.replacement == "", "two files are not one store"
 
 
+def test_two_costs_that_hide_each_other_are_not_called_healthy():
+    fetched = (HostCall("a.py:3", "float", 900.0, 0.012),)
+    hidden = job(0.040, 0.007, workers=1, load=0.038, busy=(0.5,), syncs=fetched)
+    told = why_unjudged(hidden, [])
+    assert "waiting for data 18%, fetching values from the step 30%" in told
+    assert not why_unjudged(job(0.040, 0.007, workers=1, load=0.038, busy=(0.5,)), [])
+
+
 def test_a_restart_costs_no_more_than_what_is_beyond_a_step():
     short = job(0.010, 0.001, workers=2, loader={"epoch_starts": 9, "epoch_start_seconds": 2.0})
     loader = replace(short.loader, persistent_workers=False, steps_per_epoch=8)

@@ -27,6 +27,7 @@ from stoker.augment import (
 from stoker.augment.sizing import Sizing, split_sizing
 from stoker.errors import InputError, StoreError
 from stoker.loader.pictures import make_policy
+from stoker.plan import store_facts
 from stoker.sources.images.encoded import encode_mask, picture_field
 from stoker.store.fields import Dense
 from stoker.store.memory import memory_store
@@ -230,8 +231,23 @@ def test_pictures_of_one_size_need_no_augmentation():
 def test_pictures_of_several_sizes_need_one_that_gives_them_one():
     store, _ = make_store()
     for augment in (None, Compose([RandomHorizontalFlip()])):
-        with pytest.raises(InputError, match=r"40 x 50 to 46 x 54"):
-            stoker.Loader(store, 4, "cpu", augment=augment)
+        with (
+            stoker.Loader(store, 4, "cpu", augment=augment) as loader,
+            pytest.raises(InputError, match=r"40 x 50 to 46 x 54"),
+        ):
+            next(iter(loader))
+    with stoker.Loader(store, 4, "cpu") as loader:
+        loader.use_augmentation(Compose([Resize(8)]))  # as a Trainer does
+        assert next(iter(loader))["images"].shape == (4, 3, 8, 8)
+
+
+def test_a_plan_for_a_gpu_is_refused():
+    store, _ = make_store()
+    plan = stoker.make_plan(
+        store_facts(store.manifest), gpu_memory_bytes=10**9, ram_bytes=10**9, batch_size=4
+    )
+    with pytest.raises(InputError, match="stay in host memory"):
+        stoker.Loader(store, 4, "cpu", plan=plan, augment=random_ops())
 
 
 def epoch_of(loader):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -101,3 +103,27 @@ def test_a_size_is_refused_where_pixels_have_another(folders):
     path = packed(folders, "raw", None)
     with open_store(path) as store, pytest.raises(InputError, match="holds pixels of"):
         SegmentationRecipe().make_job(store, {**TINY, "size": [16, 16]}, 0)
+
+
+def test_a_run_trains_validates_and_answers_from_encoded_pictures(folders):
+    from typer.testing import CliRunner
+
+    from stoker.cli.main import app
+
+    rng = np.random.default_rng(1)
+    for number in range(40):
+        home = folders / "classes" / "ab"[number % 2]
+        home.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 80, (20 + number % 4, 24, 3), dtype=np.uint8) + 150 * (number % 2)
+        Image.fromarray(pixels.astype(np.uint8)).save(home / f"{number}.jpg")
+    source = ImagesSource((8, 8), 3, folders / "classes", keep_encoded=KeepEncoded())
+    pack(source, folders / "encoded", PackOptions(jobs=1))
+    words = ["train", "--config", "images", "--store", str(folders / "encoded"), "--device", "cpu"]
+    words += ["--json", "--set", f"run.dir={folders / 'run'}", "--set", "training.epochs=1"]
+    words += ["--set", "training.batch_size=8", "--set", "recipe.options.width=4"]
+    words += ["--set", "recipe.options.size=[16,16]", "--set", "recipe.options.network=resnet9"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, (done.output, done.exception)
+    made = json.loads(done.stdout)
+    assert len(made["epochs"]) == 1
+    assert any("encoded pictures in host memory" in str(note) for note in made["notes"])

@@ -106,9 +106,10 @@ def test_a_shifted_label_is_named(tmp_path, bars, shift):
 
 
 def test_a_series_without_prices_is_drawn_as_lines(tmp_path):
-    rows = np.stack([np.arange(40.0), np.arange(40.0) ** 2], axis=1)
+    rows = np.stack([np.arange(40.0), np.full(40, np.nan)], axis=1)
     samples = Samples()
-    samples.rows = [{"x": Window(rows, 30, None), "labels": np.int64(1)}]
+    # A field of another meaning may be called time, and a column may hold nothing.
+    samples.rows = [{"x": Window(rows, 30, None), "labels": np.int64(1), "time": np.zeros(3)}]
     from stoker.store.manifest import FieldInfo
 
     info = FieldInfo(kind="series", dtype="<f8", shape=[2], columns=["a", "<b>"], window=30)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from stoker.loader.gather import Assembler
 from stoker.loader.loader import Loader
 from stoker.store.fields import Dense
 from stoker.store.reader import Store
@@ -149,13 +148,13 @@ def fail_while_large(loader, at=5):
 
 def inject(monkeypatch, where, check):
     if where == "assembly":
-        assemble = Assembler.assemble
+        assemble = Loader._assemble
 
         def guarded(self, *args, **named):
             check()
             return assemble(self, *args, **named)
 
-        monkeypatch.setattr(Assembler, "assemble", guarded)
+        monkeypatch.setattr(Loader, "_assemble", guarded)
         return
     name = {"forward": "forward_backward", "update": "update"}[where]
     original = getattr(Step, name)

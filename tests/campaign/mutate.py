@@ -39,7 +39,9 @@ from pathlib import Path
 ROOMS = ("loader", "store", "train")
 LEFT_BEHIND = (".git", ".venv", ".gpu-deps", ".gpu-data", ".gpu-wheels", "__pycache__", "site", "data", "out",
                "shared", "stoker-demo", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis")  # fmt: skip
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "train/graph.py: CHECKED_REPLAYS = 3 -> CHECKED_REPLAYS = 4": "one more comparison before a graph is trusted",
+}
 """The name of a change (`Mutant.name`) to the reason why no test can notice it."""
 
 _COMPARED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -75,9 +75,10 @@ class Normalize(augment.Normalize):
             return super().apply(image)
 
         def change(values: torch.Tensor) -> torch.Tensor:
-            if values.shape[-3] != len(self.mean):
+            means: Any = self.mean
+            if values.shape[-3] != len(means):
                 raise InputError(
-                    f"an image of {values.shape[-3]} channels for {len(self.mean)} means.",
+                    f"an image of {values.shape[-3]} channels for {len(means)} means.",
                     "as many means and deviations as channels",
                     f"Normalize({[0.5] * values.shape[-3]}, {[0.5] * values.shape[-3]})",
                 )

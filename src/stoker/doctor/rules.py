@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from stoker.doctor import rules_loading, rules_run, rules_step, rules_workers
 from stoker.doctor.cases import Case, Rule, at, blocked_share, busy_cores, rule_name
 from stoker.doctor.findings import Finding
+from stoker.doctor.gains import split_step
 from stoker.doctor.measurements import Measurements
 
 RULES: tuple[Rule, ...] = (
@@ -22,7 +23,7 @@ RULES: tuple[Rule, ...] = (
 )
 _IDLE_CORES = 2.0
 """Cores that are idle before more workers are offered first."""
-_MUCH_WAITING, _MUCH_QUEUEING = 0.3, 0.1
+_MUCH_WAITING, _MUCH_QUEUEING, _SMALL_COST = 0.3, 0.1, 0.05
 FINDING_NAMES = (
     *(rule_name(rule) for rule in RULES),
     "full-precision",  # no rule gives it: it is found only by trying it (consultation.py)
@@ -84,4 +85,22 @@ def why_unjudged(measurements: Measurements, findings: Sequence[Finding]) -> str
             f"the step waits for data {share:.0%} of the time{f' ({told})' if told else ''}, and {why}; "
             "measure again on a quiet machine"
         )
-    return ""
+    return _hidden_costs(measurements)
+
+
+def _hidden_costs(measurements: Measurements) -> str:
+    """Return the costs of a step of which each hides the other, so that no remedy alone helps; "" if they are small."""
+    parts = split_step(measurements)
+    whole = sum(part.seconds for part in parts)
+    on_gpu = measurements.machine.device == "cuda"  # there the host waits for the step's own work
+    costs = [
+        part
+        for part in parts
+        if part.kind in (("wait", "load") if on_gpu else ("wait", "load", "host"))
+        and part.seconds > _SMALL_COST * whole
+    ]
+    share = sum(part.seconds for part in costs) / whole if whole else 0.0
+    if len(costs) < 2 or share < _MUCH_WAITING:
+        return ""
+    listed = ", ".join(f"{part.label} {part.seconds / whole:.0%}" for part in costs)
+    return f"of a step {listed}; no remedy for one of them alone is predicted to help"

@@ -370,7 +370,7 @@ def _epoch_starts(facts: Mapping[str, Any], usual_wait: float) -> tuple[int, flo
 
 def num_watched_steps(state: Mapping[str, Any]) -> int:
     """Return the number of steps in which calls were timed, the divisor of their totals; 1 at least."""
-    return max(1, state.get("num_watched", state["num_steps"]))
+    return max(1, int(state.get("num_watched", state["num_steps"])))
 
 
 def read_hdf5(

@@ -78,7 +78,6 @@ def measure(
     workers = facts["workers"] if facts else 0
     step = spread_of_rounds(plain, workers, clock.seconds)
     wait = spread_of_rounds(plain, workers, clock.wait) if facts else None
-    between, between_seconds, unjudged = _between(state, step, wait)
     # Syncs are too many to read the scheduler's clock at each: assume that they queue like the rest of the step.
     on_core = statistics.median(map(running, rows)) if rows else 1.0
     sites = [(site, site.pop("family")) for site in map(dict, state["sites"])]
@@ -89,6 +88,19 @@ def measure(
     # In a loop of thousands of calls the timing of each takes longer than the call.
     shrunk = 1 - cost / slowed.median if slowed and slowed.median > 0 else 1.0
     usual_sync = _usual_sync(state, watched, per_step * on_core) * shrunk
+    waited = wait.median if wait else 0.0
+    timed = (
+        statistics.median(row.backward * undisturbed(row) + row.collective for row in plain)
+        if plain
+        else 0.0
+    )
+    for site, family in sites:
+        timed += site["seconds"] * {
+            "sync": usual_sync,
+            "copy": per_step * on_core,
+            "host": 1 / max(1, state["num_steps"]),
+        }.get(family, 0.0)
+    between, between_seconds, unjudged = _between(state, step, waited + timed)
     samples = sum(row.samples for row in rows)
     return Measurements(
         subject,
@@ -148,11 +160,17 @@ def measure(
 
 
 def _between(
-    state: Mapping[str, Any], step: Spread | None, wait: Spread | None
+    state: Mapping[str, Any], step: Spread | None, known: float
 ) -> tuple[tuple[HostCall, ...], float | None, list[str]]:
     """Return lines between model calls, their seconds per step, and why they cannot be judged.
 
-    The training thread was sampled while no DataLoader was working, so samples are shares of the rest of the step.
+    The training thread was sampled while no DataLoader was working. Calls that are timed anyway are known by the clock,
+    and a call that holds Python's lock, such as `gc.collect`, is never sampled: samples are shares of the rest.
+
+    Args:
+        state: With the samples.
+        step: Seconds of a step.
+        known: Of these, waiting for data and in calls that are timed.
     """
     doing = state.get("training", {})
     looks = sum(doing.values())
@@ -161,7 +179,7 @@ def _between(
     if looks < _FEW_LOOKS:
         few = f"the training thread was sampled {looks} times only: let it run for more steps"
         return (), None, [] if state["loaders"] else [few]
-    seconds = max(0.0, step.median - (wait.median if wait else 0.0)) / looks
+    seconds = max(0.0, step.median - known) / max(1, looks - doing.get("timed", 0))
     lines = tuple(
         HostCall(where, "between", 0.0, count * seconds)
         for where, count in sorted(state["between"].items(), key=lambda item: -item[1])[:20]

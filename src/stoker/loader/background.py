@@ -144,14 +144,14 @@ class Background(Generic[T]):
 
 
 class _Janitor:
-    """A thread that does the waiting for finalizers.
+    """A thread that does the waiting for finalizers, and permutes coming epochs.
 
     A finalizer runs in any thread, under any lock: it must not wait, nor take a lock that is not reentrant.
     `SimpleQueue.put` is safe there; this thread then calls what was handed over.
     """
 
     def __init__(self) -> None:
-        self._dropped: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._dropped: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._parents = self._dropped
         self._thread: threading.Thread | None = None
         self._process = -1
@@ -167,7 +167,7 @@ class _Janitor:
             self._thread = threading.Thread(target=self._run, name="stoker-janitor", daemon=True)
             self._thread.start()
 
-    def hand_over(self, end: Callable[[], None]) -> None:
+    def hand_over(self, end: Callable[[], object]) -> None:
         """Call `end` soon, in the janitor's thread. Never blocks; safe in a finalizer."""
         self._dropped.put(end)
 

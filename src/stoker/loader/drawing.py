@@ -235,15 +235,15 @@ def choose_draws(
         return mixture.draws(samples, num_draws)
     if balance is not None:
         if balance not in store.fields or store.fields[balance].kind != "dense":
-            classes = [
+            found = [
                 name
                 for name, info in store.fields.items()
                 if info.kind == "dense" and not info.shape and np.dtype(info.dtype).kind in "iub"
             ]
-            near = nearest(balance, classes) or next(iter(classes), None)
+            near = nearest(balance, found) or next(iter(found), None)
             raise InputError(
                 f"balance={balance!r}.",
-                f"a field with one whole number per sample, its class: {', '.join(classes) or 'none here'}",
+                f"a field with one whole number per sample, its class: {', '.join(found) or 'none here'}",
                 f"balance={near!r}" if near else "leave balance out",
             )
         classes = store.gather(balance, samples)

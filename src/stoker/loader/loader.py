@@ -1,8 +1,9 @@
 """The Loader: batches that are already on the device, in an order you can repeat, resume and check.
 
 Enters: a store, a batch size, a device, an order. Leaves: `Batch`es, assembled on the device from an
-index tensor. Costs: the plan's bytes on the device (its reserve holds up to 4 MB of coming batches); per batch
-one gather per large field. Indices and small fields (`small_fields.py`) are made for many batches at once.
+index tensor. Costs: the plan's bytes on the device (its reserve holds up to 4 MB of coming batches; 256 MB beside data
+that is resident on a GPU, but no more than twice the data); per batch one gather per large field. Indices, small fields
+and small augmented images are made for many batches at once.
 
 Contract: every sample comes once per epoch. The order depends on (seed, epoch) alone. A state resumes at any
 batch. Device memory stays within the plan while the consumer holds a batch. An error in a background thread
@@ -385,6 +386,12 @@ class Loader:
                     f"a plan and {' and '.join(told)} were given.",
                     "one of them",
                     f"leave {next(iter(told))} out",
+                )
+            if self._pictures is not None and given.gpu_memory_bytes is not None:
+                raise InputError(
+                    "a plan for the memory of a GPU, and encoded pictures stay in host memory.",
+                    "a plan for host memory: make_plan(..., gpu_memory_bytes=None)",
+                    "leave plan out",
                 )
             return given
         from stoker.machine import probe

@@ -180,28 +180,30 @@ class Pictures:
         self._decode_batch, self.reason = choose_decoder(device, self.channels)
 
     def use(self, augment: Any) -> Any:
-        """Bring pictures to one size by the first op of an augmentation; return the rest of it.
-
-        Raises:
-            InputError: They have several sizes, and nothing gives them one.
-        """
+        """Bring pictures to one size by the first op of an augmentation; return the rest of it."""
         split = getattr(augment, "split_sizing", lambda: None)()
-        sizing, rest = split or (None, augment)
+        self.sizing, rest = split or (None, augment)
+        return rest
+
+    def _check_sizing(self) -> None:
+        """Raise where pictures have several sizes and nothing gives them one.
+
+        Not before batches are asked for: a `Trainer` may give the loader its augmentation.
+        """
         low, high = self.sizes.min(axis=0), self.sizes.max(axis=0)
-        if sizing is None and (low != high).any():
+        if self.sizing is None and (low != high).any():
             raise InputError(
                 f"the pictures of {self._store.name} are {low[0]} x {low[1]} to {high[0]} x {high[1]}, "
                 "and a batch has one size.",
                 "an augmentation whose first op gives them one: RandomResizedCrop or Resize",
                 "augment=stoker.augment.Compose([stoker.augment.Resize(224)])",
             )
-        self.sizing = sizing
-        return rest
 
     # -- batches, ahead ----------------------------------------------------------------------
 
     def decoded(self, work: Iterable[Work], epoch: int) -> Generator[Made, None, None]:
         """Yield the batches of `work` decoded, in order, a few batches ahead of the consumer."""
+        self._check_sizing()
         on_gpu = self._decode_batch is not None
         make = self._on_gpu if on_gpu else self._on_host
         cores = len(os.sched_getaffinity(0))

@@ -85,6 +85,13 @@ def _base(attributes: Mapping[str, Any], names: Sequence[str]) -> str:
     return str(base) if base in names else names[0]
 
 
+def _moment(row: Mapping[str, Any]) -> int | None:
+    """Return the field `time` of a sample in nanoseconds; None where it has none, or something else of that name."""
+    time = row.get("time")
+    is_moment = isinstance(time, np.generic) and time.dtype.kind == "i"
+    return int(time) if time is not None and is_moment else None
+
+
 # -- facts ---------------------------------------------------------------------------------------
 
 
@@ -100,7 +107,7 @@ def window_facts(
     lengths = "; ".join(f"{name} {fields[name].window:,} rows" for name in names)
     columns = dict.fromkeys(column for name in names for column in fields[name].columns or ())
     facts = {"windows": lengths} | ({"features": ", ".join(columns)} if columns else {})
-    moments = sorted(int(row["time"]) for row in rows if row.get("time") is not None)
+    moments = sorted(moment for row in rows if (moment := _moment(row)) is not None)
     if moments:
         facts["t"] = f"{show_time(moments[0])} to {show_time(moments[-1])}"
     base = _base(attributes, names)
@@ -163,8 +170,8 @@ def window_figure(
         else:
             drawn += [_label(name, window), _lines(window, columns)]
     about = []
-    if row.get("time") is not None:
-        about.append(f"t = {show_time(int(row['time']))}")
+    if (moment := _moment(row)) is not None:
+        about.append(f"t = {show_time(moment)}")
     if row.get("split") is not None and int(row["split"]) < len(_SPLITS):
         about.append(_SPLITS[int(row["split"])])
     targets = row.get("targets")
@@ -245,7 +252,8 @@ def _lines(window: Window, columns: Sequence[str]) -> Html:
     parts, named = [], []
     for number in range(min(_MOST_LINES, rows.shape[1])):
         column = rows[:, number]
-        low, high = float(np.nanmin(column)), float(np.nanmax(column))
+        known = column[np.isfinite(column)]
+        low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
         scaled = (_HEIGHT - 8) * (high - column) / max(high - low, 1e-12) + 4
         step = _WIDTH / max(1, len(column) - 1)
         line = " ".join(f"{at * step:.1f},{y:.1f}" for at, y in enumerate(scaled) if np.isfinite(y))

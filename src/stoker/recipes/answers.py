@@ -35,7 +35,8 @@ from stoker.recipes.registry import blamed
 from stoker.report import Progress, Silent
 from stoker.runs.evaluation import Evaluation
 from stoker.store.fields import Array
-from stoker.store.reader import MANIFEST_NAME, is_zarr
+from stoker.store.manifest import MANIFEST_NAME
+from stoker.store.zarr import is_zarr
 from stoker.train.predict import (
     Predicted,
     as_rows,

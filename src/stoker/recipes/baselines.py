@@ -18,6 +18,7 @@ MOST_TREE_CLASSES = 20
 """With more classes than this, a tree per class and round takes too long: a linear model is fitted instead."""
 _MOST_ROWS = 20_000
 _MOST_VALUES = 3e8
+_PART_BYTES, _PART_ROWS = 64 << 20, 20_000
 _NUM_BINS, _DEPTH, _ROUNDS = 32, 5, 60
 _RATE, _LAMBDA, _MIN_WEIGHT = 0.15, 1.0, 1e-3
 _MIN_LEAF_ROWS = 5
@@ -43,10 +44,17 @@ def summary_rows(store: Store, field: str, samples: Array) -> Array:
         samples: Rising sample numbers.
     """
     if store.fields[field].kind != "series":
-        values = store.gather(field, samples).astype(np.float64)
-        if values.ndim == 2:
-            return values
-        return np.concatenate([values[:, -1], values.mean(axis=1), values.std(axis=1)], axis=1)
+        shape = store.fields[field].shape
+        if len(shape) == 1:
+            return store.gather(field, samples).astype(np.float64)
+        # In parts: the windows of 20,000 samples may be gigabytes, their summaries are not.
+        size = max(1, _PART_BYTES // (8 * int(np.prod(shape))))
+        made = []
+        for low in range(0, len(samples), size):
+            values = store.gather(field, samples[low : low + size]).astype(np.float64)
+            parts = [values[:, -1], values.mean(axis=1), values.std(axis=1)]
+            made.append(np.concatenate(parts, axis=1))
+        return np.concatenate(made) if made else np.zeros((0, 3 * shape[-1]))
     window = int(store.fields[field].window or 1)
     parts, first = [], 0
     for number, shard in enumerate(store.manifest.shards):
@@ -63,6 +71,15 @@ def summary_rows(store: Store, field: str, samples: Array) -> Array:
             parts.append(np.concatenate([rows[ends - 1], mean, spread], axis=1))
         first += shard.num_samples
     return np.concatenate(parts)
+
+
+def answer_samples(model: Boosting | Ridge, store: Store, field: str, samples: Array) -> Array:
+    """Return a baseline's answers for samples of a store, some thousands at a time."""
+    size = len(samples) if store.fields[field].kind == "series" else _PART_ROWS
+    starts = range(0, len(samples), max(1, size))
+    return np.concatenate(
+        [model.predict(summary_rows(store, field, samples[low : low + size])) for low in starts]
+    )
 
 
 # -- boosted trees -------------------------------------------------------------------------------

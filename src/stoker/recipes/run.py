@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import xxhash
@@ -441,9 +441,12 @@ class Run:
 
     def _make_plan(self, samples: Array, share: float, fallback: float, **told: Any) -> Plan:
         """Plan with the memory that all ranks have: free memory differs, chunks must not."""
-        on_gpu = self.device.type == "cuda"
-        free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else None
         columns = make_columns(self.store, self.job.fields, samples)
+        # Encoded pictures stay in host memory, where decoders read them.
+        on_gpu = self.device.type == "cuda" and not any(column.is_encoded for column in columns)
+        if not on_gpu:
+            told.pop("streamed", None)
+        free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else None
         return make_plan(
             column_facts(self.store, columns, len(samples)),
             gpu_memory_bytes=None if free is None else self.ranks.smallest(free),
@@ -563,15 +566,15 @@ class _WithFinal:
     """The metrics of a pass over the test samples, and what evaluates them in full."""
 
     def __init__(self, make: Callable[[], Metrics] | None, final: FinalMetrics) -> None:
-        self._parts = [final] if make is None else [make(), final]
+        self._metrics, self._final = None if make is None else make(), final
 
     def update(self, outputs: Any, targets: Any) -> None:
-        for part in self._parts:
-            part.update(outputs, targets)
+        if self._metrics is not None:
+            self._metrics.update(outputs, targets)
+        self._final.update(outputs, targets)
 
     def compute(self) -> dict[str, float]:
-        first = self._parts[0]
-        return {} if len(self._parts) == 1 else cast(Metrics, first).compute()
+        return {} if self._metrics is None else self._metrics.compute()
 
 
 # -- as plain values ------------------------------------------------------------------------------

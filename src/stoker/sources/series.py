@@ -285,12 +285,11 @@ def _table(source: SeriesSource, path: Path, scratch: Path) -> _Opened:
         names, rows, time = _read_table(source, path)
         bounds.require_disk(scratch, rows.nbytes, f"rows of {path}")
         with writing(place, always) as temporary, temporary.open("xb") as file:
-            np.savez(
-                file, names=np.array(names), rows=rows, **({} if time is None else {"time": time})
-            )
+            empty = np.empty(0, np.int64)
+            np.savez(file, names=np.array(names), rows=rows, time=empty if time is None else time)
     with np.load(place) as kept:
         rows, columns = kept["rows"], tuple(map(str, kept["names"]))
-        time = kept.get("time")
+        time = kept["time"] if len(kept["time"]) else None
     if len(columns) == 1 and time is None:
         rows, columns = rows[:, 0], ()
     return _Opened(

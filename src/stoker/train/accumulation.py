@@ -125,7 +125,7 @@ class GradientAccumulator:
         *,
         accumulation_steps: int | None = None,
     ) -> None:
-        steps = accumulation_steps if steps is None else steps
+        steps = (accumulation_steps or 0) if steps is None else steps
         _check_positive("steps", steps)
         if num_batches is not None:
             _check_positive("num_batches", num_batches)

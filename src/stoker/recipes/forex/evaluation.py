@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stoker.recipes.baselines import Ridge, summary_rows, thin_samples
+from stoker.recipes.baselines import Ridge, answer_samples, summary_rows, thin_samples
 from stoker.recipes.classification import ScoreList, class_metrics, evaluate_classes
 from stoker.recipes.forex.labels import NUM_DIRECTIONS, LabelPlan
 from stoker.recipes.forex.model import DOWN, NEUTRAL, UP
@@ -141,7 +141,7 @@ class BarEvaluation:
         known = summary_rows(data.store, data.base, data.samples["train"][fitted])
         line = Ridge(known, data.returns["train"][fitted][:, [step]].astype(np.float64))
         said = np.abs(line.predict(known)[:, 0])
-        tested = line.predict(summary_rows(data.store, data.base, samples))[:, 0]
+        tested = answer_samples(line, data.store, data.base, samples)[:, 0]
         # A line says small returns: it trades as often as training samples moved.
         share = float(np.mean(np.abs(data.returns["train"][:, step]) <= plan.neutral))
         found["linear regression"] = _sides(tested, float(np.quantile(said, share)))

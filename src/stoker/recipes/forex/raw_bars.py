@@ -20,8 +20,10 @@ from stoker.display import command
 from stoker.errors import InputError
 from stoker.recipes.contract import Facts, RawBatch
 from stoker.sources.bars import Bars, BarsSource, Naming, Scaler, apply_scaler, make_features
-from stoker.sources.bars.features import PRICES, feature_names
-from stoker.sources.bars.timeframes import SECOND_NS, find_windows, gap_mask
+from stoker.sources.bars.dialects import PRICES
+from stoker.sources.bars.features import feature_names
+from stoker.sources.bars.timeframes import find_windows, gap_mask
+from stoker.sources.times import SECOND_NS
 from stoker.store.fields import Array
 from stoker.train.predict import TIME_COLUMN
 from stoker.units import format_count

@@ -284,14 +284,16 @@ class SegmentationRecipe(Recipe):
         """Return the network, and the normalisation of its images."""
         normalise = make_normaliser(facts["mean"], facts["std"])
 
-        def unpack(batch: Tensors) -> tuple[Tensor, Tensor | None]:
-            return batch["images"], batch.get("original_size")
+        def unpack(batch: Tensors) -> Tensor | tuple[Tensor, Tensor]:
+            # Of a store: normalised while they were gathered, and what the network itself takes.
+            original = batch.get("original_size")
+            return batch["images"] if original is None else (batch["images"], original)
 
-        def predict(model: Any, inputs: tuple[Tensor, Tensor | None]) -> Columns:
+        def predict(model: Any, inputs: Tensor | tuple[Tensor, Tensor]) -> Columns:
             # The class of every pixel; scores would be four bytes and a class for each.
+            if isinstance(inputs, Tensor):
+                return {"mask": model(inputs).argmax(dim=1).to(torch.uint8)}
             images, original = inputs
-            if original is None:  # of a store: normalised while they were gathered
-                return {"mask": model(images).argmax(dim=1).to(torch.uint8)}
             high, wide = original[0].tolist()
             tile = (facts["size"][0], facts["size"][1])
             return {"mask": segment(model, images, (high, wide), tile, normalise)}

@@ -19,6 +19,7 @@ from stoker.recipes.baselines import (
     MOST_TREE_CLASSES,
     Boosting,
     Ridge,
+    answer_samples,
     summary_rows,
     thin_samples,
 )
@@ -37,7 +38,7 @@ from stoker.runs.evaluation import Curve, Evaluation, Example
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
-_FIT_ROWS = 20_000
+_FIT_ROWS, _MOST_COMPARED = 20_000, 100_000
 _PERMUTED_ROWS, _PERMUTED_WINDOWS = 1000, 200
 _MOST_COLUMNS = 200
 _NUM_EXAMPLES = 12
@@ -87,6 +88,13 @@ class TableData:
         """Return the targets of a split as `(n, values)` float64."""
         return self.targets[split].reshape(len(self.targets[split]), -1).astype(np.float64)
 
+    def compared(self, samples: Array) -> tuple[Array, tuple[str, ...]]:
+        """Return places of the test samples that baselines answer, and a note where that is a part of them."""
+        drawn = thin_samples(np.arange(len(samples)), _MOST_COMPARED, self.seed)
+        if len(drawn) == len(samples):
+            return drawn, ()
+        return drawn, (f"baselines answer {len(drawn):,} of the test samples, drawn by the seed",)
+
     def rows_for(self, split: str, most: int) -> tuple[Array, Array]:
         """Return rows for a baseline, and their places in the split."""
         kept = thin_samples(np.arange(len(self.samples[split])), most, self.seed)
@@ -117,19 +125,22 @@ class ClassTable:
         chances, labels = self._scores.probabilities, self._scores.labels
         report = evaluate_classes(chances, labels, names, quiet_class=self._quiet)
         known = data.places("train")
-        priors = np.tile(class_priors(known, len(names)), (len(labels), 1))
-        baselines = {"majority": class_metrics(priors, labels, self._quiet)}
+        drawn, notes = data.compared(samples)
+        wanted = labels[drawn]
+        priors = np.tile(class_priors(known, len(names)), (len(wanted), 1))
+        baselines = {"majority": class_metrics(priors, wanted, self._quiet)}
         rows, kept = data.rows_for("train", _FIT_ROWS)
-        tested = summary_rows(data.store, data.inputs.field, samples)
         if len(names) <= MOST_TREE_CLASSES:
             trees = Boosting(rows, known[kept], len(names), data.seed)
-            baselines["boosted trees"] = class_metrics(trees.predict(tested), labels, self._quiet)
+            scores = answer_samples(trees, data.store, data.inputs.field, samples[drawn])
+            baselines["boosted trees"] = class_metrics(scores, wanted, self._quiet)
             note = _tree_note(trees)
         else:
             line = Ridge(rows, np.eye(len(names))[known[kept]])
-            scores = np.clip(line.predict(tested), 1e-6, None)
+            scores = answer_samples(line, data.store, data.inputs.field, samples[drawn])
+            scores = np.clip(scores, 1e-6, None)
             scores /= scores.sum(axis=1, keepdims=True)
-            baselines["linear"] = class_metrics(scores, labels, self._quiet)
+            baselines["linear"] = class_metrics(scores, wanted, self._quiet)
             note = f"linear baseline: least squares on {len(rows):,} training samples"
         importance, told = _importance(data, model, device, samples, labels)
         return Evaluation(
@@ -138,8 +149,8 @@ class ClassTable:
             **vars(report),
             baselines=baselines,
             importance=importance,
-            examples=class_examples(samples, chances, labels, names, _NUM_EXAMPLES),
-            notes=(*self._notes, note, *told),
+            examples=class_examples(samples.tolist(), chances, labels, names, _NUM_EXAMPLES),
+            notes=(*self._notes, note, *notes, *told),
         )
 
 
@@ -168,13 +179,15 @@ class ValueTable:
         answers = np.concatenate(self._answers)
         mean = known.mean(axis=0)
         rows, kept = data.rows_for("train", _FIT_ROWS)
-        tested = summary_rows(data.store, data.inputs.field, samples)
+        drawn, notes = data.compared(samples)
         trees = Boosting(rows, known[kept], None, data.seed)
+        truth = wanted[drawn]
         baselines = {
-            "median": _value_metrics(np.broadcast_to(self._center, wanted.shape), wanted, mean),
-            "linear": _value_metrics(Ridge(rows, known[kept]).predict(tested), wanted, mean),
-            "boosted trees": _value_metrics(trees.predict(tested), wanted, mean),
+            "median": _value_metrics(np.broadcast_to(self._center, truth.shape), truth, mean)
         }
+        for who, fitted in (("linear", Ridge(rows, known[kept])), ("boosted trees", trees)):
+            said = answer_samples(fitted, data.store, data.inputs.field, samples[drawn])
+            baselines[who] = _value_metrics(said, truth, mean)
         errors = np.abs(answers - wanted).mean(axis=1)
         names = data.store.fields[data.target_field].columns or [
             f"value {number}" for number in range(wanted.shape[1])
@@ -186,11 +199,11 @@ class ValueTable:
                 for k in range(min(wanted.shape[1], _MOST_COLUMNS))
             }
         importance, told = _importance(data, model, device, samples, wanted)
-        drawn = thin_samples(np.arange(len(wanted)), _MOST_POINTS, data.seed)
-        drawn = drawn[np.argsort(wanted[drawn, 0], kind="stable")]
+        shown = thin_samples(np.arange(len(wanted)), _MOST_POINTS, data.seed)
+        shown = shown[np.argsort(wanted[shown, 0], kind="stable")]
         lines = {
-            "answer": [(float(wanted[k, 0]), float(answers[k, 0])) for k in drawn],
-            "truth": [(float(wanted[k, 0]), float(wanted[k, 0])) for k in drawn],
+            "answer": [(float(wanted[k, 0]), float(answers[k, 0])) for k in shown],
+            "truth": [(float(wanted[k, 0]), float(wanted[k, 0])) for k in shown],
         }
         worst = np.argsort(-errors, kind="stable")[: _NUM_EXAMPLES // 2].tolist()
         best = np.argsort(errors, kind="stable")[: _NUM_EXAMPLES // 2].tolist()
@@ -207,7 +220,7 @@ class ValueTable:
                 Example("text", str(samples[k]), _spell(wanted[k]), _spell(answers[k]))
                 for k in dict.fromkeys([*worst, *best])
             ),
-            notes=(_tree_note(trees), *told),
+            notes=(_tree_note(trees), *notes, *told),
         )
 
 

@@ -207,7 +207,8 @@ def fitting_windows(
         by_symbol.setdefault(file.symbol, set()).add(file.timeframe)
     shared = set.intersection(*by_symbol.values()) if by_symbol else set()
     usual = dict(DEFAULT_WINDOWS)
-    windows, horizon = {}, 36
+    windows: dict[str, int] = {}
+    horizon = 36
     for file in files:
         if file.timeframe in shared:
             most = max(1, look(file, None, naming, decimal).num_rows // 4)

@@ -6,10 +6,8 @@
 from stoker.sources.msp.library import (
     Binned,
     Engine,
-    LineTally,
     Merge,
     MspRange,
-    Record,
     Rounding,
     SpectrumBatch,
     bin_spectrum,
@@ -18,6 +16,7 @@ from stoker.sources.msp.library import (
     split_msp,
     write_msp,
 )
+from stoker.sources.msp.text import LineTally, Record
 
 __all__ = [
     "Binned",

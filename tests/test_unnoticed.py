@@ -1,0 +1,87 @@
+"""Lines of which `make mutate` found that no test noticed their change."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.loader import device_data
+from stoker.loader.loader import Loader
+from stoker.store.fields import Dense
+from stoker.train import ranks
+from stoker.train.ranks import Ranks
+from stoker.train.run_folder import RunLock
+from stoker.train.trainer import Trainer
+from store_makers import write_store
+
+
+class Evil:
+    def __reduce__(self):
+        return (os.mkdir, ("evil",))
+
+
+def test_nothing_that_another_rank_sends_is_run(tmp_path, monkeypatch):
+    sent = io.BytesIO()
+    torch.save({"metrics": Evil()}, sent)
+
+    def gather(gathered, own):
+        gathered[:] = [own, sent.getvalue()]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ranks.distributed, "all_gather_object", gather)
+    with pytest.raises(pickle.UnpicklingError):
+        Ranks(0, 2, joined=True).gather({"metrics": 1.0})
+    assert not (tmp_path / "evil").exists()
+
+
+@given(st.lists(st.integers(1, 40_000), max_size=60), st.integers(1, 8))
+def test_blocks_of_batches_are_whole_and_hold_no_more_samples_than_they_may(sizes, most):
+    batches = [SimpleNamespace(chunks=(0,), positions=range(size)) for size in sizes]
+    blocks = list(device_data._blocks(iter(batches), most))
+    assert [batch for block in blocks for batch in block] == batches
+    for block in blocks:
+        held = sum(len(batch.positions) for batch in block)
+        assert held <= device_data._BLOCK_SAMPLES or len(block) == 1
+
+
+def test_a_process_two_forks_away_from_a_run_has_no_lock_to_close(tmp_path):
+    with RunLock(tmp_path):
+        child = os.fork()
+        if child == 0:
+            sys.unraisablehook = lambda found: os._exit(3)
+            grandchild = os.fork()
+            if grandchild == 0:
+                os._exit(0)
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_samples_of_a_bad_validation_batch_are_those_of_the_batch_that_was_bad(tmp_path):
+    """With a shuffled validation loader, whose next epoch has another order."""
+    values = np.random.default_rng(0).normal(size=(64, 3)).astype("f4")
+    values[17] = np.nan
+    write_store(tmp_path / "bad", [{"x": Dense(values)}]).close()
+    write_store(tmp_path / "good", [{"x": Dense(np.nan_to_num(values))}]).close()
+    model = torch.nn.Linear(3, 1)
+    with (
+        Loader(tmp_path / "good", 8, "cpu") as train,
+        Loader(tmp_path / "bad", 8, "cpu", shuffle=True, seed=3) as validation,
+    ):
+        history = Trainer(
+            model, train, validation, lambda output, target: (output - target).square().mean(),
+            torch.optim.SGD(model.parameters(), 1e-3), None,
+            {"epochs": 2, "precision": "fp32", "capture": "off"}, "cpu",
+            unpack=lambda batch: (batch["x"], batch["x"][:, :1]),
+        ).fit(quiet=True)  # fmt: skip
+    told = [note for note in history.notes if "validation batch" in note]
+    assert told
+    assert all("17" in note.partition("Try:")[0] for note in told), told
