@@ -119,7 +119,7 @@ class HostNumbers:
         for root in modules:
             for path, module in root.named_modules():
                 name = f"{type(root).__name__}.{path}" if path else type(root).__name__
-                self._look(name, vars(module), only=_named_in_step(cast(Hashable, type(module))))
+                self._look(name, vars(module), only=_named_in_step(type(module)))
                 code[id(type(module).forward)] = type(module).__name__, type(module).forward
         for given in functions:
             function = getattr(given, "func", given)  # of a functools.partial
