@@ -140,7 +140,9 @@ def test_it_stops_after_so_many_steps_and_tries_other_arguments(tmp_path):
         LIGHT,
     )
     pid_file = tmp_path / "pid"
-    run_script(["true"])  # from the first of all runs on stoker has a process that ends what is left behind
+    run_script(
+        ["true"]
+    )  # from the first of all runs on stoker has a process that ends what is left behind
     before = {one.pid for one in psutil.Process().children(recursive=True)}
     tried = {"batch_size": 16, "num_workers": 1, "persistent_workers": True}
     came = run_script(
