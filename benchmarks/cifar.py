@@ -249,7 +249,7 @@ def make_training(device: torch.device, steps: int, width: int = 64) -> tuple:
     optimizer = torch.optim.SGD(
         model.parameters(), 0.1, 0.9, nesterov=True, weight_decay=5e-4, fused=device.type == "cuda"
     )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, steps, cycle_momentum=False)
     return model, torch.nn.CrossEntropyLoss(label_smoothing=0.1), optimizer, schedule
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from torch.optim.lr_scheduler import OneCycleLR
 
 from stoker import Loader, PackOptions, Trainer, pack
 from stoker.augment import Compose, Normalize, RandomCrop, RandomHorizontalFlip, ToDtype
@@ -69,7 +70,8 @@ with tempfile.TemporaryDirectory() as made:
     test = Loader(store, batch, samples="test", augment=augment.validation())
     model = make_model(width)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, nesterov=True, weight_decay=5e-4)
-    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, epochs * len(train))
+    # Without momentum in the schedule the step becomes one CUDA graph.
+    rate = OneCycleLR(optimizer, 0.2, epochs * len(train), cycle_momentum=False)
     loss = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
     trainer = Trainer(
         model, train, test, loss, optimizer, rate, {"epochs": epochs}, metrics=Accuracy

@@ -330,9 +330,14 @@ PYTHON: dict[str, list[Case]] = {
         ENCODED,
         "Loader(pictures, 4, 'cpu', augment=resize, on_broken='x')",
         "Loader(several, 4, 'cpu', augment=resize, on_broken='skip')",
+        "Loader(pictures, 4, 'cpu', augment=resize, plan='x')",
     )
     + [
-        Case("list(Loader(pictures, 4, 'cpu', on_broken='skip'))", ENCODED, into="Loader"),
+        Case(
+            "list(Loader(pictures, 4, 'cpu', on_broken='skip', broken_budget='90%'))",
+            ENCODED,
+            into="Loader",
+        ),
         Case(
             "list(Loader(pictures, 4, 'cpu', augment=resize, on_broken='skip', broken_budget=0))",
             ENCODED,

@@ -32,10 +32,11 @@ from test_recipe_massspec import made_molecules
 from test_recipe_segmentation import TINY, made_shapes
 
 NAMES = list(shipped_configs())
-SIZES = "--size 512x512"
+SIZES = re.compile(r"--size \d+x\d+")
 # Small networks: this is about the files, not about learning.
 SMALL = {
     "forex": ["d_model=8", "heads=2", "layers=1"],
+    "images": ["network=resnet9", "width=4"],
     "massspec": ["width=16", "num_blocks=1"],
     "segmentation": [f"{name}={value}" for name, value in TINY.items()],
     "tabular": ["hidden=[8]"],
@@ -63,6 +64,9 @@ def folder(tmp_path_factory):
     for number, (image, mask) in enumerate(zip(*made_shapes(20), strict=True)):
         Image.fromarray(image.transpose(1, 2, 0)).save(folder / "IMAGES" / f"{number:02}.png")
         Image.fromarray(mask).save(folder / "MASKS" / f"{number:02}.png")
+        place = folder / "FOLDER" / ("test" if number % 5 == 0 else "train") / "ab"[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.transpose(1, 2, 0)).save(place / f"{number:02}.png")
     values = np.random.default_rng(0).normal(size=(60, 3))
     lines = [f"{a:.4f},{b:.4f},{int(c > 0)}" for a, b, c in values]
     (folder / "FILE.csv").write_text("\n".join(["a,b,COLUMN", *lines]) + "\n")
@@ -76,7 +80,7 @@ def head_commands(name: str) -> list[str]:
 
 def pack_once(command: str, store: Path) -> None:
     if not store.exists():
-        words = shlex.split(command.replace(SIZES, "--size 32x32"))[1:]
+        words = shlex.split(SIZES.sub("--size 32x32", command))[1:]
         app([*words, "--jobs", "1"], standalone_mode=False)
 
 

@@ -24,6 +24,7 @@ import functools
 import gc
 import inspect
 import math
+import os
 import sys
 import time
 import traceback
@@ -81,7 +82,7 @@ def describe_failure(error: BaseException, handled: BaseException | None = None)
     while error.__context__ is not None and error.__context__ is not handled:
         error = error.__context__
     said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    ours = tuple(str(Path(module.__file__).parent) for module in (torch, stoker) if module.__file__)
+    ours = tuple(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, stoker))
     theirs = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
