@@ -49,7 +49,9 @@ ENCODED = (
     "data[3] = data[3][:20]; sizes = np.array([(9, 8 + n) for n in range(30)], 'i4'); resize = Compose([Resize(8)]); "
     "fields = {'images': picture_field(data), 'image_size': Dense(sizes), 'image_orientation': Dense(np.ones(30, 'u1'))}; "
     "pictures = memory_store(fields, 'pictures'); from stoker.store.fields import Ragged; "
-    "several = memory_store({**fields, 'labels': Dense(np.arange(30)), 'v': Ragged(np.arange(30), np.arange(31))}, 'several')"
+    "several = memory_store({**fields, 'labels': Dense(np.arange(30)), 'v': Ragged(np.arange(30), np.arange(31))}, 'several'); "
+    "from stoker.plan import make_plan, store_facts; from stoker.store.reader import open_store; "
+    "for_gpu = make_plan(store_facts(open_store('store')), gpu_memory_bytes=10**9, ram_bytes=10**10)"
 )
 # Times of decisions and labels that do not fit together, by what is wrong.
 TIMES = {
@@ -330,7 +332,7 @@ PYTHON: dict[str, list[Case]] = {
         ENCODED,
         "Loader(pictures, 4, 'cpu', augment=resize, on_broken='x')",
         "Loader(several, 4, 'cpu', augment=resize, on_broken='skip')",
-        "Loader(pictures, 4, 'cpu', augment=resize, plan='x')",
+        "Loader(pictures, 4, 'cpu', augment=resize, plan=for_gpu)",
     )
     + [
         Case(
