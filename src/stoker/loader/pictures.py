@@ -171,7 +171,6 @@ class Pictures:
         self.policy = policy
         self.channels = int(store.manifest.attributes.get("channels", 3))
         self.sizing: Sizing | None = None
-        self._slabs: dict[int, torch.Tensor] = {}
         self._streams: dict[int, Any] = {}
         self._store, self._samples = store, samples
         num = store.num_samples
@@ -222,7 +221,6 @@ class Pictures:
                 yield self._hand_out(waiting.popleft()(), epoch)
         finally:  # the consumer went away, a picture failed, or all is done
             pool.shutdown(wait=True, cancel_futures=True)
-            self._slabs.clear()
             self._streams.clear()
 
     def _hand_out(self, made: Made, epoch: int) -> Made:
@@ -346,9 +344,7 @@ class Pictures:
         jpegs = [row for row, each in enumerate(data) if _is_jpeg(each)]
         assert self._decode_batch is not None
         try:
-            decoded = (
-                self._decode_batch(self._pinned([data[row] for row in jpegs])) if jpegs else []
-            )
+            decoded = self._decode_batch([data[row] for row in jpegs]) if jpegs else []
             images = dict(zip(jpegs, decoded, strict=True))
         except torch.OutOfMemoryError:
             raise
@@ -386,20 +382,6 @@ class Pictures:
         if thread not in self._streams:
             self._streams[thread] = torch.cuda.Stream(self.device)
         return self._streams[thread]
-
-    def _pinned(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of encoded bytes in this thread's pinned memory, which holds one batch.
-
-        nvJPEG copies picture by picture; from pageable memory each copy is staged by the driver, 10 µs of the host.
-        """
-        lengths = [len(each) for each in data]
-        total, thread = sum(lengths), threading.get_ident()
-        slab = self._slabs.get(thread)
-        if slab is None or len(slab) < total:
-            slab = torch.empty(total + total // 4, dtype=torch.uint8, pin_memory=True)
-            self._slabs[thread] = slab
-        torch.cat(data, out=slab[:total])
-        return list(slab[:total].split(lengths))
 
     def _masks(self, one: Work, boxes: Array, reasons: dict[int, str]) -> torch.Tensor:
         """Return the masks of a batch: PNG, decoded on the host."""
