@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from stoker.cli.terminal import echo, echo_lines, make_console, print_json, styled
+from stoker.display import command, nearest
 from stoker.errors import EXIT_REFUSED, InputError
 
 _JSON = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
@@ -64,8 +65,11 @@ def explain(
 
     known = explanations()
     if name not in known:
+        meant = nearest(name, known) or "no-workers"
         raise InputError(
-            f"{name!r} is no finding.", ", ".join(sorted(known)), "stoker doctor explain no-workers"
+            f"{name!r} is no finding.",
+            ", ".join(sorted(known)),
+            command("stoker", "doctor", "explain", meant),
         )
     echo_lines(known[name])
 

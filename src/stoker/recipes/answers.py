@@ -218,7 +218,8 @@ def open_raw(trained: Trained, given: Any, told: Mapping[str, Any]) -> RawReader
         raise InputError(
             f"{trained.loaded.saved.path} is a model of the recipe {recipe.name}, which does not read {what} "
             "as it is.",
-            f"a store with the fields {', '.join(trained.facts['inputs'])}, as in training",
+            f"{recipe.raw_kinds + '; or ' if recipe.raw_kinds else ''}a store with the fields "
+            f"{', '.join(trained.facts['inputs'])}, as in training",
             f"pack the new data like the training data: {recipe.pack_command}",
         )
     return reader

@@ -214,6 +214,7 @@ class Recipe(Protocol):
         transient: Options that a checkpoint does not keep: a resumed run may have another value.
         files: Options that are paths of files. A checkpoint keeps a digest of the file instead of its
             path, and a resumed run needs the same file.
+        raw_kinds: What `open_raw` takes, in words, for messages: "a folder of pictures".
         endings: Of outputs that `write_answers` writes besides the tables (.csv, .parquet, .jsonl): ".msp"; "/" is a
             folder.
     """
@@ -225,6 +226,7 @@ class Recipe(Protocol):
     uses: tuple[str, ...] = ()
     transient: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    raw_kinds: str = ""
     endings: tuple[str, ...] = ()
 
     @abstractmethod

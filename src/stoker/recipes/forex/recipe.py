@@ -175,6 +175,7 @@ class ForexRecipe(Recipe):
     name = "forex"
     Options = ForexOptions
     pack_command = "stoker pack bars --help"
+    raw_kinds = "a file or a folder of bars"
     defaults = (
         Default("training.lr", 1e-3, "AdamW, rising for 5 % of the updates, then half a cosine"),
         Default("training.epochs", 20, "at most; bars are noisy, and the best weights come early"),

@@ -152,6 +152,7 @@ class ImagesRecipe(Recipe):
     name = "images"
     Options = ImagesOptions
     pack_command = "stoker pack images --help"
+    raw_kinds = "a picture or a folder of pictures"
     defaults = (
         Default("training.lr", 2e-3, "AdamW, rising for warmup_share, then half a cosine"),
         Default("training.epochs", 30, "enough for a small network from its first weights"),

@@ -224,6 +224,7 @@ class _SpectrumRecipe(Recipe):
     """What both recipes share: the store, the rate, and what is predicted."""
 
     pack_command = "stoker pack massspec --help"
+    raw_kinds = "molecules as SMILES, SDF, MSP or CSV"
     endings = (".msp",)
     defaults = (
         Default("training.lr", LEARNING_RATE, "Adam, as NEIMS trains"),

@@ -188,6 +188,7 @@ class SegmentationRecipe(Recipe):
     name = "segmentation"
     Options = SegmentationOptions
     pack_command = "stoker pack segmentation --help"
+    raw_kinds = "a picture or a folder of pictures"
     defaults = (
         Default(
             "training.lr", LEARNING_RATE, "AdamW, rising for warmup_epochs, then half a cosine"

@@ -170,6 +170,7 @@ class TabularRecipe(Recipe):
     name = "tabular"
     Options = TabularOptions
     pack_command = "stoker pack table --help"
+    raw_kinds = "CSV or Parquet files with the columns of training"
     defaults = (
         Default(
             "training.lr",

@@ -147,6 +147,9 @@ def open_picture(path: Path, data: bytes | None = None) -> Any:
     except image.DecompressionBombError as error:
         claimed = re.search(r"\((\d+) pixels\)", str(error))
         raise _too_large(path, int(claimed[1]) if claimed else None) from error
+    except image.UnidentifiedImageError as error:
+        # Pillow names the file, or a buffer by its address in memory.
+        raise PictureError("cannot be opened as an image: of no known kind.", path=path) from error
     except _FAULTS as error:
         raise PictureError(f"cannot be opened as an image: {error}.", path=path) from error
     pixels = opened.width * opened.height
