@@ -550,3 +550,14 @@ def test_marks_that_are_links_or_nonsense_are_no_marks(tmp_path):
     assert ownership.read_mark(tmp_path, "store") is None
     with pytest.raises((InputError, StoreError)):
         ownership.write_mark(tmp_path, ownership.Mark("pack", "2"))
+
+
+def test_an_input_that_links_to_itself_is_the_users_mistake(tmp_path):
+    from stoker.errors import StokerError
+    from stoker.packing import PackOptions, pack
+    from stoker.sources.arrays import ArraysSource
+
+    (tmp_path / "self.h5").symlink_to("self.h5")
+    with pytest.raises(StokerError, match="self.h5"):
+        pack(ArraysSource((tmp_path / "self.h5",)), tmp_path / "out", PackOptions(jobs=1))
+    assert not (tmp_path / "out").exists()

@@ -127,7 +127,7 @@ def check_target(out: Path, inputs: Sequence[Path]) -> Path:
 
 def _check_apart(out: Path, target: Path, given: Path) -> None:
     """Refuse an OUT that is an input, lies in one, or holds one."""
-    source = Path(given).resolve()
+    source = Path(os.path.realpath(given))  # `resolve` raises for links in a circle
     places = (target, work_folder_of(target))
     if any(place == source or source in place.parents for place in places):
         where = "is" if target == source else "lies in"
