@@ -558,6 +558,6 @@ def test_an_input_that_links_to_itself_is_the_users_mistake(tmp_path):
     from stoker.sources.arrays import ArraysSource
 
     (tmp_path / "self.h5").symlink_to("self.h5")
-    with pytest.raises(StokerError, match="self.h5"):
+    with pytest.raises(StokerError, match=r"self\.h5"):
         pack(ArraysSource((tmp_path / "self.h5",)), tmp_path / "out", PackOptions(jobs=1))
     assert not (tmp_path / "out").exists()
