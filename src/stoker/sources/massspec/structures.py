@@ -82,7 +82,8 @@ def mismatch(mol: Mol, meta: Mapping[str, Any], where: str, mass: float | None =
     given = elements(written)
     if given:
         # With the same elements the mass can differ by isotopes only, which many records leave out.
-        if elements(found) == given:
+        # H162+ may also be H16 with two charges.
+        if elements(found) in (given, elements(re.sub(r"\d[+-]\Z", "", written))):
             return ""
         return f"{where} is {found}, and the record says {meta['formula']}"
     mass = exact_mass(mol) if mass is None else mass
@@ -111,7 +112,8 @@ def elements(formula: str) -> dict[str, int]:
     Only element symbols and counts are certain; isotopes count as their element.
     """
     text = re.sub(r"[\s]", "", formula)
-    text = re.sub(r"(?:\^?\d*[+-]+|[+-]\d*)\Z", "", text) if re.search(r"[+-]\d*\Z", text) else text
+    # A number before the sign is the charge's behind ] or ^ only: N2+ has two N.
+    text = re.sub(r"(?:(?<=\])\d*[+-]+|\^\d*[+-]+|[+-]+\d*)\Z", "", text)
     text = (
         text.removeprefix("[").removesuffix("]") if text[:1] == "[" and text[-1:] == "]" else text
     )
