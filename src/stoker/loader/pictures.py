@@ -36,7 +36,14 @@ from stoker.display import printable
 from stoker.errors import InputError, StokerError, StoreError
 from stoker.loader.arguments import tell_once
 from stoker.loader.order import PlannedBatch
-from stoker.sources.images.decoding import PictureError, _converted, decode, pillow, turned
+from stoker.sources.images.decoding import (
+    PictureError,
+    converted,
+    decode,
+    not_opened,
+    pillow,
+    turned,
+)
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 from stoker.units import parse_share
@@ -503,7 +510,7 @@ def open_bytes(data: torch.Tensor, channels: int, size: tuple[int, int] | None =
         image = pillow().open(BytesIO(raw), formats=_FORMATS)
         found = image.size
     except Exception as error:  # Pillow raises many kinds on damaged bytes
-        raise PictureError(f"cannot be opened as an image: {error}.") from error
+        raise PictureError(not_opened(error)) from error
     if size is not None and found != size:
         raise PictureError(
             f"has {found[1]} x {found[0]} pixels, and {size[1]} x {size[0]} when it was packed."
@@ -515,7 +522,7 @@ def open_bytes(data: torch.Tensor, channels: int, size: tuple[int, int] | None =
             return image if image.mode == "RGB" else image.convert("RGB")
         except Exception as error:
             raise PictureError(f"cannot be decoded: {error}.") from error
-    return _converted(decode(Path("picture"), True, raw, upright=False).image, channels)
+    return converted(decode(Path("picture"), True, raw, upright=False).image, channels)
 
 
 def _is_jpeg(data: torch.Tensor) -> bool:

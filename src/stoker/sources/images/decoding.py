@@ -147,11 +147,8 @@ def open_picture(path: Path, data: bytes | None = None) -> Any:
     except image.DecompressionBombError as error:
         claimed = re.search(r"\((\d+) pixels\)", str(error))
         raise _too_large(path, int(claimed[1]) if claimed else None) from error
-    except image.UnidentifiedImageError as error:
-        # Pillow names the file, or a buffer by its address in memory.
-        raise PictureError("cannot be opened as an image: of no known kind.", path=path) from error
     except _FAULTS as error:
-        raise PictureError(f"cannot be opened as an image: {error}.", path=path) from error
+        raise PictureError(not_opened(error), path=path) from error
     pixels = opened.width * opened.height
     try:
         if pixels > bounds.PIXELS.most:
@@ -162,6 +159,12 @@ def open_picture(path: Path, data: bytes | None = None) -> Any:
         opened.close()
         raise
     return opened
+
+
+def not_opened(error: Exception) -> str:
+    """Return why Pillow did not open a file, without the address in memory by which it names a buffer."""
+    is_unknown = isinstance(error, pillow().UnidentifiedImageError)
+    return f"cannot be opened as an image: {'of no known kind' if is_unknown else error}."
 
 
 def _too_large(path: Path, pixels: int | None) -> SourceError:
@@ -269,7 +272,7 @@ def to_pixels(
             raise PictureError(
                 "is in Lab colours.", "RGB, grey, palette or CMYK", path=path, kind="Lab colours"
             )
-        image = _resized(_converted(image, channels), size)
+        image = _resized(converted(image, channels), size)
     except _FAULTS as error:
         if isinstance(error, SourceError):
             raise
@@ -349,7 +352,8 @@ def check_ranges(paths: Iterable[Path]) -> None:
         raise _no_range(*worst, min(lows), max(highs))
 
 
-def _converted(image: Any, channels: int) -> Any:
+def converted(image: Any, channels: int) -> Any:
+    """Return Pillow's image with 1 or 3 channels of 8 bits; a transparent one on white."""
     wanted = "RGB" if channels == 3 else "L"
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")

@@ -24,8 +24,8 @@ from stoker.errors import InputError
 from stoker.sources.images.decoding import (
     Decoded,
     PictureError,
-    _converted,
     _kind,
+    converted,
     decode,
     pillow,
 )
@@ -122,7 +122,7 @@ def read_encoded(
             path=path,
             kind=f"{_kind(decoded)} values",
         )
-    image = _converted(decoded.image, channels)
+    image = converted(decoded.image, channels)
     if keep.max_side is not None and too_large:
         scale = keep.max_side / max(width, height)
         smaller = (max(1, round(width * scale)), max(1, round(height * scale)))
@@ -152,7 +152,7 @@ def decode_bytes(data: Any, channels: int) -> Array:
     """
     image = decode(Path("picture"), True, bytes(data), upright=False).image
     return np.ascontiguousarray(
-        np.asarray(_converted(image, channels), dtype=np.uint8)
+        np.asarray(converted(image, channels), dtype=np.uint8)
         .reshape(image.height, image.width, channels)
         .transpose(2, 0, 1)
     )
