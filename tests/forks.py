@@ -133,10 +133,12 @@ class _Pool:
         self.started += 1
         sys.stdout.flush()
         sys.stderr.flush()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         pid = os.fork()
         if not pid:
             code = 1
             try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 for key in self.ends.get_map().values():
                     os.close(key.data.end)
                 os.close(end)
@@ -149,6 +151,7 @@ class _Pool:
                 traceback.print_exc()
             finally:
                 os._exit(code)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(sending)
         fork = _Fork(pid, end, list(todo))
         self.ends.register(end, selectors.EVENT_READ, fork)
@@ -168,11 +171,9 @@ class _Pool:
                 fork.todo.remove(rest[0])
                 item = self.session.items[rest[0]]
                 self.config.hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-            elif kind == "report":
-                report = self.config.hook.pytest_report_from_serializable(
-                    config=self.config, data=rest[0]
-                )
-                self.config.hook.pytest_runtest_logreport(report=report)
+            elif kind == "reports":
+                for report in rest[0]:
+                    self.config.hook.pytest_runtest_logreport(report=report)
             elif kind == "done":
                 fork.is_done = True
         if messages:
@@ -206,7 +207,7 @@ class _Pool:
         capture.start_global_capturing()
         capture.suspend_global_capture()
         plugins.unregister(name="terminalreporter")
-        plugins.register(_Sender(self.config, sending))
+        plugins.register(_Sender(sending))
         own = self.base / name
         own.mkdir()
         self.config._tmp_path_factory._basetemp = own
@@ -245,11 +246,15 @@ def _send(end: int, message: tuple) -> None:
 
 
 class _Sender:
-    """In a fork: sends reports instead of showing them."""
+    """In a fork: sends the reports of a test, when it has ended, instead of showing them."""
 
-    def __init__(self, config: pytest.Config, end: int) -> None:
-        self._config, self._end = config, end
+    def __init__(self, end: int) -> None:
+        self._end = end
+        self._reports: list[pytest.TestReport] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        _send(self._end, ("report", data))
+        self._reports.append(report)
+
+    def pytest_runtest_logfinish(self) -> None:
+        _send(self._end, ("reports", self._reports))
+        self._reports = []
