@@ -32,9 +32,9 @@ def make_pictures(folder: Path) -> Path:
     return folder
 
 
-def block(before: int, after: int, *more: torch.nn.Module) -> torch.nn.Sequential:
+def block(before: int, after: int, *pool: torch.nn.Module) -> torch.nn.Sequential:
     convolution = torch.nn.Conv2d(before, after, 3, padding=1, bias=False)
-    return torch.nn.Sequential(convolution, torch.nn.BatchNorm2d(after), torch.nn.ReLU(), *more)
+    return torch.nn.Sequential(convolution, *pool, torch.nn.BatchNorm2d(after), torch.nn.ReLU())
 
 
 def make_model(width: int) -> torch.nn.Sequential:
