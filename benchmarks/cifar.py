@@ -46,7 +46,7 @@ from stoker.train.trainer import Trainer
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 BATCHES = (500, 2000)
 TURNS = 15
-EPOCHS, ACCURACY, TRAINING_BATCH, SEEDS = 12, 0.87, 500, 3
+EPOCHS, ACCURACY, TRAINING_BATCH, SEEDS = 10, 0.86, 500, 3
 DATA = Path(__file__).parent.parent.parent / "shared/data/images/cifar10_jpeg.npz"
 
 
