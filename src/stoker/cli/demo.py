@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from stoker.cli.options import JsonOption
+from stoker.cli.options import JsonOption, option
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command
 
@@ -18,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def demo(
-    folder: Annotated[
-        Path, typer.Option("--folder", help="Where the data and the store go.")
-    ] = Path("stoker-demo"),
+    folder: Annotated[Path, option("--folder", "Where the data and the store go.")] = Path(
+        "stoker-demo"
+    ),
     weeks: Annotated[
-        int, typer.Option("--weeks", min=4, max=520, help="Weeks of one-minute bars to make.")
+        int, option("--weeks", "Weeks of one-minute bars to make.", min=4, max=520)
     ] = 9,
     as_json: JsonOption = False,
 ) -> None:

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.options import DeviceOption, SetOption, StoreOption, require_output
+from stoker.cli.options import (
+    DeviceOption,
+    SetOption,
+    StoreOption,
+    argument,
+    option,
+    require_output,
+)
 from stoker.cli.terminal import make_console, print_json, styled
 from stoker.errors import EXIT_INTERRUPTED
 from stoker.strict_json import json_text
@@ -42,65 +49,57 @@ _BOTH_FORMS = "stoker doctor --config tabular --store STORE, or stoker doctor --
 def doctor(
     command: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="-- COMMAND", help="A script to run and look at, such as -- python train.py.",
-            show_default=False,
-        ),
+        argument("A script to run and look at, such as -- python train.py.", metavar="-- COMMAND"),
     ] = None,
     pid: Annotated[
         int | None,
-        typer.Option(
-            "--pid", min=1, show_default=False, help="A process that already runs: where its time goes (by py-spy)."
-        ),
+        option("--pid", "A process that already runs: where its time goes (by py-spy).", min=1),
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option("--config", help="A job of stoker's own: its YAML file, or a shipped name.", show_default=False),
+        Path | None, option("--config", "A job of stoker's own: its YAML file, or a shipped name.")
     ] = None,
     overrides: SetOption = None,
     store: StoreOption = None,
     device: DeviceOption = None,
     steps: Annotated[
-        int | None,
-        typer.Option("--steps", min=1, help="Measure so many steps; a script is ended after them.", show_default=False),
+        int | None, option("--steps", "Measure so many steps; a script is ended after them.", min=1)
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(
-            "--seconds", min=0.1, show_default=False,
-            help="A script: end it after so long. A config: the most for each measurement.",
+        option(
+            "--seconds",
+            "A script: end it after so long. A config: the most for each measurement.",
+            min=0.1,
         ),
     ] = None,
     apply: Annotated[
         Path | None,
-        typer.Option(
-            "--apply", metavar="FILE", show_default=False,
-            help="Write the changed config, or a patch for a script, and measure again.",
+        option(
+            "--apply",
+            "Write the changed config, or a patch for a script, and measure again.",
+            metavar="FILE",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --apply replace FILE.")] = False,
+    force: Annotated[bool, option("--force", "Let --apply replace FILE.")] = False,
     html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page for a browser.", show_default=False),
+        Path | None, option("--html", "Write a page for a browser.", metavar="FILE")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="Write the JSON document to a file.", show_default=False),
+        Path | None, option("--out", "Write the JSON document to a file.", metavar="FILE")
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            "--trace", metavar="FILE", show_default=False,
-            help="A config: also record a few steps with torch's profiler, as a chrome trace; .json.gz is compressed.",
+        option(
+            "--trace",
+            "A config: also record a few steps with torch's profiler, as a chrome trace; .json.gz is compressed.",
+            metavar="FILE",
         ),
     ] = None,
-    trace_steps: Annotated[
-        int, typer.Option("--trace-steps", min=1, help="Steps that --trace records.")
-    ] = 5,
+    trace_steps: Annotated[int, option("--trace-steps", "Steps that --trace records.", min=1)] = 5,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout (beside a script: use --out).")
+        bool, option("--json", "Print one JSON document on stdout (beside a script: use --out).")
     ] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Find out why a training job is slow, what would help, and by how much.
 
     Give a config of stoker's own, or any command behind two dashes: it runs unmodified. `stoker doctor compare A.json

@@ -9,9 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from stoker.cli.options import JsonOption
+from stoker.cli.options import JsonOption, argument, option
 from stoker.cli.terminal import make_console, print_json
 
 if TYPE_CHECKING:
@@ -21,10 +19,12 @@ if TYPE_CHECKING:
 
 
 def machine(
-    path: Annotated[Path, typer.Argument(help="File or folder whose disk to describe.")] = Path(),
+    path: Annotated[
+        Path, argument("File or folder whose disk to describe.", show_default=True)
+    ] = Path(),
     as_json: JsonOption = False,
     measure_disk: Annotated[
-        bool, typer.Option("--measure-disk", help="Read from the disk for up to a second.")
+        bool, option("--measure-disk", "Read from the disk for up to a second.")
     ] = False,
 ) -> None:
     """Show the cores, memory, disk and GPUs that this process may use."""

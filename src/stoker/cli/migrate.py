@@ -10,10 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from stoker.address import masked
-from stoker.cli.options import JsonOption
+from stoker.cli.options import JsonOption, argument, option
 from stoker.cli.terminal import echo, print_json
 from stoker.display import quoted
 
@@ -22,15 +20,13 @@ if TYPE_CHECKING:
 
 
 def migrate(
-    old: Annotated[Path, typer.Argument(help="The older YAML file.", show_default=False)],
-    new: Annotated[
-        Path, typer.Argument(help="The file to write; must not exist.", show_default=False)
-    ],
+    old: Annotated[Path, argument("The older YAML file.")],
+    new: Annotated[Path, argument("The file to write; must not exist.")],
     recipe: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--recipe",
-            help="Name this recipe in NEW, and take over the options that it knows.",
+            "Name this recipe in NEW, and take over the options that it knows.",
             show_default="the one that OLD names",
         ),
     ] = None,

@@ -11,9 +11,8 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from stoker.cli.machine import _or
+from stoker.cli.options import argument, option
 from stoker.cli.terminal import echo, make_console, print_json, styled
 
 if TYPE_CHECKING:
@@ -39,21 +38,18 @@ _MOST_NOTES = 4
 
 
 def monitor(
-    run_dir: Annotated[
-        Path | None, typer.Argument(help="Folder of a run to watch as well.", show_default=False)
-    ] = None,
+    run_dir: Annotated[Path | None, argument("Folder of a run to watch as well.")] = None,
     csv: Annotated[
-        Path | None,
-        typer.Option("--csv", help="Append every look to this file, a row per GPU.", show_default=False),
+        Path | None, option("--csv", "Append every look to this file, a row per GPU.")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+    once: Annotated[bool, option("--once", "Look once and end.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: one document with --once, else one per line.")
+        bool, option("--json", "Print JSON: one document with --once, else one per line.")
     ] = False,
     interval: Annotated[
-        str, typer.Option("--interval", help="Time between two looks, such as 1, 500ms or 5s.")
+        str, option("--interval", "Time between two looks, such as 1, 500ms or 5s.")
     ] = "1",
-) -> None:  # fmt: skip
+) -> None:
     """Watch GPUs and a run: utilization, memory, PCIe, power, temperature, samples/s, waits."""
     from stoker.display import look_in
     from stoker.errors import InputError

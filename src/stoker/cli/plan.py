@@ -10,9 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from stoker.cli.options import JsonOption
+from stoker.cli.options import JsonOption, argument, option
 from stoker.cli.terminal import make_console, print_json
 
 if TYPE_CHECKING:
@@ -24,54 +22,40 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
 def plan(
-    store: Annotated[
-        Path | None, typer.Argument(help="Store folder, HDF5 file or URL.", show_default=False)
-    ] = None,
+    store: Annotated[Path | None, argument("Store folder, HDF5 file or URL.")] = None,
     gpu_memory: Annotated[
         str | None,
-        typer.Option(
-            "--gpu-memory",
-            help="Free GPU memory, such as 16GB, or none; by default this machine's.",
-            show_default=False,
+        option(
+            "--gpu-memory", "Free GPU memory, such as 16GB, or none; by default this machine's."
         ),
     ] = None,
     ram: Annotated[
-        str | None,
-        typer.Option(
-            "--ram", help="Free RAM, such as 32GB; by default this machine's.", show_default=False
-        ),
+        str | None, option("--ram", "Free RAM, such as 32GB; by default this machine's.")
     ] = None,
     batch_size: Annotated[
-        int | None,
-        typer.Option("--batch-size", help="Samples per batch; by default chosen.", show_default=False),
+        int | None, option("--batch-size", "Samples per batch; by default chosen.")
     ] = None,
-    parameters: Annotated[
-        str | None,
-        typer.Option("--parameters", help="Of the model, such as 1.8M.", show_default=False),
-    ] = None,
+    parameters: Annotated[str | None, option("--parameters", "Of the model, such as 1.8M.")] = None,
     activations: Annotated[
-        str | None,
-        typer.Option(
-            "--activations", help="Bytes per sample, such as 2MB; by default estimated.", show_default=False
-        ),
+        str | None, option("--activations", "Bytes per sample, such as 2MB; by default estimated.")
     ] = None,
     ranks_per_host: Annotated[
         int,
-        typer.Option(
-            "--ranks-per-host", help="Processes with a GPU each that share this machine's RAM.", min=1
+        option(
+            "--ranks-per-host", "Processes with a GPU each that share this machine's RAM.", min=1
         ),
     ] = 1,
     optimizer: Annotated[
-        str, typer.Option("--optimizer", help="sgd, momentum, rmsprop, adagrad, adam, adamw.")
+        str, option("--optimizer", "sgd, momentum, rmsprop, adagrad, adam, adamw.")
     ] = "adamw",
     share: Annotated[
-        str, typer.Option("--share", help="Most of the memory that data may take; 60% is the fallback.")
+        str, option("--share", "Most of the memory that data may take; 60% is the fallback.")
     ] = "75%",
     table: Annotated[
-        bool, typer.Option("--table", help="Print the documents' table and counts, computed.")
+        bool, option("--table", "Print the documents' table and counts, computed.")
     ] = False,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Show what would be kept on the GPU and in RAM, and why; or print the published table."""
     from stoker.errors import InputError
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from stoker.cli.options import (
     ConfigOption,
     DeviceOption,
     JsonOption,
     SetOption,
     StoreOption,
+    option,
     require_output,
 )
 from stoker.cli.terminal import make_console, print_json
@@ -89,18 +88,18 @@ def print_trace(console: Console, trace: Trace, out: Path, top: int = TOP) -> No
 
 def profile(
     config: ConfigOption = None,
-    out: Annotated[
-        Path, typer.Option("--out", help="The chrome trace; .json.gz is compressed.")
-    ] = Path("trace.json"),
+    out: Annotated[Path, option("--out", "The chrome trace; .json.gz is compressed.")] = Path(
+        "trace.json"
+    ),
     overrides: SetOption = None,
     store: StoreOption = None,
     device: DeviceOption = None,
-    wait: Annotated[int, typer.Option("--wait", help="Steps left out at the beginning.")] = 10,
-    warmup: Annotated[int, typer.Option("--warmup", help="Steps under the profiler that are not kept.")] = 3,
-    active: Annotated[int, typer.Option("--active", help="Steps that are recorded.")] = 5,
-    top: Annotated[int, typer.Option("--top", min=1, help="Operations in the table.")] = TOP,
+    wait: Annotated[int, option("--wait", "Steps left out at the beginning.")] = 10,
+    warmup: Annotated[int, option("--warmup", "Steps under the profiler that are not kept.")] = 3,
+    active: Annotated[int, option("--active", "Steps that are recorded.")] = 5,
+    top: Annotated[int, option("--top", "Operations in the table.", min=1)] = TOP,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Old spelling of `stoker doctor --trace`, which finds out more of the same job."""
     from stoker.errors import InputError
 

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.options import ConfigOption, DeviceOption, JsonOption, SetOption, StoreOption
+from stoker.cli.options import (
+    ConfigOption,
+    DeviceOption,
+    JsonOption,
+    SetOption,
+    StoreOption,
+    option,
+)
 from stoker.cli.terminal import echo, make_console, print_commands, print_json
 from stoker.display import command, secret_hint
 
@@ -35,54 +42,38 @@ def train(
     config: ConfigOption = None,
     overrides: SetOption = None,
     store: StoreOption = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", help="Instead of the config's run.dir.", show_default=False),
-    ] = None,
+    run_dir: Annotated[Path | None, option("--run-dir", "Instead of the config's run.dir.")] = None,
     msp: Annotated[
         Path | None,
-        typer.Option(
-            "--msp", help="Recipes of mass spectra: pack this library into the store first.",
-            show_default=False,
-        ),
+        option("--msp", "Recipes of mass spectra: pack this library into the store first."),
     ] = None,
     mol_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--mol-dir", help="With --msp: folder or zip of MOL files, or one SDF.",
-            show_default=False,
-        ),
+        Path | None, option("--mol-dir", "With --msp: folder or zip of MOL files, or one SDF.")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run's latest checkpoint.")
-    ] = False,
+    resume: Annotated[bool, option("--resume", "Go on from the run's latest checkpoint.")] = False,
     folds: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--folds",
-            help="Walk forward: train so many times, each time on the past of another test span.",
+            "Walk forward: train so many times, each time on the past of another test span.",
             min=2,
-            show_default=False,
         ),
     ] = None,
     device: DeviceOption = None,
     gpus: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--gpus",
-            help="Train on so many GPUs of this machine; with --device cpu, in so many processes.",
+            "Train on so many GPUs of this machine; with --device cpu, in so many processes.",
             min=1,
-            show_default=False,
         ),
     ] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(
-            "--max-restarts", help="With --gpus: go on so often after a process was lost.", min=0
-        ),
+        option("--max-restarts", "With --gpus: go on so often after a process was lost.", min=0),
     ] = 3,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Train a ready job, evaluate its best checkpoint, and compare it with chance."""
     from stoker.cli.progress import Bar
     from stoker.recipes import run as runs
@@ -213,8 +204,8 @@ def _typed(
 
     words: list[str | Path] = ["stoker", "train"]
     named = None if store is None else as_url(store) or store
-    for option, value in (("--config", config), ("--store", named), ("--run-dir", run_dir)):
-        words += [option, value] if value is not None else []
+    for name, value in (("--config", config), ("--store", named), ("--run-dir", run_dir)):
+        words += [name, value] if value is not None else []
     for text in overrides:
         words += ["--set", text]
     words += ["--device", device] if device is not None else []

@@ -10,14 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from stoker.cli.options import (
     ConfigOption,
     DeviceOption,
     JsonOption,
     SetOption,
     StoreOption,
+    option,
     require_output,
 )
 from stoker.cli.terminal import make_console, print_commands, print_json
@@ -37,27 +36,21 @@ def tune(
     overrides: SetOption = None,
     store: StoreOption = None,
     device: DeviceOption = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Write the tuned config here.", show_default=False),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
+    out: Annotated[Path | None, option("--out", "Write the tuned config here.")] = None,
+    force: Annotated[bool, option("--force", "Let --out replace a file.")] = False,
     grow_update: Annotated[
         bool,
-        typer.Option(
+        option(
             "--grow-update",
-            help="Also take batches larger than the samples per update: faster, but another training.",
+            "Also take batches larger than the samples per update: faster, but another training.",
         ),
     ] = False,
     seconds: Annotated[
-        float, typer.Option("--seconds-per-try", help="Seconds measured at each setting.")
+        float, option("--seconds-per-try", "Seconds measured at each setting.")
     ] = 3.0,
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", help="Write a page with the curve.", show_default=False),
-    ] = None,
+    html: Annotated[Path | None, option("--html", "Write a page with the curve.")] = None,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Find the batch size, accumulation, capture and chunk size that train fastest and fit in memory."""
     from stoker.errors import InputError
 
