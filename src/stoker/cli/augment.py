@@ -14,6 +14,7 @@ import typer
 from stoker.cli.options import JsonOption, argument, option
 from stoker.cli.renamed import PASS_ON, augment_pictures
 from stoker.cli.terminal import echo, print_json
+from stoker.errors import InputError
 
 if TYPE_CHECKING:
     from stoker.augment.compose import Compose
@@ -88,8 +89,6 @@ app.command("pictures", hidden=True, context_settings=PASS_ON)(augment_pictures)
 
 
 def _check_counts(rows: int, columns: int, epoch: int, seed: int) -> None:
-    from stoker.errors import InputError
-
     limits = {
         "--rows": (rows, 1, 64, 4),
         "--columns": (columns, 2, 64, 6),
@@ -102,8 +101,6 @@ def _check_counts(rows: int, columns: int, epoch: int, seed: int) -> None:
 
 
 def _check_size(size: tuple[int, int]) -> None:
-    from stoker.errors import InputError
-
     if min(size) < 2 or max(size) > 4096:
         raise InputError(f"--size is {size[0]}x{size[1]}.", "2 to 4,096 a side", "--size 360x480")
 
@@ -111,7 +108,6 @@ def _check_size(size: tuple[int, int]) -> None:
 def _compose(preset: str | None, config: Path | None, seed: int, ignore_index: int) -> Compose:
     """Return the augmentation that was asked for, without normalisation: it is to be looked at."""
     from stoker.augment.presets import PRESETS, make_preset
-    from stoker.errors import InputError
 
     if config is not None:
         if preset is not None:
@@ -128,7 +124,6 @@ def _compose(preset: str | None, config: Path | None, seed: int, ignore_index: i
 def _from_config(config: Path, seed: int, ignore_index: int) -> Compose:
     from stoker.compat.augmentation import augmentation_from_settings
     from stoker.config import load_config, resolve
-    from stoker.errors import InputError
 
     settings = resolve(load_config(config)).augmentation
     made = augmentation_from_settings(

@@ -12,8 +12,11 @@ from typing import Annotated
 import typer
 
 from stoker.cli.options import JsonOption, option
+from stoker.cli.progress import Bar
 from stoker.cli.renamed import PASS_ON, bench_augment
 from stoker.cli.terminal import echo, print_json
+from stoker.errors import InputError
+from stoker.units import GB
 
 app = typer.Typer(no_args_is_help=True, help="Measure what data takes on this machine.")
 app.command("augment", hidden=True, context_settings=PASS_ON)(bench_augment)
@@ -39,10 +42,6 @@ def memory(
     as_json: JsonOption = False,
 ) -> None:
     """Measure what mass spectra take in RAM, lazy and precomputed, and project it to 300,000."""
-    from stoker.cli.progress import Bar
-    from stoker.errors import InputError
-    from stoker.units import GB
-
     if msp is None and mode != "estimate":
         raise InputError(
             "there is no library to measure with.",

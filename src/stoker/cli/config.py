@@ -16,6 +16,7 @@ from stoker.cli.migrate import migrate
 from stoker.cli.options import JsonOption, SetOption, argument, option, require_output
 from stoker.cli.terminal import echo, echo_lines, make_console, print_commands, print_json
 from stoker.display import command, secret_hint
+from stoker.ownership import always, write_text
 
 if TYPE_CHECKING:
     from stoker.config import Config, Problem, Settings
@@ -95,7 +96,6 @@ def init(
     force: Annotated[bool, option("--force", "Let OUT replace a file.")] = False,
 ) -> None:
     """Write a complete, commented config for RECIPE, which trains as it stands once its store is packed."""
-    from stoker.ownership import always, write_text
     from stoker.recipes.template import render_config
 
     require_output(out, "OUT", force=force)

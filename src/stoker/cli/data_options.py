@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from stoker.cli.options import option
+from stoker.display import quoted
 from stoker.errors import InputError
 
 if TYPE_CHECKING:
@@ -286,7 +287,6 @@ class Pictures:
         }
 
     def _kept(self, size: str | None) -> KeepEncoded | None:
-        from stoker.display import quoted
         from stoker.sources.images import KeepEncoded
 
         if self.keep_encoded and size is not None:

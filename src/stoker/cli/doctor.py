@@ -12,6 +12,9 @@ its steps or seconds. Ctrl-C and SIGTERM end the script as well: 130 and 143. `c
 
 from __future__ import annotations
 
+import os
+import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,8 +28,11 @@ from stoker.cli.options import (
     option,
     require_output,
 )
+from stoker.cli.progress import Bar
 from stoker.cli.terminal import make_console, print_json, styled
-from stoker.errors import EXIT_INTERRUPTED
+from stoker.display import quoted
+from stoker.errors import EXIT_INTERRUPTED, InputError
+from stoker.ownership import SIGNATURE, always, never, write_text
 from stoker.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -106,8 +112,6 @@ def doctor(
     B.json` compares two results of --out, for CI; `stoker doctor explain NAME` prints what a finding means.
     """
     from stoker.cli.trace import require_trace
-    from stoker.display import quoted
-    from stoker.errors import InputError
 
     if command and command[0] in ("compare", "explain"):
         from stoker.cli.doctor_verbs import run_verb
@@ -171,12 +175,8 @@ def _examine_job(
     trace: Path | None,
     trace_steps: int,
 ) -> None:
-    import os
-    from dataclasses import replace
-
     # The profiler's library talks on stderr while it is loaded, unless it is told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from stoker.cli.progress import Bar
     from stoker.cli.trace import print_trace, record_job, trace_facts
     from stoker.doctor.consultation import choose_treatment, consult_job, treat_job
     from stoker.doctor.trace import Schedule
@@ -228,10 +228,7 @@ def _examine_script(
     force: bool,
 ) -> int:
     """Return the exit code to end with."""
-    from dataclasses import replace
-
     from stoker.doctor.scripts import consult_script, suggest_patch, treat_script
-    from stoker.ownership import always, never, write_text
 
     attached, found = consult_script(command, steps=steps, seconds=seconds)
     console = make_console(stderr=True)
@@ -267,9 +264,6 @@ def _examine_script(
 
 def _stdin_is_used_up() -> bool:
     """Return whether a second run finds nothing on stdin that the first one has found."""
-    import os
-    import stat
-
     try:
         mode = os.fstat(0).st_mode
     except OSError:
@@ -287,8 +281,6 @@ def _print_plain(console: Console, line: str) -> None:
 def _write(
     found: Consultation, document: dict[str, Any], html: Path | None, out: Path | None
 ) -> None:
-    from stoker.ownership import SIGNATURE, write_text
-
     if out is not None:
         write_text(out, json_text({"generator": SIGNATURE, **document}, indent=1) + "\n")
     if html is not None:

@@ -8,13 +8,17 @@ and after. Costs: seconds to a minute for a graph; two passes over a split for i
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from stoker.address import shown
 from stoker.cli.options import JsonOption, argument, option
 from stoker.cli.predict import CheckpointArgument
 from stoker.cli.terminal import echo, make_console, print_json
 from stoker.display import command, quoted
+from stoker.errors import InputError
+from stoker.units import format_bytes
 
 if TYPE_CHECKING:
     from stoker.recipes.export.trained import Exported
@@ -65,9 +69,6 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write a trained model as an ONNX graph, as safetensors weights, or in int8 for a CPU."""
-    import dataclasses
-
-    from stoker.errors import InputError
     from stoker.recipes.export.ports import Sizes
     from stoker.recipes.export.trained import export_trained
     from stoker.recipes.inference import load_trained
@@ -123,7 +124,6 @@ def _check_options(
     checkpoint: Path, out: Path, int8: bool, of_graphs: list[str], of_int8: list[str]
 ) -> None:
     """Refuse options that the kind of file would not use."""
-    from stoker.errors import InputError
     from stoker.recipes.export.trained import ONNX_SUFFIX
     from stoker.recipes.export.weights_file import SUFFIX
 
@@ -154,8 +154,6 @@ def _check_options(
 
 
 def _print(made: Exported) -> None:
-    from stoker.units import format_bytes
-
     for name, port in made.inputs.items():
         shape = ", ".join(map(str, port["shape"]))
         echo(f"input  {name}: {port['dtype']} ({shape}): {port['about']}")
@@ -184,7 +182,6 @@ def _print(made: Exported) -> None:
 def _export_int8(
     checkpoint: Path, out: Path, store: Path | None, split: str, batch_size: int, as_json: bool
 ) -> None:
-    from stoker.address import shown
     from stoker.recipes.inference import find_training_store, load_trained, quantize_trained
 
     trained = load_trained(checkpoint)
@@ -205,8 +202,6 @@ def _export_int8(
 
 def _print_int8(report: QuantizeReport, metric: str | None) -> None:
     from rich.table import Table
-
-    from stoker.units import format_bytes
 
     console = make_console(width=160)
     console.print(f"int8 by {report.api}: {len(report.modules)} modules")

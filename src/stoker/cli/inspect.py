@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.address import as_url, shown
 from stoker.cli.data_options import (
     BarReading,
     Chosen,
@@ -23,8 +25,12 @@ from stoker.cli.data_options import (
     split_names,
 )
 from stoker.cli.options import JsonOption, argument, option, require_output, with_groups
+from stoker.cli.progress import Bar
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command, printable
+from stoker.errors import EXIT_REFUSED, InputError, RefusalList, count_refused
+from stoker.ownership import temporary_folder, write_text
+from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,9 +95,6 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Check every value of a file or store; exit code 3 if the quality gate would refuse the data."""
-    from stoker.address import shown
-    from stoker.cli.progress import Bar
-    from stoker.errors import EXIT_REFUSED, InputError
     from stoker.sources.bars.files import holds_bars
 
     if kind not in (None, "table", "bars"):
@@ -117,13 +120,12 @@ def inspect(
         else:
             inspection, facts, samples = _look_at_source(source, bar)
     if html is not None:
-        from stoker.ownership import write_text
         from stoker.packing.samples import samples_page
 
         title = f"stoker inspect {name}"
         write_text(html, samples_page(title, inspection, facts, samples))
     if as_json:
-        stats = {name: stats.to_json(compact=True) for name, stats in inspection.stats.items()}
+        stats = {name: stats.to_json() for name, stats in inspection.stats.items()}
         findings = [finding.to_json() for finding in inspection.findings]
         print_json(
             {
@@ -197,7 +199,6 @@ def _bars_source(
 
 def _array_or_table_source(path: Path, table: Source, chosen: Selection) -> Source | None:
     """Return the source of arrays or of a table; None for a store and for what is opened in place."""
-    from stoker.errors import InputError
     from stoker.sources.arrays import ArraysSource
     from stoker.sources.tables.reading import is_table
     from stoker.store.manifest import MANIFEST_NAME
@@ -226,10 +227,6 @@ def _array_or_table_source(path: Path, table: Source, chosen: Selection) -> Sour
 
 def _look_at_source(source: Source, bar: Progress) -> tuple[Inspection, dict[str, str], Samples]:
     """Build all parts of a source in memory, one after the other, as `pack` would."""
-    from dataclasses import replace
-
-    from stoker.errors import RefusalList, count_refused
-    from stoker.ownership import temporary_folder
     from stoker.packing.samples import Samples, sample_facts
     from stoker.packing.worker import unguarded
     from stoker.sources.arrays import ArraysSource
@@ -238,7 +235,6 @@ def _look_at_source(source: Source, bar: Progress) -> tuple[Inspection, dict[str
     from stoker.sources.massspec import MassSpecSource
     from stoker.sources.tables import TableSource
     from stoker.store.inspection import inspect_parts
-    from stoker.units import format_bytes, format_count
 
     refused = RefusalList()
     samples = Samples()
@@ -303,12 +299,10 @@ def _look_at_store(
     path: Path, chosen: Selection, bar: Progress
 ) -> tuple[Inspection, dict[str, str], Samples | None]:
     """Inspect a store, an HDF5 file or a Zarr folder in place."""
-    from stoker.address import as_url
     from stoker.packing.samples import sample_facts, samples_of
     from stoker.sources.contract import Account
     from stoker.store.inspection import inspect_store
     from stoker.store.reader import open_store
-    from stoker.units import format_bytes, format_count
 
     with open_store(path, **vars(chosen)) as store:
         inspection = inspect_store(store, bar)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from stoker.cli.options import JsonOption, argument, option
 from stoker.cli.terminal import make_console, print_json
+from stoker.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +52,6 @@ def _print_machine(found: Machine) -> None:
 
 def _rows(found: Machine) -> Iterator[tuple[str, str]]:
     from stoker.machine import recommended_workers
-    from stoker.units import format_bytes, format_rate
 
     quota = "" if found.cores_quota is None else f", cgroup quota {found.cores_quota:g}"
     yield "cores", f"{_or(found.cores_usable)} usable of {_or(found.cores_total)}{quota}"
@@ -80,8 +80,6 @@ def _rows(found: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _gpu_rows(gpu: Gpu) -> Iterator[tuple[str, str]]:
-    from stoker.units import format_bytes, format_rate
-
     capability = (
         "n/a" if gpu.compute_capability is None else "{}.{}".format(*gpu.compute_capability)
     )

@@ -14,6 +14,9 @@ from stoker.address import masked
 from stoker.cli.options import JsonOption, argument, option
 from stoker.cli.terminal import echo, print_json
 from stoker.display import quoted
+from stoker.errors import InputError, unwritable
+from stoker.ownership import free_name
+from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.compat.migrate.convert import Migration
@@ -35,8 +38,6 @@ def migrate(
     """Write an older config in today's layout; every key is taken over or listed."""
     from stoker.compat.migrate.convert import migrate_file
     from stoker.config import parse_config, resolve
-    from stoker.errors import InputError, unwritable
-    from stoker.ownership import free_name
 
     if new.exists():
         raise InputError(
@@ -64,7 +65,6 @@ def migrate(
 
 
 def _why_refused(recipe: str, option: str, value: Any) -> str | None:
-    from stoker.errors import InputError
     from stoker.recipes.options import parse_options
     from stoker.recipes.registry import find_recipe
 
@@ -90,7 +90,6 @@ def _print_json(made: Migration, new: Path) -> None:
 
 def _print(made: Migration, old: Path, new: Path) -> None:
     from stoker.compat.migrate.convert import TYPED
-    from stoker.units import format_count
 
     taken = [each for each in made.moved if each.old != TYPED]
     for each in taken:

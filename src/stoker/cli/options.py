@@ -16,6 +16,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from stoker.display import command, quoted
+from stoker.errors import InputError
+from stoker.ownership import always, check_output, has_signature
 
 
 def option(*words: str, **settings: Any) -> Any:
@@ -103,9 +105,6 @@ def require_output(
             has no such option, and what stoker wrote before is replaced.
         is_ours: Whether an existing file may be replaced; by default one with stoker's signature.
     """
-    from stoker.errors import InputError
-    from stoker.ownership import always, check_output, has_signature
-
     if path is None:
         return
     if path.is_dir() or not path.resolve().parent.is_dir():

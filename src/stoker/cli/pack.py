@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from stoker.address import shown
 from stoker.cli.data_options import (
     BarReading,
     Chosen,
@@ -23,8 +24,13 @@ from stoker.cli.data_options import (
     split_names,
 )
 from stoker.cli.options import JsonOption, argument, option, with_groups
+from stoker.cli.progress import Bar
+from stoker.cli.tables import store_table
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command, printable
+from stoker.errors import InputError
+from stoker.ownership import write_text
+from stoker.units import format_count, format_seconds
 
 if TYPE_CHECKING:
     from stoker.packing import PackResult
@@ -310,8 +316,6 @@ def massspec(
 
 def _split_out(files: list[Word]) -> tuple[tuple[Word, ...], Path]:
     """The last of the paths is the store, as with `cp`."""
-    from stoker.errors import InputError
-
     if len(files) < 2:
         raise InputError(
             f"only {files[0]} was given.",
@@ -323,8 +327,6 @@ def _split_out(files: list[Word]) -> tuple[tuple[Word, ...], Path]:
 
 def _shares(text: str) -> tuple[float, float, float]:
     """Return three shares that add up to 1."""
-    from stoker.errors import InputError
-
     try:
         train, val, test = (float(number) for number in text.split(","))
     except ValueError:
@@ -337,8 +339,6 @@ def _shares(text: str) -> tuple[float, float, float]:
 
 
 def _dates(text: str | None) -> tuple[str, str] | None:
-    from stoker.errors import InputError
-
     if text is None:
         return None
     dates = [date.strip() for date in text.split(",")]
@@ -352,7 +352,6 @@ def _dates(text: str | None) -> tuple[str, str] | None:
 def _pack(
     source: Source, out: Path, packing: Packing, as_json: bool, repairs: Sequence[str] = ()
 ) -> None:
-    from stoker.cli.progress import Bar
     from stoker.packing import pack
 
     with Bar(quiet=as_json) as bar:
@@ -371,8 +370,6 @@ def _pack(
 
 def _write_page(result: PackResult) -> dict[str, str]:
     """Draw samples of a store that was just packed into its page; return the facts about them."""
-    from stoker.address import shown
-    from stoker.ownership import write_text
     from stoker.packing.samples import sample_facts, samples_of, samples_page
     from stoker.sources.contract import Account
     from stoker.store.manifest import PAGE_NAME
@@ -413,11 +410,9 @@ def _facts(result: PackResult) -> dict[str, object]:
 
 def print_result(result: PackResult) -> None:
     """Draw the samples of what a pack made into its page, and print it as a table for people."""
-    from stoker.cli.tables import store_table
     from stoker.sources.contract import Account
     from stoker.store.manifest import PAGE_NAME, REFUSED_NAME
     from stoker.store.reader import open_store
-    from stoker.units import format_count, format_seconds
 
     console = make_console(soft_wrap=True)
     with open_store(result.path) as store:

@@ -7,11 +7,16 @@ table with bytes and reasons, or one JSON document. Costs about 0.2 s; no data a
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from stoker.address import as_url, shown
 from stoker.cli.options import JsonOption, argument, option
+from stoker.cli.tables import make_table
 from stoker.cli.terminal import make_console, print_json
+from stoker.errors import InputError
+from stoker.units import GIB, format_bytes, parse_bytes, parse_memory, parse_share
 
 if TYPE_CHECKING:
     from stoker.machine import Machine
@@ -57,16 +62,12 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Show what would be kept on the GPU and in RAM, and why; or print the published table."""
-    from stoker.errors import InputError
-
     if store is None and not table:
         raise InputError(
             "no store was given.", "a store, or --table", "stoker plan STORE --gpu-memory 16GB"
         )
     documents = []
     if store is not None:
-        from stoker.address import shown
-
         cost = _model(parameters, activations, optimizer)
         made, origins, pictures = _make(
             store, gpu_memory, ram, batch_size, cost, share, ranks_per_host
@@ -87,9 +88,7 @@ def plan(
 
 
 def _model(parameters: str | None, activations: str | None, optimizer: str) -> ModelCost | None:
-    from stoker.errors import InputError
     from stoker.plan import estimate_model
-    from stoker.units import parse_bytes
 
     if parameters is None:
         estimate_model(0, optimizer=optimizer)  # a name that is not known is refused all the same
@@ -120,16 +119,11 @@ def _make(
     ranks_per_host: int,
 ) -> tuple[Plan, list[str], PictureChoice | None]:
     """Return the plan, where each amount of memory comes from, and which kind of store suits pictures."""
-    from dataclasses import replace
-
-    from stoker.address import as_url
-    from stoker.errors import InputError
     from stoker.loader.columns import check_samples, column_facts, make_columns
     from stoker.machine import probe
     from stoker.plan import FALLBACK_SHARE, make_plan, store_facts
     from stoker.plan.pictures import choose_kind, picture_bytes
     from stoker.store.reader import open_store
-    from stoker.units import parse_memory, parse_share
 
     with open_store(path) as opened:
         # Exact facts read offsets and window ends, which a remote store would have to send first.
@@ -178,8 +172,6 @@ def _make(
 
 
 def _gpu_memory(given: str | None, machine: Machine) -> tuple[int | None, str]:
-    from stoker.units import format_bytes, parse_memory
-
     if given is not None:
         if given.strip().lower() == "none":
             return None, "GPU: none, as given"
@@ -195,9 +187,6 @@ def _gpu_memory(given: str | None, machine: Machine) -> tuple[int | None, str]:
 def _print_plan(
     name: str, made: Plan, origins: list[str], pictures: PictureChoice | None = None
 ) -> None:
-    from stoker.cli.tables import make_table
-    from stoker.units import format_bytes
-
     console = make_console(width=160)
     title = f"{name}: {made.tier}, batch size {made.batch_size}"
     table = make_table(title, ("where", "what", "bytes", "reason"), left=(0, 1, 3))
@@ -215,9 +204,7 @@ def _print_plan(
 
 
 def _print_table() -> None:
-    from stoker.cli.tables import make_table
     from stoker.compat.published import describe_cards, published_cards, published_counts
-    from stoker.units import GIB
 
     console = make_console(width=160)
     heads = ("GPU memory", "data, 75 %", "data, 60 %", "batch size")

@@ -13,7 +13,10 @@ from typing import Annotated
 
 from stoker.cli.data_options import Text
 from stoker.cli.options import DeviceOption, JsonOption, argument, option, with_groups
+from stoker.cli.progress import Bar
+from stoker.cli.tables import print_evaluation
 from stoker.cli.terminal import echo, make_console, print_json
+from stoker.units import format_bytes, format_count, format_seconds
 
 CheckpointArgument = Annotated[
     Path, argument("best.pt or step-*.pt of a run, or exported .safetensors.")
@@ -41,11 +44,8 @@ def predict(
     as_json: JsonOption = False,
 ) -> None:
     """Write the model's answer for every sample of a store, or every row of raw input, under its own key."""
-    from stoker.cli.progress import Bar
-    from stoker.cli.tables import print_evaluation
     from stoker.recipes.answers import predict_file
     from stoker.recipes.inference import load_trained
-    from stoker.units import format_bytes, format_count, format_seconds
 
     trained = load_trained(checkpoint)
     with Bar(quiet=as_json) as bar:

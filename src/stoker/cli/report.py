@@ -11,6 +11,8 @@ from typing import Annotated
 
 from stoker.cli.options import JsonOption, argument, option
 from stoker.cli.terminal import echo, print_json
+from stoker.errors import unwritable
+from stoker.ownership import write_text
 
 PAGE_NAME = "report.html"
 
@@ -28,8 +30,6 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Write an HTML page about a run: what it is worth, data, speed, waits, memory, loss, plan, config, machine."""
-    from stoker.errors import unwritable
-    from stoker.ownership import write_text
     from stoker.runs.comparison import compare
     from stoker.runs.evaluation import Evaluation
     from stoker.runs.figures import all_charts

@@ -6,6 +6,8 @@ JSON document. Costs the steps, which run slower while they are recorded.
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +20,9 @@ from stoker.cli.options import (
     option,
     require_output,
 )
+from stoker.cli.tables import make_table
 from stoker.cli.terminal import make_console, print_json
+from stoker.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,8 +39,6 @@ def require_trace(out: Path | None, option: str, config: Path | None) -> None:
     if out is None:
         return
     # Costs the import of torch's profiler, which talks on stderr while it is loaded, unless it is told not to.
-    import os
-
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from stoker.doctor.trace import is_trace
 
@@ -54,8 +56,6 @@ def record_job(job: JobConfig, device: str | None, schedule: Schedule, out: Path
 
 def trace_facts(trace: Trace, out: Path, top: int = TOP) -> dict[str, Any]:
     """Return a trace as plain values."""
-    from dataclasses import asdict
-
     facts = asdict(trace) | {"trace": str(out)}
     facts["operations"] = facts["operations"][:top]
     return facts
@@ -63,7 +63,6 @@ def trace_facts(trace: Trace, out: Path, top: int = TOP) -> dict[str, Any]:
 
 def print_trace(console: Console, trace: Trace, out: Path, top: int = TOP) -> None:
     """Print the costliest operations, the device's kernels, and where the trace is."""
-    from stoker.cli.tables import make_table
     from stoker.doctor.cases import milliseconds
 
     on_gpu = trace.kernels is not None
@@ -101,8 +100,6 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Old spelling of `stoker doctor --trace`, which finds out more of the same job."""
-    from stoker.errors import InputError
-
     if config is None:
         raise InputError(
             "no config was given.",

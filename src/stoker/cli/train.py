@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.address import as_url
 from stoker.cli.options import (
     ConfigOption,
     DeviceOption,
@@ -25,8 +26,11 @@ from stoker.cli.options import (
     StoreOption,
     option,
 )
+from stoker.cli.progress import Bar
+from stoker.cli.tables import make_table, print_evaluation
 from stoker.cli.terminal import echo, make_console, print_commands, print_json
 from stoker.display import command, secret_hint
+from stoker.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,7 +79,6 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a ready job, evaluate its best checkpoint, and compare it with chance."""
-    from stoker.cli.progress import Bar
     from stoker.recipes import run as runs
     from stoker.recipes.walk_forward import walk_forward
 
@@ -127,7 +130,6 @@ def _train_in_processes(
     """Check the command, then start it in several processes."""
     import torch
 
-    from stoker.errors import InputError
     from stoker.recipes.catalogue import choose_recipe
     from stoker.recipes.run import share_batch
     from stoker.train.launch import launch
@@ -155,7 +157,6 @@ def _train_in_processes(
 def _settle(
     config: Path | None, overrides: list[str], store: Path | None, run_dir: Path | None
 ) -> Settings:
-    from stoker.address import as_url
     from stoker.config import load_config, parse_config, resolve
 
     read = (
@@ -172,8 +173,6 @@ def _settle(
 def _pack_first(settings: Settings, msp: Path | None, mol_dir: Path | None, *, quiet: bool) -> None:
     """Make the config's store of the files that were typed, or find that it is up to date."""
     from stoker.cli.pack import print_result
-    from stoker.cli.progress import Bar
-    from stoker.errors import InputError
     from stoker.packing import PackOptions, pack
     from stoker.recipes.catalogue import choose_recipe
 
@@ -200,8 +199,6 @@ def _typed(
     device: str | None,
 ) -> list[str | Path]:
     """Return the command as it was typed, to be typed again."""
-    from stoker.address import as_url
-
     words: list[str | Path] = ["stoker", "train"]
     named = None if store is None else as_url(store) or store
     for name, value in (("--config", config), ("--store", named), ("--run-dir", run_dir)):
@@ -213,8 +210,6 @@ def _typed(
 
 
 def _print(run: RecipeRun, settings: Settings, again: str) -> None:
-    from stoker.cli.tables import print_evaluation
-
     console = make_console(width=200)
     if run.epochs:
         _print_epochs(console, run)
@@ -240,7 +235,6 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
 
 
 def _print_folds(walk: WalkForward, again: str, *, as_json: bool) -> None:
-    from stoker.cli.tables import print_evaluation
     from stoker.recipes.run import as_json as plain
 
     made = walk.evaluation
@@ -260,8 +254,6 @@ def _print_folds(walk: WalkForward, again: str, *, as_json: bool) -> None:
 
 
 def _print_epochs(console: Console, run: RecipeRun) -> None:
-    from stoker.cli.tables import make_table
-
     shown = run.epochs[-_MOST_EPOCHS:]
     cut = f", the last {len(shown)} of {len(run.epochs)}" if len(shown) < len(run.epochs) else ""
     names = list(shown[-1].metrics)[:6]
@@ -277,8 +269,6 @@ def _print_epochs(console: Console, run: RecipeRun) -> None:
 
 
 def _print_metrics(console: Console, run: RecipeRun) -> None:
-    from stoker.cli.tables import make_table
-
     title = f"{run.recipe}: best checkpoint against chance"
     table = make_table(title, ("metric", "chance (val)", "val", "test"))
     for name in dict.fromkeys([*run.test, *run.val, *run.baseline]):

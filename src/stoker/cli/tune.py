@@ -19,8 +19,12 @@ from stoker.cli.options import (
     option,
     require_output,
 )
+from stoker.cli.progress import Bar
+from stoker.cli.tables import make_table
 from stoker.cli.terminal import make_console, print_commands, print_json
 from stoker.display import command
+from stoker.errors import InputError
+from stoker.ownership import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,8 +56,6 @@ def tune(
     as_json: JsonOption = False,
 ) -> None:
     """Find the batch size, accumulation, capture and chunk size that train fastest and fit in memory."""
-    from stoker.errors import InputError
-
     if config is None:
         raise InputError(
             "there is nothing to tune.",
@@ -63,7 +65,6 @@ def tune(
     require_output(out, "--out", [config], force=force)
     require_output(html, "--html", [config])
 
-    from stoker.cli.progress import Bar
     from stoker.doctor.job_config import JobConfig
     from stoker.train.ranks import Ranks
     from stoker.tune.job import tune_job
@@ -81,7 +82,6 @@ def tune(
     if out is not None:
         job.with_changes(changes, _notes(config, tuned)).write(out, replace=force)
     if html is not None:
-        from stoker.ownership import write_text
         from stoker.tune.tuned_page import tuned_page
 
         page = tuned_page(f"stoker tune {config}", tuned, _facts(job.settings, tuned))
@@ -180,8 +180,6 @@ def _print(tuned: Tuned, next_command: str, out: Path | None, html: Path | None)
 
 
 def _table(title: str, header: Sequence[str], rows: list[tuple[str, ...]], num_left: int) -> Any:
-    from stoker.cli.tables import make_table
-
     table = make_table(title, header, left=(*range(num_left), len(header) - 1))
     for row in rows:
         table.add_row(*row, style="bold" if "taken" in row[-1] else None)
