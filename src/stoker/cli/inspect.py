@@ -312,7 +312,7 @@ def _look_at_store(
             "on disk": format_bytes(store.num_bytes),
         }
         if store.manifest.counts:
-            lines = Account.from_json(store.manifest.counts).lines()
+            lines = Account(**store.manifest.counts).lines()
             facts["input"] = "; ".join(line.strip() for line in lines)
         notes = [*store.notes, *(store.manifest.attributes.get("notes") or ())]
         for number, note in enumerate(notes):

@@ -379,7 +379,7 @@ def _write_page(result: PackResult) -> dict[str, str]:
         samples = samples_of(store)
     assert result.inspection is not None
     facts = sample_facts(samples)
-    counts = Account.from_json(result.manifest.counts).lines() if result.manifest.counts else []
+    counts = Account(**result.manifest.counts).lines() if result.manifest.counts else []
     notes = [str(note) for note in result.manifest.attributes.get("notes", [])]
     about = {"input": "; ".join(line.strip() for line in counts)}
     about |= facts | {f"note {number}": note for number, note in enumerate(notes, 1)}
@@ -428,7 +428,7 @@ def print_result(result: PackResult) -> None:
     ]:
         console.print(printable(str(note)))
     for account in result.manifest.attributes.get("accounts", []):
-        for line in Account.from_json(account).lines():
+        for line in Account(**account).lines():
             console.print(printable(line))
     if result.manifest.num_refused:
         refused = format_count(result.manifest.num_refused, "piece")

@@ -292,7 +292,7 @@ def _make(
     accounts = make_accounts(
         preparation, attributes.get("accounts", []), refused, ignored, stage.num_samples
     )
-    attributes["accounts"] = [account.to_json() for account in accounts]
+    attributes["accounts"] = [asdict(account) for account in accounts]
     manifest = Manifest(
         num_samples=stage.num_samples,
         fields=dict(stage.parts[0].fields),
@@ -302,7 +302,7 @@ def _make(
         repairs=fitted,
         quality=inspection.summary(),
         num_refused=count_refused(refused),
-        counts=accounts[-1].to_json(),
+        counts=asdict(accounts[-1]),
     )
     listing = "".join(json_text(asdict(refusal)) + "\n" for refusal in refused)
     work.commit(stage.folder, manifest, listing)
