@@ -38,6 +38,10 @@ _SAVE_SECONDS = 10.0
 _COUNTS = struct.Struct(f"<{len(OUTCOMES)}q")
 
 
+Trial = Callable[[random.Random], str | tuple[str, float]]
+"""Returns the outcome; and seconds, where those count."""
+
+
 @dataclass
 class Family:
     """Trials of one kind.
@@ -49,7 +53,7 @@ class Family:
     """
 
     name: str
-    prepare: Callable[[Path], Callable[[random.Random], str]]
+    prepare: Callable[[Path], Trial]
     weight: float = 1.0
     block: int = 2000
 
@@ -184,7 +188,10 @@ class Campaign:
                 if shared[0]:
                     return
                 try:
-                    word = trial(random.Random(f"{self.seed} {family.name} {number}"))
+                    answer = trial(random.Random(f"{self.seed} {family.name} {number}"))
+                    word, seconds = (answer, None) if isinstance(answer, str) else answer
+                    if seconds is not None:
+                        os.write(pipe, json.dumps({"seconds": seconds}).encode() + b"\n")
                 except Exception:  # noqa: BLE001  that is what is looked for
                     word = "wrong"
                     entry = {"number": number, "text": traceback.format_exc()[-1500:]}
@@ -215,6 +222,9 @@ class Campaign:
         *lines, child.said = child.said.split(b"\n")
         for line in lines:
             said = json.loads(line)
+            if "seconds" in said:
+                entry.setdefault("seconds", []).append(round(said["seconds"], 3))
+                continue
             self._keep(child.family, "wrong", said["number"], said["text"])
         for word, count in child.take_counts().items():
             entry["counts"][word] += count
