@@ -25,7 +25,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 from campaign import Campaign, Family
 
@@ -39,13 +38,9 @@ from test_fuzz_store import read_everything
 
 from stoker.config.load import dump_config, parse_config
 from stoker.errors import RefusalList, StokerError
-from stoker.sources.images.encoded import KeepEncoded, decode_bytes, read_encoded
-from stoker.sources.massspec.formats import as_msp
-from stoker.sources.msp import read_msp
-from stoker.sources.tables.layout import TextOptions
-from stoker.sources.tables.reading import batches, open_table
 from stoker.train.checkpoint_file import read_file, write_file
 
+# Parsers that need pyarrow or Pillow are imported by their own families: a machine without them runs the others.
 Trial = Callable[[random.Random], str]
 SPLINTERS = [b"\x00", b"\xff", b"\xef\xbb\xbf", b"\n", b"\r", b"\t", b'"', b"'", b",", b";", b"=", b":", b"-", b"nan",
              b"1e999", b"9" * 40, b"\xe2\x80\xa8", b"{", b"[", b"&a", b"*a", b"!!python/object:os.system", b"#", b"%", b"|"]  # fmt: skip
@@ -117,6 +112,9 @@ END IONS
 
 
 def prepare_mgf(scratch: Path) -> Trial:
+    from stoker.sources.massspec.formats import as_msp
+    from stoker.sources.msp import read_msp
+
     path, work = scratch / "x.mgf", scratch / "work"
     work.mkdir()
 
@@ -147,6 +145,9 @@ def prepare_mgf(scratch: Path) -> Trial:
 
 
 def prepare_csv(scratch: Path) -> Trial:
+    from stoker.sources.tables.layout import TextOptions
+    from stoker.sources.tables.reading import batches, open_table
+
     path = scratch / "x.csv"
 
     def written(rng: random.Random) -> tuple[list[list[str]], bytes]:
@@ -263,6 +264,10 @@ def prepare_yaml(scratch: Path) -> Trial:  # noqa: ARG001
 
 
 def prepare_jpeg(scratch: Path) -> Trial:
+    from PIL import Image
+
+    from stoker.sources.images.encoded import KeepEncoded, decode_bytes, read_encoded
+
     path, keep = scratch / "x.jpg", KeepEncoded()
     seeds = []
     for number in range(8):
