@@ -203,7 +203,8 @@ def _targets_line() -> str:
 
     return (
         f"targets: busy {BUSY.low:.0f} to {BUSY.high:.0f} %, SM {SM_ACTIVE.low:.0f} to {SM_ACTIVE.high:.0f} %, "
-        f"memory {MEMORY.low:.0f} to {MEMORY.high:.0f} %, below {TEMPERATURE.high + 1:.0f} °C; ✓ within, ↓ below, ↑ above"
+        f"memory {MEMORY.low:.0f} to {MEMORY.high:.0f} %, "
+        f"below {TEMPERATURE.high + 1:.0f} °C; ✓ within, ↓ below, ↑ above"
     )
 
 
