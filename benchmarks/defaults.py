@@ -1,14 +1,14 @@
 """Every recipe's default run on its public data set: minutes, the metric of its field, and its baselines.
 
-    python benchmarks/defaults.py [RECIPE ...] [--device cpu] [--data FOLDER] [--stores FOLDER] [--epochs N]
+    python benchmarks/defaults.py [RECIPE ...] [--device cpu] [--data FOLDER] [--stores FOLDER] [--samples N]
 
 Data: `shared/data` beside or above the checkout (docs/training.md says what is in it), or FOLDER of `--data`; a recipe
 whose data is not there is left out. `--stores FOLDER` takes FOLDER/RECIPE, packed before, where there is one: packing
 mass spectra needs RDKit, training and evaluating do not. Results of recipes that are not named are kept in the file.
 
-`--epochs N` stops after N epochs where a whole run takes hours: the file then has seconds per epoch and the minutes
-that the default number of epochs would take at most, no metric. Seconds of a shared machine say more about the others
-than about stoker, so processor minutes stand beside them.
+`--samples N` trains two epochs on N samples where a whole run takes hours: the file then has the seconds of an epoch
+and the minutes that the default number of epochs would take at most, no metric. Seconds of a shared machine say more
+about the others than about stoker, so processor minutes stand beside them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 from harness import RESULTS, machine_name, publish
 from stoker.config import parse_config, resolve
 from stoker.recipes.catalogue import choose_recipe
-from stoker.recipes.run import RecipeRun, run_recipe
+from stoker.recipes.run import RecipeRun, open_run, run_recipe
 
 ROOT = Path(__file__).parent.parent
 
@@ -157,39 +157,47 @@ def described(
     return row
 
 
-def projected(
-    run: RecipeRun, epochs: int, data: str, cpu_seconds: float, device: str | None
+def overrides_of(name: str, store: Path, folder: Path) -> list[str]:
+    """Return what a default run is told: recipe, store, run folder, and how the data is to be read."""
+    values = {"recipe.name": name, "recipe.store": store, "run.dir": folder / "run"}
+    return [*(f"{key}={value}" for key, value in values.items()), *JOBS[name].options]
+
+
+def run_whole(name: str, store: Path, folder: Path, device: str | None) -> dict[str, Any]:
+    """Train and evaluate one recipe with its defaults."""
+    began, used = time.perf_counter(), time.process_time()
+    settings = resolve(parse_config("", overrides=overrides_of(name, store, folder)))
+    run = run_recipe(settings, device=device)
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - used
+    return described(run, JOBS[name].data, seconds, cpu_seconds, device)
+
+
+def run_part(
+    name: str, store: Path, folder: Path, device: str | None, samples: int
 ) -> dict[str, Any]:
-    """Return what a run of few epochs says about a whole one: its first epoch, which warms up, left out."""
-    seconds = [epoch.seconds for epoch in run.epochs[1:]] or [run.epochs[0].seconds]
-    each = statistics.median(seconds)
+    """Train two epochs on some of the samples, and project the second onto a default run without its validation."""
+    usual = overrides_of(name, store, folder)
+    told = [*usual, "training.epochs=2", f"data.max_training_samples={samples}"]
+    settings = choose_recipe(resolve(parse_config("", overrides=usual))).noted_settings
+    with open_run(settings, device=device) as whole:
+        num_train = len(whole.job.samples["train"])
+    with open_run(resolve(parse_config("", overrides=told)), device=device) as part:
+        began, used = time.perf_counter(), time.process_time()
+        measured = part.train(resume=False).epochs[-1]
+        cpu_share = (time.process_time() - used) / (time.perf_counter() - began)
+    epochs = settings.training.epochs
+    epoch_seconds = measured.seconds * num_train / measured.num_samples
     return {
-        "data": data,
+        "data": JOBS[name].data,
         "device": device or "default",
         "projected": True,
-        "minutes": each * epochs / 60,
-        "cpu_minutes": cpu_seconds / len(run.epochs) * epochs / 60,
+        "minutes": epoch_seconds * epochs / 60,
+        "cpu_minutes": cpu_share * epoch_seconds * epochs / 60,
         "load_average": os.getloadavg()[1],
         "epochs": epochs,
-        "measured_epochs": len(run.epochs),
-        "epoch_seconds": each,
+        "epoch_seconds": epoch_seconds,
+        "measured_samples": measured.num_samples,
     }
-
-
-def run_one(name: str, store: Path, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Train and evaluate one recipe with its defaults, or its first epochs."""
-    job = JOBS[name]
-    values = {"recipe.name": name, "recipe.store": store, "run.dir": folder / "run"}
-    overrides = [*(f"{key}={value}" for key, value in values.items()), *job.options]
-    usual = choose_recipe(resolve(parse_config("", overrides=overrides))).noted_settings
-    if given.epochs is not None:
-        overrides.append(f"training.epochs={given.epochs}")
-    began, used = time.perf_counter(), time.process_time()
-    run = run_recipe(resolve(parse_config("", overrides=overrides)), device=given.device)
-    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - used
-    if given.epochs is not None:
-        return projected(run, usual.training.epochs, job.data, cpu_seconds, given.device)
-    return described(run, job.data, seconds, cpu_seconds, given.device)
 
 
 def main() -> None:
@@ -199,7 +207,9 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--data", type=Path, default=None, help="folder of the data sets")
     parser.add_argument("--stores", type=Path, default=None, help="folder of packed stores")
-    parser.add_argument("--epochs", type=int, default=None, help="measure these, project the rest")
+    parser.add_argument(
+        "--samples", type=int, default=None, help="train on these, project the rest"
+    )
     given = parser.parse_args()
     path = RESULTS / f"defaults-{machine_name()}.json"
     found = json.loads(path.read_text())["result"] if path.exists() else {}
@@ -215,7 +225,10 @@ def main() -> None:
                 except (subprocess.CalledProcessError, OSError, StopIteration) as error:
                     print(f"{name}: left out, {error}", file=sys.stderr)
                     continue
-            found[name] = run_one(name, store, Path(folder), given)
+            if given.samples is None:
+                found[name] = run_whole(name, store, Path(folder), given.device)
+            else:
+                found[name] = run_part(name, store, Path(folder), given.device, given.samples)
         publish("defaults", found)
 
 
