@@ -39,6 +39,9 @@ def pageable_copies(case: Case) -> Finding | None:
     num_bytes = sum(copy.bytes_per_step for copy in copies)
     rate = case.measured.machine.pinned_bytes_per_second or _PINNED_BYTES_PER_SECOND
     saved = max(0.0, seconds - num_bytes / rate)
+    # The host no longer waits, and the device copies between its kernels.
+    device = case.pace.device_busy + num_bytes / rate
+    likely = replace(case.pace, compute=max(device, case.pace.compute - seconds))
     pinned = case.measured.loader is not None and bool(case.measured.loader.pin_memory)
     return case.advise(
         "pageable-copies",
@@ -56,7 +59,7 @@ def pageable_copies(case: Case) -> Finding | None:
         "Set pin_memory=True in the DataLoader and copy with .to(device, non_blocking=True).",
         gain(
             case.pace,
-            case.pace.saving(saved),
+            likely,
             case.pace.saving(saved / 2),
             case.pace.saving(seconds),
         ),

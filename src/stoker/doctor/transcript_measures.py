@@ -115,6 +115,7 @@ def measure(
             device_name=torch.get("cuda") or machine.device_name,
             torch=torch.get("version"),
             device_free_bytes=torch.get("free_bytes"),
+            pinned_bytes_per_second=state["profile"].get("pinned_bytes_per_second"),
         ),
         steps=len(rows),
         seconds=seconds,
@@ -187,12 +188,16 @@ def _between(
     if looks < _FEW_LOOKS:
         few = f"the training thread was sampled {looks} times only: let it run for more steps"
         return (), None, [] if state["loaders"] else [few]
-    seconds = max(0.0, step.median - known) / max(1, looks - doing.get("timed", 0))
+    # A loop of timed calls is timed whole, and sampled between two of them as well.
+    loops = {site["where"] for site in state["sites"] if site["calls"] >= 3 * state["num_steps"]}
+    inside = sum(count for where, count in state["between"].items() if where in loops)
+    seconds = max(0.0, step.median - known) / max(1, looks - doing.get("timed", 0) - inside)
     lines = tuple(
         HostCall(where, "between", 0.0, count * seconds)
         for where, count in sorted(state["between"].items(), key=lambda item: -item[1])[:20]
+        if where not in loops
     )
-    between, data = doing.get("between", 0), doing.get("data", 0)
+    between, data = max(0, doing.get("between", 0) - inside), doing.get("data", 0)
     gap = state["profile"].get("gap_seconds")
     if gap is not None:
         # A loss that is computed line by line is sampled in the user's code as loading is, but belongs to the model.

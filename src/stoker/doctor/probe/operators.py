@@ -24,6 +24,7 @@ _GPU_STEP, _GPU_SECONDS = 36, 1.5
 """On a GPU the profiler waits for this step, or this long: what it leaves behind slows the launches of later steps."""
 _NUM_STEPS, _NUM_LONG_STEPS, _LONG_SECONDS = 3, 1, 0.5
 _MOST_EVENTS = 400_000
+_COPIED_BYTES = 1 << 25
 _PRODUCTS = frozenset(
     f"aten::{name}"
     for name in (
@@ -185,10 +186,27 @@ def _stop(seen: Any, keep: bool) -> None:
         seen.profile.update(
             summarise(list(events)[:_MOST_EVENTS], list(_marks), list(_backwards))
         )
+    if clocks.uses_cuda(torch) and any(key[0] == "copy" for key in list(seen.sites)):
+        with recorder.guarded("pinned copy"):
+            seen.profile["pinned_bytes_per_second"] = _pinned_bytes_per_second(torch)
     # While the events were read, workers filled their queues: the next waits would be too short.
     loaders = list(seen.loaders.values())
     if time.perf_counter() - began > 5e-3 and any(facts["workers"] for facts in loaders):
         seen.disturb(8)
+
+
+def _pinned_bytes_per_second(torch: Any) -> float:
+    """Return the rate of copies from pinned memory to the device: what pageable ones could have."""
+    held = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
+    taken = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        there.copy_(held, non_blocking=True)
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return float(_COPIED_BYTES / min(taken))
 
 
 def note_backward(seconds: float) -> None:
