@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -424,6 +425,23 @@ def main() -> None:
         free.put(cores)
     until = time.monotonic() + asked.seconds
 
+    asked.out.mkdir(parents=True, exist_ok=True)
+    on = machine_name() if asked.gpu else f"{asked.cores}-cores-{machine_name()}"
+    facts, writing = machine_facts(), threading.Lock()
+
+    def publish() -> dict[str, Any]:
+        """Write what there is after every script, so that a run that is cut short leaves its results."""
+        kept = {case.name: asked.state / f"{case.name}.json" for case in CASES}
+        raw = {name: json.loads(path.read_text()) for name, path in kept.items() if path.exists()}
+        rows = [judge(name, one) for name, one in raw.items() if "failure" not in one["alone"]]
+        done = {row["case"] for row in rows}
+        summary = summarise(rows)
+        summary["not_run"] = [case.name for case in wanted if case.name not in done]
+        result = {"summary": summary, "rows": rows, "raw": raw}
+        document = {"benchmark": "doctor", "machine": facts, "result": result}
+        (asked.out / f"doctor-{on}.json").write_text(json.dumps(document, indent=1) + "\n")
+        return summary
+
     def run(case: Case) -> None:
         kept = asked.state / f"{case.name}.json"
         if (kept.exists() and not asked.again) or time.monotonic() > until:
@@ -447,6 +465,8 @@ def main() -> None:
         mark = "ok " if row["is_right"] else "NO "
         took = f"{time.monotonic() - began:.0f} s"
         print(mark, case.name, row["found"] or row["verdict"], *gains, took, flush=True)
+        with writing:
+            publish()
 
     wanted = [
         case
@@ -459,26 +479,7 @@ def main() -> None:
     wanted.sort(key=lambda case: case.name not in asked.first.split(","))
     with ThreadPoolExecutor(asked.jobs) as pool:
         list(pool.map(run, wanted))
-    kept = {case.name: asked.state / f"{case.name}.json" for case in CASES}
-    results = {name: json.loads(path.read_text()) for name, path in kept.items() if path.exists()}
-    rows = [judge(name, one) for name, one in results.items() if "failure" not in one["alone"]]
-    if not rows:
-        return
-    summary = summarise(rows)
-    done = {row["case"] for row in rows}
-    summary["not_run"] = [case.name for case in wanted if case.name not in done]
-    print(json.dumps(summary, indent=1))
-    asked.out.mkdir(parents=True, exist_ok=True)
-    name = (
-        f"doctor-{machine_name()}" if asked.gpu else f"doctor-{asked.cores}-cores-{machine_name()}"
-    )
-    document = {
-        "benchmark": "doctor",
-        "machine": machine_facts(),
-        "result": {"summary": summary, "rows": rows, "raw": results},
-    }
-    (asked.out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    (asked.out / f"{name}.html").write_text(result_page(summary, rows), encoding="utf-8")
+    print(json.dumps(publish(), indent=1))
 
 
 if __name__ == "__main__":
