@@ -296,9 +296,10 @@ def _print(console: Console, found: Consultation) -> None:
         _print_finding(console, finding, number)
     if not found.findings:
         _print_plain(console, found.verdict)
-    if found.overlap:
+    if found.overlap or found.behind:
         console.line()
-        _print_plain(console, found.overlap)
+    for line in filter(None, (found.overlap, *found.behind)):
+        _print_plain(console, line)
     # A job's notes are the choices of its run, which `stoker train` prints.
     for note in found.measurements.notes if found.measurements.kind == "script" else ():
         _print_plain(console, f"note: {note}")
