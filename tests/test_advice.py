@@ -35,6 +35,7 @@ LONG = (
     "stoker.doctor.trace._make_profiler",
     "stoker.compat.massspec_memory._in_new_process",
     "stoker.doctor.attach._watch",
+    "stoker.doctor.outside._read_stacks",
     "stoker.doctor.ablation.examine",
     "stoker.demo.story._make_plan",
     "stoker.recipes.export.onnx_file._trace",
