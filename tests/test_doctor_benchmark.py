@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import run  # noqa: E402
 
 from stoker.doctor.attach import run_script  # noqa: E402
 from stoker.doctor.rules import FINDING_NAMES, diagnose, why_unjudged  # noqa: E402
+from warm_stoker import shared  # noqa: E402
 
 
 def test_there_are_enough_scripts_of_every_kind():
@@ -88,7 +88,13 @@ def test_a_tools_top_line_names_a_cause_by_its_function():
     assert run.named_by(None, ["no-workers"]) is None
 
 
-@pytest.mark.parametrize("name", ["gc_plain", "between_get_batch", "healthy_get_batch"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "between_get_batch",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("gc_plain", "healthy_get_batch")),
+    ],
+)
 def test_three_of_them_under_the_doctor(name, tmp_path, monkeypatch):
     monkeypatch.setenv("STEPS", "40")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -112,8 +118,9 @@ def test_the_stopwatch_writes_the_time_of_every_update(tmp_path):
         "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
         "for _ in range(4):\n    weight.square().sum().backward()\n    optimizer.step()\n"
     )
-    words = [sys.executable, str(FOLDER / "stopwatch.py"), str(tmp_path / "out"), str(script)]
-    subprocess.run(words, check=True, env={"STEPS": "3", "PATH": ""}, timeout=120)
+    stopwatch, words = FOLDER / "stopwatch.py", [tmp_path / "out", script]
+    done = shared().run(words, environment={"STEPS": "3", "PATH": ""}, script=stopwatch)
+    assert done.returncode == 0, done.stderr
     times = json.loads((tmp_path / "out").read_text())["times"]
     assert len(times) == 3
     assert times == sorted(times)
