@@ -39,6 +39,7 @@ def export(
         str,
         option(
             "--batch",
+            "--batch-size",
             "Samples per call: a number, or dynamic for any. With --int8: per measured pass, 64.",
         ),
     ] = "dynamic",
@@ -100,24 +101,6 @@ def export(
         print_json({**dataclasses.asdict(made), "path": str(made.path)})
     else:
         _print(made)
-
-
-def quantize(
-    checkpoint: CheckpointArgument,
-    out: Annotated[Path, argument("The int8 checkpoint to write.")],
-    store: Annotated[
-        Path | None,
-        option(
-            "--store",
-            "Store folder, HDF5 file or URL to measure on; by default the run's own, if it is there.",
-        ),
-    ] = None,
-    split: Annotated[str, option("--split", "Samples for the metric.")] = "test",
-    batch_size: Annotated[int, option("--batch-size", "Samples per measured pass.", min=1)] = 64,
-    as_json: JsonOption = False,
-) -> None:
-    """Old spelling of `stoker export --int8`."""
-    _export_int8(checkpoint, out, store, split, batch_size, as_json)
 
 
 def _check_options(

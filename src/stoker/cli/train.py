@@ -221,7 +221,7 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
     if run.evaluation is not None:
         print_evaluation(console, run.evaluation)
     if run.fallback is not None:
-        console.print(run.fallback.text, soft_wrap=True, markup=False)
+        console.print(run.fallback.text, soft_wrap=True)
     console.print(f"checkpoints and log: {run.run_dir}")
     if run.best is not None:
         best = run.run_dir / "best.pt"
