@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.address import MARK, masked
-from stoker.cli.options import JsonOption, SetOption, argument, option, require_output
+from stoker.cli.options import JsonOption, SetOption, require_output, verb
 from stoker.cli.terminal import echo, echo_lines, make_console, print_commands, print_json
 from stoker.display import command, quoted, secret_hint
 from stoker.errors import InputError, unwritable
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Write, check, show and migrate config files.")
 
-FileArgument = Annotated[Path, argument("The YAML file.")]
+FileArgument = Annotated[Path, typer.Argument(help="The YAML file.")]
 
 
 @app.command()
-def check(file: FileArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
+@verb
+def check(file: FileArgument, *, overrides: SetOption = None, as_json: JsonOption = False) -> None:
     """Check FILE, and say which value each setting gets, and from where."""
     from stoker.config import check_config, resolve
     from stoker.config.resolve import as_error
@@ -53,16 +54,19 @@ def check(file: FileArgument, overrides: SetOption = None, as_json: JsonOption =
 
 
 @app.command()
+@verb
 def show(
-    file: Annotated[
-        Path | None, argument("The YAML file; without one, every key at its default.")
-    ] = None,
+    file: Path | None = None,
+    *,
     overrides: SetOption = None,
-    every: Annotated[
-        bool, option("--all", "Also list the keys that are not written, as comments.")
-    ] = False,
+    every: Annotated[bool, typer.Option("--all")] = False,
 ) -> None:
-    """Print FILE as stoker reads it: anchors and overrides worked in, YAML on stdout."""
+    """Print FILE as stoker reads it: anchors and overrides worked in, YAML on stdout.
+
+    Options:
+        file: The YAML file; without one, every key at its default.
+        every: Also list the keys that are not written, as comments.
+    """
     from stoker.config import describe_tree, dump_config, load_config, parse_config
 
     given = overrides or ()
@@ -92,12 +96,15 @@ def _recipe_defaults(config: Config) -> dict[str, object]:
 
 
 @app.command()
-def init(
-    recipe: Annotated[str, argument("A ready job, or package.module:Class.")],
-    out: Annotated[Path | None, argument("The file to write; without one, stdout.")] = None,
-    force: Annotated[bool, option("--force", "Let OUT replace a file.")] = False,
-) -> None:
-    """Write a complete, commented config for RECIPE, which trains as it stands once its store is packed."""
+@verb
+def init(recipe: str, out: Path | None = None, *, force: bool = False) -> None:
+    """Write a complete, commented config for RECIPE, which trains as it stands once its store is packed.
+
+    Options:
+        recipe: A ready job, or package.module:Class.
+        out: The file to write; without one, stdout.
+        force: Let OUT replace a file.
+    """
     from stoker.recipes.template import render_config
 
     require_output(out, "OUT", force=force)
@@ -112,20 +119,21 @@ def init(
 
 
 @app.command()
+@verb
 def migrate(
-    old: Annotated[Path, argument("The older YAML file.")],
-    new: Annotated[Path, argument("The file to write; must not exist.")],
-    recipe: Annotated[
-        str | None,
-        option(
-            "--recipe",
-            "Name this recipe in NEW, and take over the options that it knows.",
-            show_default="the one that OLD names",
-        ),
-    ] = None,
+    old: Path,
+    new: Path,
+    *,
+    recipe: Annotated[str | None, typer.Option(show_default="the one that OLD names")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write an older config in today's layout; every key is taken over or listed."""
+    """Write an older config in today's layout; every key is taken over or listed.
+
+    Options:
+        old: The older YAML file.
+        new: The file to write; must not exist.
+        recipe: Name this recipe in NEW, and take over the options that it knows.
+    """
     from stoker.compat.migrate.convert import migrate_file
     from stoker.config import parse_config, resolve
 

@@ -28,14 +28,7 @@ from stoker.cli.doctor_verbs import (
     run_verb,
     trace_facts,
 )
-from stoker.cli.options import (
-    DeviceOption,
-    SetOption,
-    StoreOption,
-    argument,
-    option,
-    require_output,
-)
+from stoker.cli.options import DeviceOption, SetOption, StoreOption, require_output, verb
 from stoker.cli.progress import Bar
 from stoker.cli.terminal import make_console, print_json, styled
 from stoker.display import quoted
@@ -60,64 +53,44 @@ _ENDED_BY = {"interrupt": EXIT_INTERRUPTED, "termination": 128 + 15}
 _BOTH_FORMS = "stoker doctor --config tabular --store STORE, or stoker doctor -- python train.py"
 
 
+@verb
 def doctor(
-    command: Annotated[
-        list[str] | None,
-        argument("A script to run and look at, such as -- python train.py.", metavar="-- COMMAND"),
-    ] = None,
-    pid: Annotated[
-        int | None,
-        option("--pid", "A process that already runs: where its time goes (by py-spy).", min=1),
-    ] = None,
-    config: Annotated[
-        Path | None, option("--config", "A job of stoker's own: its YAML file, or a shipped name.")
-    ] = None,
+    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND")] = None,
+    *,
+    pid: Annotated[int | None, typer.Option(min=1)] = None,
+    config: Path | None = None,
     overrides: SetOption = None,
     store: StoreOption = None,
     device: DeviceOption = None,
-    steps: Annotated[
-        int | None, option("--steps", "Measure so many steps; a script is ended after them.", min=1)
-    ] = None,
-    seconds: Annotated[
-        float | None,
-        option(
-            "--seconds",
-            "A script: end it after so long. A config: the most for each measurement.",
-            min=0.1,
-        ),
-    ] = None,
-    apply: Annotated[
-        Path | None,
-        option(
-            "--apply",
-            "Write the changed config, or a patch for a script, and measure again.",
-            metavar="FILE",
-        ),
-    ] = None,
-    force: Annotated[bool, option("--force", "Let --apply replace FILE.")] = False,
-    html: Annotated[
-        Path | None, option("--html", "Write a page for a browser.", metavar="FILE")
-    ] = None,
-    out: Annotated[
-        Path | None, option("--out", "Write the JSON document to a file.", metavar="FILE")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        option(
-            "--trace",
-            "A config: also record a few steps with torch's profiler, as a chrome trace; .json.gz is compressed.",
-            metavar="FILE",
-        ),
-    ] = None,
-    trace_steps: Annotated[int, option("--trace-steps", "Steps that --trace records.", min=1)] = 5,
-    as_json: Annotated[
-        bool, option("--json", "Print one JSON document on stdout (beside a script: use --out).")
-    ] = False,
+    steps: Annotated[int | None, typer.Option(min=1)] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.1)] = None,
+    apply: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    force: bool = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    trace_steps: Annotated[int, typer.Option(min=1)] = 5,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Find out why a training job is slow, what would help, and by how much.
 
     Give a config of stoker's own, or any command behind two dashes: it runs unmodified. `stoker doctor compare A.json
     B.json` compares two results of --out, for CI; `stoker doctor explain NAME` prints what a finding means.
+
+    Options:
+        command: A script to run and look at, such as -- python train.py.
+        pid: A process that already runs: where its time goes (by py-spy).
+        config: A job of stoker's own: its YAML file, or a shipped name.
+        steps: Measure so many steps; a script is ended after them.
+        seconds: A script: end it after so long. A config: the most for each measurement.
+        apply: Write the changed config, or a patch for a script, and measure again.
+        force: Let --apply replace FILE.
+        html: Write a page for a browser.
+        out: Write the JSON document to a file.
+        trace: A config: also record a few steps with torch's profiler, as a chrome trace; .json.gz is
+            compressed.
+        trace_steps: Steps that --trace records.
+        as_json: Print one JSON document on stdout (beside a script: use --out).
     """
     if command and command[0] in ("compare", "explain"):
         raise typer.Exit(run_verb(command) or 0)

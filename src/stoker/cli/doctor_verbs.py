@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.options import JsonOption, argument, option, require_output
+from stoker.cli.options import JsonOption, require_output, verb
 from stoker.cli.tables import make_table
 from stoker.cli.terminal import echo, echo_lines, make_console, print_json, styled
 from stoker.display import command, nearest
@@ -35,15 +35,21 @@ app = typer.Typer(name="doctor", no_args_is_help=True, pretty_exceptions_enable=
 
 
 @app.command("compare")
+@verb
 def compare(
-    before: Annotated[Path, argument("A document of `stoker doctor --out`.", metavar="BEFORE")],
-    after: Annotated[Path, argument("The same job after a change.", metavar="AFTER")],
-    tolerance: Annotated[
-        float, option("--tolerance", "Percent of the rate that may be lost.", min=0.0, max=100.0)
-    ] = 10.0,
+    before: Annotated[Path, typer.Argument(metavar="BEFORE")],
+    after: Annotated[Path, typer.Argument(metavar="AFTER")],
+    *,
+    tolerance: Annotated[float, typer.Option(min=0.0, max=100.0)] = 10.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two examinations; end with 3 if the second is slower or has a new finding."""
+    """Compare two examinations; end with 3 if the second is slower or has a new finding.
+
+    Options:
+        before: A document of `stoker doctor --out`.
+        after: The same job after a change.
+        tolerance: Percent of the rate that may be lost.
+    """
     from rich.table import Table
 
     from stoker.doctor.comparison import compare as compared
@@ -68,10 +74,13 @@ def compare(
 
 
 @app.command("explain")
-def explain(
-    name: Annotated[str, argument("Its name, such as no-workers.", metavar="FINDING")],
-) -> None:
-    """Print what a finding means and what to do."""
+@verb
+def explain(name: Annotated[str, typer.Argument(metavar="FINDING")]) -> None:
+    """Print what a finding means and what to do.
+
+    Options:
+        name: Its name, such as no-workers.
+    """
     from stoker.doctor.findings import explanations
 
     known = explanations()

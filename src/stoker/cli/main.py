@@ -41,7 +41,6 @@ from stoker.cli import (
     tune,
     verify,
 )
-from stoker.cli.options import option
 from stoker.cli.terminal import STDOUT, echo, make_console, print_json, styled
 from stoker.display import printable
 from stoker.errors import (
@@ -117,7 +116,10 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, option("--version", "Print the version and end.", callback=_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and end.", callback=_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     pass
