@@ -264,9 +264,10 @@ def _print(console: Console, found: Consultation) -> None:
         _print_finding(console, finding, number)
     if not found.findings:
         console.print(found.verdict)
-    if found.overlap:
+    if found.overlap or found.behind:
         console.line()
-        console.print(found.overlap)
+    for line in filter(None, (found.overlap, *found.behind)):
+        console.print(line)
     # A job's notes are the choices of its run, which `stoker train` prints.
     for note in found.measurements.notes if found.measurements.kind == "script" else ():
         console.print(f"note: {note}")

@@ -196,10 +196,11 @@ def _clock(snapshot: Snapshot) -> str:
 
 
 def _targets_line() -> str:
-    from stoker.runs.telemetry import BUSY, MEMORY, TEMPERATURE
+    from stoker.runs.telemetry import BUSY, MEMORY, SM_ACTIVE, TEMPERATURE
 
     return (
-        f"targets: busy {BUSY.low:.0f} to {BUSY.high:.0f} %, memory {MEMORY.low:.0f} to {MEMORY.high:.0f} %, "
+        f"targets: busy {BUSY.low:.0f} to {BUSY.high:.0f} %, SM {SM_ACTIVE.low:.0f} to {SM_ACTIVE.high:.0f} %, "
+        f"memory {MEMORY.low:.0f} to {MEMORY.high:.0f} %, "
         f"below {TEMPERATURE.high + 1:.0f} °C; ✓ within, ↓ below, ↑ above"
     )
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from stoker.store.arrays import OpenFile, StoredArray
+from stoker.store.arrays import OpenFile, Stamp, StoredArray
 from stoker.store.fields import Array, FieldData
 from stoker.store.hdf5 import Location
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
@@ -28,11 +28,16 @@ class _MemoryFile:
 
     def __init__(self, values: Array) -> None:
         self.direct = False
+        self.opened_as: Stamp = (0, 0, 0)
         self._bytes = values.reshape(-1).view(np.uint8)
 
     def read(self, offset: int, out: memoryview, dataset: str) -> None:  # noqa: ARG002
         """Copy bytes; numpy does it without the interpreter's lock."""
         np.copyto(np.frombuffer(out, np.uint8), self._bytes[offset : offset + len(out)])
+
+    def stamp(self) -> Stamp:
+        """Return the same for ever: arrays in memory are their owner's."""
+        return self.opened_as
 
     def expect(self, offset: int, num_bytes: int) -> None:
         """Nothing can be read ahead."""
