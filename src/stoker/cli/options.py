@@ -38,18 +38,18 @@ def verb(run: Callable[..., None]) -> Callable[..., None]:
     groups = {name: each.annotation for name, each in own.items() if is_dataclass(each.annotation)}
     shown: dict[str, inspect.Parameter] = {}
     for name, each in own.items():
-        if name not in groups:
-            shown.setdefault(name, _parameter(each, meanings.get(name)))
-            continue
-        hints = get_type_hints(groups[name], include_extras=True)
-        inside: dict[str, str] = {}
-        for kind in reversed(groups[name].__mro__):
-            inside |= _read_docstring(kind, "Attributes:")[1]
-        for field in fields(groups[name]):
-            made = each.replace(
-                name=field.name, default=field.default, annotation=hints[field.name]
-            )
-            shown.setdefault(field.name, _parameter(made, inside.get(field.name)))
+        found, help_of = [each], meanings
+        if name in groups:
+            hints, help_of = get_type_hints(groups[name], include_extras=True), {}
+            for kind in reversed(groups[name].__mro__):
+                help_of |= _read_docstring(kind, "Attributes:")[1]
+            found = [
+                each.replace(name=field.name, default=field.default, annotation=hints[field.name])
+                for field in fields(groups[name])
+            ]
+        for one in found:
+            if one.name not in shown:
+                shown[one.name] = _parameter(one, help_of.get(one.name))
 
     @functools.wraps(run)
     def run_verb(**typed: Any) -> None:
@@ -82,6 +82,7 @@ def _parameter(given: inspect.Parameter, meaning: str | None) -> inspect.Paramet
     if isinstance(info, OptionInfo) and info.default is ...:
         info.param_decls = (f"--{given.name.replace('_', '-')}",)
     info.help = info.help or meaning
+    assert info.help, f"the docstring does not say what {given.name!r} means"
     return given.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info])
 
 
