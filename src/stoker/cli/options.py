@@ -35,7 +35,8 @@ def verb(run: Callable[..., None]) -> Callable[..., None]:
     """
     own = inspect.signature(run, eval_str=True).parameters
     about, meanings = _read_docstring(run, "Options:")
-    groups = {name: each.annotation for name, each in own.items() if is_dataclass(each.annotation)}
+    kinds = {name: each.annotation for name, each in own.items()}
+    groups: dict[str, Any] = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
     shown: dict[str, inspect.Parameter] = {}
     for name, each in own.items():
         found, help_of = [each], meanings
