@@ -19,6 +19,7 @@ import os
 import random
 import warnings
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -53,9 +54,11 @@ def draw_order(rng: random.Random, first: Order | None) -> Order:
     batch = rng.randint(max(1, offered // (40 * ranks)), max(1, offered // ranks))
     chunks = None
     if rng.random() < 0.6:
-        inner = sorted({rng.randint(1, num_samples) for _ in range(rng.randint(0, 8))} - {num_samples})
+        inner = sorted(
+            {rng.randint(1, num_samples) for _ in range(rng.randint(0, 8))} - {num_samples}
+        )
         edges = [0, *inner, num_samples]
-        chunks = tuple(zip(edges, edges[1:], strict=False))
+        chunks = tuple(pairwise(edges))
     return Order(num_samples, batch, mode, seed, 0, ranks, drop_last, chunks, draws=draws)
 
 
@@ -97,7 +100,9 @@ def trial(rng: random.Random) -> str:
                 for batch in begun.batches(first):
                     if batch.step >= stop:
                         break
-                    assert 1 <= len(batch.positions) <= order.batch_size, "an empty or too long batch"
+                    assert 1 <= len(batch.positions) <= order.batch_size, (
+                        "an empty or too long batch"
+                    )
                     assert not order.drop_last or len(batch.positions) == order.batch_size
                     assert sum(batch.chunk_rows) == len(batch.positions)
                     sizes.append((len(batch.positions), batch.num_together))
@@ -107,7 +112,9 @@ def trial(rng: random.Random) -> str:
                     together = [0] * len(sizes)
                 together = [all_ + size for all_, (size, _) in zip(together, sizes, strict=True)]
                 if rank == order.world_size - 1:
-                    assert together == [said for _, said in sizes], "a wrong number of samples together"
+                    assert together == [said for _, said in sizes], (
+                        "a wrong number of samples together"
+                    )
             else:
                 taken.extend(begun.stream(first, stop))
             if rank == saver and stage < stages - 1:
@@ -116,7 +123,7 @@ def trial(rng: random.Random) -> str:
         assert firsts == {step}, f"goes on at {firsts} instead of {step}"
         step = stop
         state = json.loads(json.dumps(saved))
-    (_, used, left), = ends
+    ((_, used, left),) = ends
     seen = np.concatenate([np.empty(0, np.int64), *taken])
     over = offered - len(seen)
     if order.drop_last:
@@ -126,11 +133,13 @@ def trial(rng: random.Random) -> str:
         assert over < order.world_size
     if order.draws is None:
         counts = np.bincount(seen, minlength=order.num_samples)
-        assert len(counts) == order.num_samples and counts.max(initial=0) <= 1, "a sample twice"
+        assert len(counts) == order.num_samples, "a sample that is not there"
+        assert counts.max(initial=0) <= 1, "a sample twice"
     else:
         drawn = np.bincount(order.draws.positions(order.seed, EPOCH), minlength=order.num_samples)
         counts = np.bincount(seen, minlength=order.num_samples)
-        assert len(counts) == order.num_samples and (counts <= drawn).all(), "a draw twice"
+        assert len(counts) == order.num_samples, "a sample that is not there"
+        assert (counts <= drawn).all(), "a draw twice"
     return "right"
 
 
@@ -142,10 +151,14 @@ def prepare(scratch: Path):  # noqa: ARG001
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plans", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=36_000.0, help="stop after this; the next run goes on")
+    parser.add_argument(
+        "--seconds", type=float, default=36_000.0, help="stop after this; the next run goes on"
+    )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="a state file instead of that in benchmarks/results")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="a state file instead of that in benchmarks/results"
+    )
     options = parser.parse_args()
     family = Family("plans", prepare, block=5000)
     Campaign("exactly_once", [family], options.plans, options.seed, 60, options.out).run(
