@@ -29,8 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "tests", "tests/campaign")]
+sys.path.extend(
+    str(Path(__file__).resolve().parents[2] / name)
+    for name in ("benchmarks", "tests", "tests/campaign")
+)
 from harness import RESULTS, machine_facts, machine_name
 
 OUTCOMES = ("right", "refused", "wrong", "crash", "hang")

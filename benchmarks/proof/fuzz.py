@@ -23,18 +23,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import test_fuzz_msp as msp_inputs
 import torch
-from test_fuzz_store import mutate as mutate_store
-from test_fuzz_store import read_everything
 
 from campaign import Campaign, Family
 from stoker.config.load import dump_config, parse_config
 from stoker.errors import RefusalList, StokerError
 from stoker.train.checkpoint_file import read_file, write_file
-from store_makers import simple_shard, write_store
 
-# Parsers that need pyarrow or Pillow are imported by their own families: a machine without them runs the others.
+# Generators of inputs lie with the tests, and parsers that need pyarrow or Pillow are imported by their own families: a
+# machine without them runs the others.
 Trial = Callable[[random.Random], str]
 SPLINTERS = [
     *(bytes([value]) for value in b"\x00\xff\n\r\t\"',;=:-{[#%|"),
@@ -72,6 +69,8 @@ def damaged(rng: random.Random, data: bytes, low: int = 0, high: int | None = No
 
 
 def prepare_msp(scratch: Path) -> Trial:
+    import test_fuzz_msp as msp_inputs
+
     path = scratch / "x.msp"
 
     def trial(rng: random.Random) -> str:
@@ -108,6 +107,8 @@ END IONS
 
 
 def prepare_mgf(scratch: Path) -> Trial:
+    from test_fuzz_msp import check_invariants
+
     from stoker.sources.massspec.formats import as_msp
     from stoker.sources.msp import read_msp
 
@@ -127,7 +128,7 @@ def prepare_mgf(scratch: Path) -> Trial:
             for each in work.iterdir():
                 each.unlink()
         for batch in spectra:
-            msp_inputs.check_invariants(batch)
+            check_invariants(batch)
         batch = spectra[0]
         begin, end = batch.offsets[:2]
         assert batch.mz[begin:end].tolist() == [60.5, numbers[0] + 0.25, 91.0], batch.mz[begin:end]
@@ -194,6 +195,10 @@ def prepare_csv(scratch: Path) -> Trial:
 
 
 def prepare_store(scratch: Path) -> Trial:
+    from test_fuzz_store import mutate, read_everything
+
+    from store_makers import simple_shard, write_store
+
     base, work = scratch / "base", scratch / "s"
     rng = np.random.default_rng(0)
     write_store(base, [simple_shard(rng, 6), simple_shard(rng, 4)]).close()
@@ -209,7 +214,7 @@ def prepare_store(scratch: Path) -> Trial:
         if name.endswith(".json"):
             data = damaged(rng, files[name])
         else:
-            data = mutate_store(files[name], np.random.default_rng(rng.getrandbits(64)), hot[name])
+            data = mutate(files[name], np.random.default_rng(rng.getrandbits(64)), hot[name])
         (work / name).write_bytes(data)
         try:
             found = read_everything(work)
@@ -261,7 +266,7 @@ def prepare_checkpoint(scratch: Path) -> Trial:
 
 YAML = [
     b"recipe: {name: tabular, store: s, options: {hidden: [16, 8]}}\ntraining: {epochs: 6, batch_size: 16}\n",
-    b"recipe:\n  name: forex\n  store: bars\ntraining:\n  epochs: 3\n  batch_size: 64\n  precision: bf16\nrun: {dir: run}\n",
+    b"recipe:\n  name: forex\n  store: bars\ntraining:\n  epochs: 3\n  precision: bf16\nrun: {dir: run}\n",
     b"training:\n  lr: 1e-3\n  batch_size: 128 # a comment\n  clip_norm: 0.5\n  seed: 7\n",
 ]
 
