@@ -300,6 +300,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["export", "run/best.pt", "out.onnx", "--batch", "0"]),
         Case(["export", "run/best.pt", "out.onnx", "--opset", "3"]),
         Case(["predict", "run/best.pt", "store", "x.parquet", "--split", "x"]),
+        Case(["predict", "run/best.pt", "none.csv", "x.parquet"]),
         Case(["predict", "run/best.pt", "other", "x.parquet", "--split", "val"],
              "f = class_table(40, 3); write_store(Path('other'), [f])"),
         Case(["predict", "none/x.safetensors", "store", "x.parquet"]),
