@@ -53,6 +53,8 @@ _TIMING_SECONDS = 4e-6
 """What timing one call costs at most."""
 _LEAST_SYNC = 0.5
 """Share of the seconds of syncs that is theirs at least, whatever the timing costs."""
+_AHEAD = 0.9
+"""A step shorter than this share of its kernels' time ends before they do."""
 _LOOSE = 1.2
 """Factor on the time between passes of a few profiled steps, which samples of all steps may reach."""
 _FEW_LOOKS = 20
@@ -83,6 +85,12 @@ def measure(
     facts = facts_of(main, loader_number)
     workers = facts["workers"] if facts else 0
     step = spread_of_rounds(plain, workers, clock.seconds)
+    # A host that never waits for the GPU runs ahead of it: then the GPU's time is the step's.
+    busy = state["profile"].get("busy_seconds", 0.0) / max(1, state["profile"].get("steps", 1))
+    is_ahead = step is not None and step.median < _AHEAD * busy
+    if step is not None and is_ahead:
+        step = Spread(busy, max(busy, step.low), max(busy, step.high), step.count)
+        said.append("the host runs ahead of the GPU: a step is the time of its kernels")
     wait = spread_of_rounds(plain, workers, clock.wait) if facts else None
     # Syncs are too many to read the scheduler's clock at each: assume that they queue like the rest of the step.
     on_core = statistics.median(map(running, rows)) if rows else 1.0
@@ -91,6 +99,8 @@ def measure(
     slowed = spread_of_rounds(watched, workers, clock.seconds)
     cost = max(0.0, slowed.median - step.median) if slowed and step and plain != rows else 0.0
     seconds = max(0.0, sum(map(clock.seconds, rows)) - cost * len(watched))
+    if is_ahead:
+        seconds = max(seconds, busy * len(rows))
     usual_sync = _usual_sync(state, watched, per_step * on_core, slowed, step)
     usual_host = _usual_host(state, plain, clock)
     waited = wait.median if wait else 0.0
@@ -152,6 +162,7 @@ def measure(
         host_calls=_calls(state, sites, "host", usual_host),
         between=between,
         between_seconds=between_seconds,
+        between_loads=_looks_like_loading(state),
         busy_cores=state["cpu"][0] / state["cpu"][1]
         if state["cpu"] and state["cpu"][1] > 0
         else None,
@@ -213,6 +224,12 @@ def _between(
     return lines, None, [f"{told}; most of the time went to {lines[0].where}" if lines else told]
 
 
+def _looks_like_loading(state: Mapping[str, Any]) -> bool:
+    """Return whether most of the code that was sampled between the model's calls looks like loading."""
+    doing = state.get("training", {})
+    return bool(doing.get("data", 0) > doing.get("between", 0))
+
+
 def _why_no_step(processes: Sequence[Process], ending: str) -> str:
     """Return why nothing was measured: how the script ended, and the line it was at until then."""
     standing = [
@@ -260,7 +277,7 @@ def _notes(
         notes.append("no optimizer step and no backward pass was seen: a step is one batch")
     elif state["kind"] == "backward":
         notes.append("no optimizer step was seen: a step is one backward pass")
-    if len(rows) < 10:
+    if 0 < len(rows) < 10:
         notes.append(f"only {len(rows)} steps were measured: every figure is rough")
     queued = _queued_outside(rows, clock)
     if queued > _NOTABLE_QUEUEING:

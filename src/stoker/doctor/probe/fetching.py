@@ -20,7 +20,9 @@ from typing import Any
 
 from . import clocks, hooks, loading, places, recorder
 
-_LOOP_GAP_SECONDS = 1e-3
+_LOOP_GAP_SECONDS = 3e-5
+"""Fetches that follow each other faster than this are a loop over values; an episode of a game, with a model and a
+world between two fetches, is not."""
 _LOOP_CALLS = 3
 _SCALAR_SECONDS = 1e-4
 _SCALARS = {
