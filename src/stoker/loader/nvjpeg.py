@@ -151,7 +151,7 @@ class Decoder:
 @functools.cache
 def _library_path() -> Path | None:
     """Return the library for torch's version of CUDA, where it is installed."""
-    major = str(torch.version.cuda or "").partition(".")[0]
+    major, _, _ = (torch.version.cuda or "").partition(".")
     return next((path for path in _candidates() if path.name.endswith(f".so.{major}")), None)
 
 
