@@ -122,7 +122,8 @@ class _Lane:
         lengths = [len(each) for each in data]
         if sum(lengths) > len(self._pinned):
             # Copies from other memory go through the driver's own, one after the other, and hold up the thread.
-            self._pinned = torch.empty(2 * sum(lengths), dtype=torch.uint8, pin_memory=True)
+            num_bytes = sum(lengths) * 5 // 4
+            self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         block = self._pinned[: sum(lengths)]
         torch.cat(data, out=block)
         try:
