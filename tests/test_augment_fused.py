@@ -40,7 +40,8 @@ from stoker.augment.stages import Function
 from stoker.errors import InputError
 from warm_stoker import shared
 
-PARITY = Path(__file__).parent / "parity" / "test_fused_kernels.py"
+PARITY = Path(__file__).parent / "parity"
+KERNELS = [str(PARITY / "test_fused_kernels.py"), str(PARITY / "test_lstm_kernels.py")]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(
     fused.importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -53,14 +54,14 @@ IMAGENET = Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU here")
 @pytest.mark.parametrize(
     ("selected", "at_least"),
-    [("not slow", 75), pytest.param("slow", 50, marks=pytest.mark.slow)],
+    [("not slow", 80), pytest.param("slow", 50, marks=pytest.mark.slow)],
     ids=["each value once", "the other combinations"],
 )
 def test_the_kernels_agree_with_the_reference_in_the_interpreter(selected, at_least):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "-m", selected, str(PARITY)],
+        [*command, "-m", selected, *KERNELS],
         env={**kept, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 HEAD = '''"""{title}"""
@@ -288,6 +288,7 @@ AFTER = {
     # what a loop does after an update; `loss`, `output`, `model`, `step`
     "": "pass",
     "items": "if not FIXED:\n    seen = [float(value) for row in output.detach().repeat(1, 400) for value in row]",
+    "values": "if not FIXED:\n    seen = [float(value) for value in output.detach().flatten().repeat(4)]",
     "gc": "if not FIXED:\n    gc.collect()",
     "save": "if not FIXED or step % 1000 == 999:\n"
     "    torch.save({'model': model.state_dict(), 'more': torch.zeros(700_000)}, f'{FOLDER}/last.pt')",
@@ -697,16 +698,69 @@ STYLES = {
                 optimizer.step()
                 after(step, loss, output, model)
         """,
+    "launches": """
+        layers = [layer for _ in range(60) for layer in (nn.Linear(64, 64), nn.Tanh())]
+        model = nn.Sequential(*layers, nn.Linear(64, 1)).to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        X, Y = torch.randn(4096, 64, device=DEVICE), torch.randn(4096, 1, device=DEVICE)
+        x, y = X[:{batch}].clone(), Y[:{batch}].clone()
+        told = getattr(sys, "stopwatch_note", lambda: None)
+
+
+        def update():
+            output = model(x)
+            loss = nn.functional.mse_loss(output, y)
+            optimizer.zero_grad(set_to_none=False)
+            loss.backward()
+            optimizer.step()
+            return output
+
+
+        for _ in range(3 if FIXED else 0):
+            update()
+        if FIXED:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                update()
+        for step in range(STEPS):
+            first = step * {batch} % 4096
+            x.copy_(X[first : first + {batch}])
+            y.copy_(Y[first : first + {batch}])
+            if FIXED:
+                graph.replay()
+                told()
+            else:
+                update()
+            if step % 20 == 19:
+                torch.cuda.synchronize()
+        """,
+    "pageable": """
+        HELD = [torch.randn({batch}, 262_144) for _ in range(6)]
+        if FIXED:
+            HELD = [held.pin_memory() for held in HELD]
+        model = nn.Sequential(nn.Linear(262_144, 16), nn.ReLU(), nn.Linear(16, 1)).to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        for step in range(STEPS):
+            x = HELD[step % 6].to(DEVICE, non_blocking=True)
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            after(step, loss, x, model)
+        """,
     "ranks": """
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
+
+        # Milliseconds of rank 0, of rank 1, and of each if the work is divided evenly.
+        WORK = (4, 12, 8) if "{slow}" else (4, 4, 4)
 
 
         def work(rank, world, port):
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             dist.init_process_group("gloo", rank=rank, world_size=world)
             torch.set_num_threads(1)
-            model = DistributedDataParallel(make_model(milliseconds=12 if rank and not FIXED and "{slow}" else 4))
+            model = DistributedDataParallel(make_model(milliseconds=WORK[rank if not FIXED else 2]))
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
             loader = DataLoader(Data(), {arguments})
             step = 0
@@ -752,6 +806,8 @@ class Case:
         busy: Milliseconds of the model.
         has_gain: Whether the twin is meant to be faster.
         notebook: Whether it runs as a cell of a notebook does, without a file.
+        slow: Whether a style that has a slow way of its own uses it.
+        needs_gpu: Whether its cause exists on a GPU only.
     """
 
     name: str
@@ -766,7 +822,8 @@ class Case:
     busy: float = 5.0
     has_gain: bool = True
     notebook: bool = False
-    slow: bool = field(default=False)
+    slow: bool = False
+    needs_gpu: bool = False
 
     def source(self) -> str:
         """Return the script."""
@@ -932,7 +989,16 @@ def _healthy() -> list[Case]:
     ]  # fmt: skip
 
 
-CASES: tuple[Case, ...] = (*_loading(), *_between(), *_stepping(), *_two(), *_healthy())
+def _on_a_gpu() -> list[Case]:
+    return [
+        Case("gpu_launches", ("launch-bound",), "launches", needs_gpu=True),
+        Case("gpu_pageable", ("pageable-copies",), "pageable", needs_gpu=True),
+        Case("gpu_values", (SYNC,), "plain", after="values", busy=0, needs_gpu=True),
+        Case("gpu_values_class", (SYNC,), "class", after="values", busy=2.5, needs_gpu=True),
+    ]
+
+
+CASES: tuple[Case, ...] = (*_loading(), *_between(), *_stepping(), *_two(), *_healthy(), *_on_a_gpu())
 BY_NAME = {case.name: case for case in CASES}
 
 

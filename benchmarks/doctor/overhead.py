@@ -63,8 +63,8 @@ for step in range({steps}):
         loss.item()
 """
 SCRIPTS = {
-    "2 ms": HEAD + CPU.format(width=128, depth=8, steps=STEPS),
-    "10 ms": HEAD + CPU.format(width=512, depth=10, steps=STEPS),
+    "2 ms": HEAD + CPU.format(width=96, depth=6, steps=STEPS),
+    "10 ms": HEAD + CPU.format(width=512, depth=8, steps=STEPS),
     "GPT on a GPU": HEAD + GPT.format(steps=STEPS),
 }
 
@@ -113,8 +113,8 @@ def main() -> None:
             "reported_error": told / alone - 1,
         }
         print(name, result[name], flush=True)
-    if asked.out is not None:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+        if asked.out is not None:
+            asked.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ framework is not installed is listed as not run. The result is `doctor-<machine>
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import queue
 import random
@@ -25,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -36,12 +39,18 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+import stopwatch  # noqa: E402
 from cases import CASES, Case  # noqa: E402
 
 from harness import RESULTS, machine_facts, machine_name  # noqa: E402
 
-STEPS, WARM_UP = 120, 20
+STEPS, WARM_UP, LONGEST_SECONDS = 120, 20, 120
 CLOSE = 0.3
+KEPT = (
+    *("machine", "step_seconds", "wait_seconds", "compute_seconds", "between_seconds", "kernels"),
+    *("operators", "copies", "syncs", "notes", "unjudged"),
+)
+"""Measurements of the doctor that are kept, to understand a verdict."""
 SPOTS = {
     # Functions of the scripts at which a tool that shows lines points at the cause.
     "no-workers": {"__getitem__"},
@@ -71,31 +80,56 @@ OPERATORS["sync-every-step"] = ("aten::item", "aten::_local_scalar_dense")
 # -- one script --------------------------------------------------------------------------------------
 
 
+FORKS = multiprocessing.get_context("forkserver")
+"""Starts processes that have imported torch already: a run takes its own seconds, not those of importing."""
+
+
+def variables_of(folder: Path, **more: str) -> dict[str, str]:
+    """Return the variables that every run gets."""
+    return {"STEPS": str(STEPS), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **more}
+
+
 def rate_of(
     words: Sequence[str], folder: Path, name: str, batch: int, cores: set[int], **more: str
 ) -> dict[str, Any]:
     """Run a script with the stopwatch; return samples per second, or how it failed."""
     out = folder / f"{name}.times"
-    stopwatch = [sys.executable, str(HERE / "stopwatch.py"), str(out)]
-    place = words.index("SCRIPT")
+    task = (str(out), words, str(folder), cores, variables_of(folder, **more))
+    process = FORKS.Process(target=stopwatch.run_forked, args=task)
+    process.start()
+    process.join(LONGEST_SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    if not out.exists():
+        said = Path(f"{out}.said")
+        return {"failure": said.read_text(errors="replace")[-600:] if said.exists() else "killed"}
+    return read_times(out, batch)
+
+
+def doctored_rate(
+    script: Path, report: Path, folder: Path, batch: int, cores: set[int]
+) -> dict[str, Any]:
+    """Run a script under the doctor with the stopwatch, as a user would: in a process of its own."""
+    out = folder / "doctored.times"
+    doctor = [sys.executable, "-m", "stoker", "doctor", "--out", str(report), "--"]
     done = subprocess.run(
-        [*words[:place], *stopwatch, *words[place + 1 :]],
-        env={
-            **os.environ,
-            "STEPS": str(STEPS),
-            "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(folder),
-            **more,
-        },
+        [*doctor, sys.executable, str(HERE / "stopwatch.py"), str(out), str(script)],
+        env={**os.environ, **variables_of(folder)},
         cwd=folder,
         preexec_fn=partial(os.sched_setaffinity, 0, cores),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LONGEST_SECONDS,
         check=False,
     )
     if not out.exists():
         return {"failure": (done.stderr or done.stdout)[-600:]}
+    return read_times(out, batch)
+
+
+def read_times(out: Path, batch: int) -> dict[str, Any]:
+    """Return the rate and the median step of what the stopwatch wrote."""
     seen = json.loads(out.read_text())
     times = seen["times"][WARM_UP:]
     steps = [after - before for before, after in itertools.pairwise(times)]
@@ -119,22 +153,20 @@ def examine(case: Case, folder: Path, cores: set[int], peers: bool) -> dict[str,
         "has_gain": case.has_gain,
     }
     report = folder / "doctor.json"
-    doctor = [sys.executable, "-m", "stoker", "doctor", "--out", str(report), "--"]
-    result["alone"] = rate_of(["SCRIPT", str(script)], folder, "alone", case.batch, cores)
+    # Alone, under the doctor, fixed, and alone again: a machine that drifts slows the first and the last alike.
+    result["alone"] = rate_of([str(script)], folder, "alone", case.batch, cores)
     if "failure" in result["alone"]:
         return result
-    result["doctored"] = rate_of(
-        [*doctor, "SCRIPT", str(script)], folder, "doctored", case.batch, cores
-    )
+    result["doctored"] = doctored_rate(script, report, folder, case.batch, cores)
     if case.causes:
-        result["fixed"] = rate_of(
-            ["SCRIPT", str(script), "--fixed"], folder, "fixed", fixed_batch, cores
-        )
+        result["fixed"] = rate_of([str(script), "--fixed"], folder, "fixed", fixed_batch, cores)
+    result["again"] = rate_of([str(script)], folder, "again", case.batch, cores)
     if report.exists():
         found = json.loads(report.read_text())
         result["verdict"] = found["verdict"]
         result["unjudged"] = found["unjudged"]
-        result["step_seconds"] = found["measurements"]["step_seconds"]
+        result["later"] = [one["name"] for one in found.get("later", ())]
+        result["measured"] = {name: found["measurements"][name] for name in KEPT}
         result["findings"] = [
             {"name": one["name"], "gain": one["gain"], "evidence": one["evidence"][:3]}
             for one in found["findings"]
@@ -143,7 +175,7 @@ def examine(case: Case, folder: Path, cores: set[int], peers: bool) -> dict[str,
         result["py_spy"] = top_line(script, folder, cores)
         words = {"STOPWATCH_PROFILE": "1"}
         result["torch_profiler"] = rate_of(
-            ["SCRIPT", str(script)], folder, "profiled", case.batch, cores, **words
+            [str(script)], folder, "profiled", case.batch, cores, **words
         ).get("top")
     return result
 
@@ -197,17 +229,22 @@ def judge(name: str, result: dict[str, Any]) -> dict[str, Any]:
         if causes
         else not names and not result.get("unjudged")
     )
-    row["all_named"] = all(cause in names for cause in causes)
-    alone, fixed = result["alone"].get("rate"), result.get("fixed", {}).get("rate")
+    told = {*names, *result.get("later", ())}
+    row["later"] = result.get("later", [])
+    row["all_named"] = all(cause in told for cause in causes)
+    runs = [result["alone"], result.get("again", {})]
+    rates = [one["rate"] for one in runs if one.get("rate")]
+    alone = statistics.fmean(rates) if rates else None
+    fixed = result.get("fixed", {}).get("rate")
+    row["drift"] = max(rates) / min(rates) - 1 if rates else None
     right = next((one for one in found if one["name"] in (*causes, *result["also"])), None)
     row["measured"] = fixed / alone if alone and fixed else None
     row["predicted"] = (
         right["gain"]["likely"] if right and len(causes) == 1 and result["has_gain"] else None
     )
-    slow, fast = (
-        result["doctored"].get("median_step_seconds"),
-        result["alone"].get("median_step_seconds"),
-    )
+    steps = [one["median_step_seconds"] for one in runs if one.get("median_step_seconds")]
+    fast = statistics.fmean(steps) if steps else None
+    slow = result["doctored"].get("median_step_seconds")
     row["overhead"] = slow / fast - 1 if slow and fast else None
     row["step_ms"] = fast * 1e3 if fast else None
     if causes:
@@ -341,8 +378,18 @@ def result_page(summary: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
 
 
 def core_sets(num_jobs: int, each: int) -> list[set[int]]:
-    """Return cores for every job: its own, or all of them where there are not enough."""
-    usable = sorted(os.sched_getaffinity(0))
+    """Return cores for every job: its own, or all of them where there are not enough.
+
+    The two threads of a physical core go to the same job, so that no job takes the units of another.
+    """
+
+    def physical(number: int) -> tuple[int, int]:
+        with contextlib.suppress(OSError, ValueError):
+            path = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+            return int(re.split(r"[-,]", path.read_text())[0]), number
+        return number, number
+
+    usable = sorted(os.sched_getaffinity(0), key=physical)
     own = [set(usable[at * each : (at + 1) * each]) for at in range(num_jobs)]
     return own if num_jobs * each <= len(usable) else [set(usable)] * num_jobs
 
@@ -354,6 +401,7 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="parts of the names of scripts to run, by commas"
     )
+    parser.add_argument("--first", default="", help="names of scripts to begin with, by commas")
     parser.add_argument("--jobs", type=int, default=1, help="scripts at once")
     parser.add_argument("--cores", type=int, default=2, help="cores of each script")
     parser.add_argument("--gpu", action="store_true", help="let scripts use the GPU")
@@ -369,16 +417,36 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(HERE.parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
     )
+    os.environ["OMP_NUM_THREADS"] = "1"
+    FORKS.set_forkserver_preload(["torch", "numpy", "h5py", "stopwatch"])
     asked.state.mkdir(parents=True, exist_ok=True)
     free: queue.Queue[set[int]] = queue.Queue()
     for cores in core_sets(asked.jobs, asked.cores):
         free.put(cores)
     until = time.monotonic() + asked.seconds
 
+    asked.out.mkdir(parents=True, exist_ok=True)
+    on = machine_name() if asked.gpu else f"{asked.cores}-cores-{machine_name()}"
+    facts, writing = machine_facts(), threading.Lock()
+
+    def publish() -> dict[str, Any]:
+        """Write what there is after every script, so that a run that is cut short leaves its results."""
+        kept = {case.name: asked.state / f"{case.name}.json" for case in CASES}
+        raw = {name: json.loads(path.read_text()) for name, path in kept.items() if path.exists()}
+        rows = [judge(name, one) for name, one in raw.items() if "failure" not in one["alone"]]
+        done = {row["case"] for row in rows}
+        summary = summarise(rows)
+        summary["not_run"] = [case.name for case in wanted if case.name not in done]
+        result = {"summary": summary, "rows": rows, "raw": raw}
+        document = {"benchmark": "doctor", "machine": facts, "result": result}
+        (asked.out / f"doctor-{on}.json").write_text(json.dumps(document, indent=1) + "\n")
+        return summary
+
     def run(case: Case) -> None:
         kept = asked.state / f"{case.name}.json"
         if (kept.exists() and not asked.again) or time.monotonic() > until:
             return
+        began = time.monotonic()
         cores, folder = free.get(), asked.state / "work" / case.name
         try:
             result = examine(case, folder, cores, asked.peers)
@@ -395,33 +463,23 @@ def main() -> None:
         row = judge(case.name, result)
         gains = [row["predicted"], row["measured"]] if row["causes"] else []
         mark = "ok " if row["is_right"] else "NO "
-        print(mark, case.name, row["found"] or row["verdict"], *gains, flush=True)
+        took = f"{time.monotonic() - began:.0f} s"
+        print(mark, case.name, row["found"] or row["verdict"], *gains, took, flush=True)
+        with writing:
+            publish()
 
-    wanted = [case for case in CASES if any(part in case.name for part in asked.only.split(","))]
+    wanted = [
+        case
+        for case in CASES
+        if any(part in case.name for part in asked.only.split(","))
+        and (asked.gpu or not case.needs_gpu)
+    ]
     # Mixed, so that a run that is cut short has some of every kind.
     random.Random(1).shuffle(wanted)
+    wanted.sort(key=lambda case: case.name not in asked.first.split(","))
     with ThreadPoolExecutor(asked.jobs) as pool:
         list(pool.map(run, wanted))
-    kept = {case.name: asked.state / f"{case.name}.json" for case in CASES}
-    results = {name: json.loads(path.read_text()) for name, path in kept.items() if path.exists()}
-    rows = [judge(name, one) for name, one in results.items() if "failure" not in one["alone"]]
-    if not rows:
-        return
-    summary = summarise(rows)
-    done = {row["case"] for row in rows}
-    summary["not_run"] = [case.name for case in CASES if case.name not in done]
-    print(json.dumps(summary, indent=1))
-    asked.out.mkdir(parents=True, exist_ok=True)
-    name = (
-        f"doctor-{machine_name()}" if asked.gpu else f"doctor-{asked.cores}-cores-{machine_name()}"
-    )
-    document = {
-        "benchmark": "doctor",
-        "machine": machine_facts(),
-        "result": {"summary": summary, "rows": rows},
-    }
-    (asked.out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    (asked.out / f"{name}.html").write_text(result_page(summary, rows), encoding="utf-8")
+    print(json.dumps(publish(), indent=1))
 
 
 if __name__ == "__main__":

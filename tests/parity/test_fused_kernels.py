@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import quick_interpreter
 from stoker.augment import fused, guard, philox
 from stoker.augment.compose import Compose
 from stoker.augment.definition import Program
@@ -46,6 +47,8 @@ from stoker.augment.stages import Function
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+if INTERPRETED:
+    quick_interpreter.quicken()
 # Costs seconds in the interpreter and shows there what cheaper cases show: left to `make campaign`.
 repeats = [pytest.mark.slow] if INTERPRETED else []
 
@@ -180,7 +183,9 @@ def test_the_table_is_the_references(seed, epoch, step, stream, batch):
     assert torch.equal(actual[:, whole], expected[:, whole])
 
 
-@pytest.mark.parametrize(("batch", "num_batches"), [(1, 3), (300, 2), (1100, 1)])
+@pytest.mark.parametrize(
+    ("batch", "num_batches"), [(1, 3), (300, 2), pytest.param(1100, 1, marks=repeats)]
+)
 def test_a_table_drawn_by_many_programs_is_the_references(batch, num_batches):
     tape = encode_tape(EVERYTHING, (29, 33))
     made = []

@@ -13,16 +13,17 @@ import typer
 
 from stoker.address import MARK, masked
 from stoker.cli.migrate import migrate
-from stoker.cli.options import JsonOption, SetOption, require_output
+from stoker.cli.options import JsonOption, SetOption, argument, option, require_output
 from stoker.cli.terminal import echo, echo_lines, make_console, print_commands, print_json
 from stoker.display import command, secret_hint
+from stoker.ownership import always, write_text
 
 if TYPE_CHECKING:
     from stoker.config import Config, Problem, Settings
 
 app = typer.Typer(no_args_is_help=True, help="Write, check, show and migrate config files.")
 
-FileArgument = Annotated[Path, typer.Argument(help="The YAML file.")]
+FileArgument = Annotated[Path, argument("The YAML file.")]
 
 
 @app.command()
@@ -52,11 +53,11 @@ def check(file: FileArgument, overrides: SetOption = None, as_json: JsonOption =
 @app.command()
 def show(
     file: Annotated[
-        Path | None, typer.Argument(help="The YAML file; without one, every key at its default.")
+        Path | None, argument("The YAML file; without one, every key at its default.")
     ] = None,
     overrides: SetOption = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Also list the keys that are not written, as comments.")
+        bool, option("--all", "Also list the keys that are not written, as comments.")
     ] = False,
 ) -> None:
     """Print FILE as stoker reads it: anchors and overrides worked in, YAML on stdout."""
@@ -90,17 +91,11 @@ def _recipe_defaults(config: Config) -> dict[str, object]:
 
 @app.command()
 def init(
-    recipe: Annotated[
-        str, typer.Argument(help="A ready job, or package.module:Class.", show_default=False)
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Argument(help="The file to write; without one, stdout.", show_default=False),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let OUT replace a file.")] = False,
+    recipe: Annotated[str, argument("A ready job, or package.module:Class.")],
+    out: Annotated[Path | None, argument("The file to write; without one, stdout.")] = None,
+    force: Annotated[bool, option("--force", "Let OUT replace a file.")] = False,
 ) -> None:
     """Write a complete, commented config for RECIPE, which trains as it stands once its store is packed."""
-    from stoker.ownership import always, write_text
     from stoker.recipes.template import render_config
 
     require_output(out, "OUT", force=force)

@@ -12,14 +12,27 @@ its steps or seconds. Ctrl-C and SIGTERM end the script as well: 130 and 143. `c
 
 from __future__ import annotations
 
+import os
+import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.options import DeviceOption, SetOption, StoreOption, require_output
+from stoker.cli.options import (
+    DeviceOption,
+    SetOption,
+    StoreOption,
+    argument,
+    option,
+    require_output,
+)
+from stoker.cli.progress import Bar
 from stoker.cli.terminal import make_console, print_json, styled
-from stoker.errors import EXIT_INTERRUPTED
+from stoker.display import quoted
+from stoker.errors import EXIT_INTERRUPTED, InputError
+from stoker.ownership import SIGNATURE, always, never, write_text
 from stoker.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -42,73 +55,63 @@ _BOTH_FORMS = "stoker doctor --config tabular --store STORE, or stoker doctor --
 def doctor(
     command: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="-- COMMAND", help="A script to run and look at, such as -- python train.py.",
-            show_default=False,
-        ),
+        argument("A script to run and look at, such as -- python train.py.", metavar="-- COMMAND"),
     ] = None,
     pid: Annotated[
         int | None,
-        typer.Option(
-            "--pid", min=1, show_default=False, help="A process that already runs: where its time goes (by py-spy)."
-        ),
+        option("--pid", "A process that already runs: where its time goes (by py-spy).", min=1),
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option("--config", help="A job of stoker's own: its YAML file, or a shipped name.", show_default=False),
+        Path | None, option("--config", "A job of stoker's own: its YAML file, or a shipped name.")
     ] = None,
     overrides: SetOption = None,
     store: StoreOption = None,
     device: DeviceOption = None,
     steps: Annotated[
-        int | None,
-        typer.Option("--steps", min=1, help="Measure so many steps; a script is ended after them.", show_default=False),
+        int | None, option("--steps", "Measure so many steps; a script is ended after them.", min=1)
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(
-            "--seconds", min=0.1, show_default=False,
-            help="A script: end it after so long. A config: the most for each measurement.",
+        option(
+            "--seconds",
+            "A script: end it after so long. A config: the most for each measurement.",
+            min=0.1,
         ),
     ] = None,
     apply: Annotated[
         Path | None,
-        typer.Option(
-            "--apply", metavar="FILE", show_default=False,
-            help="Write the changed config, or a patch for a script, and measure again.",
+        option(
+            "--apply",
+            "Write the changed config, or a patch for a script, and measure again.",
+            metavar="FILE",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --apply replace FILE.")] = False,
+    force: Annotated[bool, option("--force", "Let --apply replace FILE.")] = False,
     html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page for a browser.", show_default=False),
+        Path | None, option("--html", "Write a page for a browser.", metavar="FILE")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="Write the JSON document to a file.", show_default=False),
+        Path | None, option("--out", "Write the JSON document to a file.", metavar="FILE")
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            "--trace", metavar="FILE", show_default=False,
-            help="A config: also record a few steps with torch's profiler, as a chrome trace; .json.gz is compressed.",
+        option(
+            "--trace",
+            "A config: also record a few steps with torch's profiler, as a chrome trace; .json.gz is compressed.",
+            metavar="FILE",
         ),
     ] = None,
-    trace_steps: Annotated[
-        int, typer.Option("--trace-steps", min=1, help="Steps that --trace records.")
-    ] = 5,
+    trace_steps: Annotated[int, option("--trace-steps", "Steps that --trace records.", min=1)] = 5,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout (beside a script: use --out).")
+        bool, option("--json", "Print one JSON document on stdout (beside a script: use --out).")
     ] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Find out why a training job is slow, what would help, and by how much.
 
     Give a config of stoker's own, or any command behind two dashes: it runs unmodified. `stoker doctor compare A.json
     B.json` compares two results of --out, for CI; `stoker doctor explain NAME` prints what a finding means.
     """
     from stoker.cli.trace import require_trace
-    from stoker.display import quoted
-    from stoker.errors import InputError
 
     if command and command[0] in ("compare", "explain"):
         from stoker.cli.doctor_verbs import run_verb
@@ -172,12 +175,8 @@ def _examine_job(
     trace: Path | None,
     trace_steps: int,
 ) -> None:
-    import os
-    from dataclasses import replace
-
     # The profiler's library talks on stderr while it is loaded, unless it is told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from stoker.cli.progress import Bar
     from stoker.cli.trace import print_trace, record_job, trace_facts
     from stoker.doctor.consultation import choose_treatment, consult_job, treat_job
     from stoker.doctor.trace import Schedule
@@ -229,10 +228,7 @@ def _examine_script(
     force: bool,
 ) -> int:
     """Return the exit code to end with."""
-    from dataclasses import replace
-
     from stoker.doctor.scripts import consult_script, suggest_patch, treat_script
-    from stoker.ownership import always, never, write_text
 
     attached, found = consult_script(command, steps=steps, seconds=seconds)
     console = make_console(stderr=True)
@@ -268,9 +264,6 @@ def _examine_script(
 
 def _stdin_is_used_up() -> bool:
     """Return whether a second run finds nothing on stdin that the first one has found."""
-    import os
-    import stat
-
     try:
         mode = os.fstat(0).st_mode
     except OSError:
@@ -288,8 +281,6 @@ def _print_plain(console: Console, line: str) -> None:
 def _write(
     found: Consultation, document: dict[str, Any], html: Path | None, out: Path | None
 ) -> None:
-    from stoker.ownership import SIGNATURE, write_text
-
     if out is not None:
         write_text(out, json_text({"generator": SIGNATURE, **document}, indent=1) + "\n")
     if html is not None:
@@ -305,9 +296,10 @@ def _print(console: Console, found: Consultation) -> None:
         _print_finding(console, finding, number)
     if not found.findings:
         _print_plain(console, found.verdict)
-    if found.overlap:
+    if found.overlap or found.behind:
         console.line()
-        _print_plain(console, found.overlap)
+    for line in filter(None, (found.overlap, *found.behind)):
+        _print_plain(console, line)
     # A job's notes are the choices of its run, which `stoker train` prints.
     for note in found.measurements.notes if found.measurements.kind == "script" else ():
         _print_plain(console, f"note: {note}")

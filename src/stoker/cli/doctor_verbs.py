@@ -14,24 +14,23 @@ from typing import Annotated, Any
 
 import typer
 
+from stoker.cli.options import JsonOption, argument, option
 from stoker.cli.terminal import echo, echo_lines, make_console, print_json, styled
 from stoker.display import command, nearest
 from stoker.errors import EXIT_REFUSED, InputError
-
-_JSON = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
 app = typer.Typer(name="doctor", no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.command("compare")
 def compare(
-    before: Annotated[Path, typer.Argument(metavar="BEFORE", help="A document of `stoker doctor --out`.")],
-    after: Annotated[Path, typer.Argument(metavar="AFTER", help="The same job after a change.")],
+    before: Annotated[Path, argument("A document of `stoker doctor --out`.", metavar="BEFORE")],
+    after: Annotated[Path, argument("The same job after a change.", metavar="AFTER")],
     tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0.0, max=100.0, help="Percent of the rate that may be lost.")
+        float, option("--tolerance", "Percent of the rate that may be lost.", min=0.0, max=100.0)
     ] = 10.0,
-    as_json: _JSON = False,
-) -> None:  # fmt: skip
+    as_json: JsonOption = False,
+) -> None:
     """Compare two examinations; end with 3 if the second is slower or has a new finding."""
     from rich.table import Table
 
@@ -58,7 +57,7 @@ def compare(
 
 @app.command("explain")
 def explain(
-    name: Annotated[str, typer.Argument(metavar="FINDING", help="Its name, such as no-workers.")],
+    name: Annotated[str, argument("Its name, such as no-workers.", metavar="FINDING")],
 ) -> None:
     """Print what a finding means and what to do."""
     from stoker.doctor.findings import explanations

@@ -8,15 +8,17 @@ and after. Costs: seconds to a minute for a graph; two passes over a split for i
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from stoker.cli.options import JsonOption
+from stoker.address import shown
+from stoker.cli.options import JsonOption, argument, option
 from stoker.cli.predict import CheckpointArgument
 from stoker.cli.terminal import echo, make_console, print_json
 from stoker.display import command, quoted
+from stoker.errors import InputError
+from stoker.units import format_bytes
 
 if TYPE_CHECKING:
     from stoker.recipes.export.trained import Exported
@@ -27,60 +29,46 @@ def export(
     checkpoint: CheckpointArgument,
     out: Annotated[
         Path,
-        typer.Argument(
-            help="OUT.onnx: a graph; OUT.safetensors: weights; with --int8, OUT.pt: a checkpoint.",
-            show_default=False,
-        ),
+        argument("OUT.onnx: a graph; OUT.safetensors: weights; with --int8, OUT.pt: a checkpoint."),
     ],
     opset: Annotated[
         int | None,
-        typer.Option(
-            "--opset", help="Version of ONNX's operators, 18 to 23.", show_default="torch's"
-        ),
+        option("--opset", "Version of ONNX's operators, 18 to 23.", show_default="torch's"),
     ] = None,
     batch: Annotated[
         str,
-        typer.Option(
+        option(
             "--batch",
-            help="Samples per call: a number, or dynamic for any. With --int8: per measured pass, 64.",
+            "Samples per call: a number, or dynamic for any. With --int8: per measured pass, 64.",
         ),
     ] = "dynamic",
     size: Annotated[
-        str | None,
-        typer.Option("--size", help="Of images: HEIGHTxWIDTH.", show_default="any size"),
+        str | None, option("--size", "Of images: HEIGHTxWIDTH.", show_default="any size")
     ] = None,
     repairs: Annotated[
         bool,
-        typer.Option(
+        option(
             "--repairs/--no-repairs",
-            help="Make the repairs of the training store inside the graph, or leave them to the caller.",
+            "Make the repairs of the training store inside the graph, or leave them to the caller.",
         ),
     ] = True,
     int8: Annotated[
-        bool,
-        typer.Option(
-            "--int8",
-            help="Write an int8 checkpoint for CPUs, and measure what that changes.",
-        ),
+        bool, option("--int8", "Write an int8 checkpoint for CPUs, and measure what that changes.")
     ] = False,
     store: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--store",
-            help="With --int8: store folder, HDF5 file or URL to measure on.",
+            "With --int8: store folder, HDF5 file or URL to measure on.",
             show_default="the run's own, if it is there",
         ),
     ] = None,
     split: Annotated[
-        str | None,
-        typer.Option("--split", help="With --int8: samples for the metric.", show_default="test"),
+        str | None, option("--split", "With --int8: samples for the metric.", show_default="test")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a trained model as an ONNX graph, as safetensors weights, or in int8 for a CPU."""
-    import dataclasses
-
-    from stoker.errors import InputError
     from stoker.recipes.export.ports import Sizes
     from stoker.recipes.export.trained import export_trained
     from stoker.recipes.inference import load_trained
@@ -116,20 +104,18 @@ def export(
 
 def quantize(
     checkpoint: CheckpointArgument,
-    out: Annotated[Path, typer.Argument(help="The int8 checkpoint to write.", show_default=False)],
+    out: Annotated[Path, argument("The int8 checkpoint to write.")],
     store: Annotated[
         Path | None,
-        typer.Option(
-            "--store", help="Store folder, HDF5 file or URL to measure on; by default the run's own, if it is there.",
-            show_default=False,
+        option(
+            "--store",
+            "Store folder, HDF5 file or URL to measure on; by default the run's own, if it is there.",
         ),
     ] = None,
-    split: Annotated[str, typer.Option("--split", help="Samples for the metric.")] = "test",
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Samples per measured pass.")
-    ] = 64,
+    split: Annotated[str, option("--split", "Samples for the metric.")] = "test",
+    batch_size: Annotated[int, option("--batch-size", "Samples per measured pass.", min=1)] = 64,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Old spelling of `stoker export --int8`."""
     _export_int8(checkpoint, out, store, split, batch_size, as_json)
 
@@ -138,7 +124,6 @@ def _check_options(
     checkpoint: Path, out: Path, int8: bool, of_graphs: list[str], of_int8: list[str]
 ) -> None:
     """Refuse options that the kind of file would not use."""
-    from stoker.errors import InputError
     from stoker.recipes.export.trained import ONNX_SUFFIX
     from stoker.recipes.export.weights_file import SUFFIX
 
@@ -169,8 +154,6 @@ def _check_options(
 
 
 def _print(made: Exported) -> None:
-    from stoker.units import format_bytes
-
     for name, port in made.inputs.items():
         shape = ", ".join(map(str, port["shape"]))
         echo(f"input  {name}: {port['dtype']} ({shape}): {port['about']}")
@@ -199,7 +182,6 @@ def _print(made: Exported) -> None:
 def _export_int8(
     checkpoint: Path, out: Path, store: Path | None, split: str, batch_size: int, as_json: bool
 ) -> None:
-    from stoker.address import shown
     from stoker.recipes.inference import find_training_store, load_trained, quantize_trained
 
     trained = load_trained(checkpoint)
@@ -220,8 +202,6 @@ def _export_int8(
 
 def _print_int8(report: QuantizeReport, metric: str | None) -> None:
     from rich.table import Table
-
-    from stoker.units import format_bytes
 
     console = make_console(width=160)
     console.print(f"int8 by {report.api}: {len(report.modules)} modules")

@@ -42,6 +42,7 @@ from stoker.cli import (
     tune,
     verify,
 )
+from stoker.cli.options import option
 from stoker.cli.renamed import renamed
 from stoker.cli.terminal import STDOUT, echo, make_console, print_json, styled
 from stoker.display import printable
@@ -121,10 +122,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_version, is_eager=True, help="Print the version and end."
-        ),
+        bool, option("--version", "Print the version and end.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
@@ -222,9 +220,9 @@ def _command_line() -> Callable[..., object]:
         waiting.extend(getattr(one, "commands", {}).values())
         if one.callback is not None:
             one.callback = _without_end_of_file(one.callback)
-        for option in one.params:
-            if "--json" in option.opts:
-                option.is_eager, option.callback = True, _promise_json
+        for each in one.params:
+            if "--json" in each.opts:
+                each.is_eager, each.callback = True, _promise_json
     return whole
 
 

@@ -10,27 +10,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from stoker.address import masked
-from stoker.cli.options import JsonOption
+from stoker.cli.options import JsonOption, argument, option
 from stoker.cli.terminal import echo, print_json
 from stoker.display import quoted
+from stoker.errors import InputError, unwritable
+from stoker.ownership import free_name
+from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.compat.migrate.convert import Migration
 
 
 def migrate(
-    old: Annotated[Path, typer.Argument(help="The older YAML file.", show_default=False)],
-    new: Annotated[
-        Path, typer.Argument(help="The file to write; must not exist.", show_default=False)
-    ],
+    old: Annotated[Path, argument("The older YAML file.")],
+    new: Annotated[Path, argument("The file to write; must not exist.")],
     recipe: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--recipe",
-            help="Name this recipe in NEW, and take over the options that it knows.",
+            "Name this recipe in NEW, and take over the options that it knows.",
             show_default="the one that OLD names",
         ),
     ] = None,
@@ -39,8 +38,6 @@ def migrate(
     """Write an older config in today's layout; every key is taken over or listed."""
     from stoker.compat.migrate.convert import migrate_file
     from stoker.config import parse_config, resolve
-    from stoker.errors import InputError, unwritable
-    from stoker.ownership import free_name
 
     if new.exists():
         raise InputError(
@@ -68,7 +65,6 @@ def migrate(
 
 
 def _why_refused(recipe: str, option: str, value: Any) -> str | None:
-    from stoker.errors import InputError
     from stoker.recipes.options import parse_options
     from stoker.recipes.registry import find_recipe
 
@@ -94,7 +90,6 @@ def _print_json(made: Migration, new: Path) -> None:
 
 def _print(made: Migration, old: Path, new: Path) -> None:
     from stoker.compat.migrate.convert import TYPED
-    from stoker.units import format_count
 
     taken = [each for each in made.moved if each.old != TYPED]
     for each in taken:

@@ -5,38 +5,86 @@ Enters: words of a command. Leaves: types for typer; nothing, or an error that n
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from stoker.display import command, quoted
+from stoker.errors import InputError
+from stoker.ownership import always, check_output, has_signature
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+def option(*words: str, **settings: Any) -> Any:
+    """Return an option of a verb: its names, then the line that `--help` shows."""
+    *names, meaning = words
+    return typer.Option(*names, help=meaning, **settings)
+
+
+def argument(meaning: str, **settings: Any) -> Any:
+    """Return an argument of a verb, with the line that `--help` shows."""
+    return typer.Argument(
+        help=meaning, show_default=settings.pop("show_default", False), **settings
+    )
+
+
+def with_groups(verb: Callable[..., None]) -> Callable[..., None]:
+    """Return a verb for typer whose parameters of a dataclass type became one option for each field.
+
+    Fields of the same name, and a parameter of that name, are one option: all of them get its value.
+    """
+    own = inspect.signature(verb, eval_str=True).parameters
+    groups = {name: each.annotation for name, each in own.items() if is_dataclass(each.annotation)}
+    options: dict[str, inspect.Parameter] = {}
+    for name, each in own.items():
+        if name not in groups:
+            options.setdefault(name, each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        hints = get_type_hints(groups[name], include_extras=True)
+        for field in fields(groups[name]):
+            made = inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
+            )
+            options.setdefault(field.name, made)
+
+    @functools.wraps(verb)
+    def run_verb(**typed: Any) -> None:
+        made = {
+            name: group(**{field.name: typed[field.name] for field in fields(group)})
+            for name, group in groups.items()
+        }
+        verb(**{name: made[name] if name in made else typed[name] for name in own})
+
+    run_verb.__signature__ = inspect.Signature(list(options.values()))  # type: ignore[attr-defined]
+    return run_verb
+
+
+JsonOption = Annotated[bool, option("--json", "Print one JSON document on stdout.")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Replace one key, such as training.batch_size=64; repeatable."
+    option(
+        "--set", "Replace one key, such as training.batch_size=64; repeatable.", metavar="KEY=VALUE"
     ),
-]  # fmt: skip
+]
 ConfigOption = Annotated[
-    Path | None,
-    typer.Option("--config", help="The YAML file of the job, or the name of a shipped one.", show_default=False),
-]  # fmt: skip
+    Path | None, option("--config", "The YAML file of the job, or the name of a shipped one.")
+]
 StoreOption = Annotated[
     Path | None,
-    typer.Option(
-        "--store", help="Store folder, HDF5 file or URL, instead of the config's recipe.store.",
-        show_default=False,
-    ),
-]  # fmt: skip
-StoreArgument = Annotated[Path, typer.Argument(help="Store folder, HDF5 file or URL.", show_default=False)]  # fmt: skip
+    option("--store", "Store folder, HDF5 file or URL, instead of the config's recipe.store."),
+]
+StoreArgument = Annotated[Path, argument("Store folder, HDF5 file or URL.")]
 DeviceOption = Annotated[
-    str | None,
-    typer.Option("--device", help="cuda, cuda:1 or cpu; by default the GPU, if any.", show_default=False),
-]  # fmt: skip
+    str | None, option("--device", "cuda, cuda:1 or cpu; by default the GPU, if any.")
+]
 
 
 def require_output(
@@ -57,9 +105,6 @@ def require_output(
             has no such option, and what stoker wrote before is replaced.
         is_ours: Whether an existing file may be replaced; by default one with stoker's signature.
     """
-    from stoker.errors import InputError
-    from stoker.ownership import always, check_output, has_signature
-
     if path is None:
         return
     if path.is_dir() or not path.resolve().parent.is_dir():

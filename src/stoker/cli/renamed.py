@@ -14,6 +14,7 @@ import typer
 
 from stoker.cli.terminal import echo
 from stoker.display import command
+from stoker.errors import InputError
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings of a verb that has left: its options are no error, so that the answer is always the same."""
@@ -32,8 +33,6 @@ def renamed(verb: Callable[..., None], old: str, new: str) -> Callable[..., None
 
 def bench_augment() -> NoReturn:
     """Moved to the repository: `python benchmarks/augment.py --part workers`, with the same options but --html."""
-    from stoker.errors import InputError
-
     raise InputError(
         "`stoker bench augment` has left the package.",
         "the script in stoker's repository, with the same options but --html",
@@ -43,8 +42,6 @@ def bench_augment() -> NoReturn:
 
 def augment_pictures(context: typer.Context) -> NoReturn:
     """Moved to the repository: `python -m docs_build.pictures`, with the same argument."""
-    from stoker.errors import InputError
-
     raise InputError(
         "`stoker augment pictures` has left the package: it draws the pictures of the documentation.",
         "the module in stoker's repository, with the same folder",

@@ -9,32 +9,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from stoker.cli.options import JsonOption
+from stoker.cli.options import JsonOption, argument, option
 from stoker.cli.terminal import echo, print_json
+from stoker.errors import unwritable
+from stoker.ownership import write_text
 
 PAGE_NAME = "report.html"
 
 
 def report(
     runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN", help="Folders of runs; ratios are to the first.", show_default=False),
+        list[Path], argument("Folders of runs; ratios are to the first.", metavar="RUN")
     ],
     out: Annotated[
-        Path | None,
-        typer.Option("--out", help="The page; by default report.html in the run's folder.", show_default=False),
+        Path | None, option("--out", "The page; by default report.html in the run's folder.")
     ] = None,
     png: Annotated[
-        Path | None,
-        typer.Option("--png", help="Also draw every chart as a PNG file into this folder.", show_default=False),
+        Path | None, option("--png", "Also draw every chart as a PNG file into this folder.")
     ] = None,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write an HTML page about a run: what it is worth, data, speed, waits, memory, loss, plan, config, machine."""
-    from stoker.errors import unwritable
-    from stoker.ownership import write_text
     from stoker.runs.comparison import compare
     from stoker.runs.evaluation import Evaluation
     from stoker.runs.figures import all_charts

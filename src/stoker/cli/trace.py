@@ -6,10 +6,10 @@ JSON document. Costs the steps, which run slower while they are recorded.
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
 
 from stoker.cli.options import (
     ConfigOption,
@@ -17,9 +17,12 @@ from stoker.cli.options import (
     JsonOption,
     SetOption,
     StoreOption,
+    option,
     require_output,
 )
+from stoker.cli.tables import make_table
 from stoker.cli.terminal import make_console, print_json
+from stoker.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,8 +39,6 @@ def require_trace(out: Path | None, option: str, config: Path | None) -> None:
     if out is None:
         return
     # Costs the import of torch's profiler, which talks on stderr while it is loaded, unless it is told not to.
-    import os
-
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from stoker.doctor.trace import is_trace
 
@@ -55,8 +56,6 @@ def record_job(job: JobConfig, device: str | None, schedule: Schedule, out: Path
 
 def trace_facts(trace: Trace, out: Path, top: int = TOP) -> dict[str, Any]:
     """Return a trace as plain values."""
-    from dataclasses import asdict
-
     facts = asdict(trace) | {"trace": str(out)}
     facts["operations"] = facts["operations"][:top]
     return facts
@@ -64,7 +63,6 @@ def trace_facts(trace: Trace, out: Path, top: int = TOP) -> dict[str, Any]:
 
 def print_trace(console: Console, trace: Trace, out: Path, top: int = TOP) -> None:
     """Print the costliest operations, the device's kernels, and where the trace is."""
-    from stoker.cli.tables import make_table
     from stoker.doctor.cases import milliseconds
 
     on_gpu = trace.kernels is not None
@@ -89,21 +87,19 @@ def print_trace(console: Console, trace: Trace, out: Path, top: int = TOP) -> No
 
 def profile(
     config: ConfigOption = None,
-    out: Annotated[
-        Path, typer.Option("--out", help="The chrome trace; .json.gz is compressed.")
-    ] = Path("trace.json"),
+    out: Annotated[Path, option("--out", "The chrome trace; .json.gz is compressed.")] = Path(
+        "trace.json"
+    ),
     overrides: SetOption = None,
     store: StoreOption = None,
     device: DeviceOption = None,
-    wait: Annotated[int, typer.Option("--wait", help="Steps left out at the beginning.")] = 10,
-    warmup: Annotated[int, typer.Option("--warmup", help="Steps under the profiler that are not kept.")] = 3,
-    active: Annotated[int, typer.Option("--active", help="Steps that are recorded.")] = 5,
-    top: Annotated[int, typer.Option("--top", min=1, help="Operations in the table.")] = TOP,
+    wait: Annotated[int, option("--wait", "Steps left out at the beginning.")] = 10,
+    warmup: Annotated[int, option("--warmup", "Steps under the profiler that are not kept.")] = 3,
+    active: Annotated[int, option("--active", "Steps that are recorded.")] = 5,
+    top: Annotated[int, option("--top", "Operations in the table.", min=1)] = TOP,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Old spelling of `stoker doctor --trace`, which finds out more of the same job."""
-    from stoker.errors import InputError
-
     if config is None:
         raise InputError(
             "no config was given.",

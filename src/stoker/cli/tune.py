@@ -10,18 +10,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from stoker.cli.options import (
     ConfigOption,
     DeviceOption,
     JsonOption,
     SetOption,
     StoreOption,
+    option,
     require_output,
 )
+from stoker.cli.progress import Bar
+from stoker.cli.tables import make_table
 from stoker.cli.terminal import make_console, print_commands, print_json
 from stoker.display import command
+from stoker.errors import InputError
+from stoker.ownership import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,30 +40,22 @@ def tune(
     overrides: SetOption = None,
     store: StoreOption = None,
     device: DeviceOption = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Write the tuned config here.", show_default=False),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
+    out: Annotated[Path | None, option("--out", "Write the tuned config here.")] = None,
+    force: Annotated[bool, option("--force", "Let --out replace a file.")] = False,
     grow_update: Annotated[
         bool,
-        typer.Option(
+        option(
             "--grow-update",
-            help="Also take batches larger than the samples per update: faster, but another training.",
+            "Also take batches larger than the samples per update: faster, but another training.",
         ),
     ] = False,
     seconds: Annotated[
-        float, typer.Option("--seconds-per-try", help="Seconds measured at each setting.")
+        float, option("--seconds-per-try", "Seconds measured at each setting.")
     ] = 3.0,
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", help="Write a page with the curve.", show_default=False),
-    ] = None,
+    html: Annotated[Path | None, option("--html", "Write a page with the curve.")] = None,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Find the batch size, accumulation, capture and chunk size that train fastest and fit in memory."""
-    from stoker.errors import InputError
-
     if config is None:
         raise InputError(
             "there is nothing to tune.",
@@ -70,7 +65,6 @@ def tune(
     require_output(out, "--out", [config], force=force)
     require_output(html, "--html", [config])
 
-    from stoker.cli.progress import Bar
     from stoker.doctor.job_config import JobConfig
     from stoker.train.ranks import Ranks
     from stoker.tune.job import tune_job
@@ -88,7 +82,6 @@ def tune(
     if out is not None:
         job.with_changes(changes, _notes(config, tuned)).write(out, replace=force)
     if html is not None:
-        from stoker.ownership import write_text
         from stoker.tune.tuned_page import tuned_page
 
         page = tuned_page(f"stoker tune {config}", tuned, _facts(job.settings, tuned))
@@ -187,8 +180,6 @@ def _print(tuned: Tuned, next_command: str, out: Path | None, html: Path | None)
 
 
 def _table(title: str, header: Sequence[str], rows: list[tuple[str, ...]], num_left: int) -> Any:
-    from stoker.cli.tables import make_table
-
     table = make_table(title, header, left=(*range(num_left), len(header) - 1))
     for row in rows:
         table.add_row(*row, style="bold" if "taken" in row[-1] else None)

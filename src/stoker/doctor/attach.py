@@ -285,6 +285,20 @@ def machine_facts() -> MachineFacts:
     found = probe()
     return MachineFacts(
         cores=found.cores_usable,
+        physical_cores=physical_cores(),
         device_name=found.cpu,
         ram_free_bytes=found.ram_available_bytes,
     )
+
+
+def physical_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int | None:
+    """Return how many of the usable cores are not the second thread of another usable one; None if unknown."""
+    try:
+        return len(
+            {
+                (cpus / f"cpu{number}" / "topology" / "thread_siblings_list").read_text()
+                for number in os.sched_getaffinity(0)
+            }
+        )
+    except (OSError, AttributeError):
+        return None

@@ -29,6 +29,7 @@ class MachineFacts:
 
     Attributes:
         cores: Cores that the job may use.
+        physical_cores: Of these, how many are not the second thread of another one; None if unknown.
         device: Where the step computes: "cuda" or "cpu".
         device_name: The vendor's name for it.
         torch: Version of torch.
@@ -38,6 +39,7 @@ class MachineFacts:
     """
 
     cores: int | None = None
+    physical_cores: int | None = None
     device: Literal["cuda", "cpu"] = "cpu"
     device_name: str | None = None
     torch: str | None = None
@@ -98,6 +100,7 @@ class LoaderFacts:
         worker_cpu_shares: Share of one core that each worker kept busy.
         main_cpu_share: Number of cores that the training process kept busy.
         epoch_starts: Iterators made within the measured time.
+        counted_starts: How many of these fell into counted steps; a step with a validation in it is not counted.
         epoch_start_seconds: From asking for an iterator to its first batch, beyond a usual wait.
         steps_per_epoch: Batches per epoch, if the loader has a length.
         batches_per_step: Above 1 if gradients are accumulated.
@@ -130,6 +133,7 @@ class LoaderFacts:
     worker_cpu_shares: tuple[float, ...] = ()
     main_cpu_share: float | None = None
     epoch_starts: int = 0
+    counted_starts: int | None = None
     epoch_start_seconds: float | None = None
     steps_per_epoch: int | None = None
     batches_per_step: float = 1.0
@@ -404,6 +408,7 @@ class Measurements:
         between: Lines outside of the model, its backward pass and the optimizer at which the training thread was
             sampled, costliest first; time that is measured otherwise (a DataLoader, copies, syncs) is not in it.
         between_seconds: Their time per step, all lines together; None if it was not sampled.
+        busy_cores: Cores that the training process kept busy; None if unknown.
         hdf5: Datasets read through h5py, costliest first.
         ranks: Ranks of a data-parallel job; empty for one process.
         bad_values: Values that are not finite.
@@ -438,6 +443,7 @@ class Measurements:
     host_calls: tuple[HostCall, ...] = ()
     between: tuple[HostCall, ...] = ()
     between_seconds: float | None = None
+    busy_cores: float | None = None
     hdf5: tuple[Hdf5Facts, ...] = ()
     ranks: tuple[RankFacts, ...] = ()
     bad_values: tuple[BadValues, ...] = ()

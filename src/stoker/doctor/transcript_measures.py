@@ -49,6 +49,12 @@ from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread
 
 _NOTABLE_SHARE = 0.1
 _NOTABLE_QUEUEING = 0.2
+_TIMING_SECONDS = 4e-6
+"""What timing one call costs at most."""
+_LEAST_SYNC = 0.05
+"""Share of the timed seconds of syncs that is theirs at least, whatever the timing costs."""
+_LOOSE = 1.2
+"""Factor on the time between passes of a few profiled steps, which samples of all steps may reach."""
 _FEW_LOOKS = 20
 """Samples of the training thread below which shares of a step are not told."""
 
@@ -85,9 +91,8 @@ def measure(
     slowed = spread_of_rounds(watched, workers, clock.seconds)
     cost = max(0.0, slowed.median - step.median) if slowed and step and plain != rows else 0.0
     seconds = max(0.0, sum(map(clock.seconds, rows)) - cost * len(watched))
-    # In a loop of thousands of calls the timing of each takes longer than the call.
-    shrunk = 1 - cost / slowed.median if slowed and slowed.median > 0 else 1.0
-    usual_sync = _usual_sync(state, watched, per_step * on_core) * shrunk
+    usual_sync = _usual_sync(state, watched, per_step * on_core, cost)
+    usual_host = _usual_host(state, plain, clock)
     waited = wait.median if wait else 0.0
     timed = (
         statistics.median(row.backward * undisturbed(row) + row.collective for row in plain)
@@ -98,7 +103,7 @@ def measure(
         timed += site["seconds"] * {
             "sync": usual_sync,
             "copy": per_step * on_core,
-            "host": 1 / max(1, state["num_steps"]),
+            "host": usual_host,
         }.get(family, 0.0)
     between, between_seconds, unjudged = _between(state, step, waited + timed)
     samples = sum(row.samples for row in rows)
@@ -110,6 +115,7 @@ def measure(
             device_name=torch.get("cuda") or machine.device_name,
             torch=torch.get("version"),
             device_free_bytes=torch.get("free_bytes"),
+            pinned_bytes_per_second=state["profile"].get("pinned_bytes_per_second"),
         ),
         steps=len(rows),
         seconds=seconds,
@@ -139,11 +145,14 @@ def measure(
         ),
         kernels=_kernels(state["profile"], step),
         operators=_operators(state["profile"]),
-        allocator=_allocator(state, sites),
+        allocator=_allocator(state, sites, usual_host),
         memory=_memory(main.rows),
-        host_calls=_calls(state, sites, "host"),
+        host_calls=_calls(state, sites, "host", usual_host),
         between=between,
         between_seconds=between_seconds,
+        busy_cores=state["cpu"][0] / state["cpu"][1]
+        if state["cpu"] and state["cpu"][1] > 0
+        else None,
         hdf5=read_hdf5(main, processes, loader_number),
         ranks=_ranks(processes),
         bad_values=tuple(
@@ -179,12 +188,20 @@ def _between(
     if looks < _FEW_LOOKS:
         few = f"the training thread was sampled {looks} times only: let it run for more steps"
         return (), None, [] if state["loaders"] else [few]
-    seconds = max(0.0, step.median - known) / max(1, looks - doing.get("timed", 0))
+    # A loop of timed calls is timed whole, and sampled between two of them as well.
+    loops = {site["where"] for site in state["sites"] if site["calls"] >= 3 * state["num_steps"]}
+    inside = sum(count for where, count in state["between"].items() if where in loops)
+    seconds = max(0.0, step.median - known) / max(1, looks - doing.get("timed", 0) - inside)
     lines = tuple(
         HostCall(where, "between", 0.0, count * seconds)
         for where, count in sorted(state["between"].items(), key=lambda item: -item[1])[:20]
+        if where not in loops
     )
-    between, data = doing.get("between", 0), doing.get("data", 0)
+    between, data = max(0, doing.get("between", 0) - inside), doing.get("data", 0)
+    gap = state["profile"].get("gap_seconds")
+    if gap is not None:
+        # A loss that is computed line by line is sampled in the user's code as loading is, but belongs to the model.
+        return lines, data * seconds + min(between * seconds, _LOOSE * gap), []
     if doing.get("model") or state.get("modules") or state["kind"] == "replay" or state["loaders"]:
         return lines, (between + data) * seconds, []
     # Without a module the forward pass looks like any other code of the script; only loading is known by its names.
@@ -293,26 +310,53 @@ def _costliest(sites: Sequence[tuple[dict[str, Any], str]], family: str) -> list
     return sorted(merged.values(), key=lambda site: -site["seconds"])[:20]
 
 
-def _usual_sync(state: Mapping[str, Any], watched: Sequence[Row], otherwise: float) -> float:
-    """Return the factor from the seconds of all syncs to those of a median watched step."""
-    whole = sum(site["seconds"] for site in state["sites"] if site["family"] == "sync")
+def _usual_sync(
+    state: Mapping[str, Any], watched: Sequence[Row], otherwise: float, cost: float
+) -> float:
+    """Return the factor from the seconds of all syncs to those of a median step without the `cost` of timing them.
+
+    In a loop of thousands of calls the timing of each takes longer than the call.
+    """
+    sites = [site for site in state["sites"] if site["family"] == "sync"]
+    whole = sum(site["seconds"] for site in sites)
     usual = statistics.median(row.sync * running(row) for row in watched) if watched else 0.0
-    return usual / whole if usual > 0 and whole > 0 else otherwise
+    if usual <= 0 or whole <= 0:
+        return otherwise
+    calls = sum(site["calls"] for site in sites) / num_watched_steps(state)
+    return max(usual - min(cost, calls * _TIMING_SECONDS), _LEAST_SYNC * usual) / whole
+
+
+def _usual_host(state: Mapping[str, Any], rows: Sequence[Row], clock: Clock) -> float:
+    """Return the factor from the seconds of all housekeeping to those of a step.
+
+    Where most steps have some, it is what their median step would be shorter without it: the mean of all steps also
+    holds the first ones, which collect less. Otherwise it is the mean.
+    """
+    whole = sum(site["seconds"] for site in state["sites"] if site["family"] in ("host", "empty"))
+    if whole > 0 and rows and statistics.median(row.host for row in rows) > 0:
+        step = statistics.median(map(clock.seconds, rows))
+        without = statistics.median(max(0.0, clock.seconds(row) - row.host) for row in rows)
+        if step > without:
+            return (step - without) / whole
+    return 1.0 / max(1, state["num_steps"])
 
 
 def _calls(
-    state: Mapping[str, Any], sites: Sequence[tuple[dict[str, Any], str]], family: str
+    state: Mapping[str, Any],
+    sites: Sequence[tuple[dict[str, Any], str]],
+    family: str,
+    usual: float,
 ) -> tuple[HostCall, ...]:
-    """Return the calls of a family that is timed in every step."""
+    """Return the calls of a family that is timed in every step; `usual` is the factor of `_usual_host`."""
     per_step = 1.0 / max(1, state["num_steps"])
     return tuple(
-        HostCall(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * per_step)
+        HostCall(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * usual)
         for s in _costliest(sites, family)
     )
 
 
 def _allocator(
-    state: Mapping[str, Any], sites: Sequence[tuple[dict[str, Any], str]]
+    state: Mapping[str, Any], sites: Sequence[tuple[dict[str, Any], str]], usual: float
 ) -> AllocatorFacts:
     now, first = state["torch"], state["first_torch"]
 
@@ -325,7 +369,7 @@ def _allocator(
     return AllocatorFacts(
         per_step_of("retries"),
         per_step_of("device_allocs"),
-        _calls(state, sites, "empty"),
+        _calls(state, sites, "empty", usual),
     )
 
 

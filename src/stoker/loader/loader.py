@@ -39,6 +39,7 @@ from stoker.loader.columns import (
     batch_names,
     check_samples,
     column_facts,
+    default_fields,
     digest_samples,
     make_columns,
 )
@@ -167,7 +168,8 @@ class Loader:
             self.store, self.samples, weights, balance, epoch_samples, self._mixture
         )
         order = pick_mode(order, shuffle, is_drawn=draws is not None)
-        self.as_tuple = form if as_tuple is None else check_names(as_tuple)
+        example = default_fields(self.store.fields)
+        self.as_tuple = form if as_tuple is None else check_names(as_tuple, None, example)
         self.columns = make_columns(self.store, self._fields_to_load(fields), self.samples)
         if as_tuple is not None:
             check_names(as_tuple, batch_names(self.columns))

@@ -129,6 +129,8 @@ class Target:
 
 
 BUSY = Target(85, 95, "waiting for the host", "no headroom, and nothing wrong with that")
+SM_ACTIVE = Target(80, 95, "kernels that do not fill the GPU", "no headroom")
+"""Of DCGM's SM_ACTIVE: NVML does not read it, so nothing here is judged by it."""
 MEMORY = Target(70, 90, "room for a larger batch or more data", "close to running out")
 TEMPERATURE = Target(0, 79, "", "may slow its clocks down")
 TARGETS: Mapping[str, Target] = {"busy": BUSY, "memory": MEMORY, "temperature": TEMPERATURE}

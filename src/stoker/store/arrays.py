@@ -3,10 +3,12 @@
 Enters: a `Location`, optional block checksums, a row range and a buffer. Leaves: the rows in the
 buffer, in native byte order, or an error with file, dataset and offset. Costs: one `preadv` per
 piece (6 GB/s a thread from the page cache); the first read of a block also hashes it (about
-10 GB/s), later reads do not.
+10 GB/s), later reads do not; one `fstat` per piece notices a file that is written to meanwhile.
 
 Contract, for every thread:
-- success: every byte asked for is in the buffer and, where checksums exist, was verified at least once since opening.
+- success: every byte asked for is in the buffer and, where checksums exist, was verified at least once since opening. A
+  file that was written to since then is noticed by its times and size: its blocks are verified anew before they are
+  given out. Without checksums the read raises. Single rows are looked after once a millisecond.
 - failure: the error names file, dataset and place. The buffer's content is undefined. The array stays usable: a read
   that failed on a bad block fails again, other rows can be read.
 - cancel: a read is never interrupted. A task that has begun ends; tasks that were not run leave no trace.
@@ -22,10 +24,12 @@ import mmap
 import os
 import stat
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +49,19 @@ _SPAN_WASTE = 4
 """A gather reads the whole span of its rows when that is at most this many times the bytes wanted:
 one call instead of hundreds."""
 
+_SMALL_READ_BYTES = 64 << 10
+_UNLOOKED_SECONDS = 0.001
+"""An `fstat` costs 1 to 5 µs, as much as reading a small row: those look once in this time."""
+_MOST_REREADS = 20
+
 _DIRECT_BYTES = 1 << 20
 _BOUNCE_BYTES = 8 << 20
 _PAGE = 4096
 _SMALLER_ROWS = "store smaller rows: the first dimension counts samples"
 
 Task = Callable[[], None]
+Stamp = tuple[int, int, int]
+"""When a file was written to, when anything about it changed (its names count), and its bytes."""
 
 
 class OpenFile:
@@ -71,6 +82,7 @@ class OpenFile:
         self._local = threading.local()
         self._descriptor = self._open() if descriptor is None else descriptor
         self._close = weakref.finalize(self, os.close, self._descriptor)
+        self.opened_as = self.stamp()
 
     def _open(self) -> int:
         try:
@@ -86,6 +98,11 @@ class OpenFile:
                 look_in(self.path.parent, "-l"),
             ) from error
         return descriptor
+
+    def stamp(self) -> Stamp:
+        """Return the times and size of the open file, whatever has its name by now."""
+        found = os.fstat(self._descriptor)
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size
 
     def read(self, offset: int, out: memoryview, dataset: str) -> None:
         """Fill `out` from `offset`, or say where the file ended."""
@@ -186,7 +203,9 @@ class StoredArray:
         self.file = file
         self._digests = digests
         self._block_bytes = block_bytes
-        self._verified = bytearray(0 if digests is None else len(digests))
+        # One attribute, exchanged as a whole: marks of blocks hold for the file as it was at that stamp.
+        self._trusted = (file.opened_as, bytearray(0 if digests is None else len(digests)))
+        self._looked_at = 0.0
         self._swap = location.dtype.byteorder not in "=|" and location.dtype != self.dtype
         self._chunks: OrderedDict[tuple[int, ...], Array] = OrderedDict()
         self._lock = threading.Lock()
@@ -262,53 +281,113 @@ class StoredArray:
             return
         order = np.argsort(indices, kind="stable")
         ordered = indices[order]
-        breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
-        for run in np.split(order, breaks):
-            first = int(indices[run[0]])
-            if len(run) == 1:
-                self.read_into(first, first + 1, out[run[0] : run[0] + 1])
+        breaks = (np.flatnonzero(np.diff(ordered) != 1) + 1).tolist()
+        runs = [
+            (int(ordered[low]), order[low:high])
+            for low, high in pairwise((0, *breaks, len(ordered)))
+        ]
+        if self.location.layout == "contiguous" and self.location.offset is not None:
+            self._read_settled(partial(self._gather_runs, runs, out))
+            return
+        for first, run in runs:
+            out[run] = self.read(first, first + len(run))
+
+    def _gather_runs(self, runs: list[tuple[int, Array]], out: Array, verified: bytearray) -> None:
+        row_bytes = self.location.row_bytes
+        most = max(len(run) for _, run in runs)
+        spare = np.empty((most if most > 1 else 0, *self.shape[1:]), self.dtype)
+        into, aside = (each.reshape(-1).view(np.uint8).data for each in (out, spare))
+        for first, run in runs:
+            begin, count = first * row_bytes, len(run)
+            if count == 1:
+                at = int(run[0]) * row_bytes
+                self._fill(begin, begin + row_bytes, into[at : at + row_bytes], verified)
             else:
-                out[run] = self.read(first, first + len(run))
+                num_bytes = count * row_bytes
+                self._fill(begin, begin + num_bytes, aside[:num_bytes], verified)
+                out[run] = spare[:count]
 
     # -- contiguous ------------------------------------------------------------------------
 
     def _read_bytes(self, begin: int, end: int, out: memoryview) -> None:
         """Read bytes `begin` to `end`, counted from the array's first byte, and verify them."""
+        if end - begin < _SMALL_READ_BYTES:
+            now = time.monotonic()
+            if now - self._looked_at < _UNLOOKED_SECONDS:
+                self._fill(begin, end, out, self._trusted[1])
+                return
+            self._looked_at = now
+        self._read_settled(partial(self._fill, begin, end, out))
+
+    def _read_settled(self, read: Callable[[bytearray], None]) -> None:
+        """Call `read` with the marks of verified blocks, again if the file was written to meanwhile.
+
+        Renaming another file over its name, linking and touching change no bytes: after those the blocks are
+        verified once more, and nothing is said.
+        """
+        for _ in range(_MOST_REREADS):
+            stamp, verified = self._trusted
+            read(verified)
+            now = self.file.stamp()
+            if now == stamp:
+                return
+            if self._digests is None and (now[0], now[2]) != (stamp[0], stamp[2]):
+                raise self._written_to()
+            with self._lock:
+                if self._trusted[1] is verified:
+                    self._trusted = (now, bytearray(len(verified)))
+        raise self._written_to()
+
+    def _fill(self, begin: int, end: int, out: memoryview, verified: bytearray) -> None:
+        """Read bytes `begin` to `end` into `out`; blocks without a mark are verified and get one."""
         assert self.location.offset is not None
         first, last = begin // self._block_bytes, -(-end // self._block_bytes)
-        if self._digests is None or self._verified.find(0, first, last) == -1:
+        if self._digests is None or verified.find(0, first, last) == -1:
             self.file.read(self.location.offset + begin, out, self.location.dataset)
         else:
             # Block by block, so that each is hashed while it is still in the cache.
             for low, high in split_range(begin, end, self._block_bytes):
-                self._read_block(low, high, out[low - begin : high - begin])
+                self._read_block(low, high, out[low - begin : high - begin], verified)
         if self._swap:
             np.frombuffer(out, dtype=self.location.dtype).byteswap(inplace=True)
 
-    def _read_block(self, begin: int, end: int, out: memoryview) -> None:
+    def _read_block(self, begin: int, end: int, out: memoryview, verified: bytearray) -> None:
         """Read bytes within one block; an unverified block is read whole and checked first."""
         assert self._digests is not None
         assert self.location.offset is not None
         block = begin // self._block_bytes
         total = len(self) * self.location.row_bytes
         low, high = block * self._block_bytes, min((block + 1) * self._block_bytes, total)
-        whole = (begin, end) == (low, high) or self._verified[block]
+        whole = (begin, end) == (low, high) or verified[block]
         # Two threads may verify the same block at once: both hash the same bytes, and both set the mark to 1.
         data = out if whole else memoryview(bytearray(high - low))
         at = begin if whole else low
         self.file.read(self.location.offset + at, data, self.location.dataset)
-        if not self._verified[block]:
+        if not verified[block]:
             if xxhash.xxh3_64_intdigest(data) != int(self._digests[block]):
                 raise self._bad_block(block, low, high)
-            self._verified[block] = 1
+            verified[block] = 1
         if not whole:
             out[:] = data[begin - low : end - low]
+
+    def _written_to(self) -> StoreError:
+        return StoreError(
+            f"{self.location.file} was written to while it was read: other samples would follow.",
+            "a file that stays as it is while a job reads it",
+            "write to another file; a run that was saved goes on with --resume over the old data",
+        )
 
     def _bad_block(self, block: int, low: int, high: int) -> CorruptError:
         assert self.location.offset is not None
         row_bytes = self.location.row_bytes
+        was, now = self.file.opened_as, self.file.stamp()
+        since = (
+            ""
+            if (was[0], was[2]) == (now[0], now[2])
+            else " was written to since it was opened, and"
+        )
         return CorruptError(
-            f"{self.location.file}: dataset {self.location.dataset!r} fails its checksum in block {block} "
+            f"{self.location.file}: dataset {self.location.dataset!r}{since} fails its checksum in block {block} "
             f"(bytes {self.location.offset + low} to {self.location.offset + high}, "
             f"rows {low // row_bytes} to {-(-high // row_bytes)}).",
             "the bytes that were written",
@@ -359,10 +438,14 @@ class StoredArray:
         return values
 
     def _read_chunk(self, chunk: Chunk) -> Array:
-        dataset = self.location.dataset
-        return read_chunk(
+        dataset, was = self.location.dataset, self.file.opened_as
+        values = read_chunk(
             self.location, chunk, lambda offset, raw: self.file.read(offset, raw, dataset)
         )
+        now = self.file.stamp()
+        if (now[0], now[2]) != (was[0], was[2]):  # a chunked array has no checksums
+            raise self._written_to()
+        return values
 
     # -- library ---------------------------------------------------------------------------
 

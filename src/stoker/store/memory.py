@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from stoker.store.arrays import OpenFile, StoredArray
-from stoker.store.fields import PARTS, Array, FieldData, Ragged, Series
+from stoker.store.arrays import OpenFile, Stamp, StoredArray
+from stoker.store.fields import Array, FieldData
 from stoker.store.hdf5 import Location
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 from stoker.store.reader import Store
@@ -28,11 +28,16 @@ class _MemoryFile:
 
     def __init__(self, values: Array) -> None:
         self.direct = False
+        self.opened_as: Stamp = (0, 0, 0)
         self._bytes = values.reshape(-1).view(np.uint8)
 
     def read(self, offset: int, out: memoryview, dataset: str) -> None:  # noqa: ARG002
         """Copy bytes; numpy does it without the interpreter's lock."""
         np.copyto(np.frombuffer(out, np.uint8), self._bytes[offset : offset + len(out)])
+
+    def stamp(self) -> Stamp:
+        """Return the same for ever: arrays in memory are their owner's."""
+        return self.opened_as
 
     def expect(self, offset: int, num_bytes: int) -> None:
         """Nothing can be read ahead."""
@@ -69,15 +74,13 @@ def memory_store(fields: Mapping[str, FieldData], name: str, notes: Iterable[str
     """Return a store over fields in memory.
 
     Args:
-        fields: Dense or ragged, all with the same number of samples.
+        fields: All with the same number of samples.
         name: What to call it in messages.
         notes: What the user should know about it.
     """
-    datasets: dict[str, Array] = {}
-    for field, data in fields.items():
-        assert not isinstance(data, Series), "a series is packed first"
-        arrays = (data.values, data.offsets) if isinstance(data, Ragged) else (data.values,)
-        datasets |= dict(zip((field + part for part in PARTS[data.kind]), arrays, strict=True))
+    datasets = {
+        name: array for field, data in fields.items() for name, array in data.arrays(field).items()
+    }
     num_samples = next(iter(fields.values())).num_samples
     shard = ShardInfo(
         file=name,

@@ -406,6 +406,7 @@ class _NoFile:
     """In the place of an open file: a chunk is a file of its own."""
 
     direct = False
+    opened_as = (0, 0, 0)
 
     def expect(self, offset: int, num_bytes: int) -> None:
         """Nothing is read ahead."""

@@ -239,9 +239,7 @@ class LeakWatch:
         self._recent: deque[int] = deque(maxlen=3)
 
     @classmethod
-    def for_device(
-        cls, device: Device, threshold_bytes: int, logger: logging.Logger | None = None
-    ) -> LeakWatch | None:
+    def for_device(cls, device: Device, threshold_bytes: int) -> LeakWatch | None:
         """Return a watch of a CUDA device; None for a CPU, whose memory torch does not count."""
         meant = _cuda_device(device)
         if meant is None:
@@ -250,7 +248,6 @@ class LeakWatch:
             lambda: torch.cuda.memory_allocated(meant),
             threshold_bytes,
             lambda: count_live_tensors(meant),
-            logger,
         )
 
     def after_epoch(self) -> Growth | None:

@@ -101,6 +101,8 @@ def _add(
             loading.add_span(seen, "sync", began, ended)
     elif family == "collective":
         seen.collective += ended - began
+    elif family in ("host", "empty"):
+        seen.host += ended - began
     elif family == "copy":
         loading.add_span(seen, "copy", began, ended)
 

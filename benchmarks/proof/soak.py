@@ -1,0 +1,181 @@
+"""Hours of training in one process: does memory, device memory, a count of files or threads, or the step time grow?
+
+    python benchmarks/proof/soak.py [--minutes 30] [--device cpu] [--interval 2]
+
+Enters: nothing; a store of 24,000 samples is made. Half of the time is one long run of `Trainer.fit` (streamed chunks,
+shuffled, validation every epoch, a checkpoint every 500 steps), ended by SIGTERM as a scheduler would. The other half is
+short runs one after the other, each with new loaders, a new trainer and a new folder, in the same process. Leaves:
+slopes per hour with their 95 % confidence in `benchmarks/results/proof_soak-*.json`. Costs: the minutes that it is given.
+
+The first fifth of each half is warm-up and does not count. A slope is that of a straight line through the medians of
+20 equal stretches of time; its confidence is Student's for that line. `grows` says that the interval lies above zero
+and that the growth over an hour is more than 1 % of the level (of a count: one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from harness import publish
+from stoker.loader.loader import Loader
+from stoker.packing import PackOptions, pack
+from stoker.sources.arrays import ArraysSource
+from stoker.train.trainer import Trainer
+
+SAMPLES, WIDTH, BATCH = 24_000, 256, 64
+STRETCHES = 20
+# 97.5 % points of Student's t for 18 degrees of freedom (20 stretches, two of them for the line).
+T_95 = 2.101
+
+
+def measured(device: str) -> dict[str, float | None]:
+    """Return what may grow, now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    found: dict[str, float | None] = {
+        "rss_bytes": float(pages * os.sysconf("SC_PAGE_SIZE")),
+        "device_bytes": None,
+        "device_reserved_bytes": None,
+        "files": float(len(os.listdir("/proc/self/fd"))),
+        "threads": float(len(os.listdir("/proc/self/task"))),
+    }
+    if device != "cpu":
+        found["device_bytes"] = float(torch.cuda.memory_allocated())
+        found["device_reserved_bytes"] = float(torch.cuda.memory_reserved())
+    return found
+
+
+def slope(times: list[float], values: list[float]) -> dict[str, Any] | None:
+    """Return the slope per hour with its interval; None for fewer than 20 stretches of readings."""
+    if len(times) < 2 * STRETCHES:
+        return None
+    edges = np.linspace(times[0], times[-1], STRETCHES + 1)
+    which = np.clip(np.searchsorted(edges, times, "right") - 1, 0, STRETCHES - 1)
+    inside = [[value for value, k in zip(values, which, strict=True) if k == stretch] for stretch in range(STRETCHES)]
+    if not all(inside):
+        return None
+    x = (edges[:-1] + edges[1:]) / 2 / 3600
+    y = np.array([statistics.median(one) for one in inside])
+    centred = x - x.mean()
+    per_hour = float((centred @ y) / (centred @ centred))
+    errors = y - y.mean() - per_hour * centred
+    half = T_95 * float(np.sqrt((errors @ errors) / (STRETCHES - 2) / (centred @ centred)))
+    level = float(y.mean())
+    least = max(0.01 * abs(level), 1.0)
+    return {
+        "level": level, "per_hour": per_hour, "low": per_hour - half, "high": per_hour + half,
+        "grows": per_hour - half > 0 and per_hour > least, "readings": len(values),
+    }  # fmt: skip
+
+
+class Sampler:
+    """Reads every few seconds in a thread; `steps` is counted by the run."""
+
+    def __init__(self, device: str, interval: float) -> None:
+        self.device, self.interval = device, interval
+        self.steps = 0
+        self.readings: list[dict[str, float | None]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.began = time.monotonic()
+        self._thread.start()
+
+    def _run(self) -> None:
+        before = (time.monotonic(), self.steps)
+        while not self._stop.wait(self.interval):
+            now = (time.monotonic(), self.steps)
+            taken = now[1] - before[1]
+            step = 1e3 * (now[0] - before[0]) / taken if taken else None
+            self.readings.append({"at": now[0] - self.began, "step_ms": step, **measured(self.device)})
+            before = now
+
+    def end(self) -> dict[str, Any]:
+        """Return the slopes."""
+        self._stop.set()
+        self._thread.join()
+        begin = 0.2 * (time.monotonic() - self.began)
+        kept = [one for one in self.readings if one["at"] is not None and one["at"] > begin]
+        found: dict[str, Any] = {"seconds": round(time.monotonic() - self.began, 1), "steps": self.steps}
+        for name in ("rss_bytes", "device_bytes", "device_reserved_bytes", "files", "threads", "step_ms"):
+            pairs = [(one["at"], one[name]) for one in kept if one[name] is not None]
+            found[name] = slope([at for at, _ in pairs], [value for _, value in pairs]) if pairs else None  # type: ignore[misc]
+        return found
+
+
+def run(folder: Path, name: str, device: str, sampler: Sampler, epochs: int) -> None:
+    """Train once."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+
+    def unpack(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        sampler.steps += 1
+        values = batch["features"]
+        return values, values.mean(1, keepdim=True)
+
+    some = SAMPLES * WIDTH * 4 // 6
+    with (
+        Loader(folder / "store", BATCH, device, order="shuffled", data_bytes=some) as loader,
+        Loader(folder / "store", BATCH, device, samples=np.arange(1000)) as held,
+    ):
+        trainer = Trainer(
+            model, loader, held, torch.nn.functional.mse_loss, torch.optim.AdamW(model.parameters(), 1e-3), None,
+            {"epochs": epochs, "precision": "fp32", "checkpoint_every_steps": 500}, device,
+            run_dir=folder / name, unpack=unpack,
+        )  # fmt: skip
+        trainer.fit(quiet=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--interval", type=float, default=2.0, help="seconds between readings")
+    parser.add_argument("--out", type=Path, default=None, help="a file instead of benchmarks/results")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    half = options.minutes * 30
+    result: dict[str, Any] = {"minutes": options.minutes, "device": options.device}
+    with tempfile.TemporaryDirectory(prefix="stoker-soak-") as name:
+        folder = Path(name)
+        rng = np.random.default_rng(0)
+        np.save(folder / "features.npy", rng.normal(size=(SAMPLES, WIDTH)).astype("f4"))
+        source = ArraysSource((folder / "features.npy",), part_bytes=SAMPLES * WIDTH)
+        pack(source, folder / "store", PackOptions(jobs=1))
+        sampler = Sampler(options.device, options.interval)
+        threading.Timer(half, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            run(folder, "long", options.device, sampler, 10**6)
+        result["one long run"] = sampler.end()
+        gc.collect()
+        sampler, count = Sampler(options.device, options.interval), 0
+        while time.monotonic() - sampler.began < half:
+            run(folder, "short", options.device, sampler, 1)
+            shutil.rmtree(folder / "short")
+            count += 1
+        result["short runs"] = {"runs": count, **sampler.end()}
+    if options.out:
+        options.out.write_text(json.dumps(result))
+    else:
+        publish("proof_soak", result)
+
+
+if __name__ == "__main__":
+    main()
