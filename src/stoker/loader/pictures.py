@@ -66,6 +66,7 @@ _MEASURED = 64
 _FORMATS = ("JPEG", "PNG", "WEBP")
 _MOST_THREADS = 16
 _NAMED = 5
+_DAMAGED = "lies in a block that fails its checksum."
 
 
 class Sizing(Protocol):
@@ -84,11 +85,12 @@ class Sizing(Protocol):
 
 
 class Work(NamedTuple):
-    """One batch before it is decoded: dense fields, and the bytes of each picture by field."""
+    """One batch before it is decoded: dense fields, the bytes of each picture by field, rows that failed a checksum."""
 
     planned: PlannedBatch
     tensors: dict[str, torch.Tensor]
     pictures: dict[str, Sequence[torch.Tensor]]
+    damaged: frozenset[int] = frozenset()
 
 
 class Made(NamedTuple):
@@ -267,7 +269,8 @@ class Pictures:
         waiting: deque[Callable[[], Made]] = deque()
         steps: deque[Any] = deque()
         try:
-            for one in work:
+            for each in work:
+                one = each._replace(damaged=self._damaged_rows(each.planned))
                 waiting.append(make(pool, one, epoch))
                 if len(waiting) > ahead:
                     yield self._hand_out(waiting.popleft()(), epoch, steps)
@@ -290,6 +293,12 @@ class Pictures:
             found = [(int(self._samples[at]), reason) for at, reason in made.broken]
             self.policy.note(epoch, made.planned.step, found, self.name_of)
         return made
+
+    def _damaged_rows(self, planned: PlannedBatch) -> frozenset[int]:
+        """Return the rows of a batch whose bytes failed their checksum when they were read."""
+        found: set[int] = set().union(*map(self._store.damaged, self.names))
+        samples = self._samples[planned.positions].tolist() if found else []
+        return frozenset(row for row, sample in enumerate(samples) if sample in found)
 
     def name_of(self, sample: int) -> str:
         """Return the file that a sample was packed from, or its number."""
@@ -337,6 +346,8 @@ class Pictures:
         """Decode one sample into its row; return what is wrong with it, if anything is."""
         position = int(one.planned.positions[row])
         try:
+            if row in one.damaged:
+                raise PictureError(_DAMAGED)
             for name in self.names:
                 image = self._open(name, one.pictures[name][row], position)
                 pixels = self._resized(image, box, name == "masks")
@@ -400,7 +411,7 @@ class Pictures:
         """Return the images of a batch, upright, on the GPU, and what is wrong with those that failed."""
         data, positions = one.pictures["images"], one.planned.positions
         images: dict[int, torch.Tensor] = {}
-        jpegs = [row for row, each in enumerate(data) if _is_jpeg(each)]
+        jpegs = [row for row, each in enumerate(data) if _is_jpeg(each) and row not in one.damaged]
         assert self._decode_batch is not None
         turns, sizes = self._orientations[positions], self.sizes[positions]
         lying = np.where((turns >= 5)[:, None], sizes[:, ::-1], sizes)
@@ -424,6 +435,8 @@ class Pictures:
                 continue
             position = int(positions[row])
             try:
+                if row in one.damaged:
+                    raise PictureError(_DAMAGED)
                 if image is None:
                     pixels = np.asarray(self._open("images", data[row], position))
                     pixels = pixels.reshape(height, width, self.channels).transpose(2, 0, 1)
@@ -442,6 +455,8 @@ class Pictures:
         """Return the masks of a batch: PNG, decoded on the host."""
         made = {"masks": np.zeros((len(boxes), *self.out_size), dtype=np.uint8)}
         for row, box in enumerate(boxes.tolist()):
+            if row in one.damaged:  # known by its image
+                continue
             position = int(one.planned.positions[row])
             try:
                 image = self._open("masks", one.pictures["masks"][row], position)
