@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.errors import InputError
 from stoker.train import memory
@@ -221,6 +222,12 @@ def test_garbage_in_cycles_is_no_growth():
             assert watch.after_epoch() is None
     finally:
         gc.enable()
+
+
+def test_the_fake_tensors_of_the_compiler_are_not_counted_and_nothing_is_warned_of():
+    with FakeTensorMode():
+        held = torch.zeros(3, 5, 7, 11)
+    assert tuple(held.shape) not in {kind[0] for kind in count_live_tensors()}
 
 
 def test_views_count_once():
