@@ -115,3 +115,15 @@ def test_arrays_that_do_not_belong_together_are_no_sparse_matrix(tmp_path, lengt
         assert find_sparse(file, arrays) == []
         arrays |= {"m/data": ((7,), "<f4"), "m/indices": ((7,), "<i4")}
         assert [found.num_rows for found in find_sparse(file, arrays)] == [4]
+
+
+@pytest.mark.timeout(60)
+def test_chunks_are_loaded_when_they_are_asked_for_and_not_at_the_next_look(tmp_path, monkeypatch):
+    from stoker.loader import ring
+
+    monkeypatch.setattr(ring, "_POLL_SECONDS", 1000.0)
+    write_store(tmp_path / "s", [{"x": Dense(np.arange(600, dtype="f4").reshape(300, 2))}]).close()
+    for order in ("shuffled", "sequential"):
+        with Loader(tmp_path / "s", 10, "cpu", order=order, chunk_bytes=400) as loader:
+            for _ in range(3):
+                assert sum(len(batch["x"]) for batch in loader) == 300
