@@ -106,11 +106,19 @@ def worth(threads: float, machine: MachineFacts) -> float:
     """Return how many single threads' worth of work that many get done side by side on this machine.
 
     Two threads of one physical core share its units, and together they do about one and a half times the work of one.
+    Where the system says which cores are such threads, they are used last; where it does not, work meets by chance.
     """
     cores = machine.cores or _FEWEST_CORES
     physical = min(cores, machine.physical_cores or cores)
     running = min(threads, cores)
-    return min(running, physical) + _SECOND_THREAD * max(0.0, running - physical)
+    if physical < cores:
+        second = _SECOND_THREAD
+        if machine.cores_worth is not None:
+            second = max(0.0, machine.cores_worth - physical) / (cores - physical)
+        return min(running, physical) + second * max(0.0, running - physical)
+    if machine.cores_worth is None or cores < 2 or running <= 1:
+        return running
+    return 1 + (running - 1) * (machine.cores_worth - 1) / (cores - 1)
 
 
 def side_by_side(loader: LoaderFacts, workers: int, machine: MachineFacts) -> float:

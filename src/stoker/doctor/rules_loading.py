@@ -277,7 +277,8 @@ def slow_between_steps(case: Case) -> Finding | None:
     between, pace = case.measured.between_seconds, case.pace
     if between is None or pace is None or case.share_of_step(between) < _NOTABLE_BETWEEN:
         return None
-    step = pace.step
+    # Both without the time queued for a core, of which a step has as much as its parts.
+    step, between = pace.step, case.share_of_step(between) * pace.step
     # Samples are shares: what a small model takes is known better by the clock, and is never nothing.
     timed = (case.measured.backward_seconds, case.measured.optimizer_seconds)
     known = sum(spread.median for spread in timed if spread is not None)
@@ -295,6 +296,8 @@ def slow_between_steps(case: Case) -> Finding | None:
         f"({case.share_of_step(line.seconds_per_step):.0%})"
         for line in case.measured.between[:3]
     ]
+    # Work that is no loading, such as logging, may be left out of most steps.
+    likely = divided if case.measured.between_loads else rest
     return case.advise(
         "slow-between-steps",
         "the step waits for code between the model's calls",
@@ -308,7 +311,7 @@ def slow_between_steps(case: Case) -> Finding | None:
         "Do this work while the model computes: move loading into a Dataset for a DataLoader with "
         f"num_workers={workers}{ahead}; log every 50 steps.",
         # In one background thread it still takes its time; in workers it is divided.
-        gain_of_steps(step, max(rest, between), divided, rest),
+        gain_of_steps(step, max(rest, between), likely, rest),
         where=case.measured.between[0].where if case.measured.between else None,
         script='for batch in stoker.prefetch(batches, "cuda"):  # a generator of what is made here now'
         if case.on_gpu

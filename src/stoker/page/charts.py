@@ -273,10 +273,15 @@ def line_chart(chart: Chart) -> Html:
     along = _along_axis(min(chart.begin, *xs), max(xs), chart.scale)
     picture = _picture(chart, drawn, along, _value_axis(chart, drawn))
     under = f"<figcaption>{escape(chart.caption)}</figcaption>" if chart.caption else ""
+    name = (
+        f'<div class="name"><span>{escape(shorten(chart.title))}</span>'
+        f'<span class="unit">{escape(chart.unit)}</span></div>'
+        if chart.title or chart.unit
+        else ""
+    )
     return Html(
-        f'<figure class="chart" id="{escape(chart.key)}"><div class="name">'
-        f'<span>{escape(shorten(chart.title))}</span><span class="unit">{escape(chart.unit)}</span>'
-        f"</div>{_legend(drawn, chart.marks)}{picture}{under}</figure>"
+        f'<figure class="chart" id="{escape(chart.key)}">{name}'
+        f"{_legend(drawn, chart.marks)}{picture}{under}</figure>"
     )
 
 

@@ -139,7 +139,7 @@ class BarEvaluation:
             (_curve(earned, together), *report.curves),
             examples=_examples(data, samples, chances, moves),
             notes=(
-                f"net_pips: per decision, closed after {plan.direction_step} bars, {data.cost_pips:g} pips a trade",
+                f"net_pips: per decision after {plan.direction_step} bars; a trade costs {data.cost_pips:g} pips",
                 f"intervals are drawn in blocks of {together} decisions, since neighbours share their labels",
                 *walked,
             ),
@@ -293,7 +293,10 @@ def _examples(data: BarData, samples: Array, chances: Array, moves: Array) -> tu
         path = [(0.0, 0.0), *((float(k + 1), float(v)) for k, v in enumerate(moves[place]))]
         band = data.plan.neutral / data.plan.pip
         forecast = {"up": band, "down": -band, "neutral": 0.0}[NAMES[answer]]
-        lines = {"what came": path, "forecast": [(0.0, 0.0), (float(step + 1), forecast)]}
+        lines = {
+            "what came, pips": path,
+            "forecast, pips": [(0.0, 0.0), (float(step + 1), forecast)],
+        }
         truth = f"{moves[place, step]:+.1f} pips after {step + 1} bars"
         told = f"{NAMES[answer]} ({chances[place, answer]:.0%})"
         made.append(Example("series", str(key), truth, told, lines=lines))
