@@ -105,7 +105,8 @@ def test_the_time_before_the_forward_pass_is_told_from_the_loss():
         ("Optimizer.step#SGD.step", 0.024, 0.027, -1),
     )
     gap = operators._gap_seconds(seen, 0, 30 * MS, [(20 * MS, 24 * MS)])
-    assert gap == pytest.approx(0.010 + 0.003)
+    # Before the first operator 10 ms, between operators of the forward pass 7 ms, after the optimizer 3 ms.
+    assert gap == pytest.approx(0.010 + 0.007 + 0.003)
     assert operators._gap_seconds(seen, 0, 30 * MS, []) is None
     assert operators._gap_seconds(seen[:1], 0, 30 * MS, [(20 * MS, 24 * MS)]) is None
 
@@ -118,7 +119,9 @@ def test_accumulated_passes_have_a_gap_each():
         ("aten::mul", 0.010, 0.011, 2),
     )
     passes = [(5 * MS, 6 * MS), (12 * MS, 14 * MS)]
-    assert operators._gap_seconds(seen, 0, 14 * MS, passes) == pytest.approx(0.002 + 0.003)
+    assert operators._gap_seconds(seen, 0, 14 * MS, passes) == pytest.approx(
+        (0.002 + 0.001) + (0.003 + 0.001)
+    )
 
 
 def test_a_loss_by_hand_is_not_loading():
@@ -222,5 +225,5 @@ def test_logging_is_left_out_and_loading_is_divided():
     )  # fmt: skip
     (loads,) = diagnose(replace(between, between_loads=True))
     (logs,) = diagnose(replace(between, between_loads=False))
-    assert logs.gain.likely == pytest.approx(5.0, rel=0.05)
+    assert logs.gain.likely == pytest.approx(0.020 / (0.004 + 0.05 * 0.016))
     assert loads.gain.likely < 2.6

@@ -278,7 +278,7 @@ def slow_between_steps(case: Case) -> Finding | None:
         for line in case.measured.between[:3]
     ]
     # Work that is no loading, such as logging, may be left out of most steps.
-    likely = divided if case.measured.between_loads else rest
+    likely = divided if case.measured.between_loads else rest + _LIKELY * between
     first = (
         "Do this work while the model computes"
         if case.measured.between_loads
