@@ -32,9 +32,9 @@ def make_pictures(folder: Path) -> Path:
     return folder
 
 
-def block(before: int, after: int, *more: torch.nn.Module) -> torch.nn.Sequential:
+def block(before: int, after: int, *pool: torch.nn.Module) -> torch.nn.Sequential:
     convolution = torch.nn.Conv2d(before, after, 3, padding=1, bias=False)
-    return torch.nn.Sequential(convolution, torch.nn.BatchNorm2d(after), torch.nn.ReLU(), *more)
+    return torch.nn.Sequential(convolution, *pool, torch.nn.BatchNorm2d(after), torch.nn.ReLU())
 
 
 def make_model(width: int) -> torch.nn.Sequential:
@@ -61,7 +61,7 @@ norm = Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 dtype = ToDtype(torch.float32, channels_last=True)
 augment = Compose([RandomHorizontalFlip(), RandomCrop(32, padding=4), norm, dtype], seed=1)
 small = len(sys.argv) == 1
-batch, epochs, width = (24, 2, 2) if small else (512, 12, 64)
+batch, epochs, width = (24, 2, 2) if small else (512, 10, 64)
 with tempfile.TemporaryDirectory() as made:
     folder = make_pictures(Path(made, "pictures")) if small else Path(sys.argv[1])
     store = Path(made, "store")

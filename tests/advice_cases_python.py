@@ -129,7 +129,7 @@ model, whole = torch.nn.Linear(4, 2), Whole(4, 2); my_loss = lambda outputs: mod
 pass"""
 STORE = (
     "from stoker.store.reader import open_store; from stoker.store.fields import Ragged; from stoker.store.repairs import *; "
-    "from stoker.store.quality import *; from stoker.store.table_stats import *; from stoker.store.time_stats import *; "
+    "from stoker.store.quality import *; from stoker.store.table_stats import *; "
     "from stoker.store.hdf5 import open_hdf5; from stoker.store.arrays import OpenFile; import os; here = os.getcwd(); "
     "store = open_store('store'); values, lengths = np.zeros(5, 'f4'), [2, 3]; words = np.array(['1', '2']); "
     "time = np.array([1.0, 2.0]); whole = np.array([[1, 2, 3]]); table = np.zeros((5, 3), 'f4'); columns = ['a', 'b', 'c']; "
@@ -520,7 +520,6 @@ PYTHON: dict[str, list[Case]] = {
         "open_hdf5(Path('empty'))",
         "OpenFile(Path('none/x.h5'))",
         "Ragged(values, lengths)",
-        "scan_time(time)",
     )
     + [
         Case("checked_values(words)", STORE, fill={"values": "words"}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,7 +25,7 @@ def test_an_account_balances_or_is_not_made(packed, refused, ignored, wrong):
             Account("rows", found + wrong, packed, refused, ignored)
         return
     account = Account("rows", found, packed, refused, ignored)
-    assert Account.from_json(account.to_json()) == account
+    assert Account(**asdict(account)) == account
     assert len(account.refused) <= 21
     assert len(account.lines()) == 1 + len(account.refused) + len(account.ignored)
 

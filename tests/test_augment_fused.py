@@ -40,7 +40,8 @@ from stoker.augment.stages import Function
 from stoker.errors import InputError
 from warm_stoker import shared
 
-PARITY = Path(__file__).parent / "parity" / "test_fused_kernels.py"
+PARITY = Path(__file__).parent / "parity"
+KERNELS = [str(PARITY / "test_fused_kernels.py"), str(PARITY / "test_lstm_kernels.py")]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(
     fused.importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -53,14 +54,14 @@ IMAGENET = Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU here")
 @pytest.mark.parametrize(
     ("selected", "at_least"),
-    [("not slow", 75), pytest.param("slow", 50, marks=pytest.mark.slow)],
+    [("not slow", 80), pytest.param("slow", 50, marks=pytest.mark.slow)],
     ids=["each value once", "the other combinations"],
 )
 def test_the_kernels_agree_with_the_reference_in_the_interpreter(selected, at_least):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "-m", selected, str(PARITY)],
+        [*command, "-m", selected, *KERNELS],
         env={**kept, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -101,6 +102,8 @@ class Compiled:
         for index, (parameter, value) in enumerate(
             zip(kernel.params, (*tensors, *launch._fixed), strict=True)
         ):
+            if parameter.name == "WAIT":
+                value = True  # as on a GPU
             if parameter.is_constexpr or value is None or self._is_one(parameter, value):
                 types[parameter.name], constants[(index,)] = "constexpr", value
                 continue
@@ -162,6 +165,14 @@ def test_everything_compiles(compiled):
     ops = [*USUAL[:2], *jitter, IMAGENET, ToDtype(torch.float16, channels_last=True)]
     run(ops, masks=torch.int64, rows=True)
     assert set(compiled.ptx) == {"sum_gray", "augment", "blur"}
+
+
+def test_contrast_compiles_as_one_pass_that_waits(compiled):
+    run([*USUAL[:2], ColorJitter(0.2, 0.2), IMAGENET], size=(224, 224))
+    assert set(compiled.ptx) == {"augment_held"}
+    assert re.search(r"(ld|atom)\.global\.gpu\.acquire", compiled.ptx["augment_held"])
+    assert not re.search(r"\b(mul|add|sub)\.f32", compiled.ptx["augment_held"])
+    assert ".local" not in compiled.ptx["augment_held"]
 
 
 @pytest.mark.parametrize(
@@ -250,6 +261,39 @@ def test_tiles_cover_the_image_and_are_few_enough(height, width, batch, geometry
         assert block % step == 0
     assert config.step_y * config.step_x == (128 if geometry else 512)
     assert not most_tiles or across * down <= most_tiles
+
+
+@given(
+    height=st.integers(1, 5000),
+    width=st.integers(1, 5000),
+    geometry=st.booleans(),
+    multiprocessors=st.integers(1, 200),
+)
+def test_programs_that_wait_for_each_other_fit_on_the_gpu_together(
+    height, width, geometry, multiprocessors
+):
+    program = Program(
+        **{
+            **make_program([], (8, 8), 3).__dict__,
+            "out_size": (height, width),
+            "geometry": geometry,
+        }
+    )
+    config = fused.choose_held(program, multiprocessors)
+    few = -(-height * width // fused.HELD_PIXELS) <= multiprocessors
+    if config is None:
+        assert not few or min(height, width) < 32  # strips are cut into more tiles
+        return
+    across, down = config.grid((height, width))
+    assert across * down <= 4 * multiprocessors
+    assert config.block_y * config.block_x == fused.HELD_PIXELS
+    for step, block in ((config.step_y, config.block_y), (config.step_x, config.block_x)):
+        assert block % step == 0
+
+
+def test_a_blur_is_not_held():
+    blurred = make_program([ColorJitter(0.2, 0.2), GaussianBlur(3)], (64, 64), 3)
+    assert fused.choose_held(blurred, 132) is None
 
 
 def test_small_images_get_small_tiles_and_large_ones_large():

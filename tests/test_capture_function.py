@@ -434,7 +434,7 @@ def test_what_cannot_be_captured_at_all_says_so_at_once(device, monkeypatch, tmp
     known = {"optimizer": loop.optimizer, "say": said.append}
     step = stoker.capture(loop.step, model=[nn.DataParallel(make_model()), loop.model], **known)
     assert "DataParallel starts threads" in step.reason
-    monkeypatch.setattr(Ranks, "current", lambda: Ranks(0, 2, 0, 2, joined=True))
+    monkeypatch.setattr(Ranks, "current", lambda: Ranks(0, 2, 2, joined=True))
     step = stoker.capture(loop.step, model=loop.model, **known)
     assert "several processes" in step.reason
     assert len(said) == 2

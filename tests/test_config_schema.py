@@ -149,8 +149,7 @@ PRESETS: dict[str, dict[str, object]] = {
     },
     "tabular": {
         "recipe.name": "tabular", "recipe.store": "stores/tabular", "run.dir": "runs/tabular",
-        "training.batch_size": 1024, "training.epochs": 20, "training.lr": 1e-4, "training.init_gain": 0.5,
-        "training.output_bound": 10.0,
+        "training.batch_size": 128, "training.epochs": 40, "training.lr": 1e-3,
     },
 }  # fmt: skip
 

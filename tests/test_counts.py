@@ -64,9 +64,7 @@ def test_the_manifest_balances_and_names_the_reasons(file, tmp_path):
         "ignored": {"a header": 3, "another ending": 1},
     }
     assert result.manifest.num_refused == 3
-    assert Account.from_json(counts).lines()[0] == (
-        "16 samples found = 9 packed + 3 refused + 4 ignored"
-    )
+    assert Account(**counts).lines()[0] == ("16 samples found = 9 packed + 3 refused + 4 ignored")
 
 
 def test_counts_survive_a_resumed_pack(file, tmp_path, monkeypatch):

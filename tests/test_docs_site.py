@@ -7,11 +7,10 @@ import inspect
 import json
 import posixpath
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import docs_build.site
 import pytest
 import yaml
 from docs_build.blocks import prose
@@ -468,15 +467,13 @@ def test_pages_use_the_words_of_the_field():
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
+def site(tmp_path_factory, pages) -> Path:
     if importlib.util.find_spec("zensical") is None:
         pytest.skip("zensical is not installed: pip install 'stoker[docs]'")
     folder = tmp_path_factory.mktemp("built") / "site"
-    done = subprocess.run(
-        [sys.executable, "-m", "docs_build.site", str(folder)],
-        cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(docs_build.site, "generated_pages", lambda: pages)
+        assert docs_build.site.build(folder) == 0
     return folder
 
 
@@ -499,13 +496,25 @@ def test_translated_pages_say_their_language(site):
 def test_default_runs_stand_in_one_table(tmp_path):
     assert defaults_section(tmp_path) == []
     row = {
-        "data": "flows", "minutes": 2.34, "cpu_minutes": 2.0, "metric": "macro_f1", "value": 0.93,
+        "data": "flows", "minutes": 2.34, "cpu_minutes": 2.0, "epochs": 40, "metric": "macro_f1", "value": 0.93,
         "interval": [0.82, 0.97], "baseline": "boosted trees", "baseline_value": 0.975, "worth": "worse",
     }  # fmt: skip
-    document = {"benchmark": "defaults", "machine": {"host": "h"}, "result": {"tabular": row}}
-    (tmp_path / "defaults-h.json").write_text(json.dumps(document))
-    (line,) = [line for line in defaults_section(tmp_path) if line.startswith("| tabular")]
-    assert line.split(" | ")[:4] == ["| tabular", "flows", "h", "2.3, 2.0 of the CPU"]
-    assert line.endswith(
-        "| macro_f1 | 0.93 (0.82 to 0.97) | boosted trees 0.975 | **not worth training** |"
-    )
+    ahead = {"data": "bars", "projected": True, "minutes": 75.0, "cpu_minutes": 130.0, "epochs": 20,
+             "epoch_seconds": 225.0}  # fmt: skip
+    bars = {"data": "bars", "minutes": 1.2, "epochs": 9, "metric": "mae", "more_is_better": False, "value": 3.0,
+            "interval": [], "baseline": "last value", "baseline_value": 3.1, "worth": "better"}  # fmt: skip
+    for host, result in (("cpu", {"tabular": row, "forex": ahead}), ("gpu", {"forex": bars})):
+        document = {"benchmark": "defaults", "machine": {"host": host}, "result": result}
+        (tmp_path / f"defaults-{host}.json").write_text(json.dumps(document))
+    lines = [line for line in defaults_section(tmp_path) if line.startswith("|")]
+    assert lines[0].endswith("| verdict | minutes, cpu | minutes, gpu |")
+    assert lines[2:] == [
+        (
+            "| tabular | flows | macro_f1 | 0.93 (0.82 to 0.97) | boosted trees 0.975 | **not worth training** "
+            "| 2.34 (2.00), 40 epochs | n/a |"
+        ),
+        (
+            "| forex | bars | mae, less is better | 3 | last value 3.1 | better "
+            "| *projected* 75.0 (130): 20 epochs of 225 s | 1.20, 9 epochs |"
+        ),
+    ]

@@ -460,7 +460,7 @@ def test_operators_are_counted_once_and_timed_by_type():
         event("Optimizer.step#SGD.step", 300, 100),
         event("aten::add_", 310, 20, [[64, 64], []], ["float", "double"]),
     ]
-    seen = operators.summarise(events, [0, 1_000_000])
+    seen = operators.summarise(events, [0, 1_000_000], [])
     assert seen["operators"] == 2  # linear and add_: not what loading calls, nor what linear calls
     assert seen["double_seconds"] == pytest.approx(100e-6)
     assert seen["matmul_seconds"] == {"float64": pytest.approx(100e-6)}
@@ -480,7 +480,7 @@ def test_kernels_are_a_union_and_the_quietest_step_stands_for_the_host():
         event("mine", 0, 1),
         event("mine", 0, 1500, device=gpu),
     ]
-    seen = operators.summarise(events, [0, 1_000_000, 2_000_000])
+    seen = operators.summarise(events, [0, 1_000_000, 2_000_000], [])
     assert seen["kernels"] == 3
     assert seen["busy_seconds"] == pytest.approx(80e-6)
     assert seen["double_kernel_seconds"] == pytest.approx(30e-6)

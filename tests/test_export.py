@@ -112,7 +112,8 @@ def batch_of(store, trained, num, augment=None):
 # -- the same predictions --------------------------------------------------------------------------
 
 
-VARIANTS = {"windows", "series"}  # of the tabular recipe; an export takes seconds
+# Of the tabular recipe, and the one that takes longest to trace: an export takes seconds.
+VARIANTS = {"windows", "series", "segmentation"}
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ class Items(Dataset):
 
 @pytest.mark.parametrize("form", [dict, tuple, None])
 def test_a_dataset_is_read_once_and_gives_batches_in_its_form(form):
-    with pytest.warns(UserWarning, match="stays the same in every epoch"):
+    with pytest.warns(UserWarning, match="stays the same in every epoch|leaves text out"):
         loader = loader_of(Items(form))
     with loader:
         batches = list(loader)
@@ -256,7 +256,8 @@ def test_as_tuple_loads_and_yields_these_fields_only():
     with loader_of(data, as_tuple=("mz", "mz/offsets")) as loader:
         values, offsets = next(iter(loader))
         assert len(values) == offsets[-1]
-    for wrong, fix in (("x", "as_tuple=('x',)"), (("X", "y"), "as_tuple=('x', 'y')")):
+    wrongs = {"x": "('x',)", ("X", "y"): "('x', 'y')", True: "('x', 'y', 'z', 'mz')"}
+    for wrong, fix in ((wrong, f"as_tuple={fix}") for wrong, fix in wrongs.items()):
         with pytest.raises(InputError) as caught:
             loader_of(data, as_tuple=wrong)
         assert caught.value.fix == fix
@@ -414,12 +415,23 @@ def test_a_sampler_of_torch_is_answered_with_what_does_the_same(sampler, typed):
     assert len(list(loader_of(**advised))) == len(list(loader_of(**typed)))
 
 
-def test_text_in_memory_is_a_field_that_is_not_loaded_by_itself():
+def test_text_in_memory_is_a_field_that_is_not_loaded_by_itself_and_that_is_said(monkeypatch):
     names = np.array([f"sample {number}" for number in range(N)])
-    for held in (names, names.astype(object)):
-        with loader_of({"x": X, "name": held}) as loader:
-            assert set(next(iter(loader))) == {"x"}
-            assert loader.store.fields["name"].encoding is not None
+    pairs = [(x, name, y) for x, name, y in zip(X, names, Y, strict=True)]
+    ways = [{"x": X, "name": names}, {"x": X, "name": names.astype(object)}, (X, names, Y), pairs]
+    for data in ways:
+        monkeypatch.setattr(arguments, "_told", set())
+        with pytest.warns(UserWarning, match="leaves text out of its batches") as told:
+            loader = loader_of(data)
+        with loader:
+            batch = next(iter(loader))
+            assert set(batch) == {"x"} if isinstance(data, dict) else len(batch) == 2
+        (text,) = (name for name, info in loader.store.fields.items() if info.encoding == "utf8")
+        assert f"fields={[text]}" in str(told[0].message)
+    with loader_of({"x": X, "name": names}, fields=["name"]) as loader:
+        batch = next(iter(loader))
+        end = int(batch["name/offsets"][1])
+        assert bytes(batch["name"][:end].numpy()).decode() == names[0]
 
 
 def test_the_dataset_of_a_dataloader_is_asked_for_in_vain_and_told_where_it_is():

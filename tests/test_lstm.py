@@ -1,40 +1,12 @@
-"""When the LSTM kernels are used, and that they are right in Triton's interpreter."""
+"""When the LSTM kernels are used; `tests/test_augment_fused.py` runs them in Triton's interpreter."""
 
 from __future__ import annotations
-
-import importlib.util
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from stoker.recipes.forex.lstm import can_run, run_lstm
-
-PARITY = Path(__file__).parent / "parity" / "test_lstm_kernels.py"
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU here")
-def test_the_kernels_agree_with_torch_in_the_interpreter():
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, str(PARITY)],
-        env={**kept, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None, done.stdout
-    assert int(passed[1]) == 5
 
 
 def test_on_the_cpu_it_is_torchs_own():

@@ -155,7 +155,7 @@ def test_the_nearest_neighbour_is_the_best_tanimoto(trained):
         job = MassSpecRecipe().make_job(store, {"width": 8, "num_blocks": 1}, 0)
         final: FinalSpectrumMetrics = job.final_metrics()
         test, train = job.samples["test"], job.samples["train"]
-        _, shares = final._nearest(test, torch.device("cpu"))
+        _, shares, _ = final._nearest(test, torch.device("cpu"))
         bits = [set(np.flatnonzero(row)) for row in fingerprint_rows(store, train).numpy()]
         for sample, share in zip(test, shares, strict=True):
             own = set(store.read_values("ecfp_bits", int(sample)).tolist())
@@ -281,6 +281,13 @@ def test_a_model_of_ms_ms_reads_the_energy(tmp_path):
         device="cpu",
     )
     assert "collision energy" in made.evaluation.groups
+    # At 10 eV all compounds show one peak, at 60 eV another: a neighbour of like conditions is right.
+    assert made.evaluation.baselines[NEAREST]["cosine"] == pytest.approx(1.0)
+    count = made.evaluation.num_samples
+    assert (
+        f"neighbours of like conditions for {count} of {count} test spectra"
+        in made.evaluation.notes
+    )
     rows = (
         "smiles,collision_energy,adduct",
         "CCCCCO,10 eV,[M+H]+",
@@ -302,3 +309,22 @@ def test_a_model_of_ms_ms_reads_the_energy(tmp_path):
     # 45 is measured at 10 eV only, 29 at 60 eV only.
     assert high[45.0] / high[29.0] > 1.5 * low.get(45.0, 0.0) / low[29.0]
     assert batch.records[1].meta["collision_energy"] == "60 eV"
+
+
+def test_conditions_are_alike_more_loosely_from_level_to_level(tmp_path):
+    from stoker.recipes.massspec.evaluation import condition_levels
+    from stoker.store.fields import Dense
+    from store_makers import write_store
+
+    told = [
+        {"adduct": "[M+H]+", "collision_energy": "10"},
+        {"adduct": "[M+H]+", "collision_energy": "14 eV"},
+        {"adduct": "[M+H]+", "collision_energy": "40"},
+        {"adduct": "[M+Na]+", "collision_energy": "40"},
+        {"adduct": "[M-H]-"},
+    ]
+    rows = np.array([encode_conditions("MS/MS", meta) for meta in told], "f4")
+    with write_store(tmp_path / "store", [{"conditions": Dense(rows, CONDITION_COLUMNS)}]) as store:
+        levels = condition_levels(store)
+    as_groups = [[codes.tolist().index(code) for code in codes] for codes in levels]
+    assert as_groups == [[0, 0, 2, 3, 4], [0, 0, 0, 3, 4], [0, 0, 0, 0, 4], [0, 0, 0, 0, 0]]

@@ -84,7 +84,7 @@ SPOKEN = {
     "augment/preview.py: --masks \0 with the store \0.",
     "cli/augment.py: --preset \0 and --config \0.",
     "cli/inspect.py: stoker inspect \0",
-    "cli/picture_options.py: --size \0 and --keep-encoded were given.",
+    "cli/data_options.py: --size \0 and --keep-encoded were given.",
     "cli/monitor.py: stoker monitor  \0",
     "cli/tune.py: stoker tune \0",
     "ownership.py: stoker needs this name for \0",

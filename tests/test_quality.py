@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
@@ -16,17 +17,15 @@ from stoker.store import column_stats, table_stats
 from stoker.store.column_stats import HUGE
 from stoker.store.quality import (
     Finding,
-    TableStats,
-    TimeStats,
     bad_rows,
     judge,
     judge_time,
     limits_of,
-    scan_time,
     summarise,
 )
 from stoker.store.repairs import apply_repairs, fit_repairs, parse_repair
 from stoker.store.row_sketch import RowHashes, hash_rows
+from stoker.store.table_stats import TableStats
 
 SPECIALS = [0.0, -0.0, 1.0, -1.0, 7.5, 65504.0, 65505.0, -65536.0, 7e4, 3e9, -1e12, 1e15, -3e30]
 ODD = [float("nan"), float("inf"), float("-inf"), 1e-40, -1e-42, 1e-38]
@@ -119,7 +118,7 @@ class TestScan:
         edges = [0, *cuts, len(values)]
         parts = [TableStats.scan(values[a:b], first_row=a) for a, b in pairwise(edges)]
         whole = TableStats.scan(values)
-        same_stats(TableStats.merge_all(parts), whole)
+        same_stats(reduce(TableStats.merge, parts), whole)
         right = parts[-1]
         for part in reversed(parts[:-1]):
             right = part.merge(right)
@@ -135,24 +134,9 @@ class TestScan:
             patch.setattr(table_stats, "_CHUNK_BYTES", chunk_rows * row_bytes)
             same_stats(TableStats.scan(values), whole)
 
-    @given(tables())
-    def test_json_gives_it_back(self, values):
-        stats = TableStats.scan(values)
-        text = json.dumps(stats.to_json(), allow_nan=False)
-        back = TableStats.from_json(json.loads(text))
-        same_stats(back.merge(TableStats.scan(values[:0])), stats)
-        assert judge(back) == judge(stats)
-
-    def test_compact_json_is_small_and_judges_the_same(self):
-        values = clean(20_000, 30)
-        values[1] = values[0]
-        stats = TableStats.scan(values)
-        text = json.dumps(stats.to_json(compact=True), allow_nan=False)
-        back = TableStats.from_json(json.loads(text))
+    def test_json_is_small(self):
+        text = json.dumps(TableStats.scan(clean(20_000, 30)).to_json(), allow_nan=False)
         assert len(text) < 100_000
-        assert judge(back) == judge(stats)
-        assert judge(back)[0].name == "duplicate-rows"
-        assert back.merge(back).hashes is None
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_moments_agree_with_numpy(self, dtype):
@@ -168,12 +152,6 @@ class TestScan:
     def test_moments_survive_a_large_offset(self):
         values = clean(5000, 2, "float64") + 1.7e9
         np.testing.assert_allclose(TableStats.scan(values).std, values.std(0), rtol=1e-9)
-
-    def test_uint8_goes_the_way_of_wider_integers(self):
-        values = np.random.default_rng(0).integers(0, 256, size=(300, 5), dtype=np.uint8)
-        a, b = TableStats.scan(values), TableStats.scan(values.astype(np.int16))
-        np.testing.assert_array_equal(a.values.bins, b.values.bins)
-        np.testing.assert_allclose(a.values.squares, b.values.squares)
 
     def test_big_endian_and_strided_values_are_read_right(self):
         values = clean()
@@ -195,7 +173,7 @@ class TestScan:
         assert len(np.unique(sampled)) > 3 * 64 * 64 * 0.5
 
     def test_memory_does_not_grow_with_the_rows(self):
-        few, many = (len(json.dumps(TableStats.scan(clean(n, 3)).to_json(compact=True)))
+        few, many = (len(json.dumps(TableStats.scan(clean(n, 3)).to_json()))
                      for n in (5_000, 80_000))  # fmt: skip
         assert many < few * 1.1
 
@@ -233,7 +211,6 @@ class TestLayout:
             ((9, 360, 16), "float32", None, tuple(map(str, range(16))), 360),
             ((9, 5, 2), "float32", ("a", "b"), ("a", "b"), 5),
             ((9, 2, 2), "float32", ("a", "b", "c", "d"), ("a", "b", "c", "d"), 1),
-            ((9, 28, 28), "uint8", None, ("all",), 784),
             ((9, 3, 64, 64), "float32", None, ("all",), 12288),
             ((9, 8, 8, 3), "uint8", ("r", "g", "b"), ("r", "g", "b"), 64),
         ],
@@ -330,16 +307,14 @@ class TestJudge:
         values = 1e15 * (1 + np.abs(clean(500, 2, "float64")))
         assert ("extreme", 0) in names_of(judge(TableStats.scan(values.astype(np.float32))))
         assert ("extreme", 0) not in names_of(judge(TableStats.scan(values)))
-        stored = judge(TableStats.scan(values), stored_dtype="float32")
-        assert ("extreme", 0) in names_of(stored)
 
-    def test_overflow_is_refused_where_float16_is_stored(self):
+    def test_what_float16_cannot_hold_is_named(self):
         values = clean(500, 2)
         values[3, 1] = 65505.0
-        (found,) = judge(TableStats.scan(values), stored_dtype="float16")
-        assert (found.name, found.severity, found.first_rows) == ("overflows-fp16", "refuse", (3,))
+        (found,) = judge(TableStats.scan(values))
+        assert (found.name, found.severity, found.first_rows) == ("overflows-fp16", "warn", (3,))
         values[3, 1] = 65504.0
-        assert judge(TableStats.scan(values), stored_dtype="float16") == []
+        assert judge(TableStats.scan(values)) == []
 
     def test_integers_can_be_extreme_constant_or_duplicated_only(self):
         values = np.random.default_rng(0).integers(1, 100, size=(300, 3))
@@ -355,7 +330,7 @@ class TestJudge:
         assert (found.name, found.count, found.first_rows) == ("duplicate-rows", 3, (20, 50, 51))
         assert found.severity == "warn"
         parts = [TableStats.scan(values[i : i + 10], first_row=i) for i in range(0, 100, 10)]
-        assert judge(TableStats.merge_all(parts)) == [found]
+        assert judge(reduce(TableStats.merge, parts)) == [found]
 
     def test_a_single_column_may_repeat(self):
         labels = np.arange(100) % 3
@@ -389,19 +364,19 @@ class TestJudge:
 
 
 class TestBadRows:
-    @given(tables(), st.sampled_from([None, "float16", "float32"]))
-    def test_equals_brute_force(self, values, stored):
-        limits = limits_of(TableStats.scan(values), stored_dtype=stored)
+    @given(tables())
+    def test_equals_brute_force(self, values):
+        limits = limits_of(TableStats.scan(values))
         wide = values.astype(np.float64)
         with np.errstate(invalid="ignore"):
             refused = ~np.isfinite(wide) | (np.abs(wide) >= limits.refuse_from)
         np.testing.assert_array_equal(bad_rows(values, limits), refused.any(axis=1))
 
-    @given(tables(), st.sampled_from([None, "float16", "float32"]))
-    def test_without_the_bad_rows_nothing_is_refused_by_these_limits(self, values, stored):
+    @given(tables())
+    def test_without_the_bad_rows_nothing_is_refused_by_these_limits(self, values):
         stats = TableStats.scan(values)
-        bad = bad_rows(values, limits_of(stats, stored_dtype=stored))
-        refused = [f for f in judge(stats, stored_dtype=stored) if f.severity == "refuse"]
+        bad = bad_rows(values, limits_of(stats))
+        refused = [f for f in judge(stats) if f.severity == "refuse"]
         assert bool(refused) == bool(bad.any())
         assert all(bad[list(finding.first_rows)].all() for finding in refused)
 
@@ -457,36 +432,25 @@ class TestRowHashes:
 
 
 class TestTime:
-    @given(st.lists(st.integers(-5, 5), max_size=30), st.integers(0, 30))
-    def test_parts_give_what_the_whole_gives(self, steps, cut):
-        time = np.cumsum(np.array(steps, dtype=np.int64))
-        cut = min(cut, len(time))
-        whole = scan_time(time)
-        parts = scan_time(time[:cut]).merge(scan_time(time[cut:], first_row=cut))
-        assert parts == whole or (len(time) == 0 and parts.num_rows == 0)
-        assert whole.num_backwards == sum(step < 0 for step in steps[1:])
-        assert whole.num_repeated == sum(step == 0 for step in steps[1:])
+    @given(st.lists(st.integers(-5, 5), max_size=30))
+    def test_counts_steps_that_do_not_go_forward(self, steps):
+        found = judge_time(np.cumsum(np.array(steps, dtype=np.int64)))
+        counts = {finding.name: finding.count for finding in found}
+        assert counts.get("time-backwards", 0) == sum(step < 0 for step in steps[1:])
+        assert counts.get("time-repeats", 0) == sum(step == 0 for step in steps[1:])
 
     def test_findings(self):
-        time = np.array([10, 20, 15, 15, 30], dtype="datetime64[s]")
-        found = judge_time(scan_time(time, first_row=100), field="bars")
+        found = judge_time(np.array([10, 20, 15, 15, 30]), first_row=100, field="bars")
         assert [(f.name, f.severity, f.count, f.first_rows) for f in found] == [
             ("time-backwards", "refuse", 1, (102,)),
             ("time-repeats", "refuse", 1, (103,)),
         ]
-        assert judge_time(scan_time(np.arange(5))) == []
+        assert judge_time(np.arange(5)) == []
 
     def test_extremes_of_int64_do_not_overflow(self):
         time = np.array([np.iinfo(np.int64).min, np.iinfo(np.int64).max])
-        assert scan_time(time).num_backwards == 0
-        assert scan_time(time[::-1]).num_backwards == 1
-
-    def test_floats_are_refused(self):
-        with pytest.raises(InputError, match="time axis"):
-            scan_time(np.array([0.5, 1.0]))
-
-    def test_empty(self):
-        assert scan_time(np.array([], dtype=np.int64)) == TimeStats(0, 0, None, None, 0, 0, (), ())
+        assert judge_time(time) == []
+        assert [finding.count for finding in judge_time(time[::-1])] == [1]
 
 
 @pytest.fixture(scope="module")

@@ -190,7 +190,7 @@ def test_no_rows_is_an_error_and_leaves_no_file(trained, tmp_path):
     path = tmp_path / "n.csv"
     path.write_text(",".join(people(1)[0]) + "\n")
     model = load_model(trained.loaded.saved.path)
-    with pytest.raises(InputError, match="no sample to predict"):
+    with pytest.raises(InputError, match=r"n\.csv has no rows"):
         predict_file(trained, path, tmp_path / "o.csv", device="cpu")
     assert not (tmp_path / "o.csv").exists()
     with pytest.raises(InputError, match="has no rows"):
@@ -245,6 +245,28 @@ def test_values_in_other_units_are_told(trained, tmp_path):
         trained, write_csv(tmp_path / "n.csv", people(20)), tmp_path / "o.csv", device="cpu"
     )
     assert not any("far outside" in note for note in report.notes)
+    # Metres for centimetres: ten spreads away, of many rows. Of two rows it may be the tail.
+    scaler = trained.made.model.scaler
+    moved = 10 * float(scaler.scale[trained.facts["columns"]["features"].index("size")])
+    rows = [row | {"size": str(float(row["size"]) - moved)} for row in people(20)]
+    for count, is_told in ((20, True), (2, False)):
+        path = write_csv(tmp_path / "n.csv", rows[:count])
+        report = predict_file(trained, path, tmp_path / "o.csv", device="cpu")
+        assert any("of size lie far outside" in note for note in report.notes) == is_told
+
+
+def test_a_missing_column_is_not_said_to_be_one_that_is_used(trained, tmp_path):
+    rows = [{name: value for name, value in row.items() if name != "size"} for row in people(3)]
+    with pytest.raises(InputError, match="lacks 1 column of the training table: size") as error:
+        predict_file(trained, write_csv(tmp_path / "n.csv", rows), tmp_path / "o.csv", device="cpu")
+    assert error.value.fix == "a file with these columns"
+    rows = [{**row, "sizes": "1"} for row in rows]
+    with pytest.raises(InputError) as error:
+        predict_file(trained, write_csv(tmp_path / "n.csv", rows), tmp_path / "o.csv", device="cpu")
+    assert error.value.fix == "rename: 'size' may be sizes"
+    with pytest.raises(InputError, match="does not exist") as error:
+        predict_file(trained, tmp_path / "none.csv", tmp_path / "o.csv", device="cpu")
+    assert "CSV or Parquet files with the columns of training; or a store" in str(error.value)
 
 
 def test_a_store_is_predicted_by_the_command_and_not_as_a_frame(trained, tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from stoker.errors import InputError
-from stoker.store.quality import TableStats, judge
+from stoker.store.quality import judge
 from stoker.store.repairs import (
     FittedRepair,
     RepairSpec,
@@ -18,6 +18,7 @@ from stoker.store.repairs import (
     fit_repairs,
     parse_repair,
 )
+from stoker.store.table_stats import TableStats
 
 COLUMNS = ("a", "b", "c")
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)

@@ -421,9 +421,9 @@ def test_a_run_trains_with_the_recipes_rate_and_says_where_it_comes_from(tmp_pat
     with open_run(resolve(parse_config(text, "f.yaml")), device="cpu") as run:
         loader = run.make_train_loader()
         trainer = run.make_trainer(loader, None, Told(), run_dir=None)
-        assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {5e-4}
+        assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {1e-3}
         notes = [note.text for note in run._notes(loader)]
-        said = "learning rate 0.0005: the recipe's default, AdamW, for reference_batch samples per update"
+        said = "learning rate 0.001: the recipe's default, AdamW, for reference_batch samples per update"
         assert any(note.startswith(said) for note in notes)
         assert "batch size 64: training.batch_size (f.yaml:2:23)" in notes
         assert "epochs 1: training.epochs (f.yaml:2:12)" in notes

@@ -50,6 +50,31 @@ def make_small(criterion=nn.functional.mse_loss, targets=(8, 1), lr=0.1, scale=1
     )  # fmt: skip
 
 
+def told_about_compiling(model):
+    data = [(torch.randn(8, 4), torch.randn(8, 1))]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(
+        model, data, None, nn.functional.mse_loss, optimizer, None, {"epochs": 1}, "cpu"
+    )
+    return [note.text for note in trainer.history.told if "compile" in note.text]
+
+
+def test_a_compile_that_torch_leaves_out_is_told():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 1)
+
+        def forward(self, inputs):
+            return self.inner(inputs)
+
+    for model in (nn.Sequential(nn.Linear(4, 1)), Own()):
+        compiled = []
+        model.compile(backend=lambda graph, _, made=compiled: made.append(1) or graph.forward)
+        model(torch.zeros(2, 4))
+        assert bool(told_about_compiling(model)) != bool(compiled)
+
+
 # -- lines -------------------------------------------------------------------------------------------
 
 

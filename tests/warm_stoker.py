@@ -3,6 +3,7 @@
 A start of Python with torch, and the first training step of a process, cost three to five seconds; a fork
 costs a tenth of one. A command here has its own process, streams, folder and environment, and ends as it
 would by itself: its exit functions run. `Started` is one that its test sends signals to, or gives a terminal.
+With several workers of pytest there is one such process for all, and each worker has a fork of it.
 Tests about the process (closed streams, what is imported, how Python ends) start one of their own.
 """
 
@@ -17,7 +18,9 @@ import os
 import runpy
 import select
 import selectors
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,8 +38,37 @@ FIRST_USE = (
 )  # fmt: skip
 
 
+ADDRESS = "WARM_STOKER"
+
+
 def serve() -> None:
-    """Run the commands that come as lines of JSON, and answer each with its exit code."""
+    """Serve the one that has started this process, through its streams."""
+    main = _load()
+    _answer(sys.stdin, sys.stdout, main)
+
+
+def serve_all(number: int) -> None:
+    """Serve each worker that connects to a socket by a fork of this process, until our stdin ends."""
+    main = _load()
+    door = socket.socket(fileno=number)
+    while True:
+        ready = select.select([door, sys.stdin], [], [])[0]
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if sys.stdin in ready:
+            os._exit(0)  # the libraries that are loaded here would tell at length what they leave
+        worker, _ = door.accept()
+        if not os.fork():
+            door.close()
+            with worker, worker.makefile("r") as asked, worker.makefile("w") as answers:
+                _answer(asked, answers, main)
+            os._exit(0)
+        worker.close()
+
+
+def _load():
+    """Import what commands load, and return what runs one."""
     import gc
     import importlib
     import pkgutil
@@ -55,23 +87,34 @@ def serve() -> None:
         torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     whole = typer.main.get_command(stoker.cli.main.app)  # a fork may change its copy
     typer.main.get_command = lambda app: whole
+    do_not_wait_for_the_disk()
     gc.collect()
     gc.freeze()  # a fork that collects would copy all pages
-    for line in sys.stdin:
+    return stoker.cli.main.run
+
+
+def do_not_wait_for_the_disk() -> None:
+    """Leave `fsync` out: no test takes the power away, and the suite would wait a minute for it."""
+    os.fsync = os.fstat  # which fails for what is no open file, too
+
+
+def _answer(requests, answers, main) -> None:
+    """Run the commands that come as lines of JSON, and answer each with its exit code."""
+    for line in requests:
         asked = json.loads(line)
         if asked["beside"]:
-            _run_beside(asked, stoker.cli.main.run)
+            _run_beside(asked, main)
             continue
         pipes = os.pipe(), os.pipe()
         pid = os.fork()
         if not pid:
             nothing = os.open(os.devnull, os.O_RDONLY)
-            _run(asked, stoker.cli.main.run, [nothing, *(end for _, end in pipes)])
+            _run(asked, main, [nothing, *(end for _, end in pipes)])
         for _, end in pipes:
             os.close(end)
         texts = _read([end for end, _ in pipes])
         status = os.waitpid(pid, 0)[1]
-        print(json.dumps([os.waitstatus_to_exitcode(status), *texts]), flush=True)
+        print(json.dumps([os.waitstatus_to_exitcode(status), *texts]), file=answers, flush=True)
 
 
 def _read(ends: list[int]) -> list[str]:
@@ -263,18 +306,43 @@ def _reader(path: str):
     return open(end, encoding="utf-8", errors="surrogateescape")  # noqa: PTH123
 
 
+def _start(call: str, **options) -> subprocess.Popen[str]:
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import warm_stoker; "
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", f"{code}sys.path.pop(0); warm_stoker.{call}"]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, text=True, env=environment, **options)
+
+
+@contextlib.contextmanager
+def for_all_workers():
+    """Start the process that serves all workers, which are started from here; it ends with us."""
+    folder = tempfile.mkdtemp(prefix="stoker-warm-")
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(f"{folder}/door")
+        door.listen(64)
+        process = _start(f"serve_all({door.fileno()})", pass_fds=[door.fileno()])
+    os.environ[ADDRESS] = f"{folder}/door"
+    try:
+        yield
+    finally:
+        del os.environ[ADDRESS]
+        process.stdin.close()
+        process.wait(30)
+        shutil.rmtree(folder)
+
+
 class Server:
-    """The process whose forks are the commands."""
+    """The process whose forks are the commands: our own, or our fork of the one for all workers."""
 
     def __init__(self):
-        code = (
-            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import warm_stoker; "
-        )
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"{code}sys.path.pop(0); warm_stoker.serve()"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
+        self._process = self._socket = None
+        if ADDRESS in os.environ:
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(os.environ[ADDRESS])
+            self._asked, self._answers = self._socket.makefile("w"), self._socket.makefile("r")
+        else:
+            self._process = _start("serve()", stdout=subprocess.PIPE)
+            self._asked, self._answers = self._process.stdin, self._process.stdout
 
     def run(
         self,
@@ -302,23 +370,32 @@ class Server:
         asked |= {"limit": limit, "blocked": [*blocked], "warnings": [*warned]}
         try:
             self.ask(asked)
-            code, out, err = json.loads(self._process.stdout.readline())
+            code, out, err = json.loads(self._answers.readline())
         except BaseException:
-            self._process.kill()  # what it would answer next belongs to this command
+            self._give_up()  # what it would answer next belongs to this command
             raise
         return subprocess.CompletedProcess(words, code, out, err)
 
     def ask(self, asked: dict) -> None:
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
+        self._asked.write(json.dumps(asked) + "\n")
+        self._asked.flush()
 
     def lives(self) -> bool:
-        return self._process.poll() is None
+        return not self._answers.closed and (self._process is None or self._process.poll() is None)
+
+    def _give_up(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+        self._answers.close()
 
     def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait(30)
-        self._process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._asked.close()
+        if self._process is not None:
+            self._process.wait(30)
+        else:
+            self._socket.close()
+        self._answers.close()
 
 
 @functools.cache

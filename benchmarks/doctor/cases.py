@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 HEAD = '''"""{title}"""
@@ -288,6 +288,7 @@ AFTER = {
     # what a loop does after an update; `loss`, `output`, `model`, `step`
     "": "pass",
     "items": "if not FIXED:\n    seen = [float(value) for row in output.detach().repeat(1, 400) for value in row]",
+    "values": "if not FIXED:\n    seen = [float(value) for value in output.detach().flatten().repeat(16)]",
     "gc": "if not FIXED:\n    gc.collect()",
     "save": "if not FIXED or step % 1000 == 999:\n"
     "    torch.save({'model': model.state_dict(), 'more': torch.zeros(700_000)}, f'{FOLDER}/last.pt')",
@@ -295,7 +296,7 @@ AFTER = {
     "leak": "if not FIXED:\n    KEPT.append((loss, torch.zeros(60_000)))",
     "log": "if not FIXED:\n    with open(f'{FOLDER}/log', 'a') as log:\n"
     "        for name, value in model.state_dict().items():\n"
-    "            log.write(name + repr(value.cpu().numpy().tolist()) + '\\n')",
+    "            log.write(name + ''.join(repr(value.cpu().numpy().tolist()) for _ in range(6)) + '\\n')",
 }
 
 STYLES = {
@@ -697,16 +698,69 @@ STYLES = {
                 optimizer.step()
                 after(step, loss, output, model)
         """,
+    "launches": """
+        layers = [layer for _ in range(60) for layer in (nn.Linear(64, 64), nn.Tanh())]
+        model = nn.Sequential(*layers, nn.Linear(64, 1)).to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        X, Y = torch.randn(4096, 64, device=DEVICE), torch.randn(4096, 1, device=DEVICE)
+        x, y = X[:{batch}].clone(), Y[:{batch}].clone()
+        told = getattr(sys, "stopwatch_note", lambda: None)
+
+
+        def update():
+            output = model(x)
+            loss = nn.functional.mse_loss(output, y)
+            optimizer.zero_grad(set_to_none=False)
+            loss.backward()
+            optimizer.step()
+            return output
+
+
+        for _ in range(3 if FIXED else 0):
+            update()
+        if FIXED:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                update()
+        for step in range(STEPS):
+            first = step * {batch} % 4096
+            x.copy_(X[first : first + {batch}])
+            y.copy_(Y[first : first + {batch}])
+            if FIXED:
+                graph.replay()
+                told()
+            else:
+                update()
+            if step % 20 == 19:
+                torch.cuda.synchronize()
+        """,
+    "pageable": """
+        HELD = [torch.randn({batch}, 262_144) for _ in range(6)]
+        if FIXED:
+            HELD = [held.pin_memory() for held in HELD]
+        model = nn.Sequential(nn.Linear(262_144, 16), nn.ReLU(), nn.Linear(16, 1)).to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        for step in range(STEPS):
+            x = HELD[step % 6].to(DEVICE, non_blocking=True)
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            after(step, loss, x, model)
+        """,
     "ranks": """
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
+
+        # Milliseconds of rank 0, of rank 1, and of each if the work is divided evenly.
+        WORK = (4, 12, 8) if "{slow}" else (4, 4, 4)
 
 
         def work(rank, world, port):
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             dist.init_process_group("gloo", rank=rank, world_size=world)
             torch.set_num_threads(1)
-            model = DistributedDataParallel(make_model(milliseconds=12 if rank and not FIXED and "{slow}" else 4))
+            model = DistributedDataParallel(make_model(milliseconds=WORK[rank if not FIXED else 2]))
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
             loader = DataLoader(Data(), {arguments})
             step = 0
@@ -752,6 +806,8 @@ class Case:
         busy: Milliseconds of the model.
         has_gain: Whether the twin is meant to be faster.
         notebook: Whether it runs as a cell of a notebook does, without a file.
+        slow: Whether a style that has a slow way of its own uses it.
+        needs_gpu: Whether its cause exists on a GPU only.
     """
 
     name: str
@@ -766,7 +822,8 @@ class Case:
     busy: float = 5.0
     has_gain: bool = True
     notebook: bool = False
-    slow: bool = field(default=False)
+    slow: bool = False
+    needs_gpu: bool = False
 
     def source(self) -> str:
         """Return the script."""
@@ -795,6 +852,7 @@ class Case:
 
 _FEW = "batch_size=32, num_workers=0 if not FIXED else min(4, CORES)"
 _ONE = "batch_size=32, num_workers=1 if not FIXED else min(4, CORES), persistent_workers=True"
+_PINNED = "batch_size=32, pin_memory=CUDA"
 _ALL = "batch_size=32, num_workers=CORES, persistent_workers=True"
 _TWO = "batch_size=32, num_workers=2, persistent_workers=True"
 _FOUR = "batch_size=4, num_workers=2, persistent_workers=True"
@@ -860,8 +918,6 @@ def _between() -> list[Case]:
             (BETWEEN,),
             "plain",
             after="log",
-            data="collate",
-            arguments="batch_size=32" + _OWN,
         ),
     ]
 
@@ -908,7 +964,7 @@ def _two() -> list[Case]:
 
 
 def _healthy() -> list[Case]:
-    quiet = "batch_size=32"
+    quiet = _PINNED  # without a GPU it is the same as without pin_memory
     return [
         Case("healthy_plain", (), "plain", arguments=quiet, busy=10),
         Case("healthy_workers", (), "plain", "zlib", "batch_size=4, num_workers=2, persistent_workers=True", busy=20,
@@ -932,7 +988,25 @@ def _healthy() -> list[Case]:
     ]  # fmt: skip
 
 
-CASES: tuple[Case, ...] = (*_loading(), *_between(), *_stepping(), *_two(), *_healthy())
+def _on_a_gpu() -> list[Case]:
+    return [
+        Case("gpu_launches", ("launch-bound",), "launches", needs_gpu=True),
+        Case("gpu_pageable", ("pageable-copies",), "pageable", needs_gpu=True),
+        Case("gpu_values", (SYNC,), "plain", after="values", arguments=_PINNED, needs_gpu=True),
+        Case(
+            "gpu_values_class", (SYNC,), "class", after="values", arguments=_PINNED, needs_gpu=True
+        ),
+    ]
+
+
+CASES: tuple[Case, ...] = (
+    *_loading(),
+    *_between(),
+    *_stepping(),
+    *_two(),
+    *_healthy(),
+    *_on_a_gpu(),
+)
 BY_NAME = {case.name: case for case in CASES}
 
 

@@ -3,19 +3,21 @@
     python benchmarks/doctor/run.py                      # all scripts, one after the other: about half an hour
     python benchmarks/doctor/run.py --jobs 8             # eight at once, each on two cores of its own
     python benchmarks/doctor/run.py --only no_workers    # those whose name contains it
-    python benchmarks/doctor/run.py --peers              # also py-spy's top line and torch's profiler
 
-Each script runs three times: alone, under `stoker doctor`, and as its fixed twin. The measured gain is the rate of the
-twin by that of the script; the overhead is the step under the doctor by the step alone. GPUs are hidden unless `--gpu`
-is given, and each script may use two cores. Finished scripts are kept in `--state` and not run again; one whose
-framework is not installed is listed as not run. The result is `doctor-<machine>.json` in `--out`, and a page beside it.
+Each script runs four times: alone, under `stoker doctor`, as its fixed twin, and alone again. The measured gain is the
+rate of the twin by that of the script; the overhead is the step under the doctor by the step alone. GPUs are hidden
+unless `--gpu` is given, and each script may use two cores. Finished scripts are kept in `--state` and not run again;
+one whose framework is not installed is listed as not run. The result is `doctor-<machine>.json` in `--out`, of which
+`publish.py` makes the page docs/doctor-benchmark.md; `peers.py` asks other tools.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import queue
 import random
@@ -25,8 +27,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -36,39 +38,29 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+import stopwatch  # noqa: E402
 from cases import CASES, Case  # noqa: E402
 
 from harness import RESULTS, machine_facts, machine_name  # noqa: E402
 
-STEPS, WARM_UP = 120, 20
+STEPS, WARM_UP, LONGEST_SECONDS = 120, 20, 120
 CLOSE = 0.3
-SPOTS = {
-    # Functions of the scripts at which a tool that shows lines points at the cause.
-    "no-workers": {"__getitem__"},
-    "decode-bound": {"decode", "__getitem__"},
-    "disk-bound": {"read", "__getitem__", "__iter__"},
-    "augment-on-cpu": {"augment"},
-    "python-collate": {"collate"},
-    "hdf5-compressed": {"__getitem__"},
-    "hdf5-chunks": {"__getitem__"},
-    "sync-every-step": {"after"},
-    "gc-each-step": {"after"},
-    "saves-too-often": {"after"},
-    "slow-between-steps": {"get_batch", "__getitem__", "batches", "samples", "after", "rows"},
-}
-LOADING = (
-    "no-workers",
-    "starved-by-loader",
-    "decode-bound",
-    "disk-bound",
-    "augment-on-cpu",
-    "python-collate",
+KEPT = (
+    *("machine", "step_seconds", "wait_seconds", "compute_seconds", "between_seconds", "kernels"),
+    *("operators", "copies", "syncs", "notes", "unjudged"),
 )
-OPERATORS = dict.fromkeys((*LOADING, "hdf5-compressed", "hdf5-chunks"), ("enumerate(DataLoader)",))
-OPERATORS["sync-every-step"] = ("aten::item", "aten::_local_scalar_dense")
-
+"""Measurements of the doctor that are kept, to understand a verdict."""
 
 # -- one script --------------------------------------------------------------------------------------
+
+
+FORKS = multiprocessing.get_context("forkserver")
+"""Starts processes that have imported torch already: a run takes its own seconds, not those of importing."""
+
+
+def variables_of(folder: Path, **more: str) -> dict[str, str]:
+    """Return the variables that every run gets."""
+    return {"STEPS": str(STEPS), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **more}
 
 
 def rate_of(
@@ -76,26 +68,42 @@ def rate_of(
 ) -> dict[str, Any]:
     """Run a script with the stopwatch; return samples per second, or how it failed."""
     out = folder / f"{name}.times"
-    stopwatch = [sys.executable, str(HERE / "stopwatch.py"), str(out)]
-    place = words.index("SCRIPT")
+    task = (str(out), words, str(folder), cores, variables_of(folder, **more))
+    process = FORKS.Process(target=stopwatch.run_forked, args=task)
+    process.start()
+    process.join(LONGEST_SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    if not out.exists():
+        said = Path(f"{out}.said")
+        return {"failure": said.read_text(errors="replace")[-600:] if said.exists() else "killed"}
+    return read_times(out, batch)
+
+
+def doctored_rate(
+    script: Path, report: Path, folder: Path, batch: int, cores: set[int]
+) -> dict[str, Any]:
+    """Run a script under the doctor with the stopwatch, as a user would: in a process of its own."""
+    out = folder / "doctored.times"
+    doctor = [sys.executable, "-m", "stoker", "doctor", "--out", str(report), "--"]
     done = subprocess.run(
-        [*words[:place], *stopwatch, *words[place + 1 :]],
-        env={
-            **os.environ,
-            "STEPS": str(STEPS),
-            "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(folder),
-            **more,
-        },
+        [*doctor, sys.executable, str(HERE / "stopwatch.py"), str(out), str(script)],
+        env={**os.environ, **variables_of(folder)},
         cwd=folder,
         preexec_fn=partial(os.sched_setaffinity, 0, cores),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LONGEST_SECONDS,
         check=False,
     )
     if not out.exists():
         return {"failure": (done.stderr or done.stdout)[-600:]}
+    return read_times(out, batch)
+
+
+def read_times(out: Path, batch: int) -> dict[str, Any]:
+    """Return the rate and the median step of what the stopwatch wrote."""
     seen = json.loads(out.read_text())
     times = seen["times"][WARM_UP:]
     steps = [after - before for before, after in itertools.pairwise(times)]
@@ -106,7 +114,7 @@ def rate_of(
     }
 
 
-def examine(case: Case, folder: Path, cores: set[int], peers: bool) -> dict[str, Any]:
+def examine(case: Case, folder: Path, cores: set[int]) -> dict[str, Any]:
     """Run one case in all ways."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / f"{case.name}.py"
@@ -119,68 +127,25 @@ def examine(case: Case, folder: Path, cores: set[int], peers: bool) -> dict[str,
         "has_gain": case.has_gain,
     }
     report = folder / "doctor.json"
-    doctor = [sys.executable, "-m", "stoker", "doctor", "--out", str(report), "--"]
-    result["alone"] = rate_of(["SCRIPT", str(script)], folder, "alone", case.batch, cores)
+    # Alone, under the doctor, fixed, and alone again: a machine that drifts slows the first and the last alike.
+    result["alone"] = rate_of([str(script)], folder, "alone", case.batch, cores)
     if "failure" in result["alone"]:
         return result
-    result["doctored"] = rate_of(
-        [*doctor, "SCRIPT", str(script)], folder, "doctored", case.batch, cores
-    )
+    result["doctored"] = doctored_rate(script, report, folder, case.batch, cores)
     if case.causes:
-        result["fixed"] = rate_of(
-            ["SCRIPT", str(script), "--fixed"], folder, "fixed", fixed_batch, cores
-        )
+        result["fixed"] = rate_of([str(script), "--fixed"], folder, "fixed", fixed_batch, cores)
+    result["again"] = rate_of([str(script)], folder, "again", case.batch, cores)
     if report.exists():
         found = json.loads(report.read_text())
         result["verdict"] = found["verdict"]
         result["unjudged"] = found["unjudged"]
-        result["step_seconds"] = found["measurements"]["step_seconds"]
+        result["later"] = [one["name"] for one in found.get("later", ())]
+        result["measured"] = {name: found["measurements"][name] for name in KEPT}
         result["findings"] = [
             {"name": one["name"], "gain": one["gain"], "evidence": one["evidence"][:3]}
             for one in found["findings"]
         ]
-    if peers:
-        result["py_spy"] = top_line(script, folder, cores)
-        words = {"STOPWATCH_PROFILE": "1"}
-        result["torch_profiler"] = rate_of(
-            ["SCRIPT", str(script)], folder, "profiled", case.batch, cores, **words
-        ).get("top")
     return result
-
-
-def top_line(script: Path, folder: Path, cores: set[int]) -> str | None:
-    """Return the line of the script with most samples of py-spy, as `function (file:line)`; None without py-spy."""
-    program = shutil.which("py-spy")
-    if program is None:
-        return None
-    raw = folder / "stacks"
-    words = [
-        "record",
-        "--rate",
-        "50",
-        "--format",
-        "raw",
-        "--full-filenames",
-        "--subprocesses",
-        "--output",
-        str(raw),
-    ]
-    subprocess.run(
-        [program, *words, "--", sys.executable, str(script)],
-        env={**os.environ, "STEPS": str(STEPS), "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-        preexec_fn=partial(os.sched_setaffinity, 0, cores),
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
-    lines: Counter[str] = Counter()
-    for stack in raw.read_text(errors="replace").splitlines() if raw.exists() else ():
-        frames, _, count = stack.rpartition(" ")
-        own = [frame for frame in frames.split(";") if script.name in frame or "<ipython" in frame]
-        if own and not own[-1].startswith("<module>"):
-            lines[own[-1]] += int(count)
-    return lines.most_common(1)[0][0] if lines else None
 
 
 # -- all of them -------------------------------------------------------------------------------------
@@ -197,37 +162,25 @@ def judge(name: str, result: dict[str, Any]) -> dict[str, Any]:
         if causes
         else not names and not result.get("unjudged")
     )
-    row["all_named"] = all(cause in names for cause in causes)
-    alone, fixed = result["alone"].get("rate"), result.get("fixed", {}).get("rate")
+    told = {*names, *result.get("later", ())}
+    row["later"] = result.get("later", [])
+    row["all_named"] = all(cause in told for cause in causes)
+    runs = [result["alone"], result.get("again", {})]
+    rates = [one["rate"] for one in runs if one.get("rate")]
+    alone = statistics.fmean(rates) if rates else None
+    fixed = result.get("fixed", {}).get("rate")
+    row["drift"] = max(rates) / min(rates) - 1 if rates else None
     right = next((one for one in found if one["name"] in (*causes, *result["also"])), None)
     row["measured"] = fixed / alone if alone and fixed else None
     row["predicted"] = (
         right["gain"]["likely"] if right and len(causes) == 1 and result["has_gain"] else None
     )
-    slow, fast = (
-        result["doctored"].get("median_step_seconds"),
-        result["alone"].get("median_step_seconds"),
-    )
+    steps = [one["median_step_seconds"] for one in runs if one.get("median_step_seconds")]
+    fast = statistics.fmean(steps) if steps else None
+    slow = result["doctored"].get("median_step_seconds")
     row["overhead"] = slow / fast - 1 if slow and fast else None
     row["step_ms"] = fast * 1e3 if fast else None
-    if causes:
-        row["py_spy"] = named_by(result.get("py_spy"), causes)
-        row["torch_profiler"] = any(
-            word in (result.get("torch_profiler") or ()) for cause in causes for word in OPERATORS.get(cause, ())
-        ) if result.get("torch_profiler") else None  # fmt: skip
     return row
-
-
-def named_by(line: str | None, causes: Sequence[str]) -> bool | None:
-    """Return whether a tool's top line is in a function that is the cause; None if the tool did not run."""
-    if line is None:
-        return None
-    function = re.split(r"[ .]", line.partition(" (")[0])[-1]
-    return any(
-        function in SPOTS.get(cause, ())
-        or (function == "<listcomp>" and cause == "sync-every-step")
-        for cause in causes
-    )
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -244,11 +197,6 @@ def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for row in (*one, *healthy):
         told = matrix.setdefault(row["causes"][0] if row["causes"] else "healthy", {})
         told[row["verdict"]] = told.get(row["verdict"], 0) + 1
-    by_tool = {
-        tool: {"right": sum(bool(row[tool]) for row in tried), "of": len(tried)}
-        for tool in ("py_spy", "torch_profiler")
-        if (tried := [row for row in slow if row.get(tool) is not None])
-    }
     return {
         "num_scripts": len(rows),
         "top_right": {"right": sum(row["is_right"] for row in slow), "of": len(slow)},
@@ -266,83 +214,22 @@ def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "p95": overheads[int(0.95 * (len(overheads) - 1))] if overheads else None,
         },
         "confusion": matrix,
-        "peers": by_tool,
     }  # fmt: skip
-
-
-def result_page(summary: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """Return the page: figures, the scatter of gains, the confusion matrix, every script."""
-    from stoker import page
-    from stoker.page.charts import Chart, Line, chart_grid, line_chart
-
-    def share(part: dict[str, int], name: str = "right") -> str:
-        return f"{part[name]} of {part['of']}"
-
-    def percent(value: float | None) -> str:
-        return "n/a" if value is None else f"{value:.1%}"
-
-    facts = {
-        "Top finding right": share(summary["top_right"]),
-        "Both of two causes named": share(summary["both_named"]),
-        "False alarms": share(summary["false_alarms"], "alarms"),
-        "Predicted gain, median error": percent(summary["predictions"]["median_error"]),
-        "Predicted within ± 30 %": percent(summary["predictions"]["within_30_percent"]),
-        "Overhead of the probe, p50": percent(summary["overhead"]["p50"]),
-        "Overhead of the probe, p95": percent(summary["overhead"]["p95"]),
-        **{f"Named by {tool}": share(part) for tool, part in summary["peers"].items()},
-    }  # fmt: skip
-    points = sorted(
-        (row["measured"], row["predicted"]) for row in rows if row["predicted"] and row["measured"]
-    )
-    most = max((measured for measured, _ in points), default=1.0)
-    scatter = Chart("scatter", "Predicted against measured gain", [
-        Line("a script", points, 0, "dots"), Line("equal", [(1.0, 1.0), (most, most)], 1, "dashed"),
-    ], "predicted gain", scale="count", along="measured gain", begin=1.0)  # fmt: skip
-    overheads = sorted(
-        (row["step_ms"], row["overhead"] * 100) for row in rows if row["overhead"] is not None
-    )
-    cost = Chart("cost", "What the probe costs", [Line("a script", overheads, 0, "dots")], "%", scale="count",
-                 along="ms per step", low=None)  # fmt: skip
-    told = sorted({verdict for verdicts in summary["confusion"].values() for verdict in verdicts})
-    matrix = [
-        (cause, *(str(verdicts.get(verdict, "")) for verdict in told))
-        for cause, verdicts in sorted(summary["confusion"].items())
-    ]
-    every = [
-        (
-            row["case"], row["style"], ", ".join(row["causes"]) or "healthy", ", ".join(row["found"]) or row["verdict"],
-            "yes" if row["is_right"] else "no",
-            *("n/a" if row[name] is None else f"× {row[name]:.2f}" for name in ("predicted", "measured")),
-            percent(row["overhead"]),
-        )
-        for row in rows
-    ]  # fmt: skip
-    header = (
-        "script",
-        "style",
-        "true cause",
-        "found",
-        "right",
-        "predicted",
-        "measured",
-        "overhead",
-    )
-    return page.html(
-        "A benchmark for doctors",
-        [
-            page.Section("figures", "Figures", page.facts(facts)),
-            page.Section("pictures", "Gains and cost", chart_grid([line_chart(scatter), line_chart(cost)])),
-            page.Section("matrix", "True cause (rows) and top finding (columns)",
-                         page.table(("", *told), matrix, key="confusion", numeric=range(1, len(told) + 1))),
-            page.Section("scripts", "Every script", page.table(header, every, key="every", wide=(3,))),
-        ],
-        subtitle=f"{summary['num_scripts']} scripts on {machine_name()}; python benchmarks/doctor/run.py",
-    )  # fmt: skip
 
 
 def core_sets(num_jobs: int, each: int) -> list[set[int]]:
-    """Return cores for every job: its own, or all of them where there are not enough."""
-    usable = sorted(os.sched_getaffinity(0))
+    """Return cores for every job: its own, or all of them where there are not enough.
+
+    The two threads of a physical core go to the same job, so that no job takes the units of another.
+    """
+
+    def physical(number: int) -> tuple[int, int]:
+        with contextlib.suppress(OSError, ValueError):
+            path = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+            return int(re.split(r"[-,]", path.read_text())[0]), number
+        return number, number
+
+    usable = sorted(os.sched_getaffinity(0), key=physical)
     own = [set(usable[at * each : (at + 1) * each]) for at in range(num_jobs)]
     return own if num_jobs * each <= len(usable) else [set(usable)] * num_jobs
 
@@ -354,14 +241,14 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="parts of the names of scripts to run, by commas"
     )
+    parser.add_argument("--first", default="", help="names of scripts to begin with, by commas")
     parser.add_argument("--jobs", type=int, default=1, help="scripts at once")
     parser.add_argument("--cores", type=int, default=2, help="cores of each script")
     parser.add_argument("--gpu", action="store_true", help="let scripts use the GPU")
-    parser.add_argument("--peers", action="store_true", help="also run py-spy and torch's profiler")
     parser.add_argument("--again", action="store_true", help="run scripts whose result is kept")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no script after so long")
     parser.add_argument("--state", type=Path, default=Path(tempfile.gettempdir()) / "doctor-bench")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON and page")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     asked = parser.parse_args()
     if not asked.gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -369,19 +256,39 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(HERE.parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
     )
+    os.environ["OMP_NUM_THREADS"] = "1"
+    FORKS.set_forkserver_preload(["torch", "numpy", "h5py", "stopwatch"])
     asked.state.mkdir(parents=True, exist_ok=True)
     free: queue.Queue[set[int]] = queue.Queue()
     for cores in core_sets(asked.jobs, asked.cores):
         free.put(cores)
     until = time.monotonic() + asked.seconds
 
+    asked.out.mkdir(parents=True, exist_ok=True)
+    on = machine_name() if asked.gpu else f"{asked.cores}-cores-{machine_name()}"
+    facts, writing = machine_facts(), threading.Lock()
+
+    def publish() -> dict[str, Any]:
+        """Write what there is after every script, so that a run that is cut short leaves its results."""
+        kept = {case.name: asked.state / f"{case.name}.json" for case in CASES}
+        raw = {name: json.loads(path.read_text()) for name, path in kept.items() if path.exists()}
+        rows = [judge(name, one) for name, one in raw.items() if "failure" not in one["alone"]]
+        done = {row["case"] for row in rows}
+        summary = summarise(rows)
+        summary["not_run"] = [case.name for case in wanted if case.name not in done]
+        result = {"gpu": asked.gpu, "summary": summary, "rows": rows, "raw": raw}
+        document = {"benchmark": "doctor", "machine": facts, "result": result}
+        (asked.out / f"doctor-{on}.json").write_text(json.dumps(document, indent=1) + "\n")
+        return summary
+
     def run(case: Case) -> None:
         kept = asked.state / f"{case.name}.json"
         if (kept.exists() and not asked.again) or time.monotonic() > until:
             return
+        began = time.monotonic()
         cores, folder = free.get(), asked.state / "work" / case.name
         try:
-            result = examine(case, folder, cores, asked.peers)
+            result = examine(case, folder, cores)
         except subprocess.TimeoutExpired as error:
             print(f"{case.name}: {error}", flush=True)
             return
@@ -395,33 +302,23 @@ def main() -> None:
         row = judge(case.name, result)
         gains = [row["predicted"], row["measured"]] if row["causes"] else []
         mark = "ok " if row["is_right"] else "NO "
-        print(mark, case.name, row["found"] or row["verdict"], *gains, flush=True)
+        took = f"{time.monotonic() - began:.0f} s"
+        print(mark, case.name, row["found"] or row["verdict"], *gains, took, flush=True)
+        with writing:
+            publish()
 
-    wanted = [case for case in CASES if any(part in case.name for part in asked.only.split(","))]
+    wanted = [
+        case
+        for case in CASES
+        if any(part in case.name for part in asked.only.split(","))
+        and (asked.gpu or not case.needs_gpu)
+    ]
     # Mixed, so that a run that is cut short has some of every kind.
     random.Random(1).shuffle(wanted)
+    wanted.sort(key=lambda case: case.name not in asked.first.split(","))
     with ThreadPoolExecutor(asked.jobs) as pool:
         list(pool.map(run, wanted))
-    kept = {case.name: asked.state / f"{case.name}.json" for case in CASES}
-    results = {name: json.loads(path.read_text()) for name, path in kept.items() if path.exists()}
-    rows = [judge(name, one) for name, one in results.items() if "failure" not in one["alone"]]
-    if not rows:
-        return
-    summary = summarise(rows)
-    done = {row["case"] for row in rows}
-    summary["not_run"] = [case.name for case in CASES if case.name not in done]
-    print(json.dumps(summary, indent=1))
-    asked.out.mkdir(parents=True, exist_ok=True)
-    name = (
-        f"doctor-{machine_name()}" if asked.gpu else f"doctor-{asked.cores}-cores-{machine_name()}"
-    )
-    document = {
-        "benchmark": "doctor",
-        "machine": machine_facts(),
-        "result": {"summary": summary, "rows": rows},
-    }
-    (asked.out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    (asked.out / f"{name}.html").write_text(result_page(summary, rows), encoding="utf-8")
+    print(json.dumps(publish(), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,21 @@
 """Runs a script and writes when each of its updates ended: `python stopwatch.py OUT SCRIPT [ARGUMENTS]`.
 
 Costs a microsecond per update. The file is written after update number `STEPS`, by the first process that gets there.
+A script whose updates no optimizer makes (a replayed CUDA graph) calls `sys.stopwatch_note()` after each.
 `STOPWATCH_PROFILE` makes it run torch's profiler over a few updates as well, and write the costliest operators.
+`run_forked` is the same in a process that was forked with torch already imported, which saves its seconds.
 """
 
 import json
+import multiprocessing
 import os
 import runpy
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-STEPS = int(os.environ.get("STEPS", "120"))
 PROFILED = (10, 20)
-out = sys.argv[1]
 times: list[float] = []
 profiler = None
 top: list[str] = []
@@ -25,13 +24,17 @@ top: list[str] = []
 def note(*_):
     global profiler  # noqa: PLW0603  one per process
     times.append(time.perf_counter())
-    if len(times) == STEPS:
+    if len(times) == int(os.environ.get("STEPS", "120")):
         try:
-            with Path(out).open("x") as file:
+            with Path(os.environ["STOPWATCH_OUT"]).open("x") as file:
                 json.dump({"times": times, "top": top}, file)
         except FileExistsError:
             pass
-    if os.environ.get("STOPWATCH_PROFILE") and len(times) == PROFILED[0]:
+    if not os.environ.get("STOPWATCH_PROFILE"):
+        return
+    import torch
+
+    if len(times) == PROFILED[0]:
         profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
         profiler.start()
     elif profiler is not None and len(times) == PROFILED[1]:
@@ -41,7 +44,31 @@ def note(*_):
         profiler = None
 
 
-if __name__ == "__main__":
+def run(out: str, words: Sequence[str]) -> None:
+    """Run a script with its arguments in this process."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    os.environ["STOPWATCH_OUT"] = out
     register_optimizer_step_post_hook(note)
-    sys.argv = sys.argv[2:]
+    sys.stopwatch_note = note
+    sys.argv = list(words)
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def run_forked(
+    out: str, words: Sequence[str], folder: str, cores: set[int], variables: dict[str, str]
+) -> None:
+    """Run a script in a fresh fork, in a folder and on some cores; what it prints goes into `out`.said."""
+    said = os.open(f"{out}.said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(said, stream)
+    # Processes of a fork server make theirs in its way; scripts are to make theirs as Python does by itself.
+    multiprocessing.set_start_method("fork", force=True)
+    os.environ.update(variables)
+    os.sched_setaffinity(0, cores)
+    os.chdir(folder)
+    run(out, words)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], sys.argv[2:])

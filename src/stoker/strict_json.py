@@ -23,7 +23,6 @@ def json_text(
     document: Any,
     *,
     indent: int | None = None,
-    sort_keys: bool = False,
     ensure_ascii: bool = True,
     default: Callable[[Any], Any] | None = None,
 ) -> str:
@@ -31,7 +30,7 @@ def json_text(
 
     def written(values: Any) -> str:
         return json.dumps(
-            values, indent=indent, sort_keys=sort_keys, ensure_ascii=ensure_ascii, default=default,
+            values, indent=indent, ensure_ascii=ensure_ascii, default=default,
             allow_nan=False,
         )  # fmt: skip
 

@@ -343,6 +343,51 @@ def test_s3_the_classes_and_the_swap_during_training():
     torch.testing.assert_close(flips(images, masks)[0], images.flip(-1))  # flips only
 
 
+def test_s3_minimal_for_fifty_epochs_and_strong_from_then_on_is_a_key(tmp_path):
+    from stoker.recipes.segmentation.recipe import SegmentationOptions, make_augmentation
+
+    def drawn(augmentation) -> list[str]:
+        return [type(op).__name__ for op in augmentation.ops]
+
+    options = SegmentationOptions(augmentation="progressive")
+    made = make_augmentation(options, [0.5] * 3, [0.2] * 3, seed=1)
+    made.set_epoch(49)
+    assert drawn(made) == ["RandomHorizontalFlip", "Normalize"]
+    assert drawn(made.validation()) == ["Normalize"]
+    made.set_epoch(50)
+    assert {"RandomRotation", "GaussianBlur"} <= {
+        name.replace("RandomGaussianBlur", "GaussianBlur") for name in drawn(made)
+    }
+    store = make_store("segmentation", tmp_path / "store")
+    config = write_yaml(
+        tmp_path / "lmsa_gpu_aug.yaml",
+        """
+    recipe:
+      name: segmentation
+      options:
+        augmentation: progressive
+        strong_from_epoch: 1
+        widths: [8, 8, 8, 8]
+        depths: [1, 1, 1, 1]
+        heads: [1, 1, 1, 1]
+        head_width: 8
+    training:
+      use_gpu_augmentation: true
+""",
+    )
+    out = typed(
+        "train", "--config", config, "--store", store.path, "--run-dir", tmp_path / "run",
+        "--set", "training.epochs=2", "--device", "cpu",
+    )  # fmt: skip
+    assert "augmentation: minimal, from epoch 1 on strong" in out
+
+
+def test_s3_the_targets_are_all_named():
+    from stoker.cli.monitor import _targets_line  # shown where a GPU is read
+
+    assert "busy 85 to 95 %, SM 80 to 95 %, memory 70 to 90 %, below 80 °C" in _targets_line()
+
+
 # -- S4: the report on a slow GPU ------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import quick_interpreter
 from stoker.augment import fused, guard, philox
 from stoker.augment.compose import Compose
 from stoker.augment.definition import Program
@@ -46,6 +47,8 @@ from stoker.augment.stages import Function
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+if INTERPRETED:
+    quick_interpreter.quicken()
 # Costs seconds in the interpreter and shows there what cheaper cases show: left to `make campaign`.
 repeats = [pytest.mark.slow] if INTERPRETED else []
 
@@ -87,8 +90,8 @@ def moved_to(device, *tensors):
     return placed
 
 
-def run_fused(images, masks, rows, table, program, faults=None, config=WHOLE):
-    backend = fused.FusedBackend(config, config)
+def run_fused(images, masks, rows, table, program, faults=None, config=WHOLE, held=None):
+    backend = fused.FusedBackend(config, config, held)
     placed = moved_to(DEVICE, images, masks, rows, table)
     result, labels = backend.apply(*placed, program, faults)
     return result, labels
@@ -100,9 +103,9 @@ def run_reference(images, masks, rows, table, program):
     return TorchBackend().apply(*placed, program, None)
 
 
-def agree(images, table, program, masks=None, rows=None, config=WHOLE):
+def agree(images, table, program, masks=None, rows=None, config=WHOLE, held=None):
     """Both backends on the same numbers; returns the fused result on the CPU."""
-    result, labels = run_fused(images, masks, rows, table, program, config=config)
+    result, labels = run_fused(images, masks, rows, table, program, config=config, held=held)
     expected, expected_labels = run_reference(images, masks, rows, table, program)
     assert result.dtype == expected.dtype
     assert result.shape == expected.shape
@@ -180,7 +183,9 @@ def test_the_table_is_the_references(seed, epoch, step, stream, batch):
     assert torch.equal(actual[:, whole], expected[:, whole])
 
 
-@pytest.mark.parametrize(("batch", "num_batches"), [(1, 3), (300, 2), (1100, 1)])
+@pytest.mark.parametrize(
+    ("batch", "num_batches"), [(1, 3), (300, 2), pytest.param(1100, 1, marks=repeats)]
+)
 def test_a_table_drawn_by_many_programs_is_the_references(batch, num_batches):
     tape = encode_tape(EVERYTHING, (29, 33))
     made = []
@@ -427,6 +432,33 @@ def test_contrasts_mean_is_right_to_1e_6_and_the_same_each_time(channels, config
     again, _ = run_fused(images, None, None, table, program, config=config)
     assert float((first.cpu().double() - expected).abs().max()) < 1e-6
     assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("geometry", [True, False])
+@pytest.mark.parametrize(
+    ("channels", "dtype"), [(3, torch.uint8), (3, torch.float32), (1, torch.uint8)]
+)
+def test_contrast_in_one_pass_is_the_references(geometry, channels, dtype):
+    size, tiles = (19, 27), fused.Config(16, 16, 16, 16)
+    jitter = ColorJitter(0.3, 0.5, 0.4) if channels == 3 else ColorJitter(0.3, 0.5)
+    moves = [RandomHorizontalFlip(), RandomRotation(30)] if geometry else []
+    norm = [IMAGENET] if channels == 3 else []
+    program, table = drawn([*moves, jitter, RandomErasing(0.5), *norm], size, channels, 2)
+    table[1, 7] = 1.0  # untouched: this image waits for nothing
+    images = make_images((3, channels, *size), dtype)
+    agree(images, table, program, make_masks((3, *size)), torch.tensor([2, 0]), held=tiles)
+
+
+def test_contrast_in_one_pass_leaves_its_counters_at_0_and_is_the_same_each_time():
+    size, repeats = ((20, 20), 2) if INTERPRETED else ((224, 224), 200)
+    program, table = drawn([RandomRotation(30), ColorJitter(0.3, 0.5)], size, 1, 2)
+    images, table = moved_to(DEVICE, make_images((2, 1, *size), torch.uint8), table)
+    backend = fused.FusedBackend(
+        held_config=fused.Config(16, 16, 16, 16) if INTERPRETED else "auto"
+    )
+    results = [backend.apply(images, None, None, table, program, None)[0] for _ in range(repeats)]
+    assert all(torch.equal(results[0], each) for each in results)
+    assert not table[:, 15].any()
 
 
 # -- masks, rows, strides ----------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The recurrence as one kernel = torch's LSTM. On a GPU as it is; elsewhere in Triton's interpreter.
 
-`tests/test_lstm.py` runs this file in a process of its own with TRITON_INTERPRET=1; in any other process
+`tests/test_augment_fused.py` runs this file in a process of its own with TRITON_INTERPRET=1; in any other process
 these are `gpu` tests.
 """
 

@@ -2,8 +2,9 @@
 
 Enters: what the torch backend takes (`stoker.augment.reference`), on a CUDA device. Leaves: the same
 result to 1e-5 in float32 and one unit in the last place in half types. Costs: one launch to draw and
-one to apply, one more for contrast's mean, one more (two for kernels above 5 taps) for a blur; the
-result is the only allocation that grows with the batch, but for a blur's float32 image. No host
+one to apply, one more (two for kernels above 5 taps) for a blur, one more for contrast's mean beside a
+blur or in images of more tiles than `choose_held` allows; the result is the only allocation that grows
+with the batch, but for a blur's float32 image. No host
 synchronisation; all of it can be captured in a CUDA graph after one call outside of it.
 
 A pixel of three resampled channels takes about 130 instructions (counted in the code for sm_90), of
@@ -21,7 +22,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -43,6 +44,8 @@ MAX_PARTIALS = 512  # sums per sample that every program of the main kernel adds
 MAX_SAMPLES = 65535  # the grid's third axis
 ONE_PROGRAM = 1024  # samples whose parameters one program draws and counts; more take 25 µs and up
 AT_ONCE_TAPS = 5  # blurs up to here in one pass of at most 25 taps; larger ones in two
+HELD_PIXELS = 1024  # of one program that waits for its image's mean: eight a thread
+HELD_REGISTERS = 64  # so that every GPU has room for eight such programs on a multiprocessor
 _INT32 = 2**31
 _KEPT_PLANS = 64
 
@@ -110,6 +113,22 @@ def choose_config(program: Program, batch: int, *, most_tiles: int = 0) -> Confi
             block_y *= 2
 
 
+def choose_held(program: Program, multiprocessors: int) -> Config | None:
+    """Return the tiles for contrast in one pass, in which all programs of an image wait for each other; else None.
+
+    They must be on the GPU together, which has room for eight on a multiprocessor: an image may take half of it.
+    """
+    width = program.out_size[1]
+    step_x = min(16, _power(width)) if program.geometry else min(128, _power(width))
+    pixels = 256 if program.geometry else 512
+    step_y = pixels // step_x
+    block_x = step_x * 2 if step_x < width else step_x
+    config = Config(HELD_PIXELS // block_x, block_x, step_y, step_x, max_registers=HELD_REGISTERS)
+    across, down = config.grid(program.out_size)
+    fits = across * down <= 4 * multiprocessors
+    return config if fits and program.channels in (1, 3) and not program.blur_kernel else None
+
+
 def _power(number: int) -> int:
     """Return the smallest power of two that is not below `number`."""
     return 1 << (number - 1).bit_length()
@@ -153,6 +172,13 @@ def _kernels() -> ModuleType:
     from stoker.augment import fused_kernels
 
     return fused_kernels
+
+
+@functools.cache
+def _held_kernel() -> Any:
+    from stoker.augment.fused_held import augment_held
+
+    return augment_held
 
 
 # -- launching -------------------------------------------------------------------------------------
@@ -206,6 +232,7 @@ class _Plan:
     program: Program  # plans are found by its id: a reference keeps the id from being reused
     augment: _Launch
     sum_gray: _Launch | None
+    held: _Launch | None  # instead of both
     num_partials: int  # per sample
     blurs: tuple[_Launch, ...]
 
@@ -216,13 +243,20 @@ class FusedBackend:
     Args:
         config: Tiles of the main kernel, instead of `choose_config`; for measuring.
         sum_config: Tiles of the sum for contrast's mean; for measuring.
+        held_config: Tiles of the one pass for contrast, instead of `choose_held`; None for two passes.
     """
 
     name = "fused"
 
-    def __init__(self, config: Config | None = None, sum_config: Config | None = None) -> None:
+    def __init__(
+        self,
+        config: Config | None = None,
+        sum_config: Config | None = None,
+        held_config: Config | Literal["auto"] | None = "auto",
+    ) -> None:
         self._config = config
         self._sum_config = sum_config
+        self._held_config = held_config
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._draws: dict[tuple[Any, ...], _Launch] = {}
 
@@ -305,9 +339,14 @@ class FusedBackend:
         if plan is None:
             plan = self._make_plan(work)
             _keep(self._plans, key, plan)
-        partials = None
+        partials = table.new_empty(batch * plan.num_partials) if program.contrast else None
+        if plan.held is not None:
+            counters = table.view(torch.int32)
+            # The interpreter runs one program after the other: the second launch finds the sums of the first.
+            for _ in range(1 if table.is_cuda else 2):
+                plan.held(images, result, masks, moved, rows, table, counters, partials, faults)
+            return
         if plan.sum_gray is not None:
-            partials = table.new_empty(batch * plan.num_partials)
             plan.sum_gray(images, rows, table, partials)
         spare = table.new_empty(result.shape) if plan.blurs else None
         plan.augment(images, result, spare, masks, moved, rows, table, partials, faults)
@@ -338,8 +377,12 @@ class FusedBackend:
             *(scale, program.brightness),
         )
         wide = _is_wide(images, masks, result)
+        held = self._choose_held(program, images.device)
+        if held is not None:
+            tiles = held
+            across, down = tiles.grid(program.out_size)
         sum_gray = None
-        if program.contrast:
+        if program.contrast and held is None:
             adds = (*reads, *images.stride(), *choices, wide, *tiles.shape)
             grid = (across, down, batch)
             sum_gray = _Launch(
@@ -349,16 +392,35 @@ class FusedBackend:
         check = faults is not None and images.is_floating_point()
         watch = faults is not None and rows is not None
         labels = (0, 0, 0) if masks is None else (masks.stride(0), *masks.stride()[-2:])
-        fixed: tuple[Any, ...] = (
-            *(*reads, math.prod(program.out_size), *images.stride(), *result.stride(), *labels),
-            *(program.ignore_index, across * down, *choices),
-            *(program.contrast, program.saturation, program.hue, program.blur_kernel > 0),
-            *(program.erase, program.erase_value, _norm(program), check, watch, wide),
-            *(max(32, _power(across * down)), config.store_hint, *config.shape),
-        )
+        strides = (*images.stride(), *result.stride(), *labels)
+        before = (*reads, math.prod(program.out_size), *strides, program.ignore_index)
+        after = (program.erase, program.erase_value, _norm(program), check, watch, wide)
+        partials = max(32, _power(across * down))
+        colours = (program.saturation, program.hue)
+        if held is not None:
+            fixed = (*before, across * down, *choices, *colours, *after, partials, held.store_hint)
+            fixed += (images.is_cuda, *held.shape)
+            launch = _Launch(
+                _held_kernel(), (across, down, batch), fixed, held.num_warps, held.max_registers
+            )
+            return _Plan(program, launch, None, launch, across * down, ())
+        fixed = (*before, across * down, *choices, program.contrast, *colours)
+        fixed += (program.blur_kernel > 0, *after, partials, config.store_hint, *config.shape)
         grid = (*config.grid(program.out_size), batch)
         augment = _Launch(_kernels().augment, grid, fixed, config.num_warps, config.max_registers)
-        return _Plan(program, augment, sum_gray, across * down, _plan_blurs(work, wide))
+        return _Plan(program, augment, sum_gray, None, across * down, _plan_blurs(work, wide))
+
+    def _choose_held(self, program: Program, device: torch.device) -> Config | None:
+        if not program.contrast or self._held_config != "auto":
+            return (
+                self._held_config
+                if isinstance(self._held_config, Config) and program.contrast
+                else None
+            )
+        num = 132
+        if device.type == "cuda":
+            num = torch.cuda.get_device_properties(device).multi_processor_count
+        return choose_held(program, num)
 
 
 class _Work(NamedTuple):

@@ -2,7 +2,7 @@
 
 Enters: decoded pictures, each of its own size, and a `RandomResizedCrop` or `Resize`. Leaves: uint8
 `(batch, channels, height, width)`, and masks. Costs: one resample for each picture: 1.0 ms on an ARM core for 224 x 224
-out of 500 x 375 (Pillow); on a GPU one kernel for the batch, `(2 s + 1)` squared taps for a pixel that shrinks by s.
+out of 500 x 375 (Pillow); on a GPU one kernel for the batch, `2 s` squared taps for a pixel that shrinks by s.
 
 The resample is torchvision's `resized_crop`, which is Pillow's: the rectangle is cut first, then each result is the
 weighted mean of the pixels around its centre, with a triangle of half-width `max(1, shrink)`; masks take the nearest

@@ -44,8 +44,8 @@ def resample(table, out, out_h, out_w, C: tl.constexpr, BLOCK: tl.constexpr):
     y, x = pixel // out_w, pixel % out_w
     centre_x, reach_x, first_x, last_x = _reach(x, width, out_w)
     centre_y, reach_y, first_y, last_y = _reach(y, height, out_h)
-    taps_x = 2 * tl.ceil(reach_x).to(tl.int32) + 1
-    taps_y = 2 * tl.ceil(reach_y).to(tl.int32) + 1
+    taps_x = tl.ceil(2.0 * reach_x).to(tl.int32)  # the most that lie between first and last
+    taps_y = tl.ceil(2.0 * reach_y).to(tl.int32)
     total = tl.zeros([BLOCK], tl.float32)
     r = tl.zeros([BLOCK], tl.float32)
     g = tl.zeros([BLOCK], tl.float32)

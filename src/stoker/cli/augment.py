@@ -7,13 +7,14 @@ says what it shows. Costs a second or two; needs Pillow.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from stoker.cli.options import JsonOption
+from stoker.cli.options import JsonOption, verb
 from stoker.cli.renamed import PASS_ON, augment_pictures
 from stoker.cli.terminal import echo, print_json
+from stoker.errors import InputError
 
 if TYPE_CHECKING:
     from stoker.augment.compose import Compose
@@ -25,40 +26,37 @@ app = typer.Typer(
 
 
 @app.command()
+@verb
 def preview(
-    images: Annotated[
-        Path,
-        typer.Argument(help="Folder of images, one image, or a packed store.", show_default=False),
-    ],
-    out: Annotated[Path, typer.Argument(help="PNG to write.", show_default=False)],
-    masks: Annotated[
-        Path | None,
-        typer.Option("--masks", help="Folder of masks with the images' names.", show_default=False),
-    ] = None,
-    rows: Annotated[int, typer.Option("--rows", help="Images to show, from the first.")] = 4,
-    columns: Annotated[
-        int, typer.Option("--columns", help="The original and its draws.")
-    ] = 6,
-    preset: Annotated[
-        str | None,
-        typer.Option("--preset", help="standard (the default), minimal or strong.", show_default=False),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", help="Config file whose gpu_augmentation to show.", show_default=False),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
-    epoch: Annotated[int, typer.Option("--epoch", help="Whose draws to show.")] = 0,
-    size: Annotated[
-        str | None,
-        typer.Option("--size", help="HEIGHTxWIDTH to resize to; by default at most 384.", show_default=False),
-    ] = None,
-    ignore_index: Annotated[
-        int, typer.Option("--ignore-index", help="Class of pixels to ignore; fills corners.")
-    ] = 255,
+    images: Path,
+    out: Path,
+    *,
+    masks: Path | None = None,
+    rows: int = 4,
+    columns: int = 6,
+    preset: str | None = None,
+    config: Path | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+    size: str | None = None,
+    ignore_index: int = 255,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Write a grid: every image, its draws, and the masks that follow them."""
+) -> None:
+    """Write a grid: every image, its draws, and the masks that follow them.
+
+    Options:
+        images: Folder of images, one image, or a packed store.
+        out: PNG to write.
+        masks: Folder of masks with the images' names.
+        rows: Images to show, from the first.
+        columns: The original and its draws.
+        preset: standard (the default), minimal or strong.
+        config: Config file whose gpu_augmentation to show.
+        seed: Of the draws.
+        epoch: Whose draws to show.
+        size: HEIGHTxWIDTH to resize to; by default at most 384.
+        ignore_index: Class of pixels to ignore; fills corners.
+    """
     from stoker.augment.preview import check_output, make_preview, read_samples, write_png
     from stoker.sources.images import parse_size
 
@@ -97,22 +95,18 @@ app.command("pictures", hidden=True, context_settings=PASS_ON)(augment_pictures)
 
 
 def _check_counts(rows: int, columns: int, epoch: int, seed: int) -> None:
-    from stoker.errors import InputError
-
     limits = {
         "--rows": (rows, 1, 64, 4),
         "--columns": (columns, 2, 64, 6),
         "--epoch": (epoch, 0, 2**31 - 1, 0),
         "--seed": (seed, 0, 2**63 - 1, 0),
     }
-    for option, (value, low, high, usual) in limits.items():
+    for name, (value, low, high, usual) in limits.items():
         if not low <= value <= high:
-            raise InputError(f"{option} is {value}.", f"{low} to {high:,}", f"{option} {usual}")
+            raise InputError(f"{name} is {value}.", f"{low} to {high:,}", f"{name} {usual}")
 
 
 def _check_size(size: tuple[int, int]) -> None:
-    from stoker.errors import InputError
-
     if min(size) < 2 or max(size) > 4096:
         raise InputError(f"--size is {size[0]}x{size[1]}.", "2 to 4,096 a side", "--size 360x480")
 
@@ -120,7 +114,6 @@ def _check_size(size: tuple[int, int]) -> None:
 def _compose(preset: str | None, config: Path | None, seed: int, ignore_index: int) -> Compose:
     """Return the augmentation that was asked for, without normalisation: it is to be looked at."""
     from stoker.augment.presets import PRESETS, make_preset
-    from stoker.errors import InputError
 
     if config is not None:
         if preset is not None:
@@ -137,7 +130,6 @@ def _compose(preset: str | None, config: Path | None, seed: int, ignore_index: i
 def _from_config(config: Path, seed: int, ignore_index: int) -> Compose:
     from stoker.compat.augmentation import augmentation_from_settings
     from stoker.config import load_config, resolve
-    from stoker.errors import InputError
 
     settings = resolve(load_config(config)).augmentation
     made = augmentation_from_settings(

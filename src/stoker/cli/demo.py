@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.options import JsonOption
+from stoker.cli.options import JsonOption, verb
+from stoker.cli.progress import Bar
+from stoker.cli.tables import make_table
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command
+from stoker.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,19 +22,19 @@ if TYPE_CHECKING:
     from stoker.demo.story import DemoResult
 
 
+@verb
 def demo(
-    folder: Annotated[
-        Path, typer.Option("--folder", help="Where the data and the store go.")
-    ] = Path("stoker-demo"),
-    weeks: Annotated[
-        int, typer.Option("--weeks", min=4, max=520, help="Weeks of one-minute bars to make.")
-    ] = 9,
+    *,
+    folder: Path = Path("stoker-demo"),
+    weeks: Annotated[int, typer.Option(min=4, max=520)] = 9,
     as_json: JsonOption = False,
 ) -> None:
-    """Try it all on made-up bars: pack, plan, train with and without stoker, doctor, tune, report."""
-    import time
+    """Try it all on made-up bars: pack, plan, train with and without stoker, doctor, tune, report.
 
-    from stoker.cli.progress import Bar
+    Options:
+        folder: Where the data and the store go.
+        weeks: Weeks of one-minute bars to make.
+    """
     from stoker.demo.story import run_demo
 
     began = time.perf_counter()
@@ -43,8 +48,6 @@ def demo(
 
 
 def _facts(result: DemoResult, seconds: float) -> dict[str, object]:
-    from dataclasses import asdict
-
     return {
         "store": str(result.packed.path),
         "num_samples": result.packed.manifest.num_samples,
@@ -80,7 +83,6 @@ def _facts(result: DemoResult, seconds: float) -> dict[str, object]:
 def _print(result: DemoResult, folder: Path, seconds: float) -> None:
     from stoker.cli.pack import print_result
     from stoker.demo.story import DOCTOR_PAGE
-    from stoker.units import format_seconds
 
     print_result(result.packed)
     console = make_console(soft_wrap=True)
@@ -106,9 +108,6 @@ def _print(result: DemoResult, folder: Path, seconds: float) -> None:
 
 
 def _print_reading(console: Console, result: DemoResult) -> None:
-    from stoker.cli.tables import make_table
-    from stoker.units import format_bytes, format_count, format_rate, format_seconds
-
     old, new = result.materialised, result.series
     both, smaller = (old, new), old.stored_bytes / new.stored_bytes
     rows = [
@@ -122,7 +121,6 @@ def _print_reading(console: Console, result: DemoResult) -> None:
 
 
 def _print_training(console: Console, result: DemoResult) -> None:
-    from stoker.cli.tables import make_table
     from stoker.demo.training import TRAINED
 
     old, new = result.naive, result.trained
@@ -142,7 +140,6 @@ def _print_training(console: Console, result: DemoResult) -> None:
 
 def _print_examined(console: Console, result: DemoResult) -> None:
     """Print the doctor's findings, and what it predicted against what stoker gave."""
-    from stoker.cli.tables import make_table
     from stoker.demo.story import OURS, USUAL
 
     examined = result.examined
@@ -163,8 +160,6 @@ def _whole(value: float | None) -> str:
 
 
 def _print_tuned(console: Console, result: DemoResult) -> None:
-    from stoker.cli.tables import make_table
-
     tuned = result.tuned
     rows = [
         (str(point.shape.batch_size), _whole(point.rate), "" if point.spread is None else f"{point.spread:.0%}")

@@ -8,79 +8,53 @@ and after. Costs: seconds to a minute for a graph; two passes over a split for i
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.options import JsonOption
+from stoker.address import shown
+from stoker.cli.options import JsonOption, verb
 from stoker.cli.predict import CheckpointArgument
 from stoker.cli.terminal import echo, make_console, print_json
 from stoker.display import command, quoted
+from stoker.errors import InputError
+from stoker.units import format_bytes
 
 if TYPE_CHECKING:
     from stoker.recipes.export.trained import Exported
     from stoker.train.quantize import QuantizeReport
 
 
+@verb
 def export(
     checkpoint: CheckpointArgument,
-    out: Annotated[
-        Path,
-        typer.Argument(
-            help="OUT.onnx: a graph; OUT.safetensors: weights; with --int8, OUT.pt: a checkpoint.",
-            show_default=False,
-        ),
-    ],
-    opset: Annotated[
-        int | None,
-        typer.Option(
-            "--opset", help="Version of ONNX's operators, 18 to 23.", show_default="torch's"
-        ),
-    ] = None,
-    batch: Annotated[
-        str,
-        typer.Option(
-            "--batch",
-            help="Samples per call: a number, or dynamic for any. With --int8: per measured pass, 64.",
-        ),
-    ] = "dynamic",
-    size: Annotated[
-        str | None,
-        typer.Option("--size", help="Of images: HEIGHTxWIDTH.", show_default="any size"),
-    ] = None,
-    repairs: Annotated[
-        bool,
-        typer.Option(
-            "--repairs/--no-repairs",
-            help="Make the repairs of the training store inside the graph, or leave them to the caller.",
-        ),
-    ] = True,
-    int8: Annotated[
-        bool,
-        typer.Option(
-            "--int8",
-            help="Write an int8 checkpoint for CPUs, and measure what that changes.",
-        ),
-    ] = False,
+    out: Path,
+    *,
+    opset: Annotated[int | None, typer.Option(show_default="torch's")] = None,
+    batch: Annotated[str, typer.Option("--batch", "--batch-size")] = "dynamic",
+    size: Annotated[str | None, typer.Option(show_default="any size")] = None,
+    repairs: Annotated[bool, typer.Option("--repairs/--no-repairs")] = True,
+    int8: bool = False,
     store: Annotated[
-        Path | None,
-        typer.Option(
-            "--store",
-            help="With --int8: store folder, HDF5 file or URL to measure on.",
-            show_default="the run's own, if it is there",
-        ),
+        Path | None, typer.Option(show_default="the run's own, if it is there")
     ] = None,
-    split: Annotated[
-        str | None,
-        typer.Option("--split", help="With --int8: samples for the metric.", show_default="test"),
-    ] = None,
+    split: Annotated[str | None, typer.Option(show_default="test")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a trained model as an ONNX graph, as safetensors weights, or in int8 for a CPU."""
-    import dataclasses
+    """Write a trained model as an ONNX graph, as safetensors weights, or in int8 for a CPU.
 
-    from stoker.errors import InputError
+    Options:
+        out: OUT.onnx: a graph; OUT.safetensors: weights; with --int8, OUT.pt: a checkpoint.
+        opset: Version of ONNX's operators, 18 to 23.
+        batch: Samples per call: a number, or dynamic for any. With --int8: per measured pass, 64.
+        size: Of images: HEIGHTxWIDTH.
+        repairs: Make the repairs of the training store inside the graph, or leave them to the caller.
+        int8: Write an int8 checkpoint for CPUs, and measure what that changes.
+        store: With --int8: store folder, HDF5 file or URL to measure on.
+        split: With --int8: samples for the metric.
+    """
     from stoker.recipes.export.ports import Sizes
     from stoker.recipes.export.trained import export_trained
     from stoker.recipes.inference import load_trained
@@ -114,31 +88,10 @@ def export(
         _print(made)
 
 
-def quantize(
-    checkpoint: CheckpointArgument,
-    out: Annotated[Path, typer.Argument(help="The int8 checkpoint to write.", show_default=False)],
-    store: Annotated[
-        Path | None,
-        typer.Option(
-            "--store", help="Store folder, HDF5 file or URL to measure on; by default the run's own, if it is there.",
-            show_default=False,
-        ),
-    ] = None,
-    split: Annotated[str, typer.Option("--split", help="Samples for the metric.")] = "test",
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Samples per measured pass.")
-    ] = 64,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Old spelling of `stoker export --int8`."""
-    _export_int8(checkpoint, out, store, split, batch_size, as_json)
-
-
 def _check_options(
     checkpoint: Path, out: Path, int8: bool, of_graphs: list[str], of_int8: list[str]
 ) -> None:
     """Refuse options that the kind of file would not use."""
-    from stoker.errors import InputError
     from stoker.recipes.export.trained import ONNX_SUFFIX
     from stoker.recipes.export.weights_file import SUFFIX
 
@@ -169,8 +122,6 @@ def _check_options(
 
 
 def _print(made: Exported) -> None:
-    from stoker.units import format_bytes
-
     for name, port in made.inputs.items():
         shape = ", ".join(map(str, port["shape"]))
         echo(f"input  {name}: {port['dtype']} ({shape}): {port['about']}")
@@ -199,7 +150,6 @@ def _print(made: Exported) -> None:
 def _export_int8(
     checkpoint: Path, out: Path, store: Path | None, split: str, batch_size: int, as_json: bool
 ) -> None:
-    from stoker.address import shown
     from stoker.recipes.inference import find_training_store, load_trained, quantize_trained
 
     trained = load_trained(checkpoint)
@@ -220,8 +170,6 @@ def _export_int8(
 
 def _print_int8(report: QuantizeReport, metric: str | None) -> None:
     from rich.table import Table
-
-    from stoker.units import format_bytes
 
     console = make_console(width=160)
     console.print(f"int8 by {report.api}: {len(report.modules)} modules")

@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.options import JsonOption, require_output
-from stoker.cli.pack import (
-    BarColumns,
-    DayFirst,
-    Decimal,
-    Drop,
-    Dtype,
-    Encoding,
-    Fields,
-    Group,
-    Header,
-    Keep,
-    Missing,
-    Rows,
-    Separator,
-    Sort,
-    Stamp,
+from stoker.address import as_url, shown
+from stoker.cli.data_options import (
+    BarReading,
+    Chosen,
+    Labels,
+    Masks,
+    Range,
     Stride,
-    TimeColumn,
-    TimeZone,
-    table_source,
+    Table,
+    Text,
+    split_names,
 )
-from stoker.cli.picture_options import Range
+from stoker.cli.options import JsonOption, require_output, verb
+from stoker.cli.progress import Bar
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command, printable
+from stoker.errors import EXIT_REFUSED, InputError, RefusalList, count_refused
+from stoker.ownership import temporary_folder, write_text
+from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stoker.packing.samples import Samples
     from stoker.report import Progress
-    from stoker.sources.bars import BarsSource
     from stoker.sources.contract import Source
     from stoker.store.fields import ShardData
     from stoker.store.inspection import Inspection
@@ -49,144 +43,76 @@ _ARRAYS = {".npy", ".npz"}
 _LISTED = 20
 
 
+@verb
 def inspect(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            help="Store folder, its URL, .h5, .npy, .npz; a table, bars (also SYMBOL:TF=file), pictures, a spectrum "
-            "library; or a folder of them.",
-            show_default=False,
-        ),
-    ],
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html",
-            help="Write a page: samples as the model gets them, a histogram per column.",
-            show_default=False,
-        ),
-    ] = None,
-    kind: Annotated[
-        str | None,
-        typer.Option(
-            "--as",
-            help="Read CSV, Parquet or Feather as table or as bars [default: bars if name and columns say so].",
-            show_default=False,
-        ),
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option("--target", help="Target column of a table, to look for leaks.")
-    ] = None,
-    fields: Fields = None,
-    group: Group = None,
-    rows: Rows = None,
-    drop: Drop = None,
-    keep: Keep = None,
-    dtype: Dtype = None,
-    missing: Missing = "stop",
-    sep: Separator = None,
-    decimal: Decimal = None,
-    encoding: Encoding = None,
-    header: Header = None,
-    masks: Annotated[
-        Path | None,
-        typer.Option(
-            "--masks", help="Folder of masks, beside a folder of images.", show_default=False
-        ),
-    ] = None,
-    mask_suffix: Annotated[
-        str, typer.Option("--mask-suffix", help="As in `stoker pack segmentation`.")
-    ] = "",
-    mask_map: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--mask-map", help="As in `stoker pack segmentation`; repeatable.", show_default=False
-        ),
-    ] = None,
-    labels: Annotated[
-        Path | None,
-        typer.Option(
-            "--labels", help="CSV of names and labels, beside pictures.", show_default=False
-        ),
-    ] = None,
-    size: Annotated[
-        str, typer.Option("--size", help="HEIGHTxWIDTH that pictures are looked at.")
-    ] = "224x224",
+    path: Path,
+    *,
+    html: Path | None = None,
+    kind: Annotated[str | None, typer.Option("--as")] = None,
+    arrays: Chosen,
+    table: Table,
+    text: Text,
+    masks: Path | None = None,
+    how: Masks,
+    labels: Labels,
+    size: str = "224x224",
     value_range: Range = None,
-    mol_dir: Annotated[
-        Path | None,
-        typer.Option("--mol-dir", help="Structures of a spectrum library.", show_default=False),
-    ] = None,
-    windows: Annotated[
-        str | None,
-        typer.Option(
-            "--windows", help="As in `stoker pack bars` [default: what fits].", show_default=False
-        ),
-    ] = None,
-    horizon: Annotated[
-        int | None,
-        typer.Option(
-            "--horizon", help="As in `stoker pack bars` [default: what fits].", show_default=False
-        ),
-    ] = None,
-    day_first: DayFirst = None,
-    time_zone: TimeZone = None,
-    sort: Sort = False,
-    time_column: TimeColumn = None,
-    columns: BarColumns = None,
-    stamp: Stamp = "open",
-    window: Annotated[
-        int | None,
-        typer.Option("--window", help="As in `stoker pack series`.", show_default=False),
-    ] = None,
+    mol_dir: Path | None = None,
+    windows: str | None = None,
+    horizon: int | None = None,
+    reading: BarReading,
+    window: int | None = None,
     stride: Stride = None,
+    dtype: list[str] | None = None,
+    columns: str | None = None,
+    time_column: str | None = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every value of a file or store; exit code 3 if the quality gate would refuse the data."""
-    from stoker.address import shown
-    from stoker.cli.progress import Bar
-    from stoker.errors import EXIT_REFUSED, InputError
-    from stoker.store.plain import Selection
+    """Check every value of a file or store; exit code 3 if the quality gate would refuse the data.
+
+    Options:
+        path: Store folder, its URL, .h5, .npy, .npz; a table, bars (also SYMBOL:TF=file), pictures, a spectrum
+            library; or a folder of them.
+        html: Write a page: samples as the model gets them, a histogram per column.
+        kind: Read CSV, Parquet or Feather as table or as bars [default: bars if name and columns say so].
+        masks: Folder of masks, beside a folder of images.
+        size: HEIGHTxWIDTH that pictures are looked at.
+        mol_dir: Structures of a spectrum library.
+        windows: As in `stoker pack bars` [default: what fits].
+        horizon: As in `stoker pack bars` [default: what fits].
+        window: As in `stoker pack series`.
+    """
+    from stoker.sources.bars.files import holds_bars
 
     if kind not in (None, "table", "bars"):
         raise InputError(f"--as is {kind!r}.", "table or bars", "--as table")
-    chosen = Selection(group, tuple(fields.split(",")) if fields else (), rows)
+    chosen = arrays.selection()
     require_output(html, "--html", [path])
     name = shown(path)
     source: Source | None
     if window is not None:
         from stoker.sources.series import SeriesSource
 
-        names = tuple(columns.split(",")) if columns else ()
-        source = SeriesSource(
-            (path,), window, stride, dtype[0] if dtype else None, names, time_column
-        )
+        numbers = dtype[0] if dtype else None
+        source = SeriesSource((path,), window, stride, numbers, split_names(columns), time_column)
     else:
-        source = _picture_or_spectrum_source(
-            path, masks, mask_suffix, mask_map, labels, size, value_range, mol_dir
-        )
-    if source is None and _holds_bars(path, kind):
-        source = _bars_source(
-            path, windows, horizon, day_first, time_zone, sort, time_column, columns, drop, stamp, decimal
-        )  # fmt: skip
+        source = _picture_or_spectrum_source(path, masks, how, labels, size, value_range, mol_dir)
+    if source is None and (kind == "bars" or (kind is None and holds_bars(path))):
+        source = _bars_source(path, windows, horizon, reading)
     if source is None:
-        table = table_source(
-            (path,), target, drop, keep, dtype, missing, sep, decimal, encoding, header
-        )
-        source = _array_or_table_source(path, table, chosen)
+        source = _array_or_table_source(path, table.source((path,), text), chosen)
     with Bar(quiet=as_json) as bar:
         if source is None:
             inspection, facts, samples = _look_at_store(path, chosen, bar)
         else:
             inspection, facts, samples = _look_at_source(source, bar)
     if html is not None:
-        from stoker.ownership import write_text
         from stoker.packing.samples import samples_page
 
         title = f"stoker inspect {name}"
         write_text(html, samples_page(title, inspection, facts, samples))
     if as_json:
-        stats = {name: stats.to_json(compact=True) for name, stats in inspection.stats.items()}
+        stats = {name: stats.to_json() for name, stats in inspection.stats.items()}
         findings = [finding.to_json() for finding in inspection.findings]
         print_json(
             {
@@ -209,9 +135,8 @@ def inspect(
 def _picture_or_spectrum_source(
     path: Path,
     masks: Path | None,
-    mask_suffix: str,
-    mask_map: list[str] | None,
-    labels: Path | None,
+    how: Masks,
+    labels: Labels,
     size: str,
     value_range: str | None,
     mol_dir: Path | None,
@@ -230,65 +155,37 @@ def _picture_or_spectrum_source(
 
     if not path.exists() or (path / MANIFEST_NAME).exists():
         return None
-    limits = parse_range(value_range)
-    images, found_masks = find_pairs(path) if masks is None else (path, masks)
-    if found_masks is not None and labels is None:
+    wanted, limits = parse_size(size), parse_range(value_range)
+    images, found = find_pairs(path) if masks is None else (path, masks)
+    if found is not None and labels.labels is None:
         return SegmentationSource(
-            parse_size(size),
-            3,
-            images,
-            found_masks,
-            mask_suffix,
-            mask_map=tuple(mask_map or ()),
-            value_range=limits,
+            wanted, images=images, masks=found, value_range=limits, **how.settings()
         )
-    if labels is not None or holds_pictures(path):
-        return ImagesSource(parse_size(size), 3, path, labels, value_range=limits)
+    if labels.labels is not None or holds_pictures(path):
+        return ImagesSource(wanted, folder=path, value_range=limits, **vars(labels))
     if holds_spectra(path):
         return MassSpecSource(path, mol_dir, spectra="all", without_spectra=True)
     return None
 
 
-def _holds_bars(path: Path, kind: str | None) -> bool:
-    from stoker.sources.bars.files import holds_bars
-
-    return kind == "bars" or (kind is None and holds_bars(path))
-
-
 def _bars_source(
-    path: Path,
-    windows: str | None,
-    horizon: int | None,
-    day_first: bool | None,
-    time_zone: str | None,
-    sort: bool,
-    time_column: str | None,
-    columns: str | None,
-    drop: list[str] | None,
-    stamp: str,
-    decimal: str | None,
-) -> BarsSource:
-    from stoker.sources.bars import BarsSource, Naming, parse_windows
+    path: Path, windows: str | None, horizon: int | None, reading: BarReading
+) -> Source:
+    from stoker.sources.bars import BarsSource, parse_windows
     from stoker.sources.bars.files import fitting_windows
 
-    naming = Naming.parse(time_column, columns, drop or ())
-    chosen, fitting = fitting_windows((path,), naming, decimal)
+    settings = reading.settings()
+    chosen, fitting = fitting_windows((path,), settings["naming"], reading.decimal)
     return BarsSource(
         (path,),
         windows=parse_windows(windows) if windows else chosen,
         horizon=fitting if horizon is None else horizon,
-        day_first=day_first,
-        tz=time_zone,
-        sort=sort,
-        naming=naming,
-        stamp=stamp,
-        decimal=decimal,
+        **settings,
     )
 
 
 def _array_or_table_source(path: Path, table: Source, chosen: Selection) -> Source | None:
     """Return the source of arrays or of a table; None for a store and for what is opened in place."""
-    from stoker.errors import InputError
     from stoker.sources.arrays import ArraysSource
     from stoker.sources.tables.reading import is_table
     from stoker.store.manifest import MANIFEST_NAME
@@ -317,10 +214,6 @@ def _array_or_table_source(path: Path, table: Source, chosen: Selection) -> Sour
 
 def _look_at_source(source: Source, bar: Progress) -> tuple[Inspection, dict[str, str], Samples]:
     """Build all parts of a source in memory, one after the other, as `pack` would."""
-    from dataclasses import replace
-
-    from stoker.errors import RefusalList, count_refused
-    from stoker.ownership import temporary_folder
     from stoker.packing.samples import Samples, sample_facts
     from stoker.packing.worker import unguarded
     from stoker.sources.arrays import ArraysSource
@@ -329,7 +222,6 @@ def _look_at_source(source: Source, bar: Progress) -> tuple[Inspection, dict[str
     from stoker.sources.massspec import MassSpecSource
     from stoker.sources.tables import TableSource
     from stoker.store.inspection import inspect_parts
-    from stoker.units import format_bytes, format_count
 
     refused = RefusalList()
     samples = Samples()
@@ -394,12 +286,10 @@ def _look_at_store(
     path: Path, chosen: Selection, bar: Progress
 ) -> tuple[Inspection, dict[str, str], Samples | None]:
     """Inspect a store, an HDF5 file or a Zarr folder in place."""
-    from stoker.address import as_url
     from stoker.packing.samples import sample_facts, samples_of
     from stoker.sources.contract import Account
     from stoker.store.inspection import inspect_store
     from stoker.store.reader import open_store
-    from stoker.units import format_bytes, format_count
 
     with open_store(path, **vars(chosen)) as store:
         inspection = inspect_store(store, bar)
@@ -409,7 +299,7 @@ def _look_at_store(
             "on disk": format_bytes(store.num_bytes),
         }
         if store.manifest.counts:
-            lines = Account.from_json(store.manifest.counts).lines()
+            lines = Account(**store.manifest.counts).lines()
             facts["input"] = "; ".join(line.strip() for line in lines)
         notes = [*store.notes, *(store.manifest.attributes.get("notes") or ())]
         for number, note in enumerate(notes):

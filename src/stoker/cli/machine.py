@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.options import JsonOption
+from stoker.cli.options import JsonOption, verb
 from stoker.cli.terminal import make_console, print_json
+from stoker.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,14 +21,19 @@ if TYPE_CHECKING:
     from stoker.machine import Gpu, Machine
 
 
+@verb
 def machine(
-    path: Annotated[Path, typer.Argument(help="File or folder whose disk to describe.")] = Path(),
+    path: Annotated[Path, typer.Argument(show_default=True)] = Path(),
+    *,
     as_json: JsonOption = False,
-    measure_disk: Annotated[
-        bool, typer.Option("--measure-disk", help="Read from the disk for up to a second.")
-    ] = False,
+    measure_disk: bool = False,
 ) -> None:
-    """Show the cores, memory, disk and GPUs that this process may use."""
+    """Show the cores, memory, disk and GPUs that this process may use.
+
+    Options:
+        path: File or folder whose disk to describe.
+        measure_disk: Read from the disk for up to a second.
+    """
     from stoker.machine import probe
 
     found = probe(path, measure=measure_disk)
@@ -51,7 +57,6 @@ def _print_machine(found: Machine) -> None:
 
 def _rows(found: Machine) -> Iterator[tuple[str, str]]:
     from stoker.machine import recommended_workers
-    from stoker.units import format_bytes, format_rate
 
     quota = "" if found.cores_quota is None else f", cgroup quota {found.cores_quota:g}"
     yield "cores", f"{_or(found.cores_usable)} usable of {_or(found.cores_total)}{quota}"
@@ -80,8 +85,6 @@ def _rows(found: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _gpu_rows(gpu: Gpu) -> Iterator[tuple[str, str]]:
-    from stoker.units import format_bytes, format_rate
-
     capability = (
         "n/a" if gpu.compute_capability is None else "{}.{}".format(*gpu.compute_capability)
     )

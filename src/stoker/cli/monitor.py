@@ -8,16 +8,21 @@ after Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stoker.cli.machine import _or
+from stoker.cli.options import verb
 from stoker.cli.terminal import echo, make_console, print_json, styled
+from stoker.display import look_in
+from stoker.errors import InputError
+from stoker.units import format_bytes, format_rate, format_seconds, local_time, parse_seconds
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from rich.console import Group
@@ -38,27 +43,25 @@ _STYLES = {
 _MOST_NOTES = 4
 
 
+@verb
 def monitor(
-    run_dir: Annotated[
-        Path | None, typer.Argument(help="Folder of a run to watch as well.", show_default=False)
-    ] = None,
-    csv: Annotated[
-        Path | None,
-        typer.Option("--csv", help="Append every look to this file, a row per GPU.", show_default=False),
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: one document with --once, else one per line.")
-    ] = False,
-    interval: Annotated[
-        str, typer.Option("--interval", help="Time between two looks, such as 1, 500ms or 5s.")
-    ] = "1",
-) -> None:  # fmt: skip
-    """Watch GPUs and a run: utilization, memory, PCIe, power, temperature, samples/s, waits."""
-    from stoker.display import look_in
-    from stoker.errors import InputError
+    run_dir: Path | None = None,
+    *,
+    csv: Path | None = None,
+    once: bool = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    interval: str = "1",
+) -> None:
+    """Watch GPUs and a run: utilization, memory, PCIe, power, temperature, samples/s, waits.
+
+    Options:
+        run_dir: Folder of a run to watch as well.
+        csv: Append every look to this file, a row per GPU.
+        once: Look once and end.
+        as_json: Print JSON: one document with --once, else one per line.
+        interval: Time between two looks, such as 1, 500ms or 5s.
+    """
     from stoker.monitor import LEAST_INTERVAL_SECONDS, CsvLog, Monitor
-    from stoker.units import parse_seconds
 
     seconds = parse_seconds(interval)
     if not seconds >= LEAST_INTERVAL_SECONDS:  # also with --once, and before a file is made
@@ -103,9 +106,6 @@ def _look_on(watching: Monitor, log: CsvLog | None, as_json: bool, seconds: floa
 @contextlib.contextmanager
 def _until_told_to_stop() -> Iterator[threading.Event]:
     """Give an event that SIGTERM sets; a scheduler's stop is a good end."""
-    import signal
-    import threading
-
     stop = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
@@ -146,7 +146,6 @@ def view(snapshot: Snapshot, history: History | None = None) -> Group:
     from rich.console import Group
 
     from stoker.runs.telemetry import BUSY_FOOTNOTE
-    from stoker.units import format_bytes
 
     parts = [styled(_clock(snapshot), "italic")]
     if snapshot.gpus:
@@ -193,23 +192,21 @@ def _aligned(rows: list[list[Text]], left: tuple[int, ...]) -> list[Text]:
 
 
 def _clock(snapshot: Snapshot) -> str:
-    from stoker.units import local_time
-
     return f"stoker monitor  {local_time(snapshot.time):%Y-%m-%d %H:%M:%S}"
 
 
 def _targets_line() -> str:
-    from stoker.runs.telemetry import BUSY, MEMORY, TEMPERATURE
+    from stoker.runs.telemetry import BUSY, MEMORY, SM_ACTIVE, TEMPERATURE
 
     return (
-        f"targets: busy {BUSY.low:.0f} to {BUSY.high:.0f} %, memory {MEMORY.low:.0f} to {MEMORY.high:.0f} %, "
+        f"targets: busy {BUSY.low:.0f} to {BUSY.high:.0f} %, SM {SM_ACTIVE.low:.0f} to {SM_ACTIVE.high:.0f} %, "
+        f"memory {MEMORY.low:.0f} to {MEMORY.high:.0f} %, "
         f"below {TEMPERATURE.high + 1:.0f} °C; ✓ within, ↓ below, ↑ above"
     )
 
 
 def _cells(gpu: GpuReading) -> list[Text]:
     from stoker.runs.telemetry import judge_gpu
-    from stoker.units import format_bytes, format_rate
 
     verdicts = judge_gpu(gpu)
     share = gpu.memory_share
@@ -281,8 +278,6 @@ def _judged(text: str, what: str, verdict: Verdict | None) -> Text:
 
 
 def _run_lines(run: RunNow, history: History) -> Iterator[tuple[str, str]]:
-    from stoker.units import format_bytes, format_seconds
-
     if run.state == "waiting":
         yield "run", f"{run.folder}: waiting for its first line{_absence(run)}"
         return

@@ -7,13 +7,18 @@ table with bytes and reasons, or one JSON document. Costs about 0.2 s; no data a
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.options import JsonOption
+from stoker.address import as_url, shown
+from stoker.cli.options import JsonOption, verb
+from stoker.cli.tables import make_table
 from stoker.cli.terminal import make_console, print_json
+from stoker.errors import InputError
+from stoker.units import GIB, format_bytes, parse_bytes, parse_memory, parse_share
 
 if TYPE_CHECKING:
     from stoker.machine import Machine
@@ -23,66 +28,41 @@ if TYPE_CHECKING:
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
+@verb
 def plan(
-    store: Annotated[
-        Path | None, typer.Argument(help="Store folder, HDF5 file or URL.", show_default=False)
-    ] = None,
-    gpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu-memory",
-            help="Free GPU memory, such as 16GB, or none; by default this machine's.",
-            show_default=False,
-        ),
-    ] = None,
-    ram: Annotated[
-        str | None,
-        typer.Option(
-            "--ram", help="Free RAM, such as 32GB; by default this machine's.", show_default=False
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option("--batch-size", help="Samples per batch; by default chosen.", show_default=False),
-    ] = None,
-    parameters: Annotated[
-        str | None,
-        typer.Option("--parameters", help="Of the model, such as 1.8M.", show_default=False),
-    ] = None,
-    activations: Annotated[
-        str | None,
-        typer.Option(
-            "--activations", help="Bytes per sample, such as 2MB; by default estimated.", show_default=False
-        ),
-    ] = None,
-    ranks_per_host: Annotated[
-        int,
-        typer.Option(
-            "--ranks-per-host", help="Processes with a GPU each that share this machine's RAM.", min=1
-        ),
-    ] = 1,
-    optimizer: Annotated[
-        str, typer.Option("--optimizer", help="sgd, momentum, rmsprop, adagrad, adam, adamw.")
-    ] = "adamw",
-    share: Annotated[
-        str, typer.Option("--share", help="Most of the memory that data may take; 60% is the fallback.")
-    ] = "75%",
-    table: Annotated[
-        bool, typer.Option("--table", help="Print the documents' table and counts, computed.")
-    ] = False,
+    store: Path | None = None,
+    *,
+    gpu_memory: str | None = None,
+    ram: str | None = None,
+    batch_size: int | None = None,
+    parameters: str | None = None,
+    activations: str | None = None,
+    ranks_per_host: Annotated[int, typer.Option(min=1)] = 1,
+    optimizer: str = "adamw",
+    share: str = "75%",
+    table: bool = False,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Show what would be kept on the GPU and in RAM, and why; or print the published table."""
-    from stoker.errors import InputError
+) -> None:
+    """Show what would be kept on the GPU and in RAM, and why; or print the published table.
 
+    Options:
+        store: Store folder, HDF5 file or URL.
+        gpu_memory: Free GPU memory, such as 16GB, or none; by default this machine's.
+        ram: Free RAM, such as 32GB; by default this machine's.
+        batch_size: Samples per batch; by default chosen.
+        parameters: Of the model, such as 1.8M.
+        activations: Bytes per sample, such as 2MB; by default estimated.
+        ranks_per_host: Processes with a GPU each that share this machine's RAM.
+        optimizer: sgd, momentum, rmsprop, adagrad, adam, adamw.
+        share: Most of the memory that data may take; 60% is the fallback.
+        table: Print the documents' table and counts, computed.
+    """
     if store is None and not table:
         raise InputError(
             "no store was given.", "a store, or --table", "stoker plan STORE --gpu-memory 16GB"
         )
     documents = []
     if store is not None:
-        from stoker.address import shown
-
         cost = _model(parameters, activations, optimizer)
         made, origins, pictures = _make(
             store, gpu_memory, ram, batch_size, cost, share, ranks_per_host
@@ -103,9 +83,7 @@ def plan(
 
 
 def _model(parameters: str | None, activations: str | None, optimizer: str) -> ModelCost | None:
-    from stoker.errors import InputError
     from stoker.plan import estimate_model
-    from stoker.units import parse_bytes
 
     if parameters is None:
         estimate_model(0, optimizer=optimizer)  # a name that is not known is refused all the same
@@ -136,16 +114,11 @@ def _make(
     ranks_per_host: int,
 ) -> tuple[Plan, list[str], PictureChoice | None]:
     """Return the plan, where each amount of memory comes from, and which kind of store suits pictures."""
-    from dataclasses import replace
-
-    from stoker.address import as_url
-    from stoker.errors import InputError
     from stoker.loader.columns import check_samples, column_facts, make_columns
     from stoker.machine import probe
     from stoker.plan import FALLBACK_SHARE, make_plan, store_facts
     from stoker.plan.pictures import choose_kind, picture_bytes
     from stoker.store.reader import open_store
-    from stoker.units import parse_memory, parse_share
 
     with open_store(path) as opened:
         # Exact facts read offsets and window ends, which a remote store would have to send first.
@@ -194,8 +167,6 @@ def _make(
 
 
 def _gpu_memory(given: str | None, machine: Machine) -> tuple[int | None, str]:
-    from stoker.units import format_bytes, parse_memory
-
     if given is not None:
         if given.strip().lower() == "none":
             return None, "GPU: none, as given"
@@ -211,9 +182,6 @@ def _gpu_memory(given: str | None, machine: Machine) -> tuple[int | None, str]:
 def _print_plan(
     name: str, made: Plan, origins: list[str], pictures: PictureChoice | None = None
 ) -> None:
-    from stoker.cli.tables import make_table
-    from stoker.units import format_bytes
-
     console = make_console(width=160)
     title = f"{name}: {made.tier}, batch size {made.batch_size}"
     table = make_table(title, ("where", "what", "bytes", "reason"), left=(0, 1, 3))
@@ -231,9 +199,7 @@ def _print_plan(
 
 
 def _print_table() -> None:
-    from stoker.cli.tables import make_table
     from stoker.compat.published import describe_cards, published_cards, published_counts
-    from stoker.units import GIB
 
     console = make_console(width=160)
     heads = ("GPU memory", "data, 75 %", "data, 60 %", "batch size")

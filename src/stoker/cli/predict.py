@@ -13,55 +13,40 @@ from typing import Annotated
 
 import typer
 
-from stoker.cli.options import DeviceOption, JsonOption
-from stoker.cli.pack import Decimal, Encoding, Header, Separator
+from stoker.cli.data_options import Text
+from stoker.cli.options import DeviceOption, JsonOption, verb
+from stoker.cli.progress import Bar
+from stoker.cli.tables import print_evaluation
 from stoker.cli.terminal import echo, make_console, print_json
+from stoker.units import format_bytes, format_count, format_seconds
 
 CheckpointArgument = Annotated[
-    Path,
-    typer.Argument(
-        help="best.pt or step-*.pt of a run, or exported .safetensors.", show_default=False
-    ),
+    Path, typer.Argument(help="best.pt or step-*.pt of a run, or exported .safetensors.")
 ]
 
 
+@verb
 def predict(
     checkpoint: CheckpointArgument,
-    given: Annotated[
-        Path,
-        typer.Argument(
-            help="Raw files, or a folder of them, like those that were packed for training; or a store.",
-            show_default=False,
-            metavar="INPUT",
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Argument(
-            help="What to write, by its ending: .csv, .parquet, .jsonl, or the recipe's own.",
-            show_default=False,
-        ),
-    ],
-    split: Annotated[
-        str, typer.Option("--split", help="all, train, val or test; of a store.")
-    ] = "all",
-    sep: Separator = None,
-    decimal: Decimal = None,
-    encoding: Encoding = None,
-    header: Header = None,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Samples per forward pass.")
-    ] = 256,
+    given: Annotated[Path, typer.Argument(metavar="INPUT")],
+    out: Path,
+    *,
+    split: str = "all",
+    text: Text,
+    batch_size: Annotated[int, typer.Option(min=1)] = 256,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the model's answer for every sample of a store, or every row of raw input, under its own key."""
-    from stoker.cli.progress import Bar
-    from stoker.cli.tables import print_evaluation
+    """Write the model's answer for every sample of a store, or every row of raw input, under its own key.
+
+    Options:
+        given: Raw files, or a folder of them, like those that were packed for training; or a store.
+        out: What to write, by its ending: .csv, .parquet, .jsonl, or the recipe's own.
+        split: all, train, val or test; of a store.
+        batch_size: Samples per forward pass.
+    """
     from stoker.recipes.answers import predict_file
     from stoker.recipes.inference import load_trained
-    from stoker.sources.tables import TextOptions
-    from stoker.units import format_bytes, format_count, format_seconds
 
     trained = load_trained(checkpoint)
     with Bar(quiet=as_json) as bar:
@@ -73,7 +58,7 @@ def predict(
             batch_size=batch_size,
             device=device,
             progress=bar,
-            text=TextOptions(sep, decimal, encoding, header),
+            text=text.options(),
         )
     size = out.stat().st_size if out.is_file() else None
     rate = report.num_rows / max(report.seconds, 1e-9)

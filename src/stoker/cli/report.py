@@ -11,30 +11,29 @@ from typing import Annotated
 
 import typer
 
-from stoker.cli.options import JsonOption
+from stoker.cli.options import JsonOption, verb
 from stoker.cli.terminal import echo, print_json
+from stoker.errors import unwritable
+from stoker.ownership import write_text
 
 PAGE_NAME = "report.html"
 
 
+@verb
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN", help="Folders of runs; ratios are to the first.", show_default=False),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="The page; by default report.html in the run's folder.", show_default=False),
-    ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option("--png", help="Also draw every chart as a PNG file into this folder.", show_default=False),
-    ] = None,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN")],
+    *,
+    out: Path | None = None,
+    png: Path | None = None,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Write an HTML page about a run: what it is worth, data, speed, waits, memory, loss, plan, config, machine."""
-    from stoker.errors import unwritable
-    from stoker.ownership import write_text
+) -> None:
+    """Write an HTML page about a run: what it is worth, data, speed, waits, memory, loss, plan, config, machine.
+
+    Options:
+        runs: Folders of runs; ratios are to the first.
+        out: The page; by default report.html in the run's folder.
+        png: Also draw every chart as a PNG file into this folder.
+    """
     from stoker.runs.comparison import compare
     from stoker.runs.evaluation import Evaluation
     from stoker.runs.figures import all_charts

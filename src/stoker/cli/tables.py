@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from stoker.units import format_bytes, format_count
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
@@ -47,8 +49,6 @@ def make_table(
 def store_table(store: Store) -> Table:
     """Return one line per field: kind, rows, type, bytes."""
     import numpy as np
-
-    from stoker.units import format_bytes, format_count
 
     title = f"{store.name}: {format_count(store.num_samples)} samples"
     table = make_table(title, ("field", "kind", "rows", "row", "bytes"), left=(0, 1, 3))
@@ -98,12 +98,11 @@ def print_evaluation(console: Console, made: Evaluation) -> None:
         console.print(
             f"most important inputs ({name} lost when permuted): {told}",
             soft_wrap=True,
-            markup=False,
         )
     for note in made.notes:
-        console.print(note, soft_wrap=True, markup=False)
+        console.print(note, soft_wrap=True)
     if made.baselines:
-        console.print(made.verdict, soft_wrap=True, markup=False)
+        console.print(made.verdict, soft_wrap=True)
 
 
 def _number(value: float | None) -> str:

@@ -17,9 +17,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.options import ConfigOption, DeviceOption, JsonOption, SetOption, StoreOption
+from stoker.address import as_url
+from stoker.cli.options import ConfigOption, DeviceOption, JsonOption, SetOption, StoreOption, verb
+from stoker.cli.progress import Bar
+from stoker.cli.tables import make_table, print_evaluation
 from stoker.cli.terminal import echo, make_console, print_commands, print_json
 from stoker.display import command, secret_hint
+from stoker.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,60 +35,33 @@ if TYPE_CHECKING:
 _MOST_EPOCHS = 20
 
 
+@verb
 def train(
+    *,
     config: ConfigOption = None,
     overrides: SetOption = None,
     store: StoreOption = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", help="Instead of the config's run.dir.", show_default=False),
-    ] = None,
-    msp: Annotated[
-        Path | None,
-        typer.Option(
-            "--msp", help="Recipes of mass spectra: pack this library into the store first.",
-            show_default=False,
-        ),
-    ] = None,
-    mol_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--mol-dir", help="With --msp: folder or zip of MOL files, or one SDF.",
-            show_default=False,
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run's latest checkpoint.")
-    ] = False,
-    folds: Annotated[
-        int | None,
-        typer.Option(
-            "--folds",
-            help="Walk forward: train so many times, each time on the past of another test span.",
-            min=2,
-            show_default=False,
-        ),
-    ] = None,
+    run_dir: Path | None = None,
+    msp: Path | None = None,
+    mol_dir: Path | None = None,
+    resume: bool = False,
+    folds: Annotated[int | None, typer.Option(min=2)] = None,
     device: DeviceOption = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            "--gpus",
-            help="Train on so many GPUs of this machine; with --device cpu, in so many processes.",
-            min=1,
-            show_default=False,
-        ),
-    ] = None,
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            "--max-restarts", help="With --gpus: go on so often after a process was lost.", min=0
-        ),
-    ] = 3,
+    gpus: Annotated[int | None, typer.Option(min=1)] = None,
+    max_restarts: Annotated[int, typer.Option(min=0)] = 3,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Train a ready job, evaluate its best checkpoint, and compare it with chance."""
-    from stoker.cli.progress import Bar
+) -> None:
+    """Train a ready job, evaluate its best checkpoint, and compare it with chance.
+
+    Options:
+        run_dir: Instead of the config's run.dir.
+        msp: Recipes of mass spectra: pack this library into the store first.
+        mol_dir: With --msp: folder or zip of MOL files, or one SDF.
+        resume: Go on from the run's latest checkpoint.
+        folds: Walk forward: train so many times, each time on the past of another test span.
+        gpus: Train on so many GPUs of this machine; with --device cpu, in so many processes.
+        max_restarts: With --gpus: go on so often after a process was lost.
+    """
     from stoker.recipes import run as runs
     from stoker.recipes.walk_forward import walk_forward
 
@@ -136,7 +113,6 @@ def _train_in_processes(
     """Check the command, then start it in several processes."""
     import torch
 
-    from stoker.errors import InputError
     from stoker.recipes.catalogue import choose_recipe
     from stoker.recipes.run import share_batch
     from stoker.train.launch import launch
@@ -164,7 +140,6 @@ def _train_in_processes(
 def _settle(
     config: Path | None, overrides: list[str], store: Path | None, run_dir: Path | None
 ) -> Settings:
-    from stoker.address import as_url
     from stoker.config import load_config, parse_config, resolve
 
     read = (
@@ -181,8 +156,6 @@ def _settle(
 def _pack_first(settings: Settings, msp: Path | None, mol_dir: Path | None, *, quiet: bool) -> None:
     """Make the config's store of the files that were typed, or find that it is up to date."""
     from stoker.cli.pack import print_result
-    from stoker.cli.progress import Bar
-    from stoker.errors import InputError
     from stoker.packing import PackOptions, pack
     from stoker.recipes.catalogue import choose_recipe
 
@@ -209,12 +182,10 @@ def _typed(
     device: str | None,
 ) -> list[str | Path]:
     """Return the command as it was typed, to be typed again."""
-    from stoker.address import as_url
-
     words: list[str | Path] = ["stoker", "train"]
     named = None if store is None else as_url(store) or store
-    for option, value in (("--config", config), ("--store", named), ("--run-dir", run_dir)):
-        words += [option, value] if value is not None else []
+    for name, value in (("--config", config), ("--store", named), ("--run-dir", run_dir)):
+        words += [name, value] if value is not None else []
     for text in overrides:
         words += ["--set", text]
     words += ["--device", device] if device is not None else []
@@ -222,8 +193,6 @@ def _typed(
 
 
 def _print(run: RecipeRun, settings: Settings, again: str) -> None:
-    from stoker.cli.tables import print_evaluation
-
     console = make_console(width=200)
     if run.epochs:
         _print_epochs(console, run)
@@ -235,7 +204,7 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
     if run.evaluation is not None:
         print_evaluation(console, run.evaluation)
     if run.fallback is not None:
-        console.print(run.fallback.text, soft_wrap=True, markup=False)
+        console.print(run.fallback.text, soft_wrap=True)
     console.print(f"checkpoints and log: {run.run_dir}")
     if run.best is not None:
         best = run.run_dir / "best.pt"
@@ -249,7 +218,6 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
 
 
 def _print_folds(walk: WalkForward, again: str, *, as_json: bool) -> None:
-    from stoker.cli.tables import print_evaluation
     from stoker.recipes.run import as_json as plain
 
     made = walk.evaluation
@@ -269,8 +237,6 @@ def _print_folds(walk: WalkForward, again: str, *, as_json: bool) -> None:
 
 
 def _print_epochs(console: Console, run: RecipeRun) -> None:
-    from stoker.cli.tables import make_table
-
     shown = run.epochs[-_MOST_EPOCHS:]
     cut = f", the last {len(shown)} of {len(run.epochs)}" if len(shown) < len(run.epochs) else ""
     names = list(shown[-1].metrics)[:6]
@@ -286,8 +252,6 @@ def _print_epochs(console: Console, run: RecipeRun) -> None:
 
 
 def _print_metrics(console: Console, run: RecipeRun) -> None:
-    from stoker.cli.tables import make_table
-
     title = f"{run.recipe}: best checkpoint against chance"
     table = make_table(title, ("metric", "chance (val)", "val", "test"))
     for name in dict.fromkeys([*run.test, *run.val, *run.baseline]):

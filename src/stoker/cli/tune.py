@@ -19,9 +19,14 @@ from stoker.cli.options import (
     SetOption,
     StoreOption,
     require_output,
+    verb,
 )
+from stoker.cli.progress import Bar
+from stoker.cli.tables import make_table
 from stoker.cli.terminal import make_console, print_commands, print_json
 from stoker.display import command
+from stoker.errors import InputError
+from stoker.ownership import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,35 +37,29 @@ if TYPE_CHECKING:
     from stoker.tune.trial import Measured
 
 
+@verb
 def tune(
+    *,
     config: ConfigOption = None,
     overrides: SetOption = None,
     store: StoreOption = None,
     device: DeviceOption = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Write the tuned config here.", show_default=False),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
-    grow_update: Annotated[
-        bool,
-        typer.Option(
-            "--grow-update",
-            help="Also take batches larger than the samples per update: faster, but another training.",
-        ),
-    ] = False,
-    seconds: Annotated[
-        float, typer.Option("--seconds-per-try", help="Seconds measured at each setting.")
-    ] = 3.0,
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", help="Write a page with the curve.", show_default=False),
-    ] = None,
+    out: Path | None = None,
+    force: bool = False,
+    grow_update: bool = False,
+    seconds: Annotated[float, typer.Option("--seconds-per-try")] = 3.0,
+    html: Path | None = None,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Find the batch size, accumulation, capture and chunk size that train fastest and fit in memory."""
-    from stoker.errors import InputError
+) -> None:
+    """Find the batch size, accumulation, capture and chunk size that train fastest and fit in memory.
 
+    Options:
+        out: Write the tuned config here.
+        force: Let --out replace a file.
+        grow_update: Also take batches larger than the samples per update: faster, but another training.
+        seconds: Seconds measured at each setting.
+        html: Write a page with the curve.
+    """
     if config is None:
         raise InputError(
             "there is nothing to tune.",
@@ -70,7 +69,6 @@ def tune(
     require_output(out, "--out", [config], force=force)
     require_output(html, "--html", [config])
 
-    from stoker.cli.progress import Bar
     from stoker.doctor.job_config import JobConfig
     from stoker.train.ranks import Ranks
     from stoker.tune.job import tune_job
@@ -88,7 +86,6 @@ def tune(
     if out is not None:
         job.with_changes(changes, _notes(config, tuned)).write(out, replace=force)
     if html is not None:
-        from stoker.ownership import write_text
         from stoker.tune.tuned_page import tuned_page
 
         page = tuned_page(f"stoker tune {config}", tuned, _facts(job.settings, tuned))
@@ -187,8 +184,6 @@ def _print(tuned: Tuned, next_command: str, out: Path | None, html: Path | None)
 
 
 def _table(title: str, header: Sequence[str], rows: list[tuple[str, ...]], num_left: int) -> Any:
-    from stoker.cli.tables import make_table
-
     table = make_table(title, header, left=(*range(num_left), len(header) - 1))
     for row in rows:
         table.add_row(*row, style="bold" if "taken" in row[-1] else None)

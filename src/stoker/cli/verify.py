@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import time
+
 import typer
 
-from stoker.cli.options import JsonOption, StoreArgument
+from stoker.address import shown
+from stoker.cli.options import JsonOption, StoreArgument, verb
+from stoker.cli.progress import Bar
 from stoker.cli.terminal import echo, print_json
+from stoker.errors import EXIT_INPUT
+from stoker.units import format_bytes, format_rate
 
 
-def verify(
-    store: StoreArgument,
-    as_json: JsonOption = False,
-) -> None:
+@verb
+def verify(store: StoreArgument, *, as_json: JsonOption = False) -> None:
     """Check every byte of a store against its checksums; exit code 2 if anything is wrong."""
-    import time
-
-    from stoker.address import shown
-    from stoker.cli.progress import Bar
-    from stoker.errors import EXIT_INPUT
     from stoker.store.reader import open_store
-    from stoker.units import format_bytes, format_rate
 
     began = time.perf_counter()
     with open_store(store) as opened, Bar(quiet=as_json) as bar:

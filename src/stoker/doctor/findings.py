@@ -202,12 +202,14 @@ class Consultation:
         findings: Largest gain first; empty for a healthy job.
         outcome: The result of `--apply`, if it ran.
         unjudged: Why a job without findings cannot be called healthy; "" if it can.
+        later: What would be found after the first finding's remedy; gains count from there.
     """
 
     measurements: Measurements
     findings: tuple[Finding, ...]
     outcome: Outcome | None = None
     unjudged: str = ""
+    later: tuple[Finding, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -239,6 +241,15 @@ class Consultation:
             "measure again after the first"
         )
 
+    @property
+    def behind(self) -> tuple[str, ...]:
+        """A line on each cost that the first finding hides."""
+        return tuple(
+            f"hidden behind it: {one.name}, {one.title}: ×\u00a0{one.gain.likely:.2f} more after the first remedy"
+            + (f" ({one.patch.where})" if one.patch.where else "")
+            for one in self.later
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values: what `stoker report` and other programs read."""
         document = {
@@ -247,6 +258,7 @@ class Consultation:
             "unjudged": self.unjudged,
             "overlap": self.overlap,
             "findings": [finding.to_json() for finding in self.findings],
+            "later": [finding.to_json() for finding in self.later],
             "outcome": None if self.outcome is None else self.outcome.to_json(),
             "measurements": self.measurements.to_json(),
         }

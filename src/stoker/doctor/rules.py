@@ -8,12 +8,14 @@ not depend on other rules.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stoker.doctor import rules_loading, rules_run, rules_step, rules_workers
 from stoker.doctor.cases import Case, Rule, at, blocked_share, busy_cores, rule_name
 from stoker.doctor.findings import Finding
 from stoker.doctor.gains import split_step
 from stoker.doctor.measurements import Measurements
+from stoker.measure.readings import Spread
 
 RULES: tuple[Rule, ...] = (
     *rules_workers.RULES,
@@ -46,6 +48,62 @@ def diagnose(measurements: Measurements) -> list[Finding]:
         found,
         key=lambda finding: (not finding.ends_the_run, finding.name != first, -finding.gain.likely),
     )
+
+
+def find_later(measurements: Measurements, findings: Sequence[Finding]) -> list[Finding]:
+    """Return what would be found after the remedy of the first finding: costs that it hides now.
+
+    Loading beside a step hides what the step wastes, and the other way round; a large cost makes a small one a small
+    share. Gains count from the step without the first cost.
+    """
+    if not findings or findings[0].gain.likely <= 1.0 or measurements.kind != "script":
+        return []
+    rest = _without(measurements, findings[0].name)
+    known = {finding.name for finding in findings}
+    if rest is None:
+        return []
+    return [one for one in diagnose(rest) if one.name in _HIDDEN and one.name not in known]
+
+
+_LOADING = rules_loading.NAMED_CAUSES | {"no-workers", "starved-by-loader"}
+_HOST = {"gc-each-step": "gc.collect", "saves-too-often": "torch.save"}
+_HIDDEN = _LOADING | set(_HOST) | {"sync-every-step", "slow-between-steps"}
+
+
+def _without(measured: Measurements, name: str) -> Measurements | None:
+    """Return the measurements as they would be without the cost of a finding; None if that cannot be told."""
+    step, compute = measured.step_seconds, measured.compute_seconds
+    if step is None or compute is None:
+        return None
+    if name in _LOADING:
+        spent = max(0.0, step.median - compute.median)
+        rest = replace(measured, wait_seconds=None, loader=None)
+    elif name in _HOST:
+        calls = [one for one in measured.host_calls if one.call == _HOST[name]]
+        spent = sum(one.seconds_per_step for one in calls)
+        others = tuple(one for one in measured.host_calls if one not in calls)
+        rest = replace(measured, compute_seconds=_less(compute, spent), host_calls=others)
+    elif name == "sync-every-step" and measured.machine.device == "cpu":
+        spent = sum(one.seconds_per_step for one in measured.syncs)
+        rest = replace(measured, compute_seconds=_less(compute, spent), syncs=())
+    elif name == "slow-between-steps":
+        spent = measured.between_seconds or 0.0
+        rest = replace(measured, compute_seconds=_less(compute, spent), between_seconds=None)
+    else:
+        return None
+    loader = rest.loader
+    if loader is not None and loader.workers:
+        return None  # what the workers did beside a longer step does not tell their pace beside a shorter one
+    seconds = max(measured.seconds - spent * measured.steps, 1e-9)
+    return replace(rest, step_seconds=_less(step, spent), seconds=seconds)
+
+
+def _less(spread: Spread, seconds: float) -> Spread:
+    # Medians of uneven steps do not add up: something is left of every step.
+    low, median, high = (
+        max(value - seconds, value / 10) for value in (spread.low, spread.median, spread.high)
+    )
+    return Spread(median, low, high, spread.count)
 
 
 def _one_word_remedy(case: Case) -> str:
@@ -85,7 +143,22 @@ def why_unjudged(measurements: Measurements, findings: Sequence[Finding]) -> str
             f"the step waits for data {share:.0%} of the time{f' ({told})' if told else ''}, and {why}; "
             "measure again on a quiet machine"
         )
-    return _hidden_costs(measurements)
+    return _unknown_device(measurements) or _hidden_costs(measurements)
+
+
+def _unknown_device(measurements: Measurements) -> str:
+    """Return why waits for a GPU cannot be divided into its work and idling; "" if they can or are short."""
+    if measurements.machine.device != "cuda" or measurements.kernels is not None:
+        return ""
+    waits = (*measurements.syncs, *measurements.copies)
+    step = measurements.step_seconds
+    share = sum(one.seconds_per_step for one in waits) / step.median if step else 0.0
+    if share < _MUCH_WAITING:
+        return ""
+    return (
+        f"{share:.0%} of a step the host waits for the GPU, and kernels were not measured, so it is unknown whether "
+        "the GPU works meanwhile"
+    )
 
 
 def _hidden_costs(measurements: Measurements) -> str:

@@ -23,7 +23,14 @@ from stoker.doctor.cases import (
     work_line,
 )
 from stoker.doctor.findings import Finding, Gain
-from stoker.doctor.gains import Pace, gain, gain_of_steps, suggested_workers
+from stoker.doctor.gains import (
+    Pace,
+    gain,
+    gain_of_steps,
+    hand_over_seconds,
+    suggested_workers,
+    worth,
+)
 from stoker.doctor.measurements import Hdf5Facts, LoaderFacts
 from stoker.units import MB, format_bytes, format_count
 
@@ -31,8 +38,10 @@ _CAUTIOUS, _LIKELY = 0.30, 0.05
 """Shares of a removed cost that remain: cautious and likely estimates."""
 _DOMINANT = 0.4
 """A part of loading is called the cause if it is at least this share."""
-_NOTABLE_BETWEEN = 0.2
+_NOTABLE_BETWEEN = 0.12
 """Share of a step spent between the model's calls from which it is a finding."""
+_OVERLAP = 0.95
+"""Share of their time in which workers work side by side."""
 _LEAST_REST = 0.05
 """Share of a step that is assumed to remain, at least, without the code between the model's calls."""
 _PLAIN_READ_BYTES_PER_SECOND = 1.0e9
@@ -249,18 +258,27 @@ def slow_between_steps(case: Case) -> Finding | None:
     between, pace = case.measured.between_seconds, case.pace
     if between is None or pace is None or case.share_of_step(between) < _NOTABLE_BETWEEN:
         return None
-    step = pace.step
+    # Both without the time queued for a core, of which a step has as much as its parts.
+    step, between = pace.step, case.share_of_step(between) * pace.step
     # Samples are shares: what a small model takes is known better by the clock, and is never nothing.
     timed = (case.measured.backward_seconds, case.measured.optimizer_seconds)
     known = sum(spread.median for spread in timed if spread is not None)
     rest = max(step - between, known, _LEAST_REST * step)
     workers = suggested_workers(between, rest, case.cores, 0.0)
+    machine = case.measured.machine
+    divided = max(
+        between / (_OVERLAP * worth(workers, machine)),
+        rest + hand_over_seconds(LoaderFacts()),
+        _OVERLAP * step * (case.measured.busy_cores or 0.0) / worth(case.cores, machine),
+    )
     ahead = ', or iterate over stoker.prefetch(batches, "cuda")' if case.on_gpu else ""
     lines = [
         f"{line.where}: {milliseconds(line.seconds_per_step)} per step "
         f"({case.share_of_step(line.seconds_per_step):.0%})"
         for line in case.measured.between[:3]
     ]
+    # Work that is no loading, such as logging, may be left out of most steps.
+    likely = divided if case.measured.between_loads else rest
     return case.advise(
         "slow-between-steps",
         "the step waits for code between the model's calls",
@@ -274,7 +292,7 @@ def slow_between_steps(case: Case) -> Finding | None:
         "Do this work while the model computes: move loading into a Dataset for a DataLoader with "
         f"num_workers={workers}{ahead}; log every 50 steps.",
         # In one background thread it still takes its time; in workers it is divided.
-        gain_of_steps(step, max(rest, between), max(rest, between / workers), rest),
+        gain_of_steps(step, max(rest, between), likely, rest),
         where=case.measured.between[0].where if case.measured.between else None,
         script='for batch in stoker.prefetch(batches, "cuda"):  # a generator of what is made here now'
         if case.on_gpu

@@ -94,7 +94,7 @@ def _housekeeping(
         *call_lines(calls),
     ]
     # The call goes away whole; what it does is still done now and then.
-    gained = saved(case.pace, seconds, low=0.9, likely=0.99)
+    gained = saved(case.pace, seconds, low=0.9, likely=1.0)
     return case.advise(
         name,
         title,

@@ -26,6 +26,7 @@ from stoker.doctor.gains import (
     running_share,
     side_by_side,
     suggested_workers,
+    worth,
 )
 from stoker.doctor.measurements import LoaderFacts
 from stoker.units import format_bytes, format_count
@@ -48,14 +49,15 @@ def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gai
     step = pace.step
     # Upper bound: all cores busy with the work that was counted, less a twentieth, which is the probe's own work
     # and the wake-ups for each batch.
-    bound = 0.95 * step * busy / case.cores if busy is not None else 0.0
+    machine = case.measured.machine
+    bound = 0.95 * step * busy / worth(case.cores, machine) if busy is not None else 0.0
     compute = pace.compute + hand_over_seconds(loader)
     # Processes never overlap perfectly: assume half of the loss that the present ones show.
     now = loader.workers * running_share(loader)
     efficiency = (1 + min(1.0, pace.lanes / now)) / 2 if loader.workers else 0.95
-    lanes = side_by_side(loader, workers, case.cores) if blocked < 0.5 else float(workers)
+    lanes = side_by_side(loader, workers, machine) if blocked < 0.5 else float(workers)
     likely = max(pace.load / (lanes * efficiency), compute, bound)
-    hopeful = max(pace.load / workers, pace.compute, bound * 0.95)
+    hopeful = max(pace.load / max(lanes, 1.0), pace.compute, bound * 0.95)
     return workers, gain_of_steps(step, likely * 1.25, likely, hopeful)
 
 
@@ -225,7 +227,9 @@ def workers_restarted(case: Case) -> Finding | None:
     if loader.epoch_starts < 2 or not start or not length or not mean:
         return None
     lost = start / max(1.0, length / loader.batches_per_step)
-    # The measured mean already holds the restarts that fell into the measured time.
+    # The mean holds the restarts that fell into counted steps; those beside a validation are not in it.
+    counted = loader.epoch_starts if loader.counted_starts is None else loader.counted_starts
+    now = mean if 2 * counted >= loader.epoch_starts else max(mean, pace.step + lost)
     return case.advise(
         "workers-restarted",
         "workers are started again for every epoch",
@@ -241,7 +245,7 @@ def workers_restarted(case: Case) -> Finding | None:
         ],
         "Set persistent_workers=True in the DataLoader, so that workers outlive an epoch.",
         # No remedy for restarts makes the steps between them shorter.
-        gain_of_steps(mean, *(max(pace.step, mean - part * lost) for part in (0.6, 0.9, 1.0))),
+        gain_of_steps(now, *(max(pace.step, now - part * lost) for part in (0.6, 0.9, 1.0))),
         loader_arguments={"persistent_workers": True},
         where=loader.where,
         script="DataLoader(..., persistent_workers=True)",

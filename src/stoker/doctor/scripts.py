@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from stoker.doctor.attach import Attached, describe_ending, run_script
 from stoker.doctor.findings import Consultation, Finding, Outcome
-from stoker.doctor.rules import diagnose, why_unjudged
+from stoker.doctor.rules import diagnose, find_later, why_unjudged
 from stoker.units import format_count
 
 _CONTEXT = 2
@@ -33,7 +33,10 @@ def consult_script(
     measured = attached.measurements
     findings = diagnose(measured)
     return attached, Consultation(
-        measured, tuple(findings), unjudged=why_unjudged(measured, findings)
+        measured,
+        tuple(findings),
+        unjudged=why_unjudged(measured, findings),
+        later=tuple(find_later(measured, findings)),
     )
 
 

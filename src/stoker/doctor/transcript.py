@@ -16,6 +16,7 @@ from typing import Any
 from stoker.doctor.measurements import Hdf5Facts, LoaderFacts, LoaderWork
 from stoker.doctor.probe.recorder import (
     DISTURBED,
+    EPOCH_START,
     OTHER_LOADER,
     PROFILED,
     UNWATCHED,
@@ -144,8 +145,8 @@ def find_elsewhere(main: Process, counted: Sequence[Row], number: int | None) ->
     usual = statistics.median(row.seconds for row in counted) if counted else 0.0
     seconds, flags, loader = main.state.get("running") or (0.0, 0, -1)
     whole = sum(row.seconds for row in main.rows) + seconds
-    if any(_reads_other(row.flags, row.loader, number) for row in counted):
-        loaders = 0.0  # every step reads several
+    if not main.rows or any(_reads_other(row.flags, row.loader, number) for row in counted):
+        loaders = 0.0  # no step has ended yet, so the loader is the training's; or every step reads several
     else:
         # The step that follows a validation contains a usual step.
         loaders = sum(
@@ -320,6 +321,7 @@ def read_loader(
         worker_cpu_shares=tuple(worker_shares(workers if facts["workers"] else []).values()),
         main_cpu_share=cpu[0] / cpu[1] if cpu and cpu[1] > 0 else None,
         epoch_starts=starts,
+        counted_starts=sum(bool(row.flags & EPOCH_START) for row in rows),
         epoch_start_seconds=start_seconds,
         steps_per_epoch=facts["length"],
         batches_per_step=max(1.0, batches / len(rows)) if rows else 1.0,

@@ -48,7 +48,15 @@ from stoker.doctor.transcript import (
 from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread, creep
 
 _NOTABLE_SHARE = 0.1
-_NOTABLE_QUEUEING = 0.2
+_NOTABLE_QUEUEING, _MUCH_QUEUEING = 0.2, 0.6
+_TIMING_SECONDS = 4e-6
+"""What timing one call costs at most."""
+_LEAST_SYNC = 0.5
+"""Share of the seconds of syncs that is theirs at least, whatever the timing costs."""
+_AHEAD = 0.9
+"""A step shorter than this share of its kernels' time ends before they do."""
+_LOOSE = 1.2
+"""Factor on the time between passes of a few profiled steps, which samples of all steps may reach."""
 _FEW_LOOKS = 20
 """Samples of the training thread below which shares of a step are not told."""
 
@@ -77,6 +85,12 @@ def measure(
     facts = facts_of(main, loader_number)
     workers = facts["workers"] if facts else 0
     step = spread_of_rounds(plain, workers, clock.seconds)
+    # A host that never waits for the GPU runs ahead of it: then the GPU's time is the step's.
+    busy = state["profile"].get("busy_seconds", 0.0) / max(1, state["profile"].get("steps", 1))
+    is_ahead = step is not None and step.median < _AHEAD * busy
+    if step is not None and is_ahead:
+        step = Spread(busy, max(busy, step.low), max(busy, step.high), step.count)
+        said.append("the host runs ahead of the GPU: a step is the time of its kernels")
     wait = spread_of_rounds(plain, workers, clock.wait) if facts else None
     # Syncs are too many to read the scheduler's clock at each: assume that they queue like the rest of the step.
     on_core = statistics.median(map(running, rows)) if rows else 1.0
@@ -85,9 +99,10 @@ def measure(
     slowed = spread_of_rounds(watched, workers, clock.seconds)
     cost = max(0.0, slowed.median - step.median) if slowed and step and plain != rows else 0.0
     seconds = max(0.0, sum(map(clock.seconds, rows)) - cost * len(watched))
-    # In a loop of thousands of calls the timing of each takes longer than the call.
-    shrunk = 1 - cost / slowed.median if slowed and slowed.median > 0 else 1.0
-    usual_sync = _usual_sync(state, watched, per_step * on_core) * shrunk
+    if is_ahead:
+        seconds = max(seconds, busy * len(rows))
+    usual_sync = _usual_sync(state, watched, per_step * on_core, slowed, step)
+    usual_host = _usual_host(state, plain, clock)
     waited = wait.median if wait else 0.0
     timed = (
         statistics.median(row.backward * undisturbed(row) + row.collective for row in plain)
@@ -98,9 +113,11 @@ def measure(
         timed += site["seconds"] * {
             "sync": usual_sync,
             "copy": per_step * on_core,
-            "host": 1 / max(1, state["num_steps"]),
+            "host": usual_host,
         }.get(family, 0.0)
     between, between_seconds, unjudged = _between(state, step, waited + timed)
+    if _queued_outside(rows, clock) > _MUCH_QUEUEING:
+        unjudged.append("other work on this machine had the cores most of the time")
     samples = sum(row.samples for row in rows)
     return Measurements(
         subject,
@@ -110,6 +127,7 @@ def measure(
             device_name=torch.get("cuda") or machine.device_name,
             torch=torch.get("version"),
             device_free_bytes=torch.get("free_bytes"),
+            pinned_bytes_per_second=state["profile"].get("pinned_bytes_per_second"),
         ),
         steps=len(rows),
         seconds=seconds,
@@ -139,11 +157,15 @@ def measure(
         ),
         kernels=_kernels(state["profile"], step),
         operators=_operators(state["profile"]),
-        allocator=_allocator(state, sites),
+        allocator=_allocator(state, sites, usual_host),
         memory=_memory(main.rows),
-        host_calls=_calls(state, sites, "host"),
+        host_calls=_calls(state, sites, "host", usual_host),
         between=between,
         between_seconds=between_seconds,
+        between_loads=_looks_like_loading(state),
+        busy_cores=state["cpu"][0] / state["cpu"][1]
+        if state["cpu"] and state["cpu"][1] > 0
+        else None,
         hdf5=read_hdf5(main, processes, loader_number),
         ranks=_ranks(processes),
         bad_values=tuple(
@@ -179,12 +201,20 @@ def _between(
     if looks < _FEW_LOOKS:
         few = f"the training thread was sampled {looks} times only: let it run for more steps"
         return (), None, [] if state["loaders"] else [few]
-    seconds = max(0.0, step.median - known) / max(1, looks - doing.get("timed", 0))
+    # A loop of timed calls is timed whole, and sampled between two of them as well.
+    loops = {site["where"] for site in state["sites"] if site["calls"] >= 3 * state["num_steps"]}
+    inside = sum(count for where, count in state["between"].items() if where in loops)
+    seconds = max(0.0, step.median - known) / max(1, looks - doing.get("timed", 0) - inside)
     lines = tuple(
         HostCall(where, "between", 0.0, count * seconds)
         for where, count in sorted(state["between"].items(), key=lambda item: -item[1])[:20]
+        if where not in loops
     )
-    between, data = doing.get("between", 0), doing.get("data", 0)
+    between, data = max(0, doing.get("between", 0) - inside), doing.get("data", 0)
+    gap = state["profile"].get("gap_seconds")
+    if gap is not None:
+        # A loss that is computed line by line is sampled in the user's code as loading is, but belongs to the model.
+        return lines, data * seconds + min(between * seconds, _LOOSE * gap), []
     if doing.get("model") or state.get("modules") or state["kind"] == "replay" or state["loaders"]:
         return lines, (between + data) * seconds, []
     # Without a module the forward pass looks like any other code of the script; only loading is known by its names.
@@ -192,6 +222,12 @@ def _between(
         return lines, data * seconds, []
     told = "no nn.Module was seen to work, so the forward pass cannot be told from loading"
     return lines, None, [f"{told}; most of the time went to {lines[0].where}" if lines else told]
+
+
+def _looks_like_loading(state: Mapping[str, Any]) -> bool:
+    """Return whether most of the code that was sampled between the model's calls looks like loading."""
+    doing = state.get("training", {})
+    return bool(doing.get("data", 0) > doing.get("between", 0))
 
 
 def _why_no_step(processes: Sequence[Process], ending: str) -> str:
@@ -241,12 +277,12 @@ def _notes(
         notes.append("no optimizer step and no backward pass was seen: a step is one batch")
     elif state["kind"] == "backward":
         notes.append("no optimizer step was seen: a step is one backward pass")
-    if len(rows) < 10:
+    if 0 < len(rows) < 10:
         notes.append(f"only {len(rows)} steps were measured: every figure is rough")
-    queued = sum(row.delay for row in rows) / max(1e-9, sum(row.seconds for row in rows))
-    if queued * clock.outside > _NOTABLE_QUEUEING:
+    queued = _queued_outside(rows, clock)
+    if queued > _NOTABLE_QUEUEING:
         notes.append(
-            f"other work on this machine took the cores: {queued * clock.outside:.0%} of a step was spent "
+            f"other work on this machine took the cores: {queued:.0%} of a step was spent "
             "queueing for one and is left out of the figures"
         )
     crowding = sum(map(clock.crowding, rows)) / max(1e-9, sum(map(clock.seconds, rows)))
@@ -277,6 +313,12 @@ def _notes(
     return notes
 
 
+def _queued_outside(rows: Sequence[Row], clock: Clock) -> float:
+    """Return the share of the steps in which the training queued for a core behind other programs."""
+    queued = sum(row.delay for row in rows) / max(1e-9, sum(row.seconds for row in rows))
+    return queued * clock.outside
+
+
 # -- the step --------------------------------------------------------------------------------------
 
 
@@ -293,26 +335,69 @@ def _costliest(sites: Sequence[tuple[dict[str, Any], str]], family: str) -> list
     return sorted(merged.values(), key=lambda site: -site["seconds"])[:20]
 
 
-def _usual_sync(state: Mapping[str, Any], watched: Sequence[Row], otherwise: float) -> float:
-    """Return the factor from the seconds of all syncs to those of a median watched step."""
-    whole = sum(site["seconds"] for site in state["sites"] if site["family"] == "sync")
-    usual = statistics.median(row.sync * running(row) for row in watched) if watched else 0.0
-    return usual / whole if usual > 0 and whole > 0 else otherwise
+def _usual_sync(
+    state: Mapping[str, Any],
+    watched: Sequence[Row],
+    otherwise: float,
+    slowed: Spread | None,
+    step: Spread | None,
+) -> float:
+    """Return the factor from the seconds of all syncs to those of a usual step.
+
+    In a loop of thousands of calls the timing of each takes longer than the call. So the rest of a step in which calls
+    are timed is taken off a step in which they are not.
+
+    Args:
+        state: With the sites of the calls.
+        watched: Steps in which they were timed.
+        otherwise: The factor if most steps have none.
+        slowed: Seconds of these steps.
+        step: Seconds of a usual one.
+    """
+    sites = [site for site in state["sites"] if site["family"] == "sync"]
+    whole = sum(site["seconds"] for site in sites)
+    # A share of the time that was not queueing for a core: a call on a CPU counts without it.
+    shares = [row.sync / max(row.seconds - row.delay, 1e-9) for row in watched]
+    share = min(1.0, statistics.median(shares)) if shares else 0.0
+    if share <= 0 or whole <= 0 or slowed is None or step is None:
+        return otherwise
+    timed = share * slowed.median
+    calls = sum(site["calls"] for site in sites) / num_watched_steps(state)
+    least = max(timed - calls * _TIMING_SECONDS, _LEAST_SYNC * share * step.median)
+    return min(timed, max(step.median - slowed.median + timed, least)) / whole
+
+
+def _usual_host(state: Mapping[str, Any], rows: Sequence[Row], clock: Clock) -> float:
+    """Return the factor from the seconds of all housekeeping to those of a step.
+
+    Where most steps have some, it is what their median step would be shorter without it: the mean of all steps also
+    holds the first ones, which collect less. Otherwise it is the mean.
+    """
+    whole = sum(site["seconds"] for site in state["sites"] if site["family"] in ("host", "empty"))
+    if whole > 0 and rows and statistics.median(row.host for row in rows) > 0:
+        step = statistics.median(map(clock.seconds, rows))
+        without = statistics.median(max(0.0, clock.seconds(row) - row.host) for row in rows)
+        if step > without:
+            return (step - without) / whole
+    return 1.0 / max(1, state["num_steps"])
 
 
 def _calls(
-    state: Mapping[str, Any], sites: Sequence[tuple[dict[str, Any], str]], family: str
+    state: Mapping[str, Any],
+    sites: Sequence[tuple[dict[str, Any], str]],
+    family: str,
+    usual: float,
 ) -> tuple[HostCall, ...]:
-    """Return the calls of a family that is timed in every step."""
+    """Return the calls of a family that is timed in every step; `usual` is the factor of `_usual_host`."""
     per_step = 1.0 / max(1, state["num_steps"])
     return tuple(
-        HostCall(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * per_step)
+        HostCall(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * usual)
         for s in _costliest(sites, family)
     )
 
 
 def _allocator(
-    state: Mapping[str, Any], sites: Sequence[tuple[dict[str, Any], str]]
+    state: Mapping[str, Any], sites: Sequence[tuple[dict[str, Any], str]], usual: float
 ) -> AllocatorFacts:
     now, first = state["torch"], state["first_torch"]
 
@@ -325,7 +410,7 @@ def _allocator(
     return AllocatorFacts(
         per_step_of("retries"),
         per_step_of("device_allocs"),
-        _calls(state, sites, "empty"),
+        _calls(state, sites, "empty", usual),
     )
 
 

@@ -31,7 +31,7 @@ from stoker.doctor.findings import Consultation
 from stoker.doctor.findings_page import gain_text, spread_text
 from stoker.doctor.measurements import Measurements
 from stoker.doctor.probe import clocks, fetching, hooks, loading, recorder, sampling, steps
-from stoker.doctor.rules import diagnose, why_unjudged
+from stoker.doctor.rules import diagnose, find_later, why_unjudged
 from stoker.doctor.transcript import read_folder
 from stoker.doctor.transcript_measures import measure
 from stoker.frameworks.adapted import AdaptedLoader, count_samples
@@ -210,7 +210,10 @@ class DoctorCallback(pl.Callback):
         measured = self._with_loader(measured)
         findings = diagnose(measured)
         self.consultation = Consultation(
-            measured, tuple(findings), unjudged=why_unjudged(measured, findings)
+            measured,
+            tuple(findings),
+            unjudged=why_unjudged(measured, findings),
+            later=tuple(find_later(measured, findings)),
         )
         if self._run_dir is not None:
             self._run_dir.mkdir(parents=True, exist_ok=True)

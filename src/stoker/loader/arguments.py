@@ -95,16 +95,20 @@ def no_attribute(name: str) -> AttributeError:
     )
 
 
-def check_names(names: Any, known: Sequence[str] | None = None) -> tuple[str, ...]:
+def check_names(
+    names: Any, known: Sequence[str] | None = None, example: Sequence[str] = ()
+) -> tuple[str, ...]:
     """Return the names of `as_tuple`, or raise.
 
     Args:
         names: As given.
         known: What a batch holds; None checks only that they are names.
+        example: Names to suggest where none were given.
     """
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names) or not names:
-        example = (names,) if isinstance(names, str) else ("features", "targets")
-        raise InputError(f"as_tuple is {names!r}.", "names of fields", f"as_tuple={example}")
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)
+    if not is_list or not names or not all(isinstance(name, str) for name in names):
+        typed = (names,) if isinstance(names, str) else tuple(example)
+        raise InputError(f"as_tuple is {names!r}.", "names of fields", f"as_tuple={typed}")
     unknown = [name for name in names if known is not None and name not in known]
     if known is not None and unknown:
         near = nearest(unknown[0], known) or known[0]
@@ -158,7 +162,14 @@ def open_data(
         return Opened(data, is_own=False)
     if isinstance(data, Mixture):
         return Opened(data.store, is_own=False, mixture=data)
-    return _from_memory(data)
+    opened = _from_memory(data)
+    text = [name for name, info in opened.store.fields.items() if info.encoding == "utf8"]
+    if text and fields is None:
+        tell_once(
+            f"stoker.Loader leaves text out of its batches: {', '.join(text)} (batch.sample_ids are the rows, "
+            f"to look it up; fields={text} loads its bytes)"
+        )
+    return opened
 
 
 def _from_memory(data: Any) -> Opened:
@@ -177,7 +188,7 @@ def _from_memory(data: Any) -> Opened:
     if isinstance(data, tuple):
         names = getattr(data, "_fields", None) or tuple_names(len(data))
         store = _from_arrays(dict(zip(names, data, strict=True)), "a tuple in memory")
-        return Opened(store, tuple(names))
+        return Opened(store, _without_text(store))
     if isinstance(data, torch.Tensor | np.ndarray):
         return Opened(_from_arrays({"features": data}, "an array in memory"), "features")
     if isinstance(data, DataLoader):
@@ -230,6 +241,10 @@ def _from_arrays(arrays: Mapping[str, Any], name: str) -> Store:
     return memory_store(fields, name)
 
 
+def _without_text(store: Store) -> tuple[str, ...]:
+    return tuple(name for name, info in store.fields.items() if info.encoding != "utf8")
+
+
 def _from_dataset(dataset: Any) -> Opened:
     count = len(dataset)
     if not count:
@@ -250,7 +265,7 @@ def _from_dataset(dataset: Any) -> Opened:
         )
     fields = collect(dataset[number] for number in range(count))
     store = memory_store(fields, f"{kind} in memory")
-    loaded = tuple(name for name, info in store.fields.items() if info.encoding != "utf8")
+    loaded = _without_text(store)
     if form == "dict" or not loaded:
         return Opened(store)
     return Opened(store, loaded[0] if form == "single" else loaded)

@@ -39,6 +39,7 @@ from stoker.loader.columns import (
     batch_names,
     check_samples,
     column_facts,
+    default_fields,
     digest_samples,
     make_columns,
 )
@@ -150,6 +151,8 @@ class Loader:
         self.store, form, self._owns_store, self._mixture = open_data(
             store, group, rows, as_tuple if fields is None else fields
         )
+        if on_broken != "stop" and self._mixture is None:
+            self._tolerate_damage()
         self.device = pick_device(device)
         batch_size, seed, rank, world_size, num_slots = (
             whole_number(name, value)
@@ -167,7 +170,8 @@ class Loader:
             self.store, self.samples, weights, balance, epoch_samples, self._mixture
         )
         order = pick_mode(order, shuffle, is_drawn=draws is not None)
-        self.as_tuple = form if as_tuple is None else check_names(as_tuple)
+        example = default_fields(self.store.fields)
+        self.as_tuple = form if as_tuple is None else check_names(as_tuple, None, example)
         self.columns = make_columns(self.store, self._fields_to_load(fields), self.samples)
         if as_tuple is not None:
             check_names(as_tuple, batch_names(self.columns))
@@ -347,6 +351,15 @@ class Loader:
             raise InputError(
                 "the loader is closed.", "an open loader", "make a new Loader over the same store"
             )
+
+    def _tolerate_damage(self) -> None:
+        """Read through a store of our own, in which a picture may fail its checksum: others may read the given one."""
+        encoded = [name for name, info in self.store.fields.items() if info.encoding == "picture"]
+        again = self.store.tolerating(encoded) if encoded else None
+        if again is not None:
+            if self._owns_store:
+                self.store.close()
+            self.store, self._owns_store = again, True
 
     def _fields_to_load(self, fields: Sequence[str] | None) -> Sequence[str] | None:
         """Return the fields to load: those that `as_tuple` names, unless others were asked for."""

@@ -18,6 +18,8 @@ from stoker.machine._limits import Mount, read_int, read_mounts, read_text
 from stoker.ownership import unnamed_file
 from stoker.units import MIB
 
+_BLOCK_BYTES = 4 * MIB
+
 BandwidthClass = Literal["tmpfs", "nvme", "ssd", "hdd", "network", "unknown"]
 
 _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
@@ -130,9 +132,7 @@ def _bandwidth_class(kind: str | None, speed: float | None) -> BandwidthClass:
     return "nvme" if speed > 0.7e9 else "ssd" if speed > 0.3e9 else "hdd"
 
 
-def measure_read(
-    path: Path, notes: list[str], seconds: float = 0.7, block_bytes: int = 4 * MIB
-) -> float | None:
+def measure_read(path: Path, notes: list[str], seconds: float = 0.7) -> float | None:
     """Return sequential read speed of one thread in bytes/s, past the page cache.
 
     Reads `path` itself when it is a file of 32 MiB or more, else a temporary file of up to 256
@@ -144,32 +144,32 @@ def measure_read(
         return None
     try:
         if path.is_file() and path.stat().st_size >= 32 * MIB:
-            return _timed_read(path, seconds, block_bytes, notes)
+            return _timed_read(path, seconds, notes)
         folder = path if path.is_dir() else path.parent
         with unnamed_file(folder) as file:
-            _fill(file.fileno(), seconds / 2, block_bytes)
+            _fill(file.fileno(), seconds / 2)
             notes.append("disk speed is of a file just written; a device cache may flatter it")
             opened = Path(f"/proc/self/fd/{file.fileno()}")
-            return _timed_read(opened, seconds / 2, block_bytes, notes)
+            return _timed_read(opened, seconds / 2, notes)
     except OSError as error:
         notes.append(f"disk speed could not be measured: {error}")
         return None
 
 
-def _fill(handle: int, seconds: float, block_bytes: int) -> None:
-    block = os.urandom(block_bytes)  # a compressing disk would make zeros look fast
+def _fill(handle: int, seconds: float) -> None:
+    block = os.urandom(_BLOCK_BYTES)  # a compressing disk would make zeros look fast
     stats = os.fstatvfs(handle)
     most = min(256 * MIB, stats.f_bavail * stats.f_frsize // 10)
     until = time.perf_counter() + seconds
-    for _ in range(max(1, most // block_bytes)):
+    for _ in range(max(1, most // _BLOCK_BYTES)):
         os.write(handle, block)
         os.fdatasync(handle)
         if time.perf_counter() > until:
             return
 
 
-def _timed_read(path: Path, seconds: float, block_bytes: int, notes: list[str]) -> float | None:
-    with mmap.mmap(-1, block_bytes) as buffer:  # O_DIRECT wants page-aligned memory
+def _timed_read(path: Path, seconds: float, notes: list[str]) -> float | None:
+    with mmap.mmap(-1, _BLOCK_BYTES) as buffer:  # O_DIRECT wants page-aligned memory
         try:
             handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
             try:

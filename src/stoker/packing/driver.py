@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from stoker.bounds import require_disk
 from stoker.display import quoted, table_html
 from stoker.errors import InputError, QualityError, Refusal, StoreError, count_refused
 from stoker.ownership import always, write_text
@@ -28,7 +29,6 @@ from stoker.packing.cluster import ClusterWorkers, check_cluster
 from stoker.packing.gate import Stage, StagedPart, open_stage, quarantine, repair_stage
 from stoker.packing.work_folder import (
     WorkFolder,
-    check_disk,
     check_replaceable,
     check_target,
     remove_leftovers,
@@ -254,10 +254,9 @@ def _make(
     if not preparation.parts and (preparation.refused or preparation.ignored):
         _check_budget(preparation.refused, [preparation.ignored], 0, options)
     # A repair or a quarantine writes the shards once more.
-    check_disk(
-        work.target,
-        preparation.estimated_bytes * (2 if options.repairs or options.on_bad != "stop" else 1),
-    )
+    times = 2 if options.repairs or options.on_bad != "stop" else 1
+    what = f"packing {work.target}"
+    require_disk(work.target, times * preparation.estimated_bytes, what, StoreError)
     workers: Workers | ClusterWorkers
     if options.cluster:
         workers = ClusterWorkers(
@@ -292,7 +291,7 @@ def _make(
     accounts = make_accounts(
         preparation, attributes.get("accounts", []), refused, ignored, stage.num_samples
     )
-    attributes["accounts"] = [account.to_json() for account in accounts]
+    attributes["accounts"] = [asdict(account) for account in accounts]
     manifest = Manifest(
         num_samples=stage.num_samples,
         fields=dict(stage.parts[0].fields),
@@ -302,7 +301,7 @@ def _make(
         repairs=fitted,
         quality=inspection.summary(),
         num_refused=count_refused(refused),
-        counts=accounts[-1].to_json(),
+        counts=asdict(accounts[-1]),
     )
     listing = "".join(json_text(asdict(refusal)) + "\n" for refusal in refused)
     work.commit(stage.folder, manifest, listing)

@@ -24,9 +24,10 @@ from stoker.page import Html
 from stoker.page.charts import chart_grid
 from stoker.sources.images.encoded import decode_bytes
 from stoker.sources.molecules.packed import draw_molecule
-from stoker.store.fields import Array, Dense, Ragged, Series, ShardData
+from stoker.store.fields import Array, ShardData
 from stoker.store.inspection import Inspection
 from stoker.store.manifest import FieldInfo
+from stoker.store.memory import memory_store
 from stoker.store.quality_page import quality_page
 from stoker.store.reader import Store
 
@@ -64,42 +65,32 @@ class Samples:
 
     def take(self, part: ShardData, label: str = "") -> None:
         """Add the samples of one part of a source: a few of each, so that the last part is seen too."""
-        self.fields = {name: FieldInfo.of(data) for name, data in part.items()}
-        counts = [data.num_samples for data in part.values()]
-        number = counts[0] if counts else 0
-        self.num_samples += number
-        _add(self.label_counts, part.get("labels"))
-        _add(self.mask_counts, part.get("masks"))
-        most, ahead = _most(self.fields), _num_ahead(self.fields)
-        about = {"symbol": label} if any(isinstance(each, Series) for each in part.values()) else {}
-        self.rows += [
-            about | {name: _value(name, data, int(at), ahead) for name, data in part.items()}
-            for at in _evenly(number, most)
-        ]
+        if part:
+            store = memory_store(part, label)
+            self.add(store)
+            _add(self.mask_counts, store, "masks")  # a finished store has the sum in its manifest
+
+    def add(self, store: Store) -> None:
+        """Add samples of a store, evenly spaced."""
+        self.fields = dict(store.fields)
+        self.num_samples += store.num_samples
+        most = _most(self.fields)
+        ends = np.cumsum([shard.num_samples for shard in store.manifest.shards])
+        for at in _evenly(store.num_samples, most).tolist():
+            number = int(np.searchsorted(ends, at, side="right"))
+            self.rows.append(_sample(store, at, number, at - int(ends[number])))
         if len(self.rows) > most:
             self.rows = [self.rows[int(at)] for at in _evenly(len(self.rows), most)]
+        if (info := self.fields.get("labels")) is not None and not info.shape:
+            _add(self.label_counts, store, "labels")
+        for value, count in (store.manifest.attributes.get("mask_pixels") or {}).items():
+            self.mask_counts[int(value)] = int(count)
 
 
 def samples_of(store: Store) -> Samples:
     """Return samples of a store, evenly spaced."""
-    attributes = store.manifest.attributes
-    made = Samples(dict(store.fields), [], attributes, store.num_samples)
-    ends = np.cumsum([shard.num_samples for shard in store.manifest.shards])
-    series = [name for name, info in store.fields.items() if info.kind == "series"]
-    ahead = _num_ahead(store.fields)
-    for at in _evenly(store.num_samples, _most(store.fields)).tolist():
-        row = {name: _stored_value(store, name, at) for name in store.fields if name not in series}
-        number = int(np.searchsorted(ends, at, side="right"))
-        first = int(ends[number]) - store.manifest.shards[number].num_samples
-        for name in series:
-            row[name] = _stored_window(store, number, name, at - first, ahead)
-        about = {"symbol": store.manifest.shards[number].label} if series else {}
-        made.rows.append(about | row)
-    info = store.fields.get("labels")
-    if info is not None and info.kind == "dense" and not info.shape and info.dtype[1] in "iu":
-        _add(made.label_counts, Dense(store.read_rows("labels", 0, store.num_samples)))
-    recorded = attributes.get("mask_pixels") or {}
-    made.mask_counts = {int(value): int(count) for value, count in recorded.items()}
+    made = Samples(attributes=store.manifest.attributes)
+    made.add(store)
     return made
 
 
@@ -115,64 +106,50 @@ def _most(fields: Mapping[str, FieldInfo]) -> int:
     return max(0, min(wanted, _MAX_BYTES // max(1, row_bytes)))
 
 
-def _stored_value(store: Store, name: str, at: int) -> Any:
-    info = store.fields[name]
-    if info.encoding == "utf8":
-        return store.read_text(name, at)
-    if info.encoding == "picture":
-        return _picture(name, store.read_values(name, at), store.manifest.attributes)
-    return (
-        store.read_values(name, at)
-        if info.kind == "ragged"
-        else store.read_rows(name, at, at + 1)[0]
-    )
+def _sample(store: Store, at: int, number: int, from_end: int) -> dict[str, Any]:
+    """Return one sample; with windows, also the label of its shard.
+
+    Args:
+        store: The store.
+        at: Number of the sample.
+        number: Of its shard.
+        from_end: Number of the sample counted from the end of that shard, below 0.
+    """
+    row: dict[str, Any] = {}
+    shard, channels = store.shards[number], store.manifest.attributes.get("channels", 3)
+    # As many rows behind a window are looked at as there are targets.
+    targets = store.fields.get("targets")
+    ahead = targets.shape[0] if targets is not None and len(targets.shape) == 1 else 0
+    for name, info in store.fields.items():
+        if info.kind == "series":
+            row["symbol"] = store.manifest.shards[number].label
+            length, rows = info.window or 0, shard.arrays[f"{name}/rows"]
+            end = int(shard.whole(f"{name}/ends")[from_end])
+            stop = min(end + ahead, len(rows))
+            time = shard.arrays.get(f"{name}/time")
+            times = None if time is None else time.read(end - length, stop)
+            row[name] = Window(rows.read(end - length, stop), length, times)
+        elif info.encoding == "utf8":
+            row[name] = store.read_text(name, at)
+        elif info.encoding == "picture":  # a mask is (height, width), without channels
+            pixels = decode_bytes(store.read_values(name, at), 1 if name == "masks" else channels)
+            row[name] = pixels[0] if name == "masks" else pixels
+        elif info.kind == "ragged":
+            row[name] = store.read_values(name, at)
+        else:
+            row[name] = store.read_rows(name, at, at + 1)[0]
+    return row
 
 
-def _picture(name: str, values: Array, attributes: Mapping[str, Any]) -> Array:
-    """Return the pixels of an encoded picture `(channels, height, width)`, or of a mask `(height, width)`."""
-    if name == "masks":
-        mask: Array = decode_bytes(values, 1)[0]
-        return mask
-    return decode_bytes(values, attributes.get("channels", 3))
-
-
-def _stored_window(store: Store, shard: int, name: str, at: int, ahead: int) -> Window:
-    arrays, length = store.shards[shard].arrays, store.fields[name].window or 0
-    end = int(store.shards[shard].whole(f"{name}/ends")[at])
-    stop = min(end + ahead, len(arrays[f"{name}/rows"]))
-    time = arrays.get(f"{name}/time")
-    rows = arrays[f"{name}/rows"].read(end - length, stop)
-    return Window(rows, length, None if time is None else time.read(end - length, stop))
-
-
-def _num_ahead(fields: Mapping[str, FieldInfo]) -> int:
-    """Return how many rows behind a window are looked at: as many as there are targets."""
-    targets = fields.get("targets")
-    return targets.shape[0] if targets is not None and len(targets.shape) == 1 else 0
-
-
-def _value(name: str, data: Any, at: int, ahead: int) -> Any:
-    if isinstance(data, Series):
-        end = int(data.ends[at])
-        part = slice(end - data.window, end + ahead)
-        time = None if data.time is None else data.time[part].copy()
-        return Window(data.rows[part].copy(), data.window, time)
-    if isinstance(data, Dense):
-        return data.values[at].copy()  # a view would keep the whole part in memory
-    if isinstance(data, Ragged):
-        values = data.values[data.offsets[at] : data.offsets[at + 1]]
-        if data.encoding == "picture":
-            return _picture(name, values, {})
-        return bytes(values).decode(errors="replace") if data.encoding else values.copy()
-    return None
-
-
-def _add(counts: dict[int, int], data: Any) -> None:
-    if isinstance(data, Dense) and data.values.dtype.kind in "iu" and data.values.size:
-        values, found = np.unique(data.values, return_counts=True)
-        if len(values) <= 65_536:
-            for value, count in zip(values.tolist(), found.tolist(), strict=True):
-                counts[value] = counts.get(value, 0) + count
+def _add(counts: dict[int, int], store: Store, name: str) -> None:
+    """Count the values of a field of whole numbers."""
+    info = store.fields.get(name)
+    if info is None or info.kind != "dense" or info.dtype[1] not in "iu":
+        return
+    values, found = np.unique(store.read_rows(name, 0, store.num_samples), return_counts=True)
+    if len(values) <= 65_536:
+        for value, count in zip(values.tolist(), found.tolist(), strict=True):
+            counts[value] = counts.get(value, 0) + count
 
 
 def _evenly(total: int, most: int) -> Array:

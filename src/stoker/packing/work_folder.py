@@ -24,7 +24,6 @@ import contextlib
 import fcntl
 import os
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
@@ -65,7 +64,6 @@ from stoker.store.manifest import (
     Provenance,
     read_manifest,
 )
-from stoker.units import format_bytes
 
 _PACK, _STORE = "pack", "store"
 _LOCK, _JOB = "lock", "job.json"
@@ -141,20 +139,6 @@ def _check_apart(out: Path, target: Path, given: Path) -> None:
             f"OUT {out} holds {given}, which is read: the pack would replace it.",
             "a folder that holds none of the inputs",
             f"OUT {quoted(target.parent / (target.name + '-2'))}",
-        )
-
-
-def check_disk(target: Path, needed_bytes: int) -> None:
-    """Refuse to begin what cannot end."""
-    existing = target.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
-    if needed_bytes > free:
-        raise StoreError(
-            f"packing {target} needs about {format_bytes(needed_bytes)}; its disk has {format_bytes(free)} free.",
-            "enough free space",
-            command("df", "-h", existing),
         )
 
 

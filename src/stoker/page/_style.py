@@ -90,11 +90,13 @@ font-size:.75rem;color:var(--quiet);font-variant-numeric:tabular-nums}
 .chart .xs span.first{transform:none}.chart .xs span.last{transform:translateX(-100%)}
 .chart .along{grid-column:2;text-align:center}
 .chart figcaption{margin-top:8px}
-.share{display:block;margin:-4px -8px;padding:4px 8px;border-radius:5px;
+.share{display:block;margin:-3px -5px;padding:3px 5px;border-radius:5px;
 background:color-mix(in srgb,var(--bar) calc(var(--share)*.55),transparent)}
-.meter{display:inline-block;min-width:4.5rem;padding:1px 6px;border-radius:4px;
-background:linear-gradient(90deg,color-mix(in srgb,var(--bar) 38%,transparent) var(--share),transparent var(--share))}
-figure figure{border:0;padding:6px 0 0;background:none}
+.meter{display:inline-block;min-width:4.5rem;padding-bottom:6px;
+background:linear-gradient(var(--bar) 0 0) 0 100%/var(--share) 4px no-repeat,
+linear-gradient(var(--line) 0 0) 0 100%/100% 4px no-repeat}
+figure figure{border:0;padding:0 0 8px;background:none}
+.grid+p{margin-top:14px}
 .pictures{display:flex;flex-wrap:wrap;gap:6px}
 .pictures img{max-width:100%;min-width:64px;image-rendering:pixelated;border-radius:4px}
 .curve{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round;
@@ -114,7 +116,7 @@ h1{font-size:1.35rem}th,td{padding:7px 10px}
 .stack td.number::before{content:attr(data-head) " ";color:var(--quiet)}
 .stack td:empty{display:none}
 .tight th,.tight td{padding:7px 6px;font-size:.8rem}.tight th{font-size:.75rem}
-.tight td:first-child{white-space:normal;min-width:4.5rem}}
+.tight td:first-child{white-space:normal;min-width:5.5rem}.meter{min-width:3.2rem}}
 @media print{:root{--page:#fff;--card:#fff;--ink:#000;--quiet:#444;--line:#ccc}
 body{font-size:10pt}nav{display:none}.scroll{overflow:visible;border-radius:0}
 figure,tr{break-inside:avoid}h2,h3{break-after:avoid}

@@ -39,6 +39,7 @@ Style = Literal["plain", "dashed", "dots"]
 
 MAX_POINTS = 300
 _WIDTH, _HEIGHT = 1000, 100
+_MOST_TICKS = 5
 _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
 _TIME_STEPS = (
     1, 2, 5, 10, 15, 30, _MINUTE, 2 * _MINUTE, 5 * _MINUTE, 10 * _MINUTE, 15 * _MINUTE,
@@ -185,7 +186,7 @@ def _drawable(value: float | None) -> bool:
 # -- axes ----------------------------------------------------------------------------------------
 
 
-def round_ticks(low: float, high: float, most: int = 5) -> tuple[float, ...]:
+def round_ticks(low: float, high: float) -> tuple[float, ...]:
     """Return round numbers, evenly spaced, from at or below `low` to at or above `high`."""
     span = high - low
     if span <= 0:
@@ -193,10 +194,10 @@ def round_ticks(low: float, high: float, most: int = 5) -> tuple[float, ...]:
     if span <= 1e-9 * abs(low):  # a float has no room for round numbers in between
         return (low, high)
     # Beyond the range of powers of ten as floats there are no round numbers.
-    size = 10.0 ** math.floor(math.log10(span / most)) if 1e-300 < span < 1e300 else 0.0
+    size = 10.0 ** math.floor(math.log10(span / _MOST_TICKS)) if 1e-300 < span < 1e300 else 0.0
     if size == 0.0:
         return (low, high)
-    step = next(size * k for k in (1, 2, 2.5, 5, 10, 20) if span / (size * k) <= most)
+    step = next(size * k for k in (1, 2, 2.5, 5, 10, 20) if span / (size * k) <= _MOST_TICKS)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return tuple(number * step for number in range(first, last + 1))
 
@@ -272,10 +273,15 @@ def line_chart(chart: Chart) -> Html:
     along = _along_axis(min(chart.begin, *xs), max(xs), chart.scale)
     picture = _picture(chart, drawn, along, _value_axis(chart, drawn))
     under = f"<figcaption>{escape(chart.caption)}</figcaption>" if chart.caption else ""
+    name = (
+        f'<div class="name"><span>{escape(shorten(chart.title))}</span>'
+        f'<span class="unit">{escape(chart.unit)}</span></div>'
+        if chart.title or chart.unit
+        else ""
+    )
     return Html(
-        f'<figure class="chart" id="{escape(chart.key)}"><div class="name">'
-        f'<span>{escape(shorten(chart.title))}</span><span class="unit">{escape(chart.unit)}</span>'
-        f"</div>{_legend(drawn, chart.marks)}{picture}{under}</figure>"
+        f'<figure class="chart" id="{escape(chart.key)}">{name}'
+        f"{_legend(drawn, chart.marks)}{picture}{under}</figure>"
     )
 
 

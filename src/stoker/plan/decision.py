@@ -7,7 +7,7 @@ microseconds; the same question always gives the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
@@ -80,19 +80,9 @@ class Plan:
         return {w: sum(line.num_bytes for line in self.lines if line.where == w) for w in kinds}
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; `from_json` gives the plan back."""
+        """Return plain values."""
         host = None if self.host is None else self.host.to_json()
         return {**asdict(self), "totals": self.totals, "host": host}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Plan:
-        """Read what `to_json` wrote."""
-        values = {name: value for name, value in document.items() if name != "totals"}
-        values["lines"] = tuple(PlanLine(**line) for line in document["lines"])
-        values["reasons"] = tuple(document["reasons"])
-        host = document.get("host")
-        values["host"] = None if host is None else cls.from_json(host)
-        return cls(**values)
 
 
 def make_plan(

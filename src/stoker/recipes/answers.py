@@ -11,7 +11,7 @@ and the same for all recipes.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import pyarrow as pa
 import torch
 
 from stoker.address import as_url
-from stoker.display import command, quoted
+from stoker.display import command, look_in, quoted
 from stoker.errors import InputError
 from stoker.loader.loader import pick_device
 from stoker.ownership import check_output
@@ -87,11 +87,10 @@ class Model:
             InputError: The input is of another kind, or lacks what the model was trained on.
         """
         reader = open_raw(self.trained, given, {**told, "batch_size": batch_size, "is_table": True})
-        answers = _Answers(self.trained, reader, batch_size, device)
+        answers = _Answers(self.trained, reader, batch_size, device, given)
         batches = [
             as_rows(predicted, {}, reader.key, self.class_names) for predicted in answers.predict()
         ]
-        _require_rows(given, batches)
         return pa.Table.from_batches(batches)
 
     def __repr__(self) -> str:
@@ -139,6 +138,12 @@ def predict_file(
         InputError: The input or the output cannot be used.
     """
     recipe, facts = trained.chosen.recipe, trained.facts
+    if as_url(given) is None and not Path(given).exists():
+        raise InputError(
+            f"{given} does not exist.",
+            f"{recipe.raw_kinds + '; or ' if recipe.raw_kinds else ''}a store like that of training",
+            look_in(Path(given).parent),
+        )
     if is_store(given):
         return predict_store(
             trained,
@@ -163,7 +168,7 @@ def predict_file(
     reader = open_raw(trained, given, {**told, "batch_size": batch_size, "is_table": not is_own})
     shown = progress or Silent()
     shown.start("predicting", reader.num_rows, "rows")
-    answers = _Answers(trained, reader, batch_size, device)
+    answers = _Answers(trained, reader, batch_size, device, given)
     began = time.perf_counter()
     with blamed(recipe, "predict"):
         if is_own:
@@ -235,12 +240,6 @@ def _about(trained: Trained, given: str | Path) -> dict[str, Any]:
     }
 
 
-def _require_rows(given: Any, batches: Sequence[Any]) -> None:
-    if not batches:
-        what = quoted(given) if isinstance(given, str | Path) else f"the {type(given).__name__}"
-        raise InputError(f"{what} has no rows.", "at least one", "an input with rows")
-
-
 class _Answers:
     """Raw rows on their way through the model; keeps what is needed to evaluate them where truths are known."""
 
@@ -250,12 +249,15 @@ class _Answers:
         reader: RawReader,
         batch_size: int,
         device: str | torch.device | None,
+        given: Any,
     ) -> None:
         is_int8 = "int8" in trained.loaded.identity
         self._device = pick_device("cpu" if is_int8 and device is None else device)
         if is_int8 and self._device.type != "cpu":
             raise InputError(f"int8 weights on {self._device}.", "the CPU", "--device cpu")
         self._trained, self._reader, self._batch_size = trained, reader, batch_size
+        is_path = isinstance(given, str | Path)
+        self._input = quoted(given) if is_path else f"the {type(given).__name__}"
         self._model = trained.made.model.to(self._device).eval()
         self._truths: list[Array] = []
         self._given: list[Array] = []
@@ -270,6 +272,10 @@ class _Answers:
             if raw.truth is not None:
                 self._keep(raw.truth, columns, raw.answered)
             yield Predicted(raw.keys, columns, raw.answered, raw.reasons, raw.labels)
+        if not self.names:
+            raise InputError(
+                f"{self._input} has no rows.", "at least one to answer", "an input with rows"
+            )
 
     @torch.inference_mode()
     def _forward(self, batch: Mapping[str, torch.Tensor], count: int) -> dict[str, Array]:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import xxhash
 
 import stoker
-from stoker.augment import Compose
+from stoker.augment import Compose, ProgressiveAugmentation
 from stoker.errors import InputError
 from stoker.loader.gather import Augments
 from stoker.recipes.catalogue import Chosen
@@ -77,7 +77,7 @@ def rebuild(chosen: Chosen, facts: Facts) -> Rebuilt:
     return made
 
 
-def as_augments(augmentation: Compose | None) -> Augments | None:
+def as_augments(augmentation: Compose | ProgressiveAugmentation | None) -> Augments | None:
     """Return the same; mypy does not see that overloads fit the loader's protocol."""
     return cast("Augments | None", augmentation)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stoker.augment import Compose
+from stoker.augment import Compose, ProgressiveAugmentation
 from stoker.config import Settings
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import Mode
@@ -113,7 +113,7 @@ class Job:
     order: Mode = "shuffled"
     lanes: LanePlan | None = None
     plan_lanes: Callable[[Array], LanePlan | None] | None = None
-    augmentation: Compose | None = None
+    augmentation: Compose | ProgressiveAugmentation | None = None
     monitor: tuple[str, bool] = ("loss", False)
     strata: Array | None = None
     balance: str | None = None

@@ -31,7 +31,8 @@ from stoker.units import format_count
 
 _FIELD = "features"
 _FAR_SHARE = 0.5
-_FAR_SPREADS = 20.0
+# Half of the training rows lie within one spread. Of a few rows, all may be outliers of a long tail.
+_FAR_SPREADS, _FAR_SPREADS_OF_FEW, _FEW_ROWS = 8.0, 20.0, 8
 
 
 def open_raw_table(
@@ -150,10 +151,10 @@ class _Piece:
 def _check_names(piece: _Piece, columns: Sequence[Column]) -> None:
     missing = [column.name for column in columns if column.name not in piece.names]
     if missing:
+        used = {column.name for column in columns}
+        free = [name for name in piece.names if name not in used]
         close = [
-            f"{name!r} may be {near}"
-            for name in missing
-            if (near := header_advice(piece.names, name))
+            f"{name!r} may be {near}" for name in missing if (near := header_advice(free, name))
         ]
         raise InputError(
             f"{piece.label} lacks {format_count(len(missing), 'column')} of the training table: "
@@ -322,7 +323,8 @@ class RawTable:
         self._num_rows += len(features)
         if self._ranges is not None and len(features):
             center, spread = self._ranges
-            self._num_far += (np.abs(features - center) > _FAR_SPREADS * spread).sum(axis=0)
+            limit = _FAR_SPREADS_OF_FEW if len(features) < _FEW_ROWS else _FAR_SPREADS
+            self._num_far += (np.abs(features - center) > limit * spread).sum(axis=0)
 
 
 def _with_labels(made: RawBatch, labels: Mapping[str, Array]) -> RawBatch:

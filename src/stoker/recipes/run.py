@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from stoker.address import as_url
-from stoker.augment import Compose
+from stoker.augment import Compose, ProgressiveAugmentation
 from stoker.augment.ops import Normalize, ToDtype
 from stoker.config import Settings
 from stoker.config.resolve import describe_choices
@@ -555,7 +555,7 @@ def _judged_batch(size: int, ranks: Ranks) -> int:
     return max(2, size) if ranks.are_several else size
 
 
-def _draws(augmentation: Compose | None) -> bool:
+def _draws(augmentation: Compose | ProgressiveAugmentation | None) -> bool:
     """Whether anything is drawn; what only normalises is no augmentation."""
     return augmentation is not None and any(
         not isinstance(op, Normalize | ToDtype) for op in augmentation.ops

@@ -87,6 +87,50 @@ class RobustScale(torch.nn.Module):
         return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
 
 
+def fit_ramps(rows: Array, num_ramps: int) -> tuple[Array, Array, Array]:
+    """Return column, start and width of each ramp, `(ramps,)` each: from one quantile of a column to the next.
+
+    A column has fewer where many rows share a value, and none where all do.
+
+    Args:
+        rows: `(n, columns)` of training samples, scaled as the model scales them.
+        num_ramps: The most that a column gets.
+    """
+    shares = np.linspace(0, 1, num_ramps + 1)
+    edges = [np.unique(np.quantile(column, shares).astype(np.float32)) for column in rows.T]
+    columns = np.repeat(np.arange(len(edges)), [len(each) - 1 for each in edges])
+    starts = np.concatenate([each[:-1] for each in edges])
+    return columns, starts, np.concatenate([np.diff(each) for each in edges])
+
+
+class Ramps(torch.nn.Module):
+    """Adds to each row how far every column has gone from one quantile to the next: 0 before, 1 behind.
+
+    An MLP bends a column slowly; trees cut it anywhere. With a ramp per quantile one layer can cut it as well
+    (Gorishniy et al. 2022, piecewise linear encoding).
+
+    Args:
+        columns: `(ramps,)` which column a ramp looks at.
+        starts: `(ramps,)` value at which it leaves 0.
+        widths: `(ramps,)` above 0, after which it is 1.
+    """
+
+    columns: torch.Tensor
+    starts: torch.Tensor
+    widths: torch.Tensor
+
+    def __init__(self, columns: Array, starts: Array, widths: Array) -> None:
+        super().__init__()
+        self.register_buffer("columns", torch.as_tensor(columns, dtype=torch.int64))
+        self.register_buffer("starts", torch.as_tensor(starts, dtype=torch.float32))
+        self.register_buffer("widths", torch.as_tensor(widths, dtype=torch.float32))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return `(batch, columns + ramps)` for `(batch, columns)` of scaled float32."""
+        past = (rows.index_select(1, self.columns) - self.starts) / self.widths
+        return torch.cat([rows, past.clamp(0, 1)], dim=1)
+
+
 class OnDevice:
     """A small constant that follows the batches to their device; copied there once.
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from stoker.runs.record import as_mapping, as_mappings, as_number
+from stoker.strict_json import exact_text, parse_json
 
 Worth = Literal["better", "unclear", "worse", "unknown"]
 ExampleKind = Literal["text", "image", "spectrum", "series"]
@@ -30,10 +31,6 @@ class Confusion:
     names: tuple[str, ...]
     counts: tuple[tuple[int, ...], ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {"names": list(self.names), "counts": [list(row) for row in self.counts]}
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -50,11 +47,6 @@ class Curve:
     along: str
     unit: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        lines = {name: [list(point) for point in points] for name, points in self.lines.items()}
-        return {"title": self.title, "along": self.along, "unit": self.unit, "lines": lines}
 
 
 @dataclass(frozen=True)
@@ -77,11 +69,6 @@ class Example:
     answer: str = ""
     pictures: Mapping[str, str] = field(default_factory=dict)
     lines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        lines = {name: [list(point) for point in points] for name, points in self.lines.items()}
-        return {**vars(self), "pictures": dict(self.pictures), "lines": lines}
 
 
 @dataclass(frozen=True)
@@ -158,25 +145,16 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; the verdict is among them."""
-        return {
-            "num_samples": self.num_samples,
-            "compared_by": self.compared_by[0],
-            "more_is_better": self.compared_by[1],
+        name, more_is_better = self.compared_by
+        values: dict[str, Any] = {
+            **asdict(replace(self, examples=self.examples[:_MOST_EXAMPLES])),
+            "compared_by": name,
+            "more_is_better": more_is_better,
             "worth": self.worth,
             "verdict": self.verdict,
-            "metrics": dict(self.metrics),
-            "intervals": {name: list(span) for name, span in self.intervals.items()},
-            "baselines": {name: dict(values) for name, values in self.baselines.items()},
-            "groups": {
-                kind: {name: dict(values) for name, values in rows.items()}
-                for kind, rows in self.groups.items()
-            },
-            "confusion": None if self.confusion is None else self.confusion.to_json(),
-            "curves": [curve.to_json() for curve in self.curves],
-            "importance": dict(self.importance),
-            "examples": [example.to_json() for example in self.examples[:_MOST_EXAMPLES]],
-            "notes": list(self.notes),
         }
+        plain: dict[str, Any] = parse_json(exact_text(values))  # lists for tuples
+        return plain
 
     @classmethod
     def from_json(cls, values: Any) -> Evaluation | None:

@@ -59,7 +59,7 @@ def _overall(made: Evaluation, key: str) -> Html:
         spelled = "" if span is None else f"{_number(span[0])} to {_number(span[1])}"
         mark = " (compared by)" if name == made.compared_by[0] else ""
         others = (_number(metrics.get(name)) for metrics in made.baselines.values())
-        rows.append((page.name(f"{name}{mark}"), _number(value), spelled, *others))
+        rows.append((page.name(f"{_words(name)}{mark}"), _number(value), spelled, *others))
     return page.table(
         header, rows, key=f"{key}-overall", numeric=range(1, len(header)), labels=(0,), tight=True
     )
@@ -113,7 +113,7 @@ def _group(kind: str, rows: Mapping[str, Mapping[str, float]], key: str) -> Html
         )
         for who, row in shown
     ]
-    header = (kind, *(page.shorten(name, 40) for name in metrics))
+    header = (kind, *(page.shorten(_words(name), 40) for name in metrics))
     table = page.table(
         header, cells, key=key, numeric=range(1, len(header)), labels=(0,), tight=True
     )
@@ -155,7 +155,7 @@ def _importance(made: Evaluation) -> Html:
         "</td></tr>"
         for name, loss in top
     )
-    title = f"Inputs: {page.escape(made.compared_by[0])} lost when permuted"
+    title = f"Inputs: {page.escape(_words(made.compared_by[0]))} lost when permuted"
     return Html(
         f"<h3>{title}</h3><div class=scroll><table class=tight><tbody>{items}</tbody></table></div>"
     )
@@ -210,6 +210,11 @@ def _mirror(example: Example, key: str) -> Html:
         f'preserveAspectRatio="none" style="height:110px"><title id="{page.escape(key)}-t">{page.escape(told)}</title>'
         f'<path class="base" d="M0 50h1000"/>{"".join(paths)}</svg>'
     )
+
+
+def _words(metric: str) -> str:
+    """Return a metric's name with spaces: a narrow column breaks it there."""
+    return metric.replace("_", " ")
 
 
 def _number(value: float | None) -> str:

@@ -129,6 +129,8 @@ class Target:
 
 
 BUSY = Target(85, 95, "waiting for the host", "no headroom, and nothing wrong with that")
+SM_ACTIVE = Target(80, 95, "kernels that do not fill the GPU", "no headroom")
+"""Of DCGM's SM_ACTIVE: NVML does not read it, so nothing here is judged by it."""
 MEMORY = Target(70, 90, "room for a larger batch or more data", "close to running out")
 TEMPERATURE = Target(0, 79, "", "may slow its clocks down")
 TARGETS: Mapping[str, Target] = {"busy": BUSY, "memory": MEMORY, "temperature": TEMPERATURE}
@@ -371,21 +373,40 @@ class TelemetryLog:
         return None
 
 
+_STILL_SECONDS = 60.0
+"""After so long without a batch the rate is 0: the run stands still."""
+
+
 class _Rates:
     """Turns counters into rates over the time between two readings."""
 
     def __init__(self) -> None:
         self._before: tuple[float, RunCounters] | None = None
+        self._unknown: dict[str, float | None] = {"samples_per_second": None, "wait_share": None}
+        self._last = self._unknown
 
     def since_last(self, counted: RunCounters, now: float) -> dict[str, float | None]:
-        before, self._before = self._before, (now, counted)
-        unknown: dict[str, float | None] = {"samples_per_second": None, "wait_share": None}
-        if before is None:
-            return unknown
-        then, old = before
+        """Return the rates since the reading before; while no batch has ended, those of the batches before.
+
+        A batch may take longer than the time between two readings: their rates would be 0, 0, 0 and a peak.
+        """
+        before = self._before
+        if before is not None and now - before[0] < _STILL_SECONDS:
+            old = before[1]
+            if (counted.samples, counted.epoch) == (old.samples, old.epoch):
+                trained = counted.trained_seconds - old.trained_seconds
+                is_training = trained >= _LEAST_TRAINED * (now - before[0])
+                return self._last if is_training else self._unknown
+        self._before = (now, counted)
+        self._last = self._unknown if before is None else self._between(*before, counted, now)
+        return self._last
+
+    def _between(
+        self, then: float, old: RunCounters, counted: RunCounters, now: float
+    ) -> dict[str, float | None]:
         trained = counted.trained_seconds - old.trained_seconds
         if trained <= 0 or trained < _LEAST_TRAINED * (now - then):
-            return unknown
+            return self._unknown
         share = None
         if counted.waited_seconds is not None and old.waited_seconds is not None:
             waited = counted.waited_seconds - old.waited_seconds

@@ -30,7 +30,16 @@ from stoker import bounds
 from stoker.display import command, quoted
 from stoker.errors import SourceError, StokerError, file_error, require_file
 from stoker.ownership import always, writing
-from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
+from stoker.sources.contract import (
+    Json,
+    Part,
+    PartContext,
+    PartData,
+    PlainSource,
+    Preparation,
+    cut_rows,
+    recorded_options,
+)
 from stoker.store.fields import Dense, FieldData, Ragged
 from stoker.store.plain import Selection, choose, group_prefix
 from stoker.store.reader import Store, open_store
@@ -47,7 +56,7 @@ _HDF5 = {".h5", ".hdf5", ".he5", ".hdf", ".h5ad", ".nxs", ".nc", ".mat"}
 
 
 @dataclass(frozen=True)
-class ArraysSource:
+class ArraysSource(PlainSource):
     """Arrays on disk.
 
     Attributes:
@@ -63,8 +72,6 @@ class ArraysSource:
     chosen: Selection = Selection()  # noqa: RUF009
 
     kind: ClassVar[str] = "arrays"
-    version: ClassVar[int] = 1
-    row_limit_seconds: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(map(Path, self.paths)))  # texts will do
@@ -75,10 +82,8 @@ class ArraysSource:
 
     def options(self) -> Mapping[str, Json]:
         """The names and the choice, and the part size: it decides the shards."""
-        chosen = {name: value for name, value in vars(self.chosen).items() if value}
-        if "fields" in chosen:
-            chosen["fields"] = list(self.chosen.fields)
-        return {"names": list(self.names), "part_bytes": self.part_bytes, **chosen}
+        chosen = {name: value for name, value in recorded_options(self.chosen).items() if value}
+        return recorded_options(self, "paths", "chosen") | chosen
 
     def prepare(self, scratch: Path) -> Preparation:
         """Check that all arrays have the same rows, and cut them into parts."""
@@ -88,18 +93,7 @@ class ArraysSource:
             num_rows, row_bytes = _measure(self.paths[0], names, arrays)
         renamed = {old: new for old, new in zip(arrays, names, strict=True) if "/" in old}
         rows = max(1, self.part_bytes // max(1, row_bytes))
-        starts = range(0, num_rows, rows) if num_rows else [0]
-        parts = [
-            Part(
-                number,
-                f"{self.paths[0]} rows {start}-{min(start + rows, num_rows)}",
-                min(rows, num_rows - start),
-                start,
-                str(self.paths[0]),
-                start,
-            )
-            for number, start in enumerate(starts)
-        ]
+        parts = cut_rows(num_rows, rows, f"{self.paths[0]} rows", str(self.paths[0]))
         notes += [f"array {old!r} is stored as field {new!r}" for old, new in renamed.items()]
         return Preparation(
             parts, num_rows * row_bytes + (1 << 20), notes=notes, found=num_rows, unit="rows"
@@ -134,11 +128,6 @@ class ArraysSource:
                 for name, array in zip(names, arrays.values(), strict=True)
             }
         return PartData(fields)
-
-    def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
-        """Nothing to add."""
-        del extras
-        return {}
 
     def _names(self, arrays: Mapping[str, _Rows]) -> list[str]:
         if not self.names:

@@ -18,10 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from stoker.errors import InputError, Refusal, count_kinds
 from stoker.store.fields import ShardData
+from stoker.strict_json import exact_text, parse_json
 
 Json = Any  # what JSON has: dict, list, str, int, float, bool, None
 
@@ -102,15 +103,6 @@ class Account:
                 f"{self.packed:,} packed, refused {dict(self.refused)}, ignored {dict(self.ignored)}"
             )
 
-    def to_json(self) -> dict[str, Json]:
-        """Return what the manifest holds."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Json]) -> Account:
-        """Return the account that `to_json` wrote."""
-        return cls(**data)
-
     def lines(self) -> list[str]:
         """Return the account for people: one line, and one for each reason."""
         num_refused, num_ignored = sum(self.refused.values()), sum(self.ignored.values())
@@ -144,7 +136,7 @@ def make_accounts(
 
     Args:
         preparation: Says how many pieces were found, unless the source has accounts of its own.
-        own: The accounts of the source, as JSON; the last one is of samples.
+        own: The accounts of the source, as plain values; the last one is of samples.
         refused: By the source and by the quality gate.
         ignored: While scanning, and in each part.
         num_samples: In the store.
@@ -158,7 +150,7 @@ def make_accounts(
         dropped = samples["packed"] - num_samples
         gated = {"left out by the quality gate": dropped} if dropped else {}
         last = {**samples, "packed": num_samples, "refused": {**samples["refused"], **gated}}
-        return [*map(Account.from_json, others), Account.from_json(last)]
+        return [Account(**account) for account in (*others, last)]
     refused = list(refused)
     why_refused = count_kinds(refused)
     why_ignored: Counter[str] = Counter(count_kinds(refused, is_asked=True))
@@ -169,6 +161,40 @@ def make_accounts(
     if found is None:
         found = num_samples + sum(why_refused.values()) + why_ignored.total()
     return [Account(preparation.unit, found, num_samples, why_refused, why_ignored)]
+
+
+def recorded_options(source: Any, *without: str) -> dict[str, Json]:
+    """Return the fields of a dataclass of options as a manifest holds them: lists, no tuples."""
+    values = {name: value for name, value in asdict(source).items() if name not in without}
+    recorded: dict[str, Json] = parse_json(exact_text(values))
+    return recorded
+
+
+def cut_rows(num_rows: int, rows: int, label: str, file: str) -> list[Part]:
+    """Return parts of `rows` rows each, the last one shorter; of no rows, one part without any.
+
+    Args:
+        num_rows: In all; the payload of a part is its first row.
+        rows: Of a part.
+        label: For people, before the numbers of the rows: "x.npy rows".
+        file: The input file.
+    """
+    return [
+        Part(number, f"{label} {low}-{min(low + rows, num_rows)}", min(rows, num_rows - low), low, file, low)
+        for number, low in enumerate(range(0, max(1, num_rows), rows))
+    ]  # fmt: skip
+
+
+class PlainSource:
+    """What most sources have in common: nothing can hang in them, and nothing is added to the manifest."""
+
+    version: ClassVar[int] = 1
+    row_limit_seconds: ClassVar[float | None] = None
+
+    def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
+        """Add nothing."""
+        del extras
+        return {}
 
 
 def check_shares(split: Sequence[float]) -> None:

@@ -29,9 +29,17 @@ from stoker.display import nearest
 from stoker.errors import InputError, Refusal
 from stoker.ownership import always, writing
 from stoker.sources.arrays import PART_BYTES
-from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
+from stoker.sources.contract import (
+    Json,
+    Part,
+    PartContext,
+    PartData,
+    PlainSource,
+    Preparation,
+    cut_rows,
+)
 from stoker.sources.samples import as_array, collect, field_names
-from stoker.store.fields import Array, Dense, Ragged
+from stoker.store.fields import Array
 from stoker.store.manifest import FieldInfo
 
 _PICKLE = "dataset.pickle"
@@ -63,7 +71,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class SamplesSource:
+class SamplesSource(PlainSource):
     """Samples that Python makes, as a source of `pack`.
 
     Attributes:
@@ -87,8 +95,6 @@ class SamplesSource:
     sample_seconds: float
 
     kind: ClassVar[str] = "samples"
-    version: ClassVar[int] = 1
-    row_limit_seconds: ClassVar[float | None] = None
 
     def files(self) -> Sequence[Path]:
         """None: the samples say themselves what they are."""
@@ -110,12 +116,7 @@ class SamplesSource:
         if code is not None:
             _write(scratch / _PICKLE, code)
         rows = self._part_rows(self.num_samples)
-        starts = range(0, self.num_samples, rows)
-        parts = [
-            Part(number, f"{self.name} samples {low}-{min(low + rows, self.num_samples)}",
-                 min(rows, self.num_samples - low), low, self.name, low)
-            for number, low in enumerate(starts)
-        ]  # fmt: skip
+        parts = cut_rows(self.num_samples, rows, f"{self.name} samples", self.name)
         return Preparation(parts, self.num_samples * self.sample_bytes + (1 << 20))
 
     def _part_rows(self, num_samples: int) -> int:
@@ -154,11 +155,6 @@ class SamplesSource:
                 reason = f"{type(error).__name__}: {error}"
                 refused.append(Refusal(self.name, number, reason, unit="sample"))
         return PartData(collect(taken, part.payload, self.fields), refused)
-
-    def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
-        """Nothing to add."""
-        del extras
-        return {}
 
 
 @contextlib.contextmanager
@@ -235,7 +231,11 @@ def samples_source(
             f"ragged=[{near!r}]" if near else "leave ragged out",
         )
     fields = {
-        each: _as_ragged(data) if each in ragged and data.kind == "dense" else FieldInfo.of(data)
+        each: FieldInfo.of(data).model_copy(
+            update={"kind": "ragged", "shape": list(data.values.shape[2:]), "columns": None}
+            if each in ragged and data.kind == "dense"
+            else {}
+        )
         for each, data in shown.items()
     }
     digest = xxhash.xxh3_128(repr(fields).encode())
@@ -258,11 +258,6 @@ def samples_source(
         yield source, code is not None
     finally:
         del _live[token]
-
-
-def _as_ragged(data: Dense | Ragged) -> FieldInfo:
-    info = FieldInfo.of(data)
-    return info.model_copy(update={"kind": "ragged", "shape": info.shape[1:], "columns": None})
 
 
 def _write(path: Path, code: bytes) -> None:

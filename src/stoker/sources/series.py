@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -33,8 +33,10 @@ from stoker.sources.contract import (
     Part,
     PartContext,
     PartData,
+    PlainSource,
     Preparation,
     check_shares,
+    recorded_options,
 )
 from stoker.sources.tables.columns import Column, find_kind, needs_float64, numbers, times
 from stoker.sources.tables.layout import TextOptions
@@ -60,7 +62,7 @@ _PURGED = 3
 
 
 @dataclass(frozen=True)
-class SeriesSource:
+class SeriesSource(PlainSource):
     """Windows over series.
 
     Attributes:
@@ -86,8 +88,6 @@ class SeriesSource:
     part_bytes: int = PART_BYTES
 
     kind: ClassVar[str] = "series"
-    version: ClassVar[int] = 1
-    row_limit_seconds: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(map(Path, self.paths)))
@@ -113,8 +113,7 @@ class SeriesSource:
 
     def options(self) -> Mapping[str, Json]:
         """Everything that changes the store."""
-        own = {name: value for name, value in vars(self).items() if name != "paths"}
-        return {**own, "columns": list(self.columns), "split": list(self.split)}
+        return recorded_options(self, "paths")
 
     def prepare(self, scratch: Path) -> Preparation:
         """Count the windows of every file, and cut them into parts."""
@@ -174,7 +173,7 @@ class SeriesSource:
         return {
             "window": self.window,
             "stride": self.step,
-            "accounts": [account.to_json() for account in accounts],
+            "accounts": [asdict(account) for account in accounts],
         }
 
 

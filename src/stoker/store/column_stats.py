@@ -12,8 +12,6 @@ that have some, and only until five are known.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +19,7 @@ import numpy as np
 
 from stoker.store.fields import Array
 from stoker.store.row_sketch import FIRST_ROWS
+from stoker.strict_json import finite
 
 Json = Any
 
@@ -134,30 +133,12 @@ class ColumnStats:
             "bins": [_trim(counts) for counts in self.bins],
             "first_rows": rows,
             **{name: getattr(self, name).tolist() for name in _COUNTS},
-            **{name: _finite_or_none(getattr(self, name)) for name in _NUMBERS},
+            **{name: finite(getattr(self, name).tolist()) for name in _NUMBERS},
         }
-
-    @classmethod
-    def from_json(cls, json: Mapping[str, Json]) -> ColumnStats:
-        """Read what `to_json` wrote."""
-        stats = cls.empty(len(json["bins"]))
-        stats.num_values = int(json["num_values"])
-        for row, (first, counts) in zip(stats.bins, json["bins"], strict=True):
-            row[first : first + len(counts)] = counts
-        for name in _COUNTS:
-            setattr(stats, name, np.array(json[name], dtype=np.int64))
-        for name, missing in _NUMBERS.items():
-            numbers = [missing if number is None else number for number in json[name]]
-            setattr(stats, name, np.array(numbers, dtype=np.float64))
-        for what, by_column in json["first_rows"].items():
-            for column, found in by_column.items():
-                stats.first_rows[what, int(column)] = tuple(found)
-        return stats
 
 
 _COUNTS = ("num_nan", "num_inf", "num_zero", "num_denormal", "num_over_fp16", "num_huge")
-# Values for numbers that JSON has as null: the initial value of `empty`, or NaN after an overflow.
-_NUMBERS = {"low": math.inf, "high": -math.inf, "mean": math.nan, "squares": math.nan}
+_NUMBERS = ("low", "high", "mean", "squares")
 
 
 def _trim(counts: Array) -> list[Json]:
@@ -165,10 +146,6 @@ def _trim(counts: Array) -> list[Json]:
     if len(used) == 0:
         return [0, []]
     return [int(used[0]), counts[used[0] : used[-1] + 1].tolist()]
-
-
-def _finite_or_none(numbers: Array) -> list[float | None]:
-    return [float(number) if math.isfinite(number) else None for number in numbers]
 
 
 def _merge_moments(a: ColumnStats, b: ColumnStats) -> tuple[Array, Array]:
@@ -321,39 +298,3 @@ def _block_moments(block: Array, counts: Array) -> ColumnStats:
     deviation = np.where(finite, wide - part.mean[at][:, None], 0)
     part.squares[at] = np.einsum("ij,ij->i", deviation, deviation)
     return part
-
-
-class LevelScan:
-    """Adds blocks of uint8: 256 counts per column say everything, exactly, at 1 GB/s."""
-
-    def __init__(self, num_columns: int) -> None:
-        self._levels = np.zeros((num_columns, 256), dtype=np.int64)
-        self._offsets = np.arange(num_columns, dtype=np.int64) * 256
-
-    def add(self, table: Array, first_row: int) -> None:
-        """Count the levels of `(m, columns)`. `first_row` is not needed: uint8 has no defects to locate."""
-        del first_row
-        step = max(_MIN_BLOCK_ROWS, _BLOCK_VALUES // max(1, table.shape[1]))
-        for start in range(0, len(table), step):
-            keys = table[start : start + step] + self._offsets
-            counts = np.bincount(keys.ravel(), minlength=self._levels.size)
-            self._levels += counts.reshape(self._levels.shape)
-
-    @property
-    def stats(self) -> ColumnStats:
-        """The statistics that follow from the counts, computed at each call."""
-        stats = ColumnStats.empty(len(self._levels))
-        level = np.arange(256, dtype=np.float64)
-        total = self._levels.sum(axis=1)
-        if len(total) == 0 or total[0] == 0:
-            return stats
-        stats.num_values = int(total[0])
-        stats.num_zero = self._levels[:, 0].copy()
-        np.add.at(stats.bins.T, _bins_of(level.astype(np.float32)), self._levels.T)
-        seen = self._levels > 0
-        stats.low = seen.argmax(axis=1).astype(float)
-        stats.high = 255.0 - seen[:, ::-1].argmax(axis=1)
-        stats.mean = self._levels @ level / total
-        deviation = level[None, :] - stats.mean[:, None]
-        stats.squares = (self._levels * deviation * deviation).sum(axis=1)
-        return stats

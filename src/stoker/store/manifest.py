@@ -256,36 +256,32 @@ def _not_a_store(folder: Path) -> StoreError:
     )
 
 
+def _damaged(name: str, what: str, allowed: str) -> CorruptError:
+    return CorruptError(f"{name}: {what}", allowed, "pack again")
+
+
 def _check(manifest: Manifest, name: str) -> None:
     """Check what the types cannot: counts that must agree, names that must stay inside."""
     total = sum(shard.num_samples for shard in manifest.shards)
     if total != manifest.num_samples or any(shard.num_samples < 0 for shard in manifest.shards):
-        raise CorruptError(
-            f"{name}: the shards hold {total} samples but num_samples is {manifest.num_samples}.",
+        raise _damaged(
+            name,
+            f"the shards hold {total} samples but num_samples is {manifest.num_samples}.",
             "equal counts",
-            "pack again",
         )
     for field, info in manifest.fields.items():
         if min(info.shape, default=0) < 0 or _item_bytes(info.dtype) is None:
-            raise CorruptError(
-                f"{name}: field {field!r} has dtype {info.dtype!r} and shape {info.shape}.",
+            raise _damaged(
+                name,
+                f"field {field!r} has dtype {info.dtype!r} and shape {info.shape}.",
                 "numbers of at most 8 bytes, and lengths of 0 or more",
-                "pack again",
             )
         if info.kind == "series" and (info.window is None or info.window < 0):
-            raise CorruptError(
-                f"{name}: series {field!r} has window {info.window}.",
-                "0 rows or more",
-                "pack again",
-            )
+            raise _damaged(name, f"series {field!r} has window {info.window}.", "0 rows or more")
     for shard in manifest.shards:
         _check_shard(manifest, shard, name)
     if not 4096 <= manifest.block_bytes <= CHUNK.most:
-        raise CorruptError(
-            f"{name}: block_bytes is {manifest.block_bytes}.",
-            f"4096 to {CHUNK.most}",
-            "pack again",
-        )
+        raise _damaged(name, f"block_bytes is {manifest.block_bytes}.", f"4096 to {CHUNK.most}")
 
 
 def _item_bytes(dtype: str) -> int | None:
@@ -299,34 +295,28 @@ def _item_bytes(dtype: str) -> int | None:
 def _check_shard(manifest: Manifest, shard: ShardInfo, name: str) -> None:
     """Check the entry of one shard: its name, offsets and counts against each other and its size."""
     if Path(shard.file).name != shard.file:
-        raise CorruptError(
-            f"{name}: shard {shard.file!r} is not a file name.", "a name beside the manifest", ""
+        raise _damaged(
+            name, f"shard {shard.file!r} is not a file name.", "a name beside the manifest"
         )
     if {f"_checksums/{dataset}" for dataset in shard.rows} | set(shard.rows) != set(shard.offsets):
-        raise CorruptError(
-            f"{name}: shard {shard.file!r} misses offsets.", "one per dataset", "pack again"
-        )
+        raise _damaged(name, f"shard {shard.file!r} misses offsets.", "one per dataset")
     # A sample has at least one byte, so no file has more samples than bytes.
     if shard.num_samples > max(0, shard.size_bytes):
-        raise CorruptError(
-            f"{name}: shard {shard.file!r} claims {shard.num_samples} samples in {shard.size_bytes} bytes.",
+        raise _damaged(
+            name,
+            f"shard {shard.file!r} claims {shard.num_samples} samples in {shard.size_bytes} bytes.",
             "samples that have bytes",
-            "pack again",
         )
     for field, info in manifest.fields.items():
         wanted = {"": 0, "/offsets": 1, "/ends": 0}
         for part in info.parts:
             rows = shard.rows.get(field + part, -1)
             if rows < 0 or (part in wanted and rows != shard.num_samples + wanted[part]):
-                raise CorruptError(
-                    f"{name}: shard {shard.file!r} has {max(rows, 0)} rows of {field + part!r} for "
+                raise _damaged(
+                    name,
+                    f"shard {shard.file!r} has {max(rows, 0)} rows of {field + part!r} for "
                     f"{shard.num_samples} samples.",
                     "equal counts",
-                    "pack again",
                 )
     if any(offset is not None and offset < 0 for offset in shard.offsets.values()):
-        raise CorruptError(
-            f"{name}: shard {shard.file!r} has an offset below 0.",
-            "a place in the file",
-            "pack again",
-        )
+        raise _damaged(name, f"shard {shard.file!r} has an offset below 0.", "a place in the file")

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from stoker.store.arrays import OpenFile, Stamp, StoredArray
-from stoker.store.fields import PARTS, Array, FieldData, Ragged, Series
+from stoker.store.fields import Array, FieldData
 from stoker.store.hdf5 import Location
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 from stoker.store.reader import Store
@@ -74,15 +74,13 @@ def memory_store(fields: Mapping[str, FieldData], name: str, notes: Iterable[str
     """Return a store over fields in memory.
 
     Args:
-        fields: Dense or ragged, all with the same number of samples.
+        fields: All with the same number of samples.
         name: What to call it in messages.
         notes: What the user should know about it.
     """
-    datasets: dict[str, Array] = {}
-    for field, data in fields.items():
-        assert not isinstance(data, Series), "a series is packed first"
-        arrays = (data.values, data.offsets) if isinstance(data, Ragged) else (data.values,)
-        datasets |= dict(zip((field + part for part in PARTS[data.kind]), arrays, strict=True))
+    datasets = {
+        name: array for field, data in fields.items() for name, array in data.arrays(field).items()
+    }
     num_samples = next(iter(fields.values())).num_samples
     shard = ShardInfo(
         file=name,

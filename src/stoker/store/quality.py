@@ -1,6 +1,6 @@
 """The quality gate: what is wrong with the values of a field, where, and what to do about it.
 
-Enters: statistics of a field (`TableStats.scan`) or its time axis (`scan_time`). Leaves: named
+Enters: statistics of a field (`TableStats.scan`), or its time axis. Leaves: named
 findings with evidence and remedy, and the limits by which `bad_rows` marks the rows to set
 aside. Costs: `judge` is pure and takes milliseconds; `bad_rows` reads its values once.
 
@@ -8,7 +8,7 @@ aside. Costs: `judge` is pure and takes milliseconds; `bad_rows` reads its value
 |---|---|---|
 | nan, inf | any | refuse |
 | extreme | a magnitude a million times the column's median and above 65,504; or 1e15 in float32 | refuse |
-| overflows-fp16 | a magnitude above 65,504 | warn; refuse when stored as float16 |
+| overflows-fp16 | a magnitude above 65,504 | warn |
 | time-backwards, time-repeats | a time not after the one before | refuse |
 | constant | one value only | warn |
 | duplicate-rows | rows equal bit for bit | warn |
@@ -31,26 +31,12 @@ import numpy as np
 
 from stoker.display import quoted
 from stoker.errors import InputError
-from stoker.store.column_stats import BIN_2_TO_16, BIN_NOT_FINITE, FP16_MAX, HUGE, as_float
+from stoker.store.column_stats import BIN_2_TO_16, BIN_NOT_FINITE, HUGE, as_float
 from stoker.store.fields import Array
 from stoker.store.repairs import escape_name
+from stoker.store.row_sketch import FIRST_ROWS
 from stoker.store.table_stats import TableStats, checked_values, row_chunks
-from stoker.store.time_stats import TimeStats, scan_time
 from stoker.units import format_count
-
-__all__ = [
-    "Finding",
-    "Limits",
-    "TableStats",
-    "TimeStats",
-    "bad_rows",
-    "judge",
-    "judge_time",
-    "limits_of",
-    "scan_time",
-    "sorted_findings",
-    "summarise",
-]
 
 Json = Any
 Severity = Literal["refuse", "warn", "note"]
@@ -177,14 +163,13 @@ class Limits:
     refuse_from: Array
 
 
-def limits_of(stats: TableStats, *, stored_dtype: str | None = None) -> Limits:
+def limits_of(stats: TableStats) -> Limits:
     """Return the limits that follow from a whole field's statistics.
 
     Args:
         stats: Of all parts together: a median of one part may mislead.
-        stored_dtype: What the values will be stored as, when not as they were scanned.
     """
-    dtype = np.dtype(stored_dtype or stats.dtype)
+    dtype = np.dtype(stats.dtype)
     limits = np.full(len(stats.columns), np.inf)
     for column in range(len(limits)):
         first_bin = _extreme_bin(stats, column)
@@ -192,8 +177,6 @@ def limits_of(stats: TableStats, *, stored_dtype: str | None = None) -> Limits:
             limits[column] = 2.0 ** (first_bin - 127)
     if dtype.kind == "f" and dtype.itemsize <= 4:
         limits = np.minimum(limits, HUGE)
-    if dtype == np.float16:
-        limits = np.minimum(limits, np.nextafter(FP16_MAX, np.inf))
     return Limits(stats.columns, stats.inner, limits)
 
 
@@ -240,24 +223,21 @@ def _rounded_up(limits: Array, dtype: np.dtype[Any]) -> Array:
     return np.where(narrow < limits, np.nextafter(narrow, dtype.type(np.inf)), narrow)
 
 
-def judge(
-    stats: TableStats, *, target: TableStats | None = None, stored_dtype: str | None = None
-) -> list[Finding]:
+def judge(stats: TableStats, *, target: TableStats | None = None) -> list[Finding]:
     """Return everything that is wrong with a field, the most severe first.
 
     Args:
         stats: Of the whole field.
         target: Of the field to be predicted, over the same rows: looks for label leaks, in the
             sampled rows.
-        stored_dtype: What the values will be stored as, when not as they were scanned.
     """
-    dtype = np.dtype(stored_dtype or stats.dtype)
+    dtype = np.dtype(stats.dtype)
     findings: list[Finding] = []
     for column in range(len(stats.columns)):
         judged = _Column(stats, column)
         findings += judged.not_finite()
         findings += judged.extreme(dtype)
-        findings += judged.overflow(dtype)
+        findings += judged.overflow()
         findings += judged.constant()
         findings += judged.denormal()
     findings += _duplicates(stats)
@@ -340,16 +320,15 @@ class _Column:
         remedy = remedy if self._can_repair else _LEAVE_OUT
         return [self._finding("extreme", "refuse", count, rows, what, remedy)]
 
-    def overflow(self, dtype: np.dtype[Any]) -> list[Finding]:
+    def overflow(self) -> list[Finding]:
         count = int(self._values.num_over_fp16[self._column])
         if count == 0 or not self._is_float:
             return []
         rows = self._values.rows_of("over-fp16", self._column)
-        severity: Severity = "refuse" if dtype == np.float16 else "warn"
         what = f"are above 65,504, the largest float16 (up to {self._largest():.3g})"
         remedy = f"{self._repair('robust')} or {self._repair('asinh')}; or train in bfloat16"
         remedy = remedy if self._can_repair else "train in bfloat16, or store them in a larger unit"
-        return [self._finding("overflows-fp16", severity, count, rows, what, remedy)]
+        return [self._finding("overflows-fp16", "warn", count, rows, what, remedy)]
 
     def constant(self) -> list[Finding]:
         finite = int(self._values.num_finite[self._column])
@@ -449,19 +428,25 @@ def _correlation(a: Array, b: Array) -> tuple[float, int]:
     return (correlation, len(a)) if np.isfinite(correlation) else (0.0, len(a))
 
 
-def judge_time(stats: TimeStats, *, field: str = "time") -> list[Finding]:
-    """Return what is wrong with a time axis."""
-    cases: Sequence[tuple[FindingName, int, tuple[int, ...], str]] = (
-        ("time-backwards", stats.num_backwards, stats.backwards_rows, "are earlier than"),
-        ("time-repeats", stats.num_repeated, stats.repeated_rows, "have the time of"),
+def judge_time(time: Array, *, first_row: int = 0, field: str = "time") -> list[Finding]:
+    """Return the steps of a time axis that go backwards or stand still.
+
+    Args:
+        time: `(n,)` integers.
+        first_row: Number of row 0.
+        field: For the findings.
+    """
+    cases: Sequence[tuple[FindingName, Array, str]] = (
+        ("time-backwards", time[1:] < time[:-1], "are earlier than"),
+        ("time-repeats", time[1:] == time[:-1], "have the time of"),
     )
-    return [
-        Finding(
-            name, field, None, None, count, count / stats.num_rows, rows, "refuse",
-            f"{format_count(count)} of {format_count(stats.num_rows)} rows {how} the row before"
-            f"{_at(rows)}",
-            "sort the file by time and drop repeated times before packing",
-        )
-        for name, count, rows, how in cases
-        if count
-    ]  # fmt: skip
+    findings = []
+    for name, wrong, how in cases:
+        if count := int(wrong.sum()):
+            rows = tuple((np.flatnonzero(wrong)[:FIRST_ROWS] + 1 + first_row).tolist())
+            evidence = f"{format_count(count)} of {format_count(len(time))} rows {how} the row before{_at(rows)}"
+            remedy = "sort the file by time and drop repeated times before packing"
+            share = count / len(time)
+            found = Finding(name, field, None, None, count, share, rows, "refuse", evidence, remedy)
+            findings.append(found)
+    return findings

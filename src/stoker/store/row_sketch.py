@@ -16,7 +16,6 @@ rows, so a count of duplicates becomes an estimate instead of a refusal to answe
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +39,6 @@ def pack_array(array: Array) -> Json:
     array = np.ascontiguousarray(array)
     data = base64.b64encode(array.tobytes()).decode("ascii")
     return {"dtype": array.dtype.str, "shape": list(array.shape), "base64": data}
-
-
-def unpack_array(packed: Json) -> Array:
-    """Return the array that `pack_array` packed."""
-    flat = np.frombuffer(base64.b64decode(packed["base64"]), dtype=np.dtype(packed["dtype"]))
-    return flat.reshape(packed["shape"]).copy()
 
 
 def _scramble(words: Array) -> Array:
@@ -150,11 +143,6 @@ class RowSample:
             "values": pack_array(self.values),
         }
 
-    @classmethod
-    def from_json(cls, json: Mapping[str, Json]) -> RowSample:
-        """Read what `to_json` wrote."""
-        return cls(int(json["limit"]), unpack_array(json["rows"]), unpack_array(json["values"]))
-
 
 def _smallest(priority: Array, limit: int) -> Array:
     if len(priority) <= limit:
@@ -169,19 +157,17 @@ class RowHashes:
     Attributes:
         tallies: `(65,)` int64: rows whose hash ends in at least that many zero bits.
         level: Zero bits that a kept hash ends in; 0 while every distinct row is kept.
-        num_distinct: Distinct rows at this level.
         repeats: First rows that repeat an earlier row, at most five.
-        hashes: `(num_distinct,)` uint64, sorted; None after a compact JSON: no more merging.
+        hashes: `(num_distinct,)` uint64, sorted.
         rows: `(num_distinct,)` int64: where each was seen first.
         cap: Hashes kept at most.
     """
 
     tallies: Array
     level: int
-    num_distinct: int
     repeats: tuple[int, ...]
-    hashes: Array | None
-    rows: Array | None
+    hashes: Array
+    rows: Array
     cap: int = MAX_HASHES
 
     @classmethod
@@ -199,14 +185,17 @@ class RowHashes:
         return _capped(tallies, 0, repeats, hashes[is_new], rows[is_new], cap)
 
     @property
+    def num_distinct(self) -> int:
+        """Distinct rows at this level."""
+        return len(self.hashes)
+
+    @property
     def num_duplicates(self) -> int:
         """Rows that repeat an earlier one; an estimate when `level` is not 0."""
         return int(self.tallies[self.level] - self.num_distinct) << self.level
 
-    def merge(self, other: RowHashes) -> RowHashes | None:
-        """Return the hashes of both; None when one of them no longer holds its hashes."""
-        if self.hashes is None or other.hashes is None or self.rows is None or other.rows is None:
-            return None
+    def merge(self, other: RowHashes) -> RowHashes:
+        """Return the hashes of both."""
         level = max(self.level, other.level)
         a, b = _at_level(self.hashes, self.rows, level), _at_level(other.hashes, other.rows, level)
         (hashes, rows), (more_hashes, more_rows) = (a, b) if len(a[0]) >= len(b[0]) else (b, a)
@@ -227,32 +216,15 @@ class RowHashes:
             min(self.cap, other.cap),
         )
 
-    def to_json(self, *, compact: bool) -> Json:
-        """Return counts and first rows, and unless `compact` the hashes themselves."""
-        json = {
+    def to_json(self) -> Json:
+        """Return counts and first rows, without the hashes themselves."""
+        return {
             "tallies": self.tallies.tolist(),
             "level": self.level,
             "num_distinct": self.num_distinct,
             "repeats": list(self.repeats),
             "cap": self.cap,
         }
-        if compact or self.hashes is None or self.rows is None:
-            return json
-        return json | {"hashes": pack_array(self.hashes), "rows": pack_array(self.rows)}
-
-    @classmethod
-    def from_json(cls, json: Mapping[str, Json]) -> RowHashes:
-        """Read what `to_json` wrote."""
-        held = "hashes" in json
-        return cls(
-            np.array(json["tallies"], dtype=np.int64),
-            int(json["level"]),
-            int(json["num_distinct"]),
-            tuple(int(row) for row in json["repeats"]),
-            unpack_array(json["hashes"]) if held else None,
-            unpack_array(json["rows"]) if held else None,
-            int(json["cap"]),
-        )
 
 
 def _tally(hashes: Array) -> Array:
@@ -278,7 +250,7 @@ def _capped(
     while len(hashes) > cap:
         level += 1
         hashes, rows = _at_level(hashes, rows, level)
-    return RowHashes(tallies, level, len(hashes), repeats, hashes, rows, cap)
+    return RowHashes(tallies, level, repeats, hashes, rows, cap)
 
 
 def _at_level(hashes: Array, rows: Array, level: int) -> tuple[Array, Array]:

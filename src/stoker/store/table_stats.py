@@ -10,14 +10,14 @@ temporaries, and the sketches of `row_sketch`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from stoker.errors import InputError
-from stoker.store.column_stats import BIN_NOT_FINITE, BlockScan, ColumnStats, LevelScan
+from stoker.store.column_stats import BIN_NOT_FINITE, BlockScan, ColumnStats
 from stoker.store.fields import Array
 from stoker.store.row_sketch import SAMPLE_VALUES, RowHashes, RowSample
 
@@ -46,9 +46,8 @@ class Layout:
         """Decide what the columns of `values` are.
 
         Names for the last axis make it the columns, pooled over the axes between. Without names
-        every position is a column, unless there are more than 4,096 or the field is an image
-        (uint8 with three axes or more): these become one column, "all". Windows `(n, time,
-        features)` too wide for that keep their features apart.
+        every position is a column, unless there are more than 4,096: these become one column,
+        "all". Windows `(n, time, features)` too wide for that keep their features apart.
         """
         shape = values.shape[1:]
         size = math.prod(shape)
@@ -61,10 +60,9 @@ class Layout:
                     f"one name for each of {shape[-1] if shape else 1} columns",
                 )
             return cls(tuple(columns), 1)
-        is_image = values.dtype == np.uint8 and len(shape) >= 2
-        if size <= MAX_COLUMNS and not is_image:
+        if size <= MAX_COLUMNS:
             return cls(tuple(str(index) for index in range(size)), 1)
-        if len(shape) == 2 and shape[1] <= MAX_COLUMNS and not is_image:
+        if len(shape) == 2 and shape[1] <= MAX_COLUMNS:
             return cls(tuple(str(index) for index in range(shape[1])), shape[0])
         return cls(("all",), size)
 
@@ -106,7 +104,7 @@ class TableStats:
         inner: Values of one column per row (see `Layout`).
         values: Counts, moments and magnitudes per column.
         sample: Rows to take quantiles and pictures from.
-        hashes: Distinct rows; None when unknown, or when a row is a single value.
+        hashes: Distinct rows; None when a row is a single value.
     """
 
     field: str
@@ -140,11 +138,7 @@ class TableStats:
         """
         values = checked_values(values)
         layout = Layout.of(values, columns)
-        scan: BlockScan | LevelScan = (
-            LevelScan(len(layout.columns))
-            if values.dtype == np.uint8
-            else BlockScan(len(layout.columns), max(1, layout.inner), values.dtype)
-        )
+        scan = BlockScan(len(layout.columns), max(1, layout.inner), values.dtype)
         sample = RowSample.take(layout.table(values[:0]), first_row)
         is_single = layout.inner * len(layout.columns) <= 1
         hashes = None if is_single else RowHashes.take(values[:0], first_row)
@@ -159,17 +153,6 @@ class TableStats:
             layout.inner, scan.stats, sample, hashes,
         )  # fmt: skip
 
-    @classmethod
-    def merge_all(cls, parts: Iterable[TableStats]) -> TableStats:
-        """Merge many, as a tree: each row hash is moved log2(parts) times instead of parts."""
-        stats = list(parts)
-        if not stats:
-            raise InputError("there are no statistics to merge.", "one or more")
-        while len(stats) > 1:
-            pairs = [a.merge(b) for a, b in zip(stats[::2], stats[1::2], strict=False)]
-            stats = pairs + stats[len(pairs) * 2 :]
-        return stats[0]
-
     def merge(self, other: TableStats) -> TableStats:
         """Return the statistics of both; associative, whatever the order of the parts."""
         mine = (self.field, self.columns, self.dtype, self.inner)
@@ -179,14 +162,13 @@ class TableStats:
                 f"cannot merge statistics of {self._about()} with {other._about()}.",
                 "parts of one field: same name, columns and dtype",
             )
-        both = self.hashes is not None and other.hashes is not None
         return TableStats(
             *mine[:3],
             self.num_rows + other.num_rows,
             self.inner,
             self.values.merge(other.values),
             self.sample.merge(other.sample),
-            self.hashes.merge(other.hashes) if both and self.hashes and other.hashes else None,
+            self.hashes.merge(other.hashes) if self.hashes and other.hashes else None,
         )
 
     def _about(self) -> str:
@@ -226,18 +208,10 @@ class TableStats:
             return None
         return int(np.searchsorted(running, (running[-1] + 1) // 2))
 
-    def to_json(self, *, compact: bool = False) -> Json:
-        """Return everything as JSON.
-
-        Args:
-            compact: Leave out the row hashes and most of the sample: small enough for a
-                manifest, good for judging and drawing; a later merge no longer knows
-                duplicates.
-        """
-        sample = self.sample
-        if compact:
-            width = max(1, sample.values[:1].size)
-            sample = sample.shrink(max(64, min(256, SAMPLE_VALUES // 16 // width)))
+    def to_json(self) -> Json:
+        """Return the statistics as JSON, without the row hashes and most of the sample: for people and programs."""
+        width = max(1, self.sample.values[:1].size)
+        sample = self.sample.shrink(max(64, min(256, SAMPLE_VALUES // 16 // width)))
         return {
             "field": self.field,
             "columns": list(self.columns),
@@ -246,19 +220,5 @@ class TableStats:
             "inner": self.inner,
             "values": self.values.to_json(),
             "sample": sample.to_json(),
-            "hashes": self.hashes.to_json(compact=compact) if self.hashes else None,
+            "hashes": self.hashes.to_json() if self.hashes else None,
         }
-
-    @classmethod
-    def from_json(cls, json: Mapping[str, Json]) -> TableStats:
-        """Read what `to_json` wrote."""
-        return cls(
-            str(json["field"]),
-            tuple(json["columns"]),
-            str(json["dtype"]),
-            int(json["num_rows"]),
-            int(json["inner"]),
-            ColumnStats.from_json(json["values"]),
-            RowSample.from_json(json["sample"]),
-            RowHashes.from_json(json["hashes"]) if json["hashes"] else None,
-        )

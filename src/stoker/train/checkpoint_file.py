@@ -255,13 +255,13 @@ _LONGEST_INT_BITS = 8 * 254  # and no whole number whose pickle needs a four-byt
 _MAPPINGS = {dict, OrderedDict, Counter}
 
 
-def loadable(value: Any, place: str = "state") -> Any:
+def loadable(value: Any) -> Any:
     """Return a copy of the containers, with the tensors detached and without idle storage.
 
     Raises:
-        InputError: An entry that `weights_only` would refuse to load; `place` leads to it.
+        InputError: An entry that `weights_only` would refuse to load, with the way to it.
     """
-    return _compacted(_checked(value, place))
+    return _compacted(_checked(value, "state"))
 
 
 def _checked(value: Any, place: str) -> Any:

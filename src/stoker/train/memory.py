@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from stoker.train.activations import checkpoint_activations
 from stoker.units import GIB, MIB
@@ -107,7 +108,10 @@ def count_live_tensors(device: torch.device | None = None) -> dict[TensorKind, t
     for thing in gc.get_objects():
         kind_of = type(thing)
         if kind_of not in kinds:
-            kinds[kind_of] = issubclass(kind_of, torch.Tensor)
+            # The fake tensors of torch.compile hold nothing, and torch warns who asks for their address.
+            kinds[kind_of] = issubclass(kind_of, torch.Tensor) and not issubclass(
+                kind_of, FakeTensor
+            )
         if not kinds[kind_of]:
             continue
         try:
@@ -118,7 +122,7 @@ def count_live_tensors(device: torch.device | None = None) -> dict[TensorKind, t
             kind = (tuple(thing.shape), str(thing.dtype).removeprefix("torch."), place[0])
             num_bytes = storage.nbytes()
         except (RuntimeError, NotImplementedError, ReferenceError):
-            continue  # a fake, sparse or dying tensor: no storage to count
+            continue  # a sparse or dying tensor: no storage to count
         count, total = counts.get(kind, (0, 0))
         counts[kind] = (count + 1, total + (0 if place in storages else num_bytes))
         storages.add(place)
@@ -239,9 +243,7 @@ class LeakWatch:
         self._recent: deque[int] = deque(maxlen=3)
 
     @classmethod
-    def for_device(
-        cls, device: Device, threshold_bytes: int, logger: logging.Logger | None = None
-    ) -> LeakWatch | None:
+    def for_device(cls, device: Device, threshold_bytes: int) -> LeakWatch | None:
         """Return a watch of a CUDA device; None for a CPU, whose memory torch does not count."""
         meant = _cuda_device(device)
         if meant is None:
@@ -250,7 +252,6 @@ class LeakWatch:
             lambda: torch.cuda.memory_allocated(meant),
             threshold_bytes,
             lambda: count_live_tensors(meant),
-            logger,
         )
 
     def after_epoch(self) -> Growth | None:

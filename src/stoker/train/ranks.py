@@ -56,14 +56,12 @@ class Ranks:
     Attributes:
         rank: Its number, 0 to `world_size` - 1.
         world_size: How many there are.
-        local_rank: Its number on this machine.
         local_world_size: How many share this machine's memory, disk and page cache.
         joined: Whether a process group exists; also with one rank, as under `torchrun --nproc-per-node 1`.
     """
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
     local_world_size: int = 1
     joined: bool = False
 
@@ -73,8 +71,7 @@ class Ranks:
         if _is_alone.get() or not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         rank, size = distributed.get_rank(), distributed.get_world_size()
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        return cls(rank, size, local, int(os.environ.get("LOCAL_WORLD_SIZE", size)), joined=True)
+        return cls(rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)), joined=True)
 
     @staticmethod
     @contextlib.contextmanager

@@ -196,6 +196,11 @@ class Trainer(Configured, Resumable):
             self.note(Note(norms, Topic.RANKS))
         if settings.compile:
             runner = cast(torch.nn.Module, torch.compile(runner))
+        elif model._compiled_call_impl is not None and "torch.nn" in type(model).forward.__module__:
+            # torch leaves the frames of its own modules out, and says nothing.
+            kind = type(model).__name__
+            advice = 'config={"compile": True} compiles it'
+            self.note(Note(f"torch does not compile a {kind} by model.compile(): {advice}"))
         return StepParts(
             model,
             self.criterion,

@@ -24,6 +24,7 @@ _GPU_STEP, _GPU_SECONDS = 36, 1.5
 """On a GPU the profiler waits for this step, or this long: what it leaves behind slows the launches of later steps."""
 _NUM_STEPS, _NUM_LONG_STEPS, _LONG_SECONDS = 3, 1, 0.5
 _MOST_EVENTS = 400_000
+_COPIED_BYTES = 1 << 25
 _PRODUCTS = frozenset(
     f"aten::{name}"
     for name in (
@@ -79,6 +80,7 @@ _OPERATIONS_PER_SECOND, _BYTES_PER_SECOND = 3e10, 2e10
 
 _profiler: Any = None
 _marks: list[int] = []
+_backwards: list[tuple[int, int]] = []
 _num_steps = 0
 _was_used = False
 
@@ -150,6 +152,7 @@ def _start(seen: Any) -> None:
     _was_used = True
     _profiler = profiler  # set last: from here on, any new profiler is the script's
     _marks[:] = [time.time_ns()]
+    _backwards.clear()
     # A process that ends while its profiler runs crashes in the libraries' destructors.
     atexit.register(_stop_early)
 
@@ -180,15 +183,41 @@ def _stop(seen: Any, keep: bool) -> None:
     seen.profile["steps"] = max(1, len(_marks) - 1)
     with recorder.guarded("profile"):
         events = profiler.profiler.kineto_results.events()
-        seen.profile.update(summarise(list(events)[:_MOST_EVENTS], list(_marks)))
+        seen.profile.update(summarise(list(events)[:_MOST_EVENTS], list(_marks), list(_backwards)))
+    if clocks.uses_cuda(torch) and any(key[0] == "copy" for key in list(seen.sites)):
+        with recorder.guarded("pinned copy"):
+            seen.profile["pinned_bytes_per_second"] = _pinned_bytes_per_second(torch)
     # While the events were read, workers filled their queues: the next waits would be too short.
     loaders = list(seen.loaders.values())
     if time.perf_counter() - began > 5e-3 and any(facts["workers"] for facts in loaders):
         seen.disturb(8)
 
 
-def summarise(events: list[Any], marks: list[int]) -> dict[str, Any]:
-    """Return totals of the profiler's raw events; `marks` are the ends of the steps in ns.
+def _pinned_bytes_per_second(torch: Any) -> float:
+    """Return the rate of copies from pinned memory to the device: what pageable ones could have."""
+    held = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
+    taken = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        there.copy_(held, non_blocking=True)
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return float(_COPIED_BYTES / min(taken))
+
+
+def note_backward(seconds: float) -> None:
+    """Note a backward pass that has just ended, for the time between the parts of a step."""
+    if _profiler is not None:
+        now = time.time_ns()
+        _backwards.append((now - int(seconds * 1e9), now))
+
+
+def summarise(
+    events: list[Any], marks: list[int], backwards: list[tuple[int, int]]
+) -> dict[str, Any]:
+    """Return totals of the profiler's raw events; `marks` are the ends of the steps in ns, `backwards` their passes.
 
     Host totals are those of the fastest step: an operator that lost its core is not a slow operator.
     """
@@ -218,7 +247,62 @@ def summarise(events: list[Any], marks: list[int]) -> dict[str, Any]:
     quietest = min(
         totals, key=lambda one: sum(one["matmul_seconds"].values()) + one["work_seconds"]
     )
-    return {**quietest, **_device_totals(kernels)}
+    gaps = [_gap_seconds(host, *step, backwards) for step in itertools.pairwise(marks)]
+    known = [gap for gap in gaps if gap is not None]
+    return {
+        **quietest,
+        **_device_totals(kernels),
+        **({"gap_seconds": max(known)} if known else {}),
+    }
+
+
+def _gap_seconds(
+    host: list[Any], begin: int, end: int, backwards: list[tuple[int, int]]
+) -> float | None:
+    """Return the seconds of a step outside of forward passes, backward passes, the optimizer and a DataLoader.
+
+    None if a forward pass was not seen: an operator that autograd remembers begins one.
+    """
+    gap, start = 0.0, begin
+    for first, last in backwards:
+        if begin <= first and last <= end:
+            found = _first_forward(host, start * 1e-9, first * 1e-9)
+            if found is None:
+                return None
+            gap += found - start * 1e-9
+            start = last
+    if start == begin:
+        return None
+    for _, at, negative, name, _ in host:
+        if begin * 1e-9 <= at < end * 1e-9 and (
+            name.startswith(_LOAD) or (name.startswith(_UPDATE) and at >= start * 1e-9)
+        ):
+            gap += negative
+    return max(0.0, gap + (end - start) * 1e-9)
+
+
+def _first_forward(host: list[Any], begin: float, end: float) -> float | None:
+    """Return when the first operator that autograd remembers begins between two times; None if there is none.
+
+    The profiler gives each operator the number of operators that autograd has remembered in its thread so far. So it is
+    the last outermost one before the number grows.
+    """
+    last: dict[
+        int, tuple[int, float, float]
+    ] = {}  # by thread: number, begin and end of an outermost operator
+    found = []
+    for thread, start, negative, name, event in host:
+        if not begin <= start < end or name.startswith((_UPDATE, _LOAD)):
+            continue
+        number, known = event.sequence_nr(), last.get(thread)
+        if number < 0:
+            continue
+        if known is not None and number > known[0]:
+            found.append(known[1])
+            last[thread] = (1 << 62, 0.0, 0.0)
+        elif known is None or start >= known[2]:
+            last[thread] = (number, start, start - negative)
+    return min(found, default=None)
 
 
 def _host_totals(host: list[Any]) -> dict[str, Any]:

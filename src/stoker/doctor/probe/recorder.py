@@ -65,7 +65,8 @@ class Row(NamedTuple):
     """One step: its start, its seconds by kind of work, its batches and samples, and memory in use.
 
     `delay` and `wait_delay` are the seconds of the step, and of its wait, in which the thread was ready to
-    run and no core was free: other work on the machine caused them. `cpu` is the time on a core.
+    run and no core was free: other work on the machine caused them. `cpu` is the time on a core, `host` that in
+    `gc.collect`, `torch.save` and `empty_cache`.
     """
 
     start: float
@@ -84,6 +85,7 @@ class Row(NamedTuple):
     loader: int
     host_bytes: int | None
     device_bytes: int | None
+    host: float = 0.0
 
 
 class Fetch(NamedTuple):
@@ -178,7 +180,7 @@ class Recorder:
         self.call_at = self.stop_at = _NEVER
         # Of the running step.
         self.wait = self.wait_delay = 0.0
-        self.backward = self.optimizer = self.sync = self.collective = 0.0
+        self.backward = self.optimizer = self.sync = self.collective = self.host = 0.0
         self.batches = self.samples = 0
         self.flags = 0
         self.loader_of_step = -1
@@ -256,7 +258,7 @@ class Recorder:
         global watching  # noqa: PLW0603
         watching = is_watched(self.num_steps)
         self.wait = self.wait_delay = 0.0
-        self.backward = self.optimizer = self.sync = self.collective = 0.0
+        self.backward = self.optimizer = self.sync = self.collective = self.host = 0.0
         self.batches = self.samples = self.flags = 0
         self.loader_of_step = -1
         self.drawing = FIRST_DRAWN <= self.num_steps < FIRST_DRAWN + NUM_DRAWN
@@ -300,6 +302,7 @@ class Recorder:
                     self.flags,
                     self.loader_of_step,
                     *clocks.memory(),
+                    self.host,
                 )
             )
         if self.num_steps == WARM_UP:

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-from . import clocks, hooks, loading, recorder, sampling
+from . import clocks, hooks, loading, operators, recorder, sampling
 
 _BLOCK_SECONDS = 30.0
 _began = threading.local()
@@ -76,6 +76,7 @@ def _note_backward(began: float, now: float) -> None:
     try:
         seen = recorder.get()
         seen.backward += now - began
+        operators.note_backward(now - began)
         if seen.drawing:
             loading.add_span(seen, "backward", began, now)
         if seen.kind != "optimizer":

@@ -63,12 +63,19 @@ class BarEvaluation:
     def __init__(self, data: BarData) -> None:
         self._data = data
         self._scores = ScoreList()
+        self._samples: list[Array] = []
 
     def update(
         self, outputs: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
     ) -> None:
         """Take a batch."""
-        self._scores.update(outputs["direction"], targets["direction"])
+        scores, wanted = outputs["direction"], targets["direction"]
+        if "sample" in targets:  # a step of lanes: rows of lanes that have ended hold no sample
+            ids = targets["sample"].cpu().numpy()
+            rows = torch.from_numpy(np.flatnonzero(ids >= 0)).to(scores.device)
+            scores, wanted = scores[rows], wanted[rows]
+            self._samples.append(ids[ids >= 0])
+        self._scores.update(scores, wanted)
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
         """Return the evaluation, beside holding, chance, the last value and a line."""
@@ -76,7 +83,20 @@ class BarEvaluation:
         data, plan = self._data, self._data.plan
         chances, labels = self._scores.probabilities, self._scores.labels
         moves = data.returns["test"] / plan.pip
+        walked: tuple[str, ...] = ()
         step, horizon = plan.direction_step - 1, moves.shape[1]
+        # Decisions that share a part of their labels.
+        together = horizon
+        if self._samples:
+            seen = np.concatenate(self._samples)
+            order = np.argsort(seen, kind="stable")
+            chances, labels = chances[order], labels[order]
+            kept = np.searchsorted(samples, seen[order])
+            if len(kept) > 1:
+                together = max(1, math.ceil(horizon / max(1.0, float(np.median(np.diff(kept))))))
+            share = f"{len(kept):,} of {len(samples):,} test samples"
+            walked = (f"{share}: the walk over lanes takes windows that follow one another",)
+            samples, moves = samples[kept], moves[kept]
         sides = chances.argmax(axis=1) - NEUTRAL
         others = self._baseline_sides(samples, sides, moves)
         report = evaluate_classes(chances, labels, NAMES)
@@ -97,9 +117,9 @@ class BarEvaluation:
         traded = sides != 0
         hits = np.where(traded, np.sign(moves[:, step]) == sides, np.nan)
         intervals = {
-            "accuracy": bootstrap(chances.argmax(axis=1) == labels, block=horizon),
-            "net_pips": bootstrap(earned["model"], block=horizon),
-            "hit_rate": bootstrap(hits[traded].astype(float), block=horizon),
+            "accuracy": bootstrap(chances.argmax(axis=1) == labels, block=together),
+            "net_pips": bootstrap(earned["model"], block=together),
+            "hit_rate": bootstrap(hits[traded].astype(float), block=together),
         }
         return Evaluation(
             len(labels),
@@ -116,11 +136,12 @@ class BarEvaluation:
                 ),
             },
             report.confusion,
-            (_curve(earned, horizon), *report.curves),
+            (_curve(earned, together), *report.curves),
             examples=_examples(data, samples, chances, moves),
             notes=(
-                f"net_pips: per decision, closed after {plan.direction_step} bars, {data.cost_pips:g} pips a trade",
-                f"intervals are drawn in blocks of {horizon} decisions, since neighbours share their labels",
+                f"net_pips: per decision after {plan.direction_step} bars; a trade costs {data.cost_pips:g} pips",
+                f"intervals are drawn in blocks of {together} decisions, since neighbours share their labels",
+                *walked,
             ),
         )
 
@@ -239,11 +260,11 @@ def _by_part(
     return rows
 
 
-def _curve(earned: Mapping[str, Array], horizon: int) -> Curve:
+def _curve(earned: Mapping[str, Array], together: int) -> Curve:
     """Return what was earned so far, of one unit that is shared by the decisions of a horizon."""
     lines = {}
     for name, pips in earned.items():
-        total = np.cumsum(pips) / horizon
+        total = np.cumsum(pips) / together
         kept = np.unique(np.linspace(0, len(total) - 1, _MOST_POINTS).astype(int))
         lines[name] = [(float(place), float(total[place])) for place in kept]
     return Curve("Earned after costs", "decision", "pips", lines)
@@ -272,7 +293,10 @@ def _examples(data: BarData, samples: Array, chances: Array, moves: Array) -> tu
         path = [(0.0, 0.0), *((float(k + 1), float(v)) for k, v in enumerate(moves[place]))]
         band = data.plan.neutral / data.plan.pip
         forecast = {"up": band, "down": -band, "neutral": 0.0}[NAMES[answer]]
-        lines = {"what came": path, "forecast": [(0.0, 0.0), (float(step + 1), forecast)]}
+        lines = {
+            "what came, pips": path,
+            "forecast, pips": [(0.0, 0.0), (float(step + 1), forecast)],
+        }
         truth = f"{moves[place, step]:+.1f} pips after {step + 1} bars"
         told = f"{NAMES[answer]} ({chances[place, answer]:.0%})"
         made.append(Example("series", str(key), truth, told, lines=lines))

@@ -21,6 +21,7 @@ import torch
 
 from stoker.config import Settings
 from stoker.errors import InputError
+from stoker.loader.batch import Batch
 from stoker.loader.lanes import LanePlan, plan_store_lanes
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_time
 from stoker.recipes.contract import (
@@ -166,6 +167,9 @@ def unpack_forex(
     valid = batch.get("valid", getattr(batch, "valid", None))
     if valid is not None:
         targets["valid"] = valid
+    if isinstance(batch, Batch) and valid is not None:
+        # Lanes are walked in another order than that of time; the evaluation puts them back.
+        targets["sample"] = torch.from_numpy(batch.sample_ids)
     return {name: batch[name] for name in names}, targets
 
 
@@ -224,8 +228,7 @@ class ForexRecipe(Recipe):
             criterion=criterion,
             unpack=partial(unpack_forex, timeframes=timeframes, plan=plan),
             metrics=ForexMetrics,
-            # A walk over lanes gives samples in another order than that of time.
-            final_metrics=None if lanes else partial(BarEvaluation, data),
+            final_metrics=partial(BarEvaluation, data),
             baseline=baseline,
             samples=samples,
             make_optimizer=partial(make_adamw, weight_decay=chosen.weight_decay),

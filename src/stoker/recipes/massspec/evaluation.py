@@ -32,6 +32,7 @@ from stoker.recipes.massspec.metrics import (
 )
 from stoker.recipes.metrics import bootstrap
 from stoker.runs.evaluation import Evaluation, Example
+from stoker.sources.massspec.conditions import CONDITION_COLUMNS
 from stoker.sources.molecules.packed import ECFP_SIZE, ELEMENTS
 from stoker.sources.msp import Rounding
 from stoker.store.fields import Array
@@ -45,6 +46,7 @@ _LOW_ENTROPY = 3.0
 _BLOCK = 4096
 _LEAST_OF_A_GROUP, _MOST_GROUPS = 5, 20
 _SHOWN_PEAKS = 60
+_ENERGY_EDGES = (15.0, 30.0, 45.0)
 _AROMATIC, _RING = 1 << 19, 1 << 20
 
 
@@ -127,7 +129,7 @@ class FinalSpectrumMetrics:
         predicted, measured = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
         values = self._values(predicted, measured, samples, device)
         chance = self._values(self._mean.expand_as(measured), measured, samples, device)
-        nearest, shares = self._nearest(samples, device)
+        nearest, shares, levels = self._nearest(samples, device)
         neighbours = self._values(nearest, measured, samples, device)
         return Evaluation(
             num_samples=len(samples),
@@ -139,6 +141,7 @@ class FinalSpectrumMetrics:
             examples=tuple(self._examples(samples, predicted, measured, values)),
             notes=(
                 f"{NEAREST}: by Tanimoto similarity of ECFP4 bits, {shares.mean():.2f} in the mean",
+                *_level_words(levels, "conditions" in self._store.fields),
                 "a neighbour's spectrum is in the library itself, so it is never ranked first there",
                 f"recall: among {len(self._library.groups):,} measured training compounds and all predictions",
             ),
@@ -174,10 +177,29 @@ class FinalSpectrumMetrics:
                 values[self._ranking.name(k, filtered)] = (ranks <= k).astype(np.float64)
         return values
 
-    def _nearest(self, samples: Array, device: torch.device) -> tuple[Tensor, Array]:
-        """Return the root spectra of the training compounds nearest to each sample, and how near they are."""
+    def _nearest(self, samples: Array, device: torch.device) -> tuple[Tensor, Array, Array]:
+        """Return the nearest training compounds' root spectra, how near they are, and the level of their conditions."""
         groups = self._store.read_rows("group", 0, self._store.num_samples)
-        entries = np.sort(self._train[np.unique(groups[self._train], return_index=True)[1]])
+        chosen, shares = np.zeros(len(samples), np.int64), np.zeros(len(samples))
+        levels = np.full(len(samples), -1)
+        for level, codes in enumerate(condition_levels(self._store)):
+            left = np.flatnonzero(levels < 0)
+            for code in np.unique(codes[samples[left]]).tolist():
+                alike = self._train[codes[self._train] == code]
+                mine = left[codes[samples[left]] == code]
+                if len(alike):
+                    entries = np.sort(alike[np.unique(groups[alike], return_index=True)[1]])
+                    chosen[mine], shares[mine] = self._nearest_of(samples[mine], entries, device)
+                    levels[mine] = level
+        known, back = np.unique(chosen, return_inverse=True)
+        parts = read_root_spectra(self._store, known, len(self._mean) - 1, self._rounding)
+        rows = torch.cat([spectra for _, spectra in parts])
+        return rows[torch.from_numpy(back)], shares, levels
+
+    def _nearest_of(
+        self, samples: Array, entries: Array, device: torch.device
+    ) -> tuple[Array, Array]:
+        """Return for each sample the entry with the highest Tanimoto similarity, and that similarity."""
         best = torch.full((len(samples),), -1.0, device=device)
         place = torch.zeros(len(samples), dtype=torch.int64, device=device)
         queries = fingerprint_rows(self._store, samples).to(device)
@@ -189,11 +211,7 @@ class FinalSpectrumMetrics:
             near, where = shares.max(dim=1)
             place = torch.where(near > best, where + low, place)
             best = torch.maximum(best, near)
-        chosen = entries[place.cpu().numpy()]
-        known, back = np.unique(chosen, return_inverse=True)
-        parts = read_root_spectra(self._store, known, len(self._mean) - 1, self._rounding)
-        rows = torch.cat([spectra for _, spectra in parts])
-        return rows[torch.from_numpy(back)], best.cpu().numpy()
+        return entries[place.cpu().numpy()], best.cpu().numpy()
 
     def _groups(
         self, samples: Array, values: Mapping[str, Array]
@@ -232,6 +250,41 @@ class FinalSpectrumMetrics:
                 f"predicted, weighted cosine {scores[place]:.2f}",
                 lines={"truth": peak_list(measured[place]), "answer": peak_list(predicted[place])},
             )
+
+
+def condition_levels(store: Store) -> list[Array]:
+    """Return codes of all samples' conditions, level by level from strict to loose: equal codes were measured alike.
+
+    First kind, ion mode, adduct, energy (below 15, 30, 45 or above) and type of instrument; then without the
+    instrument; without the energy; kind and ion mode; anything. EI spectra are all measured alike: one level.
+    """
+    anything = np.zeros(store.num_samples, np.int64)
+    if "conditions" not in store.fields:
+        return [anything]
+    rows = store.read_rows("conditions", 0, store.num_samples)
+    energy = CONDITION_COLUMNS.index("energy")
+    known = rows[:, energy + 1] > 0
+    bins = np.where(known, np.digitize(rows[:, energy] * 100, _ENERGY_EDGES), -1)
+    kind, adducts = rows[:, :energy], rows[:, energy + 2 :]
+    columns = [np.column_stack([kind, adducts, bins]), np.column_stack([kind, adducts]), kind]
+    if "instrument_type" in store.fields:
+        texts = [store.read_text("instrument_type", sample) for sample in range(store.num_samples)]
+        types = np.unique(np.array(texts, dtype=object).astype(str), return_inverse=True)[1]
+        columns.insert(0, np.column_stack([columns[0], types]))
+    codes = [np.unique(each, axis=0, return_inverse=True)[1].reshape(-1) for each in columns]
+    return [*codes, anything]
+
+
+def _level_words(levels: Array, has_conditions: bool) -> list[str]:
+    if not has_conditions:
+        return []
+    alike = int((levels == 0).sum())
+    words = f"neighbours of like conditions for {alike:,} of {len(levels):,} test spectra"
+    return [
+        words
+        if alike == len(levels)
+        else f"{words}; of the others, the nearest conditions there are"
+    ]
 
 
 def _means(values: Mapping[str, Array]) -> dict[str, float]:

@@ -11,7 +11,7 @@ metrics, not in the baseline. Augmentation writes 255 where a rotated image has 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 
-from stoker.augment import Compose, make_preset
+from stoker.augment import Compose, ProgressiveAugmentation, make_preset
 from stoker.augment.geometry import Resize
 from stoker.augment.ops import Normalize
 from stoker.config import Settings
@@ -79,7 +79,8 @@ class SegmentationOptions:
         dropout: Before the classes.
         ce_weight: Of the cross-entropy.
         dice_weight: Of the Dice loss.
-        augmentation: "standard", "minimal", "strong", or "none" to normalise only.
+        augmentation: "standard", "minimal", "strong", "progressive" (minimal, later strong), or "none": normalise only.
+        strong_from_epoch: The epoch, counted from 0, from which "progressive" is strong.
         horizontal_flip_prob: Instead of the preset's; so are the next four.
         rotation_degrees: Up to this, either way.
         brightness: Within 1 plus or minus this.
@@ -104,7 +105,8 @@ class SegmentationOptions:
     dropout: float = 0.1
     ce_weight: float = 1.0
     dice_weight: float = 1.5
-    augmentation: Literal["standard", "minimal", "strong", "none"] = "standard"
+    augmentation: Literal["standard", "minimal", "strong", "progressive", "none"] = "standard"
+    strong_from_epoch: int = 50
     horizontal_flip_prob: float | None = None
     rotation_degrees: float | None = None
     brightness: float | None = None
@@ -118,7 +120,7 @@ class SegmentationOptions:
     epochs: int = 100
 
     def __post_init__(self) -> None:
-        for name in ("expansion", "head_width", "epochs"):
+        for name in ("expansion", "head_width", "epochs", "strong_from_epoch"):
             value = getattr(self, name)
             require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name)}")
         for name in ("widths", "depths", "heads"):
@@ -245,7 +247,7 @@ class SegmentationRecipe(Recipe):
                 class_note,
                 split_note,
                 f"normalised by training images: mean {_spell(mean)}, std {_spell(std)}",
-                f"augmentation: {chosen.augmentation}",
+                f"augmentation: {_augmentation_words(chosen)}",
                 *([f"pictures are resized to {size[0]} x {size[1]}"] if size else []),
             ),
         )
@@ -496,8 +498,18 @@ def make_augmentation(
     std: list[float],
     seed: int,
     size: tuple[int, int] | None = None,
-) -> Compose:
+) -> Compose | ProgressiveAugmentation:
     """Return the augmentation of training images; `.validation()` of it only resizes and normalises."""
+    if options.augmentation == "progressive":
+        others = dict.fromkeys(_JITTER[1:])
+        first = replace(options, augmentation="minimal", **others)
+        stages = {0: first, options.strong_from_epoch: replace(options, augmentation="strong")}
+        return ProgressiveAugmentation(
+            {
+                epoch: cast(Compose, make_augmentation(stage, mean, std, seed, size))
+                for epoch, stage in stages.items()
+            }
+        )
     given = {name: getattr(options, name) for name in _JITTER if getattr(options, name) is not None}
     if options.augmentation in ("none", "minimal"):
         strange = [
@@ -515,6 +527,15 @@ def make_augmentation(
     if size is not None:
         made = Compose([Resize(size), *made.ops], seed=seed, ignore_index=IGNORE)
     return made.validation() if options.augmentation == "none" else made
+
+
+def _augmentation_words(options: SegmentationOptions) -> str:
+    if options.augmentation != "progressive":
+        return options.augmentation
+    words = f"minimal, from epoch {options.strong_from_epoch} on strong"
+    if options.strong_from_epoch >= options.epochs:
+        words += f"; the run has {options.epochs} epochs, so it never is"
+    return words
 
 
 def majority_metrics(

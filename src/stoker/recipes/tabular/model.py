@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from stoker.errors import InputError
-from stoker.recipes.scaling import RobustScale
+from stoker.recipes.scaling import Ramps, RobustScale
 from stoker.store.fields import Array
 
 BoundMode = Literal["soft", "clamp"]
@@ -159,6 +159,7 @@ class TabularModel(nn.Module):
         classes: `(classes,)` the targets' own numbers for them; None for regression.
         target_center: `(outputs,)` for regression.
         target_scale: `(outputs,)` for regression.
+        ramps: Between scaler and body, for rows; None is without.
     """
 
     target_center: torch.Tensor
@@ -175,9 +176,11 @@ class TabularModel(nn.Module):
         classes: Array | None = None,
         target_center: Array | float = 0.0,
         target_scale: Array | float = 1.0,
+        ramps: Ramps | None = None,
     ) -> None:
         super().__init__()
         self.scaler = scaler
+        self.ramps = ramps
         self.body = body
         self.bound = bound
         self.bound_mode: BoundMode = bound_mode
@@ -188,7 +191,10 @@ class TabularModel(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return `(batch, outputs)` in float32."""
-        return bound_outputs(self.body(self.scaler(inputs)), self.bound, self.bound_mode)
+        rows = self.scaler(inputs)
+        if self.ramps is not None:
+            rows = self.ramps(rows)
+        return bound_outputs(self.body(rows), self.bound, self.bound_mode)
 
     def predict(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return class and probabilities, or values in the units of the stored targets."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -54,13 +54,22 @@ from stoker.sources.bars.timeframes import (
     parse_windows,
     pick_base,
 )
-from stoker.sources.contract import Account, Json, Part, PartContext, PartData, Preparation
+from stoker.sources.contract import (
+    Account,
+    Json,
+    Part,
+    PartContext,
+    PartData,
+    PlainSource,
+    Preparation,
+    recorded_options,
+)
 from stoker.sources.times import SECOND_NS, parse_time
 from stoker.store.fields import Array, Dense, FieldData, Series
 
 
 @dataclass(frozen=True)
-class BarsSource:
+class BarsSource(PlainSource):
     """Bars of several timeframes, aligned on their close times.
 
     Attributes:
@@ -100,7 +109,6 @@ class BarsSource:
     decimal: str | None = None
     kind: ClassVar[str] = "bars"
     version: ClassVar[int] = 2
-    row_limit_seconds: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
         text = ",".join(f"{name}={length}" for name, length in self.windows)
@@ -139,17 +147,11 @@ class BarsSource:
 
     def options(self) -> Mapping[str, Json]:
         """Every option that changes the output."""
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("paths", "naming"):
-            del own[name]
         return {
-            **own,
+            **recorded_options(self, "paths", "naming"),
+            **recorded_options(self.naming, "ticker"),
             "windows": dict(self.windows),
-            "ratios": list(self.ratios),
-            "split_at": list(self.split_at) if self.split_at else None,
-            "time_column": self.naming.time_column,
             "columns": dict(self.naming.columns),
-            "drop": list(self.naming.drop),
         }
 
     def prepare(self, scratch: Path) -> Preparation:  # noqa: ARG002 the contract lends a folder
@@ -252,12 +254,14 @@ class BarsSource:
             "notes": [note for each in bars.values() for note in each.notes],
             "accounts": [
                 *(_bar_account(bars[name], made[name], name) for name, _ in self.windows),
-                Account(
-                    "decisions (base bars)",
-                    len(bars[self._base]),
-                    len(samples.time),
-                    ignored={_DROPPED[why]: count for why, count in samples.dropped.items()},
-                ).to_json(),
+                asdict(
+                    Account(
+                        "decisions (base bars)",
+                        len(bars[self._base]),
+                        len(samples.time),
+                        ignored={_DROPPED[why]: count for why, count in samples.dropped.items()},
+                    )
+                ),
             ],
         }
         return PartData(made, refused, extra)
@@ -454,7 +458,7 @@ def _bar_account(bars: Bars, series: FieldData, name: str) -> dict[str, Json]:
     own = {reason: count for reason, count in bars.ignored.items() if reason != OTHER_SYMBOLS}
     found = bars.num_lines + whole - others
     kinds = count_kinds(bars.refused)
-    return Account(f"lines of {name}", found, len(series.rows), kinds, {**own, **unused}).to_json()
+    return asdict(Account(f"lines of {name}", found, len(series.rows), kinds, {**own, **unused}))
 
 
 def _total(accounts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
@@ -464,7 +468,7 @@ def _total(accounts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
         return sum((Counter(account[key]) for account in accounts), Counter())
 
     found, packed = (sum(account[key] for account in accounts) for key in ("found", "packed"))
-    return Account(accounts[0]["unit"], found, packed, added("refused"), added("ignored")).to_json()
+    return asdict(Account(accounts[0]["unit"], found, packed, added("refused"), added("ignored")))
 
 
 def make_targets(close: Array, bar: Array, horizon: int) -> Array:

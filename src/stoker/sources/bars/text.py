@@ -21,6 +21,7 @@ from stoker.sources.tables.layout import file_kind
 from stoker.sources.tables.reading import readable
 from stoker.units import format_bytes
 
+_SAMPLE_BYTES = 128 << 10
 _HEAD_BYTES = 4 << 20
 _GUNZIP_BYTES = 64 << 20
 _TEXT_COPIES = 3
@@ -28,19 +29,17 @@ _TEXT_COPIES = 3
 _SPLIT = "split the file by years, and name all parts: they are joined"
 
 
-def read_head(
-    path: Path, decimal: str | None = None, num_bytes: int = 131_072
-) -> tuple[bytes, int]:
+def read_head(path: Path, decimal: str | None = None) -> tuple[bytes, int]:
     """Return the first lines of a file as text, and its estimated size when decompressed.
 
     More than the sample of `find_dialect`, so that head and whole file give one dialect.
     """
     if file_kind(path) in ("parquet", "arrow"):
         text = _typed_text(path)
-        return text[: text.rfind(b"\n", 0, num_bytes) + 1] or text, len(text)
+        return text[: text.rfind(b"\n", 0, _SAMPLE_BYTES) + 1] or text, len(text)
     size = path.stat().st_size
     with path.open("rb") as stream:
-        raw = stream.read(num_bytes)
+        raw = stream.read(_SAMPLE_BYTES)
     head = raw
     if raw[:2] == b"\x1f\x8b":
         try:

@@ -28,7 +28,7 @@ MaskOrientation = Literal["auto", "image", "upright"]
 IGNORE = 255
 _ENTRY = re.compile(r"(?:(\d{1,5})(?:-(\d{1,5}))?|#([0-9a-fA-F]{6})|other)=(\d{1,3})")
 _HINT = "--mask-map 255=1"
-_SPREAD, _FEW = 63, 16
+_SPREAD, _FEW, _LOOK_AT = 63, 16, 16
 
 
 @dataclass(frozen=True)
@@ -348,12 +348,13 @@ class ContradictionError(SourceError):
 # -- all masks -------------------------------------------------------------------------------------
 
 
-def find_map(masks: Iterable[tuple[Path, ...]], most: int = 16) -> MaskMap | None:
+def find_map(masks: Iterable[tuple[Path, ...]]) -> MaskMap | None:
     """Return `BINARY` if the masks hold 0 and 255 only, else None.
+
+    At most 16 masks with something in them are looked at; the first with another value ends the search.
 
     Args:
         masks: Mask files of each sample, in the order to look at them.
-        most: Masks with something in them that are looked at; the first with another value ends the search.
     """
     seen = 0
     for paths in masks:
@@ -375,7 +376,7 @@ def find_map(masks: Iterable[tuple[Path, ...]], most: int = 16) -> MaskMap | Non
             if set(present) - {0, 255}:
                 return None
             seen += 255 in present
-        if seen >= most:
+        if seen >= _LOOK_AT:
             break
     return BINARY if seen else None
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from stoker.display import command
 from stoker.errors import InputError, Refusal, SourceError
-from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
+from stoker.sources.contract import Json, Part, PartContext, PartData, PlainSource, Preparation
 from stoker.sources.images.decoding import (
     Decoded,
     PictureError,
@@ -62,7 +62,7 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class PictureFolder:
+class PictureFolder(PlainSource):
     """What both kinds of picture source share.
 
     Attributes:
@@ -82,7 +82,6 @@ class PictureFolder:
     keep_encoded: KeepEncoded | None = field(default=None, kw_only=True)
 
     version: ClassVar[int] = 2
-    row_limit_seconds: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
         if min(self.size) < 1 or max(self.size) > 16384:

@@ -29,15 +29,14 @@ from stoker.errors import Refusal, RefusalList, SourceError, require_file
 from stoker.ownership import always, writing
 from stoker.sources.massspec.mzml import read_spectra
 from stoker.sources.msp import Record, SpectrumBatch, read_msp, write_msp
+from stoker.sources.msp.blocks import is_gzip
 from stoker.sources.msp.keys import SYNONYM, fold_header, is_field_key, spell
 
 SpectrumFormat = Literal["msp", "mgf", "massbank", "sdf", "mzml"]
 SDF_RECORD = "sdf_record"
 """Metadata key: number of the record in the SDF, from 0; its own MOL block is the structure."""
 
-_GZIP_MAGIC = b"\x1f\x8b"
 _HEAD_BYTES = 1 << 16
-_BATCH = 500
 _ENDINGS = {".msp", ".msl", ".mgf", ".txt", ".sdf", ".sd", ".mzml"}
 _PEAKS_ITEM = "mass spectral peaks"
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
@@ -152,9 +151,8 @@ def format_of(path: Path, named: Path | None = None) -> SpectrumFormat:
 
 
 def _uncompressed(path: Path, scratch: Path) -> Path:
-    with path.open("rb") as file:
-        if file.read(2) != _GZIP_MAGIC:
-            return path
+    if not is_gzip(path):
+        return path
     facts = path.stat()
     target = scratch / f"spectra-{facts.st_size}-{facts.st_mtime_ns}.msp"
     if target.exists():  # left by the run that this one resumes
@@ -264,54 +262,28 @@ class _Draft:
         RECORD.check(self.size, f"{path}: the record of line {self.line}", "cut the file")
 
 
-class _Batcher:
-    """Collects records of one file into batches that `write_msp` takes."""
-
-    def __init__(self, path: Path, made: Converted) -> None:
-        self._path, self._made = path, made
-        self._records: list[Record] = []
-        self._mz: list[float] = []
-        self._intensity: list[float] = []
-        self._offsets = [0]
-
-    def take(self, draft: _Draft) -> Iterator[SpectrumBatch]:
-        reason = draft.problem or _bad_peaks(draft)
-        if reason:
-            self._made.refused.append(
-                Refusal(str(self._path), draft.line, reason, kind="unreadable record")
-            )
-            self._made.num_unread += 1
-            return
-        folded = fold_header(draft.fields, strict=False)
-        assert folded is not None
-        meta, synonyms = folded
-        # Names of keys that a comment or an item made up may not be readable again.
-        meta = {
-            key: value
-            for key, value in meta.items()
-            if is_field_key(key.encode()) and spell(key).kind < SYNONYM
-        }
-        meta |= {"source_file": str(self._path), "source_line": str(draft.line), **draft.extra}
-        self._records.append(Record(draft.line, meta, synonyms))
-        self._mz += draft.mz
-        self._intensity += draft.intensity
-        self._offsets.append(len(self._mz))
-        if len(self._records) >= _BATCH:
-            yield self._batch()
-
-    def rest(self) -> Iterator[SpectrumBatch]:
-        if self._records:
-            yield self._batch()
-
-    def _batch(self) -> SpectrumBatch:
-        made = SpectrumBatch(
-            self._records,
-            np.array(self._mz, dtype=np.float64),
-            np.array(self._intensity, dtype=np.float32),
-            np.array(self._offsets, dtype=np.int64),
-        )
-        self._records, self._mz, self._intensity, self._offsets = [], [], [], [0]
-        return made
+def _taken(draft: _Draft, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
+    """Yield a finished record of a file as `write_msp` takes it; one that cannot be read is refused."""
+    if reason := draft.problem or _bad_peaks(draft):
+        made.refused.append(Refusal(str(path), draft.line, reason, kind="unreadable record"))
+        made.num_unread += 1
+        return
+    folded = fold_header(draft.fields, strict=False)
+    assert folded is not None
+    meta, synonyms = folded
+    # Names of keys that a comment or an item made up may not be readable again.
+    meta = {
+        key: value
+        for key, value in meta.items()
+        if is_field_key(key.encode()) and spell(key).kind < SYNONYM
+    }
+    meta |= {"source_file": str(path), "source_line": str(draft.line), **draft.extra}
+    yield SpectrumBatch(
+        [Record(draft.line, meta, synonyms)],
+        np.array(draft.mz, dtype=np.float64),
+        np.array(draft.intensity, dtype=np.float32),
+        np.array([0, len(draft.mz)]),
+    )
 
 
 def _bad_peaks(draft: _Draft) -> str:
@@ -348,7 +320,6 @@ def _bounded(file: IO[bytes], path: Path) -> Iterator[bytes]:
 
 
 def _read_mgf(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
-    batcher = _Batcher(path, made)
     draft: _Draft | None = None
     common: list[tuple[str, str]] = []
     for number, line in _lines(plain):
@@ -359,13 +330,13 @@ def _read_mgf(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatc
         if word == "BEGIN IONS":
             if draft is not None:
                 draft.problem = "the record has no END IONS"
-                yield from batcher.take(draft)
+                yield from _taken(draft, path, made)
             draft = _Draft(number)
             for key, value in common:
                 _add_mgf(draft, key, value)
         elif word == "END IONS":
             if draft is not None:
-                yield from batcher.take(draft)
+                yield from _taken(draft, path, made)
             draft = None
         elif draft is None:
             key, sign, value = text.partition("=")
@@ -383,8 +354,7 @@ def _read_mgf(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatc
                 draft.add_peak(text)
     if draft is not None:
         draft.problem = "the file ends inside the record"
-        yield from batcher.take(draft)
-    yield from batcher.rest()
+        yield from _taken(draft, path, made)
 
 
 def _add_mgf(draft: _Draft, raw: str, value: str) -> None:
@@ -405,13 +375,12 @@ def _add_mgf(draft: _Draft, raw: str, value: str) -> None:
 
 
 def _read_massbank(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
-    batcher = _Batcher(path, made)
     draft: _Draft | None = None
     in_peaks = False
     for number, line in _lines(plain):
         if line.strip() == "//":
             if draft is not None:
-                yield from batcher.take(draft)
+                yield from _taken(draft, path, made)
             draft, in_peaks = None, False
             continue
         if not line.strip():
@@ -440,12 +409,10 @@ def _read_massbank(plain: Path, path: Path, made: Converted) -> Iterator[Spectru
                 draft.add(name, rest)
     if draft is not None:
         draft.problem = "the record has no // at its end"
-        yield from batcher.take(draft)
-    yield from batcher.rest()
+        yield from _taken(draft, path, made)
 
 
 def _read_sdf(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
-    batcher = _Batcher(path, made)
     number_of_record = 0
     draft, title, item, in_items, has_text = _Draft(1), "", "", False, False
     first = 1
@@ -454,7 +421,7 @@ def _read_sdf(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatc
         if not any(entry[:5] == "name:" for entry in draft.fields):
             draft.add("name", title)
         draft.extra[SDF_RECORD] = str(number_of_record)
-        yield from batcher.take(draft)
+        yield from _taken(draft, path, made)
 
     for number, line in _lines(plain):
         if line[:4] == "$$$$":
@@ -483,11 +450,9 @@ def _read_sdf(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatc
             draft.add(item, line)
     if has_text:
         yield from finish()
-    yield from batcher.rest()
 
 
 def _read_mzml(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
-    batcher = _Batcher(path, made)
     number = 0
     try:
         for number, spectrum in enumerate(read_spectra(plain), 1):
@@ -497,7 +462,7 @@ def _read_mzml(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBat
             draft.add("id", spectrum.identifier)
             for key, value in spectrum.meta.items():
                 draft.add(key, value)
-            yield from batcher.take(draft)
+            yield from _taken(draft, path, made)
     except SourceError:
         raise
     except (ElementTree.ParseError, ValueError) as error:
@@ -506,7 +471,6 @@ def _read_mzml(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBat
             "an intact mzML file",
             command("head", "-c", "1000", path),
         ) from error
-    yield from batcher.rest()
 
 
 def _read_again(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
@@ -46,7 +46,15 @@ import numpy as np
 
 from stoker.display import command
 from stoker.errors import InputError, Refusal, RefusalList, SourceError
-from stoker.sources.contract import Account, Json, Part, PartContext, PartData, Preparation
+from stoker.sources.contract import (
+    Account,
+    Json,
+    Part,
+    PartContext,
+    PartData,
+    Preparation,
+    recorded_options,
+)
 from stoker.sources.massspec.building import LINE_IN_RECORD, SPLIT_NAMES, Building, Payload
 from stoker.sources.massspec.conditions import KINDS, SpectrumKind, conditions_of, spectrum_kind
 from stoker.sources.massspec.formats import as_msp
@@ -178,10 +186,8 @@ class MassSpecSource:
 
     def options(self) -> Mapping[str, Json]:
         """Everything that changes the store, and what made it."""
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("msp", "mol_dir", "structure_advice"):
-            del own[name]
-        return {**own, "featuriser_version": FEATURISER_VERSION}
+        own = recorded_options(self, "msp", "mol_dir", "structure_advice")
+        return own | {"featuriser_version": FEATURISER_VERSION}
 
     def prepare(self, scratch: Path) -> Preparation:
         """Find the structure of every record, and cut the MSP between records."""
@@ -344,7 +350,7 @@ def _survey(
             kinds.append(KINDS.index(spectrum_kind(record.meta)))
             keys.update(record.meta)
         num_peaks += len(batch.mz)
-        whole_mz = whole_mz and _is_whole(batch.mz)
+        whole_mz = whole_mz and bool(((batch.mz == np.rint(batch.mz)) & (batch.mz <= 65_535)).all())
         refused.extend(batch.refused)
     # `build` reports what it reads; a stretch without records is never built.
     return _Survey(
@@ -371,11 +377,7 @@ def _accounts(sums: Mapping[str, Counter[str]], before: Mapping[str, Json]) -> l
     ignored = {**sums["ignored_records"], "beyond --max-samples": left}
     found = counts["records"] + unread + left
     accounts.append(Account("records", found, counts["samples"], refused, ignored))
-    return [account.to_json() for account in accounts]
-
-
-def _is_whole(mz: Array) -> bool:
-    return not len(mz) or bool((mz == np.rint(mz)).all() and mz.max() <= 65_535)
+    return [asdict(account) for account in accounts]
 
 
 def _records_for(survey: _Survey, kinds: Sequence[SpectrumKind], wanted: int | None) -> int:

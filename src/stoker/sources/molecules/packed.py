@@ -402,7 +402,7 @@ def _expand(words: Array, fields: tuple[BitField, ...], width: int) -> Array:
 _BOND_NAMES = ("SINGLE", "DOUBLE", "TRIPLE", "AROMATIC")
 
 
-def draw_molecule(atoms: Array, bonds: Array, width: int = 210, height: int = 150) -> str:
+def draw_molecule(atoms: Array, bonds: Array) -> str:
     """Return a drawing of packed words as SVG; empty where RDKit is absent or cannot draw them.
 
     An element without its own class is drawn as `*`: that is all the words know.
@@ -431,7 +431,7 @@ def draw_molecule(atoms: Array, bonds: Array, width: int = 210, height: int = 15
             mol.UpdatePropertyCache(strict=False)
             chem.FastFindRings(mol)
             rdDepictor.Compute2DCoords(mol)
-            drawer: Any = rdMolDraw2D.MolDraw2DSVG(width, height)
+            drawer: Any = rdMolDraw2D.MolDraw2DSVG(210, 150)
             drawer.drawOptions().prepareMolsBeforeDrawing = False
             drawer.DrawMolecule(mol)
             drawer.FinishDrawing()

@@ -15,7 +15,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -88,10 +88,6 @@ class TextOptions:
                     "the name of a text encoding",
                     "--encoding cp1252",
                 ) from None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the options as the manifest records them."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,8 +31,10 @@ from stoker.sources.contract import (
     Part,
     PartContext,
     PartData,
+    PlainSource,
     Preparation,
     check_shares,
+    recorded_options,
 )
 from stoker.sources.tables.columns import (
     KINDS,
@@ -58,7 +60,7 @@ MISSING = ("stop", "flag", "drop", "keep")
 
 
 @dataclass(frozen=True)
-class TableSource:
+class TableSource(PlainSource):
     """Rows of tables.
 
     Attributes:
@@ -85,7 +87,6 @@ class TableSource:
 
     kind: ClassVar[str] = "table"
     version: ClassVar[int] = 3
-    row_limit_seconds: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
         check_shares(self.split)
@@ -105,16 +106,7 @@ class TableSource:
 
     def options(self) -> Mapping[str, Json]:
         """Everything that changes the store."""
-        return {
-            "target": self.target,
-            "drop": list(self.drop),
-            "split": list(self.split),
-            "part_rows": self.part_rows,
-            "keep": list(self.keep),
-            "dtypes": dict(self.dtypes),
-            "missing": self.missing,
-            "text": self.text.to_json(),
-        }
+        return recorded_options(self, "paths")
 
     def prepare(self, scratch: Path) -> Preparation:
         """Read the files once as a stream, leaving Arrow pieces in `scratch` for `build`.
@@ -223,7 +215,7 @@ class TableSource:
                 "dtype": plan.dtype.str,
                 "target": plan.target.name if plan.target else None,
                 "classes": list(plan.target.classes) if plan.target else [],
-                "text": self.text.to_json(),
+                "text": asdict(self.text),
             }
         return PartData(
             keep_samples(fields, keep), [reasons[row] for row in sorted(reasons)], extra
