@@ -183,9 +183,7 @@ def _stop(seen: Any, keep: bool) -> None:
     seen.profile["steps"] = max(1, len(_marks) - 1)
     with recorder.guarded("profile"):
         events = profiler.profiler.kineto_results.events()
-        seen.profile.update(
-            summarise(list(events)[:_MOST_EVENTS], list(_marks), list(_backwards))
-        )
+        seen.profile.update(summarise(list(events)[:_MOST_EVENTS], list(_marks), list(_backwards)))
     if clocks.uses_cuda(torch) and any(key[0] == "copy" for key in list(seen.sites)):
         with recorder.guarded("pinned copy"):
             seen.profile["pinned_bytes_per_second"] = _pinned_bytes_per_second(torch)
@@ -289,7 +287,9 @@ def _first_forward(host: list[Any], begin: float, end: float) -> float | None:
     The profiler gives each operator the number of operators that autograd has remembered in its thread so far. So it is
     the last outermost one before the number grows.
     """
-    last: dict[int, tuple[int, float, float]] = {}  # by thread: number, begin and end of an outermost operator
+    last: dict[
+        int, tuple[int, float, float]
+    ] = {}  # by thread: number, begin and end of an outermost operator
     found = []
     for thread, start, negative, name, event in host:
         if not begin <= start < end or name.startswith((_UPDATE, _LOAD)):
