@@ -1,13 +1,14 @@
 """Augmentation on the device: stoker's fused kernel against its peers and the memory's own speed.
 
-    python benchmarks/augment.py [--device cuda] [--repeats 7] [--part tables|launches|epoch]
+    python benchmarks/augment.py [--device cuda] [--repeats 7] [--part tables|launches|epoch|contrast]
     python benchmarks/augment.py --part workers [--workers 4,8,16] [--batch 32] [--size 512x512] [--json]
 
-Flip, rotate ±15 degrees, brightness, with and without contrast, normalise. Four questions:
+Flip, rotate ±15 degrees, brightness, with and without contrast, normalise. Five questions:
 
     tables    32 x 3 x 512 x 512, float32 to float32 and uint8 to float16, with and without a mask
     launches  what the launches cost: eager, CUDA graph, and the kernels alone, at three sizes
     epoch     a training epoch of a segmentation net with fused augmentation against one without
+    contrast  one pass against two and the copy limit, at two sizes; only where it is asked for, published apart
     workers   augmentation in DataLoader workers on the CPU beside all of the above, on this machine; only
               where it is asked for, and never published: its batch, size and types may be chosen
 
@@ -40,9 +41,15 @@ from augment_compare import (
 )
 from augment_peers import MEAN, STD, UnavailableError, Work
 from harness import publish
+from stoker.augment import fused
 
 TYPES = ("float32", "float16", "bfloat16")
 PARTS = ("tables", "launches", "epoch")
+HELD_TILES = {
+    "one pass, 8 pixels a thread": lambda: fused.choose_held,
+    "one pass, 16 pixels a thread": lambda: lambda *_: fused.Config(32, 64, 16, 16),
+    "two passes": lambda: lambda *_: None,
+}
 BASE = "flip, rotate, brightness"
 
 
@@ -119,6 +126,23 @@ def launches(work: Work, repeats: int) -> list[dict]:
             numbers = " ".join(f"{number(value):>8s}" for value in shown)
             print(f"  {f'{batch}x3x{size[0]}x{size[1]}':>18s} {key:12s} {numbers}")
             rows.append({"case": key, "kernels_ms": kernels, **comparison.to_json()})
+    return rows
+
+
+def contrast(work: Work, repeats: int) -> list[dict]:
+    """One pass over memory, whose programs hold their pixels until the mean is known, against two."""
+    chosen, rows = fused.choose_held, []
+    pairs = ((torch.float32, torch.float32), (torch.uint8, torch.float16))
+    for batch, size in ((work.batch, work.size), (256, (224, 224))):
+        for entering, leaving in pairs:
+            for name, tiles in HELD_TILES.items():
+                fused.choose_held = tiles()
+                case = replace(
+                    work, batch=batch, size=size, input_dtype=entering, output_dtype=leaving, contrast=True
+                )
+                made = bench.compare(name, case, repeats=repeats, ways=(OURS_FUSED, OURS_GRAPH, LIMIT))
+                fused.choose_held = chosen
+                rows.append(show(made))
     return rows
 
 
@@ -389,7 +413,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if on_gpu else "cpu")
     parser.add_argument("--repeats", type=positive)
     parser.add_argument(
-        "--part", choices=(*PARTS, "workers"), action="append", help="only this; may be repeated"
+        "--part", choices=(*PARTS, "contrast", "workers"), action="append", help="only this; may be repeated"
     )
     for_workers = parser.add_argument_group("--part workers")
     for_workers.add_argument("--workers", type=worker_counts, default="4,8,16", help="or none")
@@ -409,6 +433,9 @@ def main() -> None:
     if set(parts) == {"workers"}:
         return
     work = Work(32, (512, 512), device) if on_gpu else Work(4, (96, 96), device)
+    if set(parts) == {"contrast"}:
+        publish("augment_contrast", {"rows": contrast(work, repeats)})
+        return
     result: dict = {"device": str(device), "batch": work.batch, "size": work.size}
     made, trained = {}, None
     if "tables" in parts:

@@ -1,6 +1,9 @@
 """Faults on purpose, for stoker and for its peers in the same harness: noticed, survived, wrong data, hung?
 
-    python benchmarks/faults.py [--only load] [--seconds 20] [--seed 0]
+    python benchmarks/faults.py [--only load] [--seconds 20] [--seed 0] [--peers FOLDER]
+
+`--peers` is a folder with litdata, mosaicml-streaming, webdataset and torchdata (`pip install --target`): peers that
+are not installed are left out.
 
 Enters: nothing; 600 samples are made, each holding its own number. Every case is a fork of one process that has torch
 loaded: it gets a fresh copy of the files, the fault, and a time limit. Leaves: JSON with one entry per case. Outcomes:
@@ -18,9 +21,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.server
+import importlib
 import importlib.util
 import json
+import math
 import os
 import random
 import re
@@ -29,13 +33,12 @@ import select
 import shutil
 import signal
 import statistics
+import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,100 +46,18 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
+import fault_machine
+from fault_data import BATCH, OURS, SAMPLES, WIDTH, file_of, make_world, read_epoch, rows, ways
+from fault_machine import NotApplicableError
+from fault_remote import REMOTE, remote
 from harness import publish
 from stoker.loader.loader import Loader
 from stoker.packing import PackOptions, pack
 from stoker.sources.arrays import ArraysSource
-from stoker.store import remote_fetch
 from stoker.store.reader import open_store
 from stoker.train.checkpoint import Checkpoints
 from stoker.train.trainer import Trainer
-
-SAMPLES, WIDTH, BATCH = 600, 64, 20
-PEERS = (
-    "h5py loop",
-    "DataLoader, 0 workers",
-    "DataLoader, 2 workers",
-    "StatefulDataLoader, 2 workers",
-)
-OURS = ("stoker store", "stoker, plain HDF5")
-
-
-# -- data ------------------------------------------------------------------------------------------
-
-
-def rows() -> np.ndarray:
-    """Return samples whose first value is their number and whose others follow from it."""
-    numbers = np.arange(SAMPLES, dtype="f4")[:, None]
-    return numbers + np.arange(WIDTH, dtype="f4") / 1024
-
-
-def make_world(folder: Path) -> None:
-    np.save(folder / "features.npy", rows())
-    with h5py.File(folder / "plain.h5", "w") as file:
-        file["features"] = rows()
-    source = ArraysSource((folder / "features.npy",), part_bytes=SAMPLES * WIDTH * 2)
-    pack(source, folder / "store", PackOptions(jobs=1))
-
-
-class Plain(Dataset):
-    """What people write: a file that is opened at the first sample, in every worker."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.file = path, None
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        if self.file is None:
-            self.file = h5py.File(self.path)
-        return self.file["features"][number]
-
-
-def batches(way: str, folder: Path) -> Iterator[Any]:
-    """Yield the batches of one epoch as tensors or arrays."""
-    if way in OURS:
-        path = folder / ("store" if way == OURS[0] else "plain.h5")
-        with Loader(path, BATCH, "cpu", data_bytes=SAMPLES * WIDTH * 2) as loader:
-            for batch in loader:
-                yield batch["features"]
-    elif way == "h5py loop":
-        with h5py.File(folder / "plain.h5") as file:
-            for start in range(0, SAMPLES, BATCH):
-                yield file["features"][start : start + BATCH]
-    else:
-        kind: Any = DataLoader
-        if way.startswith("Stateful"):
-            from torchdata.stateful_dataloader import StatefulDataLoader as kind  # noqa: N813
-        workers = 2 if "2 workers" in way else 0
-        yield from kind(Plain(folder / "plain.h5"), BATCH, num_workers=workers)
-
-
-def read_epoch(way: str, folder: Path, midway: Callable[[], None] | None = None) -> dict[str, Any]:
-    """Return what came: lost, repeated and changed samples."""
-    wanted, seen, changed = rows(), Counter[int](), 0
-    for number, batch in enumerate(batches(way, folder)):
-        values = np.asarray(batch)
-        for row in values:
-            known = 0 <= row[0] < SAMPLES and float(row[0]).is_integer()
-            seen[int(row[0]) if known else -1] += 1
-            changed += not (known and np.array_equal(row, wanted[int(row[0])]))
-        if midway and number == 3:
-            midway()
-    lost = sum(number not in seen for number in range(SAMPLES))
-    return {
-        "lost": lost,
-        "repeated": sum(count - 1 for count in seen.values() if count > 1),
-        "changed": changed,
-    }
-
-
-def file_of(way: str, folder: Path) -> Path:
-    return sorted((folder / "store").glob("*.h5"))[0] if way == OURS[0] else folder / "plain.h5"
-
 
 # -- files that are damaged before they are read ----------------------------------------------------
 
@@ -156,8 +77,9 @@ def flip(path: Path, at: int) -> None:
 
 
 def data_place(path: Path) -> int:
-    """Return a place inside the values: behind the headers, in the middle of the largest run of bytes."""
-    return path.stat().st_size // 2
+    """Return a place inside the values: in the middle of the file; of a tar file, behind the header of a member."""
+    middle = path.stat().st_size // 2
+    return middle // 1024 * 1024 + 700 if path.suffix == ".tar" else middle
 
 
 def instead(path: Path, make: Callable[[Path], object]) -> None:
@@ -166,7 +88,7 @@ def instead(path: Path, make: Callable[[Path], object]) -> None:
 
 
 def swap(path: Path) -> None:
-    others = [one for one in sorted(path.parent.glob("*.h5")) if one != path]
+    others = [one for one in sorted(path.parent.glob(f"*{path.suffix}")) if one != path]
     if not others:
         with h5py.File(path, "w") as file:
             file["features"] = rows()[::-1].copy()
@@ -234,8 +156,39 @@ def signal_a_worker(number: int) -> None:
     os.kill(int(children[0]), number)
 
 
-class NotApplicableError(Exception):
-    """The fault does not exist for this way: it has no workers."""
+def on_broken_disk(way: str, delay: float, folder: Path) -> dict[str, Any]:
+    """Read an epoch from a disk with one bad sector, or one that takes `delay` seconds for every read."""
+    fault_machine.own_mounts()
+    bad = None if delay else file_of(way, folder)
+    fault_machine.mount_broken(folder, folder.with_name("disk"), delay, bad)
+    return read_epoch(way, folder.with_name("disk"))
+
+
+def with_small_shm(way: str, folder: Path) -> dict[str, Any]:
+    fault_machine.own_mounts()
+    fault_machine.mount_memory(Path("/dev/shm"), "size=8k")
+    return read_epoch(way, folder)
+
+
+DISKS = {
+    "a bad sector (EIO)": 0.0,
+    "a slow disk, 0.2 s a read": 0.2,
+    "a disk that never answers": 3600.0,
+}
+
+
+def small_disk(folder: Path, kind: str) -> Path:
+    """Return a folder on a disk of its own: full, without inodes, or read-only."""
+    fault_machine.own_mounts()
+    place = folder / "disk"
+    options = {"full": "size=24k", "no inodes": "size=8m,nr_inodes=3", "read-only": "size=8m"}[kind]
+    fault_machine.mount_memory(place, options)
+    if kind == "read-only":
+        fault_machine.make_read_only(place)
+    return place
+
+
+SMALL = {"a disk of 24 KiB": "full", "no inodes left": "no inodes", "a read-only disk": "read-only"}
 
 
 # -- checkpoints -------------------------------------------------------------------------------------
@@ -281,7 +234,7 @@ DAMAGED = {
 }
 
 
-def damaged_checkpoint(way: str, folder: Path, fault: str) -> dict[str, Any]:
+def damaged_checkpoint(way: str, fault: str, folder: Path) -> dict[str, Any]:
     os.environ["FAULTS_EVIL"] = str(folder / "evil")
     path = checkpoint_of(way, folder, 1)
     DAMAGED[fault](path)
@@ -299,7 +252,7 @@ def full_disk_while_saving(way: str, folder: Path) -> dict[str, Any]:
     return resumed(way, folder)
 
 
-def killed_while_saving(way: str, folder: Path, seed: int) -> dict[str, Any]:
+def killed_while_saving(way: str, seed: int, folder: Path) -> dict[str, Any]:
     """Kill a saving process at eight random moments; what is there must load every time."""
     rng = random.Random(seed)
     checkpoint_of(way, folder, 1)
@@ -321,25 +274,32 @@ def killed_while_saving(way: str, folder: Path, seed: int) -> dict[str, Any]:
 
 
 def trained(
-    folder: Path, run: str, resume: bool = False, after: Callable[[int], None] | None = None
+    folder: Path,
+    run: str,
+    resume: bool = False,
+    after: Callable[[str, int], None] | None = None,
+    held: Path | None = None,
 ) -> list[float]:
+    """Train two epochs; `after` is told each batch of "train" and "validate" with its number."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    count = [0]
-
-    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        count[0] += 1
-        if after:
-            after(count[0])
-        return torch.nn.functional.mse_loss(output, target)
+    counts = {"train": 0, "validate": 0}
 
     def unpack(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        phase = "train" if model.training else "validate"
+        counts[phase] += 1
+        if after:
+            after(phase, counts[phase])
         values = batch["features"] / SAMPLES
         return values, values.mean(1, keepdim=True)
 
-    with Loader(folder / "store", BATCH, "cpu", order="shuffled") as loader:
+    with contextlib.ExitStack() as stack:
+        loader = stack.enter_context(Loader(folder / "store", BATCH, "cpu", order="shuffled"))
+        held_loader = held and stack.enter_context(
+            Loader(held, BATCH, "cpu", data_bytes=SAMPLES * WIDTH * 2)
+        )
         trainer = Trainer(
-            model, loader, None, loss_of, torch.optim.SGD(model.parameters(), 0.05), None,
+            model, loader, held_loader, torch.nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 0.05), None,
             {"epochs": 2, "precision": "fp32", "capture": "off", "checkpoint_every_steps": 7},
             "cpu", run_dir=folder / run, unpack=unpack,
         )  # fmt: skip
@@ -347,23 +307,60 @@ def trained(
     return [float(value) for one in model.parameters() for value in one.detach().flatten()]
 
 
-def killed_in_training(number: int, folder: Path) -> dict[str, Any]:
-    expected = trained(folder, "unbroken")
+def killed_in(phase: str, number: int, folder: Path) -> dict[str, Any]:
+    """End a run in its 40th training or 10th validation batch; the resumed run must be the unbroken one."""
+    held = None
+    if phase == "validate":
+        held = folder / "held"
+        shutil.copytree(folder / "store", held)
+    expected = trained(folder, "unbroken", held=held)
+    at = (phase, 40 if phase == "train" else 10)
+
+    def hit(now: str, count: int) -> None:
+        if (now, count) == at:
+            os.kill(os.getpid(), number)
+
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
-            trained(
-                folder,
-                "run",
-                after=lambda step: os.kill(os.getpid(), number) if step == 40 else None,
-            )
+            trained(folder, "run", after=hit, held=held)
         os._exit(0)
     os.waitpid(child, 0)
-    return {
-        "lost": 0,
-        "repeated": 0,
-        "changed": int(trained(folder, "run", resume=True) != expected),
-    }
+    changed = trained(folder, "run", resume=True, held=held) != expected
+    return {"lost": 0, "repeated": 0, "changed": int(changed)}
+
+
+def damaged_while_validating(damage: Callable[[Path], object], folder: Path) -> dict[str, Any]:
+    """Damage the validation store after its first batch of the second epoch: values that differ must raise."""
+    held = folder / "held"
+    shutil.copytree(folder / "store", held)
+    expected = trained(folder, "unbroken", held=held)
+    shard = sorted(held.glob("*.h5"))[-1]
+
+    def hit(now: str, count: int) -> None:
+        if (now, count) == ("validate", SAMPLES // BATCH + 1):
+            time.sleep(0.02)  # the times of files move with the kernel's clock
+            damage(shard)
+
+    weights = trained(folder, "run", after=hit, held=held)
+    # Weights do not depend on validation: a run that ends must have read what was there, or its old file.
+    readable = damage is Path.unlink
+    return {"lost": 0, "repeated": 0, "changed": int(weights != expected or not readable)}
+
+
+def validated_on_broken_disk(folder: Path) -> dict[str, Any]:
+    fault_machine.own_mounts()
+    bad = file_of(OURS[0], folder)
+    fault_machine.mount_broken(folder / "store", folder / "held", bad=bad)
+    trained(folder, "run", held=folder / "held")
+    return {"lost": 0, "repeated": 0, "changed": 1}
+
+
+VALIDATION: dict[str, Callable[[Path], object]] = {
+    "validation data removed": Path.unlink,
+    "validation data cut": lambda path: os.truncate(path, path.stat().st_size // 3),
+    "validation data overwritten": lambda path: patch(path, path.stat().st_size // 2, bytes(4096)),
+}
 
 
 def damaged_in_training(folder: Path) -> dict[str, Any]:
@@ -372,10 +369,12 @@ def damaged_in_training(folder: Path) -> dict[str, Any]:
     return {"lost": 0, "repeated": 0, "changed": 1}
 
 
-# -- packing and remote stores, with stoker ----------------------------------------------------------
+# -- packing, with stoker ------------------------------------------------------------------------
 
 
-def packed(folder: Path, damage: Callable[[Path], object] | None, limit: int = 0) -> dict[str, Any]:
+def packed(
+    folder: Path, damage: Callable[[Path], object] | None = None, limit: int = 0
+) -> dict[str, Any]:
     path = folder / "features.npy"
     if damage:
         damage(path)
@@ -383,31 +382,66 @@ def packed(folder: Path, damage: Callable[[Path], object] | None, limit: int = 0
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     pack(ArraysSource((path,), part_bytes=SAMPLES * WIDTH * 2), folder / "new", PackOptions(jobs=1))
-    with open_store(folder / "new") as store:
+    return {"lost": 0, "repeated": 0, "changed": int(not holds_rows(folder / "new"))}
+
+
+def packed_on(kind: str, folder: Path) -> dict[str, Any]:
+    out = small_disk(folder, kind) / "new"
+    source = ArraysSource((folder / "features.npy",), part_bytes=SAMPLES * WIDTH * 2)
+    pack(source, out, PackOptions(jobs=1))
+    return {"lost": 0, "repeated": 0, "changed": int(not holds_rows(out))}
+
+
+def holds_rows(path: Path) -> bool:
+    """Return whether a store is sound and holds the samples."""
+    with open_store(path) as store:
         sound = not store.verify().problems
-        same = np.array_equal(store.read_rows("features", 0, store.num_samples), rows())
-    return {"lost": 0, "repeated": 0, "changed": int(not (sound and same))}
+        return sound and np.array_equal(store.read_rows("features", 0, store.num_samples), rows())
 
 
-def killed_while_packing(folder: Path, seed: int) -> dict[str, Any]:
+def packed_from_broken_disk(delay: float, folder: Path) -> dict[str, Any]:
+    fault_machine.own_mounts()
+    (folder / "inputs").mkdir()
+    shutil.copy(folder / "features.npy", folder / "inputs")
+    bad = None if delay else folder / "inputs/features.npy"
+    fault_machine.mount_broken(folder / "inputs", folder / "disk", delay, bad)
+    pack(ArraysSource((folder / "disk/features.npy",)), folder / "new", PackOptions(jobs=1))
+    return {"lost": 0, "repeated": 0, "changed": int(not holds_rows(folder / "new"))}
+
+
+def saved_on(way: str, kind: str, folder: Path) -> dict[str, Any]:
+    place = small_disk(folder, kind)
+    checkpoint_of(way, place, 1)
+    return resumed(way, place)
+
+
+def resumed_from_broken_disk(way: str, folder: Path) -> dict[str, Any]:
+    (folder / "saved").mkdir()
+    bad = checkpoint_of(way, folder / "saved", 1)
+    fault_machine.own_mounts()
+    fault_machine.mount_broken(folder / "saved", folder / "disk", bad=bad)
+    return resumed(way, folder / "disk")
+
+
+def killed_while_packing(seed: int, folder: Path) -> dict[str, Any]:
     rng = random.Random(seed)
     for _ in range(5):
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
-                packed(folder, None)
+                packed(folder)
             os._exit(0)
         time.sleep(rng.uniform(0.0, 0.1))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return packed(folder, None)
+    return packed(folder)
 
 
 def onto_own_files(folder: Path) -> dict[str, Any]:
     (folder / "new").mkdir()
     (folder / "new" / "thesis.tex").write_text("mine")
     try:
-        return packed(folder, None)
+        return packed(folder)
     finally:
         if not (folder / "new" / "thesis.tex").exists():
             raise RuntimeError("a file of the user's is gone")
@@ -426,76 +460,6 @@ MANIFEST: dict[str, Callable[[Path], object]] = {
 }
 
 
-class Lying(http.server.SimpleHTTPRequestHandler):
-    """A server with one fault."""
-
-    fault = ""
-    asked = 0
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        type(self).asked += 1
-        shard, fault = self.path.endswith(".h5"), self.fault
-        if fault == "500 for ever" or (fault == "500 twice" and self.asked <= 2):
-            return self.send_error(500)
-        if fault == "a shard is missing" and shard:
-            return self.send_error(404)
-        path = Path(self.directory) / self.path.lstrip("/")
-        if not path.is_file():
-            return self.send_error(404)
-        data = bytearray(path.read_bytes())
-        if fault == "silence" and shard:
-            time.sleep(3600)
-        if fault == "a wrong byte" and shard:
-            data[len(data) // 2] ^= 1
-        begin, end = 0, len(data)
-        if wanted := self.headers.get("Range"):
-            low, _, high = wanted.removeprefix("bytes=").partition("-")
-            begin, end = int(low), min(end, int(high) + 1) if high else end
-        part = bytes(data[begin:end])
-        self.send_response(206 if wanted else 200)
-        if wanted:
-            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")
-        endless = fault == "an endless manifest" and not shard
-        if not endless:
-            self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        if fault == "cut answers" and shard:
-            part = part[: len(part) // 2]
-        self.wfile.write(part)
-        with contextlib.suppress(OSError):
-            while endless:
-                self.wfile.write(b" " * 65536)
-        return None
-
-
-REMOTE = (
-    "500 twice",
-    "500 for ever",
-    "a wrong byte",
-    "cut answers",
-    "a shard is missing",
-    "an endless manifest",
-    "silence",
-)
-
-
-def remote(folder: Path, fault: str) -> dict[str, Any]:
-    handler = type("Handler", (Lying,), {"fault": fault, "asked": 0})
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), partial(handler, directory=str(folder))
-    )
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    os.environ["STOKER_CACHE"] = str(folder / "cache")
-    remote_fetch.SILENCE_SECONDS = 1.0  # 30 in real life
-    with open_store(f"http://127.0.0.1:{server.server_address[1]}/store") as store:
-        changed = int(not np.array_equal(store.read_rows("features", 0, store.num_samples), rows()))
-    return {"lost": 0, "repeated": 0, "changed": changed}
-
-
 # -- the cases ---------------------------------------------------------------------------------------
 
 Case = tuple[str, str, str, Callable[[Path], dict[str, Any]]]
@@ -503,10 +467,6 @@ Case = tuple[str, str, str, Callable[[Path], dict[str, Any]]]
 
 def all_cases(seed: int) -> list[Case]:
     """Return phase, fault, way and what to run."""
-    ways = [
-        *OURS,
-        *(way for way in PEERS if "Stateful" not in way or importlib.util.find_spec("torchdata")),
-    ]
     found: list[Case] = []
 
     def at_rest(way: str, damage: Callable[[Path], object], folder: Path) -> dict[str, Any]:
@@ -524,7 +484,12 @@ def all_cases(seed: int) -> list[Case]:
         prepare()
         return read_epoch(way, folder)
 
-    for way in ways:
+    for way in ways():
+        found += [
+            ("load", fault, way, partial(on_broken_disk, way, delay))
+            for fault, delay in DISKS.items()
+        ]
+        found.append(("load", "8 KiB of /dev/shm", way, partial(with_small_shm, way)))
         found += [
             ("load", fault, way, partial(at_rest, way, damage)) for fault, damage in AT_REST.items()
         ]
@@ -552,69 +517,53 @@ def all_cases(seed: int) -> list[Case]:
     for fault, damage in MANIFEST.items():
         found.append(("load", fault, OURS[0], partial(with_manifest, damage)))
     for way in ("stoker checkpoint", "torch.save"):
-        found += [("resume", fault, way, partial(_damaged, way, fault)) for fault in DAMAGED]
-        found.append(
-            (
-                "save",
-                "the disk is full",
-                way,
-                lambda folder, way=way: full_disk_while_saving(way, folder),
-            )
-        )
-        found.append(
-            (
-                "save",
-                "killed, eight times",
-                way,
-                lambda folder, way=way: killed_while_saving(way, folder, seed),
-            )
-        )
-    for fault, number in (
-        ("killed", signal.SIGKILL),
-        ("terminated", signal.SIGTERM),
-        ("interrupted", signal.SIGINT),
-    ):
-        found.append(("train", fault, "stoker trainer", partial(killed_in_training, number)))
+        found += [
+            ("resume", fault, way, partial(damaged_checkpoint, way, fault)) for fault in DAMAGED
+        ]
+        found.append(("resume", "a bad sector (EIO)", way, partial(resumed_from_broken_disk, way)))
+        found += [
+            ("save", fault, way, partial(saved_on, way, kind)) for fault, kind in SMALL.items()
+        ]
+        found.append(("save", "the disk is full", way, partial(full_disk_while_saving, way)))
+        found.append(("save", "killed, eight times", way, partial(killed_while_saving, way, seed)))
+    for phase in ("train", "validate"):
+        for fault, number in (
+            ("killed", signal.SIGKILL),
+            ("terminated", signal.SIGTERM),
+            ("interrupted", signal.SIGINT),
+        ):
+            found.append((phase, fault, "stoker trainer", partial(killed_in, phase, number)))
     found.append(("train", "a bit of the values flipped", "stoker trainer", damaged_in_training))
-    found.append(
-        (
-            "pack",
-            "killed, five times",
-            "stoker pack",
-            lambda folder: killed_while_packing(folder, seed),
-        )
-    )
-    found.append(
-        ("pack", "the disk is full", "stoker pack", lambda folder: packed(folder, None, 30_000))
-    )
+    found += [
+        ("validate", fault, "stoker trainer", partial(damaged_while_validating, damage))
+        for fault, damage in VALIDATION.items()
+    ]
+    found.append(("validate", "a bad sector (EIO)", "stoker trainer", validated_on_broken_disk))
+    found.append(("pack", "killed, five times", "stoker pack", partial(killed_while_packing, seed)))
+    found.append(("pack", "the disk is full", "stoker pack", partial(packed, limit=30_000)))
+    found += [
+        ("pack", fault, "stoker pack", partial(packed_on, kind)) for fault, kind in SMALL.items()
+    ]
+    found += [
+        ("pack", f"input on {fault}", "stoker pack", partial(packed_from_broken_disk, delay))
+        for fault, delay in DISKS.items()
+        if delay < 1
+    ]
     found.append(("pack", "a folder of the user's as OUT", "stoker pack", onto_own_files))
-    for fault in (
-        "cut in half",
-        "cut by one byte",
-        "empty",
-        "missing",
-        "a folder in its place",
-        "a pipe in its place",
-    ):
-        found.append(
-            (
-                "pack",
-                f"input {fault}",
-                "stoker pack",
-                lambda folder, fault=fault: packed(folder, AT_REST[fault]),
-            )
+    found += [
+        ("pack", f"input {fault}", "stoker pack", partial(packed, damage=AT_REST[fault]))
+        for fault in (
+            "cut in half",
+            "cut by one byte",
+            "empty",
+            "missing",
+            "a folder in its place",
+            "a pipe in its place",
         )
+    ]
     if importlib.util.find_spec("aiohttp") and importlib.util.find_spec("fsspec"):
-        found += [("remote", fault, "stoker, http", partial(_remote, fault)) for fault in REMOTE]
+        found += [("remote", fault, "stoker, http", partial(remote, fault)) for fault in REMOTE]
     return found
-
-
-def _damaged(way: str, fault: str, folder: Path) -> dict[str, Any]:
-    return damaged_checkpoint(way, folder, fault)
-
-
-def _remote(fault: str, folder: Path) -> dict[str, Any]:
-    return remote(folder, fault)
 
 
 # -- running -----------------------------------------------------------------------------------------
@@ -685,7 +634,8 @@ def judged(answer: dict[str, Any], folder: Path) -> dict[str, Any]:
         return {"outcome": "n/a"}
     if "error" in answer:
         names = (
-            "plain.h5", "store", "shard-", "last.pt", "step-0", "features.npy", "worker (pid", "/new",
+            "plain.h5", "store", "shard", "last.pt", "step-0", "features.npy", "worker (pid", "/new", "/run", ".tar",
+            ".mds", "chunk-0", "/lit", "/disk", "/held",
         )  # fmt: skip
         named = any(name in answer["error"] for name in names)
         said = scrubbed(answer["error"].replace(str(folder), "…"))
@@ -714,6 +664,7 @@ def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
             "repeated": sum(entry.get("repeated", 0) for entry in own),
             "changed": sum(entry.get("changed", 0) for entry in own),
             "error_p50_seconds": round(statistics.median(times), 3) if times else None,
+            "error_p99_seconds": times[math.ceil(0.99 * len(times)) - 1] if times else None,
             "error_worst_seconds": times[-1] if times else None,
         }
     return found
@@ -721,10 +672,10 @@ def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Return the summary as the table of docs/faults.md."""
-    head = ["", *OUTCOMES, "samples lost, repeated, changed", "error after (median, worst)"]
+    head = ["", *OUTCOMES, "samples lost, repeated, changed", "error after (p50, p99, worst)"]
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     for way, facts in result["summary"].items():
-        times = [facts["error_p50_seconds"], facts["error_worst_seconds"]]
+        times = [facts[f"error_{word}_seconds"] for word in ("p50", "p99", "worst")]
         cells = [
             way,
             *(str(facts[word] or "") for word in OUTCOMES),
@@ -741,14 +692,25 @@ OUTCOMES = ("named", "error", "survived", "wrong", "hung", "crashed")
 def main() -> None:
     parser = argparse.ArgumentParser(description="Faults on purpose, for stoker and its peers.")
     parser.add_argument(
-        "--only", default="", help="a phase: load, train, save, resume, pack, remote"
+        "--only", default="", help="a phase: load, train, validate, save, resume, pack, remote"
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="limit of a case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--out", type=Path, default=None, help="a file instead of benchmarks/results"
     )
+    parser.add_argument("--peers", type=Path, default=None, help="a folder of pip install --target")
+    parser.add_argument("--way", default="", help="only this loader")
+    parser.add_argument("--fault", default="", help="only this fault")
+    parser.add_argument(
+        "--into", type=Path, default=None, help="replace the cases in this result, and publish it"
+    )
     options = parser.parse_args()
+    if options.peers:
+        sys.path.append(str(options.peers))
+    for module in ("webdataset", "streaming", "litdata", "torchdata"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)  # before the clock of a case runs
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # imports a second of torch
     entries = []
@@ -756,13 +718,21 @@ def main() -> None:
         world = Path(name)
         make_world(world)
         for case in all_cases(options.seed):
-            if options.only in ("", case[0]):
+            asked = zip((options.only, options.fault, options.way), case, strict=False)
+            if all(one in ("", given) for one, given in asked):
                 entries.append(run_case(case, world, options.seconds))
                 last = entries[-1]
                 print(
                     f"{last['outcome']:9} {last['seconds']:7.2f} s  {last['phase']:7} {last['fault']:40} {last['way']}",
                     flush=True,
                 )
+    if options.into:
+        old = json.loads(options.into.read_text("utf-8"))
+        new = {(entry["phase"], entry["fault"], entry["way"]): entry for entry in entries}
+        was = old.get("result", old)["cases"]
+        entries = [new.pop((one["phase"], one["fault"], one["way"]), one) for one in was] + [
+            *new.values()
+        ]
     result = {
         "samples": SAMPLES, "limit_seconds": options.seconds, "load_average": os.getloadavg()[1],
         "summary": summary(entries), "cases": entries,

@@ -1,29 +1,34 @@
 """Encoded photographs decoded ahead on the device, against a DataLoader with Pillow, raw pixels, the decoder alone.
 
     python benchmarks/pictures.py [--cpu] [--seconds 4] [--turns 3] [--count 4096] [--batch 256] [--no-training]
+                                  [--peer-turns 1] [--no-dataloader]
 
 Made-up photographs of two sizes: 500 x 375 (about 114 kB as JPEG of quality 90) and 341 x 256 (about 32 kB). Every way
 gives float batches of `RandomResizedCrop(224)`, flip, brightness, contrast and saturation of 0.4, normalised.
 
     decoder      nvJPEG alone (torchvision), batches of encoded bytes that lie in memory: the limit on a GPU
+    engines      nvJPEG alone, called directly as the loader calls it, by one thread
     encoded      `stoker.Loader` over a store of `--keep-encoded`
     raw          `stoker.Loader` over a store of uint8 pixels at 256 x 256
     dataloader   torch's DataLoader, 16 workers (2 with --cpu), Pillow, torchvision's transforms (else Pillow's)
     dali         NVIDIA DALI's pipeline, where it is installed
 
-Training: resnet18 at 224, bf16, channels-last, on each of them and on one held batch. Printed beside: busy cores,
-bytes, growth of resident memory, packing, and how far the pixels of nvJPEG are from those of Pillow.
+Training: resnet18 at 224, bf16, channels-last, on each of them and on one held batch. Printed beside: busy cores, the
+share of time with a kernel on the GPU (NVML), bytes, growth of resident memory, packing, and how far the pixels of
+nvJPEG are from those of Pillow. The peers whose workers take seconds to fill their queues have fewer turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import itertools
 import os
 import resource
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -43,6 +48,7 @@ from stoker.augment import (
     RandomResizedCrop,
     ToDtype,
 )
+from stoker.loader.pictures import _Lane
 from stoker.machine.process import rss_bytes
 from stoker.packing import PackOptions, pack
 from stoker.sources.images import ImagesSource, KeepEncoded
@@ -157,6 +163,7 @@ class Way:
         self.name, self.batches, self.size = name, batches, size
         self.rates: list[float] = []
         self.cores: list[float] = []
+        self.busy: list[float] = []
 
     def run(self, seconds: float, cuda: bool, step: Callable[[Any], None] | None = None) -> float:
         """Take batches for `seconds`; return the seconds for one image."""
@@ -166,13 +173,14 @@ class Way:
         if cuda:
             torch.cuda.synchronize()
         began, spent, count = time.perf_counter(), cpu_seconds(), 0
-        while time.perf_counter() - began < seconds:
-            batch = next(self.batches)
-            count += self.size(batch)
-            if step is not None:
-                step(batch)
-        if cuda:
-            torch.cuda.synchronize()
+        with gpu_busy(self.busy) if cuda else contextlib.nullcontext():
+            while time.perf_counter() - began < seconds:
+                batch = next(self.batches)
+                count += self.size(batch)
+                if step is not None:
+                    step(batch)
+            if cuda:
+                torch.cuda.synchronize()
         took = time.perf_counter() - began
         self.rates.append(count / took)
         self.cores.append((cpu_seconds() - spent) / took)
@@ -185,6 +193,7 @@ class Way:
             "images_per_second": round(middle, 1),
             "spread": round((rates[-1] - rates[0]) / middle, 3),
             "busy_cores": round(statistics.median(self.cores), 2),
+            "gpu_busy_percent": round(statistics.median(self.busy), 1) if self.busy else None,
             # What a busy machine leaves of the cores changes the rate, and this not.
             "images_per_core_second": round(
                 statistics.median(
@@ -194,6 +203,34 @@ class Way:
                 1,
             ),
         }
+
+
+@contextlib.contextmanager
+def gpu_busy(into: list[float]) -> Iterator[None]:
+    """Append the share of time with a kernel on the GPU, in percent, as NVML samples it; nothing without it."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    except Exception:  # noqa: BLE001  a figure beside the others: its absence must not end the run
+        yield
+        return
+    readings: list[int] = []
+    ended = threading.Event()
+
+    def read() -> None:
+        while not ended.wait(0.1):
+            readings.append(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        into.extend(readings[len(readings) // 3 :])  # NVML looks back for up to a second
 
 
 def cpu_seconds() -> float:
@@ -226,6 +263,25 @@ def decoder_way(folder: Path, batch: int, device: torch.device) -> Way | None:
                 yield decode_jpeg(part, mode=ImageReadMode.RGB, device=device)
 
     return Way("decoder", batches(), len)
+
+
+def engines_way(folder: Path, batch: int, size: tuple[int, int], device: torch.device) -> Way | None:
+    lane = _Lane(device, 3)
+    if lane.decoder is None:
+        return None
+    files = sorted(folder.rglob("*.jpg"))[: 4 * batch]
+    data = [torch.from_numpy(np.frombuffer(f.read_bytes(), np.uint8).copy()) for f in files]
+    sizes = np.tile(size, (batch, 1))
+
+    def batches() -> Iterator[Any]:
+        while True:
+            for start in range(0, len(data) - batch + 1, batch):
+                made = lane.decode(data[start : start + batch], sizes, np.empty(0, np.int64))
+                torch.cuda.synchronize()
+                assert made is not None
+                yield made
+
+    return Way("engines", batches(), len)
 
 
 def loader_way(name: str, store: Path, batch: int, device: torch.device, half: bool) -> Way:
@@ -335,6 +391,16 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     cuda = not options.cpu
     workers = 2 if options.cpu else 16
     result: dict[str, Any] = {}
+
+    def in_turns(ways: list[Way], step: Callable[[Any], None] | None = None) -> None:
+        slow = [way for way in ways if way.name.startswith("dataloader")]
+        for some, turns in (
+            ([way for way in ways if way not in slow], options.turns),
+            (slow, options.peer_turns or options.turns),
+        ):
+            side_by_side(
+                [lambda way=way: way.run(options.seconds, cuda, step) for way in some], turns
+            )
     for kind, size in KINDS.items():
         name = kind.replace(" ", "-")
         folder, encoded, raw = work / name, work / f"{name}-encoded", work / f"{name}-raw"
@@ -356,16 +422,16 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         if kind == "256 px":
             pack(ImagesSource((256, 256), 3, folder), raw, PackOptions())
             ways.append(loader_way("raw", raw, options.batch, device, cuda))
-        ways.append(dataloader_way(folder, options.batch, workers, device, cuda))
+        if not options.no_dataloader:
+            ways.append(dataloader_way(folder, options.batch, workers, device, cuda))
         if cuda:
             ways += [
                 decoder_way(folder, options.batch, device),
+                engines_way(folder, options.batch, size, device),
                 dali_way(folder, options.batch, device),
             ]
         found = [way for way in ways if way is not None]
-        side_by_side(
-            [lambda way=way: way.run(options.seconds, cuda) for way in found], options.turns
-        )
+        in_turns(found)
         rows = {way.name: way.result() for way in found}
         for way, row in rows.items():
             print(
@@ -398,18 +464,17 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         if step is not None:
             held = next(found[0].batches)
             training = [Way("held batch", itertools.repeat(held), lambda made: len(made["labels"]))]
-            training += [way for way in found if way.name != "decoder"]
+            training += [way for way in found if way.name not in ("decoder", "engines")]
             for way in training:
-                way.rates, way.cores = [], []
-            side_by_side(
-                [
-                    lambda way=way, step=step: way.run(options.seconds, cuda, step)
-                    for way in training
-                ],
-                options.turns,
-            )
-            result[kind]["training"] = {way.name: way.result() for way in training}
-            print(f"  training: {result[kind]['training']}", flush=True)
+                way.rates, way.cores, way.busy = [], [], []
+            in_turns(training, step)
+            rows = result[kind]["training"] = {way.name: way.result() for way in training}
+            most = rows["held batch"]["images_per_second"]
+            result[kind]["training_share_of_held_batch"] = {
+                name: round(row["images_per_second"] / most, 3) for name, row in rows.items()
+            }
+            print(f"  training: {rows}", flush=True)
+        publish("pictures", result)  # after each size: a run that is cut off leaves one
         del ways, found
     return result
 
@@ -421,15 +486,17 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="two workers, no GPU")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--peer-turns", type=int, help="of the DataLoader [default: as --turns]")
     parser.add_argument("--count", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--no-training", action="store_true")
+    parser.add_argument("--no-dataloader", action="store_true")
     parser.add_argument(
         "--work", type=Path, help="folder for pictures and stores [default: a temporary one]"
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
-        publish("pictures", measure(options, Path(folder)))
+        measure(options, Path(folder))
 
 
 if __name__ == "__main__":

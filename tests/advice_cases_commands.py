@@ -149,6 +149,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["plan", "store", "--gpu-memory", "16GB", "--parameters", "x"]),
         Case(["plan", "store", "--gpu-memory", "16GB", "--activations", "2MB"]),
         Case(["profile"]),
+        Case(["quantize", "run/best.pt", "q8.pt"]),
+        Case(["migrate-config", "config.yaml", "new.yaml"]),
         Case(["train", "--config", "tabular.yaml", "--gpus", "16"]),
         Case([*TRAIN, "--gpus", "99"], then=""),
         Case(["train", "--config", "tabular.yaml", "--msp", "library.msp"]),
@@ -330,7 +332,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case([*TRAIN, "--store", "nan"], "f = class_table(300); f['features'].values[3, 1] = np.nan; write_store(Path('nan'), [f]).close()",
              fill={"arrays FILE OUT": "table dirty.csv made"}),
         Case(["predict", "x.safetensors", "store", "x.parquet"], "from safetensors.torch import save_file; save_file({'a': torch.zeros(2)}, 'x.safetensors')"),
-        Case(["quantize", "run/best.pt", "q.pt", "--store", "other", "--split", "test"],
+        Case(["export", "run/best.pt", "q.pt", "--int8", "--store", "other", "--split", "test"],
              "f = class_table(40); f['split'] = Dense(np.arange(40) % 2); write_store(Path('other'), [f]).close()"),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", *ON_CPU, "--set", f"recipe.options.ignore_values={[*range(255)]}"]),
         Case([*TRAIN, "--store", "series", "--set", "recipe.options.patch=3", "--set", "recipe.options.stride=1", "--set", "recipe.options.split=distinct"], "from run_makers import make_store; make_store('series', Path('series')).close()"),
@@ -345,7 +347,7 @@ COMMANDS: dict[str, list[Case]] = {
     "compat": [
         Case(["bench", "memory", "--msp", "library.msp", "--mode", "x"]),
         Case(["bench", "memory", "--msp", "library.msp", "--samples", "0"]),
-        Case(["migrate-config", "config.yaml", "new.yaml", "--recipe", "tabula"]),
+        Case(["config", "migrate", "config.yaml", "new.yaml", "--recipe", "tabula"]),
         Case(["bench", "memory", "--msp", "bare.msp"], "open('bare.msp', 'w').write('Name: a' + chr(10) + 'Num Peaks: 1' + chr(10) + '1 2' + chr(10))",
              fill={"FOLDER": "mols"}, then="no sample is left"),
     ],
@@ -372,7 +374,6 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["monitor", "--once", "--csv", "none/x.csv"]),
     ],
     "doctor": [
-        Case(["profile", "--config", "tabular.yaml", "--active", "0", *ON_CPU]),
         Case(["doctor", "--", "train.py"], "open('train.py', 'w').write('')"),
         Case(["doctor", "compare", "none.json", "none.json"], "open('train.py', 'w').write('')"),
         Case(["doctor", "compare", "table.csv", "table.csv"], "open('train.py', 'w').write('')"),
@@ -389,7 +390,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "table", "empty", "made"]),
     ],
     "ownership.py": [
-        Case(["quantize", "run/best.pt", "./run/best.pt"], at="./run/best.pt"),
+        Case(["export", "run/best.pt", "./run/best.pt", "--int8"], at="./run/best.pt"),
         Case(["export", "run/best.pt", "pipe.safetensors"], "import os; os.mkfifo('pipe.safetensors')", at="pipe.safetensors"),
         Case(["export", "run/best.pt", "out.onnx"], "open('out.onnx', 'w').write('x')", at="out.onnx"),
         Case(["export", "run/best.pt", "out.onnx"], "Path('out.onnx').mkdir()", at="out.onnx"),

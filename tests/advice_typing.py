@@ -144,8 +144,9 @@ def type_advice(case: Case, namespace: Callable[[], dict[str, Any]]) -> set[Site
         site
         for record in _records
         if record.fix in _fixes(refused)
-        for site in all_sites()
-        if any(file == site.file and site.first <= line <= site.last for file, line in record.lines)
+        for file, line in record.lines
+        for site in _sites_of(file)
+        if site.first <= line <= site.last
     }
     ways = ways_of(refused.fix)
     if not ways:
@@ -157,6 +158,11 @@ def type_advice(case: Case, namespace: Callable[[], dict[str, Any]]) -> set[Site
         if again is not None and not (case.then and case.then in str(again)):
             raise NotTypedError(f"{way!r} was typed: {type(again).__name__}: {again}")
     return sites
+
+
+@cache
+def _sites_of(file: str) -> tuple[Site, ...]:
+    return tuple(site for site in all_sites() if site.file == file)
 
 
 def _fixes(error: BaseException | None) -> set[str]:

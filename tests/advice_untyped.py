@@ -43,7 +43,6 @@ UNTYPED: dict[str, str] = {
     "packing/cluster.py: f'{_START}; the same command goes on with the parts that are missing'": "needs a Dask cluster, or a second machine",
     "packing/driver.py: 'stoker pack --help (the kinds, and what each one reads)'": "needs a source of somebody else that has no parts",
     "packing/gate.py: stuck[0].remedy": "a sentence of the finding: sort the file by time",
-    "packing/work_folder.py: command('df', '-h', existing)": "needs a disk without room or write permission",
     "packing/work_folder.py: f\"OUT {quoted(out / 'store')}\"": "needs a mount point, and so root",
     "plan/decision.py: f'data_bytes={fits} (chunk_size_gb={fits / GIB:.2g} of a ChunkDataLoader)'": "needs data that do not fit into the memory",
     "recipes/export/onnx_file.py: f'--opset {made}'": "needs a model that torch cannot turn into another opset, and minutes of tracing",

@@ -35,6 +35,7 @@ LONG = (
     "stoker.doctor.trace._make_profiler",
     "stoker.compat.massspec_memory._in_new_process",
     "stoker.doctor.attach._watch",
+    "stoker.doctor.outside._read_stacks",
     "stoker.doctor.ablation.examine",
     "stoker.demo.story._make_plan",
     "stoker.recipes.export.onnx_file._trace",
@@ -63,6 +64,8 @@ def in_copy(template, tmp_path, monkeypatch) -> Iterator[Any]:
 
     for name in LONG:
         monkeypatch.setattr(name, reached)
+    # It shows samples of a store that is there, and can refuse nothing any more.
+    monkeypatch.setattr("stoker.cli.pack._write_page", lambda result: {})
     made = Workers.__init__
 
     def in_this_process(self: Workers, *args: Any, **named: Any) -> None:

@@ -461,12 +461,6 @@ def test_the_command_refuses_by_name(tmp_path):
     assert "cannot write" in str(run(old, tmp_path / "no" / "folder.yaml").exception)
 
 
-def test_the_old_spelling_does_the_same_and_names_the_new_one(tmp_path):
-    old = tmp_path / "old.yaml"
-    old.write_text("data: {num_workers: 4-6, shuffle: true}\n")
-    new = run(old, tmp_path / "new.yaml")
-    shown = CliRunner().invoke(app, ["migrate-config", str(old), str(tmp_path / "same.yaml")])
-    assert shown.exit_code == 0
-    assert shown.stderr == "`stoker migrate-config` is now `stoker config migrate`\n"
-    assert shown.stdout == new.stdout.replace("new.yaml", "same.yaml")
-    assert (tmp_path / "same.yaml").read_text() == (tmp_path / "new.yaml").read_text()
+def test_the_old_spelling_names_the_new_one():
+    shown = CliRunner().invoke(app, ["migrate-config", "old.yaml", "new.yaml"])
+    assert "stoker config migrate old.yaml new.yaml" in str(shown.exception)

@@ -7,11 +7,10 @@ import inspect
 import json
 import posixpath
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import docs_build.site
 import pytest
 import yaml
 from docs_build.blocks import prose
@@ -468,15 +467,13 @@ def test_pages_use_the_words_of_the_field():
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
+def site(tmp_path_factory, pages) -> Path:
     if importlib.util.find_spec("zensical") is None:
         pytest.skip("zensical is not installed: pip install 'stoker[docs]'")
     folder = tmp_path_factory.mktemp("built") / "site"
-    done = subprocess.run(
-        [sys.executable, "-m", "docs_build.site", str(folder)],
-        cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(docs_build.site, "generated_pages", lambda: pages)
+        assert docs_build.site.build(folder) == 0
     return folder
 
 

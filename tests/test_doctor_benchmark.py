@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,10 +13,13 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "doctor"
 sys.path[:0] = [str(FOLDER.parent), str(FOLDER)]
 
 import cases  # noqa: E402
+import peers  # noqa: E402
+import publish  # noqa: E402
 import run  # noqa: E402
 
 from stoker.doctor.attach import run_script  # noqa: E402
 from stoker.doctor.rules import FINDING_NAMES, diagnose, why_unjudged  # noqa: E402
+from warm_stoker import shared  # noqa: E402
 
 
 def test_there_are_enough_scripts_of_every_kind():
@@ -79,16 +81,49 @@ def test_figures_are_computed_from_the_rows():
     assert found["predictions"]["within_30_percent"] == 0.5
     assert found["overhead"]["p50"] == pytest.approx(0.03)
     assert found["confusion"]["healthy"] == {"healthy": 1, "no-workers": 1, "unjudged": 1}
-    assert "gc-each-step" in run.result_page(found, rows)
+    machine = {"probe": {"gpus": [], "cpu": "x", "torch": "2"}, "host": "x", "commit": "abc"}
+    document = {"machine": machine, "result": {"summary": found, "rows": rows}}
+    told = "\n".join(publish.result_section("doctor-x", document))
+    assert "3 of 4" in told
+    assert "`wrong`: the cause is gc-each-step, the doctor said no-workers" in told
+    assert "`far`: predicted × 4.00, measured × 2.00" in told
+    assert ">1</text>" in publish.confusion_svg(found["confusion"])
+    assert "predicted 4.00, measured 2.00" in publish.scatter_svg([("far", 2.0, 4.0)])
 
 
-def test_a_tools_top_line_names_a_cause_by_its_function():
-    assert run.named_by("Data.__getitem__ (/x/a.py:3)", ["no-workers"])
-    assert not run.named_by("Data.__getitem__ (/x/a.py:3)", ["gc-each-step"])
-    assert run.named_by(None, ["no-workers"]) is None
+def test_a_second_cause_may_be_hidden_behind_the_first():
+    both = result(["gc-each-step", "no-workers"], [("no-workers", 2.0)])
+    assert run.judge("two", {**both, "later": ["gc-each-step"]})["all_named"]
 
 
-@pytest.mark.parametrize("name", ["gc_plain", "between_get_batch", "healthy_get_batch"])
+def test_the_page_is_that_of_the_result_files():
+    made = publish.make_page()
+    for name, text in made.items():
+        assert (publish.DOCS / name).read_text(encoding="utf-8") == text, f"run publish.py: {name}"
+
+
+def test_other_tools_name_a_cause_by_rules():
+    spot = {"function": "__getitem__", "line": 3}
+    assert peers.named_by_line(spot, ["no-workers"])
+    assert not peers.named_by_line(spot, ["gc-each-step"])
+    assert peers.named_by_line(None, ["no-workers"]) is None
+    assert peers.named_by_operators(["aten::item"], ["sync-every-step"])
+    assert not peers.named_by_operators(["aten::mm"], ["sync-every-step"])
+    assert peers.named_by_verdict("INPUT-BOUND (CRITICAL)", ["decode-bound"])
+    assert not peers.named_by_verdict("INPUT-BOUND (CRITICAL)", ["gc-each-step"])
+    chosen = peers.chosen()
+    assert len({case.causes for case in chosen}) == len(chosen)
+    assert peers.function_at("def a():\n    x = 1\n\ny = 2\n", 2) == "a"
+    assert peers.function_at("def a():\n    x = 1\n\ny = 2\n", 4) == ""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "between_get_batch",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("gc_plain", "healthy_get_batch")),
+    ],
+)
 def test_three_of_them_under_the_doctor(name, tmp_path, monkeypatch):
     monkeypatch.setenv("STEPS", "40")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -112,8 +147,9 @@ def test_the_stopwatch_writes_the_time_of_every_update(tmp_path):
         "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
         "for _ in range(4):\n    weight.square().sum().backward()\n    optimizer.step()\n"
     )
-    words = [sys.executable, str(FOLDER / "stopwatch.py"), str(tmp_path / "out"), str(script)]
-    subprocess.run(words, check=True, env={"STEPS": "3", "PATH": ""}, timeout=120)
+    stopwatch, words = FOLDER / "stopwatch.py", [tmp_path / "out", script]
+    done = shared().run(words, environment={"STEPS": "3", "PATH": ""}, script=stopwatch)
+    assert done.returncode == 0, done.stderr
     times = json.loads((tmp_path / "out").read_text())["times"]
     assert len(times) == 3
     assert times == sorted(times)

@@ -474,12 +474,6 @@ def test_a_trace_of_the_recorded_steps_only(tmp_path, name):
     assert costs == sorted(costs, reverse=True)
 
 
-@pytest.mark.parametrize("wrong", [{"active": 0}, {"wait": -1}, {"warmup": 0}])
-def test_a_schedule_without_steps_is_refused(wrong):
-    with pytest.raises(InputError, match=f"--{next(iter(wrong))}"):
-        Schedule(**wrong)
-
-
 # -- on a GPU --------------------------------------------------------------------------------------
 
 

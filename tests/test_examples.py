@@ -49,7 +49,14 @@ def test_every_example_is_listed_here():
     assert sorted(path.name for path in FOLDER.glob("*.py")) == sorted(SAYS)
 
 
-@pytest.mark.parametrize("name", sorted(SAYS))
+# Each imports a library of its own for seconds; its other example runs in `make test`.
+LATER = {"captured_lightning.py", "captured_huggingface.py"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LATER)) for name in sorted(SAYS)],
+)
 def test_example_runs_and_says_what_it_did(name, tmp_path):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.errors import InputError
 from stoker.train import memory
-from stoker.train.activations import choose_blocks, wrapped_modules
+from stoker.train.activations import choose_blocks
 from stoker.train.memory import (
     LeakWatch,
     checkpoint_activations,
@@ -30,6 +30,13 @@ from stoker.train.step import compact_recurrent
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MIB = 1 << 20
 GIB = 1 << 30
+
+
+def wrapped_modules(model):
+    """Yield the names of the blocks that recompute their activations."""
+    for name, module in model.named_modules():
+        if "forward" in module.__dict__:
+            yield name
 
 
 class Lines:
@@ -222,6 +229,20 @@ def test_garbage_in_cycles_is_no_growth():
             assert watch.after_epoch() is None
     finally:
         gc.enable()
+
+
+def test_memory_that_moves_by_a_little_costs_one_collection_and_one_census():
+    levels = iter([500, 503, 507, 505, 502.5, 502.4, 502.6, 502.5])
+    calls = []
+    watch = LeakWatch(
+        lambda: int(next(levels) * 1000),
+        100_000,
+        lambda: calls.append("census") or {},
+        collect=lambda: calls.append("collect"),
+    )
+    for _ in range(7):  # the first epoch measures twice
+        assert watch.after_epoch() is None
+    assert calls == ["collect", "census"]
 
 
 def test_the_fake_tensors_of_the_compiler_are_not_counted_and_nothing_is_warned_of():

@@ -11,7 +11,6 @@ from hypothesis.extra import numpy as hnp
 
 from stoker.loader import ragged
 from stoker.loader.loader import Loader
-from stoker.sources.molecules.functional_groups import expand_functional_groups
 from stoker.sources.molecules.packed import expand_atoms, expand_bonds
 from stoker.sources.msp import bin_spectrum
 from stoker.store.fields import Ragged, offsets_of
@@ -77,11 +76,8 @@ def test_words_expand_as_the_reference_does(device, atoms, bonds):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@given(flags=hnp.arrays(np.uint64, st.integers(0, 20)), lengths=LENGTHS, seed=st.integers(0, 9))
-def test_flags_and_fingerprints_expand(device, flags, lengths, seed):
-    assert (
-        ragged.expand_flags(on(device, flags)).cpu().numpy() == expand_functional_groups(flags)
-    ).all()
+@given(lengths=LENGTHS, seed=st.integers(0, 9))
+def test_fingerprints_expand(device, lengths, seed):
     rng = np.random.default_rng(seed)
     offsets = offsets_of(np.array(lengths))
     bits = rng.integers(0, 4096, offsets[-1]).astype(np.uint16)

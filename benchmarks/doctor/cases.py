@@ -288,7 +288,7 @@ AFTER = {
     # what a loop does after an update; `loss`, `output`, `model`, `step`
     "": "pass",
     "items": "if not FIXED:\n    seen = [float(value) for row in output.detach().repeat(1, 400) for value in row]",
-    "values": "if not FIXED:\n    seen = [float(value) for value in output.detach().flatten().repeat(4)]",
+    "values": "if not FIXED:\n    seen = [float(value) for value in output.detach().flatten().repeat(16)]",
     "gc": "if not FIXED:\n    gc.collect()",
     "save": "if not FIXED or step % 1000 == 999:\n"
     "    torch.save({'model': model.state_dict(), 'more': torch.zeros(700_000)}, f'{FOLDER}/last.pt')",
@@ -296,7 +296,7 @@ AFTER = {
     "leak": "if not FIXED:\n    KEPT.append((loss, torch.zeros(60_000)))",
     "log": "if not FIXED:\n    with open(f'{FOLDER}/log', 'a') as log:\n"
     "        for name, value in model.state_dict().items():\n"
-    "            log.write(name + repr(value.cpu().numpy().tolist()) + '\\n')",
+    "            log.write(name + ''.join(repr(value.cpu().numpy().tolist()) for _ in range(6)) + '\\n')",
 }
 
 STYLES = {
@@ -852,6 +852,7 @@ class Case:
 
 _FEW = "batch_size=32, num_workers=0 if not FIXED else min(4, CORES)"
 _ONE = "batch_size=32, num_workers=1 if not FIXED else min(4, CORES), persistent_workers=True"
+_PINNED = "batch_size=32, pin_memory=CUDA"
 _ALL = "batch_size=32, num_workers=CORES, persistent_workers=True"
 _TWO = "batch_size=32, num_workers=2, persistent_workers=True"
 _FOUR = "batch_size=4, num_workers=2, persistent_workers=True"
@@ -917,8 +918,6 @@ def _between() -> list[Case]:
             (BETWEEN,),
             "plain",
             after="log",
-            data="collate",
-            arguments="batch_size=32" + _OWN,
         ),
     ]
 
@@ -965,7 +964,7 @@ def _two() -> list[Case]:
 
 
 def _healthy() -> list[Case]:
-    quiet = "batch_size=32"
+    quiet = _PINNED  # without a GPU it is the same as without pin_memory
     return [
         Case("healthy_plain", (), "plain", arguments=quiet, busy=10),
         Case("healthy_workers", (), "plain", "zlib", "batch_size=4, num_workers=2, persistent_workers=True", busy=20,
@@ -993,12 +992,21 @@ def _on_a_gpu() -> list[Case]:
     return [
         Case("gpu_launches", ("launch-bound",), "launches", needs_gpu=True),
         Case("gpu_pageable", ("pageable-copies",), "pageable", needs_gpu=True),
-        Case("gpu_values", (SYNC,), "plain", after="values", busy=0, needs_gpu=True),
-        Case("gpu_values_class", (SYNC,), "class", after="values", busy=2.5, needs_gpu=True),
+        Case("gpu_values", (SYNC,), "plain", after="values", arguments=_PINNED, needs_gpu=True),
+        Case(
+            "gpu_values_class", (SYNC,), "class", after="values", arguments=_PINNED, needs_gpu=True
+        ),
     ]
 
 
-CASES: tuple[Case, ...] = (*_loading(), *_between(), *_stepping(), *_two(), *_healthy(), *_on_a_gpu())
+CASES: tuple[Case, ...] = (
+    *_loading(),
+    *_between(),
+    *_stepping(),
+    *_two(),
+    *_healthy(),
+    *_on_a_gpu(),
+)
 BY_NAME = {case.name: case for case in CASES}
 
 

@@ -90,11 +90,14 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--only", default="", help="parts of the names to run, by commas")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     result: dict[str, Any] = {}
     for name, source in SCRIPTS.items():
         if "GPU" in name and not torch.cuda.is_available():
+            continue
+        if not any(part in name for part in asked.only.split(",")):
             continue
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made)

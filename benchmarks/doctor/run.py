@@ -3,12 +3,12 @@
     python benchmarks/doctor/run.py                      # all scripts, one after the other: about half an hour
     python benchmarks/doctor/run.py --jobs 8             # eight at once, each on two cores of its own
     python benchmarks/doctor/run.py --only no_workers    # those whose name contains it
-    python benchmarks/doctor/run.py --peers              # also py-spy's top line and torch's profiler
 
-Each script runs three times: alone, under `stoker doctor`, and as its fixed twin. The measured gain is the rate of the
-twin by that of the script; the overhead is the step under the doctor by the step alone. GPUs are hidden unless `--gpu`
-is given, and each script may use two cores. Finished scripts are kept in `--state` and not run again; one whose
-framework is not installed is listed as not run. The result is `doctor-<machine>.json` in `--out`, and a page beside it.
+Each script runs four times: alone, under `stoker doctor`, as its fixed twin, and alone again. The measured gain is the
+rate of the twin by that of the script; the overhead is the step under the doctor by the step alone. GPUs are hidden
+unless `--gpu` is given, and each script may use two cores. Finished scripts are kept in `--state` and not run again;
+one whose framework is not installed is listed as not run. The result is `doctor-<machine>.json` in `--out`, of which
+`publish.py` makes the page docs/doctor-benchmark.md; `peers.py` asks other tools.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -51,31 +50,6 @@ KEPT = (
     *("operators", "copies", "syncs", "notes", "unjudged"),
 )
 """Measurements of the doctor that are kept, to understand a verdict."""
-SPOTS = {
-    # Functions of the scripts at which a tool that shows lines points at the cause.
-    "no-workers": {"__getitem__"},
-    "decode-bound": {"decode", "__getitem__"},
-    "disk-bound": {"read", "__getitem__", "__iter__"},
-    "augment-on-cpu": {"augment"},
-    "python-collate": {"collate"},
-    "hdf5-compressed": {"__getitem__"},
-    "hdf5-chunks": {"__getitem__"},
-    "sync-every-step": {"after"},
-    "gc-each-step": {"after"},
-    "saves-too-often": {"after"},
-    "slow-between-steps": {"get_batch", "__getitem__", "batches", "samples", "after", "rows"},
-}
-LOADING = (
-    "no-workers",
-    "starved-by-loader",
-    "decode-bound",
-    "disk-bound",
-    "augment-on-cpu",
-    "python-collate",
-)
-OPERATORS = dict.fromkeys((*LOADING, "hdf5-compressed", "hdf5-chunks"), ("enumerate(DataLoader)",))
-OPERATORS["sync-every-step"] = ("aten::item", "aten::_local_scalar_dense")
-
 
 # -- one script --------------------------------------------------------------------------------------
 
@@ -140,7 +114,7 @@ def read_times(out: Path, batch: int) -> dict[str, Any]:
     }
 
 
-def examine(case: Case, folder: Path, cores: set[int], peers: bool) -> dict[str, Any]:
+def examine(case: Case, folder: Path, cores: set[int]) -> dict[str, Any]:
     """Run one case in all ways."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / f"{case.name}.py"
@@ -171,48 +145,7 @@ def examine(case: Case, folder: Path, cores: set[int], peers: bool) -> dict[str,
             {"name": one["name"], "gain": one["gain"], "evidence": one["evidence"][:3]}
             for one in found["findings"]
         ]
-    if peers:
-        result["py_spy"] = top_line(script, folder, cores)
-        words = {"STOPWATCH_PROFILE": "1"}
-        result["torch_profiler"] = rate_of(
-            [str(script)], folder, "profiled", case.batch, cores, **words
-        ).get("top")
     return result
-
-
-def top_line(script: Path, folder: Path, cores: set[int]) -> str | None:
-    """Return the line of the script with most samples of py-spy, as `function (file:line)`; None without py-spy."""
-    program = shutil.which("py-spy")
-    if program is None:
-        return None
-    raw = folder / "stacks"
-    words = [
-        "record",
-        "--rate",
-        "50",
-        "--format",
-        "raw",
-        "--full-filenames",
-        "--subprocesses",
-        "--output",
-        str(raw),
-    ]
-    subprocess.run(
-        [program, *words, "--", sys.executable, str(script)],
-        env={**os.environ, "STEPS": str(STEPS), "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-        preexec_fn=partial(os.sched_setaffinity, 0, cores),
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
-    lines: Counter[str] = Counter()
-    for stack in raw.read_text(errors="replace").splitlines() if raw.exists() else ():
-        frames, _, count = stack.rpartition(" ")
-        own = [frame for frame in frames.split(";") if script.name in frame or "<ipython" in frame]
-        if own and not own[-1].startswith("<module>"):
-            lines[own[-1]] += int(count)
-    return lines.most_common(1)[0][0] if lines else None
 
 
 # -- all of them -------------------------------------------------------------------------------------
@@ -247,24 +180,7 @@ def judge(name: str, result: dict[str, Any]) -> dict[str, Any]:
     slow = result["doctored"].get("median_step_seconds")
     row["overhead"] = slow / fast - 1 if slow and fast else None
     row["step_ms"] = fast * 1e3 if fast else None
-    if causes:
-        row["py_spy"] = named_by(result.get("py_spy"), causes)
-        row["torch_profiler"] = any(
-            word in (result.get("torch_profiler") or ()) for cause in causes for word in OPERATORS.get(cause, ())
-        ) if result.get("torch_profiler") else None  # fmt: skip
     return row
-
-
-def named_by(line: str | None, causes: Sequence[str]) -> bool | None:
-    """Return whether a tool's top line is in a function that is the cause; None if the tool did not run."""
-    if line is None:
-        return None
-    function = re.split(r"[ .]", line.partition(" (")[0])[-1]
-    return any(
-        function in SPOTS.get(cause, ())
-        or (function == "<listcomp>" and cause == "sync-every-step")
-        for cause in causes
-    )
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -281,11 +197,6 @@ def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for row in (*one, *healthy):
         told = matrix.setdefault(row["causes"][0] if row["causes"] else "healthy", {})
         told[row["verdict"]] = told.get(row["verdict"], 0) + 1
-    by_tool = {
-        tool: {"right": sum(bool(row[tool]) for row in tried), "of": len(tried)}
-        for tool in ("py_spy", "torch_profiler")
-        if (tried := [row for row in slow if row.get(tool) is not None])
-    }
     return {
         "num_scripts": len(rows),
         "top_right": {"right": sum(row["is_right"] for row in slow), "of": len(slow)},
@@ -303,78 +214,7 @@ def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "p95": overheads[int(0.95 * (len(overheads) - 1))] if overheads else None,
         },
         "confusion": matrix,
-        "peers": by_tool,
     }  # fmt: skip
-
-
-def result_page(summary: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """Return the page: figures, the scatter of gains, the confusion matrix, every script."""
-    from stoker import page
-    from stoker.page.charts import Chart, Line, chart_grid, line_chart
-
-    def share(part: dict[str, int], name: str = "right") -> str:
-        return f"{part[name]} of {part['of']}"
-
-    def percent(value: float | None) -> str:
-        return "n/a" if value is None else f"{value:.1%}"
-
-    facts = {
-        "Top finding right": share(summary["top_right"]),
-        "Both of two causes named": share(summary["both_named"]),
-        "False alarms": share(summary["false_alarms"], "alarms"),
-        "Predicted gain, median error": percent(summary["predictions"]["median_error"]),
-        "Predicted within ± 30 %": percent(summary["predictions"]["within_30_percent"]),
-        "Overhead of the probe, p50": percent(summary["overhead"]["p50"]),
-        "Overhead of the probe, p95": percent(summary["overhead"]["p95"]),
-        **{f"Named by {tool}": share(part) for tool, part in summary["peers"].items()},
-    }  # fmt: skip
-    points = sorted(
-        (row["measured"], row["predicted"]) for row in rows if row["predicted"] and row["measured"]
-    )
-    most = max((measured for measured, _ in points), default=1.0)
-    scatter = Chart("scatter", "Predicted against measured gain", [
-        Line("a script", points, 0, "dots"), Line("equal", [(1.0, 1.0), (most, most)], 1, "dashed"),
-    ], "predicted gain", scale="count", along="measured gain", begin=1.0)  # fmt: skip
-    overheads = sorted(
-        (row["step_ms"], row["overhead"] * 100) for row in rows if row["overhead"] is not None
-    )
-    cost = Chart("cost", "What the probe costs", [Line("a script", overheads, 0, "dots")], "%", scale="count",
-                 along="ms per step", low=None)  # fmt: skip
-    told = sorted({verdict for verdicts in summary["confusion"].values() for verdict in verdicts})
-    matrix = [
-        (cause, *(str(verdicts.get(verdict, "")) for verdict in told))
-        for cause, verdicts in sorted(summary["confusion"].items())
-    ]
-    every = [
-        (
-            row["case"], row["style"], ", ".join(row["causes"]) or "healthy", ", ".join(row["found"]) or row["verdict"],
-            "yes" if row["is_right"] else "no",
-            *("n/a" if row[name] is None else f"× {row[name]:.2f}" for name in ("predicted", "measured")),
-            percent(row["overhead"]),
-        )
-        for row in rows
-    ]  # fmt: skip
-    header = (
-        "script",
-        "style",
-        "true cause",
-        "found",
-        "right",
-        "predicted",
-        "measured",
-        "overhead",
-    )
-    return page.html(
-        "A benchmark for doctors",
-        [
-            page.Section("figures", "Figures", page.facts(facts)),
-            page.Section("pictures", "Gains and cost", chart_grid([line_chart(scatter), line_chart(cost)])),
-            page.Section("matrix", "True cause (rows) and top finding (columns)",
-                         page.table(("", *told), matrix, key="confusion", numeric=range(1, len(told) + 1))),
-            page.Section("scripts", "Every script", page.table(header, every, key="every", wide=(3,))),
-        ],
-        subtitle=f"{summary['num_scripts']} scripts on {machine_name()}; python benchmarks/doctor/run.py",
-    )  # fmt: skip
 
 
 def core_sets(num_jobs: int, each: int) -> list[set[int]]:
@@ -405,11 +245,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="scripts at once")
     parser.add_argument("--cores", type=int, default=2, help="cores of each script")
     parser.add_argument("--gpu", action="store_true", help="let scripts use the GPU")
-    parser.add_argument("--peers", action="store_true", help="also run py-spy and torch's profiler")
     parser.add_argument("--again", action="store_true", help="run scripts whose result is kept")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no script after so long")
     parser.add_argument("--state", type=Path, default=Path(tempfile.gettempdir()) / "doctor-bench")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON and page")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     asked = parser.parse_args()
     if not asked.gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -437,7 +276,7 @@ def main() -> None:
         done = {row["case"] for row in rows}
         summary = summarise(rows)
         summary["not_run"] = [case.name for case in wanted if case.name not in done]
-        result = {"summary": summary, "rows": rows, "raw": raw}
+        result = {"gpu": asked.gpu, "summary": summary, "rows": rows, "raw": raw}
         document = {"benchmark": "doctor", "machine": facts, "result": result}
         (asked.out / f"doctor-{on}.json").write_text(json.dumps(document, indent=1) + "\n")
         return summary
@@ -449,7 +288,7 @@ def main() -> None:
         began = time.monotonic()
         cores, folder = free.get(), asked.state / "work" / case.name
         try:
-            result = examine(case, folder, cores, asked.peers)
+            result = examine(case, folder, cores)
         except subprocess.TimeoutExpired as error:
             print(f"{case.name}: {error}", flush=True)
             return

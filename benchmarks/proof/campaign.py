@@ -29,7 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.extend(
+    str(Path(__file__).resolve().parents[2] / name)
+    for name in ("benchmarks", "tests", "tests/campaign")
+)
 from harness import RESULTS, machine_facts, machine_name
 
 OUTCOMES = ("right", "refused", "wrong", "crash", "hang")
@@ -73,6 +76,7 @@ class _Child:
     pipe: int
     counted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     since: float = field(default_factory=time.monotonic)
+    late_at: float | None = None
     said: bytes = b""
 
     @property
@@ -85,7 +89,7 @@ class _Child:
         now = dict(zip(OUTCOMES, _COUNTS.unpack_from(self.shared, 8), strict=True))
         new = {word: count - self.counted[word] for word, count in now.items()}
         if any(new.values()):
-            self.since = time.monotonic()
+            self.since, self.late_at = time.monotonic(), None
         self.counted = now
         return new
 
@@ -115,14 +119,28 @@ class Campaign:
     """Runs blocks until the goal or the time is reached."""
 
     def __init__(
-        self, name: str, families: list[Family], goal: int, seed: int, hang_seconds: float, out: Path | None
+        self,
+        name: str,
+        families: list[Family],
+        goal: int,
+        seed: int,
+        hang_seconds: float,
+        out: Path | None,
     ) -> None:
         self.name, self.families, self.goal, self.seed = name, families, goal, seed
         self.hang_seconds = hang_seconds
         self.path = out or state_path(name)
-        self.result = read_state(self.path) or {"seed": seed, "goal": goal, "families": {}, "found": [], "cpu_seconds": 0.0}
+        self.result = read_state(self.path) or {
+            "seed": seed,
+            "goal": goal,
+            "families": {},
+            "found": [],
+            "cpu_seconds": 0.0,
+        }
         if self.result["seed"] != seed:
-            raise SystemExit(f"{self.path} has the seed {self.result['seed']}: use it, or another --out")
+            raise SystemExit(
+                f"{self.path} has the seed {self.result['seed']}: use it, or another --out"
+            )
         for each in families:
             self.result["families"].setdefault(
                 each.name, {"next": 0, "left": [], "counts": dict.fromkeys(OUTCOMES, 0)}
@@ -166,17 +184,25 @@ class Campaign:
             try:
                 self._run_block(family, start, stop, shared, theirs)
             except BaseException:  # noqa: BLE001  the parent must hear of it
-                os.write(theirs, json.dumps({"number": -1, "text": traceback.format_exc()[-1500:]}).encode() + b"\n")
+                os.write(
+                    theirs,
+                    json.dumps({"number": -1, "text": traceback.format_exc()[-1500:]}).encode()
+                    + b"\n",
+                )
                 os._exit(3)
             os._exit(0)
         os.close(theirs)
         self.children.append(_Child(pid, family, start, stop, shared, ours))
 
-    def _run_block(self, family: Family, start: int, stop: int, shared: mmap.mmap, pipe: int) -> None:
+    def _run_block(
+        self, family: Family, start: int, stop: int, shared: mmap.mmap, pipe: int
+    ) -> None:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        scratch = Path("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp", f"stoker-proof-{os.getpid()}")
+        scratch = Path(
+            "/dev/shm" if Path("/dev/shm").is_dir() else "/tmp", f"stoker-proof-{os.getpid()}"
+        )
         scratch.mkdir()
         quiet = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):
@@ -201,10 +227,33 @@ class Campaign:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
+    def _stands_still(self, child: _Child) -> bool:
+        """Whether nothing of a child's session waits for a core, or it used its time up.
+
+        A campaign at the lowest priority of a busy machine gets no core for minutes: that is no hang.
+        """
+        waits, used = False, 0.0
+        for entry in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                state, *numbers = entry.read_text().rpartition(") ")[2].split()
+                if int(numbers[2]) == child.pid:  # the session
+                    waits |= state == "R"
+                    used += (int(numbers[10]) + int(numbers[11])) / os.sysconf("SC_CLK_TCK")
+        if not waits:
+            return True
+        if child.late_at is None:
+            child.late_at = used
+        return used - child.late_at > self.hang_seconds
+
     def _keep(self, family: Family, what: str, number: int, text: str) -> None:
         if len(self.result["found"]) < _MOST_FOUND:
-            self.result["found"].append({"family": family.name, "what": what, "number": number, "text": text})
-        print(f"FOUND {family.name} {what} {number}: {text.strip().splitlines()[-1] if text.strip() else ''}", flush=True)
+            self.result["found"].append(
+                {"family": family.name, "what": what, "number": number, "text": text}
+            )
+        print(
+            f"FOUND {family.name} {what} {number}: {text.strip().splitlines()[-1] if text.strip() else ''}",
+            flush=True,
+        )
 
     def _look_after(self, child: _Child) -> None:
         """Take a child's news; end it where it hangs; note what it did when it has ended."""
@@ -212,7 +261,8 @@ class Campaign:
         pid, status = os.waitpid(child.pid, os.WNOHANG)
         ended = pid == child.pid
         hung = False
-        if not ended and time.monotonic() - child.since > self.hang_seconds:
+        late = time.monotonic() - child.since > self.hang_seconds
+        if not ended and late and self._stands_still(child):
             os.kill(child.pid, signal.SIGKILL)
             _, status = os.waitpid(child.pid, 0)
             ended = hung = True
@@ -234,7 +284,9 @@ class Campaign:
         os.close(child.pipe)
         at, code = child.at, os.waitstatus_to_exitcode(status)
         if code == 3:
-            raise SystemExit(f"{child.family.name}: its preparation failed: {self.result['found'][-1:]}")
+            raise SystemExit(
+                f"{child.family.name}: its preparation failed: {self.result['found'][-1:]}"
+            )
         if hung or code < 0:
             what = "hang" if hung else "crash"
             entry["counts"][what] += 1
@@ -294,7 +346,12 @@ class Campaign:
             name: entry | {"left": entry["left"] + running.get(name, [])}
             for name, entry in self.result["families"].items()
         }
-        write_state(self.path, self.name, self.result | {"families": families, "done": self.done()}, self.facts)
+        write_state(
+            self.path,
+            self.name,
+            self.result | {"families": families, "done": self.done()},
+            self.facts,
+        )
 
 
 def _children_cpu() -> float:

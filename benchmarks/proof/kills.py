@@ -8,14 +8,14 @@ checkpoint was left. Leaves: counts and seconds in `benchmarks/results/proof_kil
 Costs: about a second of CPU for a kill.
 
 - pack: at any moment; packed again, every file must have the bytes of an unbroken pack, and nothing may be left beside.
-- train: at any moment of a run of two epochs with shuffled samples, momentum, a schedule and a checkpoint every 3 steps.
+- train: at any moment of two epochs with shuffled samples, momentum, a schedule and a checkpoint every 3 steps.
 - validate: in the first or second validation of that run.
 - save: in any of its saves.
 
-After train, validate and save the run goes on to its end: weights, optimiser state and losses must be bit-equal to those
-of an unbroken run, and every sample of the epoch in which it was killed must have been trained on exactly once: before
+After train, validate and save the run goes on to its end: weights and optimiser state must be bit-equal to those of an
+unbroken run, and every sample of the epoch in which it was killed must have been trained on exactly once: before
 the checkpoint that it went on from, or after it (both processes write down the samples of every step).
-The seconds of recovery are those from the start of the second process's job to its first new step, or to the end of pack.
+The seconds of recovery go from the start of the second process's job to its first new step, or to the end of pack.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ def trained(folder: Path, run: Path, log: Path, tell: Callable[[str], None], res
 
     Checkpoints.save = save  # type: ignore[method-assign]
     shared = {"order": "shuffled", "seed": 3}
-    with Loader(folder / "store", BATCH, "cpu", **shared) as loader, Loader(folder / "store", 50, "cpu") as held:
+    with (
+        Loader(folder / "store", BATCH, "cpu", **shared) as loader,
+        Loader(folder / "store", 50, "cpu") as held,
+    ):
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * SAMPLES // BATCH)
         trainer = Trainer(
@@ -103,10 +106,14 @@ def trained(folder: Path, run: Path, log: Path, tell: Callable[[str], None], res
 def entries(log: Path) -> list[tuple[int, int, float, tuple[int, ...]]]:
     raw = log.read_bytes() if log.exists() else b""
     whole = len(raw) // _STEP.size * _STEP.size
-    return [(epoch, step, at, tuple(rest)) for epoch, step, at, *rest in _STEP.iter_unpack(raw[:whole])]
+    return [
+        (epoch, step, at, tuple(rest)) for epoch, step, at, *rest in _STEP.iter_unpack(raw[:whole])
+    ]
 
 
-def forked(job: Callable[[Callable[[str], None]], None], wanted: str, count: int, seconds: float) -> tuple[bool, float]:
+def forked(
+    job: Callable[[Callable[[str], None]], None], wanted: str, count: int, seconds: float
+) -> tuple[bool, float]:
     """Run a job in a fork; kill it `seconds` after it has told `wanted` for the count-th time ("" is its start).
 
     Return whether the kill came before its end, and when it was started.
@@ -139,7 +146,9 @@ def forked(job: Callable[[Callable[[str], None]], None], wanted: str, count: int
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code > 0:
-        raise AssertionError("the job failed: " + Path(os.environ["KILLS_ERRORS"]).read_text()[-1200:])
+        raise AssertionError(
+            "the job failed: " + Path(os.environ["KILLS_ERRORS"]).read_text()[-1200:]
+        )
     return code < 0, began
 
 
@@ -153,7 +162,7 @@ def prepare(phase: str, scratch: Path) -> Callable[[random.Random], tuple[str, f
     os.environ["KILLS_ERRORS"] = str(scratch / "error")
     make_inputs(scratch)
     began = time.monotonic()
-    forked(lambda tell: packed(scratch, scratch / "store"), "", 0, 1e9)
+    forked(lambda _: packed(scratch, scratch / "store"), "", 0, 1e9)
     pack_seconds = time.monotonic() - began
     stored = content(scratch / "store")
     log, run = scratch / "steps", scratch / "run"
@@ -173,15 +182,19 @@ def prepare(phase: str, scratch: Path) -> Callable[[random.Random], tuple[str, f
     def kill_pack(rng: random.Random) -> tuple[str, float]:
         clean()
         out = scratch / "new"
-        forked(lambda tell: packed(scratch, out), "", 0, rng.uniform(0, 1.1 * pack_seconds))
+        forked(lambda _: packed(scratch, out), "", 0, rng.uniform(0, 1.1 * pack_seconds))
         whole = out.exists()
         if whole:
             assert content(out) == stored, "a store that stands there is not whole"
             shutil.rmtree(out)
-        _, began = forked(lambda tell: packed(scratch, out), "", 0, 1e9)
+        _, began = forked(lambda _: packed(scratch, out), "", 0, 1e9)
         taken = time.monotonic() - began
         assert content(out) == stored, "other bytes than those of an unbroken pack"
-        left = [path.name for path in scratch.iterdir() if path.name.startswith((".new", "new")) and path != out]
+        left = [
+            path.name
+            for path in scratch.iterdir()
+            if path.name.startswith((".new", "new")) and path != out
+        ]
         assert not left, f"left beside: {left}"
         return "right", taken
 
@@ -212,7 +225,9 @@ def prepare(phase: str, scratch: Path) -> Callable[[random.Random], tuple[str, f
         steps = [entry for entry in first if entry[:2] < begin] + second
         assert len(steps) == len(unbroken), f"{len(steps)} steps instead of {len(unbroken)}"
         for epoch, step, _, samples in steps:
-            assert unbroken[epoch, step] == samples, f"other samples in step {step} of epoch {epoch}"
+            assert unbroken[epoch, step] == samples, (
+                f"other samples in step {step} of epoch {epoch}"
+            )
         for epoch in range(EPOCHS):
             seen = sorted(number for entry in steps if entry[0] == epoch for number in entry[3])
             assert seen == list(range(SAMPLES)), "a sample is lost or repeated"
@@ -224,14 +239,23 @@ def prepare(phase: str, scratch: Path) -> Callable[[random.Random], tuple[str, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=2000)
-    parser.add_argument("--seconds", type=float, default=36_000.0, help="stop after this; the next run goes on")
+    parser.add_argument(
+        "--seconds", type=float, default=36_000.0, help="stop after this; the next run goes on"
+    )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="a state file instead of that in benchmarks/results")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="a state file instead of that in benchmarks/results"
+    )
     options = parser.parse_args()
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # imports a second of torch
-    families = [Family(phase, lambda scratch, phase=phase: prepare(phase, scratch), block=20) for phase in PHASES]
-    Campaign("kills", families, options.kills, options.seed, 120, options.out).run(options.seconds, options.jobs)
+    families = [
+        Family(phase, lambda scratch, phase=phase: prepare(phase, scratch), block=20)
+        for phase in PHASES
+    ]
+    Campaign("kills", families, options.kills, options.seed, 120, options.out).run(
+        options.seconds, options.jobs
+    )
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
     python benchmarks/proof/soak.py [--minutes 30] [--device cpu] [--interval 2]
 
-Enters: nothing; a store of 24,000 samples is made. Half of the time is one long run of `Trainer.fit` (streamed chunks,
-shuffled, validation every epoch, a checkpoint every 500 steps), ended by SIGTERM as a scheduler would. The other half is
-short runs one after the other, each with new loaders, a new trainer and a new folder, in the same process. Leaves:
-slopes per hour with their 95 % confidence in `benchmarks/results/proof_soak-*.json`. Costs: the minutes that it is given.
+Enters: nothing; a store of 24,000 samples is made. Half of the time is one long run of `Trainer.fit` (streamed
+chunks, shuffled, validation every epoch, a checkpoint every 500 steps), ended by SIGTERM as a scheduler would. The
+other half is short runs one after the other, each with new loaders, a new trainer and a new folder, in the same
+process. Leaves: slopes per hour with their 95 % confidence in `benchmarks/results/proof_soak-*.json`. Costs: the
+minutes that it is given.
 
 The first fifth of each half is warm-up and does not count. A slope is that of a straight line through the medians of
 20 equal stretches of time; its confidence is Student's for that line. `grows` says that the interval lies above zero
-and that the growth over an hour is more than 1 % of the level (of a count: one).
+and that the growth over an hour is more than 1 % of the level (of a count: one). The wall time of a step follows
+whatever else the machine does; its CPU time says whether the work of a step grows.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ def measured(device: str) -> dict[str, float | None]:
         "rss_bytes": float(pages * os.sysconf("SC_PAGE_SIZE")),
         "device_bytes": None,
         "device_reserved_bytes": None,
-        "files": float(len(os.listdir("/proc/self/fd"))),
-        "threads": float(len(os.listdir("/proc/self/task"))),
+        "files": float(sum(1 for _ in Path("/proc/self/fd").iterdir())),
+        "threads": float(sum(1 for _ in Path("/proc/self/task").iterdir())),
     }
     if device != "cpu":
         found["device_bytes"] = float(torch.cuda.memory_allocated())
@@ -68,7 +70,10 @@ def slope(times: list[float], values: list[float]) -> dict[str, Any] | None:
         return None
     edges = np.linspace(times[0], times[-1], STRETCHES + 1)
     which = np.clip(np.searchsorted(edges, times, "right") - 1, 0, STRETCHES - 1)
-    inside = [[value for value, k in zip(values, which, strict=True) if k == stretch] for stretch in range(STRETCHES)]
+    inside = [
+        [value for value, k in zip(values, which, strict=True) if k == stretch]
+        for stretch in range(STRETCHES)
+    ]
     if not all(inside):
         return None
     x = (edges[:-1] + edges[1:]) / 2 / 3600
@@ -98,12 +103,17 @@ class Sampler:
         self._thread.start()
 
     def _run(self) -> None:
-        before = (time.monotonic(), self.steps)
+        before = (time.monotonic(), self.steps, time.process_time())
         while not self._stop.wait(self.interval):
-            now = (time.monotonic(), self.steps)
+            now = (time.monotonic(), self.steps, time.process_time())
             taken = now[1] - before[1]
-            step = 1e3 * (now[0] - before[0]) / taken if taken else None
-            self.readings.append({"at": now[0] - self.began, "step_ms": step, **measured(self.device)})
+            times = dict.fromkeys(("step_ms", "step_cpu_ms"))
+            if taken:
+                times = {
+                    "step_ms": 1e3 * (now[0] - before[0]) / taken,
+                    "step_cpu_ms": 1e3 * (now[2] - before[2]) / taken,
+                }
+            self.readings.append({"at": now[0] - self.began, **times, **measured(self.device)})
             before = now
 
     def end(self) -> dict[str, Any]:
@@ -112,10 +122,23 @@ class Sampler:
         self._thread.join()
         begin = 0.2 * (time.monotonic() - self.began)
         kept = [one for one in self.readings if one["at"] is not None and one["at"] > begin]
-        found: dict[str, Any] = {"seconds": round(time.monotonic() - self.began, 1), "steps": self.steps}
-        for name in ("rss_bytes", "device_bytes", "device_reserved_bytes", "files", "threads", "step_ms"):
+        found: dict[str, Any] = {
+            "seconds": round(time.monotonic() - self.began, 1),
+            "steps": self.steps,
+        }
+        for name in (
+            "rss_bytes",
+            "device_bytes",
+            "device_reserved_bytes",
+            "files",
+            "threads",
+            "step_ms",
+            "step_cpu_ms",
+        ):
             pairs = [(one["at"], one[name]) for one in kept if one[name] is not None]
-            found[name] = slope([at for at, _ in pairs], [value for _, value in pairs]) if pairs else None  # type: ignore[misc]
+            found[name] = (
+                slope([at for at, _ in pairs], [value for _, value in pairs]) if pairs else None
+            )  # type: ignore[misc]
         return found
 
 
@@ -147,7 +170,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between readings")
-    parser.add_argument("--out", type=Path, default=None, help="a file instead of benchmarks/results")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="a file instead of benchmarks/results"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -7,11 +7,11 @@ says what it shows. Costs a second or two; needs Pillow.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from stoker.cli.options import JsonOption, argument, option
+from stoker.cli.options import JsonOption, verb
 from stoker.cli.renamed import PASS_ON, augment_pictures
 from stoker.cli.terminal import echo, print_json
 from stoker.errors import InputError
@@ -26,31 +26,37 @@ app = typer.Typer(
 
 
 @app.command()
+@verb
 def preview(
-    images: Annotated[Path, argument("Folder of images, one image, or a packed store.")],
-    out: Annotated[Path, argument("PNG to write.")],
-    masks: Annotated[
-        Path | None, option("--masks", "Folder of masks with the images' names.")
-    ] = None,
-    rows: Annotated[int, option("--rows", "Images to show, from the first.")] = 4,
-    columns: Annotated[int, option("--columns", "The original and its draws.")] = 6,
-    preset: Annotated[
-        str | None, option("--preset", "standard (the default), minimal or strong.")
-    ] = None,
-    config: Annotated[
-        Path | None, option("--config", "Config file whose gpu_augmentation to show.")
-    ] = None,
-    seed: Annotated[int, option("--seed", "Of the draws.")] = 0,
-    epoch: Annotated[int, option("--epoch", "Whose draws to show.")] = 0,
-    size: Annotated[
-        str | None, option("--size", "HEIGHTxWIDTH to resize to; by default at most 384.")
-    ] = None,
-    ignore_index: Annotated[
-        int, option("--ignore-index", "Class of pixels to ignore; fills corners.")
-    ] = 255,
+    images: Path,
+    out: Path,
+    *,
+    masks: Path | None = None,
+    rows: int = 4,
+    columns: int = 6,
+    preset: str | None = None,
+    config: Path | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+    size: str | None = None,
+    ignore_index: int = 255,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a grid: every image, its draws, and the masks that follow them."""
+    """Write a grid: every image, its draws, and the masks that follow them.
+
+    Options:
+        images: Folder of images, one image, or a packed store.
+        out: PNG to write.
+        masks: Folder of masks with the images' names.
+        rows: Images to show, from the first.
+        columns: The original and its draws.
+        preset: standard (the default), minimal or strong.
+        config: Config file whose gpu_augmentation to show.
+        seed: Of the draws.
+        epoch: Whose draws to show.
+        size: HEIGHTxWIDTH to resize to; by default at most 384.
+        ignore_index: Class of pixels to ignore; fills corners.
+    """
     from stoker.augment.preview import check_output, make_preview, read_samples, write_png
     from stoker.sources.images import parse_size
 

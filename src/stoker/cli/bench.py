@@ -7,11 +7,10 @@ Enters: the library. Leaves: the documented lines, or one JSON document. Costs a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from stoker.cli.options import JsonOption, option
+from stoker.cli.options import JsonOption, verb
 from stoker.cli.progress import Bar
 from stoker.cli.renamed import PASS_ON, bench_augment
 from stoker.cli.terminal import echo, print_json
@@ -23,25 +22,25 @@ app.command("augment", hidden=True, context_settings=PASS_ON)(bench_augment)
 
 
 @app.command()
+@verb
 def memory(
-    msp: Annotated[Path | None, option("--msp", "The library, .msp or gzipped.")] = None,
-    mol_dir: Annotated[
-        Path | None,
-        option(
-            "--mol-dir",
-            "A folder of MOL files, a zip of them, or one SDF; without it the library's SMILES.",
-        ),
-    ] = None,
-    mode: Annotated[str, option("--mode", "estimate, lazy, precomputed or all.")] = "all",
-    ram_gb: Annotated[
-        float, option("--ram-gb", "RAM of the machine in question, in GB (10^9 bytes).")
-    ] = 32.0,
-    samples: Annotated[
-        int, option("--samples", "Samples to measure with, the library's first.")
-    ] = 1000,
+    *,
+    msp: Path | None = None,
+    mol_dir: Path | None = None,
+    mode: str = "all",
+    ram_gb: float = 32.0,
+    samples: int = 1000,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure what mass spectra take in RAM, lazy and precomputed, and project it to 300,000."""
+    """Measure what mass spectra take in RAM, lazy and precomputed, and project it to 300,000.
+
+    Options:
+        msp: The library, .msp or gzipped.
+        mol_dir: A folder of MOL files, a zip of them, or one SDF; without it the library's SMILES.
+        mode: estimate, lazy, precomputed or all.
+        ram_gb: RAM of the machine in question, in GB (10^9 bytes).
+        samples: Samples to measure with, the library's first.
+    """
     if msp is None and mode != "estimate":
         raise InputError(
             "there is no library to measure with.",

@@ -7,27 +7,30 @@ Costs a few milliseconds beside the imports.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stoker.address import MARK, masked
-from stoker.cli.migrate import migrate
-from stoker.cli.options import JsonOption, SetOption, argument, option, require_output
+from stoker.cli.options import JsonOption, SetOption, require_output, verb
 from stoker.cli.terminal import echo, echo_lines, make_console, print_commands, print_json
-from stoker.display import command, secret_hint
-from stoker.ownership import always, write_text
+from stoker.display import command, quoted, secret_hint
+from stoker.errors import InputError, unwritable
+from stoker.ownership import always, free_name, write_text
+from stoker.units import format_count
 
 if TYPE_CHECKING:
+    from stoker.compat.migrate.convert import Migration
     from stoker.config import Config, Problem, Settings
 
 app = typer.Typer(no_args_is_help=True, help="Write, check, show and migrate config files.")
 
-FileArgument = Annotated[Path, argument("The YAML file.")]
+FileArgument = Annotated[Path, typer.Argument(help="The YAML file.")]
 
 
 @app.command()
-def check(file: FileArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
+@verb
+def check(file: FileArgument, *, overrides: SetOption = None, as_json: JsonOption = False) -> None:
     """Check FILE, and say which value each setting gets, and from where."""
     from stoker.config import check_config, resolve
     from stoker.config.resolve import as_error
@@ -51,16 +54,19 @@ def check(file: FileArgument, overrides: SetOption = None, as_json: JsonOption =
 
 
 @app.command()
+@verb
 def show(
-    file: Annotated[
-        Path | None, argument("The YAML file; without one, every key at its default.")
-    ] = None,
+    file: Path | None = None,
+    *,
     overrides: SetOption = None,
-    every: Annotated[
-        bool, option("--all", "Also list the keys that are not written, as comments.")
-    ] = False,
+    every: Annotated[bool, typer.Option("--all")] = False,
 ) -> None:
-    """Print FILE as stoker reads it: anchors and overrides worked in, YAML on stdout."""
+    """Print FILE as stoker reads it: anchors and overrides worked in, YAML on stdout.
+
+    Options:
+        file: The YAML file; without one, every key at its default.
+        every: Also list the keys that are not written, as comments.
+    """
     from stoker.config import describe_tree, dump_config, load_config, parse_config
 
     given = overrides or ()
@@ -90,12 +96,15 @@ def _recipe_defaults(config: Config) -> dict[str, object]:
 
 
 @app.command()
-def init(
-    recipe: Annotated[str, argument("A ready job, or package.module:Class.")],
-    out: Annotated[Path | None, argument("The file to write; without one, stdout.")] = None,
-    force: Annotated[bool, option("--force", "Let OUT replace a file.")] = False,
-) -> None:
-    """Write a complete, commented config for RECIPE, which trains as it stands once its store is packed."""
+@verb
+def init(recipe: str, out: Path | None = None, *, force: bool = False) -> None:
+    """Write a complete, commented config for RECIPE, which trains as it stands once its store is packed.
+
+    Options:
+        recipe: A ready job, or package.module:Class.
+        out: The file to write; without one, stdout.
+        force: Let OUT replace a file.
+    """
     from stoker.recipes.template import render_config
 
     require_output(out, "OUT", force=force)
@@ -109,7 +118,48 @@ def init(
     print_commands(make_console(stderr=True), [command("stoker", "train", "--config", out)])
 
 
-app.command("migrate")(migrate)
+@app.command()
+@verb
+def migrate(
+    old: Path,
+    new: Path,
+    *,
+    recipe: Annotated[str | None, typer.Option(show_default="the one that OLD names")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write an older config in today's layout; every key is taken over or listed.
+
+    Options:
+        old: The older YAML file.
+        new: The file to write; must not exist.
+        recipe: Name this recipe in NEW, and take over the options that it knows.
+    """
+    from stoker.compat.migrate.convert import migrate_file
+    from stoker.config import parse_config, resolve
+
+    if new.exists():
+        raise InputError(
+            f"{new} exists already.",
+            "a file that is not there yet",
+            f"{quoted(free_name(new))}, or move it away",
+        )
+    made = migrate_file(old, recipe, _why_refused)
+    settings = resolve(parse_config(made.text, str(new)))
+    if settings.recipe.name is not None:
+        from stoker.recipes.catalogue import choose_recipe
+
+        choose_recipe(settings)
+    try:
+        with new.open("x", encoding="utf-8") as file:
+            if masked(made.text) != made.text:  # a password: for its owner's eyes only
+                new.chmod(0o600)
+            file.write(made.text)
+    except OSError as error:
+        raise unwritable(new, error) from error
+    if as_json:
+        _print_migration_json(made, new)
+    else:
+        _print_migration(made, old, new)
 
 
 @app.command()
@@ -155,3 +205,48 @@ def _show(key: str, value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {below}" for key, below in value.items()) or "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# -- migrating ------------------------------------------------------------------------------------
+
+
+def _why_refused(recipe: str, option: str, value: Any) -> str | None:
+    from stoker.recipes.options import parse_options
+    from stoker.recipes.registry import find_recipe
+
+    try:
+        parse_options(find_recipe(recipe).Options, {option: value}, recipe)
+    except InputError as error:
+        return f"{error.given.rstrip('.')}; allowed: {error.allowed}"
+    return None
+
+
+def _print_migration_json(made: Migration, new: Path) -> None:
+    moved = [
+        {"old": each.old, "place": str(each.place), "new": each.new, "value": each.value, "note": each.note}
+        for each in made.moved
+    ]  # fmt: skip
+    dropped = [
+        {"old": each.old, "place": str(each.place), "value": each.value, "reason": each.reason}
+        for each in made.dropped
+    ]
+    facts = {"out": str(new), "moved": moved, "dropped": dropped}
+    print_json(facts)
+
+
+def _print_migration(made: Migration, old: Path, new: Path) -> None:
+    from stoker.compat.migrate.convert import TYPED
+
+    taken = [each for each in made.moved if each.old != TYPED]
+    for each in taken:
+        if each.old != each.new:
+            echo(f"moved    {each.old} to {each.new}")
+        if each.note:
+            echo(f"fixed    {each.old} ({each.place}): {each.note}")
+    for drop in made.dropped:
+        echo(f"dropped  {drop}")
+    echo(
+        f"{new}: {format_count(len(taken), 'key')} of {old} taken over, {len(made.dropped)} dropped"
+    )
+    if not any(each.new == "recipe.name" and each.value for each in made.moved):
+        echo("it names no recipe yet: --recipe NAME does, for `stoker train`")

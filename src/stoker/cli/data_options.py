@@ -1,7 +1,7 @@
 """Options of raw data, declared once: groups that `pack`, `inspect` and `predict` share.
 
 Enters: what was typed. Leaves: what a source takes. Costs nothing: a source is imported when its group is used. A verb
-with the decorator `options.with_groups` has all options of the groups among its parameters; an option of the same name
+with the decorator `options.verb` has all options of the groups among its parameters; an option of the same name
 in two groups is one option, and both get its value.
 """
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from stoker.cli.options import option
+import typer
+
 from stoker.display import quoted
 from stoker.errors import InputError
 
@@ -22,49 +23,16 @@ if TYPE_CHECKING:
     from stoker.sources.tables import TableSource, TextOptions
     from stoker.store.plain import Selection
 
-Columns = Annotated[
-    str | None,
-    option("--columns", "What the file calls them: open=NAME,high=NAME,low=NAME,close=NAME."),
-]
-Decimal = Annotated[str | None, option("--decimal", "Decimal sign, . or , [default: found].")]
-Drop = Annotated[list[str] | None, option("--drop", "Column to leave out; repeatable.")]
-Dtype = Annotated[
-    list[str] | None,
-    option(
-        "--dtype",
-        "NAME=KIND where the values do not say it: number, float64, bool, category, one-hot, codes, date, "
-        "day-first, month-first, seconds; repeatable.",
-    ),
-]
-Missing = Annotated[
-    str,
-    option(
-        "--missing",
-        "Missing numbers: stop: refuse them; median or zero: fill them; flag: fill by the median and mark them "
-        "in a column of their own; drop: leave their rows out.",
-    ),
-]
 Range = Annotated[
     str | None,
-    option(
+    typer.Option(
         "--range",
-        "LOW,HIGH of 16-bit and float pictures, stored as 0 to 255 [default: 0,65535 and 0,1].",
+        help="LOW,HIGH of 16-bit and float pictures, stored as 0 to 255 [default: 0,65535 and 0,1].",
     ),
 ]
 Stride = Annotated[
-    int | None, option("--stride", "Rows from one window to the next [default: the window].")
-]
-Target = Annotated[str | None, option("--target", "Column to predict.")]
-TimeColumn = Annotated[
-    str | None,
-    option("--time-column", "Name of the time column, or DATE+TIME for two [default: found]."),
-]
-OnBad = Annotated[
-    str,
-    option("--on-bad", "stop: refuse the pack; quarantine: leave bad pieces out and list them."),
-]
-Budget = Annotated[
-    str, option("--bad-budget", "Most that may be left out: a share (1%) or a number.")
+    int | None,
+    typer.Option("--stride", help="Rows from one window to the next [default: the window]."),
 ]
 
 
@@ -75,23 +43,21 @@ def split_names(text: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Packing:
-    """Options of every pack."""
+    """Options of every pack.
 
-    jobs: Annotated[
-        int, option("--jobs", "-j", "Worker processes; 0 means one per usable core.")
-    ] = 0
-    cluster: Annotated[
-        str | None,
-        option(
-            "--cluster",
-            "Build on a Dask cluster: its scheduler's address, such as tcp://10.0.0.1:8786.",
-        ),
-    ] = None
-    force_recreate: Annotated[
-        bool, option("--force-recreate", "Pack again even when OUT is up to date.")
-    ] = False
-    on_bad: OnBad = "stop"
-    bad_budget: Budget = "1%"
+    Attributes:
+        jobs: Worker processes; 0 means one per usable core.
+        cluster: Build on a Dask cluster: its scheduler's address, such as tcp://10.0.0.1:8786.
+        force_recreate: Pack again even when OUT is up to date.
+        on_bad: stop: refuse the pack; quarantine: leave bad pieces out and list them.
+        bad_budget: Most that may be left out: a share (1%) or a number.
+    """
+
+    jobs: Annotated[int, typer.Option("--jobs", "-j")] = 0
+    cluster: str | None = None
+    force_recreate: bool = False
+    on_bad: str = "stop"
+    bad_budget: str = "1%"
 
     def options(self, repairs: Sequence[str] = ()) -> PackOptions:
         """Return the same for `pack`."""
@@ -104,27 +70,23 @@ class Packing:
 class SpectrumPacking(Packing):
     """The same with the usual values for spectrum libraries, which have bad records."""
 
-    on_bad: OnBad = "quarantine"
-    bad_budget: Budget = "10%"
+    on_bad: str = "quarantine"
+    bad_budget: str = "10%"
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which arrays of a file."""
+    """Which arrays of a file.
 
-    fields: Annotated[
-        str | None,
-        option(
-            "--fields", "Arrays of an HDF5 or .npz file, by commas.", show_default="all that fit"
-        ),
-    ] = None
-    group: Annotated[
-        str | None, option("--group", "Group of an HDF5 or .npz file that holds the arrays.")
-    ] = None
-    rows: Annotated[
-        int | None,
-        option("--rows", "Only arrays with this many rows, of an HDF5 or .npz file.", min=0),
-    ] = None
+    Attributes:
+        fields: Arrays of an HDF5 or .npz file, by commas.
+        group: Group of an HDF5 or .npz file that holds the arrays.
+        rows: Only arrays with this many rows, of an HDF5 or .npz file.
+    """
+
+    fields: Annotated[str | None, typer.Option(show_default="all that fit")] = None
+    group: str | None = None
+    rows: Annotated[int | None, typer.Option(min=0)] = None
 
     def selection(self) -> Selection:
         """Return the same for `open_store`."""
@@ -135,26 +97,19 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Text:
-    """How text files are written."""
+    """How text files are written.
 
-    sep: Annotated[
-        str | None,
-        option(
-            "--sep",
-            "Between cells: a character, or comma, semicolon, tab, bar, whitespace [default: found].",
-        ),
-    ] = None
-    decimal: Decimal = None
-    encoding: Annotated[
-        str | None, option("--encoding", "Of text files, such as cp1252 [default: found].")
-    ] = None
-    header: Annotated[
-        bool | None,
-        option(
-            "--header/--no-header",
-            "Whether the first line names the columns [default: found, or asked].",
-        ),
-    ] = None
+    Attributes:
+        sep: Between cells: a character, or comma, semicolon, tab, bar, whitespace [default: found].
+        decimal: Decimal sign, . or , [default: found].
+        encoding: Of text files, such as cp1252 [default: found].
+        header: Whether the first line names the columns [default: found, or asked].
+    """
+
+    sep: str | None = None
+    decimal: str | None = None
+    encoding: str | None = None
+    header: Annotated[bool | None, typer.Option("--header/--no-header")] = None
 
     def options(self) -> TextOptions:
         """Return the same for the readers of tables."""
@@ -165,15 +120,23 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """What becomes of a table's columns."""
+    """What becomes of a table's columns.
 
-    target: Target = None
-    drop: Drop = None
-    keep: Annotated[
-        list[str] | None, option("--keep", "Take only such columns, and the target; repeatable.")
-    ] = None
-    dtype: Dtype = None
-    missing: Missing = "stop"
+    Attributes:
+        target: Column to predict.
+        drop: Column to leave out; repeatable.
+        keep: Take only such columns, and the target; repeatable.
+        dtype: NAME=KIND where the values do not say it: number, float64, bool, category, one-hot, codes, date,
+            day-first, month-first, seconds; repeatable.
+        missing: Missing numbers: stop: refuse them; median or zero: fill them; flag: fill by the median and mark them
+            in a column of their own; drop: leave their rows out.
+    """
+
+    target: str | None = None
+    drop: list[str] | None = None
+    keep: list[str] | None = None
+    dtype: list[str] | None = None
+    missing: str = "stop"
 
     def source(
         self, paths: tuple[Path, ...], text: Text, split: tuple[float, ...] = ()
@@ -200,23 +163,27 @@ class Table:
 
 @dataclass(frozen=True)
 class BarReading:
-    """How files of bars are read."""
+    """How files of bars are read.
 
-    day_first: Annotated[
-        bool | None,
-        option("--day-first/--month-first", "How 10/11/2020 reads [default: found out, or asked]."),
-    ] = None
-    time_zone: Annotated[
-        str | None, option("--tz", "Zone of the files' clock, such as Europe/Athens.")
-    ] = None
-    sort: Annotated[bool, option("--sort", "Sort files of bars that are in no order.")] = False
-    time_column: TimeColumn = None
-    columns: Columns = None
-    drop: Drop = None
-    stamp: Annotated[str, option("--stamp", "Whether a bar's time is its open or its close.")] = (
-        "open"
-    )
-    decimal: Decimal = None
+    Attributes:
+        day_first: How 10/11/2020 reads [default: found out, or asked].
+        time_zone: Zone of the files' clock, such as Europe/Athens.
+        sort: Sort files of bars that are in no order.
+        time_column: Name of the time column, or DATE+TIME for two [default: found].
+        columns: What the file calls them: open=NAME,high=NAME,low=NAME,close=NAME.
+        drop: Column to leave out; repeatable.
+        stamp: Whether a bar's time is its open or its close.
+        decimal: Decimal sign, . or , [default: found].
+    """
+
+    day_first: Annotated[bool | None, typer.Option("--day-first/--month-first")] = None
+    time_zone: Annotated[str | None, typer.Option("--tz")] = None
+    sort: bool = False
+    time_column: str | None = None
+    columns: str | None = None
+    drop: list[str] | None = None
+    stamp: str = "open"
+    decimal: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return the same for `BarsSource`."""
@@ -234,39 +201,24 @@ class BarReading:
 
 @dataclass(frozen=True)
 class Pictures:
-    """How pictures are stored."""
+    """How pictures are stored.
 
-    channels: Annotated[int, option("--channels", "3 for RGB, 1 for grey.")] = 3
-    lists: Annotated[
-        list[str] | None,
-        option("--list", "Split by a list of names, such as train=train.txt; repeatable."),
-    ] = None
+    Attributes:
+        channels: 3 for RGB, 1 for grey.
+        lists: Split by a list of names, such as train=train.txt; repeatable.
+        first_frame: Take the first frame of files that hold several.
+        keep_encoded: Store the bytes of JPEG, PNG and WebP files, of any size; they are decoded while training.
+        max_side: With --keep-encoded: make larger pictures smaller, to this longer side.
+        quality: With --keep-encoded: of JPEG that is written anew; takes progressive, CMYK and other files too.
+    """
+
+    channels: int = 3
+    lists: Annotated[list[str] | None, typer.Option("--list")] = None
     value_range: Range = None
-    first_frame: Annotated[
-        bool, option("--first-frame", "Take the first frame of files that hold several.")
-    ] = False
-    keep_encoded: Annotated[
-        bool,
-        option(
-            "--keep-encoded",
-            "Store the bytes of JPEG, PNG and WebP files, of any size; they are decoded while training.",
-        ),
-    ] = False
-    max_side: Annotated[
-        int | None,
-        option(
-            "--max-side",
-            "With --keep-encoded: make larger pictures smaller, to this longer side.",
-        ),
-    ] = None
-    quality: Annotated[
-        int | None,
-        option(
-            "--quality",
-            "With --keep-encoded: of JPEG that is written anew; takes progressive, CMYK and other files too.",
-            show_default="90 with --max-side",
-        ),
-    ] = None
+    first_frame: bool = False
+    keep_encoded: bool = False
+    max_side: int | None = None
+    quality: Annotated[int | None, typer.Option(show_default="90 with --max-side")] = None
 
     def settings(self, size: str | None, usual: str) -> dict[str, Any]:
         """Return the same for `ImagesSource` and `SegmentationSource`.
@@ -307,46 +259,37 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Labels:
-    """Labels of pictures in a file of their own."""
+    """Labels of pictures in a file of their own.
 
-    labels: Annotated[
-        Path | None, option("--labels", "CSV of names and labels, instead of class folders.")
-    ] = None
-    label_column: Annotated[
-        str | None, option("--label-column", "Column of labels in it [default: found].")
-    ] = None
+    Attributes:
+        labels: CSV of names and labels, instead of class folders.
+        label_column: Column of labels in it [default: found].
+    """
+
+    labels: Path | None = None
+    label_column: str | None = None
 
 
 @dataclass(frozen=True)
 class Masks:
-    """Which mask belongs to a picture, and what its values mean."""
+    """Which mask belongs to a picture, and what its values mean.
 
-    mask_suffix: Annotated[
-        str, option("--mask-suffix", "What mask names have behind the image's: _L for x_L.png.")
-    ] = ""
-    image_suffix: Annotated[
-        str, option("--image-suffix", "What image names have behind the part they share.")
-    ] = ""
-    mask_prefix: Annotated[
-        str, option("--mask-prefix", "What mask names have before the image's.")
-    ] = ""
-    mask_map: Annotated[
-        list[str] | None,
-        option(
-            "--mask-map",
-            "Class of mask values or colours: 255=1, 0-127=0, #ff0000=2, other=255; or keep. Repeatable.",
-        ),
-    ] = None
-    mask_colors: Annotated[
-        Path | None, option("--mask-colors", "Table of colours: r, g, b and a name a line.")
-    ] = None
-    mask_orientation: Annotated[
-        str,
-        option(
-            "--mask-orientation",
-            "Masks without EXIF beside images with: image (turned like it), upright, or auto by size.",
-        ),
-    ] = "auto"
+    Attributes:
+        mask_suffix: What mask names have behind the image's: _L for x_L.png.
+        image_suffix: What image names have behind the part they share.
+        mask_prefix: What mask names have before the image's.
+        mask_map: Class of mask values or colours: 255=1, 0-127=0, #ff0000=2, other=255; or keep. Repeatable.
+        mask_colors: Table of colours: r, g, b and a name a line.
+        mask_orientation: Masks without EXIF beside images with: image (turned like it), upright, or auto by
+            size.
+    """
+
+    mask_suffix: str = ""
+    image_suffix: str = ""
+    mask_prefix: str = ""
+    mask_map: list[str] | None = None
+    mask_colors: Path | None = None
+    mask_orientation: str = "auto"
 
     def settings(self) -> dict[str, Any]:
         """Return the same for `SegmentationSource`."""

@@ -7,7 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from stoker.cli.options import JsonOption, option
+import typer
+
+from stoker.cli.options import JsonOption, verb
 from stoker.cli.progress import Bar
 from stoker.cli.tables import make_table
 from stoker.cli.terminal import make_console, print_json
@@ -20,16 +22,19 @@ if TYPE_CHECKING:
     from stoker.demo.story import DemoResult
 
 
+@verb
 def demo(
-    folder: Annotated[Path, option("--folder", "Where the data and the store go.")] = Path(
-        "stoker-demo"
-    ),
-    weeks: Annotated[
-        int, option("--weeks", "Weeks of one-minute bars to make.", min=4, max=520)
-    ] = 9,
+    *,
+    folder: Path = Path("stoker-demo"),
+    weeks: Annotated[int, typer.Option(min=4, max=520)] = 9,
     as_json: JsonOption = False,
 ) -> None:
-    """Try it all on made-up bars: pack, plan, train with and without stoker, doctor, tune, report."""
+    """Try it all on made-up bars: pack, plan, train with and without stoker, doctor, tune, report.
+
+    Options:
+        folder: Where the data and the store go.
+        weeks: Weeks of one-minute bars to make.
+    """
     from stoker.demo.story import run_demo
 
     began = time.perf_counter()

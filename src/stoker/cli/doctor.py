@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.options import (
-    DeviceOption,
-    SetOption,
-    StoreOption,
-    argument,
-    option,
-    require_output,
+from stoker.cli.doctor_verbs import (
+    look_at_process,
+    print_trace,
+    record_job,
+    require_trace,
+    run_verb,
+    trace_facts,
 )
+from stoker.cli.options import DeviceOption, SetOption, StoreOption, require_output, verb
 from stoker.cli.progress import Bar
 from stoker.cli.terminal import make_console, print_json, styled
 from stoker.display import quoted
@@ -52,74 +53,48 @@ _ENDED_BY = {"interrupt": EXIT_INTERRUPTED, "termination": 128 + 15}
 _BOTH_FORMS = "stoker doctor --config tabular --store STORE, or stoker doctor -- python train.py"
 
 
+@verb
 def doctor(
-    command: Annotated[
-        list[str] | None,
-        argument("A script to run and look at, such as -- python train.py.", metavar="-- COMMAND"),
-    ] = None,
-    pid: Annotated[
-        int | None,
-        option("--pid", "A process that already runs: where its time goes (by py-spy).", min=1),
-    ] = None,
-    config: Annotated[
-        Path | None, option("--config", "A job of stoker's own: its YAML file, or a shipped name.")
-    ] = None,
+    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND")] = None,
+    *,
+    pid: Annotated[int | None, typer.Option(min=1)] = None,
+    config: Path | None = None,
     overrides: SetOption = None,
     store: StoreOption = None,
     device: DeviceOption = None,
-    steps: Annotated[
-        int | None, option("--steps", "Measure so many steps; a script is ended after them.", min=1)
-    ] = None,
-    seconds: Annotated[
-        float | None,
-        option(
-            "--seconds",
-            "A script: end it after so long. A config: the most for each measurement.",
-            min=0.1,
-        ),
-    ] = None,
-    apply: Annotated[
-        Path | None,
-        option(
-            "--apply",
-            "Write the changed config, or a patch for a script, and measure again.",
-            metavar="FILE",
-        ),
-    ] = None,
-    force: Annotated[bool, option("--force", "Let --apply replace FILE.")] = False,
-    html: Annotated[
-        Path | None, option("--html", "Write a page for a browser.", metavar="FILE")
-    ] = None,
-    out: Annotated[
-        Path | None, option("--out", "Write the JSON document to a file.", metavar="FILE")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        option(
-            "--trace",
-            "A config: also record a few steps with torch's profiler, as a chrome trace; .json.gz is compressed.",
-            metavar="FILE",
-        ),
-    ] = None,
-    trace_steps: Annotated[int, option("--trace-steps", "Steps that --trace records.", min=1)] = 5,
-    as_json: Annotated[
-        bool, option("--json", "Print one JSON document on stdout (beside a script: use --out).")
-    ] = False,
+    steps: Annotated[int | None, typer.Option(min=1)] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.1)] = None,
+    apply: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    force: bool = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    trace_steps: Annotated[int, typer.Option(min=1)] = 5,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Find out why a training job is slow, what would help, and by how much.
 
     Give a config of stoker's own, or any command behind two dashes: it runs unmodified. `stoker doctor compare A.json
     B.json` compares two results of --out, for CI; `stoker doctor explain NAME` prints what a finding means.
+
+    Options:
+        command: A script to run and look at, such as -- python train.py.
+        pid: A process that already runs: where its time goes (by py-spy).
+        config: A job of stoker's own: its YAML file, or a shipped name.
+        steps: Measure so many steps; a script is ended after them.
+        seconds: A script: end it after so long. A config: the most for each measurement.
+        apply: Write the changed config, or a patch for a script, and measure again.
+        force: Let --apply replace FILE.
+        html: Write a page for a browser.
+        out: Write the JSON document to a file.
+        trace: A config: also record a few steps with torch's profiler, as a chrome trace; .json.gz is
+            compressed.
+        trace_steps: Steps that --trace records.
+        as_json: Print one JSON document on stdout (beside a script: use --out).
     """
-    from stoker.cli.trace import require_trace
-
     if command and command[0] in ("compare", "explain"):
-        from stoker.cli.doctor_verbs import run_verb
-
         raise typer.Exit(run_verb(command) or 0)
     if pid is not None:
-        from stoker.cli.doctor_verbs import look_at_process
-
         if command or config is not None:
             raise InputError(
                 "--pid and something to run were given.",
@@ -154,7 +129,7 @@ def doctor(
     from stoker.doctor.job_config import JobConfig
 
     assert config is not None
-    require_trace(trace, "--trace", config)
+    require_trace(trace, config)
     job = JobConfig.read(config, overrides or (), store)
     _examine_job(job, device, steps, seconds, apply, html, out, as_json, force, trace, trace_steps)
 
@@ -177,9 +152,7 @@ def _examine_job(
 ) -> None:
     # The profiler's library talks on stderr while it is loaded, unless it is told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from stoker.cli.trace import print_trace, record_job, trace_facts
     from stoker.doctor.consultation import choose_treatment, consult_job, treat_job
-    from stoker.doctor.trace import Schedule
 
     with Bar(quiet=as_json) as bar:
         found = consult_job(job, device=device, steps=steps, seconds=seconds, progress=bar)
@@ -195,7 +168,7 @@ def _examine_job(
         recorded = None
         if trace is not None:
             bar.say(f"recording {trace_steps} steps for {trace}")
-            recorded = record_job(job, device, Schedule(active=trace_steps), trace)
+            recorded = record_job(job, device, trace_steps, trace)
     document = found.to_json()
     if trace is not None and recorded is not None:
         document["trace"] = trace_facts(recorded, trace)
@@ -203,7 +176,7 @@ def _examine_job(
     if as_json:
         print_json(document)
         return
-    console = make_console(stderr=False)
+    console = make_console(soft_wrap=True)
     _print(console, found)
     if trace is not None and recorded is not None:
         console.line()
@@ -212,7 +185,7 @@ def _examine_job(
         _print_outcome(console, found.outcome, apply)
     elif apply is not None:
         console.line()
-        _print_plain(console, "not measured again: there is nothing to apply")
+        console.print("not measured again: there is nothing to apply")
 
 
 # -- other people's scripts ------------------------------------------------------------------------
@@ -231,16 +204,15 @@ def _examine_script(
     from stoker.doctor.scripts import consult_script, suggest_patch, treat_script
 
     attached, found = consult_script(command, steps=steps, seconds=seconds)
-    console = make_console(stderr=True)
+    console = make_console(stderr=True, soft_wrap=True)
     code = _ENDED_BY.get(attached.stopped, attached.exit_code or 0)
     text = suggest_patch(found.findings) if apply is not None else ""
     if apply is not None and text:
         write_text(apply, text, always if force else never)
         if code == 0 and any(finding.patch.loader_arguments for finding in found.findings):
-            _print_plain(console, f"{apply} written; running the script again with it")
+            console.print(f"{apply} written; running the script again with it")
             if _stdin_is_used_up():
-                _print_plain(
-                    console,
+                console.print(
                     "note: stdin is a pipe or a file, which the first run has read: "
                     "the second gets an empty one",
                 )
@@ -249,15 +221,15 @@ def _examine_script(
     _write(found, found.to_json(), html, out)
     _print(console, found)
     if attached.stopped:
-        _print_plain(console, f"the script was ended {_STOPPED[attached.stopped]}")
+        console.print(f"the script was ended {_STOPPED[attached.stopped]}")
     for line in text.splitlines():
-        _print_plain(console, line.expandtabs())
+        console.print(line.expandtabs())
     if apply is not None and found.outcome is not None:
         _print_outcome(console, found.outcome, apply)
     elif apply is not None:
         console.line()
         why = f"the script ended with {code}" if code else "the remedies are edits of the script"
-        _print_plain(console, f"not measured again: {why if text else 'there is nothing to apply'}")
+        console.print(f"not measured again: {why if text else 'there is nothing to apply'}")
     # A shell names the signal that ended a process by 128 and its number.
     return code if code >= 0 else 128 - code
 
@@ -274,10 +246,6 @@ def _stdin_is_used_up() -> bool:
 # -- printing --------------------------------------------------------------------------------------
 
 
-def _print_plain(console: Console, line: str) -> None:
-    console.print(line, soft_wrap=True)
-
-
 def _write(
     found: Consultation, document: dict[str, Any], html: Path | None, out: Path | None
 ) -> None:
@@ -290,19 +258,19 @@ def _write(
 
 
 def _print(console: Console, found: Consultation) -> None:
-    _print_plain(console, _headline(found))
+    console.print(_headline(found))
     _print_parts(console, found.measurements)
     for number, finding in enumerate(found.findings, 1):
         _print_finding(console, finding, number)
     if not found.findings:
-        _print_plain(console, found.verdict)
+        console.print(found.verdict)
     if found.overlap or found.behind:
         console.line()
     for line in filter(None, (found.overlap, *found.behind)):
-        _print_plain(console, line)
+        console.print(line)
     # A job's notes are the choices of its run, which `stoker train` prints.
     for note in found.measurements.notes if found.measurements.kind == "script" else ():
-        _print_plain(console, f"note: {note}")
+        console.print(f"note: {note}")
 
 
 def _headline(found: Consultation) -> str:
@@ -344,13 +312,13 @@ def _print_parts(console: Console, measured: Measurements) -> None:
             ("host to device", ablation.copy_seconds),
         )
         said = ", ".join(f"{label} {spread_text(spread)}" for label, spread in alone)
-        _print_plain(console, f"alone, per batch: {said}")
+        console.print(f"alone, per batch: {said}")
     work = [] if loader is None else split_work(loader.work)
     known = ", ".join(
         f"{words} {milliseconds(value)}" for words, value in work if value is not None
     )
     if known:
-        _print_plain(console, f"the loader's work on a batch: {known}")
+        console.print(f"the loader's work on a batch: {known}")
 
 
 def _print_finding(console: Console, finding: Finding, number: int) -> None:
@@ -364,7 +332,7 @@ def _print_finding(console: Console, finding: Finding, number: int) -> None:
     lines = [finding.title, *(f"- {line}" for line in finding.evidence)]
     lines += [f"remedy: {finding.remedy}", finding.docs]
     for line in lines:
-        _print_plain(console, f"   {line}")
+        console.print(f"   {line}")
 
 
 def _print_outcome(console: Console, outcome: Outcome, written: Path) -> None:
@@ -376,8 +344,8 @@ def _print_outcome(console: Console, outcome: Outcome, written: Path) -> None:
     after = "n/a" if outcome.after is None else f"{outcome.after:,.0f}"
     ratio = "" if outcome.ratio is None else f"  × {outcome.ratio:.2f}"
     console.line()
-    _print_plain(console, f"applied {outcome.finding.name}: {outcome.change}")
-    _print_plain(console, f"samples/s before {before}, predicted {said}, after {after}{ratio}")
+    console.print(f"applied {outcome.finding.name}: {outcome.change}")
+    console.print(f"samples/s before {before}, predicted {said}, after {after}{ratio}")
     for line in filter(None, (outcome.failure, outcome.miss)):
-        _print_plain(console, line)
-    _print_plain(console, f"written: {written}")
+        console.print(line)
+    console.print(f"written: {written}")

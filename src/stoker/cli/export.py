@@ -12,8 +12,10 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from stoker.address import shown
-from stoker.cli.options import JsonOption, argument, option
+from stoker.cli.options import JsonOption, verb
 from stoker.cli.predict import CheckpointArgument
 from stoker.cli.terminal import echo, make_console, print_json
 from stoker.display import command, quoted
@@ -25,50 +27,34 @@ if TYPE_CHECKING:
     from stoker.train.quantize import QuantizeReport
 
 
+@verb
 def export(
     checkpoint: CheckpointArgument,
-    out: Annotated[
-        Path,
-        argument("OUT.onnx: a graph; OUT.safetensors: weights; with --int8, OUT.pt: a checkpoint."),
-    ],
-    opset: Annotated[
-        int | None,
-        option("--opset", "Version of ONNX's operators, 18 to 23.", show_default="torch's"),
-    ] = None,
-    batch: Annotated[
-        str,
-        option(
-            "--batch",
-            "Samples per call: a number, or dynamic for any. With --int8: per measured pass, 64.",
-        ),
-    ] = "dynamic",
-    size: Annotated[
-        str | None, option("--size", "Of images: HEIGHTxWIDTH.", show_default="any size")
-    ] = None,
-    repairs: Annotated[
-        bool,
-        option(
-            "--repairs/--no-repairs",
-            "Make the repairs of the training store inside the graph, or leave them to the caller.",
-        ),
-    ] = True,
-    int8: Annotated[
-        bool, option("--int8", "Write an int8 checkpoint for CPUs, and measure what that changes.")
-    ] = False,
+    out: Path,
+    *,
+    opset: Annotated[int | None, typer.Option(show_default="torch's")] = None,
+    batch: Annotated[str, typer.Option("--batch", "--batch-size")] = "dynamic",
+    size: Annotated[str | None, typer.Option(show_default="any size")] = None,
+    repairs: Annotated[bool, typer.Option("--repairs/--no-repairs")] = True,
+    int8: bool = False,
     store: Annotated[
-        Path | None,
-        option(
-            "--store",
-            "With --int8: store folder, HDF5 file or URL to measure on.",
-            show_default="the run's own, if it is there",
-        ),
+        Path | None, typer.Option(show_default="the run's own, if it is there")
     ] = None,
-    split: Annotated[
-        str | None, option("--split", "With --int8: samples for the metric.", show_default="test")
-    ] = None,
+    split: Annotated[str | None, typer.Option(show_default="test")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a trained model as an ONNX graph, as safetensors weights, or in int8 for a CPU."""
+    """Write a trained model as an ONNX graph, as safetensors weights, or in int8 for a CPU.
+
+    Options:
+        out: OUT.onnx: a graph; OUT.safetensors: weights; with --int8, OUT.pt: a checkpoint.
+        opset: Version of ONNX's operators, 18 to 23.
+        batch: Samples per call: a number, or dynamic for any. With --int8: per measured pass, 64.
+        size: Of images: HEIGHTxWIDTH.
+        repairs: Make the repairs of the training store inside the graph, or leave them to the caller.
+        int8: Write an int8 checkpoint for CPUs, and measure what that changes.
+        store: With --int8: store folder, HDF5 file or URL to measure on.
+        split: With --int8: samples for the metric.
+    """
     from stoker.recipes.export.ports import Sizes
     from stoker.recipes.export.trained import export_trained
     from stoker.recipes.inference import load_trained
@@ -100,24 +86,6 @@ def export(
         print_json({**dataclasses.asdict(made), "path": str(made.path)})
     else:
         _print(made)
-
-
-def quantize(
-    checkpoint: CheckpointArgument,
-    out: Annotated[Path, argument("The int8 checkpoint to write.")],
-    store: Annotated[
-        Path | None,
-        option(
-            "--store",
-            "Store folder, HDF5 file or URL to measure on; by default the run's own, if it is there.",
-        ),
-    ] = None,
-    split: Annotated[str, option("--split", "Samples for the metric.")] = "test",
-    batch_size: Annotated[int, option("--batch-size", "Samples per measured pass.", min=1)] = 64,
-    as_json: JsonOption = False,
-) -> None:
-    """Old spelling of `stoker export --int8`."""
-    _export_int8(checkpoint, out, store, split, batch_size, as_json)
 
 
 def _check_options(

@@ -13,18 +13,15 @@ from stoker.address import as_url, shown
 from stoker.cli.data_options import (
     BarReading,
     Chosen,
-    Columns,
-    Dtype,
     Labels,
     Masks,
     Range,
     Stride,
     Table,
     Text,
-    TimeColumn,
     split_names,
 )
-from stoker.cli.options import JsonOption, argument, option, require_output, with_groups
+from stoker.cli.options import JsonOption, require_output, verb
 from stoker.cli.progress import Bar
 from stoker.cli.terminal import make_console, print_json
 from stoker.display import command, printable
@@ -46,55 +43,45 @@ _ARRAYS = {".npy", ".npz"}
 _LISTED = 20
 
 
-@with_groups
+@verb
 def inspect(
-    path: Annotated[
-        Path,
-        argument(
-            "Store folder, its URL, .h5, .npy, .npz; a table, bars (also SYMBOL:TF=file), pictures, a spectrum "
-            "library; or a folder of them."
-        ),
-    ],
+    path: Path,
     *,
-    html: Annotated[
-        Path | None,
-        option("--html", "Write a page: samples as the model gets them, a histogram per column."),
-    ] = None,
-    kind: Annotated[
-        str | None,
-        option(
-            "--as",
-            "Read CSV, Parquet or Feather as table or as bars [default: bars if name and columns say so].",
-        ),
-    ] = None,
+    html: Path | None = None,
+    kind: Annotated[str | None, typer.Option("--as")] = None,
     arrays: Chosen,
     table: Table,
     text: Text,
-    masks: Annotated[
-        Path | None, option("--masks", "Folder of masks, beside a folder of images.")
-    ] = None,
+    masks: Path | None = None,
     how: Masks,
     labels: Labels,
-    size: Annotated[str, option("--size", "HEIGHTxWIDTH that pictures are looked at.")] = "224x224",
+    size: str = "224x224",
     value_range: Range = None,
-    mol_dir: Annotated[
-        Path | None, option("--mol-dir", "Structures of a spectrum library.")
-    ] = None,
-    windows: Annotated[
-        str | None, option("--windows", "As in `stoker pack bars` [default: what fits].")
-    ] = None,
-    horizon: Annotated[
-        int | None, option("--horizon", "As in `stoker pack bars` [default: what fits].")
-    ] = None,
+    mol_dir: Path | None = None,
+    windows: str | None = None,
+    horizon: int | None = None,
     reading: BarReading,
-    window: Annotated[int | None, option("--window", "As in `stoker pack series`.")] = None,
+    window: int | None = None,
     stride: Stride = None,
-    dtype: Dtype = None,
-    columns: Columns = None,
-    time_column: TimeColumn = None,
+    dtype: list[str] | None = None,
+    columns: str | None = None,
+    time_column: str | None = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every value of a file or store; exit code 3 if the quality gate would refuse the data."""
+    """Check every value of a file or store; exit code 3 if the quality gate would refuse the data.
+
+    Options:
+        path: Store folder, its URL, .h5, .npy, .npz; a table, bars (also SYMBOL:TF=file), pictures, a spectrum
+            library; or a folder of them.
+        html: Write a page: samples as the model gets them, a histogram per column.
+        kind: Read CSV, Parquet or Feather as table or as bars [default: bars if name and columns say so].
+        masks: Folder of masks, beside a folder of images.
+        size: HEIGHTxWIDTH that pictures are looked at.
+        mol_dir: Structures of a spectrum library.
+        windows: As in `stoker pack bars` [default: what fits].
+        horizon: As in `stoker pack bars` [default: what fits].
+        window: As in `stoker pack series`.
+    """
     from stoker.sources.bars.files import holds_bars
 
     if kind not in (None, "table", "bars"):

@@ -9,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from stoker.cli.options import JsonOption, argument, option
+import typer
+
+from stoker.cli.options import JsonOption, verb
 from stoker.cli.terminal import make_console, print_json
 from stoker.units import format_bytes, format_rate
 
@@ -19,16 +21,19 @@ if TYPE_CHECKING:
     from stoker.machine import Gpu, Machine
 
 
+@verb
 def machine(
-    path: Annotated[
-        Path, argument("File or folder whose disk to describe.", show_default=True)
-    ] = Path(),
+    path: Annotated[Path, typer.Argument(show_default=True)] = Path(),
+    *,
     as_json: JsonOption = False,
-    measure_disk: Annotated[
-        bool, option("--measure-disk", "Read from the disk for up to a second.")
-    ] = False,
+    measure_disk: bool = False,
 ) -> None:
-    """Show the cores, memory, disk and GPUs that this process may use."""
+    """Show the cores, memory, disk and GPUs that this process may use.
+
+    Options:
+        path: File or folder whose disk to describe.
+        measure_disk: Read from the disk for up to a second.
+    """
     from stoker.machine import probe
 
     found = probe(path, measure=measure_disk)

@@ -30,20 +30,17 @@ from stoker.cli import (
     export,
     inspect,
     machine,
-    migrate,
     monitor,
     pack,
     plan,
     predict,
+    renamed,
     report,
     terminal,
-    trace,
     train,
     tune,
     verify,
 )
-from stoker.cli.options import option
-from stoker.cli.renamed import renamed
 from stoker.cli.terminal import STDOUT, echo, make_console, print_json, styled
 from stoker.display import printable
 from stoker.errors import (
@@ -105,12 +102,9 @@ app.command("machine", rich_help_panel=_LOOKING)(machine.machine)
 app.command("demo", rich_help_panel=_LOOKING)(demo.demo)
 # Not listed: a documented command for one kind of data, and spellings of earlier versions.
 app.add_typer(bench.app, name="bench", hidden=True)
-for _old, _new, _verb in (
-    ("quantize", "export --int8", export.quantize),
-    ("profile", "doctor --trace", trace.profile),
-    ("migrate-config", "config migrate", migrate.migrate),
-):
-    app.command(_old, hidden=True)(renamed(_verb, _old, _new))
+for _answer in (renamed.quantize, renamed.profile, renamed.migrate_config):
+    _old = _answer.__name__.replace("_", "-")
+    app.command(_old, hidden=True, context_settings=renamed.PASS_ON)(_answer)
 
 
 def _version(asked: bool) -> None:
@@ -122,7 +116,10 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, option("--version", "Print the version and end.", callback=_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and end.", callback=_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     pass

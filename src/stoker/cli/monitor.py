@@ -13,8 +13,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from stoker.cli.machine import _or
-from stoker.cli.options import argument, option
+from stoker.cli.options import verb
 from stoker.cli.terminal import echo, make_console, print_json, styled
 from stoker.display import look_in
 from stoker.errors import InputError
@@ -41,20 +43,24 @@ _STYLES = {
 _MOST_NOTES = 4
 
 
+@verb
 def monitor(
-    run_dir: Annotated[Path | None, argument("Folder of a run to watch as well.")] = None,
-    csv: Annotated[
-        Path | None, option("--csv", "Append every look to this file, a row per GPU.")
-    ] = None,
-    once: Annotated[bool, option("--once", "Look once and end.")] = False,
-    as_json: Annotated[
-        bool, option("--json", "Print JSON: one document with --once, else one per line.")
-    ] = False,
-    interval: Annotated[
-        str, option("--interval", "Time between two looks, such as 1, 500ms or 5s.")
-    ] = "1",
+    run_dir: Path | None = None,
+    *,
+    csv: Path | None = None,
+    once: bool = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    interval: str = "1",
 ) -> None:
-    """Watch GPUs and a run: utilization, memory, PCIe, power, temperature, samples/s, waits."""
+    """Watch GPUs and a run: utilization, memory, PCIe, power, temperature, samples/s, waits.
+
+    Options:
+        run_dir: Folder of a run to watch as well.
+        csv: Append every look to this file, a row per GPU.
+        once: Look once and end.
+        as_json: Print JSON: one document with --once, else one per line.
+        interval: Time between two looks, such as 1, 500ms or 5s.
+    """
     from stoker.monitor import LEAST_INTERVAL_SECONDS, CsvLog, Monitor
 
     seconds = parse_seconds(interval)

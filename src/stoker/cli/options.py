@@ -1,4 +1,4 @@
-"""Options that several verbs have, and what is refused before any work: an output that could not be written.
+"""Verbs for typer, options that several of them have, and outputs that are refused before any work.
 
 Enters: words of a command. Leaves: types for typer; nothing, or an error that names the option. Costs nothing.
 """
@@ -8,82 +8,107 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from stoker.display import command, quoted
 from stoker.errors import InputError
 from stoker.ownership import always, check_output, has_signature
 
-
-def option(*words: str, **settings: Any) -> Any:
-    """Return an option of a verb: its names, then the line that `--help` shows."""
-    *names, meaning = words
-    return typer.Option(*names, help=meaning, **settings)
+_ENTRY = re.compile(r"^    (\w+): (.+(?:\n        .+)*)", re.MULTILINE)
 
 
-def argument(meaning: str, **settings: Any) -> Any:
-    """Return an argument of a verb, with the line that `--help` shows."""
-    return typer.Argument(
-        help=meaning, show_default=settings.pop("show_default", False), **settings
-    )
+def verb(run: Callable[..., None]) -> Callable[..., None]:
+    """Return a function as typer takes it: what its parameters mean is read from its docstring.
 
-
-def with_groups(verb: Callable[..., None]) -> Callable[..., None]:
-    """Return a verb for typer whose parameters of a dataclass type became one option for each field.
-
-    Fields of the same name, and a parameter of that name, are one option: all of them get its value.
+    Parameters before `*` are arguments, those behind it options, each called like the parameter unless its annotation
+    has another name. Their help is the entry under "Options:" in the docstring. A parameter of a dataclass type stands
+    for one option per field, whose help is under "Attributes:" of that class; fields of the same name are one option,
+    and all of them get its value.
     """
-    own = inspect.signature(verb, eval_str=True).parameters
-    groups = {name: each.annotation for name, each in own.items() if is_dataclass(each.annotation)}
-    options: dict[str, inspect.Parameter] = {}
+    own = inspect.signature(run, eval_str=True).parameters
+    about, meanings = _read_docstring(run, "Options:")
+    kinds = {name: each.annotation for name, each in own.items()}
+    groups: dict[str, Any] = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
+    shown: dict[str, inspect.Parameter] = {}
     for name, each in own.items():
-        if name not in groups:
-            options.setdefault(name, each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        hints = get_type_hints(groups[name], include_extras=True)
-        for field in fields(groups[name]):
-            made = inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=field.default,
-                annotation=hints[field.name],
-            )
-            options.setdefault(field.name, made)
+        found, help_of = [each], meanings
+        if name in groups:
+            hints, help_of = get_type_hints(groups[name], include_extras=True), {}
+            for kind in reversed(groups[name].__mro__):
+                help_of |= _read_docstring(kind, "Attributes:")[1]
+            found = [
+                each.replace(name=field.name, default=field.default, annotation=hints[field.name])
+                for field in fields(groups[name])
+            ]
+        for one in found:
+            if one.name not in shown:
+                shown[one.name] = _parameter(one, help_of.get(one.name))
 
-    @functools.wraps(verb)
+    @functools.wraps(run)
     def run_verb(**typed: Any) -> None:
         made = {
             name: group(**{field.name: typed[field.name] for field in fields(group)})
             for name, group in groups.items()
         }
-        verb(**{name: made[name] if name in made else typed[name] for name in own})
+        run(**{name: made[name] if name in made else typed[name] for name in own})
 
-    run_verb.__signature__ = inspect.Signature(list(options.values()))  # type: ignore[attr-defined]
+    run_verb.__doc__ = about
+    run_verb.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
     return run_verb
 
 
-JsonOption = Annotated[bool, option("--json", "Print one JSON document on stdout.")]
+def _read_docstring(described: Any, section: str) -> tuple[str, dict[str, str]]:
+    """Return a docstring without one of its sections, and the entries of that section."""
+    about, _, entries = (inspect.getdoc(described) or "").partition(f"\n{section}\n")
+    return about.strip(), {name: " ".join(text.split()) for name, text in _ENTRY.findall(entries)}
+
+
+def _parameter(given: inspect.Parameter, meaning: str | None) -> inspect.Parameter:
+    """Return a parameter as typer takes it: with its kind, its name and what it means."""
+    kind, info = given.annotation, None
+    if get_origin(kind) is Annotated:
+        kind, info = get_args(kind)
+    if info is None:
+        is_argument = given.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        info = typer.Argument() if is_argument else typer.Option()
+    info = copy(info)
+    if isinstance(info, OptionInfo) and info.default is ...:
+        info.param_decls = (f"--{given.name.replace('_', '-')}",)
+    info.help = info.help or meaning
+    assert info.help, f"the docstring does not say what {given.name!r} means"
+    return given.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info])
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 SetOption = Annotated[
     list[str] | None,
-    option(
-        "--set", "Replace one key, such as training.batch_size=64; repeatable.", metavar="KEY=VALUE"
+    typer.Option(
+        "--set",
+        help="Replace one key, such as training.batch_size=64; repeatable.",
+        metavar="KEY=VALUE",
     ),
 ]
 ConfigOption = Annotated[
-    Path | None, option("--config", "The YAML file of the job, or the name of a shipped one.")
+    Path | None,
+    typer.Option("--config", help="The YAML file of the job, or the name of a shipped one."),
 ]
 StoreOption = Annotated[
     Path | None,
-    option("--store", "Store folder, HDF5 file or URL, instead of the config's recipe.store."),
+    typer.Option(
+        "--store", help="Store folder, HDF5 file or URL, instead of the config's recipe.store."
+    ),
 ]
-StoreArgument = Annotated[Path, argument("Store folder, HDF5 file or URL.")]
+StoreArgument = Annotated[Path, typer.Argument(help="Store folder, HDF5 file or URL.")]
 DeviceOption = Annotated[
-    str | None, option("--device", "cuda, cuda:1 or cpu; by default the GPU, if any.")
+    str | None, typer.Option("--device", help="cuda, cuda:1 or cpu; by default the GPU, if any.")
 ]
 
 

@@ -14,7 +14,6 @@ from stoker.cli.data_options import (
     Chosen,
     Labels,
     Masks,
-    Missing,
     Packing,
     Pictures,
     SpectrumPacking,
@@ -23,7 +22,7 @@ from stoker.cli.data_options import (
     Text,
     split_names,
 )
-from stoker.cli.options import JsonOption, argument, option, with_groups
+from stoker.cli.options import JsonOption, verb
 from stoker.cli.progress import Bar
 from stoker.cli.tables import store_table
 from stoker.cli.terminal import make_console, print_json
@@ -45,33 +44,36 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Out = Annotated[Path, argument("Folder of the store.")]
+Out = Annotated[Path, typer.Argument(help="Folder of the store.")]
 Repair = Annotated[
     list[str] | None,
-    option(
+    typer.Option(
         "--repair",
-        "Repair of the features: clip, robust, asinh, fill, min-denominator:...; repeatable.",
+        help="Repair of the features: clip, robust, asinh, fill, min-denominator:...; repeatable.",
     ),
 ]
 RowShares = Annotated[
-    str | None, option("--split", "Shares of train, validation, test in row order.")
+    str | None, typer.Option("--split", help="Shares of train, validation, test in row order.")
 ]
 
 
 @app.command()
-@with_groups
+@verb
 def arrays(
-    files: Annotated[list[Path], argument(".npy, .npz or .h5 files, then OUT.")],
+    files: list[Path],
     *,
-    names: Annotated[
-        str | None, option("--names", "Field names, by commas, in the files' order.")
-    ] = None,
+    names: str | None = None,
     chosen: Chosen,
     packing: Packing,
     repair: Repair = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Pack numpy or HDF5 arrays of equal length, each as one field."""
+    """Pack numpy or HDF5 arrays of equal length, each as one field.
+
+    Options:
+        files: .npy, .npz or .h5 files, then OUT.
+        names: Field names, by commas, in the files' order.
+    """
     from stoker.sources.arrays import ArraysSource
 
     paths, out = _split_out(files)
@@ -80,21 +82,23 @@ def arrays(
 
 
 @app.command()
-@with_groups
+@verb
 def table(
-    files: Annotated[
-        list[Path], argument("CSV, Parquet or Feather files, folders or patterns, then OUT.")
-    ],
+    files: list[Path],
     *,
     columns: Table,
-    missing: Missing = "stop",
+    missing: str = "stop",
     text: Text,
     split: RowShares = None,
     packing: Packing,
     repair: Repair = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Pack rows of tables: numbers, texts, dates and booleans as one table of numbers."""
+    """Pack rows of tables: numbers, texts, dates and booleans as one table of numbers.
+
+    Options:
+        files: CSV, Parquet or Feather files, folders or patterns, then OUT.
+    """
     paths, out = _split_out(files)
     source = columns.source(paths, text, _shares(split) if split else ())
     fills = {"median": ["fill:median"], "flag": ["fill:median"], "zero": ["fill:0"]}
@@ -102,25 +106,23 @@ def table(
 
 
 @app.command()
-@with_groups
+@verb
 def images(
-    folder: Annotated[
-        Path,
-        argument(
-            "Folder with one subfolder of images per class, perhaps below train, val and test."
-        ),
-    ],
+    folder: Path,
     out: Out,
     *,
-    size: Annotated[
-        str | None, option("--size", "Stored HEIGHTxWIDTH.", show_default="224x224")
-    ] = None,
+    size: Annotated[str | None, typer.Option(show_default="224x224")] = None,
     labels: Labels,
     pictures: Pictures,
     packing: Packing,
     as_json: JsonOption = False,
 ) -> None:
-    """Pack class folders of images: as uint8, decoded and resized once, or as the bytes of their files."""
+    """Pack class folders of images: as uint8, decoded and resized once, or as the bytes of their files.
+
+    Options:
+        folder: Folder with one subfolder of images per class, perhaps below train, val and test.
+        size: Stored HEIGHTxWIDTH.
+    """
     from stoker.sources.images import ImagesSource
 
     settings = pictures.settings(size, "224x224")
@@ -129,23 +131,25 @@ def images(
 
 
 @app.command()
-@with_groups
+@verb
 def segmentation(
     out: Out,
-    images: Annotated[Path, option("--images", "Folder of images.")],
-    masks: Annotated[
-        Path, option("--masks", "Folder of masks with the same names; may be the same.")
-    ],
     *,
-    size: Annotated[
-        str | None, option("--size", "Stored HEIGHTxWIDTH.", show_default="512x512")
-    ] = None,
+    images: Path,
+    masks: Path,
+    size: Annotated[str | None, typer.Option(show_default="512x512")] = None,
     how: Masks,
     pictures: Pictures,
     packing: Packing,
     as_json: JsonOption = False,
 ) -> None:
-    """Pack images and their masks: as uint8, resized once (masks by nearest), or as the bytes of files."""
+    """Pack images and their masks: as uint8, resized once (masks by nearest), or as the bytes of files.
+
+    Options:
+        images: Folder of images.
+        masks: Folder of masks with the same names; may be the same.
+        size: Stored HEIGHTxWIDTH.
+    """
     from stoker.sources.images import SegmentationSource
 
     settings = how.settings() | pictures.settings(size, "512x512")
@@ -153,45 +157,35 @@ def segmentation(
 
 
 @app.command()
-@with_groups
+@verb
 def bars(
-    files: Annotated[
-        list[str],
-        argument("CSV, Parquet or Feather files or folders, SYMBOL:TF=file to name one, then OUT."),
-    ],
+    files: list[str],
     *,
-    windows: Annotated[
-        str, option("--windows", "Bars per window, by timeframe.")
-    ] = "M1=480,M5=288,M15=192,H1=96,H4=48",
-    horizon: Annotated[int, option("--horizon", "Base bars ahead that the targets cover.")] = 36,
-    base: Annotated[
-        str | None,
-        option(
-            "--base", "Timeframe that decides and is forecast [default: M5, else the shortest]."
-        ),
-    ] = None,
-    ratios: Annotated[
-        str, option("--split", "Shares of train, validation, test in time order.")
-    ] = "0.70,0.15,0.15",
-    embargo: Annotated[
-        int | None,
-        option("--embargo", "Base bars left out after each boundary [default: the horizon]."),
-    ] = None,
-    latency: Annotated[
-        float, option("--latency", "Seconds after its close before a bar may be used.")
-    ] = 0.0,
-    split_at: Annotated[
-        str | None, option("--split-at", "Last dates of train and validation, instead of shares.")
-    ] = None,
-    max_label_gap: Annotated[
-        int | None,
-        option("--max-label-gap", "Leave out samples whose label misses more bars in a row."),
-    ] = None,
+    windows: str = "M1=480,M5=288,M15=192,H1=96,H4=48",
+    horizon: int = 36,
+    base: str | None = None,
+    ratios: Annotated[str, typer.Option("--split")] = "0.70,0.15,0.15",
+    embargo: int | None = None,
+    latency: float = 0.0,
+    split_at: str | None = None,
+    max_label_gap: int | None = None,
     reading: BarReading,
     packing: Packing,
     as_json: JsonOption = False,
 ) -> None:
-    """Pack bars of several timeframes: each bar once, each sample a few end indices, no look-ahead."""
+    """Pack bars of several timeframes: each bar once, each sample a few end indices, no look-ahead.
+
+    Options:
+        files: CSV, Parquet or Feather files or folders, SYMBOL:TF=file to name one, then OUT.
+        windows: Bars per window, by timeframe.
+        horizon: Base bars ahead that the targets cover.
+        base: Timeframe that decides and is forecast [default: M5, else the shortest].
+        ratios: Shares of train, validation, test in time order.
+        embargo: Base bars left out after each boundary [default: the horizon].
+        latency: Seconds after its close before a bar may be used.
+        split_at: Last dates of train and validation, instead of shares.
+        max_label_gap: Leave out samples whose label misses more bars in a row.
+    """
     from stoker.sources.bars import BarsSource, parse_windows
 
     paths, out = _split_out(files)
@@ -211,31 +205,30 @@ def bars(
 
 
 @app.command()
-@with_groups
+@verb
 def series(
-    files: Annotated[
-        list[Path],
-        argument(".npy, .npz, .h5, CSV, Parquet, or any file and --dtype; then OUT."),
-    ],
-    window: Annotated[int, option("--window", "Rows of a window.")],
+    files: list[Path],
     *,
+    window: int,
     stride: Stride = None,
-    dtype: Annotated[
-        str | None,
-        option("--dtype", "Type of raw numbers, such as uint16, or uint8 for bytes of a text."),
-    ] = None,
-    columns: Annotated[
-        str | None, option("--columns", "Columns of a table, by commas, or one array.")
-    ] = None,
-    time_column: Annotated[
-        str | None, option("--time-column", "Column of times, stored with gaps.")
-    ] = None,
+    dtype: str | None = None,
+    columns: str | None = None,
+    time_column: str | None = None,
     split: RowShares = None,
-    name: Annotated[str, option("--name", "Name of the field.")] = "series",
+    name: str = "series",
     packing: Packing,
     as_json: JsonOption = False,
 ) -> None:
-    """Pack a series of numbers or tokens: each row once, windows cut on the device."""
+    """Pack a series of numbers or tokens: each row once, windows cut on the device.
+
+    Options:
+        files: .npy, .npz, .h5, CSV, Parquet, or any file and --dtype; then OUT.
+        window: Rows of a window.
+        dtype: Type of raw numbers, such as uint16, or uint8 for bytes of a text.
+        columns: Columns of a table, by commas, or one array.
+        time_column: Column of times, stored with gaps.
+        name: Name of the field.
+    """
     from stoker.sources.series import SeriesSource
 
     paths, out = _split_out(files)
@@ -245,55 +238,39 @@ def series(
 
 
 @app.command()
-@with_groups
+@verb
 def massspec(
     out: Out,
-    msp: Annotated[
-        Path,
-        option(
-            "--msp",
-            "Spectrum library: MSP, MSL, MGF, MassBank, SDF with peaks, mzML, gzipped or not; or a folder.",
-        ),
-    ],
     *,
-    mol_dir: Annotated[
-        Path | None, option("--mol-dir", "Folder or zip of MOL files, or one SDF.")
-    ] = None,
-    max_mz: Annotated[int, option("--max-mz", "Highest bin: max_mz + 1 bins at read time.")] = 500,
-    max_samples: Annotated[
-        int | None, option("--max-samples", "Stop after so many records.")
-    ] = None,
-    structures: Annotated[
-        str,
-        option(
-            "--structures",
-            "mol: MOL files only; smiles: the record's SMILES or InChI; auto: MOL, else these; none.",
-        ),
-    ] = "auto",
-    rounding: Annotated[
-        str, option("--rounding", "How an m/z finds its bin: nearest (halves up) or floor.")
-    ] = "nearest",
-    molecule_seconds: Annotated[
-        float, option("--molecule-seconds", "Time limit of one molecule.")
-    ] = 10.0,
-    split: Annotated[
-        str, option("--split", "Shares of train, validation, test; by compound.")
-    ] = "0.8,0.1,0.1",
-    seed: Annotated[int, option("--seed", "Of the split.")] = 42,
-    spectra: Annotated[
-        str,
-        option(
-            "--spectra",
-            "Kinds to take: ei, msms, ms1, all; auto refuses a library that mixes them.",
-        ),
-    ] = "auto",
-    without_spectra: Annotated[
-        bool, option("--without-spectra", "Keep records without peaks, for prediction.")
-    ] = False,
+    msp: Path,
+    mol_dir: Path | None = None,
+    max_mz: int = 500,
+    max_samples: int | None = None,
+    structures: str = "auto",
+    rounding: str = "nearest",
+    molecule_seconds: float = 10.0,
+    split: str = "0.8,0.1,0.1",
+    seed: int = 42,
+    spectra: str = "auto",
+    without_spectra: bool = False,
     packing: SpectrumPacking,
     as_json: JsonOption = False,
 ) -> None:
-    """Pack a spectrum library and its molecules: spectra, graphs, fingerprints, groups."""
+    """Pack a spectrum library and its molecules: spectra, graphs, fingerprints, groups.
+
+    Options:
+        msp: Spectrum library: MSP, MSL, MGF, MassBank, SDF with peaks, mzML, gzipped or not; or a folder.
+        mol_dir: Folder or zip of MOL files, or one SDF.
+        max_mz: Highest bin: max_mz + 1 bins at read time.
+        max_samples: Stop after so many records.
+        structures: mol: MOL files only; smiles: the record's SMILES or InChI; auto: MOL, else these; none.
+        rounding: How an m/z finds its bin: nearest (halves up) or floor.
+        molecule_seconds: Time limit of one molecule.
+        split: Shares of train, validation, test; by compound.
+        seed: Of the split.
+        spectra: Kinds to take: ei, msms, ms1, all; auto refuses a library that mixes them.
+        without_spectra: Keep records without peaks, for prediction.
+    """
     from stoker.sources.massspec import MassSpecSource
 
     train_ratio, val_ratio, _ = _shares(split)

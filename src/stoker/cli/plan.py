@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from stoker.address import as_url, shown
-from stoker.cli.options import JsonOption, argument, option
+from stoker.cli.options import JsonOption, verb
 from stoker.cli.tables import make_table
 from stoker.cli.terminal import make_console, print_json
 from stoker.errors import InputError
@@ -26,42 +28,35 @@ if TYPE_CHECKING:
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
+@verb
 def plan(
-    store: Annotated[Path | None, argument("Store folder, HDF5 file or URL.")] = None,
-    gpu_memory: Annotated[
-        str | None,
-        option(
-            "--gpu-memory", "Free GPU memory, such as 16GB, or none; by default this machine's."
-        ),
-    ] = None,
-    ram: Annotated[
-        str | None, option("--ram", "Free RAM, such as 32GB; by default this machine's.")
-    ] = None,
-    batch_size: Annotated[
-        int | None, option("--batch-size", "Samples per batch; by default chosen.")
-    ] = None,
-    parameters: Annotated[str | None, option("--parameters", "Of the model, such as 1.8M.")] = None,
-    activations: Annotated[
-        str | None, option("--activations", "Bytes per sample, such as 2MB; by default estimated.")
-    ] = None,
-    ranks_per_host: Annotated[
-        int,
-        option(
-            "--ranks-per-host", "Processes with a GPU each that share this machine's RAM.", min=1
-        ),
-    ] = 1,
-    optimizer: Annotated[
-        str, option("--optimizer", "sgd, momentum, rmsprop, adagrad, adam, adamw.")
-    ] = "adamw",
-    share: Annotated[
-        str, option("--share", "Most of the memory that data may take; 60% is the fallback.")
-    ] = "75%",
-    table: Annotated[
-        bool, option("--table", "Print the documents' table and counts, computed.")
-    ] = False,
+    store: Path | None = None,
+    *,
+    gpu_memory: str | None = None,
+    ram: str | None = None,
+    batch_size: int | None = None,
+    parameters: str | None = None,
+    activations: str | None = None,
+    ranks_per_host: Annotated[int, typer.Option(min=1)] = 1,
+    optimizer: str = "adamw",
+    share: str = "75%",
+    table: bool = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what would be kept on the GPU and in RAM, and why; or print the published table."""
+    """Show what would be kept on the GPU and in RAM, and why; or print the published table.
+
+    Options:
+        store: Store folder, HDF5 file or URL.
+        gpu_memory: Free GPU memory, such as 16GB, or none; by default this machine's.
+        ram: Free RAM, such as 32GB; by default this machine's.
+        batch_size: Samples per batch; by default chosen.
+        parameters: Of the model, such as 1.8M.
+        activations: Bytes per sample, such as 2MB; by default estimated.
+        ranks_per_host: Processes with a GPU each that share this machine's RAM.
+        optimizer: sgd, momentum, rmsprop, adagrad, adam, adamw.
+        share: Most of the memory that data may take; 60% is the fallback.
+        table: Print the documents' table and counts, computed.
+    """
     if store is None and not table:
         raise InputError(
             "no store was given.", "a store, or --table", "stoker plan STORE --gpu-memory 16GB"

@@ -11,39 +11,40 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from stoker.cli.data_options import Text
-from stoker.cli.options import DeviceOption, JsonOption, argument, option, with_groups
+from stoker.cli.options import DeviceOption, JsonOption, verb
 from stoker.cli.progress import Bar
 from stoker.cli.tables import print_evaluation
 from stoker.cli.terminal import echo, make_console, print_json
 from stoker.units import format_bytes, format_count, format_seconds
 
 CheckpointArgument = Annotated[
-    Path, argument("best.pt or step-*.pt of a run, or exported .safetensors.")
+    Path, typer.Argument(help="best.pt or step-*.pt of a run, or exported .safetensors.")
 ]
 
 
-@with_groups
+@verb
 def predict(
     checkpoint: CheckpointArgument,
-    given: Annotated[
-        Path,
-        argument(
-            "Raw files, or a folder of them, like those that were packed for training; or a store.",
-            metavar="INPUT",
-        ),
-    ],
-    out: Annotated[
-        Path, argument("What to write, by its ending: .csv, .parquet, .jsonl, or the recipe's own.")
-    ],
+    given: Annotated[Path, typer.Argument(metavar="INPUT")],
+    out: Path,
     *,
-    split: Annotated[str, option("--split", "all, train, val or test; of a store.")] = "all",
+    split: str = "all",
     text: Text,
-    batch_size: Annotated[int, option("--batch-size", "Samples per forward pass.", min=1)] = 256,
+    batch_size: Annotated[int, typer.Option(min=1)] = 256,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the model's answer for every sample of a store, or every row of raw input, under its own key."""
+    """Write the model's answer for every sample of a store, or every row of raw input, under its own key.
+
+    Options:
+        given: Raw files, or a folder of them, like those that were packed for training; or a store.
+        out: What to write, by its ending: .csv, .parquet, .jsonl, or the recipe's own.
+        split: all, train, val or test; of a store.
+        batch_size: Samples per forward pass.
+    """
     from stoker.recipes.answers import predict_file
     from stoker.recipes.inference import load_trained
 

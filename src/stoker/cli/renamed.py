@@ -1,18 +1,14 @@
-"""Old spellings of the command line: they are not listed, do what they did, and name the new spelling.
+"""Old spellings of the command line: they are not listed, and answer with what to type now.
 
-Enters: a verb and both spellings. Leaves: the same verb, which says on stderr what it is called now; or, for what
-has left the package, an error with the command that replaces it. Costs nothing beside the verb.
+Enters: whatever was typed behind them. Leaves: an error with the command that does the same. Costs nothing.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 
-from stoker.cli.terminal import echo
 from stoker.display import command
 from stoker.errors import InputError
 
@@ -20,15 +16,31 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings of a verb that has left: its options are no error, so that the answer is always the same."""
 
 
-def renamed(verb: Callable[..., None], old: str, new: str) -> Callable[..., None]:
-    """Return `verb` for its old spelling, with the same arguments and options."""
+def quantize(context: typer.Context) -> NoReturn:
+    """Now an option of `stoker export`."""
+    raise InputError(
+        "`stoker quantize` is now `stoker export --int8`.",
+        "the same arguments behind the new words",
+        command("stoker", "export", *context.args, "--int8"),
+    )
 
-    @functools.wraps(verb)
-    def run_verb(*given: Any, **options: Any) -> None:
-        echo(f"`stoker {old}` is now `stoker {new}`", err=True)
-        verb(*given, **options)
 
-    return run_verb
+def profile() -> NoReturn:
+    """Now an option of `stoker doctor`."""
+    raise InputError(
+        "`stoker profile` is now `stoker doctor --trace`.",
+        "--trace FILE and --trace-steps; the doctor finds out more of the same job",
+        "stoker doctor --config tabular --store STORE --trace trace.json",
+    )
+
+
+def migrate_config(context: typer.Context) -> NoReturn:
+    """Now a verb below `stoker config`."""
+    raise InputError(
+        "`stoker migrate-config` is now `stoker config migrate`.",
+        "the same arguments behind the new words",
+        command("stoker", "config", "migrate", *context.args),
+    )
 
 
 def bench_augment() -> NoReturn:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from stoker.cli.options import JsonOption, argument, option
+import typer
+
+from stoker.cli.options import JsonOption, verb
 from stoker.cli.terminal import echo, print_json
 from stoker.errors import unwritable
 from stoker.ownership import write_text
@@ -17,19 +19,21 @@ from stoker.ownership import write_text
 PAGE_NAME = "report.html"
 
 
+@verb
 def report(
-    runs: Annotated[
-        list[Path], argument("Folders of runs; ratios are to the first.", metavar="RUN")
-    ],
-    out: Annotated[
-        Path | None, option("--out", "The page; by default report.html in the run's folder.")
-    ] = None,
-    png: Annotated[
-        Path | None, option("--png", "Also draw every chart as a PNG file into this folder.")
-    ] = None,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN")],
+    *,
+    out: Path | None = None,
+    png: Path | None = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write an HTML page about a run: what it is worth, data, speed, waits, memory, loss, plan, config, machine."""
+    """Write an HTML page about a run: what it is worth, data, speed, waits, memory, loss, plan, config, machine.
+
+    Options:
+        runs: Folders of runs; ratios are to the first.
+        out: The page; by default report.html in the run's folder.
+        png: Also draw every chart as a PNG file into this folder.
+    """
     from stoker.runs.comparison import compare
     from stoker.runs.evaluation import Evaluation
     from stoker.runs.figures import all_charts

@@ -98,12 +98,11 @@ def print_evaluation(console: Console, made: Evaluation) -> None:
         console.print(
             f"most important inputs ({name} lost when permuted): {told}",
             soft_wrap=True,
-            markup=False,
         )
     for note in made.notes:
-        console.print(note, soft_wrap=True, markup=False)
+        console.print(note, soft_wrap=True)
     if made.baselines:
-        console.print(made.verdict, soft_wrap=True, markup=False)
+        console.print(made.verdict, soft_wrap=True)
 
 
 def _number(value: float | None) -> str:

@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.address import as_url
-from stoker.cli.options import (
-    ConfigOption,
-    DeviceOption,
-    JsonOption,
-    SetOption,
-    StoreOption,
-    option,
-)
+from stoker.cli.options import ConfigOption, DeviceOption, JsonOption, SetOption, StoreOption, verb
 from stoker.cli.progress import Bar
 from stoker.cli.tables import make_table, print_evaluation
 from stoker.cli.terminal import echo, make_console, print_commands, print_json
@@ -42,43 +35,33 @@ if TYPE_CHECKING:
 _MOST_EPOCHS = 20
 
 
+@verb
 def train(
+    *,
     config: ConfigOption = None,
     overrides: SetOption = None,
     store: StoreOption = None,
-    run_dir: Annotated[Path | None, option("--run-dir", "Instead of the config's run.dir.")] = None,
-    msp: Annotated[
-        Path | None,
-        option("--msp", "Recipes of mass spectra: pack this library into the store first."),
-    ] = None,
-    mol_dir: Annotated[
-        Path | None, option("--mol-dir", "With --msp: folder or zip of MOL files, or one SDF.")
-    ] = None,
-    resume: Annotated[bool, option("--resume", "Go on from the run's latest checkpoint.")] = False,
-    folds: Annotated[
-        int | None,
-        option(
-            "--folds",
-            "Walk forward: train so many times, each time on the past of another test span.",
-            min=2,
-        ),
-    ] = None,
+    run_dir: Path | None = None,
+    msp: Path | None = None,
+    mol_dir: Path | None = None,
+    resume: bool = False,
+    folds: Annotated[int | None, typer.Option(min=2)] = None,
     device: DeviceOption = None,
-    gpus: Annotated[
-        int | None,
-        option(
-            "--gpus",
-            "Train on so many GPUs of this machine; with --device cpu, in so many processes.",
-            min=1,
-        ),
-    ] = None,
-    max_restarts: Annotated[
-        int,
-        option("--max-restarts", "With --gpus: go on so often after a process was lost.", min=0),
-    ] = 3,
+    gpus: Annotated[int | None, typer.Option(min=1)] = None,
+    max_restarts: Annotated[int, typer.Option(min=0)] = 3,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a ready job, evaluate its best checkpoint, and compare it with chance."""
+    """Train a ready job, evaluate its best checkpoint, and compare it with chance.
+
+    Options:
+        run_dir: Instead of the config's run.dir.
+        msp: Recipes of mass spectra: pack this library into the store first.
+        mol_dir: With --msp: folder or zip of MOL files, or one SDF.
+        resume: Go on from the run's latest checkpoint.
+        folds: Walk forward: train so many times, each time on the past of another test span.
+        gpus: Train on so many GPUs of this machine; with --device cpu, in so many processes.
+        max_restarts: With --gpus: go on so often after a process was lost.
+    """
     from stoker.recipes import run as runs
     from stoker.recipes.walk_forward import walk_forward
 
@@ -221,7 +204,7 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
     if run.evaluation is not None:
         print_evaluation(console, run.evaluation)
     if run.fallback is not None:
-        console.print(run.fallback.text, soft_wrap=True, markup=False)
+        console.print(run.fallback.text, soft_wrap=True)
     console.print(f"checkpoints and log: {run.run_dir}")
     if run.best is not None:
         best = run.run_dir / "best.pt"

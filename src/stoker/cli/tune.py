@@ -10,14 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from stoker.cli.options import (
     ConfigOption,
     DeviceOption,
     JsonOption,
     SetOption,
     StoreOption,
-    option,
     require_output,
+    verb,
 )
 from stoker.cli.progress import Bar
 from stoker.cli.tables import make_table
@@ -35,27 +37,29 @@ if TYPE_CHECKING:
     from stoker.tune.trial import Measured
 
 
+@verb
 def tune(
+    *,
     config: ConfigOption = None,
     overrides: SetOption = None,
     store: StoreOption = None,
     device: DeviceOption = None,
-    out: Annotated[Path | None, option("--out", "Write the tuned config here.")] = None,
-    force: Annotated[bool, option("--force", "Let --out replace a file.")] = False,
-    grow_update: Annotated[
-        bool,
-        option(
-            "--grow-update",
-            "Also take batches larger than the samples per update: faster, but another training.",
-        ),
-    ] = False,
-    seconds: Annotated[
-        float, option("--seconds-per-try", "Seconds measured at each setting.")
-    ] = 3.0,
-    html: Annotated[Path | None, option("--html", "Write a page with the curve.")] = None,
+    out: Path | None = None,
+    force: bool = False,
+    grow_update: bool = False,
+    seconds: Annotated[float, typer.Option("--seconds-per-try")] = 3.0,
+    html: Path | None = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the batch size, accumulation, capture and chunk size that train fastest and fit in memory."""
+    """Find the batch size, accumulation, capture and chunk size that train fastest and fit in memory.
+
+    Options:
+        out: Write the tuned config here.
+        force: Let --out replace a file.
+        grow_update: Also take batches larger than the samples per update: faster, but another training.
+        seconds: Seconds measured at each setting.
+        html: Write a page with the curve.
+    """
     if config is None:
         raise InputError(
             "there is nothing to tune.",

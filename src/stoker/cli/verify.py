@@ -7,17 +7,15 @@ import time
 import typer
 
 from stoker.address import shown
-from stoker.cli.options import JsonOption, StoreArgument
+from stoker.cli.options import JsonOption, StoreArgument, verb
 from stoker.cli.progress import Bar
 from stoker.cli.terminal import echo, print_json
 from stoker.errors import EXIT_INPUT
 from stoker.units import format_bytes, format_rate
 
 
-def verify(
-    store: StoreArgument,
-    as_json: JsonOption = False,
-) -> None:
+@verb
+def verify(store: StoreArgument, *, as_json: JsonOption = False) -> None:
     """Check every byte of a store against its checksums; exit code 2 if anything is wrong."""
     from stoker.store.reader import open_store
 

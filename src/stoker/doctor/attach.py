@@ -19,16 +19,18 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from stoker import display
+from stoker.doctor.gains import STARVED_SHARE, waits
 from stoker.doctor.measurements import MachineFacts, Measurements
 from stoker.doctor.transcript import read_folder
 from stoker.doctor.transcript_measures import measure
@@ -94,9 +96,14 @@ def run_script(
         stopped = _watch(process, folder, steps, seconds, terminated)
         code = None if stopped else process.returncode
         ending = describe_ending(code, stopped, seconds)
-        measured = measure(
-            read_folder(folder), display.command(*command), machine_facts(), ending=ending
-        )
+        machine = machine_facts()
+        measured = measure(read_folder(folder), display.command(*command), machine, ending=ending)
+    between = measured.between_seconds or 0.0
+    step = measured.step_seconds
+    if waits(measured) or (step is not None and between > STARVED_SHARE * step.median):
+        # Only then workers may be the remedy, whose gain depends on it.
+        worth = cores_worth(machine.cores)
+        measured = replace(measured, machine=replace(measured.machine, cores_worth=worth))
     return Attached(code, stopped, measured)
 
 
@@ -289,6 +296,41 @@ def machine_facts() -> MachineFacts:
         device_name=found.cpu,
         ram_free_bytes=found.ram_available_bytes,
     )
+
+
+_WORK = """
+import json, sys, time, zlib
+text, packed = json.dumps(list(range(300))), zlib.compress(bytes(range(256)) * 16)
+time.sleep(max(0.0, float(sys.argv[1]) - time.time()))
+until, began, count = time.perf_counter() + 0.15, time.process_time(), 0
+while time.perf_counter() < until:
+    count += sum(json.loads(text)) > 0 and len(zlib.decompress(packed)) > 0
+print(count / max(time.process_time() - began, 1e-9))
+"""
+"""Work like that of a dataset, counted by the time on a core, so that other programs hardly change the count."""
+_MOST_CORES = 32
+
+
+def cores_worth(cores: int | None) -> float | None:
+    """Measure how much all cores do at once, in single threads; None on one core, on very many, or if it fails.
+
+    Takes about half a second. On rented machines a core is often one of two threads of a physical one, and the system
+    does not say so.
+    """
+    if cores is None or not 2 <= cores <= _MOST_CORES:
+        return None
+
+    def rates(number: int) -> list[float]:
+        begin = time.time() + 0.1 + 0.02 * number
+        words = [sys.executable, "-I", "-S", "-c", _WORK, str(begin)]
+        started = [subprocess.Popen(words, stdout=subprocess.PIPE) for _ in range(number)]
+        return [float(one.communicate(timeout=10)[0]) for one in started]
+
+    try:
+        alone, together = max(rates(1)), sum(rates(cores))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return min(float(cores), max(1.0, together / max(alone, 1e-9)))
 
 
 def physical_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int | None:

@@ -106,11 +106,19 @@ def worth(threads: float, machine: MachineFacts) -> float:
     """Return how many single threads' worth of work that many get done side by side on this machine.
 
     Two threads of one physical core share its units, and together they do about one and a half times the work of one.
+    Where the system says which cores are such threads, they are used last; where it does not, work meets by chance.
     """
     cores = machine.cores or _FEWEST_CORES
     physical = min(cores, machine.physical_cores or cores)
     running = min(threads, cores)
-    return min(running, physical) + _SECOND_THREAD * max(0.0, running - physical)
+    if physical < cores:
+        second = _SECOND_THREAD
+        if machine.cores_worth is not None:
+            second = max(0.0, machine.cores_worth - physical) / (cores - physical)
+        return min(running, physical) + second * max(0.0, running - physical)
+    if machine.cores_worth is None or cores < 2 or running <= 1:
+        return running
+    return 1 + (running - 1) * (machine.cores_worth - 1) / (cores - 1)
 
 
 def side_by_side(loader: LoaderFacts, workers: int, machine: MachineFacts) -> float:
@@ -130,8 +138,12 @@ def side_by_side(loader: LoaderFacts, workers: int, machine: MachineFacts) -> fl
 def _loading(measured: Measurements, step: float, wait: float) -> tuple[float, float]:
     """Return (seconds of loading per step, lanes)."""
     loader = measured.loader
-    if loader is None or (loader.kind == "torch" and loader.workers == 0):
+    if loader is None:
         return wait, 0.0
+    if loader.kind == "torch" and loader.workers == 0:
+        # The wait is the loading; where it is much longer, the thread was queued for a core behind other programs.
+        alone = _load_seconds(loader)
+        return (min(wait, 1.5 * alone + _LEAST_WAIT_SECONDS) if alone > 0 else wait), 0.0
     if loader.kind == "stoker":
         alone = measured.ablation.loader_seconds if measured.ablation else None
         alone = alone or loader.alone_seconds

@@ -30,6 +30,8 @@ class MachineFacts:
     Attributes:
         cores: Cores that the job may use.
         physical_cores: Of these, how many are not the second thread of another one; None if unknown.
+        cores_worth: Work that all of them do at once, in single threads; less than `cores` if threads share a
+            physical core, as on most rented machines, which do not tell. None if it was not measured.
         device: Where the step computes: "cuda" or "cpu".
         device_name: The vendor's name for it.
         torch: Version of torch.
@@ -40,6 +42,7 @@ class MachineFacts:
 
     cores: int | None = None
     physical_cores: int | None = None
+    cores_worth: float | None = None
     device: Literal["cuda", "cpu"] = "cpu"
     device_name: str | None = None
     torch: str | None = None
@@ -408,6 +411,8 @@ class Measurements:
         between: Lines outside of the model, its backward pass and the optimizer at which the training thread was
             sampled, costliest first; time that is measured otherwise (a DataLoader, copies, syncs) is not in it.
         between_seconds: Their time per step, all lines together; None if it was not sampled.
+        between_loads: Whether most of it looks like loading, which workers could do; otherwise it is code that
+            could run rarely or not at all, such as logging.
         busy_cores: Cores that the training process kept busy; None if unknown.
         hdf5: Datasets read through h5py, costliest first.
         ranks: Ranks of a data-parallel job; empty for one process.
@@ -443,6 +448,7 @@ class Measurements:
     host_calls: tuple[HostCall, ...] = ()
     between: tuple[HostCall, ...] = ()
     between_seconds: float | None = None
+    between_loads: bool = True
     busy_cores: float | None = None
     hdf5: tuple[Hdf5Facts, ...] = ()
     ranks: tuple[RankFacts, ...] = ()

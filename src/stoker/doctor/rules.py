@@ -99,8 +99,9 @@ def _without(measured: Measurements, name: str) -> Measurements | None:
 
 
 def _less(spread: Spread, seconds: float) -> Spread:
+    # Medians of uneven steps do not add up: something is left of every step.
     low, median, high = (
-        max(value - seconds, 1e-6) for value in (spread.low, spread.median, spread.high)
+        max(value - seconds, value / 10) for value in (spread.low, spread.median, spread.high)
     )
     return Spread(median, low, high, spread.count)
 

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from stoker.display import command
 from stoker.doctor.measurements import KernelFacts
-from stoker.errors import InputError, StoreError
+from stoker.errors import StoreError
 from stoker.measure.jobs import train_over
 from stoker.measure.laps import Patience, Stopwatch
 from stoker.ownership import SIGNATURE, temporary_folder, writing
@@ -44,13 +44,6 @@ class Schedule:
     wait: int = 10
     warmup: int = 3
     active: int = 5
-
-    def __post_init__(self) -> None:
-        for name, least in (("wait", 0), ("warmup", 1), ("active", 1)):
-            if getattr(self, name) < least:
-                raise InputError(
-                    f"--{name} is {getattr(self, name)}.", f"{least} or more", f"--{name} 5"
-                )
 
     @property
     def most(self) -> int:

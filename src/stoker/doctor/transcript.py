@@ -145,8 +145,8 @@ def find_elsewhere(main: Process, counted: Sequence[Row], number: int | None) ->
     usual = statistics.median(row.seconds for row in counted) if counted else 0.0
     seconds, flags, loader = main.state.get("running") or (0.0, 0, -1)
     whole = sum(row.seconds for row in main.rows) + seconds
-    if any(_reads_other(row.flags, row.loader, number) for row in counted):
-        loaders = 0.0  # every step reads several
+    if not main.rows or any(_reads_other(row.flags, row.loader, number) for row in counted):
+        loaders = 0.0  # no step has ended yet, so the loader is the training's; or every step reads several
     else:
         # The step that follows a validation contains a usual step.
         loaders = sum(

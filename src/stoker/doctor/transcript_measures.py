@@ -48,11 +48,13 @@ from stoker.doctor.transcript import (
 from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread, creep
 
 _NOTABLE_SHARE = 0.1
-_NOTABLE_QUEUEING = 0.2
+_NOTABLE_QUEUEING, _MUCH_QUEUEING = 0.2, 0.6
 _TIMING_SECONDS = 4e-6
 """What timing one call costs at most."""
-_LEAST_SYNC = 0.05
-"""Share of the timed seconds of syncs that is theirs at least, whatever the timing costs."""
+_LEAST_SYNC = 0.5
+"""Share of the seconds of syncs that is theirs at least, whatever the timing costs."""
+_AHEAD = 0.9
+"""A step shorter than this share of its kernels' time ends before they do."""
 _LOOSE = 1.2
 """Factor on the time between passes of a few profiled steps, which samples of all steps may reach."""
 _FEW_LOOKS = 20
@@ -83,6 +85,12 @@ def measure(
     facts = facts_of(main, loader_number)
     workers = facts["workers"] if facts else 0
     step = spread_of_rounds(plain, workers, clock.seconds)
+    # A host that never waits for the GPU runs ahead of it: then the GPU's time is the step's.
+    busy = state["profile"].get("busy_seconds", 0.0) / max(1, state["profile"].get("steps", 1))
+    is_ahead = step is not None and step.median < _AHEAD * busy
+    if step is not None and is_ahead:
+        step = Spread(busy, max(busy, step.low), max(busy, step.high), step.count)
+        said.append("the host runs ahead of the GPU: a step is the time of its kernels")
     wait = spread_of_rounds(plain, workers, clock.wait) if facts else None
     # Syncs are too many to read the scheduler's clock at each: assume that they queue like the rest of the step.
     on_core = statistics.median(map(running, rows)) if rows else 1.0
@@ -91,7 +99,9 @@ def measure(
     slowed = spread_of_rounds(watched, workers, clock.seconds)
     cost = max(0.0, slowed.median - step.median) if slowed and step and plain != rows else 0.0
     seconds = max(0.0, sum(map(clock.seconds, rows)) - cost * len(watched))
-    usual_sync = _usual_sync(state, watched, per_step * on_core, cost)
+    if is_ahead:
+        seconds = max(seconds, busy * len(rows))
+    usual_sync = _usual_sync(state, watched, per_step * on_core, slowed, step)
     usual_host = _usual_host(state, plain, clock)
     waited = wait.median if wait else 0.0
     timed = (
@@ -106,6 +116,12 @@ def measure(
             "host": usual_host,
         }.get(family, 0.0)
     between, between_seconds, unjudged = _between(state, step, waited + timed)
+    if not rows:
+        unjudged = [
+            "too few training steps ended to measure one: let it run for longer (--seconds)"
+        ]
+    if _queued_outside(rows, clock) > _MUCH_QUEUEING:
+        unjudged.append("other work on this machine had the cores most of the time")
     samples = sum(row.samples for row in rows)
     return Measurements(
         subject,
@@ -150,6 +166,7 @@ def measure(
         host_calls=_calls(state, sites, "host", usual_host),
         between=between,
         between_seconds=between_seconds,
+        between_loads=_looks_like_loading(state),
         busy_cores=state["cpu"][0] / state["cpu"][1]
         if state["cpu"] and state["cpu"][1] > 0
         else None,
@@ -211,6 +228,12 @@ def _between(
     return lines, None, [f"{told}; most of the time went to {lines[0].where}" if lines else told]
 
 
+def _looks_like_loading(state: Mapping[str, Any]) -> bool:
+    """Return whether most of the code that was sampled between the model's calls looks like loading."""
+    doing = state.get("training", {})
+    return bool(doing.get("data", 0) > doing.get("between", 0))
+
+
 def _why_no_step(processes: Sequence[Process], ending: str) -> str:
     """Return why nothing was measured: how the script ended, and the line it was at until then."""
     standing = [
@@ -258,12 +281,12 @@ def _notes(
         notes.append("no optimizer step and no backward pass was seen: a step is one batch")
     elif state["kind"] == "backward":
         notes.append("no optimizer step was seen: a step is one backward pass")
-    if len(rows) < 10:
+    if 0 < len(rows) < 10:
         notes.append(f"only {len(rows)} steps were measured: every figure is rough")
-    queued = sum(row.delay for row in rows) / max(1e-9, sum(row.seconds for row in rows))
-    if queued * clock.outside > _NOTABLE_QUEUEING:
+    queued = _queued_outside(rows, clock)
+    if queued > _NOTABLE_QUEUEING:
         notes.append(
-            f"other work on this machine took the cores: {queued * clock.outside:.0%} of a step was spent "
+            f"other work on this machine took the cores: {queued:.0%} of a step was spent "
             "queueing for one and is left out of the figures"
         )
     crowding = sum(map(clock.crowding, rows)) / max(1e-9, sum(map(clock.seconds, rows)))
@@ -294,6 +317,12 @@ def _notes(
     return notes
 
 
+def _queued_outside(rows: Sequence[Row], clock: Clock) -> float:
+    """Return the share of the steps in which the training queued for a core behind other programs."""
+    queued = sum(row.delay for row in rows) / max(1e-9, sum(row.seconds for row in rows))
+    return queued * clock.outside
+
+
 # -- the step --------------------------------------------------------------------------------------
 
 
@@ -311,19 +340,35 @@ def _costliest(sites: Sequence[tuple[dict[str, Any], str]], family: str) -> list
 
 
 def _usual_sync(
-    state: Mapping[str, Any], watched: Sequence[Row], otherwise: float, cost: float
+    state: Mapping[str, Any],
+    watched: Sequence[Row],
+    otherwise: float,
+    slowed: Spread | None,
+    step: Spread | None,
 ) -> float:
-    """Return the factor from the seconds of all syncs to those of a median step without the `cost` of timing them.
+    """Return the factor from the seconds of all syncs to those of a usual step.
 
-    In a loop of thousands of calls the timing of each takes longer than the call.
+    In a loop of thousands of calls the timing of each takes longer than the call. So the rest of a step in which calls
+    are timed is taken off a step in which they are not.
+
+    Args:
+        state: With the sites of the calls.
+        watched: Steps in which they were timed.
+        otherwise: The factor if most steps have none.
+        slowed: Seconds of these steps.
+        step: Seconds of a usual one.
     """
     sites = [site for site in state["sites"] if site["family"] == "sync"]
     whole = sum(site["seconds"] for site in sites)
-    usual = statistics.median(row.sync * running(row) for row in watched) if watched else 0.0
-    if usual <= 0 or whole <= 0:
+    # A share of the time that was not queueing for a core: a call on a CPU counts without it.
+    shares = [row.sync / max(row.seconds - row.delay, 1e-9) for row in watched]
+    share = min(1.0, statistics.median(shares)) if shares else 0.0
+    if share <= 0 or whole <= 0 or slowed is None or step is None:
         return otherwise
+    timed = share * slowed.median
     calls = sum(site["calls"] for site in sites) / num_watched_steps(state)
-    return max(usual - min(cost, calls * _TIMING_SECONDS), _LEAST_SYNC * usual) / whole
+    least = max(timed - calls * _TIMING_SECONDS, _LEAST_SYNC * share * step.median)
+    return min(timed, max(step.median - slowed.median + timed, least)) / whole
 
 
 def _usual_host(state: Mapping[str, Any], rows: Sequence[Row], clock: Clock) -> float:

@@ -151,6 +151,8 @@ class Loader:
         self.store, form, self._owns_store, self._mixture = open_data(
             store, group, rows, as_tuple if fields is None else fields
         )
+        if on_broken != "stop" and self._mixture is None:
+            self._tolerate_damage()
         self.device = pick_device(device)
         batch_size, seed, rank, world_size, num_slots = (
             whole_number(name, value)
@@ -349,6 +351,15 @@ class Loader:
             raise InputError(
                 "the loader is closed.", "an open loader", "make a new Loader over the same store"
             )
+
+    def _tolerate_damage(self) -> None:
+        """Read through a store of our own, in which a picture may fail its checksum: others may read the given one."""
+        encoded = [name for name, info in self.store.fields.items() if info.encoding == "picture"]
+        again = self.store.tolerating(encoded) if encoded else None
+        if again is not None:
+            if self._owns_store:
+                self.store.close()
+            self.store, self._owns_store = again, True
 
     def _fields_to_load(self, fields: Sequence[str] | None) -> Sequence[str] | None:
         """Return the fields to load: those that `as_tuple` names, unless others were asked for."""

@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from stoker.sources.molecules.functional_groups import NUM_GROUPS
 from stoker.sources.molecules.packed import ATOM_FIELDS, BOND_FIELDS, ECFP_SIZE, BitField
 
 
@@ -105,12 +104,6 @@ def expand_fingerprint(
 ) -> torch.Tensor:
     """Return `(batch, size)` float32 counts of a sparse fingerprint."""
     return dense_rows(counts, bits, offsets, size)
-
-
-def expand_flags(words: torch.Tensor, num_flags: int = NUM_GROUPS) -> torch.Tensor:
-    """Return `(batch, num_flags)` float32 zeros and ones of packed flags."""
-    shifts = torch.arange(num_flags, device=words.device)
-    return (_plain(words).to(torch.int64)[:, None] >> shifts & 1).to(torch.float32)
 
 
 def expand_atoms(words: torch.Tensor) -> torch.Tensor:

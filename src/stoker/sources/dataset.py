@@ -39,7 +39,7 @@ from stoker.sources.contract import (
     cut_rows,
 )
 from stoker.sources.samples import as_array, collect, field_names
-from stoker.store.fields import Array, Dense, Ragged
+from stoker.store.fields import Array
 from stoker.store.manifest import FieldInfo
 
 _PICKLE = "dataset.pickle"
@@ -231,7 +231,11 @@ def samples_source(
             f"ragged=[{near!r}]" if near else "leave ragged out",
         )
     fields = {
-        each: _as_ragged(data) if each in ragged and data.kind == "dense" else FieldInfo.of(data)
+        each: FieldInfo.of(data).model_copy(
+            update={"kind": "ragged", "shape": list(data.values.shape[2:]), "columns": None}
+            if each in ragged and data.kind == "dense"
+            else {}
+        )
         for each, data in shown.items()
     }
     digest = xxhash.xxh3_128(repr(fields).encode())
@@ -254,11 +258,6 @@ def samples_source(
         yield source, code is not None
     finally:
         del _live[token]
-
-
-def _as_ragged(data: Dense | Ragged) -> FieldInfo:
-    info = FieldInfo.of(data)
-    return info.model_copy(update={"kind": "ragged", "shape": info.shape[1:], "columns": None})
 
 
 def _write(path: Path, code: bytes) -> None:

@@ -12,7 +12,6 @@ that have some, and only until five are known.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from stoker.store.fields import Array
 from stoker.store.row_sketch import FIRST_ROWS
+from stoker.strict_json import finite
 
 Json = Any
 
@@ -133,7 +133,7 @@ class ColumnStats:
             "bins": [_trim(counts) for counts in self.bins],
             "first_rows": rows,
             **{name: getattr(self, name).tolist() for name in _COUNTS},
-            **{name: _finite_or_none(getattr(self, name)) for name in _NUMBERS},
+            **{name: finite(getattr(self, name).tolist()) for name in _NUMBERS},
         }
 
 
@@ -146,10 +146,6 @@ def _trim(counts: Array) -> list[Json]:
     if len(used) == 0:
         return [0, []]
     return [int(used[0]), counts[used[0] : used[-1] + 1].tolist()]
-
-
-def _finite_or_none(numbers: Array) -> list[float | None]:
-    return [float(number) if math.isfinite(number) else None for number in numbers]
 
 
 def _merge_moments(a: ColumnStats, b: ColumnStats) -> tuple[Array, Array]:

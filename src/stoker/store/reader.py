@@ -229,6 +229,7 @@ class Store:
         self.notes = (*shown, *notes)
         self.threads = threads or min(16, len(os.sched_getaffinity(0)))
         self._starts = [0, *accumulate(info.num_samples for info in manifest.shards)]
+        self._damaged: dict[tuple[str, int, tuple[int, int]], list[int]] = {}
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
 
     num_samples = property(lambda self: self.manifest.num_samples, doc="Samples in the store.")
@@ -388,6 +389,36 @@ class Store:
                 "pack the data again",
             )
         return values, offsets
+
+    def tolerating(self, fields: Iterable[str]) -> Store | None:
+        """Return this store opened once more, whose damaged blocks of these ragged fields read as zeros.
+
+        `damaged` says which samples they belong to. None for files without checksums: nothing fails in them.
+        """
+        if not self._is_packed:
+            return None
+        opened, arguments = self.__reduce__()
+        again = opened(*arguments)
+        for shard in again.shards:
+            for field in fields:
+                shard.tolerate(f"{field}/values")
+        return again
+
+    def damaged(self, field: str) -> set[int]:
+        """Return the samples of a ragged field that lie in blocks that failed so far; see `tolerating`."""
+        found: set[int] = set()
+        for shard, base in zip(self.shards, self._starts, strict=False):
+            for block in shard.bad_blocks(f"{field}/values"):
+                key = (field, base, block)
+                if key not in self._damaged:
+                    offsets = shard.whole(f"{field}/offsets")
+                    low, high = (
+                        np.array(block) // shard.arrays[f"{field}/values"].location.row_bytes
+                    )
+                    hit = np.flatnonzero((offsets[:-1] < high) & (offsets[1:] > low)) + base
+                    self._damaged[key] = hit.tolist()
+                found.update(self._damaged[key])
+        return found
 
     def read_text(self, field: str, index: int) -> str:
         """Return one sample of a text field."""

@@ -239,7 +239,7 @@ def _produce(system: Any, path: str, start: int, size: int) -> Iterator[bytes]:
     else:
         if start:
             yield b""
-        yield from _by_stream(system, path, size)
+        yield from _as_stream(system, path, size, size)
 
 
 def _has_ranges(system: Any, path: str, size: int) -> bool:
@@ -275,7 +275,8 @@ def _by_ranges(system: Any, path: str, start: int, size: int) -> Iterator[bytes]
         began = time.monotonic()
         stop = min(start + num_bytes, size)
         if _is_http(system) and num_bytes <= _PIECE_BYTES:
-            yield from _range_as_stream(system, path, start, stop, size)
+            headers = {**system.kwargs.get("headers", {}), "Range": f"bytes={start}-{stop - 1}"}
+            yield from _as_stream(system, path, stop - start, size, headers=headers)
         else:
             yield from _range_at_once(system, path, start, stop)
         seconds = time.monotonic() - began
@@ -286,14 +287,15 @@ def _by_ranges(system: Any, path: str, start: int, size: int) -> Iterator[bytes]
             num_bytes = max(_SMALL_PIECE_BYTES, num_bytes // 2)
 
 
-def _range_as_stream(system: Any, path: str, start: int, stop: int, size: int) -> Iterator[bytes]:
-    headers = {**system.kwargs.get("headers", {}), "Range": f"bytes={start}-{stop - 1}"}
-    left = stop - start
-    with system.open(path, "rb", block_size=0, size=size, headers=headers) as file:
+def _as_stream(
+    system: Any, path: str, num_bytes: int, size: int, **options: Any
+) -> Iterator[bytes]:
+    left = num_bytes
+    with system.open(path, "rb", block_size=0, size=size, **options) as file:
         while left:
-            piece = file.read(left)
+            piece = file.read(min(left, _PIECE_BYTES))
             if not piece or len(piece) > left:
-                raise EOFError(f"{stop - start - left} bytes came instead of {stop - start}")
+                raise EOFError(f"{num_bytes - left} bytes came instead of {num_bytes}")
             left -= len(piece)
             yield bytes(piece)
 
@@ -306,17 +308,6 @@ def _range_at_once(system: Any, path: str, start: int, stop: int) -> Iterator[by
         if len(piece) != high - low:
             raise EOFError(f"{len(piece)} bytes came instead of {high - low}")
         yield bytes(piece)
-
-
-def _by_stream(system: Any, path: str, size: int) -> Iterator[bytes]:
-    left = size
-    with system.open(path, "rb", block_size=0, size=size) as file:
-        while left:
-            piece = file.read(min(left, _PIECE_BYTES))
-            if not piece:
-                raise EOFError(f"it ended {left} bytes early")
-            left -= len(piece)
-            yield bytes(piece)
 
 
 class _Ahead:

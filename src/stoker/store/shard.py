@@ -61,6 +61,7 @@ class Shard:
         self._stamp: tuple[int, int, int] | None = None
         self._arrays: dict[str, StoredArray] | None = None
         self._cached: dict[str, Array] = {}
+        self._tolerated: dict[str, set[tuple[int, int]]] = {}
 
     @property
     def arrays(self) -> dict[str, StoredArray]:
@@ -68,8 +69,21 @@ class Shard:
         if (arrays := self._arrays) is None:  # a name of its own: `release` may come in between
             with self._lock:
                 if (arrays := self._arrays) is None:
-                    arrays = self._arrays = self._open()
+                    arrays = self._open()
+                    for dataset, blocks in self._tolerated.items():
+                        arrays[dataset].bad_blocks = blocks
+                    self._arrays = arrays
         return arrays
+
+    def tolerate(self, dataset: str) -> None:
+        """Read blocks of a dataset that fail their checksum as zeros; for a shard that no other thread reads yet."""
+        self._tolerated[dataset] = set()
+        if self._arrays is not None:
+            self._arrays[dataset].bad_blocks = self._tolerated[dataset]
+
+    def bad_blocks(self, dataset: str) -> list[tuple[int, int]]:
+        """Return the bytes, from the dataset's first, of the blocks that have failed so far."""
+        return sorted(self._tolerated.get(dataset, ()))
 
     def whole(self, dataset: str) -> Array:
         """Return a small dataset (offsets, ends) entirely, as int64, kept in memory."""

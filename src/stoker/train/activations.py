@@ -12,7 +12,7 @@ before it and do not change twice.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -186,11 +186,3 @@ class _BuffersBefore(contextlib.AbstractContextManager[None]):
     def __exit__(self, *error: object) -> None:
         for (owner, name), buffer in self._now.pop().items():
             owner._buffers[name] = buffer
-
-
-def wrapped_modules(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the blocks of `model` that recompute their activations."""
-    for name, module in model.named_modules():
-        own = module.__dict__.get("forward")
-        if isinstance(own, partial) and own.func is _recomputed:
-            yield name

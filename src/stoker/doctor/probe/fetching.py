@@ -20,8 +20,11 @@ from typing import Any
 
 from . import clocks, hooks, loading, places, recorder
 
-_LOOP_GAP_SECONDS = 1e-3
+_LOOP_GAP_SECONDS = 3e-5
+"""Fetches that follow each other faster than this are a loop over values; an episode of a game, with a model and a
+world between two fetches, is not."""
 _LOOP_CALLS = 3
+_SCALAR_SECONDS = 1e-4
 _SCALARS = {
     "item": "item",
     "__bool__": "bool",
@@ -122,6 +125,9 @@ def _reading(original: Any, call: str) -> Any:
         value = original(self)
         ended = time.perf_counter()
         try:
+            if ended - began > _SCALAR_SECONDS and not self.is_cuda and call != "tolist":
+                # Nothing to wait for: the thread lost its core meanwhile.
+                began = ended - _SCALAR_SECONDS
             _add("sync", call, frame, began, ended)
             if call == "item" and type(value) is float:
                 _check(value)

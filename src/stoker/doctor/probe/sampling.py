@@ -11,6 +11,10 @@ call that is timed anyway ("timed": a DataLoader, `.item()`, a copy, `torch.save
 looks like loading (stoker's own Loader, a function called `get_batch`, a read), "between" otherwise. So data that no
 DataLoader brings is accounted for as well.
 
+Python code that never waits gives its lock away every 5 ms only, so that code which runs for less would never be seen,
+and what waits would be seen too often. While it looks, the thread therefore asks for the lock after 0.2 ms; between the
+windows in which it looks, and in a forked child, the interval is the script's own.
+
 The thread is a daemon and only reads other threads' frames. A failure becomes a note. It ends with the process;
 after a fork the child starts its own.
 """
@@ -31,6 +35,9 @@ from . import places, recorder
 LOOK_SECONDS = 0.005
 TRAINING_LOOK_SECONDS, _FIRST_LOOK_SECONDS, _FIRST_LOOKS = 0.02, 0.01, 100
 _IDLE_SECONDS = 0.02
+_SWITCH_SECONDS = 2e-4
+_usual_switch_seconds: float | None = None
+"""The script's own interval while ours is set; None if ours is not set."""
 _DEEPEST = 80
 _TIMED = ("torch/utils/data/", "torch/distributed/")
 _MODEL = (
@@ -107,6 +114,7 @@ def _look_forever() -> None:
     while _pid == os.getpid():
         # Uneven intervals, so that samples do not fall into step with a periodic script.
         uneven = 0.6 + 0.8 * jitter.random()
+        _switch_fast(recorder.watching)
         if not recorder.watching:
             time.sleep(_IDLE_SECONDS)
         elif active_thread:
@@ -120,6 +128,20 @@ def _look_forever() -> None:
                 _look_at_training(recorder.get())
         else:
             time.sleep(_IDLE_SECONDS)
+
+
+def _switch_fast(on: bool) -> None:
+    """Make threads give Python's lock away sooner, or as the script has it."""
+    global _usual_switch_seconds  # noqa: PLW0603
+    if on and _usual_switch_seconds is None and sys.getswitchinterval() > _SWITCH_SECONDS:
+        _usual_switch_seconds = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_SECONDS)
+    elif not on and _usual_switch_seconds is not None:
+        sys.setswitchinterval(_usual_switch_seconds)
+        _usual_switch_seconds = None
+
+
+os.register_at_fork(after_in_child=lambda: _switch_fast(on=False))
 
 
 def _look() -> None:

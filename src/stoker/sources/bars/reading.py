@@ -295,30 +295,23 @@ def _read_table(text: bytes, dialect: Dialect) -> tuple[pa.Table, list[int]]:
     has another number of cells, once more on one core, because only then does arrow count lines.
     """
     iso = len(dialect.time_cells) == 1 and not dialect.aware and dialect.day_first is None
-    for typed in (_Typed(times=True), _Typed()) if iso else (_Typed(),):
+    time, number = pa.timestamp("s"), pa.float64()
+    tries = [(time, number)] * iso + [(pa.string(), number), (pa.string(), pa.string())]
+    for attempt, types in enumerate(tries, 1):
         try:
-            table, odd = _arrow_read(text, dialect, typed)
+            table, odd = _arrow_read(text, dialect, *types)
             break
         except pa.ArrowInvalid:
-            continue
-    else:
-        typed = _Typed(floats=False)
-        table, odd = _arrow_read(text, dialect, typed)
+            if attempt == len(tries):
+                raise
     if odd:
-        table, odd = _arrow_read(text, dialect, replace(typed, threads=False))
+        table, odd = _arrow_read(text, dialect, *types, threads=False)
     return table, [number for number in odd if number is not None]
 
 
-@dataclass(frozen=True)
-class _Typed:
-    """What arrow shall turn from text into values, and whether on all cores."""
-
-    times: bool = False
-    floats: bool = True
-    threads: bool = True
-
-
-def _arrow_read(text: bytes, dialect: Dialect, typed: _Typed) -> tuple[pa.Table, list[int | None]]:
+def _arrow_read(
+    text: bytes, dialect: Dialect, time: pa.DataType, number: pa.DataType, threads: bool = True
+) -> tuple[pa.Table, list[int | None]]:
     odd: list[int | None] = []
 
     def skip(row: arrow_csv.InvalidRow) -> str:
@@ -326,15 +319,13 @@ def _arrow_read(text: bytes, dialect: Dialect, typed: _Typed) -> tuple[pa.Table,
         return "skip"
 
     names = [str(cell) for cell in range(len(dialect.names))]
-    number = pa.float64() if typed.floats else pa.string()
     types = {name: pa.string() for name in names}
     types |= {names[cell]: number for cell in dialect.value_cells}
-    if typed.times:
-        types[names[dialect.time_cells[0]]] = pa.timestamp("s")
+    types[names[dialect.time_cells[0]]] = time
     table = arrow_csv.read_csv(
         pa.BufferReader(text),
         read_options=arrow_csv.ReadOptions(
-            use_threads=typed.threads, skip_rows=dialect.header_line, column_names=names
+            use_threads=threads, skip_rows=dialect.header_line, column_names=names
         ),
         parse_options=arrow_csv.ParseOptions(
             delimiter=dialect.delimiter,

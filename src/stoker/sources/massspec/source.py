@@ -350,7 +350,7 @@ def _survey(
             kinds.append(KINDS.index(spectrum_kind(record.meta)))
             keys.update(record.meta)
         num_peaks += len(batch.mz)
-        whole_mz = whole_mz and _is_whole(batch.mz)
+        whole_mz = whole_mz and bool(((batch.mz == np.rint(batch.mz)) & (batch.mz <= 65_535)).all())
         refused.extend(batch.refused)
     # `build` reports what it reads; a stretch without records is never built.
     return _Survey(
@@ -378,10 +378,6 @@ def _accounts(sums: Mapping[str, Counter[str]], before: Mapping[str, Json]) -> l
     found = counts["records"] + unread + left
     accounts.append(Account("records", found, counts["samples"], refused, ignored))
     return [asdict(account) for account in accounts]
-
-
-def _is_whole(mz: Array) -> bool:
-    return not len(mz) or bool((mz == np.rint(mz)).all() and mz.max() <= 65_535)
 
 
 def _records_for(survey: _Survey, kinds: Sequence[SpectrumKind], wanted: int | None) -> int:

@@ -1,0 +1,379 @@
+"""The page docs/doctor-benchmark.md and its pictures, made of the result files: no figure is typed by hand.
+
+    python benchmarks/doctor/publish.py        # reads benchmarks/results/doctor*.json, writes docs/
+    python benchmarks/doctor/publish.py --merge NEW.json OLD.json --out BOTH.json
+
+A run on a rented machine may be cut short: `--merge` takes from older results of the same machine the scripts that the
+newer one did not run, and notes in each row which one it is from.
+
+Enters: `doctor-*.json` of `run.py`, `doctor_peers-*.json` of `peers.py`, `doctor_overhead-*.json` of `overhead.py`.
+Leaves: Markdown and two SVG pictures for each result. Costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+PAGE, PICTURES = "doctor-benchmark.md", "images/doctor"
+CLOSE = 0.3
+TOOLS = {
+    "py_spy": "py-spy, costliest line",
+    "scalene": "Scalene, costliest line",
+    "torch_profiler": "torch's profiler, three costliest operators",
+    "traceml": "TraceML, verdict",
+}
+_STYLE = (
+    "<style>text{font:12px sans-serif;fill:#888}.v{font-weight:bold}.r{fill:#2a9d5c}.w{fill:#d1495b}"
+    ".n{fill:#8883}.l{stroke:#888;stroke-width:1}.d{stroke-dasharray:4 4}</style>"
+)
+
+
+# -- pictures ----------------------------------------------------------------------------------------
+
+
+def confusion_svg(confusion: Mapping[str, Mapping[str, int]]) -> str:
+    """Draw true causes in rows and top findings in columns; right cells green, wrong ones red."""
+    rows = sorted(confusion, key=lambda cause: (cause == "healthy", cause))
+    told = {name for verdicts in confusion.values() for name in verdicts}
+    columns = [*rows, *sorted(told - set(rows))]
+    cell, left, top = 22, 170, 150
+    parts = []
+    for across, name in enumerate(columns):
+        x = left + cell * across + 15
+        parts.append(
+            f'<text transform="rotate(-60 {x} {top - 6})" x="{x}" y="{top - 6}">{escape(name)}</text>'
+        )
+    for down, cause in enumerate(rows):
+        y = top + cell * down
+        parts.append(f'<text x="{left - 6}" y="{y + 15}" text-anchor="end">{escape(cause)}</text>')
+        for across, name in enumerate(columns):
+            count = confusion[cause].get(name, 0)
+            kind = "n" if not count else "r" if cause == name else "w"
+            x = left + cell * across
+            parts.append(
+                f'<rect class="{kind}" x="{x}" y="{y}" width="{cell - 2}" height="{cell - 2}"/>'
+            )
+            if count:
+                parts.append(
+                    f'<text class="v" style="fill:#fff" x="{x + 10}" y="{y + 15}" text-anchor="middle">{count}</text>'
+                )
+    width, height = left + cell * len(columns) + 90, top + cell * len(rows) + 8
+    return _svg(width, height, parts)
+
+
+def scatter_svg(pairs: Sequence[tuple[str, float, float]]) -> str:
+    """Draw predicted against measured gains on logarithmic axes, with lines at ± 30 %."""
+    most = max([2.0, *(value for _, *both in pairs for value in both)]) * 1.1
+    size, left, top = 380, 46, 12
+
+    def place(value: float) -> float:
+        return size * math.log(max(value, 0.8) / 0.8) / math.log(most / 0.8)
+
+    parts = []
+    for mark in (1, 1.5, 2, 3, 5, 10, 20, 40):
+        if mark <= most:
+            x, y = left + place(mark), top + size - place(mark)
+            parts.append(
+                f'<line class="n" stroke="#8884" x1="{left}" x2="{left + size}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            )
+            parts.append(
+                f'<text x="{x:.1f}" y="{top + size + 16}" text-anchor="middle">{mark}</text>'
+            )
+            parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{mark}</text>')
+    for factor, kind in ((1.0, "l"), (1 - CLOSE, "l d"), (1 + CLOSE, "l d")):
+        ends = [(value, value * factor) for value in (0.8 / min(factor, 1), most / max(factor, 1))]
+        (x1, y1), (x2, y2) = [(left + place(a), top + size - place(b)) for a, b in ends]
+        parts.append(
+            f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+        )
+    for name, measured, predicted in pairs:
+        kind = "r" if abs(predicted / measured - 1) <= CLOSE else "w"
+        x, y = left + place(measured), top + size - place(predicted)
+        parts.append(
+            f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(name)}: predicted '
+            f"{predicted:.2f}, measured {measured:.2f}</title></circle>"
+        )
+    parts.append(
+        f'<text x="{left + size}" y="{top + size + 32}" text-anchor="end">measured gain</text>'
+    )
+    parts.append(
+        f'<text transform="rotate(-90 12 {top})" x="12" y="{top}" text-anchor="end">predicted gain</text>'
+    )
+    return _svg(left + size + 12, top + size + 40, parts)
+
+
+def _svg(width: float, height: float, parts: Sequence[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+    return "\n".join([head, _STYLE, *parts, "</svg>"]) + "\n"
+
+
+# -- the page ----------------------------------------------------------------------------------------
+
+
+def percent(value: float | None) -> str:
+    """Return a share in words; n/a if it is unknown."""
+    return "n/a" if value is None else f"{value:.0%}" if abs(value) >= 0.1 else f"{value:.1%}"
+
+
+def times(value: float | None) -> str:
+    """Return a gain in words; n/a if it is unknown."""
+    return "n/a" if value is None else f"× {value:.2f}"
+
+
+def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
+    """Return the section of one result of `run.py`."""
+    summary, rows = document["result"]["summary"], document["result"]["rows"]
+    machine, predictions = document["machine"], summary["predictions"]
+    wrong = [row for row in rows if not row["is_right"]]
+    far = [
+        row for row in rows
+        if row["predicted"] and row["measured"] and abs(row["predicted"] / row["measured"] - 1) > CLOSE
+    ]  # fmt: skip
+    runs = {row.get("run", 1) for row in rows}
+    right, both, alarms = summary["top_right"], summary["both_named"], summary["false_alarms"]
+    lines = [
+        f"## {where(document)}",
+        "",
+        f"{summary['num_scripts']} scripts, {machine['probe']['cpu'] or machine['host']}, torch "
+        f"{machine['probe']['torch']}, commit `{str(machine.get('commit'))[:10]}`; "
+        f"[every figure](../benchmarks/results/{name}.json)."
+        + (f" The scripts ran in {len(runs)} runs, between which the doctor was mended." if len(runs) > 1 else ""),
+        "",
+        "| | target | measured |",
+        "|---|---|---|",
+        (f"| top finding right | 90 % | {right['right']} of {right['of']} "
+        f"({percent(right['right'] / max(1, right['of']))}) |"),
+        f"| false alarms on healthy scripts | 0 | {alarms['alarms']} of {alarms['of']} |",
+        (f"| predicted gain within ± 30 % of the measured one | 80 % | {percent(predictions['within_30_percent'])} "
+        f"of {predictions['count']} |"),
+        f"| median error of the prediction | | {percent(predictions['median_error'])} |",
+        f"| both of two causes named, the second as hidden behind the first | | {both['right']} of {both['of']} |",
+        ("| step under the doctor against alone, p50 and p95 of the scripts | "
+        f"| {percent(summary['overhead']['p50'])}, {percent(summary['overhead']['p95'])} |"),
+        ("| the same script alone twice, p50 and p95: what the machine itself varies | "
+        f"| {percent(quantile(rows, 0.5))}, {percent(quantile(rows, 0.95))} |"),
+        "",
+        f"![true cause in rows, top finding in columns]({PICTURES}/{name}-matrix.svg)",
+        "",
+        f"![predicted against measured gain; dashed: ± 30 %]({PICTURES}/{name}-gains.svg)",
+        "",
+        "What went wrong:" if wrong or far else "No verdict was wrong, and no prediction outside of ± 30 %.",
+        "",
+    ]  # fmt: skip
+    lines += [
+        f"- `{row['case']}`: the cause is {', '.join(row['causes']) or 'none'}, the doctor said {row['verdict']}"
+        for row in wrong
+    ]
+    lines += [
+        f"- `{row['case']}`: predicted {times(row['predicted'])}, measured {times(row['measured'])}" for row in far
+    ]  # fmt: skip
+    if summary.get("not_run"):
+        missing = ", ".join(f"`{one}`" for one in summary["not_run"])
+        lines += [
+            "",
+            f"Not run, because the time on that machine or a framework was missing: {missing}.",
+        ]
+    return [*lines, ""]
+
+
+def where(document: Mapping[str, Any]) -> str:
+    """Return the machine of a result in words."""
+    gpus = document["machine"]["probe"]["gpus"]
+    used = document["result"].get("gpu", False)
+    return f"On an {gpus[0]['name']}" if gpus and used else "On two cores, without a GPU"
+
+
+def quantile(rows: Sequence[Mapping[str, Any]], part: float) -> float | None:
+    """Return a quantile of how much two runs of the same script differ."""
+    known = sorted(row["drift"] for row in rows if row.get("drift") is not None)
+    return known[int(part * (len(known) - 1))] if known else None
+
+
+def overhead_section(document: Mapping[str, Any]) -> list[str]:
+    """Return the table of `overhead.py`."""
+    lines = [
+        "## What the probe costs",
+        "",
+        "Median steps alone and under the doctor, in turns; and the step that the doctor reports, which is that of the",
+        "windows in which it times nothing.",
+        "",
+        "| step | alone | under the doctor | cost | target | reported | its error |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    targets = {"2 ms": "8 %", "10 ms": "3 %"}
+    for name, row in document["result"].items():
+        cells = (f"{row[key]:.2f} ms" for key in ("alone_ms", "doctored_ms"))
+        lines.append(
+            f"| {name} | {' | '.join(cells)} | {percent(row['overhead'])} | {targets.get(name, '')} "
+            f"| {row['reported_ms']:.2f} ms | {percent(row['reported_error'])} |"
+        )
+    return [*lines, ""]
+
+
+def matrix_section(document: Mapping[str, Any]) -> list[str]:
+    """Return the table of `matrix.py`."""
+    table = document["result"]
+    conditions = list(dict.fromkeys(name for row in table.values() for name in row))
+    told = [cell["told"] for row in table.values() for cell in row.values()]
+    ran = [one for one in told if one != "not run"]
+    wrong = sum(one.startswith("wrong") for one in ran)
+    lines = [
+        "## Every way of getting batches, under every condition",
+        "",
+        (
+            f"{len(ran)} scripts that make their batches slowly, on two cores that other programs used as well: "
+            f"{ran.count('right')} right, {ran.count('cannot judge')} cannot judge, {wrong} wrong."
+        ),
+        "",
+        "| | " + " | ".join(conditions) + " |",
+        "|---" * (len(conditions) + 1) + "|",
+    ]
+    for getting, row in table.items():
+        cells = [row.get(name, {"told": "not run"})["told"] for name in conditions]
+        lines.append(f"| {getting} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def peers_section(document: Mapping[str, Any], ours: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the table of other tools; `ours` has the rows of our own result by script."""
+    rows = document["result"]["rows"]
+    tools = [tool for tool in TOOLS if any(tool in row["named"] for row in rows)]
+    count = {tool: sum(row["named"].get(tool) is True for row in rows) for tool in tools}
+    stokers = [ours[row["case"]]["is_right"] for row in rows if row["case"] in ours]
+    lines = [
+        "## Do other tools name the cause?",
+        "",
+        f"One script for each cause, {len(rows)} in all: in Lightning's or Hugging Face's style where there is one,",
+        "because TraceML reads those without a change of the script, else the first. The rule is lenient to the tools.",
+        "A profiler of lines names the cause if its costliest line of the script, imports apart, lies in the function",
+        "that is the cause. torch's profiler does if one of its three costliest operators is that of the cause.",
+        "TraceML does if its verdict names the kind: *input-bound* counts for every cause in loading, though it does",
+        "not tell workers from decoding. None of them predicts a gain. A tool that gave no answer counts as not naming",
+        "it. The tools ran on two cores that other programs used as well, stoker's doctor on quiet ones: shares",
+        "of time do not depend on that much, but it is not the same machine.",
+        "",
+        f"| | named, of {len(rows)} |",
+        "|---|---:|",
+        f"| stoker doctor, top finding | {sum(stokers)} of {len(stokers)} |",
+        *(f"| {TOOLS[tool]} | {count[tool]} |" for tool in tools),
+        "",
+        "| cause | script | stoker doctor | " + " | ".join(TOOLS[tool].split(",")[0] for tool in tools) + " |",
+        "|---|---|---" + "|---" * len(tools) + "|",
+    ]  # fmt: skip
+    words = {True: "yes", False: "no", None: "no answer"}
+    for row in rows:
+        own = ours.get(row["case"])
+        cells = [words[own["is_right"]] if own else "not run"]
+        for tool in tools:
+            told = row["told"].get(tool)
+            said = (
+                f": {told}"
+                if tool == "traceml" and told
+                else f": {told['function'] or 'the loop'}"
+                if isinstance(told, dict)
+                else ""
+            )
+            cells.append(f"{words[row['named'].get(tool)]}{said}")
+        lines.append(f"| {', '.join(row['causes'])} | `{row['case']}` | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+INTRO = """# A benchmark for doctors
+
+A tool that says why training is slow should be tested on scripts whose cause is known. `benchmarks/doctor/cases.py` has
+{num} small training scripts in the styles in which people write them: plain loops, epochs with validation,
+accumulation, classes, Lightning, Hugging Face's Trainer, Accelerate, `torch.compile`, generators, hand-made
+`get_batch`, memory maps, dicts of arrays, tar shards, stoker's own Loader and `prefetch`, notebook cells, two ranks.
+{one} have one planted cause, {two} have two, {healthy} are healthy. Each slow one has a fixed twin, and what the fix
+brings is measured in the same run, before and after which the script runs alone. This page is made of the result files
+by `benchmarks/doctor/publish.py`; no figure is typed by hand.
+
+    python benchmarks/doctor/run.py             # on this machine, about an hour
+    python benchmarks/doctor/publish.py         # this page
+
+The scripts were written by the same people as the doctor, and errors of the doctor that they showed were mended: they
+are a test of what it can see, not of scripts of strangers.
+"""
+
+
+def make_page(results: Path = RESULTS) -> dict[str, str]:
+    """Return the page and its pictures by their path below docs/."""
+    from cases import CASES
+
+    counts = [len(case.causes) for case in CASES]
+    intro = INTRO.format(
+        num=len(CASES), one=counts.count(1), two=counts.count(2), healthy=counts.count(0)
+    )
+    lines = [intro]
+    files: dict[str, str] = {}
+    ours: dict[str, Mapping[str, Any]] = {}
+    for path in sorted(results.glob("doctor-*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        rows = document["result"]["rows"]
+        lines += result_section(path.stem, document)
+        if not document["result"].get("gpu"):
+            ours = {row["case"]: row for row in rows}
+        pairs = [
+            (row["case"], row["measured"], row["predicted"])
+            for row in rows
+            if row["predicted"] and row["measured"]
+        ]
+        files[f"{PICTURES}/{path.stem}-matrix.svg"] = confusion_svg(
+            document["result"]["summary"]["confusion"]
+        )
+        files[f"{PICTURES}/{path.stem}-gains.svg"] = scatter_svg(pairs)
+    for path in sorted(results.glob("doctor_overhead-*.json")):
+        lines += overhead_section(json.loads(path.read_text(encoding="utf-8")))
+    for path in sorted(results.glob("doctor_matrix-*.json")):
+        lines += matrix_section(json.loads(path.read_text(encoding="utf-8")))
+    for path in sorted(results.glob("doctor_peers-*.json")):
+        lines += peers_section(json.loads(path.read_text(encoding="utf-8")), ours)
+    files[PAGE] = "\n".join(lines).rstrip() + "\n"
+    return files
+
+
+def merge(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return the newest result, with rows of the others for scripts that it has not."""
+    from run import summarise
+
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    rows: dict[str, Any] = {}
+    for number, document in enumerate(documents):
+        for row in document["result"]["rows"]:
+            rows.setdefault(row["case"], {**row, "run": len(documents) - number})
+    newest = documents[0]
+    summary = summarise(list(rows.values()))
+    left = {name for document in documents for name in document["result"]["summary"]["not_run"]}
+    summary["not_run"] = sorted(left - set(rows))
+    result = {**newest["result"], "summary": summary, "rows": list(rows.values())}
+    result.pop("raw", None)  # of the newest only: the rows have what the page shows
+    return {**newest, "result": result}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--merge", nargs="+", type=Path, help="results, the newest first")
+    parser.add_argument("--out", type=Path, help="file for the merged result")
+    asked = parser.parse_args()
+    if asked.merge:
+        asked.out.write_text(json.dumps(merge(asked.merge), indent=1) + "\n")
+        return
+    for name, text in make_page().items():
+        path = DOCS / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

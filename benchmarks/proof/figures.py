@@ -1,0 +1,169 @@
+"""The tables of docs/faults.md on the long campaigns, made from benchmarks/results/proof_*.json.
+
+    python benchmarks/proof/figures.py            prints them
+    python benchmarks/proof/figures.py --write    puts them between the marks in docs/faults.md
+
+Counts of several machines add up: each has a seed of its own. Nothing here is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/faults.md"
+BEGIN, END = "<!-- campaigns: made by benchmarks/proof/figures.py -->", "<!-- campaigns end -->"
+WORDS = ("right", "refused", "wrong", "crash", "hang")
+NAMES = {"exactly_once": "exactly once: plans", "kills": "kill run: kills", "fuzz": "fuzz: inputs"}
+GOALS = {"exactly_once": 1_000_000, "kills": 2000, "fuzz": 10_000_000}
+UNITS = {
+    "rss_bytes": ("resident memory", 2**20, "MiB"),
+    "device_bytes": ("device memory", 2**20, "MiB"),
+    "device_reserved_bytes": ("device memory, reserved", 2**20, "MiB"),
+    "files": ("open files", 1, ""),
+    "threads": ("threads", 1, ""),
+    "step_ms": ("step, wall time", 1, "ms"),
+    "step_cpu_ms": ("step, CPU time", 1, "ms"),
+}
+
+
+def load(name: str) -> dict[str, dict[str, Any]]:
+    """Return the results of a campaign by machine."""
+    found = {}
+    for path in sorted((ROOT / "benchmarks/results").glob(f"proof_{name}-*.json")):
+        document = json.loads(path.read_text("utf-8"))
+        found[document["machine"]["host"]] = document["result"]
+    return found
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _quantiles(seconds: list[float]) -> str:
+    ordered = sorted(seconds)
+    at = [ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.99, 1.0)]
+    return ", ".join(f"{one:.1f}" for one in at)
+
+
+def counts() -> list[str]:
+    """Return the table of trials."""
+    lines = [
+        _row(
+            "campaign",
+            "done",
+            "of",
+            "right",
+            "refused by name",
+            "wrong",
+            "crashes",
+            "hangs",
+            "where",
+        ),
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for name, goal in GOALS.items():
+        by_family: dict[str, dict[str, int]] = {}
+        machines = load(name)
+        for result in machines.values():
+            for family, entry in result["families"].items():
+                summed = by_family.setdefault(family, dict.fromkeys(WORDS, 0))
+                for word in WORDS:
+                    summed[word] += entry["counts"][word]
+        total = {word: sum(one[word] for one in by_family.values()) for word in WORDS}
+        where = ", ".join(
+            f"{host}: {sum(sum(one['counts'].values()) for one in result['families'].values()):,}"
+            for host, result in machines.items()
+        )
+        if not machines:
+            continue
+        lines.append(
+            _row(
+                NAMES[name],
+                f"{sum(total.values()):,}",
+                f"{goal:,}",
+                *(f"{total[word]:,}" for word in WORDS),
+                where,
+            )
+        )
+        if len(by_family) > 1:
+            lines += [
+                _row(
+                    f"– {family}",
+                    f"{sum(one.values()):,}",
+                    "",
+                    *(f"{one[word]:,}" for word in WORDS),
+                    "",
+                )
+                for family, one in by_family.items()
+            ]
+    return lines
+
+
+def recoveries() -> list[str]:
+    """Return the table of seconds to recover."""
+    lines = [
+        _row("killed in", "recovered after (p50, p99, worst), s", "kills", "where"),
+        "|---|---:|---:|---|",
+    ]
+    for host, result in load("kills").items():
+        for family, entry in result["families"].items():
+            if entry.get("seconds"):
+                lines.append(
+                    _row(family, _quantiles(entry["seconds"]), len(entry["seconds"]), host)
+                )
+    return lines
+
+
+def soaks() -> list[str]:
+    """Return the table of slopes."""
+    lines = [
+        _row(
+            "soak", "minutes", "steps", "what", "level", "growth per hour (95 % interval)", "grows"
+        ),
+        "|---|---:|---:|---|---:|---:|---|",
+    ]
+    for host, result in load("soak").items():
+        for part in ("one long run", "short runs"):
+            entry = result[part]
+            about = (f"{host}, {part}", f"{entry['seconds'] / 60:.0f}", f"{entry['steps']:,}")
+            for key, (label, scale, unit) in UNITS.items():
+                if (found := entry.get(key)) is None:
+                    continue
+                level, growth, low, high = (
+                    found[word] / scale for word in ("level", "per_hour", "low", "high")
+                )
+                lines.append(
+                    _row(
+                        *about, label, f"{level:,.1f} {unit}".strip(),
+                        f"{growth:+.1f} ({low:+.1f} to {high:+.1f}) {unit}".strip(),
+                        "yes" if found["grows"] else "no",
+                    )
+                )  # fmt: skip
+                about = ("", "", "")
+    return lines
+
+
+def text() -> str:
+    """Return what stands between the marks."""
+    parts = [counts(), recoveries(), soaks()]
+    return "\n\n".join("\n".join(lines) for lines in parts if len(lines) > 2) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true")
+    if not parser.parse_args().write:
+        print(text())
+        return
+    page = PAGE.read_text("utf-8")
+    head, _, rest = page.partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n\n{text()}\n{END}{rest.partition(END)[2]}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Encoded pictures on a GPU: the pixels of the engines' decoder, and what it refuses.
+
+Without a GPU only the search for the library is tried; the rest runs in `tests/parity`'s way, where one is.
+"""
+
+from __future__ import annotations
+
+from io import BytesIO
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from stoker import Loader
+from stoker.loader import nvjpeg, pictures
+from test_pictures_loader import make_store, random_ops
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+GPU = torch.device("cuda:0")
+
+
+def jpeg(height, width, seed=0, mode="RGB", **options):
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+    image = Image.fromarray(coarse).resize((width, height)).convert(mode)
+    file = BytesIO()
+    image.save(file, "JPEG", quality=90, **options)
+    return torch.from_numpy(np.frombuffer(file.getvalue(), np.uint8).copy())
+
+
+def opened(channels=3):
+    decoder = nvjpeg.open_decoder(GPU, channels)
+    if decoder is None:
+        pytest.skip("this GPU has no JPEG engines, or nvJPEG is not installed")
+    return decoder
+
+
+def test_the_library_of_torchs_cuda_is_taken(tmp_path, monkeypatch):
+    for name in ("torchvision/__init__.py", "torchvision.libs/libnvjpeg.0a1b.so.13"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    specs = {"torchvision": SimpleNamespace(origin=str(tmp_path / "torchvision/__init__.py"))}
+    monkeypatch.setattr(nvjpeg.importlib.util, "find_spec", specs.get)
+    for cuda, found in (("13.0", "libnvjpeg.0a1b.so.13"), ("12.8", None), (None, None)):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        path = nvjpeg._library_path.__wrapped__()
+        assert (path.name if path else None) == found
+
+
+@needs_gpu
+@pytest.mark.parametrize("channels", [3, 1])
+def test_pixels_are_those_of_torchvision(channels):
+    io = pytest.importorskip("torchvision.io")
+    decoder = opened(channels)
+    sizes = [(33, 47), (375, 500), (256, 341), (8, 8), (64, 200), (121, 77)]
+    data = [jpeg(*size, seed) for seed, size in enumerate(sizes)]
+    data.append(jpeg(90, 60, 9, subsampling=0))
+    data.append(jpeg(90, 60, 9, subsampling=1))
+    data.append(jpeg(50, 70, 9, "L"))
+    sizes += [(90, 60), (90, 60), (50, 70)]
+    mode = io.ImageReadMode.RGB if channels == 3 else io.ImageReadMode.GRAY
+    wanted = io.decode_jpeg(data, mode=mode, device=GPU)
+    for _ in range(3):
+        made = decoder.decode(data, np.array(sizes))
+        torch.cuda.synchronize()
+        for mine, theirs in zip(made, wanted, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@needs_gpu
+def test_another_size_and_no_jpeg_are_refused_before_anything_is_decoded():
+    decoder = opened()
+    good = jpeg(64, 64)
+    for bad, size in ((jpeg(65, 64), (64, 64)), (torch.zeros(99, dtype=torch.uint8), (64, 64))):
+        with pytest.raises(nvjpeg.DecoderError, match="no JPEG of 64 x 64"):
+            decoder.decode([good, bad], np.array([(64, 64), size]))
+    decoder.decode([good], np.array([(64, 64)]))
+    torch.cuda.synchronize()
+
+
+@needs_gpu
+@pytest.mark.parametrize("policy", ["skip", "replace"])
+def test_broken_pictures_follow_the_policy_on_a_gpu(policy):
+    store, _ = make_store(24, broken=(5, 17), form="JPEG")
+    options = {"augment": random_ops(), "on_broken": policy, "broken_budget": 2}
+    with Loader(store, 8, GPU, **options) as loader:
+        batches = list(loader)
+        assert sorted(loader.broken) == [5, 17]
+    seen = np.concatenate([batch.sample_ids for batch in batches])
+    assert not {5, 17} & set(seen.tolist())
+    assert len(seen) == (22 if policy == "skip" else 24)
+
+
+@needs_gpu
+def test_epochs_on_a_gpu_repeat_to_the_bit_and_streams_are_kept():
+    store, _ = make_store(40, form="JPEG")
+    with Loader(store, 8, GPU, shuffle=True, augment=random_ops()) as loader:
+        first = [batch["images"].clone() for batch in loader]
+        lanes = loader._pictures._lanes.qsize()
+        list(loader)
+        loader.set_epoch(0)
+        again = [batch["images"].clone() for batch in loader]
+        assert loader._pictures._lanes.qsize() == lanes == pictures._GPU_THREADS
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
