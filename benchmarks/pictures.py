@@ -474,7 +474,8 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
                 name: round(row["images_per_second"] / most, 3) for name, row in rows.items()
             }
             print(f"  training: {rows}", flush=True)
-        publish("pictures", result)  # after each size: a run that is cut off leaves one
+        name = "pictures_cpu" if options.cpu else "pictures"
+        publish(name, result)  # after each size: a run that is cut off leaves one
         del ways, found
     return result
 

@@ -65,6 +65,18 @@ def _pictures(kind: str) -> Measure:
     )
 
 
+def _pictures_on_a_cpu(kind: str) -> Measure:
+    def rate(way: str) -> Keys:
+        return (kind, "loading", way, "images_per_core_second")
+
+    return Measure(
+        f"encoded photographs, {kind}, augmented, by CPU time",
+        "images per core-second",
+        rate("encoded"),
+        {"torch DataLoader, Pillow": rate("dataloader, 2 workers")},
+    )
+
+
 def _trained_pictures(kind: str) -> Measure:
     def rate(way: str) -> Keys:
         return (kind, "training", way, "images_per_second")
@@ -281,6 +293,7 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
         Measure("the segmentation recipe", "images/s", ("segmentation", "images_per_second")),
     ),
     "pictures": (_pictures("256 px"), _pictures("full"), _trained_pictures("256 px")),
+    "pictures_cpu": (_pictures_on_a_cpu("256 px"), _pictures_on_a_cpu("full")),
     "loader_cpu": (
         _seconds(
             "an epoch without a GPU, four chunks",

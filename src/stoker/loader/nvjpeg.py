@@ -95,7 +95,7 @@ class Decoder:
         Args:
             data: uint8 of each file, in host memory.
             sizes: `(batch, 2)`: height and width of each, as it lies in the file.
-            unknown: Rows whose headers are compared with `sizes`, at about 12 µs each; all when None.
+            unknown: Rows whose headers are compared with `sizes`; all when None.
 
         Raises:
             DecoderError: One of them is no JPEG of that size that the engines decode.
