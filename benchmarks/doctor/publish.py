@@ -24,6 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 PAGE, PICTURES = "doctor-benchmark.md", "images/doctor"
 CLOSE = 0.3
+MENDED = (
+    " The scripts ran in {} runs, between which the doctor was mended; a later run began with what had not run or had "
+    "gone wrong, and its rows replace older ones."
+)
 TOOLS = {
     "py_spy": "py-spy, costliest line",
     "scalene": "Scalene, costliest line",
@@ -145,7 +149,7 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
         f"{summary['num_scripts']} scripts, {machine['probe']['cpu'] or machine['host']}, torch "
         f"{machine['probe']['torch']}, commit `{str(machine.get('commit'))[:10]}`; "
         f"[every figure](../benchmarks/results/{name}.json)."
-        + (f" The scripts ran in {len(runs)} runs, between which the doctor was mended." if len(runs) > 1 else ""),
+        + (MENDED.format(len(runs)) if len(runs) > 1 else ""),
         "",
         "| | target | measured |",
         "|---|---|---|",
@@ -221,7 +225,9 @@ def overhead_section(document: Mapping[str, Any]) -> list[str]:
 def matrix_section(document: Mapping[str, Any]) -> list[str]:
     """Return the table of `matrix.py`."""
     table = document["result"]
-    conditions = list(dict.fromkeys(name for row in table.values() for name in row))
+    from matrix import CONDITIONS
+
+    conditions = [name for name in CONDITIONS if any(name in row for row in table.values())]
     told = [cell["told"] for row in table.values() for cell in row.values()]
     ran = [one for one in told if one != "not run"]
     wrong = sum(one.startswith("wrong") for one in ran)
