@@ -450,6 +450,7 @@ def onto_own_files(folder: Path) -> dict[str, Any]:
 MANIFEST: dict[str, Callable[[Path], object]] = {
     "manifest cut": lambda path: os.truncate(path, path.stat().st_size // 2),
     "manifest missing": Path.unlink,
+    "manifest a pipe": lambda path: instead(path, os.mkfifo),
     "manifest edited": lambda path: path.write_text(
         path.read_text().replace(str(SAMPLES), str(SAMPLES - 1))
     ),

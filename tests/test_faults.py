@@ -88,3 +88,11 @@ def test_a_file_that_opens_and_cannot_be_read_is_named(tmp_path):
         _describe(broken, {})
     with pytest.raises(StoreError, match=r"step-000000001\.pt"):
         read_description(broken)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_a_folder_or_a_pipe_called_store_json_is_no_manifest(tmp_path, make):
+    make(tmp_path / "store.json")
+    with pytest.raises(StoreError, match="not a finished store"):
+        open_store(tmp_path)
