@@ -49,6 +49,23 @@ def test_the_library_of_torchs_cuda_is_taken(tmp_path, monkeypatch):
         assert (path.name if path else None) == found
 
 
+@pytest.mark.parametrize("channels", [3, 1])
+def test_a_library_that_gives_other_pixels_is_not_taken(channels):
+    def decode(data, sizes):
+        made = [np.asarray(Image.open(BytesIO(each.numpy().tobytes()))) for each in data]
+        if channels == 1:
+            made = [np.asarray(Image.fromarray(each).convert("L"))[..., None] for each in made]
+        assert [each.shape[:2] for each in made] == [tuple(size) for size in sizes.tolist()]
+        return [torch.from_numpy(each.transpose(2, 0, 1).copy()) for each in made]
+
+    nvjpeg._prove(SimpleNamespace(channels=channels, decode=decode))
+    turned = SimpleNamespace(
+        channels=channels, decode=lambda *given: [each.flip(2) for each in decode(*given)]
+    )
+    with pytest.raises(nvjpeg.DecoderError, match="levels away"):
+        nvjpeg._prove(turned)
+
+
 @needs_gpu
 @pytest.mark.parametrize("channels", [3, 1])
 def test_pixels_are_those_of_torchvision(channels):

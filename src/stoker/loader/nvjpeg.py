@@ -5,7 +5,8 @@ on the GPU, queued on the current stream. Costs: about 9 ms of one core for 256 
 engines' own time; torchvision, which calls the same library, takes 17 ms for them, since it allocates for and looks at
 each picture several times. Pinned memory for the bytes was tried: nothing is gained, and copying keeps cores busy.
 
-The library is the one that came with torchvision, or NVIDIA's own wheel; nothing is linked. Engines decode baseline
+The library is the one that came with torchvision, or NVIDIA's own wheel; nothing is linked, so the first decoder of a
+process has to decode two known pictures as Pillow does. Engines decode baseline
 JPEG only, and only some GPUs have them (A100, H100, H200, B200): `open_decoder` returns None elsewhere.
 
 Contract: one thread at a time for one decoder. A file that is no JPEG, or of another size than was said, is refused
@@ -19,11 +20,13 @@ import ctypes
 import functools
 import importlib.util
 from collections.abc import Iterator, Sequence
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from stoker.sources.images.decoding import pillow
 from stoker.store.fields import Array
 
 _HARDWARE = 3  # nvjpegBackend_t: the engines
@@ -31,7 +34,10 @@ _RGB, _Y = 3, 2  # nvjpegOutputFormat_t: planes
 _PLANES = 4  # NVJPEG_MAX_COMPONENT
 _ALIGNED = 256
 
+_MOST_AWAY = 4.0  # levels of 255, on smooth pictures: rounding and the interpolation of colours give one or two
+
 _idle: dict[tuple[int, int], list[Decoder]] = {}
+_proven: set[tuple[int, int]] = set()
 
 
 class DecoderError(RuntimeError):
@@ -49,9 +55,35 @@ def open_decoder(device: torch.device, channels: int) -> Decoder | None:
         return None
     try:
         with torch.cuda.device(index):
-            return Decoder(path, index, channels)
+            decoder = Decoder(path, index, channels)
+            if (index, channels) not in _proven:
+                _prove(decoder)
+                _proven.add((index, channels))
+            return decoder
     except (OSError, AttributeError, DecoderError):  # no engines, or a library without these calls
         return None
+
+
+def _prove(decoder: Decoder) -> None:
+    """Decode two known pictures and compare them with Pillow's: the library may be of a version that differs.
+
+    Raises:
+        DecoderError: They differ by more than rounding.
+    """
+    wanted, data, sizes = [], [], np.array([(48, 64), (33, 47)])
+    for height, width in sizes.tolist():
+        down, right = np.mgrid[0:height, 0:width]
+        grey = (40 + 2 * down + right).astype(np.uint8)
+        file = BytesIO()
+        pillow().fromarray(np.dstack([grey, grey // 2, 200 - grey])).save(file, "JPEG", quality=95)
+        opened = pillow().open(file).convert("RGB" if decoder.channels == 3 else "L")
+        wanted.append(np.asarray(opened, np.float32).reshape(height, width, decoder.channels))
+        data.append(torch.from_numpy(np.frombuffer(file.getvalue(), np.uint8).copy()))
+    made = decoder.decode(data, sizes)
+    for mine, theirs in zip(made, wanted, strict=True):
+        away = np.abs(mine.cpu().numpy().transpose(1, 2, 0).astype(np.float32) - theirs)
+        if away.mean() > _MOST_AWAY:
+            raise DecoderError(f"a known picture is {away.mean():.1f} levels away")
 
 
 def give_back(decoder: Decoder) -> None:
