@@ -1,7 +1,7 @@
 """Encoded photographs decoded ahead on the device, against a DataLoader with Pillow, raw pixels, the decoder alone.
 
     python benchmarks/pictures.py [--cpu] [--seconds 4] [--turns 3] [--count 4096] [--batch 256] [--no-training]
-                                  [--peer-turns 1]
+                                  [--peer-turns 1] [--no-dataloader]
 
 Made-up photographs of two sizes: 500 x 375 (about 114 kB as JPEG of quality 90) and 341 x 256 (about 32 kB). Every way
 gives float batches of `RandomResizedCrop(224)`, flip, brightness, contrast and saturation of 0.4, normalised.
@@ -276,7 +276,7 @@ def engines_way(folder: Path, batch: int, size: tuple[int, int], device: torch.d
     def batches() -> Iterator[Any]:
         while True:
             for start in range(0, len(data) - batch + 1, batch):
-                made = lane.decode(data[start : start + batch], sizes)
+                made = lane.decode(data[start : start + batch], sizes, np.empty(0, np.int64))
                 torch.cuda.synchronize()
                 assert made is not None
                 yield made
@@ -422,7 +422,8 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         if kind == "256 px":
             pack(ImagesSource((256, 256), 3, folder), raw, PackOptions())
             ways.append(loader_way("raw", raw, options.batch, device, cuda))
-        ways.append(dataloader_way(folder, options.batch, workers, device, cuda))
+        if not options.no_dataloader:
+            ways.append(dataloader_way(folder, options.batch, workers, device, cuda))
         if cuda:
             ways += [
                 decoder_way(folder, options.batch, device),
@@ -489,6 +490,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--no-training", action="store_true")
+    parser.add_argument("--no-dataloader", action="store_true")
     parser.add_argument(
         "--work", type=Path, help="folder for pictures and stores [default: a temporary one]"
     )

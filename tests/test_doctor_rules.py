@@ -613,3 +613,9 @@ def test_a_stream_is_not_given_workers_that_would_each_go_through_all_of_it():
         assert ("get_worker_info" in first.remedy) == (not is_safe)
         assert bool(first.patch.loader_arguments) == is_safe
         assert first.patch.where == "train.py:20"
+
+
+def test_decode_bound_says_what_photographs_kept_as_files_would_give():
+    found = next(one for one in diagnose(SICK["decode-bound"]) if one.name == "decode-bound")
+    (line,) = [line for line in found.evidence if "kept as files" in line]
+    assert re.search(r"a step would take 2\d(\.\d)? ms \(1\.\d times as fast\)", line)

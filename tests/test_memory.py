@@ -231,6 +231,20 @@ def test_garbage_in_cycles_is_no_growth():
         gc.enable()
 
 
+def test_memory_that_moves_by_a_little_costs_one_collection_and_one_census():
+    levels = iter([500, 503, 507, 505, 502.5, 502.4, 502.6, 502.5])
+    calls = []
+    watch = LeakWatch(
+        lambda: int(next(levels) * 1000),
+        100_000,
+        lambda: calls.append("census") or {},
+        collect=lambda: calls.append("collect"),
+    )
+    for _ in range(7):  # the first epoch measures twice
+        assert watch.after_epoch() is None
+    assert calls == ["collect", "census"]
+
+
 def test_the_fake_tensors_of_the_compiler_are_not_counted_and_nothing_is_warned_of():
     with FakeTensorMode():
         held = torch.zeros(3, 5, 7, 11)

@@ -102,7 +102,8 @@ def named_by_operators(top: Sequence[str] | None, causes: Sequence[str]) -> bool
     """Return whether torch's profiler shows an operator that is a cause; None if it did not run."""
     if not top:
         return None
-    return any(word in top for cause in causes for word in OPERATORS.get(cause, ()))
+    words = tuple(word for cause in causes for word in OPERATORS.get(cause, ()))
+    return any(name.startswith(words) for name in top)  # such as enumerate(DataLoader)#...
 
 
 def named_by_verdict(verdict: str | None, causes: Sequence[str]) -> bool | None:

@@ -9,6 +9,7 @@ doctor cannot know how well data will be packed or an augmentation rewritten.
 from __future__ import annotations
 
 from stoker.doctor.cases import (
+    WORTHWHILE,
     Case,
     Rule,
     at,
@@ -81,6 +82,23 @@ def _ready_seconds(loader: LoaderFacts) -> float:
     return (loader.batch_bytes or 0) / _PLAIN_READ_BYTES_PER_SECOND
 
 
+def _kept_line(case: Case, loader: LoaderFacts, pace: Pace) -> str | None:
+    """Return what decoding ahead in threads would give: the decoding that was measured, and nothing else of loading."""
+    decode = loader.work.decode
+    if loader.kind == "stoker" or not decode:
+        return None
+    kept = pace.loading(decode * loader.batches_per_step, lanes=case.cores)
+    times = pace.step / max(kept.step, 1e-9)
+    if times < WORTHWHILE:
+        return None
+    rate = loader.batch_size / decode if loader.batch_size else None
+    measured = f"a core decodes {rate:,.0f} samples a second; " if rate else ""
+    return (
+        f"{measured}photographs kept as files and decoded ahead by {case.cores} threads, a step would take "
+        f"{milliseconds(kept.step)} ({times:.2g} times as fast), and less where a GPU decodes"
+    )
+
+
 @while_waiting
 def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """Decoding samples keeps every core busy."""
@@ -102,6 +120,7 @@ def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
             f"{format_count(loader.workers, 'worker')} on {case.cores} cores{cpu_words(loader)}",
             work_line(loader),
             busiest_line(loader),
+            _kept_line(case, loader, pace),
         ],
         "Decode once instead of every epoch: `stoker pack` stores the decoded values, and batches are "
         "then copies. Photographs that do not fit into memory as pixels can stay compressed: with `stoker pack "
@@ -278,7 +297,12 @@ def slow_between_steps(case: Case) -> Finding | None:
         for line in case.measured.between[:3]
     ]
     # Work that is no loading, such as logging, may be left out of most steps.
-    likely = divided if case.measured.between_loads else rest
+    likely = divided if case.measured.between_loads else rest + _LIKELY * between
+    first = (
+        "Do this work while the model computes"
+        if case.measured.between_loads
+        else "Do this work in fewer steps, in one call for a whole batch, or while the model computes"
+    )
     return case.advise(
         "slow-between-steps",
         "the step waits for code between the model's calls",
@@ -289,8 +313,7 @@ def slow_between_steps(case: Case) -> Finding | None:
             ),
             *lines,
         ],
-        "Do this work while the model computes: move loading into a Dataset for a DataLoader with "
-        f"num_workers={workers}{ahead}; log every 50 steps.",
+        f"{first}: move loading into a Dataset for a DataLoader with num_workers={workers}{ahead}; log every 50 steps.",
         # In one background thread it still takes its time; in workers it is divided.
         gain_of_steps(step, max(rest, between), likely, rest),
         where=case.measured.between[0].where if case.measured.between else None,

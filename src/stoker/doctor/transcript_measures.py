@@ -116,6 +116,10 @@ def measure(
             "host": usual_host,
         }.get(family, 0.0)
     between, between_seconds, unjudged = _between(state, step, waited + timed)
+    if not rows:
+        unjudged = [
+            "too few training steps ended to measure one: let it run for longer (--seconds)"
+        ]
     if _queued_outside(rows, clock) > _MUCH_QUEUEING:
         unjudged.append("other work on this machine had the cores most of the time")
     samples = sum(row.samples for row in rows)

@@ -104,16 +104,14 @@ def count_live_tensors(device: torch.device | None = None) -> dict[TensorKind, t
     """
     counts: dict[TensorKind, tuple[int, int]] = {}
     storages: set[tuple[str, int]] = set()
-    kinds: dict[type, bool] = {}
-    for thing in gc.get_objects():
-        kind_of = type(thing)
-        if kind_of not in kinds:
-            # The fake tensors of torch.compile hold nothing, and torch warns who asks for their address.
-            kinds[kind_of] = issubclass(kind_of, torch.Tensor) and not issubclass(
-                kind_of, FakeTensor
-            )
-        if not kinds[kind_of]:
-            continue
+    things = gc.get_objects()  # a million and more where something was compiled: by type first
+    # The fake tensors of torch.compile hold nothing, and torch warns who asks for their address.
+    kinds = {
+        kind
+        for kind in set(map(type, things))
+        if issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor)
+    }
+    for thing in [thing for thing in things if type(thing) in kinds]:
         try:
             if device is not None and thing.device != device:
                 continue
@@ -275,11 +273,12 @@ class LeakWatch:
         return growth
 
     def _measure(self) -> int:
-        """Return the bytes in use; the collector runs only where they have grown, for it takes 0.2 s."""
+        """Return the bytes in use; the collector runs only where that may change a report, for it takes 0.2 s."""
         now = self._allocated()
         if self.baseline_bytes is not None:
             last = self._recent[-1] if self._recent else self.baseline_bytes
-            is_quiet = now - last < self.threshold_bytes / 100
+            # Whether an epoch is quiet matters only after growth was reported.
+            is_quiet = not self._times or now - last < self.threshold_bytes / 100
             if is_quiet and now - self.baseline_bytes <= self.threshold_bytes:
                 return now
         self._collect()
@@ -287,8 +286,10 @@ class LeakWatch:
 
     def _lower_baseline(self) -> None:
         # Three, so that epochs of two kinds (with and without a checkpoint) raise no alarm in turns.
+        # By little it does not pay: the census takes as long as some steps.
         assert self.baseline_bytes is not None
-        if len(self._recent) == 3 and max(self._recent) < self.baseline_bytes:
+        lower = self.baseline_bytes - self.threshold_bytes / 100
+        if len(self._recent) == 3 and max(self._recent) < lower:
             self._move_baseline(max(self._recent))
 
     def _move_baseline(self, to_bytes: int) -> None:

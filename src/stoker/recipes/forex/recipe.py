@@ -169,7 +169,7 @@ def unpack_forex(
         targets["valid"] = valid
     if isinstance(batch, Batch) and valid is not None:
         # Lanes are walked in another order than that of time; the evaluation puts them back.
-        targets["sample"] = torch.from_numpy(batch.sample_ids)
+        targets["sample"] = torch.from_numpy(batch.sample_ids).to(returns.device, non_blocking=True)
     return {name: batch[name] for name in names}, targets
 
 
