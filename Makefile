@@ -10,7 +10,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 TESTS := $(BIN)/pytest -q --forks 4 -m "not whole_gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: run test test-gpu lint types check campaign proof mutate bench audit docs clean help
+.PHONY: run test test-gpu lint types check campaign proof exactly-once fuzz kills soak mutate bench audit docs clean help
 
 run: $(STAMP) ## the main job: `stoker demo`, on data it makes itself
 	$(BIN)/stoker demo
@@ -34,8 +34,25 @@ test-gpu: $(STAMP) ## what needs a CUDA device; tests that measure its memory on
 campaign: $(STAMP) ## fuzz, fault injection, planted bottlenecks, all combinations: half an hour, quiet machine
 	$(BIN)/pytest -q -m "slow or random" --hypothesis-profile campaign
 
-proof: campaign ## the campaigns, and faults on purpose under stoker and its peers (docs/faults.md)
+# Each goes on from its state in benchmarks/results, for this many seconds; SECONDS=36000 finishes them overnight.
+SECONDS ?= 3600
+PROOF := $(BIN)/python benchmarks/proof
+
+proof: campaign exactly-once fuzz kills soak ## all campaigns, faults under stoker and its peers, and the tables of docs/faults.md
 	$(BIN)/python benchmarks/faults.py
+	$(PROOF)/figures.py --write
+
+exactly-once: $(STAMP) ## a million random plans: is every sample trained on exactly once? goes on from its state
+	$(PROOF)/exactly_once.py --seconds $(SECONDS)
+
+fuzz: $(STAMP) ## ten million damaged inputs through every parser; goes on from its state
+	$(PROOF)/fuzz.py --seconds $(SECONDS)
+
+kills: $(STAMP) ## two thousand kills at random moments of pack, train, validate and save; goes on from its state
+	$(PROOF)/kills.py --seconds $(SECONDS)
+
+soak: $(STAMP) ## slopes of memory, files, threads and step time over MINUTES=360
+	$(PROOF)/soak.py --minutes $(or $(MINUTES),360)
 
 mutate: $(STAMP) ## change twenty random lines of loader, store and train: how many do the tests notice?
 	$(BIN)/python tests/campaign/mutate.py --count 20 --seed 1

@@ -122,7 +122,9 @@ def batches(way: str, folder: Path) -> Iterator[Any]:
         yield from (batch[0] for batch in read)
     elif way == "MosaicML Streaming":
         from streaming import StreamingDataset
+        from streaming.base.util import clean_stale_shared_memory
 
+        clean_stale_shared_memory()  # of cases that were killed: it would be taken for this one's
         read = StreamingDataset(
             local=str(folder / "mds"), batch_size=BATCH, shuffle=False, validate_hash="xxh64"
         )

@@ -6,7 +6,7 @@ process, because no other one sees the mounts.
 
 `EIO` and slow reads are made by a file system in user space that speaks the kernel's FUSE protocol itself (no library,
 no LD_PRELOAD): every program meets them alike, with `read`, with `mmap` and in the page cache. A bad sector is 4 KiB in
-the middle of the largest file.
+the middle of a file.
 """
 
 from __future__ import annotations
@@ -65,8 +65,16 @@ def make_read_only(folder: Path) -> None:
     _call("mount", None, place, None, ctypes.c_ulong(_MS_REMOUNT | _MS_BIND | _MS_RDONLY), None)
 
 
-def mount_broken(source: Path, folder: Path, delay: float = 0.0, bad_sector: bool = False) -> None:
-    """Show `source` below `folder`, read-only: every read waits `delay` seconds, and one sector cannot be read."""
+def mount_broken(source: Path, folder: Path, delay: float = 0.0, bad: Path | None = None) -> None:
+    """Show `source` below `folder`: every read waits `delay` seconds, a sector of `bad` cannot be read.
+
+    What is written there (lock files, caches of the peers) goes into memory.
+    """
+    lower, upper = (
+        folder.with_name(f"{folder.name}-lower"),
+        folder.with_name(f"{folder.name}-upper"),
+    )
+    lower.mkdir()
     folder.mkdir()
     try:
         device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
@@ -74,27 +82,30 @@ def mount_broken(source: Path, folder: Path, delay: float = 0.0, bad_sector: boo
         raise NotApplicableError(f"/dev/fuse: {error.strerror}") from error
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other"
     _call(
-        "mount", b"faults", os.fsencode(folder), b"fuse.faults", ctypes.c_ulong(0), options.encode()
+        "mount", b"faults", os.fsencode(lower), b"fuse.faults", ctypes.c_ulong(0), options.encode()
     )
     if os.fork() == 0:
         try:
             _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            _Server(device, source, delay, bad_sector).run()
+            _Server(device, source, delay, bad).run()
         finally:
             os._exit(0)
     os.close(device)
+    mount_memory(upper, "size=64m")
+    for name in ("up", "work"):
+        (upper / name).mkdir()
+    layers = f"lowerdir={lower},upperdir={upper}/up,workdir={upper}/work"
+    _call("mount", b"overlay", os.fsencode(folder), b"overlay", ctypes.c_ulong(0), layers.encode())
 
 
 class _Server:
     """Answers the kernel, one question after the other, in a process of its own."""
 
-    def __init__(self, device: int, source: Path, delay: float, bad_sector: bool) -> None:
+    def __init__(self, device: int, source: Path, delay: float, bad: Path | None) -> None:
         self.device, self.delay = device, delay
         self.nodes, self.numbers = {1: source}, {source: 1}
-        files = [path for path in source.rglob("*") if path.is_file()]
-        largest = max(files, key=lambda path: path.stat().st_size)
-        middle = largest.stat().st_size // 2 // 4096 * 4096
-        self.bad = (largest, middle, middle + 4096) if bad_sector else None
+        middle = bad.stat().st_size // 2 // 4096 * 4096 if bad else 0
+        self.bad = (bad, middle, middle + 4096)
 
     def run(self) -> None:
         while True:
@@ -135,7 +146,7 @@ class _Server:
         if what == _READDIR:
             return self._list(path, *struct.unpack_from("<QQI", data)[1:])
         if what == _STATFS:
-            return struct.pack("<QQQQQIII6I", *[1 << 20] * 5, 4096, 255, 4096, *[0] * 6)
+            return struct.pack("<QQQQQIIII6I", *[1 << 20] * 5, 4096, 255, 4096, 0, *[0] * 6)
         if what in (_RELEASE, _RELEASEDIR, _FLUSH):
             return b""
         raise OSError(errno.ENOSYS, "not known")
@@ -149,12 +160,7 @@ class _Server:
 
     def _read(self, path: Path, offset: int, size: int) -> bytes:
         time.sleep(self.delay)
-        if (
-            self.bad
-            and path == self.bad[0]
-            and offset < self.bad[2]
-            and offset + size > self.bad[1]
-        ):
+        if path == self.bad[0] and offset < self.bad[2] and offset + size > self.bad[1]:
             raise OSError(errno.EIO, "a bad sector")
         with path.open("rb") as file:
             file.seek(offset)

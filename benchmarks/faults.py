@@ -77,8 +77,9 @@ def flip(path: Path, at: int) -> None:
 
 
 def data_place(path: Path) -> int:
-    """Return a place inside the values: behind the headers, in the middle of the largest run of bytes."""
-    return path.stat().st_size // 2
+    """Return a place inside the values: in the middle of the file; of a tar file, behind the header of a member."""
+    middle = path.stat().st_size // 2
+    return middle // 1024 * 1024 + 700 if path.suffix == ".tar" else middle
 
 
 def instead(path: Path, make: Callable[[Path], object]) -> None:
@@ -155,9 +156,11 @@ def signal_a_worker(number: int) -> None:
     os.kill(int(children[0]), number)
 
 
-def on_broken_disk(way: str, folder: Path, **how: Any) -> dict[str, Any]:
+def on_broken_disk(way: str, delay: float, folder: Path) -> dict[str, Any]:
+    """Read an epoch from a disk with one bad sector, or one that takes `delay` seconds for every read."""
     fault_machine.own_mounts()
-    fault_machine.mount_broken(folder, folder.with_name("disk"), **how)
+    bad = None if delay else file_of(way, folder)
+    fault_machine.mount_broken(folder, folder.with_name("disk"), delay, bad)
     return read_epoch(way, folder.with_name("disk"))
 
 
@@ -167,10 +170,10 @@ def with_small_shm(way: str, folder: Path) -> dict[str, Any]:
     return read_epoch(way, folder)
 
 
-DISKS: dict[str, dict[str, Any]] = {
-    "a bad sector (EIO)": {"bad_sector": True},
-    "a slow disk, 0.2 s a read": {"delay": 0.2},
-    "a disk that never answers": {"delay": 3600.0},
+DISKS = {
+    "a bad sector (EIO)": 0.0,
+    "a slow disk, 0.2 s a read": 0.2,
+    "a disk that never answers": 3600.0,
 }
 
 
@@ -347,7 +350,8 @@ def damaged_while_validating(damage: Callable[[Path], object], folder: Path) -> 
 
 def validated_on_broken_disk(folder: Path) -> dict[str, Any]:
     fault_machine.own_mounts()
-    fault_machine.mount_broken(folder / "store", folder / "held", bad_sector=True)
+    bad = file_of(OURS[0], folder)
+    fault_machine.mount_broken(folder / "store", folder / "held", bad=bad)
     trained(folder, "run", held=folder / "held")
     return {"lost": 0, "repeated": 0, "changed": 1}
 
@@ -378,41 +382,44 @@ def packed(
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     pack(ArraysSource((path,), part_bytes=SAMPLES * WIDTH * 2), folder / "new", PackOptions(jobs=1))
-    with open_store(folder / "new") as store:
-        sound = not store.verify().problems
-        same = np.array_equal(store.read_rows("features", 0, store.num_samples), rows())
-    return {"lost": 0, "repeated": 0, "changed": int(not (sound and same))}
+    return {"lost": 0, "repeated": 0, "changed": int(not holds_rows(folder / "new"))}
 
 
 def packed_on(kind: str, folder: Path) -> dict[str, Any]:
-    place = small_disk(folder, kind)
+    out = small_disk(folder, kind) / "new"
     source = ArraysSource((folder / "features.npy",), part_bytes=SAMPLES * WIDTH * 2)
-    pack(source, place / "new", PackOptions(jobs=1))
-    return {"lost": 0, "repeated": 0, "changed": 1}
+    pack(source, out, PackOptions(jobs=1))
+    return {"lost": 0, "repeated": 0, "changed": int(not holds_rows(out))}
 
 
-def packed_from_broken_disk(folder: Path, **how: Any) -> dict[str, Any]:
+def holds_rows(path: Path) -> bool:
+    """Return whether a store is sound and holds the samples."""
+    with open_store(path) as store:
+        sound = not store.verify().problems
+        return sound and np.array_equal(store.read_rows("features", 0, store.num_samples), rows())
+
+
+def packed_from_broken_disk(delay: float, folder: Path) -> dict[str, Any]:
     fault_machine.own_mounts()
     (folder / "inputs").mkdir()
     shutil.copy(folder / "features.npy", folder / "inputs")
-    fault_machine.mount_broken(folder / "inputs", folder / "disk", **how)
+    bad = None if delay else folder / "inputs/features.npy"
+    fault_machine.mount_broken(folder / "inputs", folder / "disk", delay, bad)
     pack(ArraysSource((folder / "disk/features.npy",)), folder / "new", PackOptions(jobs=1))
-    with open_store(folder / "new") as store:
-        same = np.array_equal(store.read_rows("features", 0, store.num_samples), rows())
-    return {"lost": 0, "repeated": 0, "changed": int(not same)}
+    return {"lost": 0, "repeated": 0, "changed": int(not holds_rows(folder / "new"))}
 
 
 def saved_on(way: str, kind: str, folder: Path) -> dict[str, Any]:
     place = small_disk(folder, kind)
     checkpoint_of(way, place, 1)
-    return {"lost": 0, "repeated": 0, "changed": 1}
+    return resumed(way, place)
 
 
 def resumed_from_broken_disk(way: str, folder: Path) -> dict[str, Any]:
     (folder / "saved").mkdir()
-    checkpoint_of(way, folder / "saved", 1)
+    bad = checkpoint_of(way, folder / "saved", 1)
     fault_machine.own_mounts()
-    fault_machine.mount_broken(folder / "saved", folder / "disk", bad_sector=True)
+    fault_machine.mount_broken(folder / "saved", folder / "disk", bad=bad)
     return resumed(way, folder / "disk")
 
 
@@ -443,6 +450,7 @@ def onto_own_files(folder: Path) -> dict[str, Any]:
 MANIFEST: dict[str, Callable[[Path], object]] = {
     "manifest cut": lambda path: os.truncate(path, path.stat().st_size // 2),
     "manifest missing": Path.unlink,
+    "manifest a pipe": lambda path: instead(path, os.mkfifo),
     "manifest edited": lambda path: path.write_text(
         path.read_text().replace(str(SAMPLES), str(SAMPLES - 1))
     ),
@@ -479,8 +487,8 @@ def all_cases(seed: int) -> list[Case]:
 
     for way in ways():
         found += [
-            ("load", fault, way, partial(on_broken_disk, way, **how))
-            for fault, how in DISKS.items()
+            ("load", fault, way, partial(on_broken_disk, way, delay))
+            for fault, delay in DISKS.items()
         ]
         found.append(("load", "8 KiB of /dev/shm", way, partial(with_small_shm, way)))
         found += [
@@ -538,9 +546,9 @@ def all_cases(seed: int) -> list[Case]:
         ("pack", fault, "stoker pack", partial(packed_on, kind)) for fault, kind in SMALL.items()
     ]
     found += [
-        ("pack", f"input on {fault}", "stoker pack", partial(packed_from_broken_disk, **how))
-        for fault, how in DISKS.items()
-        if how.get("delay", 0) < 1
+        ("pack", f"input on {fault}", "stoker pack", partial(packed_from_broken_disk, delay))
+        for fault, delay in DISKS.items()
+        if delay < 1
     ]
     found.append(("pack", "a folder of the user's as OUT", "stoker pack", onto_own_files))
     found += [
@@ -694,6 +702,10 @@ def main() -> None:
     )
     parser.add_argument("--peers", type=Path, default=None, help="a folder of pip install --target")
     parser.add_argument("--way", default="", help="only this loader")
+    parser.add_argument("--fault", default="", help="only this fault")
+    parser.add_argument(
+        "--into", type=Path, default=None, help="replace the cases in this result, and publish it"
+    )
     options = parser.parse_args()
     if options.peers:
         sys.path.append(str(options.peers))
@@ -707,13 +719,21 @@ def main() -> None:
         world = Path(name)
         make_world(world)
         for case in all_cases(options.seed):
-            if options.only in ("", case[0]) and options.way in ("", case[2]):
+            asked = zip((options.only, options.fault, options.way), case, strict=False)
+            if all(one in ("", given) for one, given in asked):
                 entries.append(run_case(case, world, options.seconds))
                 last = entries[-1]
                 print(
                     f"{last['outcome']:9} {last['seconds']:7.2f} s  {last['phase']:7} {last['fault']:40} {last['way']}",
                     flush=True,
                 )
+    if options.into:
+        old = json.loads(options.into.read_text("utf-8"))
+        new = {(entry["phase"], entry["fault"], entry["way"]): entry for entry in entries}
+        was = old.get("result", old)["cases"]
+        entries = [new.pop((one["phase"], one["fault"], one["way"]), one) for one in was] + [
+            *new.values()
+        ]
     result = {
         "samples": SAMPLES, "limit_seconds": options.seconds, "load_average": os.getloadavg()[1],
         "summary": summary(entries), "cases": entries,

@@ -356,6 +356,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["verify", "empty"]),
         Case(["verify", "none/none.h5"]),
         Case(["verify", "text.h5"]),
+        Case(["train", "--config", "tabular", "--store", "table.csv", *ON_CPU]),
         Case(["pack", "table", "table.csv", "made", "--repair", "x"]),
         Case(["pack", "table", "table.csv", "made", "--repair", "clip:x"]),
         Case(["pack", "table", "prices.csv", "made", "--repair", "min-denominator:x"],

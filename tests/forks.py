@@ -1,7 +1,7 @@
 """`pytest --forks 4`: the tests in forks of one process, which has collected them once.
 
 Workers that are started by themselves import torch, collect seven thousand tests and import what is dear (Lightning,
-transformers, onnxruntime) one by one, 20 s of CPU each. Forks begin with all of it. Each takes one file after the other
+transformers) one by one, 20 s of CPU each. Forks begin with all of it. Each takes one file after the other
 from a common pipe, so that fixtures of a module are made once; the files that take longest come first. Reports go to
 the process that has collected, which shows them. A fork that crashes fails its test, and another goes on in its place.
 """
@@ -31,8 +31,9 @@ FIRST = (
     "test_frameworks_accelerate", "test_cli", "test_bounds", "test_secrets", "test_commit", "test_packing",
     "test_cli_train", "test_recipe_tabular", "test_msp", "test_compat_massspec", "test_frameworks_huggingface",
 )  # fmt: skip
+# Not onnxruntime: it starts a thread, which a fork would not have.
 DEAR = ("torch._dynamo", "h5py", "pyarrow.csv", "pyarrow.parquet", "lightning.pytorch", "transformers.trainer",
-        "onnxruntime", "onnxscript", "torch.onnx", "PIL.Image", "rdkit.Chem", "distributed")  # fmt: skip
+        "onnxscript", "torch.onnx", "PIL.Image", "rdkit.Chem", "distributed")  # fmt: skip
 _LENGTH = struct.Struct("<Q")
 
 

@@ -146,7 +146,7 @@ def test_pack_verify_inspect_and_their_json(arrays):
         (["config", "check", "dirty.csv"], 2, ["not a section per line"]),
         (["inspect", "dirty.csv"], 3, ["nan features['b']"]),
         (["inspect", "nothing"], 2, ["nothing does not exist"]),
-        (["verify", "features.npy"], 2, ["cannot be opened as HDF5"]),
+        (["verify", "features.npy"], 2, ["Try: stoker pack arrays features.npy OUT"]),
         (["config", "check", "none.yaml"], 2, ["none.yaml"]),
         (["demo", "--weeks", "1"], 2, ["weeks"]),
     ],

@@ -123,6 +123,9 @@ def test_the_places_of_the_figures_are_right(path, pages):
     document = json.loads(path.read_text())
     rows = rows_of(document)
     part = pages["benchmarks.md"].partition(f"{{ #{path.stem} }}")[2].partition("\n## ")[0]
+    if document["benchmark"] == "defaults":
+        assert "(#recipe-defaults)" in part
+        return
     if document["benchmark"] not in (*MEASURES, "augment"):
         assert part.count("\n| ") > 3, "an unknown result is shown whole"
         return
@@ -518,3 +521,18 @@ def test_default_runs_stand_in_one_table(tmp_path):
             "| *projected* 75.0 (130): 20 epochs of 225 s | 1.20, 9 epochs |"
         ),
     ]
+
+
+def test_the_published_default_runs_are_in_the_table():
+    """Five recipes; a run that is published has its metric, its baseline and its minutes there."""
+    folder = ROOT / "benchmarks/results"
+    shown = {
+        line.split(" | ")[0].strip("| "): line
+        for line in defaults_section(folder)
+        if line.startswith("| ")
+    }
+    assert {"tabular", "forex", "massspec", "segmentation", "images"} <= shown.keys()
+    published = json.loads((folder / "defaults-nvidia-h200.json").read_text("utf-8"))["result"]
+    for recipe, row in published.items():
+        assert "n/a" not in shown[recipe]
+        assert f"{row['baseline']} {row['baseline_value']:.3g}" in shown[recipe]

@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stoker.errors import StoreError
+from stoker.errors import StokerError, StoreError
+from stoker.sources.fingerprint import _describe
 from stoker.store.fields import Dense
 from stoker.store.reader import open_store
+from stoker.train.checkpoint_file import read_description
 from store_makers import write_store
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,3 +75,24 @@ def test_the_table_of_the_page_is_that_of_the_file(faults, path):
     result = json.loads(path.read_text("utf-8"))["result"]
     assert result["summary"] == faults.summary(result["cases"])
     assert faults.table(result) in (ROOT / "docs/faults.md").read_text("utf-8")
+
+
+def test_a_file_that_opens_and_cannot_be_read_is_named(tmp_path):
+    """As on a bad sector: the system says "Input/output error", and not of which file."""
+    broken = tmp_path / "step-000000001.pt"
+    broken.symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match="Input/output error") as raised, broken.open("rb") as file:
+        file.read(1)
+    assert raised.value.filename is None
+    with pytest.raises(StokerError, match=r"step-000000001\.pt: Input/output error"):
+        _describe(broken, {})
+    with pytest.raises(StoreError, match=r"step-000000001\.pt"):
+        read_description(broken)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_a_folder_or_a_pipe_called_store_json_is_no_manifest(tmp_path, make):
+    make(tmp_path / "store.json")
+    with pytest.raises(StoreError, match="not a finished store"):
+        open_store(tmp_path)

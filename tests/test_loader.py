@@ -269,7 +269,8 @@ def test_a_shard_truncated_in_the_middle_of_an_epoch_is_named(tmp_path):
         iterator = iter(loader)
         next(iterator)
         os.truncate(tmp_path / "x.h5", 300_000)
-        with pytest.raises(CorruptError, match=r"dataset 'features' ends at byte"):
+        # Which of the two depends on whether the file ends before or behind the rows that are read next.
+        with pytest.raises(StoreError, match=r"x\.h5.*( ends at byte|was written to while)"):
             list(iterator)
 
 

@@ -485,7 +485,7 @@ def test_the_view_marks_what_is_outside_its_target_without_colour(tmp_path):
     text = console.export_text()
     for part in (
         "41 % ↓", "95% ↑", "79 °C ✓", "200 of 450 W", "gen 1 x8", "power cap", "not occupancy",
-        "busy 85 to 95 %, memory 70 to 90 %, below 80 °C", "epoch 8/8", "step [bold]captured[/bold]",
+        "busy 85 to 95 %, SM 80 to 95 %, memory 70 to 90 %, below 80 °C", "epoch 8/8", "step [bold]captured[/bold]",
         f"{snapshot.run.samples_per_second:,.0f} samples/s, waited {snapshot.run.wait_share:.1%}",
     ):  # fmt: skip
         assert part in text, part

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from wheel_build.audit import main
+from wheel_build.audit import main, read_answer
 from wheel_build.backend import settle
 from wheel_build.sbom import normal, pins, requirements, sbom, sbom_text
 
@@ -75,8 +75,28 @@ def test_without_a_database_the_audit_lists_versions_and_says_that_nothing_was_c
     out = capsys.readouterr().out
     assert re.search(rf"(?m)^torch +{re.escape(pins(ROOT)['torch'])} ", out)
     assert "compared with nothing" in out
-    monkeypatch.setattr("wheel_build.audit.compare", lambda: 1)
-    assert main() == 1
+
+
+def test_an_audit_that_compared_nothing_finds_nothing(capsys, monkeypatch):
+    skipped = {"name": "torch", "skip_reason": "Dependency not found on PyPI"}
+    sound = {"name": "numpy", "version": "2", "vulns": []}
+    weak = {"name": "h5py", "version": "3", "vulns": [{"id": "PYSEC-1"}]}
+
+    def audited(*found):
+        answer = read_answer(json.dumps({"dependencies": found}))
+        monkeypatch.setattr("wheel_build.audit.compare", lambda: answer)
+        return main(), capsys.readouterr().out
+
+    code, out = audited(skipped)
+    assert code == 0
+    assert "compared with nothing" in out
+    code, out = audited(skipped, sound)
+    assert code == 0
+    assert "torch was not compared" in out
+    assert "1 versions were compared, 0 have" in out
+    code, out = audited(sound, weak)
+    assert code == 1
+    assert "h5py: PYSEC-1" in out
 
 
 # -- the wheel -------------------------------------------------------------------------------------

@@ -85,3 +85,45 @@ def test_the_samples_of_a_bad_validation_batch_are_those_of_the_batch_that_was_b
     told = [note for note in history.notes if "validation batch" in note]
     assert told
     assert all("17" in note.partition("Try:")[0] for note in told), told
+
+
+def test_findings_that_are_not_listed_are_counted_and_numbers_stand_to_the_right(monkeypatch):
+    from stoker.store import quality_page
+    from stoker.store.quality import judge
+    from stoker.store.table_stats import TableStats
+
+    values = np.full((300, 3), np.nan, np.float32)
+    stats = TableStats.scan(values, ["a", "b", "c"])
+    findings = [*judge(stats)] * 5
+    monkeypatch.setattr(quality_page, "MAX_FINDINGS_SHOWN", 2)
+    text = quality_page.quality_page("s", {"features": stats}, findings, {})
+    assert f"{len(findings) - 2} findings more, not listed." in text
+    heads = ("rows", "columns", "values per column and row")
+    assert [f'<th scope="col" class="number">{head}</th>' in text for head in heads] == [True] * 3
+
+
+@pytest.mark.parametrize("lengths", [((7,), (9,)), ((7, 1), (7, 1))])
+def test_arrays_that_do_not_belong_together_are_no_sparse_matrix(tmp_path, lengths):
+    import h5py
+
+    from stoker.store.foreign import find_sparse
+
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_group("m")
+        data, indices = lengths
+        arrays = {"m/data": (data, "<f4"), "m/indices": (indices, "<i4"), "m/indptr": ((5,), "<i8")}
+        assert find_sparse(file, arrays) == []
+        arrays |= {"m/data": ((7,), "<f4"), "m/indices": ((7,), "<i4")}
+        assert [found.num_rows for found in find_sparse(file, arrays)] == [4]
+
+
+@pytest.mark.timeout(60)
+def test_chunks_are_loaded_when_they_are_asked_for_and_not_at_the_next_look(tmp_path, monkeypatch):
+    from stoker.loader import ring
+
+    monkeypatch.setattr(ring, "_POLL_SECONDS", 1000.0)
+    write_store(tmp_path / "s", [{"x": Dense(np.arange(600, dtype="f4").reshape(300, 2))}]).close()
+    for order in ("shuffled", "sequential"):
+        with Loader(tmp_path / "s", 10, "cpu", order=order, chunk_bytes=400) as loader:
+            for _ in range(3):
+                assert sum(len(batch["x"]) for batch in loader) == 300

@@ -102,7 +102,8 @@ def named_by_operators(top: Sequence[str] | None, causes: Sequence[str]) -> bool
     """Return whether torch's profiler shows an operator that is a cause; None if it did not run."""
     if not top:
         return None
-    return any(word in top for cause in causes for word in OPERATORS.get(cause, ()))
+    words = tuple(word for cause in causes for word in OPERATORS.get(cause, ()))
+    return any(name.startswith(words) for name in top)  # such as enumerate(DataLoader)#...
 
 
 def named_by_verdict(verdict: str | None, causes: Sequence[str]) -> bool | None:
@@ -214,6 +215,8 @@ def main() -> None:
     parser.add_argument("--scalene", help="folder with the package")
     parser.add_argument("--traceml", help="folder with the package")
     parser.add_argument("--state", type=Path, default=Path(tempfile.gettempdir()) / "doctor-peers")
+    parser.add_argument("--only", default="", help="parts of the names of scripts, by commas")
+    parser.add_argument("--kept", action="store_true", help="run nothing, judge what is kept")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -226,9 +229,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for case in chosen():
         kept = asked.state / f"{case.name}.json"
+        if not any(part in case.name for part in asked.only.split(",")):
+            continue
+        if asked.kept and not kept.exists():
+            continue
         told = json.loads(kept.read_text()) if kept.exists() else {}
         for name, tool in tools.items():
-            if name not in told:
+            if name not in told and not asked.kept:
                 with tempfile.TemporaryDirectory() as made:
                     script = Path(made) / f"{case.name}.py"
                     script.write_text(case.source(), encoding="utf-8")

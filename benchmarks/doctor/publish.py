@@ -1,6 +1,10 @@
 """The page docs/doctor-benchmark.md and its pictures, made of the result files: no figure is typed by hand.
 
     python benchmarks/doctor/publish.py        # reads benchmarks/results/doctor*.json, writes docs/
+    python benchmarks/doctor/publish.py --merge NEW.json OLD.json --out BOTH.json
+
+A run on a rented machine may be cut short: `--merge` takes from older results of the same machine the scripts that the
+newer one did not run, and notes in each row which one it is from.
 
 Enters: `doctor-*.json` of `run.py`, `doctor_peers-*.json` of `peers.py`, `doctor_overhead-*.json` of `overhead.py`.
 Leaves: Markdown and two SVG pictures for each result. Costs milliseconds.
@@ -8,6 +12,7 @@ Leaves: Markdown and two SVG pictures for each result. Costs milliseconds.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -19,6 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 PAGE, PICTURES = "doctor-benchmark.md", "images/doctor"
 CLOSE = 0.3
+MENDED = (
+    " The scripts ran in {} runs, between which the doctor was mended; a later run began with what had not run or had "
+    "gone wrong, and its rows replace older ones."
+)
 TOOLS = {
     "py_spy": "py-spy, costliest line",
     "scalene": "Scalene, costliest line",
@@ -132,27 +141,29 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
         row for row in rows
         if row["predicted"] and row["measured"] and abs(row["predicted"] / row["measured"] - 1) > CLOSE
     ]  # fmt: skip
+    runs = {row.get("run", 1) for row in rows}
     right, both, alarms = summary["top_right"], summary["both_named"], summary["false_alarms"]
     lines = [
         f"## {where(document)}",
         "",
         f"{summary['num_scripts']} scripts, {machine['probe']['cpu'] or machine['host']}, torch "
         f"{machine['probe']['torch']}, commit `{str(machine.get('commit'))[:10]}`; "
-        f"[every figure](../benchmarks/results/{name}.json).",
+        f"[every figure](../benchmarks/results/{name}.json)."
+        + (MENDED.format(len(runs)) if len(runs) > 1 else ""),
         "",
         "| | target | measured |",
         "|---|---|---|",
-        f"| top finding right | 90 % | {right['right']} of {right['of']} "
-        f"({percent(right['right'] / max(1, right['of']))}) |",
+        (f"| top finding right | 90 % | {right['right']} of {right['of']} "
+        f"({percent(right['right'] / max(1, right['of']))}) |"),
         f"| false alarms on healthy scripts | 0 | {alarms['alarms']} of {alarms['of']} |",
-        f"| predicted gain within ± 30 % of the measured one | 80 % | {percent(predictions['within_30_percent'])} "
-        f"of {predictions['count']} |",
+        (f"| predicted gain within ± 30 % of the measured one | 80 % | {percent(predictions['within_30_percent'])} "
+        f"of {predictions['count']} |"),
         f"| median error of the prediction | | {percent(predictions['median_error'])} |",
         f"| both of two causes named, the second as hidden behind the first | | {both['right']} of {both['of']} |",
-        "| step under the doctor against alone, p50 and p95 of the scripts | "
-        f"| {percent(summary['overhead']['p50'])}, {percent(summary['overhead']['p95'])} |",
-        "| the same script alone twice, p50 and p95: what the machine itself varies | "
-        f"| {percent(quantile(rows, 0.5))}, {percent(quantile(rows, 0.95))} |",
+        ("| step under the doctor against alone, p50 and p95 of the scripts | "
+        f"| {percent(summary['overhead']['p50'])}, {percent(summary['overhead']['p95'])} |"),
+        ("| the same script alone twice, p50 and p95: what the machine itself varies | "
+        f"| {percent(quantile(rows, 0.5))}, {percent(quantile(rows, 0.95))} |"),
         "",
         f"![true cause in rows, top finding in columns]({PICTURES}/{name}-matrix.svg)",
         "",
@@ -211,6 +222,32 @@ def overhead_section(document: Mapping[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def matrix_section(document: Mapping[str, Any]) -> list[str]:
+    """Return the table of `matrix.py`."""
+    table = document["result"]
+    from matrix import CONDITIONS
+
+    conditions = [name for name in CONDITIONS if any(name in row for row in table.values())]
+    told = [cell["told"] for row in table.values() for cell in row.values()]
+    ran = [one for one in told if one != "not run"]
+    wrong = sum(one.startswith("wrong") for one in ran)
+    lines = [
+        "## Every way of getting batches, under every condition",
+        "",
+        (
+            f"{len(ran)} scripts that make their batches slowly, on two cores that other programs used as well: "
+            f"{ran.count('right')} right, {ran.count('cannot judge')} cannot judge, {wrong} wrong."
+        ),
+        "",
+        "| | " + " | ".join(conditions) + " |",
+        "|---" * (len(conditions) + 1) + "|",
+    ]
+    for getting, row in table.items():
+        cells = [row.get(name, {"told": "not run"})["told"] for name in conditions]
+        lines.append(f"| {getting} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
 def peers_section(document: Mapping[str, Any], ours: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the table of other tools; `ours` has the rows of our own result by script."""
     rows = document["result"]["rows"]
@@ -224,10 +261,10 @@ def peers_section(document: Mapping[str, Any], ours: Mapping[str, Mapping[str, A
         "because TraceML reads those without a change of the script, else the first. The rule is lenient to the tools.",
         "A profiler of lines names the cause if its costliest line of the script, imports apart, lies in the function",
         "that is the cause. torch's profiler does if one of its three costliest operators is that of the cause.",
-        "TraceML does if its verdict names the kind: *input-bound* counts for every cause in loading, though it does not tell",
-        "workers from decoding. None of them predicts a gain. A tool that gave no answer counts as not naming it. The",
-        "tools ran on two cores that other programs used as well, stoker's doctor on quiet ones: shares of time do not",
-        "depend on that much, but it is not the same machine.",
+        "TraceML does if its verdict names the kind: *input-bound* counts for every cause in loading, though it does",
+        "not tell workers from decoding. None of them predicts a gain. A tool that gave no answer counts as not naming",
+        "it. The tools ran on two cores that other programs used as well, stoker's doctor on quiet ones: shares",
+        "of time do not depend on that much, but it is not the same machine.",
         "",
         f"| | named, of {len(rows)} |",
         "|---|---:|",
@@ -301,13 +338,42 @@ def make_page(results: Path = RESULTS) -> dict[str, str]:
         files[f"{PICTURES}/{path.stem}-gains.svg"] = scatter_svg(pairs)
     for path in sorted(results.glob("doctor_overhead-*.json")):
         lines += overhead_section(json.loads(path.read_text(encoding="utf-8")))
+    for path in sorted(results.glob("doctor_matrix-*.json")):
+        lines += matrix_section(json.loads(path.read_text(encoding="utf-8")))
     for path in sorted(results.glob("doctor_peers-*.json")):
         lines += peers_section(json.loads(path.read_text(encoding="utf-8")), ours)
     files[PAGE] = "\n".join(lines).rstrip() + "\n"
     return files
 
 
+def merge(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return the newest result, with rows of the others for scripts that it has not."""
+    from run import summarise
+
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    rows: dict[str, Any] = {}
+    for number, document in enumerate(documents):
+        for row in document["result"]["rows"]:
+            rows.setdefault(row["case"], {**row, "run": len(documents) - number})
+    newest = documents[0]
+    summary = summarise(list(rows.values()))
+    left = {name for document in documents for name in document["result"]["summary"]["not_run"]}
+    summary["not_run"] = sorted(left - set(rows))
+    result = {**newest["result"], "summary": summary, "rows": list(rows.values())}
+    result.pop("raw", None)  # of the newest only: the rows have what the page shows
+    return {**newest, "result": result}
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--merge", nargs="+", type=Path, help="results, the newest first")
+    parser.add_argument("--out", type=Path, help="file for the merged result")
+    asked = parser.parse_args()
+    if asked.merge:
+        asked.out.write_text(json.dumps(merge(asked.merge), indent=1) + "\n")
+        return
     for name, text in make_page().items():
         path = DOCS / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -76,6 +76,7 @@ class _Child:
     pipe: int
     counted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     since: float = field(default_factory=time.monotonic)
+    late_at: float | None = None
     said: bytes = b""
 
     @property
@@ -88,7 +89,7 @@ class _Child:
         now = dict(zip(OUTCOMES, _COUNTS.unpack_from(self.shared, 8), strict=True))
         new = {word: count - self.counted[word] for word, count in now.items()}
         if any(new.values()):
-            self.since = time.monotonic()
+            self.since, self.late_at = time.monotonic(), None
         self.counted = now
         return new
 
@@ -226,6 +227,24 @@ class Campaign:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
+    def _stands_still(self, child: _Child) -> bool:
+        """Whether nothing of a child's session waits for a core, or it used its time up.
+
+        A campaign at the lowest priority of a busy machine gets no core for minutes: that is no hang.
+        """
+        waits, used = False, 0.0
+        for entry in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                state, *numbers = entry.read_text().rpartition(") ")[2].split()
+                if int(numbers[2]) == child.pid:  # the session
+                    waits |= state == "R"
+                    used += (int(numbers[10]) + int(numbers[11])) / os.sysconf("SC_CLK_TCK")
+        if not waits:
+            return True
+        if child.late_at is None:
+            child.late_at = used
+        return used - child.late_at > self.hang_seconds
+
     def _keep(self, family: Family, what: str, number: int, text: str) -> None:
         if len(self.result["found"]) < _MOST_FOUND:
             self.result["found"].append(
@@ -242,7 +261,8 @@ class Campaign:
         pid, status = os.waitpid(child.pid, os.WNOHANG)
         ended = pid == child.pid
         hung = False
-        if not ended and time.monotonic() - child.since > self.hang_seconds:
+        late = time.monotonic() - child.since > self.hang_seconds
+        if not ended and late and self._stands_still(child):
             os.kill(child.pid, signal.SIGKILL)
             _, status = os.waitpid(child.pid, 0)
             ended = hung = True

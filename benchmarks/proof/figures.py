@@ -26,7 +26,8 @@ UNITS = {
     "device_reserved_bytes": ("device memory, reserved", 2**20, "MiB"),
     "files": ("open files", 1, ""),
     "threads": ("threads", 1, ""),
-    "step_ms": ("step", 1, "ms"),
+    "step_ms": ("step, wall time", 1, "ms"),
+    "step_cpu_ms": ("step, CPU time", 1, "ms"),
 }
 
 
@@ -131,14 +132,14 @@ def soaks() -> list[str]:
             entry = result[part]
             about = (f"{host}, {part}", f"{entry['seconds'] / 60:.0f}", f"{entry['steps']:,}")
             for key, (label, scale, unit) in UNITS.items():
-                if (found := entry[key]) is None:
+                if (found := entry.get(key)) is None:
                     continue
                 level, growth, low, high = (
                     found[word] / scale for word in ("level", "per_hour", "low", "high")
                 )
                 lines.append(
                     _row(
-                        *about, label, f"{level:,.1f} {unit}".strip(), 
+                        *about, label, f"{level:,.1f} {unit}".strip(),
                         f"{growth:+.1f} ({low:+.1f} to {high:+.1f}) {unit}".strip(),
                         "yes" if found["grows"] else "no",
                     )

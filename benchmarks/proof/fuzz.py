@@ -9,7 +9,8 @@ Enters: nothing; every input is made from its family and number. Leaves: the cou
 `refused` is a `StokerError`, with its sentence; `right` is taken, and held against what is known of the input: two
 engines agree (MSP), the intact records come out as they are (MGF), the cells are those that were written (CSV), the
 arrays and tensors are the undamaged ones (stores, checkpoints), what was accepted is accepted again and is the same
-(YAML), the pixels have the size that was promised (JPEG). Anything else that is raised counts as `wrong`.
+(YAML), the pixels have the size that was promised (JPEG), files of the user's with the names of stoker's own are all
+there afterwards, byte for byte. Anything else that is raised counts as `wrong`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import io
 import os
 import random
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -328,6 +330,69 @@ def prepare_jpeg(scratch: Path) -> Trial:
     return trial
 
 
+# -- files of the user's -----------------------------------------------------------------------------
+
+NAMES = (
+    "store.json", "remote.json", "lock", "run.jsonl", "best.pt", "step-000000001.pt", "shard-00000.h5", "thesis.tex",
+    "stoker.json", ".stoker", "data", "data.partial", "cache", "a", "b",
+)  # fmt: skip
+
+
+def prepare_owners(scratch: Path) -> Trial:
+    """Trees of a user's files with the names that stoker uses itself; whatever stoker does there, all of them stay."""
+    from stoker.packing import PackOptions, pack
+    from stoker.sources.arrays import ArraysSource
+    from stoker.store.reader import open_store
+    from stoker.train.checkpoint import Checkpoints
+
+    np.save(scratch / "x.npy", np.arange(12, dtype="f4"))
+    pack(ArraysSource((scratch / "x.npy",)), scratch / "good", PackOptions(jobs=1))
+    contents = [
+        b"{}",
+        b"[]",
+        b"",
+        b"mine",
+        *(path.read_bytes() for path in (scratch / "good").iterdir() if path.is_file()),
+    ]
+    root = scratch / "home"
+    os.environ["STOKER_CACHE"] = str(root / "cache")
+
+    def trial(rng: random.Random) -> str:
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir()
+        folders, mine = [root], {}
+        for _ in range(rng.randint(3, 14)):
+            place = rng.choice(folders) / rng.choice(NAMES)
+            if place.exists():
+                continue
+            if rng.random() < 0.45:
+                place.mkdir()
+                folders.append(place)
+            else:
+                mine[place] = rng.choice(contents)
+                place.write_bytes(mine[place])
+        word = "right"
+        for _ in range(rng.randint(1, 3)):
+            place = rng.choice([*folders, *(folder / rng.choice(NAMES) for folder in folders)])
+            try:
+                kind = rng.randrange(4)
+                if kind < 2:
+                    pack(ArraysSource((scratch / "x.npy",)), place, PackOptions(jobs=1))
+                elif kind == 2:
+                    with open_store(place) as store:
+                        store.verify()
+                else:
+                    Checkpoints(place).save({"v": 1}, rng.randint(1, 3), 0, {"loss": 1.0})
+            except StokerError:
+                word = "refused"
+        for place, content in mine.items():
+            assert place.is_file(), f"{place.relative_to(root)} is gone"
+            assert place.read_bytes() == content, f"{place.relative_to(root)} was changed"
+        return word
+
+    return trial
+
+
 FAMILIES = [
     Family("msp", prepare_msp, 2),
     Family("mgf", prepare_mgf, 2),
@@ -336,6 +401,7 @@ FAMILIES = [
     Family("checkpoints", prepare_checkpoint, 3),
     Family("yaml", prepare_yaml, 1),
     Family("jpeg headers", prepare_jpeg, 3),
+    Family("files of the user's", prepare_owners, 0.02, 100),
 ]
 
 

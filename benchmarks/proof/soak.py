@@ -10,7 +10,8 @@ minutes that it is given.
 
 The first fifth of each half is warm-up and does not count. A slope is that of a straight line through the medians of
 20 equal stretches of time; its confidence is Student's for that line. `grows` says that the interval lies above zero
-and that the growth over an hour is more than 1 % of the level (of a count: one).
+and that the growth over an hour is more than 1 % of the level (of a count: one). The wall time of a step follows
+whatever else the machine does; its CPU time says whether the work of a step grows.
 """
 
 from __future__ import annotations
@@ -102,14 +103,17 @@ class Sampler:
         self._thread.start()
 
     def _run(self) -> None:
-        before = (time.monotonic(), self.steps)
+        before = (time.monotonic(), self.steps, time.process_time())
         while not self._stop.wait(self.interval):
-            now = (time.monotonic(), self.steps)
+            now = (time.monotonic(), self.steps, time.process_time())
             taken = now[1] - before[1]
-            step = 1e3 * (now[0] - before[0]) / taken if taken else None
-            self.readings.append(
-                {"at": now[0] - self.began, "step_ms": step, **measured(self.device)}
-            )
+            times = dict.fromkeys(("step_ms", "step_cpu_ms"))
+            if taken:
+                times = {
+                    "step_ms": 1e3 * (now[0] - before[0]) / taken,
+                    "step_cpu_ms": 1e3 * (now[2] - before[2]) / taken,
+                }
+            self.readings.append({"at": now[0] - self.began, **times, **measured(self.device)})
             before = now
 
     def end(self) -> dict[str, Any]:
@@ -129,6 +133,7 @@ class Sampler:
             "files",
             "threads",
             "step_ms",
+            "step_cpu_ms",
         ):
             pairs = [(one["at"], one[name]) for one in kept if one[name] is not None]
             found[name] = (

@@ -41,6 +41,7 @@ LEFT_BEHIND = (".git", ".venv", ".gpu-deps", ".gpu-data", ".gpu-wheels", "__pyca
                "shared", "stoker-demo", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis")  # fmt: skip
 EQUIVALENT: dict[str, str] = {
     "train/graph.py: CHECKED_REPLAYS = 3 -> CHECKED_REPLAYS = 4": "one more comparison before a graph is trusted",
+    "loader/epochs.py: _LEAST_FOR_THREAD = 1 << 14 -> _LEAST_FOR_THREAD = 2 << 14": "when a thread permutes",
 }
 """The name of a change (`Mutant.name`) to the reason why no test can notice it."""
 

@@ -215,6 +215,8 @@ class Consultation:
     def verdict(self) -> str:
         """The result in one sentence."""
         if not self.findings:
+            if not self.measurements.steps and self.measurements.unjudged:
+                return f"cannot judge: {'; '.join(self.measurements.unjudged)}"
             if not self.measurements.steps:
                 return "no training step was seen, so there is nothing to judge"
             if self.unjudged:

@@ -117,8 +117,8 @@ def _findings(consultation: Consultation, of_job: bool) -> Html:
         )
     header = ("finding", "predicted gain", "evidence", "remedy")
     table = page.table(header, rows, key="findings-table", labels=(0, 1), wide=(2, 3))
-    said = filter(None, (consultation.overlap, *consultation.behind))
-    return page.join([table, *(page.paragraph(f"{line}.") for line in said)])
+    told = filter(None, (consultation.overlap, *consultation.behind))
+    return page.join([table, *(page.paragraph(f"{line}.") for line in told)])
 
 
 def _gain(finding: Finding) -> Html:

@@ -138,8 +138,12 @@ def side_by_side(loader: LoaderFacts, workers: int, machine: MachineFacts) -> fl
 def _loading(measured: Measurements, step: float, wait: float) -> tuple[float, float]:
     """Return (seconds of loading per step, lanes)."""
     loader = measured.loader
-    if loader is None or (loader.kind == "torch" and loader.workers == 0):
+    if loader is None:
         return wait, 0.0
+    if loader.kind == "torch" and loader.workers == 0:
+        # The wait is the loading; where it is much longer, the thread was queued for a core behind other programs.
+        seconds = _load_seconds(loader)
+        return (min(wait, 1.5 * seconds + _LEAST_WAIT_SECONDS) if seconds > 0 else wait), 0.0
     if loader.kind == "stoker":
         alone = measured.ablation.loader_seconds if measured.ablation else None
         alone = alone or loader.alone_seconds

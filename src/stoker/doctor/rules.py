@@ -150,9 +150,10 @@ def _unknown_device(measurements: Measurements) -> str:
     """Return why waits for a GPU cannot be divided into its work and idling; "" if they can or are short."""
     if measurements.machine.device != "cuda" or measurements.kernels is not None:
         return ""
-    waits = (*measurements.syncs, *measurements.copies)
+    waits = [one.seconds_per_step for one in measurements.syncs]
+    waits += [one.seconds_per_step for one in measurements.copies]
     step = measurements.step_seconds
-    share = sum(one.seconds_per_step for one in waits) / step.median if step else 0.0
+    share = sum(waits) / step.median if step else 0.0
     if share < _MUCH_WAITING:
         return ""
     return (

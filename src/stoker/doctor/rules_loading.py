@@ -297,7 +297,12 @@ def slow_between_steps(case: Case) -> Finding | None:
         for line in case.measured.between[:3]
     ]
     # Work that is no loading, such as logging, may be left out of most steps.
-    likely = divided if case.measured.between_loads else rest
+    likely = divided if case.measured.between_loads else rest + _LIKELY * between
+    first = (
+        "Do this work while the model computes"
+        if case.measured.between_loads
+        else "Do this work in fewer steps, in one call for a whole batch, or while the model computes"
+    )
     return case.advise(
         "slow-between-steps",
         "the step waits for code between the model's calls",
@@ -308,8 +313,7 @@ def slow_between_steps(case: Case) -> Finding | None:
             ),
             *lines,
         ],
-        "Do this work while the model computes: move loading into a Dataset for a DataLoader with "
-        f"num_workers={workers}{ahead}; log every 50 steps.",
+        f"{first}: move loading into a Dataset for a DataLoader with num_workers={workers}{ahead}; log every 50 steps.",
         # In one background thread it still takes its time; in workers it is divided.
         gain_of_steps(step, max(rest, between), likely, rest),
         where=case.measured.between[0].where if case.measured.between else None,

@@ -35,6 +35,8 @@ _WORTH_ALONE = 0.85
 """If loading and computing one after the other take less than this share of a step, workers are a loss."""
 _SLOW_HAND_OVER = 0.3
 """Share of a step spent waiting, with workers that are fast enough, above which the hand-over is the cause."""
+_CROWDED = 0.3
+"""Share of its time that a worker was queued for a core, above which its lateness is not its own."""
 _SHARE_OUT = (
     " Its dataset is an IterableDataset: each worker must yield a share of its own "
     "(torch.utils.data.get_worker_info), or every sample comes as often as there are workers."
@@ -151,6 +153,8 @@ def _slow_hand_over(case: Case) -> Finding | None:
         return None
     if case.share_of_step(wait.median) - (loader.crowding_share or 0.0) < _SLOW_HAND_OVER:
         return None
+    if (loader.queued_share or 0.0) > _CROWDED:
+        return None  # the workers were late because other programs had the cores
     step = pace.compute + wait.median
     alone = pace.load + pace.compute
     if loader.kind == "torch" and 0 < alone < _WORTH_ALONE * step:

@@ -116,6 +116,10 @@ def measure(
             "host": usual_host,
         }.get(family, 0.0)
     between, between_seconds, unjudged = _between(state, step, waited + timed)
+    if not rows:
+        unjudged = [
+            "too few training steps ended to measure one: let it run for longer (--seconds)"
+        ]
     if _queued_outside(rows, clock) > _MUCH_QUEUEING:
         unjudged.append("other work on this machine had the cores most of the time")
     samples = sum(row.samples for row in rows)
@@ -355,14 +359,14 @@ def _usual_sync(
         step: Seconds of a usual one.
     """
     sites = [site for site in state["sites"] if site["family"] == "sync"]
-    whole = sum(site["seconds"] for site in sites)
+    whole = float(sum(site["seconds"] for site in sites))
     # A share of the time that was not queueing for a core: a call on a CPU counts without it.
     shares = [row.sync / max(row.seconds - row.delay, 1e-9) for row in watched]
     share = min(1.0, statistics.median(shares)) if shares else 0.0
     if share <= 0 or whole <= 0 or slowed is None or step is None:
         return otherwise
     timed = share * slowed.median
-    calls = sum(site["calls"] for site in sites) / num_watched_steps(state)
+    calls = float(sum(site["calls"] for site in sites)) / num_watched_steps(state)
     least = max(timed - calls * _TIMING_SECONDS, _LEAST_SYNC * share * step.median)
     return min(timed, max(step.median - slowed.median + timed, least)) / whole
 
@@ -373,13 +377,14 @@ def _usual_host(state: Mapping[str, Any], rows: Sequence[Row], clock: Clock) -> 
     Where most steps have some, it is what their median step would be shorter without it: the mean of all steps also
     holds the first ones, which collect less. Otherwise it is the mean.
     """
-    whole = sum(site["seconds"] for site in state["sites"] if site["family"] in ("host", "empty"))
+    told = (site["seconds"] for site in state["sites"] if site["family"] in ("host", "empty"))
+    whole = float(sum(told))
     if whole > 0 and rows and statistics.median(row.host for row in rows) > 0:
         step = statistics.median(map(clock.seconds, rows))
         without = statistics.median(max(0.0, clock.seconds(row) - row.host) for row in rows)
         if step > without:
             return (step - without) / whole
-    return 1.0 / max(1, state["num_steps"])
+    return 1.0 / max(1, int(state["num_steps"]))
 
 
 def _calls(

@@ -97,7 +97,13 @@ def fit_ramps(rows: Array, num_ramps: int) -> tuple[Array, Array, Array]:
         num_ramps: The most that a column gets.
     """
     shares = np.linspace(0, 1, num_ramps + 1)
-    edges = [np.unique(np.quantile(column, shares).astype(np.float32)) for column in rows.T]
+    edges = []
+    for column in rows.T:
+        # An infinite value among them would make quantiles that are no numbers, and so every row's ramps.
+        known = column[np.isfinite(column)]
+        edges.append(
+            np.unique(np.quantile(known if len(known) else [0.0], shares).astype(np.float32))
+        )
     columns = np.repeat(np.arange(len(edges)), [len(each) - 1 for each in edges])
     starts = np.concatenate([each[:-1] for each in edges])
     return columns, starts, np.concatenate([np.diff(each) for each in edges])

@@ -16,7 +16,7 @@ import xxhash
 import stoker
 from stoker.address import masked_values, slow_digest
 from stoker.display import look_in
-from stoker.errors import SourceError
+from stoker.errors import SourceError, file_error
 from stoker.sources.contract import Source
 from stoker.store.manifest import Provenance, SourceFile
 from stoker.strict_json import exact_text, parse_json
@@ -90,9 +90,15 @@ def _describe(path: Path, old: Mapping[str, SourceFile]) -> SourceFile:
     if before and (before.size_bytes, before.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
         return before
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
+    except OSError as error:
+        # The system names the file when it cannot be opened, and not when it cannot be read.
+        if (known := file_error(error, path)) is not None:
+            raise known from error
+        raise
     return SourceFile(
         path=str(path),
         size_bytes=stat.st_size,

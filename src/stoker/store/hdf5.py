@@ -276,6 +276,12 @@ def _bad_chunk(location: Location, chunk: Chunk, why: str) -> CorruptError:
     )
 
 
+_PACKED_BY = {
+    ".csv": "table", ".tsv": "table", ".parquet": "table", ".feather": "table", ".npy": "arrays", ".npz": "arrays",
+}  # fmt: skip
+"""Ending of a raw file to the source of `stoker pack` that reads it."""
+
+
 def open_hdf5(path: Path) -> h5py.File:
     """Open for reading, with errors that say what to do."""
     try:
@@ -296,6 +302,13 @@ def open_hdf5(path: Path) -> h5py.File:
             "wait until the writer ends",
         ) from None
     except OSError as error:
+        kind = _PACKED_BY.get(Path(path.name.removesuffix(".gz")).suffix.lower())
+        if kind is not None:
+            raise StoreError(
+                f"{path} is a file to be packed first, no store.",
+                "a store folder, an HDF5 file or a URL",
+                command("stoker", "pack", kind, path, "OUT"),
+            ) from None
         raise CorruptError(
             f"{path} cannot be opened as HDF5: {error}.",
             "a whole HDF5 file",

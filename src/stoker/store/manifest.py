@@ -180,6 +180,8 @@ def read_manifest(folder: Path) -> Manifest:
         CorruptError: The text is not a manifest.
     """
     path = folder / MANIFEST_NAME
+    if path.exists() and not path.is_file():  # a folder; or a pipe, which would be waited for
+        raise _not_a_store(folder)
     try:
         with path.open("rb") as file:
             raw = file.read(MANIFEST.most + 1)

@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from stoker.display import look_in
-from stoker.errors import CorruptError, InputError, StoreError, unwritable
+from stoker.errors import CorruptError, InputError, StokerError, StoreError, unwritable
 from stoker.ownership import writing
 from stoker.strict_json import exact_text, parse_json
 
@@ -188,15 +188,16 @@ def read_file(path: Path, map_location: str | torch.device) -> tuple[Saved, dict
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     try:
-        file = path.open("rb")
+        with path.open("rb") as file:
+            yield file
+    except StokerError:
+        raise
     except OSError as error:
         raise StoreError(
             f"cannot read the checkpoint {path}: {error.strerror}.",
             "an existing file",
             look_in(path.parent, "-l"),
         ) from error
-    with file:
-        yield file
 
 
 def _read_end(file: IO[bytes]) -> tuple[dict[str, Any], int]:

@@ -259,9 +259,10 @@ def summarise(
 def _gap_seconds(
     host: list[Any], begin: int, end: int, backwards: list[tuple[int, int]]
 ) -> float | None:
-    """Return the seconds of a step outside of forward passes, backward passes, the optimizer and a DataLoader.
+    """Return the seconds of a step that are no operator of a forward pass, no backward pass, optimizer or DataLoader.
 
-    None if a forward pass was not seen: an operator that autograd remembers begins one.
+    None if a forward pass was not seen: an operator that autograd remembers begins one. Python code between its
+    operators counts, because a metric may be computed there.
     """
     gap, start = 0.0, begin
     for first, last in backwards:
@@ -269,7 +270,8 @@ def _gap_seconds(
             found = _first_forward(host, start * 1e-9, first * 1e-9)
             if found is None:
                 return None
-            gap += found - start * 1e-9
+            thread, at = found
+            gap += (first - start) * 1e-9 - _covered(host, thread, at, first * 1e-9)
             start = last
     if start == begin:
         return None
@@ -281,8 +283,18 @@ def _gap_seconds(
     return max(0.0, gap + (end - start) * 1e-9)
 
 
-def _first_forward(host: list[Any], begin: float, end: float) -> float | None:
-    """Return when the first operator that autograd remembers begins between two times; None if there is none.
+def _covered(host: list[Any], thread: int, begin: float, end: float) -> float:
+    """Return the seconds between two times in which a thread was inside an operator."""
+    covered, until = 0.0, begin
+    for its_thread, start, negative, name, _ in host:
+        if its_thread == thread and begin <= start < end and not name.startswith((_UPDATE, _LOAD)):
+            covered += max(0.0, min(start - negative, end) - max(start, until))
+            until = max(until, start - negative)
+    return covered
+
+
+def _first_forward(host: list[Any], begin: float, end: float) -> tuple[int, float] | None:
+    """Return thread and time of the first operator that autograd remembers between two times; None if there is none.
 
     The profiler gives each operator the number of operators that autograd has remembered in its thread so far. So it is
     the last outermost one before the number grows.
@@ -298,11 +310,11 @@ def _first_forward(host: list[Any], begin: float, end: float) -> float | None:
         if number < 0:
             continue
         if known is not None and number > known[0]:
-            found.append(known[1])
+            found.append((known[1], thread))
             last[thread] = (1 << 62, 0.0, 0.0)
         elif known is None or start >= known[2]:
             last[thread] = (number, start, start - negative)
-    return min(found, default=None)
+    return min(found)[::-1] if found else None
 
 
 def _host_totals(host: list[Any]) -> dict[str, Any]:

@@ -91,12 +91,12 @@ class BarEvaluation:
             seen = np.concatenate(self._samples)
             order = np.argsort(seen, kind="stable")
             chances, labels = chances[order], labels[order]
-            kept = np.searchsorted(samples, seen[order])
-            if len(kept) > 1:
-                together = max(1, math.ceil(horizon / max(1.0, float(np.median(np.diff(kept))))))
-            share = f"{len(kept):,} of {len(samples):,} test samples"
+            places = np.searchsorted(samples, seen[order])
+            if len(places) > 1:
+                together = max(1, math.ceil(horizon / max(1.0, float(np.median(np.diff(places))))))
+            share = f"{len(places):,} of {len(samples):,} test samples"
             walked = (f"{share}: the walk over lanes takes windows that follow one another",)
-            samples, moves = samples[kept], moves[kept]
+            samples, moves = samples[places], moves[places]
         sides = chances.argmax(axis=1) - NEUTRAL
         others = self._baseline_sides(samples, sides, moves)
         report = evaluate_classes(chances, labels, NAMES)

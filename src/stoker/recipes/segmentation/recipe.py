@@ -501,7 +501,7 @@ def make_augmentation(
 ) -> Compose | ProgressiveAugmentation:
     """Return the augmentation of training images; `.validation()` of it only resizes and normalises."""
     if options.augmentation == "progressive":
-        others = dict.fromkeys(_JITTER[1:])
+        others: dict[str, Any] = dict.fromkeys(_JITTER[1:])
         first = replace(options, augmentation="minimal", **others)
         stages = {0: first, options.strong_from_epoch: replace(options, augmentation="strong")}
         return ProgressiveAugmentation(
