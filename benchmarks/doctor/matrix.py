@@ -93,7 +93,8 @@ SOURCES = {
         with webdataset.TarWriter(f"{FOLDER}/a.tar") as tar:
             for number in range(64):
                 tar.write({"__key__": f"{number:04}", "x.npy": np.zeros((32, 64), np.float32)})
-        shards = webdataset.WebDataset(f"{FOLDER}/a.tar", shardshuffle=False).decode()
+        every = {"shardshuffle": False, "nodesplitter": lambda shards: shards}  # each rank reads all
+        shards = webdataset.WebDataset(f"{FOLDER}/a.tar", **every).decode()
         shards = shards.map(lambda one: work(one["x.npy"]))
         def endless():
             while True:

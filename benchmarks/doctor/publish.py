@@ -252,7 +252,10 @@ def peers_section(document: Mapping[str, Any], ours: Mapping[str, Mapping[str, A
     """Return the table of other tools; `ours` has the rows of our own result by script."""
     rows = document["result"]["rows"]
     tools = [tool for tool in TOOLS if any(tool in row["named"] for row in rows)]
-    count = {tool: sum(row["named"].get(tool) is True for row in rows) for tool in tools}
+    answers = {
+        tool: [row["named"][tool] for row in rows if row["named"].get(tool) is not None]
+        for tool in tools
+    }
     stokers = [ours[row["case"]]["is_right"] for row in rows if row["case"] in ours]
     lines = [
         "## Do other tools name the cause?",
@@ -262,14 +265,14 @@ def peers_section(document: Mapping[str, Any], ours: Mapping[str, Mapping[str, A
         "A profiler of lines names the cause if its costliest line of the script, imports apart, lies in the function",
         "that is the cause. torch's profiler does if one of its three costliest operators is that of the cause.",
         "TraceML does if its verdict names the kind: *input-bound* counts for every cause in loading, though it does",
-        "not tell workers from decoding. None of them predicts a gain. A tool that gave no answer counts as not naming",
-        "it. The tools ran on two cores that other programs used as well, stoker's doctor on quiet ones: shares",
-        "of time do not depend on that much, but it is not the same machine.",
+        "not tell workers from decoding. None of them predicts a gain. A script on which a tool gave no answer within",
+        "four minutes does not count for it. The tools ran on two cores that other programs used as well, stoker's",
+        "doctor on quiet ones: shares of time do not depend on that much, but it is not the same machine.",
         "",
-        f"| | named, of {len(rows)} |",
-        "|---|---:|",
-        f"| stoker doctor, top finding | {sum(stokers)} of {len(stokers)} |",
-        *(f"| {TOOLS[tool]} | {count[tool]} |" for tool in tools),
+        "| | named | of scripts with an answer |",
+        "|---|---:|---:|",
+        f"| stoker doctor, top finding | {sum(stokers)} | {len(stokers)} |",
+        *(f"| {TOOLS[tool]} | {sum(answers[tool])} | {len(answers[tool])} |" for tool in tools),
         "",
         "| cause | script | stoker doctor | " + " | ".join(TOOLS[tool].split(",")[0] for tool in tools) + " |",
         "|---|---|---" + "|---" * len(tools) + "|",
