@@ -138,9 +138,16 @@ def contrast(work: Work, repeats: int) -> list[dict]:
             for name, tiles in HELD_TILES.items():
                 fused.choose_held = tiles()
                 case = replace(
-                    work, batch=batch, size=size, input_dtype=entering, output_dtype=leaving, contrast=True
+                    work,
+                    batch=batch,
+                    size=size,
+                    input_dtype=entering,
+                    output_dtype=leaving,
+                    contrast=True,
                 )
-                made = bench.compare(name, case, repeats=repeats, ways=(OURS_FUSED, OURS_GRAPH, LIMIT))
+                made = bench.compare(
+                    name, case, repeats=repeats, ways=(OURS_FUSED, OURS_GRAPH, LIMIT)
+                )
                 fused.choose_held = chosen
                 rows.append(show(made))
     return rows
@@ -413,7 +420,10 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if on_gpu else "cpu")
     parser.add_argument("--repeats", type=positive)
     parser.add_argument(
-        "--part", choices=(*PARTS, "contrast", "workers"), action="append", help="only this; may be repeated"
+        "--part",
+        choices=(*PARTS, "contrast", "workers"),
+        action="append",
+        help="only this; may be repeated",
     )
     for_workers = parser.add_argument_group("--part workers")
     for_workers.add_argument("--workers", type=worker_counts, default="4,8,16", help="or none")

@@ -265,7 +265,9 @@ def decoder_way(folder: Path, batch: int, device: torch.device) -> Way | None:
     return Way("decoder", batches(), len)
 
 
-def engines_way(folder: Path, batch: int, size: tuple[int, int], device: torch.device) -> Way | None:
+def engines_way(
+    folder: Path, batch: int, size: tuple[int, int], device: torch.device
+) -> Way | None:
     lane = _Lane(device, 3)
     if lane.decoder is None:
         return None
@@ -401,6 +403,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             side_by_side(
                 [lambda way=way: way.run(options.seconds, cuda, step) for way in some], turns
             )
+
     for kind, size in KINDS.items():
         name = kind.replace(" ", "-")
         folder, encoded, raw = work / name, work / f"{name}-encoded", work / f"{name}-raw"

@@ -28,7 +28,9 @@ class Photographs(torch.utils.data.Dataset):
 
     def __init__(self, folder: Path) -> None:
         classes = sorted(each for each in folder.iterdir() if each.is_dir())
-        self.files = [(file, n) for n, each in enumerate(classes) for file in sorted(each.iterdir())]
+        self.files = [
+            (file, n) for n, each in enumerate(classes) for file in sorted(each.iterdir())
+        ]
         self.mean, self.std = (torch.tensor(each).view(3, 1, 1) for each in (MEAN, STD))
 
     def __len__(self) -> int:

@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from stoker.errors import StokerError
 from stoker.sources.images.decoding import pillow
 from stoker.store.fields import Array
 
@@ -60,7 +61,8 @@ def open_decoder(device: torch.device, channels: int) -> Decoder | None:
                 _prove(decoder)
                 _proven.add((index, channels))
             return decoder
-    except (OSError, AttributeError, DecoderError):  # no engines, or a library without these calls
+    except (OSError, AttributeError, ValueError, RuntimeError, StokerError):
+        # No engines, a library without these calls or with others, or no Pillow to compare with.
         return None
 
 
