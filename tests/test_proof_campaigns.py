@@ -21,6 +21,9 @@ FOLDERS = [str(ROOT / "benchmarks/proof"), str(ROOT / "benchmarks")]
 def proof():
     before = list(sys.path)
     sys.path[:0] = FOLDERS
+    sys.modules.pop(
+        "campaign", None
+    )  # the folder of that name beside this file, where it was collected
     import exactly_once
     import figures
 
