@@ -23,8 +23,8 @@ from stoker.errors import InputError
 PAGE = (Path(__file__).resolve().parent.parent / "docs/augmentation.md").read_text()
 
 
-def FLIP(images):  # noqa: N802  made when it is called: tests run in forks, which must not share draws
-    return Compose([RandomHorizontalFlip()], backend="torch")(images)
+def FLIP(*given):  # noqa: N802  made when it is called: tests run in forks, which must not share draws
+    return Compose([RandomHorizontalFlip()], backend="torch")(*given)
 
 
 IMAGES = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
