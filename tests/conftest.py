@@ -14,13 +14,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-import forks
 import kept_commands
 import warm_stoker
-from forks import pytest_addoption, pytest_runtestloop  # noqa: F401  hooks
 
-if any(word.startswith("--forks") for word in sys.argv):
-    forks.prepare()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several workers share the cores: threads of torch's that wait for each other cost more than they
     # give, also in the processes that tests start.
@@ -122,8 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the process that runs the commands of all workers, where there are any."""
-    several = getattr(config.option, "numprocesses", None) or config.option.forks
-    if several and not hasattr(config, "workerinput"):
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         serving = warm_stoker.for_all_workers()
         serving.__enter__()
         config.add_cleanup(lambda: serving.__exit__(None, None, None))

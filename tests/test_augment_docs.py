@@ -23,7 +23,7 @@ from stoker.errors import InputError
 PAGE = (Path(__file__).resolve().parent.parent / "docs/augmentation.md").read_text()
 
 
-def FLIP(*given):  # noqa: N802  made when it is called: tests run in forks, which must not share draws
+def FLIP(*given):  # noqa: N802  a constant of the page
     return Compose([RandomHorizontalFlip()], backend="torch")(*given)
 
 

@@ -854,6 +854,24 @@ def test_two_processes_at_once_fetch_every_shard_once(served, packed, cache):
         assert_same(store, local)
 
 
+def test_a_version_that_another_process_has_begun_to_write_is_not_taken_for_foreign(
+    served, packed, cache
+):
+    with open_store(served.url) as store:
+        folder = store.path
+    for name in (remote.ORIGIN_NAME, "store.json"):
+        (folder / name).unlink()
+    begun = folder / f".{remote.ORIGIN_NAME}.0123abcd.tmp"
+    begun.touch()
+    with open_store(served.url) as store, open_store(packed) as local:
+        assert_same(store, local)
+    (folder / remote.ORIGIN_NAME).unlink()
+    (folder / "store.json").unlink()
+    (folder / "mine.txt").touch()
+    with pytest.raises(InputError, match="was not made by stoker"):
+        open_store(served.url)
+
+
 def test_a_process_killed_while_fetching_leaves_nothing_that_hurts(served, packed, cache):
     served.dies_after, served.deaths_left = 30_000, 10**6
     with subprocess.Popen(

@@ -32,6 +32,7 @@ from stoker.errors import CorruptError, StoreError
 from stoker.ownership import (
     always,
     empty_file,
+    is_temporary,
     refused,
     remove_empty_folder,
     remove_file,
@@ -135,8 +136,11 @@ def _write_version(cache: Cache, folder: Path, text: bytes, remote: Remote) -> N
     make_folder(folder.parent, private=private)
     try:
         folder.mkdir(exist_ok=True)
+        # Another process may be writing the same version now: what it has begun is ours, and what it has
+        # finished is named by its origin, which is therefore read after the names.
+        held = [each for each in folder.iterdir() if not is_temporary(each.name)]
         # Older versions wrote the same without the cache's id.
-        if read_origin(folder).get("manifest") != folder.name and any(folder.iterdir()):
+        if held and read_origin(folder).get("manifest") != folder.name:
             raise refused(folder, f"stoker needs this name for a copy of {remote.name}")
         origin = {"url": remote.url, "manifest": folder.name, "cache": cache.id}
         write_text(folder / ORIGIN_NAME, json_text(origin) + "\n", always, private=private)
