@@ -12,6 +12,7 @@ their number, and the block goes on behind them. A trial that raises is *wrong*.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import mmap
@@ -113,6 +114,21 @@ def write_state(path: Path, name: str, result: dict[str, Any], facts: dict[str, 
     beside = path.with_suffix(".json.new")
     beside.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     beside.replace(path)
+
+
+def make_parser(description: str, unit: str, goal: int) -> argparse.ArgumentParser:
+    """Return a parser of the options that every campaign has; `--UNIT` says how many there are to be."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument(f"--{unit}", type=int, default=goal)
+    parser.add_argument(
+        "--seconds", type=float, default=36_000.0, help="stop after this; the next run goes on"
+    )
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--out", type=Path, default=None, help="a state file instead of that in benchmarks/results"
+    )
+    return parser
 
 
 class Campaign:

@@ -13,9 +13,7 @@ rank takes the same number of steps; no batch is empty or too long; every rank k
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
 import warnings
 from dataclasses import replace
@@ -25,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from campaign import Campaign, Family
+from campaign import Campaign, Family, make_parser
 from stoker.errors import InputError
 from stoker.loader.drawing import Draws
 from stoker.loader.elastic import find_resume_point, hand_over, save_state
@@ -164,17 +162,7 @@ def prepare(scratch: Path):  # noqa: ARG001
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plans", type=int, default=1_000_000)
-    parser.add_argument(
-        "--seconds", type=float, default=36_000.0, help="stop after this; the next run goes on"
-    )
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--out", type=Path, default=None, help="a state file instead of that in benchmarks/results"
-    )
-    options = parser.parse_args()
+    options = make_parser(__doc__, "plans", 1_000_000).parse_args()
     family = Family("plans", prepare, block=5000)
     Campaign("exactly_once", [family], options.plans, options.seed, 60, options.out).run(
         options.seconds, options.jobs

@@ -15,7 +15,6 @@ there afterwards, byte for byte. Anything else that is raised counts as `wrong`.
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import random
@@ -27,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from campaign import Campaign, Family
+from campaign import Campaign, Family, make_parser
 from stoker.config.load import dump_config, parse_config
 from stoker.errors import RefusalList, StokerError
 from stoker.train.checkpoint_file import read_file, write_file
@@ -406,18 +405,9 @@ FAMILIES = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--inputs", type=int, default=10_000_000)
-    parser.add_argument(
-        "--seconds", type=float, default=36_000.0, help="stop after this; the next run goes on"
-    )
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser = make_parser(__doc__, "inputs", 10_000_000)
     parser.add_argument("--only", default="", help="families, separated by commas")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", default="", help="FAMILY:NUMBER")
-    parser.add_argument(
-        "--out", type=Path, default=None, help="a state file instead of that in benchmarks/results"
-    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

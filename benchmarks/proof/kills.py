@@ -20,7 +20,6 @@ The seconds of recovery go from the start of the second process's job to its fir
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -36,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from campaign import Campaign, Family
+from campaign import Campaign, Family, make_parser
 from stoker.loader.loader import Loader
 from stoker.packing import PackOptions, pack
 from stoker.sources.arrays import ArraysSource
@@ -237,17 +236,7 @@ def prepare(phase: str, scratch: Path) -> Callable[[random.Random], tuple[str, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=2000)
-    parser.add_argument(
-        "--seconds", type=float, default=36_000.0, help="stop after this; the next run goes on"
-    )
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--out", type=Path, default=None, help="a state file instead of that in benchmarks/results"
-    )
-    options = parser.parse_args()
+    options = make_parser(__doc__, "kills", 2000).parse_args()
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # imports a second of torch
     families = [
         Family(phase, lambda scratch, phase=phase: prepare(phase, scratch), block=20)
