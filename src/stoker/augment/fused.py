@@ -116,7 +116,8 @@ def choose_config(program: Program, batch: int, *, most_tiles: int = 0) -> Confi
 def choose_held(program: Program, multiprocessors: int) -> Config | None:
     """Return the tiles for contrast in one pass, in which all programs of an image wait for each other; else None.
 
-    They must be on the GPU together, which has room for eight on a multiprocessor: an image may take half of it.
+    They must be on the GPU together, which has room for eight on a multiprocessor. An image may take a quarter of that:
+    the unfinished images of four launches in as many streams still leave room for those that they wait for.
     """
     width = program.out_size[1]
     step_x = min(16, _power(width)) if program.geometry else min(128, _power(width))
@@ -125,7 +126,7 @@ def choose_held(program: Program, multiprocessors: int) -> Config | None:
     block_x = step_x * 2 if step_x < width else step_x
     config = Config(HELD_PIXELS // block_x, block_x, step_y, step_x, max_registers=HELD_REGISTERS)
     across, down = config.grid(program.out_size)
-    fits = across * down <= 4 * multiprocessors
+    fits = across * down <= 2 * multiprocessors
     return config if fits and program.channels in (1, 3) and not program.blur_kernel else None
 
 
