@@ -48,7 +48,7 @@ from stoker.augment import (
     RandomResizedCrop,
     ToDtype,
 )
-from stoker.loader.pictures import _Lane
+from stoker.loader.pictures import Engines
 from stoker.machine.process import rss_bytes
 from stoker.packing import PackOptions, pack
 from stoker.sources.images import ImagesSource, KeepEncoded
@@ -268,8 +268,8 @@ def decoder_way(folder: Path, batch: int, device: torch.device) -> Way | None:
 def engines_way(
     folder: Path, batch: int, size: tuple[int, int], device: torch.device
 ) -> Way | None:
-    lane = _Lane(device, 3)
-    if lane.decoder is None:
+    engines = Engines(device, 3)
+    if not engines.are_used:
         return None
     files = sorted(folder.rglob("*.jpg"))[: 4 * batch]
     data = [torch.from_numpy(np.frombuffer(f.read_bytes(), np.uint8).copy()) for f in files]
@@ -278,8 +278,7 @@ def engines_way(
     def batches() -> Iterator[Any]:
         while True:
             for start in range(0, len(data) - batch + 1, batch):
-                made = lane.decode(data[start : start + batch], sizes, np.empty(0, np.int64))
-                torch.cuda.synchronize()
+                made = engines.decode(data[start : start + batch], sizes, np.empty(0, np.int64))
                 assert made is not None
                 yield made
 

@@ -245,6 +245,25 @@ def test_memory_that_moves_by_a_little_costs_one_collection_and_one_census():
     assert calls == ["collect", "census"]
 
 
+def test_a_run_of_seconds_pays_for_no_baseline():
+    now, calls = [100.0], []
+    watch = LeakWatch(
+        lambda: 1000,
+        100,
+        lambda: calls.append("census") or {},
+        collect=lambda: calls.append("collect"),
+        after_seconds=20.0,
+        clock=lambda: now[0],
+    )
+    for now[0] in (105.0, 119.9):
+        assert watch.after_epoch() is None
+    assert calls == []
+    now[0] = 120.0
+    assert watch.after_epoch() is None
+    assert calls == ["collect", "census"]
+    assert watch.baseline_bytes == 1000
+
+
 def test_the_fake_tensors_of_the_compiler_are_not_counted_and_nothing_is_warned_of():
     with FakeTensorMode():
         held = torch.zeros(3, 5, 7, 11)

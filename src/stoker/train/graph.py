@@ -387,8 +387,10 @@ class GraphedStep:
         self._numbers = HostNumbers(state.modules, state.functions, state.device)
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
         why, handled = "", sys.exception()
-        # Collected before, not during the capture: to free another graph's memory there would end it.
-        gc.collect()
+        free, total = torch.cuda.mem_get_info(state.device)
+        if free < total / 2:
+            gc.collect()  # room for the graph's own memory; 0.2 s, as much as forty small steps
+        # Not during the capture: to free another graph's memory there would end it.
         collects = gc.isenabled()
         gc.disable()
         try:

@@ -1,8 +1,8 @@
 """Device memory: log lines as documented, and detection of leaks.
 
 Enters: a device, or figures from elsewhere. Leaves: lines for a log, `Growth` where memory creeps up.
-Costs: a line is some µs; the leak watch collects garbage and walks all Python objects once per epoch,
-about 0.4 s per million (0.2 of it the collector).
+Costs: a line is some µs; the leak watch collects garbage and walks all Python objects when it sets its baseline and
+when memory has grown, about 0.4 s per million (0.2 of it the collector).
 
 GB and MB in these lines are 2^30 and 2^20 bytes.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 Device = str | int | torch.device | None
+BASELINE_AFTER_SECONDS = 20.0
+"""Of training, before a leak watch sets its baseline, which takes about 0.3 s."""
 
 
 # -- lines -----------------------------------------------------------------------------------------
@@ -207,7 +210,8 @@ class Growth:
 class LeakWatch:
     """Detects memory that grows from epoch to epoch.
 
-    The baseline is taken at the end of the first epoch, when the optimizer's state exists. Growth beyond
+    The baseline is taken at the end of the first epoch, when the optimizer's state exists, or of a later one while
+    the run is too short for what that costs. Growth beyond
     the threshold is reported once, with the tensors that grew, and moves the baseline. Legitimate growth
     (an unfrozen layer's state, a larger workspace) happens and stays; a leak goes on. So the next report
     says leak, unless an epoch in between was quiet: grew by less than a hundredth of the threshold.
@@ -219,6 +223,8 @@ class LeakWatch:
         census: Live tensors, by kind.
         logger: Gets a `warning`; the growth is returned as well.
         collect: Run before anything is called growth, so that cycles waiting for the collector are none.
+        after_seconds: The baseline is not taken before, so that it costs a short run nothing.
+        clock: Seconds.
     """
 
     def __init__(
@@ -228,10 +234,13 @@ class LeakWatch:
         census: Callable[[], Census] = count_live_tensors,
         logger: logging.Logger | None = None,
         collect: Callable[[], object] = gc.collect,
+        after_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._allocated = allocated
         self._census = census
         self._collect = collect
+        self._clock, self._begins = clock, clock() + after_seconds
         self._logger = logger
         self.threshold_bytes = threshold_bytes
         self.baseline_bytes: int | None = None
@@ -241,7 +250,9 @@ class LeakWatch:
         self._recent: deque[int] = deque(maxlen=3)
 
     @classmethod
-    def for_device(cls, device: Device, threshold_bytes: int) -> LeakWatch | None:
+    def for_device(
+        cls, device: Device, threshold_bytes: int, after_seconds: float = 0.0
+    ) -> LeakWatch | None:
         """Return a watch of a CUDA device; None for a CPU, whose memory torch does not count."""
         meant = _cuda_device(device)
         if meant is None:
@@ -250,10 +261,13 @@ class LeakWatch:
             lambda: torch.cuda.memory_allocated(meant),
             threshold_bytes,
             lambda: count_live_tensors(meant),
+            after_seconds=after_seconds,
         )
 
     def after_epoch(self) -> Growth | None:
         """Measure at the end of an epoch; return growth over the threshold, after warning of it."""
+        if self.baseline_bytes is None and self._clock() < self._begins:
+            return None
         now, last = self._measure(), self._recent[-1] if self._recent else None
         self._recent.append(now)
         if self.baseline_bytes is None:

@@ -43,7 +43,7 @@ from stoker.train.graph import has_graphs, refuse_eager, step_note
 from stoker.train.heartbeat import HEARTBEAT
 from stoker.train.history import EpochLines, EpochReport, EpochTally, History
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
-from stoker.train.memory import LeakWatch, log_gpu_stats
+from stoker.train.memory import BASELINE_AFTER_SECONDS, LeakWatch, log_gpu_stats
 from stoker.train.parallel import (
     Parallel,
     choose_parallel,
@@ -320,7 +320,7 @@ class Trainer(Configured, Resumable):
             is_resumed = resume and self.resume()
             if settings.seed is not None and not is_resumed and not at.num_steps:
                 seed_rng(settings.seed + self.ranks.rank)
-            leaks = LeakWatch.for_device(self.device, settings.leak_bytes)
+            leaks = LeakWatch.for_device(self.device, settings.leak_bytes, BASELINE_AFTER_SECONDS)
             self._write("fit", {"epochs": settings.epochs})
             stack.push(self._write_end)
             stack.push(self._keep_what_was_done)
